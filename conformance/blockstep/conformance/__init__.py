@@ -1,0 +1,1 @@
+"""The tools that hold an implementation to the specification, step by step."""

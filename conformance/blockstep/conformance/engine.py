@@ -1,0 +1,51 @@
+"""Engine: what a system under test implements to be held to the spec (architecture section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from blockstep.spec.vocabulary import Config, Event, Observation, Snapshot
+
+
+class Capability(StrEnum):
+    """What an engine implements. What it lacks is reported, never skipped in silence."""
+
+    SNAPSHOT = "snapshot"
+    """It can show its whole state; without it only observations are compared."""
+    PRIORITY = "priority"
+    DRAFTS = "drafts"
+    PAUSE = "pause"
+    RESET = "reset"
+    GRAMMAR = "grammar"
+    MULTIMODAL = "multimodal"
+    REJECTION = "rejection"
+    """It answers bad input with a typed `Rejected` instead of undefined behaviour."""
+
+
+ALL_CAPABILITIES = frozenset(Capability)
+
+
+class EngineFault(Exception):
+    """The engine broke. The driver reports it as a finding, with the program that led to it."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A system under test. One object is one run: it is built from a Config and never reused."""
+
+    def apply(self, event: Event) -> Observation:
+        """Take one event. May raise only `EngineFault`; anything else is a finding as well."""
+        ...
+
+    def snapshot(self) -> Snapshot | None:
+        """The canonical state after the last event; None if it can only be observed."""
+        ...
+
+    def capabilities(self) -> frozenset[Capability]:
+        """What it implements."""
+        ...
+
+
+EngineFactory: TypeAlias = Callable[[Config], Engine]

@@ -1,0 +1,47 @@
+"""Finding: one thing that is wrong, said so that a reader can act on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FindingKind(StrEnum):
+    """What sort of check spoke; the exit code follows from it (architecture section 5)."""
+
+    PROPERTY = "property"
+    """A property of `properties.md` does not hold; no reference is needed to say so."""
+    DIVERGENCE = "divergence"
+    """Spec and engine answered the same event differently."""
+    FAULT = "fault"
+    """The engine raised."""
+    LIVENESS = "liveness"
+    """No progress although requests are unfinished and nothing is due from outside."""
+    SPEC = "spec"
+    """The spec failed an assertion of its own: the spec is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field in which two sides differ, or what was expected and what was seen."""
+
+    field: str
+    expected: str
+    """The spec's side, or what the property demands."""
+    seen: str
+    """The engine's side."""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One violated property, divergence or fault, at one step."""
+
+    kind: FindingKind
+    property_id: str
+    """"P1" ... ; "" for a divergence that no property names."""
+    sentence: str
+    """What should hold, as a name: `freed_tail_is_evicted_first`."""
+    message: str
+    """What was seen instead, in one line."""
+    differences: tuple[Difference, ...] = ()

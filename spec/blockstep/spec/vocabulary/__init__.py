@@ -1,0 +1,110 @@
+"""The words that every wing shares: what goes in, what comes out, what a state looks like.
+
+Frozen dataclasses only, and no rule of scheduling. `impl` imports this and nothing else of the
+spec (architecture D3), so whatever stands here cannot be checked by comparing the two.
+Defaults are part of the format: a trace written before a field existed reads as if it had it.
+"""
+
+from blockstep.spec.vocabulary.config import Config, Policy, SpecMethod
+from blockstep.spec.vocabulary.events import (
+    EVENT_TYPES,
+    Abort,
+    Commit,
+    Drafts,
+    Event,
+    GrammarReady,
+    PauseState,
+    Reset,
+    RowTokens,
+    Schedule,
+    SetPause,
+    Submit,
+)
+from blockstep.spec.vocabulary.keys import BlockKey
+from blockstep.spec.vocabulary.observations import (
+    Aborted,
+    Ack,
+    CachedRow,
+    DraftsTaken,
+    NewRow,
+    Observation,
+    OutputRow,
+    Outputs,
+    Plan,
+    RejectCode,
+    Rejected,
+    ResetDone,
+)
+from blockstep.spec.vocabulary.request import (
+    NULL_BLOCK,
+    BlockId,
+    BlockTables,
+    FinishReason,
+    FrameId,
+    MultiModalItem,
+    RepetitionDetection,
+    Request,
+    RequestId,
+    Status,
+    TokenId,
+    TokenIds,
+)
+from blockstep.spec.vocabulary.snapshot import RequestSnapshot, Snapshot, Stats
+from blockstep.spec.vocabulary.wellformed import (
+    MAX_INT,
+    ConfigError,
+    ConfigProblem,
+    config_problems,
+    event_problem,
+)
+
+__all__ = [
+    "EVENT_TYPES",
+    "MAX_INT",
+    "NULL_BLOCK",
+    "Abort",
+    "Aborted",
+    "Ack",
+    "BlockId",
+    "BlockKey",
+    "BlockTables",
+    "CachedRow",
+    "Commit",
+    "Config",
+    "ConfigError",
+    "ConfigProblem",
+    "Drafts",
+    "DraftsTaken",
+    "Event",
+    "FinishReason",
+    "FrameId",
+    "GrammarReady",
+    "MultiModalItem",
+    "NewRow",
+    "Observation",
+    "OutputRow",
+    "Outputs",
+    "PauseState",
+    "Plan",
+    "Policy",
+    "RejectCode",
+    "Rejected",
+    "RepetitionDetection",
+    "Request",
+    "RequestId",
+    "RequestSnapshot",
+    "Reset",
+    "ResetDone",
+    "RowTokens",
+    "Schedule",
+    "SetPause",
+    "Snapshot",
+    "SpecMethod",
+    "Stats",
+    "Status",
+    "Submit",
+    "TokenId",
+    "TokenIds",
+    "config_problems",
+    "event_problem",
+]

@@ -1,0 +1,70 @@
+"""Config: the constants of one scheduler and its block pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Policy(StrEnum):
+    """How waiting requests are ordered, and who is preempted (seed 001, "Queue Selection")."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+
+
+class SpecMethod(StrEnum):
+    """Who proposes draft tokens; it decides lookahead slots and the head-drop on hits."""
+
+    NONE = "none"
+    NGRAM = "ngram"
+    """Drafts come from the text: no KV of its own, so no lookahead slots."""
+    DRAFT_MODEL = "draft_model"
+    """A second model with its own KV: `num_speculative_tokens` lookahead slots."""
+    EAGLE = "eagle"
+    """A head fed with hidden states: lookahead slots, and the last hit block is recomputed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What never changes during a run. Names are vLLM's; units come last in a name."""
+
+    num_blocks: int
+    """KV-cache blocks in the pool, the null block (id 0) included."""
+    block_size: int = 16
+    """Token slots per block."""
+    max_num_seqs: int = 256
+    """Requests running at once, at most."""
+    max_num_batched_tokens: int = 2048
+    """Tokens scheduled per step, at most: one budget for prefill and decode."""
+    max_model_len: int = 8192
+    """Tokens of prompt and output of one request, at most."""
+    policy: Policy = Policy.FCFS
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    """False: a prompt is admitted only when all of its uncached tokens fit the budget left."""
+    long_prefill_token_threshold: int = 0
+    """Tokens of one request per step, at most; 0 switches the cap off."""
+    scheduler_reserve_full_isl: bool = True
+    """Admit a request only if all its known tokens fit the free blocks, not just a first chunk."""
+    spec_method: SpecMethod = SpecMethod.NONE
+    num_speculative_tokens: int = 0
+    """Draft tokens per request and step, at most."""
+    max_frames_in_flight: int = 1
+    """Plans scheduled but not yet committed, at most (the pipeline depth)."""
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks that requests can hold: all but the null block (upstream #52520)."""
+        return self.num_blocks - 1
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Slots reserved past the scheduled tokens for a proposer that keeps KV."""
+        with_kv = self.spec_method in (SpecMethod.DRAFT_MODEL, SpecMethod.EAGLE)
+        return self.num_speculative_tokens if with_kv else 0
+
+    @property
+    def drops_last_hit_block(self) -> bool:
+        """Whether a prefix hit gives back its last block (seed 001, "find_longest_cache_hit")."""
+        return self.spec_method is SpecMethod.EAGLE

@@ -1,0 +1,96 @@
+"""Event: everything that may happen to a scheduler. Time enters only as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from blockstep.spec.vocabulary.request import FrameId, Request, RequestId, TokenIds
+
+
+class PauseState(StrEnum):
+    """What Schedule may schedule."""
+
+    UNPAUSED = "unpaused"
+    PAUSED_NEW = "paused_new"
+    """Running requests go on; nobody is admitted."""
+    PAUSED_ALL = "paused_all"
+    """Nobody is scheduled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A client hands in a request."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Plan one step. Observation: `Plan`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowTokens:
+    """Token ids of one request: sampled ones in a Commit, proposed ones in Drafts."""
+
+    request_id: RequestId
+    token_ids: TokenIds = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The worker answers a plan: one row per request of the frame, in any order.
+
+    A row that sampled holds its accepted drafts, then one token more. A row still in prefill
+    holds nothing. Observation: `Outputs`.
+    """
+
+    frame_id: FrameId
+    sampled: tuple[RowTokens, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The proposer hands in draft tokens for the next step. Observation: `DraftsTaken`."""
+
+    drafts: tuple[RowTokens, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Clients give up; ids that are not (or no longer) known change nothing (P18)."""
+
+    request_ids: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarReady:
+    """The grammar of a request with `structured_output` is compiled."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class SetPause:
+    """Pause or resume scheduling."""
+
+    pause_state: PauseState
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Forget every cached block (weights changed, say). Observation: `ResetDone`.
+
+    Without `reset_running_requests` it succeeds only if no block is held; with it, everything
+    that runs is preempted first.
+    """
+
+    reset_running_requests: bool = False
+
+
+Event: TypeAlias = Submit | Schedule | Commit | Drafts | Abort | GrammarReady | SetPause | Reset
+EVENT_TYPES: tuple[type, ...] = (
+    Submit, Schedule, Commit, Drafts, Abort, GrammarReady, SetPause, Reset,
+)  # fmt: skip

@@ -1,0 +1,125 @@
+"""BlockKey: the structural name of a full block's content."""
+
+from __future__ import annotations
+
+from typing import final
+
+from blockstep.spec.vocabulary.request import TokenIds
+
+
+@final
+class BlockKey:
+    """Names what a full block holds: every token up to its end, and whatever else shaped its KV.
+
+    Structural and injective (P6): two keys are equal only if the whole chain of tokens and extra
+    keys is equal, so no digest can collide here. Digests are an engine's business; a snapshot
+    translates them back into keys. Each kind of extra key has a field of its own, so an adapter
+    and a salt of the same name stay apart.
+
+    `hash()` is taken once; `==` walks up the chain only as far as the two chains are not one and
+    the same object, without recursion.
+    """
+
+    __slots__ = ("_hash", "adapter", "cache_salt", "group", "items", "parent", "token_ids")
+
+    parent: BlockKey | None
+    """The key of the block before it; None for the first block."""
+    token_ids: TokenIds
+    """The tokens of this block, exactly block-size many."""
+    adapter: str | None
+    cache_salt: str | None
+    """Only in the first block's key; the chain carries it on."""
+    items: tuple[tuple[str, int], ...]
+    """Of each item that overlaps: identifier, and its offset relative to the block's first slot."""
+    group: int
+    """KV-cache group."""
+
+    def __init__(
+        self,
+        parent: BlockKey | None,
+        token_ids: TokenIds,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        items: tuple[tuple[str, int], ...] = (),
+        group: int = 0,
+    ) -> None:
+        put = object.__setattr__
+        put(self, "parent", parent)
+        put(self, "token_ids", token_ids)
+        put(self, "adapter", adapter)
+        put(self, "cache_salt", cache_salt)
+        put(self, "items", items)
+        put(self, "group", group)
+        parent_hash = 0 if parent is None else parent._hash
+        put(self, "_hash", hash((parent_hash, token_ids, adapter, cache_salt, items, group)))
+
+    _hash: int
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"BlockKey is immutable: cannot set {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"BlockKey is immutable: cannot delete {name!r}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Rebuilt from the outside in, so that a long chain cannot exhaust the stack.
+        return (chain_from_links, (tuple(key._link() for key in self.chain()),))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BlockKey):
+            return NotImplemented
+        mine: BlockKey | None = self
+        theirs: BlockKey | None = other
+        while mine is not theirs:
+            if mine is None or theirs is None or mine._hash != theirs._hash:
+                return False
+            if mine._link() != theirs._link():
+                return False
+            mine, theirs = mine.parent, theirs.parent
+        return True
+
+    def __repr__(self) -> str:
+        extras = "".join(
+            f", {name}={value!r}"
+            for name, value in (
+                ("adapter", self.adapter),
+                ("cache_salt", self.cache_salt),
+                ("items", self.items),
+                ("group", self.group),
+            )
+            if value
+        )
+        return f"BlockKey(index={self.index}, token_ids={self.token_ids!r}{extras})"
+
+    @property
+    def index(self) -> int:
+        """Position of the block in its block table, from 0."""
+        return len(self.chain()) - 1
+
+    def chain(self) -> list[BlockKey]:
+        """The keys from the first block to this one."""
+        keys: list[BlockKey] = []
+        key: BlockKey | None = self
+        while key is not None:
+            keys.append(key)
+            key = key.parent
+        keys.reverse()
+        return keys
+
+    def _link(self) -> tuple[TokenIds, str | None, str | None, tuple[tuple[str, int], ...], int]:
+        """What this key adds to its parent's."""
+        return (self.token_ids, self.adapter, self.cache_salt, self.items, self.group)
+
+
+def chain_from_links(
+    links: tuple[tuple[TokenIds, str | None, str | None, tuple[tuple[str, int], ...], int], ...],
+) -> BlockKey:
+    """The last key of the chain whose keys add `links`, first block first. At least one link."""
+    key: BlockKey | None = None
+    for link in links:
+        key = BlockKey(key, *link)
+    assert key is not None, "a chain has at least one link"
+    return key

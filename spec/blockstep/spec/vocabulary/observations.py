@@ -1,0 +1,166 @@
+"""Observation: everything that a scheduler may answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias
+
+from blockstep.spec.vocabulary.request import (
+    BlockTables,
+    FinishReason,
+    FrameId,
+    Request,
+    RequestId,
+    TokenIds,
+)
+
+
+class RejectCode(StrEnum):
+    """Why an event was refused. Stable: traces and engines rely on the values."""
+
+    MALFORMED_EVENT = "malformed_event"
+    """Not an event, or a field of a wrong type."""
+    BAD_REQUEST = "bad_request"
+    """A field of the request is out of its range."""
+    DUPLICATE_REQUEST = "duplicate_request"
+    """The id belongs to an unfinished request."""
+    REQUEST_IN_FLIGHT = "request_in_flight"
+    """The id belongs to a finished request that a frame in flight still names."""
+    PROMPT_TOO_LONG = "prompt_too_long"
+    """Prompt and one output token exceed `max_model_len`."""
+    NEVER_FITS = "never_fits"
+    """At its longest it needs more blocks than the empty pool has (P11)."""
+    PIPELINE_FULL = "pipeline_full"
+    """`max_frames_in_flight` plans await their commit."""
+    UNKNOWN_FRAME = "unknown_frame"
+    """No such frame is in flight: never scheduled, or committed already (P18)."""
+    BAD_RESULT = "bad_result"
+    """The rows do not answer the frame: missing, foreign, of a wrong length, accepting no draft."""
+    BAD_DRAFTS = "bad_drafts"
+    """Speculation is off, too many drafts for one request, or a request named twice."""
+    UNKNOWN_REQUEST = "unknown_request"
+    """No unfinished request has this id."""
+    NOT_STRUCTURED = "not_structured"
+    """The request does not use structured output, so it has no grammar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The event was refused and nothing changed. Equality is by code: wording is free."""
+
+    code: RejectCode
+    detail: str = field(default="", compare=False)
+    """Names the input, the rule and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """The event was taken; there is nothing to report."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A request the worker has not seen: everything about it (seed 001, "NewRequestData")."""
+
+    request: Request
+    block_ids: BlockTables
+    """Its whole block tables."""
+    num_computed_tokens: int
+    """Tokens whose KV exists already: the prefix hit."""
+    num_scheduled_tokens: int
+
+    @property
+    def request_id(self) -> RequestId:
+        """The id of `request`."""
+        return self.request.request_id
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRow:
+    """A request the worker knows: the difference only (seed 001, "CachedRequestData")."""
+
+    request_id: RequestId
+    resumed: bool
+    """True: it returns from preemption, and `new_block_ids` replaces its block tables."""
+    new_block_ids: BlockTables
+    """Blocks to append, or all of them when resumed."""
+    all_token_ids: TokenIds | None
+    """Prompt and output, sent when it was not in the previous plan; None otherwise."""
+    num_computed_tokens: int
+    """Tokens whose KV exists before this step."""
+    num_output_tokens: int
+    num_scheduled_tokens: int
+    """Tokens to run, drafts included."""
+    draft_token_ids: TokenIds = ()
+    """The last of the scheduled tokens, to be verified."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step's work. A plan with rows is a frame in flight until its Commit."""
+
+    frame_id: FrameId
+    new: tuple[NewRow, ...] = ()
+    """In order of admission."""
+    cached: tuple[CachedRow, ...] = ()
+    """Running ones in running order, then resumed ones in order of admission."""
+    finished_req_ids: tuple[RequestId, ...] = ()
+    """Ended since the last plan, sorted; the worker drops them before anything else."""
+    preempted_req_ids: tuple[RequestId, ...] = ()
+    """Preempted while this step was planned, sorted."""
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        """Tokens of the step, over all rows."""
+        new = sum(row.num_scheduled_tokens for row in self.new)
+        return new + sum(row.num_scheduled_tokens for row in self.cached)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRow:
+    """What one request gained in one step."""
+
+    request_id: RequestId
+    new_token_ids: TokenIds
+    """Delivered to the client; nothing after the token that stopped it."""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The stop token that ended it, when one of `stop_token_ids` did."""
+    num_cached_tokens: int = 0
+    """Prompt tokens served from the prefix cache at its first admission."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a step delivered: one row per request with new tokens, in the order of scheduling.
+
+    That order is: running requests in running order, then admitted ones in order of admission,
+    new and resumed mixed. It is also the order in which a commit ends requests and frees blocks.
+    """
+
+    rows: tuple[OutputRow, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftsTaken:
+    """The requests whose drafts were attached, in the order given; the others' were dropped."""
+
+    request_ids: tuple[RequestId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """The requests that were ended by this abort, in the order given."""
+
+    request_ids: tuple[RequestId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ResetDone:
+    """Whether the prefix cache was emptied; False means nothing changed."""
+
+    success: bool
+
+
+Observation: TypeAlias = Plan | Outputs | DraftsTaken | Aborted | ResetDone | Ack | Rejected

@@ -1,0 +1,96 @@
+"""Request: what a client asks for, and the words for its life."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+RequestId: TypeAlias = str
+TokenId: TypeAlias = int
+BlockId: TypeAlias = int
+FrameId: TypeAlias = int
+TokenIds: TypeAlias = tuple[int, ...]
+BlockTables: TypeAlias = tuple[tuple[int, ...], ...]
+"""One block table per KV-cache group, positions in order."""
+
+NULL_BLOCK: BlockId = 0
+"""The block that stands for "no block here"; never queued, never freed, never written (P1)."""
+
+
+class Status(StrEnum):
+    """Where an unfinished request stands (seed 001, "RequestStatus Lifecycle")."""
+
+    WAITING = "waiting"
+    WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = "waiting_for_structured_output_grammar"
+    WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
+    WAITING_FOR_STREAMING_REQ = "waiting_for_streaming_req"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; each ends for exactly one (P13)."""
+
+    STOP = "stop"
+    """Its end-of-sequence token or one of its stop tokens was sampled."""
+    LENGTH = "length"
+    """It reached `max_tokens`, or `max_model_len`."""
+    REPETITION = "repetition"
+    """The tail of its output repeats a pattern as often as it said it would not tolerate."""
+    ABORT = "abort"
+    """The client gave up."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepetitionDetection:
+    """Stop when the output ends with `min_count` copies of one pattern.
+
+    A pattern is `min_pattern_size` to `max_pattern_size` tokens long.
+    """
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MultiModalItem:
+    """An image or a sound whose placeholder tokens lie in the prompt."""
+
+    identifier: str
+    """Names the content: equal identifiers mean equal content."""
+    offset: int
+    """Position of its first placeholder token in the prompt."""
+    length: int
+    """Placeholder tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a client submits. Nothing in it changes after Submit."""
+
+    request_id: RequestId
+    prompt_token_ids: TokenIds
+    max_tokens: int = 16
+    """Output tokens, at most."""
+    min_tokens: int = 0
+    """Output tokens before eos, a stop token or repetition may end it; length caps always do."""
+    eos_token_id: TokenId | None = None
+    """None: an end-of-sequence token does not end it."""
+    stop_token_ids: TokenIds = ()
+    repetition_detection: RepetitionDetection | None = None
+    priority: int = 0
+    """Lower runs first; matters under `Policy.PRIORITY` only."""
+    arrival_time: int = 0
+    """Ticks; the tie-breaker after priority. The spec reads no clock: time is a value."""
+    adapter: str | None = None
+    """Name of its LoRA adapter: part of the identity of every block."""
+    cache_salt: str | None = None
+    """Separates prefix-cache namespaces: part of the identity of the first block."""
+    items: tuple[MultiModalItem, ...] = ()
+    """Sorted by offset, not overlapping."""
+    skip_reading_prefix_cache: bool = False
+    """True: it never takes a prefix hit (its prompt logprobs are wanted, say)."""
+    structured_output: bool = False
+    """True: it waits until its grammar is compiled (event `GrammarReady`)."""

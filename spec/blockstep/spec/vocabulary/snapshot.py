@@ -1,0 +1,89 @@
+"""Snapshot: the canonical abstract state, the same for every exact engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from blockstep.spec.vocabulary.events import PauseState
+from blockstep.spec.vocabulary.keys import BlockKey
+from blockstep.spec.vocabulary.request import (
+    BlockId,
+    BlockTables,
+    FrameId,
+    RequestId,
+    Status,
+    TokenIds,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters since the start; each counts what happened, once (P21)."""
+
+    prefix_cache_queries: int = 0
+    """Tokens of requests admitted after asking the prefix cache."""
+    prefix_cache_hits: int = 0
+    """Tokens of those that a prefix hit served."""
+    preemptions: int = 0
+    drafts_scheduled: int = 0
+    """Draft tokens of committed frames whose request was still unfinished."""
+    drafts_accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSnapshot:
+    """One unfinished request."""
+
+    request_id: RequestId
+    status: Status
+    output_token_ids: TokenIds = ()
+    """Verified outputs."""
+    num_computed_tokens: int = 0
+    """KV exists, or is being written by a frame in flight, for positions [0, this)."""
+    num_output_placeholders: int = 0
+    """Output tokens promised by frames in flight; 0 without asynchronous scheduling."""
+    spec_token_ids: TokenIds = ()
+    """Drafts attached, not yet scheduled."""
+    is_prefill_chunk: bool = False
+    """Whether the last plan that scheduled it left known tokens uncomputed."""
+    block_tables: BlockTables = ((),)
+    num_cached_blocks: tuple[int, ...] = (0,)
+    """Per group: leading blocks of its table whose hash is settled (hit or published)."""
+    num_cached_tokens: int = -1
+    """Tokens of the prefix hit at its first admission; -1 before that."""
+    num_preemptions: int = 0
+    grammar_ready: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything two exact engines must agree on, in canonical form."""
+
+    pause_state: PauseState
+    waiting: tuple[RequestId, ...]
+    """In the order in which they would be taken; likewise `skipped_waiting`."""
+    skipped_waiting: tuple[RequestId, ...]
+    running: tuple[RequestId, ...]
+    """In running order: FCFS preempts from its end."""
+    requests: tuple[RequestSnapshot, ...]
+    """Sorted by request id."""
+    ref_counts: tuple[int, ...]
+    """Indexed by block id; the null block's is always 0."""
+    free_queue: tuple[BlockId, ...]
+    """Head first: the head is allocated, and so evicted, next."""
+    block_keys: tuple[BlockKey | None, ...]
+    """What each block carries, indexed by block id; None where it is not published."""
+    cached: Mapping[BlockKey, tuple[BlockId, ...]]
+    """The prefix-cache map: the blocks of a key in order of publication; a hit takes the first."""
+    frames_in_flight: tuple[FrameId, ...]
+    next_frame_id: FrameId
+    finished_req_ids: tuple[RequestId, ...]
+    """Ended since the last plan, sorted."""
+    prev_scheduled_req_ids: tuple[RequestId, ...]
+    """In the last plan (and not force-reset since), sorted."""
+    stats: Stats
+
+    def request(self, request_id: RequestId) -> RequestSnapshot | None:
+        """The unfinished request of this id, or None."""
+        return next((r for r in self.requests if r.request_id == request_id), None)

@@ -1,0 +1,242 @@
+"""Well-formedness: what can be said against a value without knowing any state.
+
+Both sides of a comparison share these checks, because they are about the vocabulary itself:
+types and ranges. What depends on a state is each side's own business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blockstep.spec.vocabulary.config import Config, Policy, SpecMethod
+from blockstep.spec.vocabulary.events import (
+    Abort,
+    Commit,
+    Drafts,
+    GrammarReady,
+    PauseState,
+    Reset,
+    RowTokens,
+    Schedule,
+    SetPause,
+    Submit,
+)
+from blockstep.spec.vocabulary.observations import RejectCode, Rejected
+from blockstep.spec.vocabulary.request import MultiModalItem, RepetitionDetection, Request
+
+MAX_INT = 2**31 - 1
+"""Token ids, counts and ticks fit in 31 bits, so that an engine may keep them in int32 arrays."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigProblem:
+    """One reason why a config cannot be used."""
+
+    field: str
+    value: object
+    rule: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"config: {self.field} = {self.value!r}: {self.rule}; {self.fix}"
+
+
+class ConfigError(ValueError):
+    """A config breaks the rules of `config_problems`."""
+
+    def __init__(self, problems: Sequence[ConfigProblem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(map(str, problems)))
+
+
+def is_count(value: object, at_least: int = 0) -> bool:
+    """Whether `value` is an int (no bool) between `at_least` and `MAX_INT`."""
+    return type(value) is int and at_least <= value <= MAX_INT
+
+
+def config_problems(config: object) -> tuple[ConfigProblem, ...]:
+    """Every reason against `config`; empty for a good one.
+
+    Sources: upstream's own start-up checks (`SchedulerConfig`), and seed 001 for the null block.
+    """
+    if not isinstance(config, Config):
+        return (ConfigProblem("config", config, "must be a Config", "build one"),)
+    found: list[ConfigProblem] = []
+
+    def expect(ok: bool, field: str, rule: str, fix: str) -> None:
+        if not ok:
+            found.append(ConfigProblem(field, getattr(config, field), rule, fix))
+
+    for name, least in (
+        ("num_blocks", 2),
+        ("block_size", 1),
+        ("max_num_seqs", 1),
+        ("max_num_batched_tokens", 1),
+        ("max_model_len", 2),
+        ("long_prefill_token_threshold", 0),
+        ("num_speculative_tokens", 0),
+        ("max_frames_in_flight", 1),
+    ):
+        ok = is_count(getattr(config, name), least)
+        expect(ok, name, f"must be an int from {least} to {MAX_INT}", f"use at least {least}")
+    for name in ("enable_prefix_caching", "enable_chunked_prefill", "scheduler_reserve_full_isl"):
+        expect(type(getattr(config, name)) is bool, name, "must be a bool", "use True or False")
+    expect(isinstance(config.policy, Policy), "policy", "must be a Policy", "use Policy.FCFS")
+    expect(
+        isinstance(config.spec_method, SpecMethod),
+        "spec_method",
+        "must be a SpecMethod",
+        "use SpecMethod.NONE",
+    )
+    if found:
+        return tuple(found)
+    expect(
+        config.max_frames_in_flight == 1,
+        "max_frames_in_flight",
+        "asynchronous scheduling is not specified yet",
+        "use 1",
+    )
+    expect(
+        (config.spec_method is SpecMethod.NONE) == (config.num_speculative_tokens == 0),
+        "num_speculative_tokens",
+        "must be 0 exactly when spec_method is none",
+        "set both, or neither",
+    )
+    expect(
+        config.enable_chunked_prefill or config.max_num_batched_tokens >= config.max_model_len,
+        "max_num_batched_tokens",
+        "without chunked prefill a whole prompt must fit one step's budget",
+        "raise it to max_model_len, or enable chunked prefill",
+    )
+    return tuple(found)
+
+
+def event_problem(event: object) -> Rejected | None:
+    """Why `event` cannot be an event for any state, or None."""
+    match event:
+        case Submit(request=request):
+            return _request_problem(request)
+        case Schedule():
+            return None
+        case Commit(frame_id=frame_id, sampled=sampled):
+            if not is_count(frame_id):
+                return _malformed("Commit.frame_id", frame_id, "an int >= 0")
+            return _rows_problem("Commit.sampled", sampled)
+        case Drafts(drafts=drafts):
+            return _rows_problem("Drafts.drafts", drafts)
+        case Abort(request_ids=ids):
+            if not isinstance(ids, tuple) or not all(map(_is_name, ids)):
+                return _malformed("Abort.request_ids", ids, "a tuple of non-empty strings")
+            return None
+        case GrammarReady(request_id=request_id):
+            if not _is_name(request_id):
+                return _malformed("GrammarReady.request_id", request_id, "a non-empty string")
+            return None
+        case SetPause(pause_state=pause_state):
+            if not isinstance(pause_state, PauseState):
+                return _malformed("SetPause.pause_state", pause_state, "a PauseState")
+            return None
+        case Reset(reset_running_requests=flag):
+            if type(flag) is not bool:
+                return _malformed("Reset.reset_running_requests", flag, "a bool")
+            return None
+        case _:
+            return _malformed("event", event, "one of blockstep.spec's events")
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _malformed(what: str, value: object, rule: str) -> Rejected:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return Rejected(RejectCode.MALFORMED_EVENT, f"{what} = {shown}: must be {rule}")
+
+
+def _bad(request: Request, what: str, rule: str) -> Rejected:
+    return Rejected(RejectCode.BAD_REQUEST, f"request {request.request_id!r}: {what} {rule}")
+
+
+def _are_tokens(value: object) -> bool:
+    if not isinstance(value, tuple):
+        return False
+    # The loop is written out because a prompt may have a hundred thousand tokens.
+    return all(type(token) is int and 0 <= token <= MAX_INT for token in value)
+
+
+def _rows_problem(what: str, rows: object) -> Rejected | None:
+    if not isinstance(rows, tuple) or not all(isinstance(row, RowTokens) for row in rows):
+        return _malformed(what, rows, "a tuple of RowTokens")
+    for row in rows:
+        if not _is_name(row.request_id):
+            return _malformed(f"{what} request_id", row.request_id, "a non-empty string")
+        if not _are_tokens(row.token_ids):
+            return _malformed(f"{what} token_ids", row.token_ids, f"a tuple of 0..{MAX_INT}")
+    return None
+
+
+def _request_problem(request: object) -> Rejected | None:
+    if not isinstance(request, Request):
+        return _malformed("Submit.request", request, "a Request")
+    if not _is_name(request.request_id):
+        return _malformed("request_id", request.request_id, "a non-empty string")
+    if not _are_tokens(request.prompt_token_ids):
+        return _malformed("prompt_token_ids", request.prompt_token_ids, f"a tuple of 0..{MAX_INT}")
+    if not _are_tokens(request.stop_token_ids):
+        return _malformed("stop_token_ids", request.stop_token_ids, f"a tuple of 0..{MAX_INT}")
+    if request.eos_token_id is not None and not is_count(request.eos_token_id):
+        return _malformed("eos_token_id", request.eos_token_id, "None or a token id")
+    for name in ("max_tokens", "min_tokens", "arrival_time"):
+        if type(getattr(request, name)) is not int:
+            return _malformed(name, getattr(request, name), "an int")
+    if type(request.priority) is not int or abs(request.priority) > MAX_INT:
+        return _malformed("priority", request.priority, f"an int within +-{MAX_INT}")
+    for name in ("adapter", "cache_salt"):
+        value = getattr(request, name)
+        if value is not None and not _is_name(value):
+            return _malformed(name, value, "None or a non-empty string")
+    for name in ("skip_reading_prefix_cache", "structured_output"):
+        if type(getattr(request, name)) is not bool:
+            return _malformed(name, getattr(request, name), "a bool")
+    items = request.items
+    if not isinstance(items, tuple) or not all(isinstance(i, MultiModalItem) for i in items):
+        return _malformed("items", items, "a tuple of MultiModalItem")
+    for item in items:
+        if not _is_name(item.identifier) or not is_count(item.offset) or not is_count(item.length):
+            return _malformed("items", item, "identifier: str, offset and length: ints >= 0")
+    detection = request.repetition_detection
+    if detection is not None and not isinstance(detection, RepetitionDetection):
+        return _malformed("repetition_detection", detection, "None or a RepetitionDetection")
+    return _range_problem(request)
+
+
+def _range_problem(request: Request) -> Rejected | None:
+    if not request.prompt_token_ids:
+        return _bad(request, "prompt_token_ids", "is empty: a prompt has at least one token")
+    if not 1 <= request.max_tokens <= MAX_INT:
+        return _bad(request, f"max_tokens = {request.max_tokens}", f"must be 1..{MAX_INT}")
+    if not 0 <= request.min_tokens <= request.max_tokens:
+        return _bad(request, f"min_tokens = {request.min_tokens}", "must be 0..max_tokens")
+    if not 0 <= request.arrival_time <= MAX_INT:
+        return _bad(request, f"arrival_time = {request.arrival_time}", f"must be 0..{MAX_INT}")
+    end = 0
+    for item in request.items:
+        if item.length < 1 or item.offset < end:
+            return _bad(request, f"item {item}", "must have tokens and start after the one before")
+        end = item.offset + item.length
+    if end > len(request.prompt_token_ids):
+        return _bad(request, f"items end at {end}", "but must lie inside the prompt")
+    detection = request.repetition_detection
+    if detection is not None:
+        sizes = (detection.min_pattern_size, detection.max_pattern_size, detection.min_count)
+        if not all(type(size) is int for size in sizes):
+            return _malformed("repetition_detection", detection, "three ints")
+        if not (1 <= sizes[0] <= sizes[1] <= MAX_INT and 2 <= sizes[2] <= MAX_INT):
+            return _bad(
+                request,
+                f"{detection}",
+                "must have 1 <= min_pattern_size <= max_pattern_size and min_count >= 2",
+            )
+    return None
