@@ -1,1 +1,69 @@
-"""The executable specification of an LLM-inference scheduler and its paged KV memory."""
+"""The executable specification of an LLM-inference scheduler and its paged KV memory.
+
+`transition(state, event)` is the whole of it; `Oracle` wraps it for everyday use. Read the rooms
+in this order: `vocabulary`, `hashing`, `pool`, `state`, `slots`, `prefix`, `queues`, `schedule`,
+`drafts`, `commit`, `lifecycle`, `control`, `transition`, `invariants`.
+"""
+
+from blockstep.spec.oracle import Oracle, RejectedEvent
+from blockstep.spec.snapshots import get_snapshot
+from blockstep.spec.state import State, initial_state
+from blockstep.spec.transition import Accepted, transition
+from blockstep.spec.vocabulary import (
+    Abort,
+    Commit,
+    Config,
+    ConfigError,
+    Drafts,
+    Event,
+    FinishReason,
+    GrammarReady,
+    MultiModalItem,
+    Observation,
+    Outputs,
+    PauseState,
+    Plan,
+    Policy,
+    Rejected,
+    Request,
+    Reset,
+    Schedule,
+    SetPause,
+    Snapshot,
+    SpecMethod,
+    Status,
+    Submit,
+)
+
+__all__ = [
+    "Abort",
+    "Accepted",
+    "Commit",
+    "Config",
+    "ConfigError",
+    "Drafts",
+    "Event",
+    "FinishReason",
+    "GrammarReady",
+    "MultiModalItem",
+    "Observation",
+    "Oracle",
+    "Outputs",
+    "PauseState",
+    "Plan",
+    "Policy",
+    "Rejected",
+    "RejectedEvent",
+    "Request",
+    "Reset",
+    "Schedule",
+    "SetPause",
+    "Snapshot",
+    "SpecMethod",
+    "State",
+    "Status",
+    "Submit",
+    "get_snapshot",
+    "initial_state",
+    "transition",
+]

@@ -111,10 +111,14 @@ class Plan:
     """Preempted while this step was planned, sorted."""
 
     @property
+    def rows(self) -> tuple[NewRow | CachedRow, ...]:
+        """All rows: new ones, then cached ones."""
+        return (*self.new, *self.cached)
+
+    @property
     def total_num_scheduled_tokens(self) -> int:
         """Tokens of the step, over all rows."""
-        new = sum(row.num_scheduled_tokens for row in self.new)
-        return new + sum(row.num_scheduled_tokens for row in self.cached)
+        return sum(row.num_scheduled_tokens for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)

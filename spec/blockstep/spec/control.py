@@ -1,0 +1,58 @@
+"""Control: pausing, and forgetting what is cached."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.spec.maps import FrozenMap
+from blockstep.spec.pool import free_blocks, get_num_free_blocks, withdraw_all
+from blockstep.spec.queues import process_prepend
+from blockstep.spec.schedule import get_preempted
+from blockstep.spec.state import State
+from blockstep.spec.vocabulary import Ack, PauseState, ResetDone
+
+
+def process_pause(state: State, pause_state: PauseState) -> tuple[State, Ack]:
+    """Set what the next Schedule may schedule. Source: seed 001 "Unified Token Budget"; P16."""
+    return replace(state, pause_state=pause_state), Ack()
+
+
+def process_reset(state: State, reset_running_requests: bool) -> tuple[State, ResetDone]:
+    """Empty the prefix cache, so that nothing computed before can be hit.
+
+    Blocks in use would be published again, so without `reset_running_requests` nothing happens
+    while any block is held. With it the running requests are preempted first, the last one first,
+    and so they wait in the order in which they ran. Source: seed 001 "Reset Prefix Cache"; P25.
+    """
+    # select
+    if reset_running_requests:
+        state = process_forced_preemption(state)
+    # refuse
+    elif get_num_free_blocks(state.pool) < state.config.num_usable_blocks:
+        return state, ResetDone(False)
+    # pool
+    return replace(state, pool=withdraw_all(state.pool)), ResetDone(True)
+
+
+def process_forced_preemption(state: State) -> State:
+    """Preempt everything that runs. The next plan treats nobody as known from the last one.
+
+    Source: vLLM 0.19.1 `reset_prefix_cache`; P25, P26.
+    """
+    pool = state.pool
+    requests = state.requests.to_dict()
+    waiting = list(state.waiting)
+    for request_id in reversed(state.running):
+        pool = free_blocks(pool, requests[request_id].block_table)
+        requests[request_id] = get_preempted(requests[request_id])
+        process_prepend(state.config.policy, waiting, request_id, requests)
+    preemptions = state.stats.preemptions + len(state.running)
+    return replace(
+        state,
+        pool=pool,
+        requests=FrozenMap(requests),
+        waiting=tuple(waiting),
+        running=(),
+        prev_scheduled_req_ids=(),
+        stats=replace(state.stats, preemptions=preemptions),
+    )

@@ -1,0 +1,100 @@
+"""Drafts: tokens that a proposer guessed and the next step verifies.
+
+    known tokens         |--------------- k ---------------|
+    a step of n tokens            |-- computed c --|---- n ----|
+    drafts in it                                   |- c+n-k -|
+
+A step that reaches past the known tokens carries drafts; the worker answers with those that it
+accepts and one token of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.spec.state import RequestState, State
+from blockstep.spec.vocabulary import (
+    DraftsTaken,
+    RejectCode,
+    Rejected,
+    RowTokens,
+    SpecMethod,
+    Status,
+    TokenIds,
+)
+
+
+def compute_num_drafts(num_computed: int, num_scheduled: int, num_known: int) -> int:
+    """Drafts among the scheduled tokens: those past the known ones.
+
+    Source: seed 001 "Packing Spec Tokens at Schedule Time".
+    """
+    return max(num_computed + num_scheduled - num_known, 0)
+
+
+def compute_num_rejected(num_drafts: int, num_sampled: int) -> int:
+    """Drafts that the worker did not accept; the last sampled token is its own.
+
+    Source: seed 001 "Rejection Clawback in update_from_output()"; P14.
+    """
+    return num_drafts - (num_sampled - 1)
+
+
+def is_accepted_prefix(sampled: TokenIds, drafts: TokenIds) -> bool:
+    """Whether `sampled` is some leading drafts and one token more.
+
+    The KV of an accepted position was computed from the draft, so accepting anything else would
+    leave KV that does not belong to the tokens. Source: seed 001 "Rejection Clawback"; P3.
+    """
+    num_accepted = len(sampled) - 1
+    return 0 <= num_accepted <= len(drafts) and sampled[:-1] == drafts[:num_accepted]
+
+
+def can_take_drafts(state: State, request: RequestState) -> bool:
+    """Whether drafts proposed now are for the position this request computes next.
+
+    Not while a frame in flight will move that position, not in the middle of its prefill, and not
+    before it runs (upstream attaches them there, to be dispatched at a later position: P24).
+    Source: seed 001 "Attaching Fresh Drafts for the Next Step"; P24.
+    """
+    in_flight = any(
+        row.request_id == request.request_id for frame in state.frames for row in frame.rows
+    )
+    return (
+        request.status is Status.RUNNING
+        and not in_flight
+        and not request.is_prefill_chunk
+        and request.num_computed_tokens == request.num_known_tokens - 1
+    )
+
+
+def process_drafts(
+    state: State, drafts: tuple[RowTokens, ...]
+) -> tuple[State, DraftsTaken] | Rejected:
+    """Attach drafts to the requests that can take them; the others' are dropped.
+
+    A proposer may be late: ids that ended or were preempted meanwhile are no error (P18).
+    Source: seed 001 "Attaching Fresh Drafts for the Next Step"; P18, P24.
+    """
+    # refuse
+    if state.config.spec_method is SpecMethod.NONE:
+        return Rejected(RejectCode.BAD_DRAFTS, "spec_method is none: configure one to send drafts")
+    limit = state.config.num_speculative_tokens
+    named = [row.request_id for row in drafts]
+    for row in drafts:
+        if len(row.token_ids) > limit:
+            detail = f"{row.request_id!r}: {len(row.token_ids)} drafts; at most {limit} per request"
+            return Rejected(RejectCode.BAD_DRAFTS, detail)
+        if named.count(row.request_id) > 1:
+            detail = f"{row.request_id!r} is named twice; send one row per request"
+            return Rejected(RejectCode.BAD_DRAFTS, detail)
+    # requests
+    requests = state.requests.to_dict()
+    taken = []
+    for row in drafts:
+        request = requests.get(row.request_id)
+        if request is not None and can_take_drafts(state, request):
+            requests[row.request_id] = replace(request, spec_token_ids=row.token_ids)
+            taken.append(row.request_id)
+    # observe
+    return replace(state, requests=type(state.requests)(requests)), DraftsTaken(tuple(taken))

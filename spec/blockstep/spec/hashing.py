@@ -1,0 +1,62 @@
+"""Hashing: which block contents are the same.
+
+vLLM chains digests; the specification chains the contents themselves, so that no two different
+contents can ever share a key (P6). A digest is an engine's way to be fast.
+"""
+
+from __future__ import annotations
+
+from blockstep.spec.state import RequestState
+from blockstep.spec.vocabulary import BlockKey, Request, TokenIds
+
+
+def get_item_keys(request: Request, start: int, end: int) -> tuple[tuple[str, int], ...]:
+    """The multimodal items that overlap token positions [start, end), with relative offsets.
+
+    The offset matters: one image at two places of otherwise equal placeholder tokens makes two
+    different contents. Source: seed 001 "Block Hash Computation"; upstream #36708; P6.
+    """
+    return tuple(
+        (item.identifier, item.offset - start)
+        for item in request.items
+        if item.offset < end and start < item.offset + item.length
+    )
+
+
+def compute_block_key(
+    request: Request, token_ids: TokenIds, index: int, parent: BlockKey | None
+) -> BlockKey:
+    """The key of block `index` of a request, whose content is `token_ids` (block-size many).
+
+    The adapter is part of every block's key, the salt of the first one's: the chain carries it on.
+    Source: seed 001 "Block Hash Computation"; seed 003 section 1.2; P6.
+    """
+    start = index * len(token_ids)
+    return BlockKey(
+        parent,
+        token_ids,
+        adapter=request.adapter,
+        cache_salt=request.cache_salt if index == 0 else None,
+        items=get_item_keys(request, start, start + len(token_ids)),
+    )
+
+
+def extend_block_keys(request: RequestState, block_size: int) -> tuple[BlockKey, ...]:
+    """The request's keys, with one more for every further full block of known tokens.
+
+    Only full blocks have a key. Known tokens are prompt and verified outputs: a draft never gets
+    one. Source: seed 003 sections 1.1 and 1.2; seed 001 "Draft tokens are never cached".
+    """
+    num_full_blocks = request.num_known_tokens // block_size
+    keys = list(request.block_keys)
+    for index in range(len(keys), num_full_blocks):
+        tokens = get_tokens(request, index * block_size, (index + 1) * block_size)
+        keys.append(compute_block_key(request.request, tokens, index, keys[-1] if keys else None))
+    return tuple(keys)
+
+
+def get_tokens(request: RequestState, start: int, end: int) -> TokenIds:
+    """Known tokens at positions [start, end). Source: seed 001 "The Request Object"."""
+    prompt, outputs = request.request.prompt_token_ids, request.output_token_ids
+    num_prompt = len(prompt)
+    return prompt[start:end] + outputs[max(start - num_prompt, 0) : max(end - num_prompt, 0)]

@@ -1,0 +1,132 @@
+"""Invariants: what holds in every state that the specification can reach.
+
+Each is one predicate over a state, named as a sentence. They are about the spec's own state; the
+properties that every engine must have stand in `blockstep.conformance.properties`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+from blockstep.spec.queues import get_rank
+from blockstep.spec.state import State
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Policy, Status
+
+
+def is_every_block_free_or_held(state: State) -> bool:
+    """A block is queued exactly once with no holder, or not at all with all of its holders.
+
+    Source: P1.
+    """
+    pool = state.pool
+    holders = [0] * state.config.num_blocks
+    for request in state.requests.values():
+        for block_id in request.block_table:
+            holders[block_id] += 1
+    free = sorted(pool.free_queue)
+    usable = range(NULL_BLOCK + 1, state.config.num_blocks)
+    return (
+        pool.ref_counts == tuple(holders)
+        and holders[NULL_BLOCK] == 0
+        and free == [block_id for block_id in usable if holders[block_id] == 0]
+    )
+
+
+def is_every_unpublished_block_held_once(state: State) -> bool:
+    """A block that somebody may still write has one holder, at one position. Source: P2."""
+    pool = state.pool
+    return all(
+        pool.ref_counts[block_id] == 1
+        for request in state.requests.values()
+        for block_id in request.block_table[request.num_cached_blocks :]
+    )
+
+
+def is_cache_map_exact(state: State) -> bool:
+    """The map and what the blocks carry say the same. Source: P3."""
+    pool = state.pool
+    mapped: dict[BlockId, object] = {}
+    for key in pool.cached:
+        for block_id in pool.cached[key]:
+            if block_id in mapped:
+                return False
+            mapped[block_id] = key
+    return all(mapped.get(block_id) == key for block_id, key in enumerate(pool.block_keys))
+
+
+def is_every_settled_block_keyed(state: State) -> bool:
+    """The settled blocks of a table carry the keys of its request's tokens. Source: P3."""
+    return all(
+        request.num_cached_blocks <= len(request.block_table)
+        and tuple(
+            state.pool.block_keys[block_id]
+            for block_id in request.block_table[: request.num_cached_blocks]
+        )
+        == request.block_keys[: request.num_cached_blocks]
+        for request in state.requests.values()
+    )
+
+
+def is_every_request_in_one_place(state: State) -> bool:
+    """Each unfinished request is in exactly one queue, the one its status names. Source: P13."""
+    places = (*state.waiting, *state.skipped_waiting, *state.running)
+    return sorted(places) == sorted(state.requests) and all(
+        (state.requests[name].status is Status.RUNNING) == (name in state.running)
+        for name in places
+    )
+
+
+def is_token_accounting_sound(state: State) -> bool:
+    """Computed tokens are known, but for drafts in flight; only running requests have any.
+
+    Source: P12.
+    """
+    drafts = {
+        row.request_id: len(row.draft_token_ids) for frame in state.frames for row in frame.rows
+    }
+    return all(
+        0
+        <= request.num_computed_tokens
+        <= request.num_known_tokens + drafts.get(request.request_id, 0)
+        and (request.status is Status.RUNNING or not request.block_table)
+        and (request.block_table != () or request.num_computed_tokens == 0)
+        for request in state.requests.values()
+    )
+
+
+def is_within_limits(state: State) -> bool:
+    """Seats and frames are within their limits. Source: P9."""
+    config = state.config
+    return (
+        len(state.running) <= config.max_num_seqs
+        and len(state.frames) <= config.max_frames_in_flight
+    )
+
+
+def is_priority_queue_sorted(state: State) -> bool:
+    """Under PRIORITY both waiting queues are in order of rank. Source: P16."""
+    if state.config.policy is not Policy.PRIORITY:
+        return True
+    return all(
+        get_rank(state.requests[first]) < get_rank(state.requests[second])
+        for queue in (state.waiting, state.skipped_waiting)
+        for first, second in pairwise(queue)
+    )
+
+
+INVARIANTS: tuple[Callable[[State], bool], ...] = (
+    is_every_block_free_or_held,
+    is_every_unpublished_block_held_once,
+    is_cache_map_exact,
+    is_every_settled_block_keyed,
+    is_every_request_in_one_place,
+    is_token_accounting_sound,
+    is_within_limits,
+    is_priority_queue_sorted,
+)
+
+
+def get_broken_invariants(state: State) -> tuple[str, ...]:
+    """Names of the invariants that do not hold in `state`. Source: properties P1 to P16."""
+    return tuple(holds.__name__ for holds in INVARIANTS if not holds(state))

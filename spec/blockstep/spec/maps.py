@@ -1,0 +1,52 @@
+"""FrozenMap: a mapping that is a value.
+
+The standard library has no immutable mapping, and a state must be hashable and comparable (D2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar, final
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@final
+class FrozenMap(Mapping[K, V]):
+    """An immutable mapping; equality and hash ignore the order of insertion.
+
+    Iteration follows insertion, so nothing that decides may iterate over it.
+    """
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[K, V] | Iterable[tuple[K, V]] = ()) -> None:
+        self._items: dict[K, V] = dict(items)
+
+    def __getitem__(self, key: K) -> V:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._items
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, FrozenMap):
+            return self._items == other._items
+        return self._items == other if isinstance(other, dict) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return f"FrozenMap({self._items!r})"
+
+    def to_dict(self) -> dict[K, V]:
+        """A copy to work on."""
+        return self._items.copy()

@@ -1,0 +1,89 @@
+"""Queues: who is next, and who has to go.
+
+Under FCFS `waiting` and `skipped_waiting` are plain queues: newcomers join at the back, the
+preempted return to the front. Under PRIORITY both are kept sorted, and neither end is special.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Mapping
+
+from blockstep.spec.state import RequestState
+from blockstep.spec.vocabulary import Policy, RequestId, Status
+
+Requests = Mapping[RequestId, RequestState]
+
+
+def get_rank(request: RequestState) -> tuple[int, int, RequestId]:
+    """Place in a priority queue: priority, then arrival, then id; the least is next.
+
+    Source: seed 001 "Request Ordering (PRIORITY mode)"; P16.
+    """
+    asked = request.request
+    return (asked.priority, asked.arrival_time, asked.request_id)
+
+
+def is_blocked(request: RequestState) -> bool:
+    """Whether it waits for something other than its turn.
+
+    Source: seed 001 "RequestStatus Lifecycle" (the three waiting sub-states).
+    """
+    return request.status in (
+        Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+        Status.WAITING_FOR_REMOTE_KVS,
+        Status.WAITING_FOR_STREAMING_REQ,
+    )
+
+
+def process_append(
+    policy: Policy, queue: list[RequestId], request_id: RequestId, requests: Requests
+) -> None:
+    """A newcomer joins `queue`. Source: seed 001 "FCFSRequestQueue, PriorityRequestQueue"."""
+    if policy is Policy.PRIORITY:
+        insort(queue, request_id, key=lambda other: get_rank(requests[other]))
+    else:
+        queue.append(request_id)
+
+
+def process_prepend(
+    policy: Policy, queue: list[RequestId], request_id: RequestId, requests: Requests
+) -> None:
+    """A preempted or skipped request returns to the front of `queue`, if it has a front.
+
+    Source: seed 001 "Preemption Policy"; P16.
+    """
+    if policy is Policy.PRIORITY:
+        insort(queue, request_id, key=lambda other: get_rank(requests[other]))
+    else:
+        queue.insert(0, request_id)
+
+
+def select_queue(
+    policy: Policy, waiting: list[RequestId], skipped: list[RequestId], requests: Requests
+) -> list[RequestId]:
+    """The queue whose head is looked at next; at least one of the two is not empty.
+
+    FCFS: the skipped ones are older. PRIORITY: the head of lower rank.
+    Source: seed 001 "Queue Selection: FCFS vs PRIORITY"; P16.
+    """
+    if not skipped or not waiting:
+        return skipped or waiting
+    if policy is Policy.FCFS:
+        return skipped
+    first_is_waiting = get_rank(requests[waiting[0]]) < get_rank(requests[skipped[0]])
+    return waiting if first_is_waiting else skipped
+
+
+def select_victim(policy: Policy, running: list[RequestId], requests: Requests) -> int:
+    """Index in `running` of the request to preempt.
+
+    FCFS: the last admitted. PRIORITY: the greatest (priority, arrival), and of equal ones the
+    first in running order. Source: seed 001 "Preemption in the Running Loop"; P16.
+    """
+    if policy is Policy.FCFS:
+        return len(running) - 1
+    return max(
+        range(len(running)),
+        key=lambda index: (get_rank(requests[running[index]])[:2], -index),
+    )

@@ -1,0 +1,44 @@
+"""Snapshots: the state as the vocabulary shows it, to be compared with an engine's."""
+
+from __future__ import annotations
+
+from blockstep.spec.state import RequestState, State
+from blockstep.spec.vocabulary import RequestSnapshot, Snapshot
+
+
+def get_snapshot(state: State) -> Snapshot:
+    """The canonical snapshot of `state`. Source: architecture D1."""
+    requests = state.requests
+    return Snapshot(
+        pause_state=state.pause_state,
+        waiting=state.waiting,
+        skipped_waiting=state.skipped_waiting,
+        running=state.running,
+        requests=tuple(get_request_snapshot(requests[name]) for name in sorted(requests)),
+        ref_counts=state.pool.ref_counts,
+        free_queue=state.pool.free_queue,
+        block_keys=state.pool.block_keys,
+        cached=state.pool.cached,
+        frames_in_flight=tuple(frame.frame_id for frame in state.frames),
+        next_frame_id=state.next_frame_id,
+        finished_req_ids=state.finished_req_ids,
+        prev_scheduled_req_ids=state.prev_scheduled_req_ids,
+        stats=state.stats,
+    )
+
+
+def get_request_snapshot(request: RequestState) -> RequestSnapshot:
+    """One request, block tables per group. Source: architecture D1."""
+    return RequestSnapshot(
+        request_id=request.request_id,
+        status=request.status,
+        output_token_ids=request.output_token_ids,
+        num_computed_tokens=request.num_computed_tokens,
+        spec_token_ids=request.spec_token_ids,
+        is_prefill_chunk=request.is_prefill_chunk,
+        block_tables=(request.block_table,),
+        num_cached_blocks=(request.num_cached_blocks,),
+        num_cached_tokens=request.num_cached_tokens,
+        num_preemptions=request.num_preemptions,
+        grammar_ready=request.grammar_ready,
+    )

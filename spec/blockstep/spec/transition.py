@@ -1,0 +1,75 @@
+"""Transition: the one entry. `transition(state, event)` is Accepted, or Rejected; never a third.
+
+Pure, total and deterministic (D2). An `AssertionError` from here means that the spec is wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from blockstep.spec.commit import process_commit
+from blockstep.spec.control import process_pause, process_reset
+from blockstep.spec.drafts import process_drafts
+from blockstep.spec.lifecycle import process_abort, process_grammar_ready, process_submit
+from blockstep.spec.schedule import process_schedule
+from blockstep.spec.state import State
+from blockstep.spec.vocabulary import (
+    Abort,
+    Commit,
+    Drafts,
+    Event,
+    GrammarReady,
+    Observation,
+    Rejected,
+    Reset,
+    Schedule,
+    SetPause,
+    Submit,
+    event_problem,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The event happened."""
+
+    state: State
+    observation: Observation
+
+
+def transition(state: State, event: Event) -> Accepted | Rejected:
+    """What `event` does to `state`. A rejection leaves `state` as it is.
+
+    Source: architecture D2.
+    """
+    problem = event_problem(event)
+    if problem is not None:
+        return problem
+    result = process_event(state, event)
+    if isinstance(result, Rejected):
+        return result
+    return Accepted(*result)
+
+
+def process_event(state: State, event: Event) -> tuple[State, Observation] | Rejected:
+    """Hand a well-formed event to the room it belongs to. Source: architecture D1."""
+    match event:
+        case Submit(request=request):
+            return process_submit(state, request)
+        case Schedule():
+            return process_schedule(state)
+        case Commit():
+            return process_commit(state, event)
+        case Drafts(drafts=drafts):
+            return process_drafts(state, drafts)
+        case Abort(request_ids=request_ids):
+            return process_abort(state, request_ids)
+        case GrammarReady(request_id=request_id):
+            return process_grammar_ready(state, request_id)
+        case SetPause(pause_state=pause_state):
+            return process_pause(state, pause_state)
+        case Reset(reset_running_requests=reset_running_requests):
+            return process_reset(state, reset_running_requests)
+        case _:
+            assert_never(event)
