@@ -24,7 +24,7 @@ class Capability(StrEnum):
     """It answers bad input with a typed `Rejected` instead of undefined behaviour."""
 
 
-ALL_CAPABILITIES = frozenset(Capability)
+ALL_CAPABILITIES: frozenset[str] = frozenset(Capability)
 
 
 class EngineFault(Exception):
@@ -43,8 +43,8 @@ class Engine(Protocol):
         """The canonical state after the last event; None if it can only be observed."""
         ...
 
-    def capabilities(self) -> frozenset[Capability]:
-        """What it implements."""
+    def capabilities(self) -> frozenset[str]:
+        """What it implements: values of `Capability`."""
         ...
 
 

@@ -1,0 +1,241 @@
+"""Check: many short runs from one seed, until the budget is spent or something is wrong.
+
+An episode is a swarm drawn from (preset, seed, index), a program drawn as it runs, and a drain at
+its end. Everything follows from those three, so a failure is reproduced by naming them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+
+from blockstep.conformance.driver import LockStep
+from blockstep.conformance.engine import Capability, EngineFactory
+from blockstep.conformance.findings import Finding, FindingKind
+from blockstep.conformance.presets import PRESETS, draw_swarm
+from blockstep.conformance.program import Action, Drain, Program
+from blockstep.conformance.registry import load_engine
+from blockstep.conformance.rules import SeededDraw, View, next_action
+from blockstep.conformance.shrink import Shrunk, shrink
+from blockstep.conformance.witnesses import missing_witnesses
+from blockstep.spec.vocabulary import Policy, Submit
+
+CANARY = "blockstep.conformance.canary:CanaryEngine"
+EPISODES_PER_BATCH = 8
+CANARY_EPISODES = 50
+
+
+class ExitCode(IntEnum):
+    """What the process says when it ends (architecture section 5)."""
+
+    CONFORMS = 0
+    FAILED = 1
+    """A divergence, a violated property or a fault of the engine."""
+    USAGE = 2
+    SPEC = 3
+    """The spec failed an assertion of its own."""
+    LIVENESS = 4
+    HARNESS = 5
+    """Nothing ran, a required witness is missing, or the canary survived."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """What to check, and how long."""
+
+    engine: str = "host"
+    preset: str = "small"
+    policy: Policy | None = None
+    seed: int = 0
+    max_events: int | None = None
+    max_seconds: float | None = None
+    episode: int | None = None
+    """Run this one episode only."""
+    jobs: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeResult:
+    """What one episode came to. Small: it crosses process borders."""
+
+    index: int
+    num_events: int
+    witnesses: dict[str, int]
+    skipped: dict[str, int]
+    has_snapshot: bool
+    program: Program | None = None
+    """The program, if it failed."""
+    first: Finding | None = None
+
+
+@dataclass(slots=True)
+class CheckResult:
+    """The verdict and everything it rests on."""
+
+    options: CheckOptions
+    num_episodes: int = 0
+    num_events: int = 0
+    seconds: float = 0.0
+    witnesses: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+    missing: tuple[str, ...] = ()
+    has_snapshot: bool = True
+    canary_killed_after: int | None = None
+    """Events until the canary was caught; None if it survived, or was not asked for."""
+    failed_episode: int | None = None
+    failure: Shrunk | None = None
+    first: Finding | None = None
+    failing_program: Program | None = None
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """What the process should end with."""
+        if self.first is not None:
+            codes = {FindingKind.SPEC: ExitCode.SPEC, FindingKind.LIVENESS: ExitCode.LIVENESS}
+            return codes.get(self.first.kind, ExitCode.FAILED)
+        single = self.options.episode is not None
+        if self.num_events == 0 or (not single and (self.missing or not self.canary_killed_after)):
+            return ExitCode.HARNESS
+        return ExitCode.CONFORMS
+
+
+def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -> EpisodeResult:
+    """Run one episode to its end, or to its first finding."""
+    preset = PRESETS[options.preset]
+    draw = SeededDraw(f"{options.preset}/{options.seed}/{index}")
+    swarm = draw_swarm(preset, draw, options.policy)
+    run = LockStep.start(swarm.config, make_engine, swarm.token_seed, swarm.vocabulary_size)
+    view = View(swarm)
+    actions: list[Action] = []
+    findings: list[Finding] = []
+    for number in range(preset.num_actions + 1):
+        view.live, view.ended = run.live, run.ended
+        view.frames_in_flight = [plan.frame_id for plan in run.plans]
+        action = Drain() if number == preset.num_actions else next_action(view, draw)
+        view.num_submitted += isinstance(action, Submit)
+        actions.append(action)
+        findings = run.perform(action)
+        if findings:
+            break
+    program = Program(swarm.config, tuple(actions), swarm.token_seed, swarm.vocabulary_size)
+    return EpisodeResult(
+        index=index,
+        num_events=run.num_events,
+        witnesses=dict(run.witnesses.counts),
+        skipped=run.skipped,
+        has_snapshot=Capability.SNAPSHOT in run.capabilities,
+        program=program if findings else None,
+        first=findings[0] if findings else None,
+    )
+
+
+def run_batch(options: CheckOptions, start: int, count: int) -> list[EpisodeResult]:
+    """Some episodes in a row, stopping at the first that fails. Runs in a process of its own."""
+    make_engine = load_engine(options.engine)
+    results: list[EpisodeResult] = []
+    for index in range(start, start + count):
+        results.append(run_episode(options, index, make_engine))
+        if results[-1].first is not None:
+            break
+    return results
+
+
+def check(
+    options: CheckOptions, on_progress: Callable[[CheckResult], None] = lambda _result: None
+) -> CheckResult:
+    """Check an engine. With a budget in events the result depends on nothing but the options.
+
+    Raises:
+        EngineNotFoundError: if the engine cannot be loaded.
+    """
+    started = time.perf_counter()
+    make_engine = load_engine(options.engine)
+    result = CheckResult(options)
+    if options.episode is None:
+        result.canary_killed_after = release_canary(options)
+        batches = _run_batches(options, lambda: _spent(options, result, started))
+    else:
+        batches = iter([[run_episode(options, options.episode, make_engine)]])
+    for batch in batches:
+        for episode in batch:
+            _add(result, episode)
+        result.seconds = time.perf_counter() - started
+        on_progress(result)
+        if result.first is not None:
+            break
+    if result.first is not None and result.failure is None:
+        _shrink(result, make_engine)
+    result.missing = missing_witnesses(result.witnesses, options.preset, options.policy)
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def _add(result: CheckResult, episode: EpisodeResult) -> None:
+    if result.first is not None:
+        return
+    result.num_episodes += 1
+    result.num_events += episode.num_events
+    result.witnesses.update(episode.witnesses)
+    result.skipped.update(episode.skipped)
+    result.has_snapshot &= episode.has_snapshot
+    if episode.first is not None and episode.program is not None:
+        result.first, result.failed_episode = episode.first, episode.index
+        result.failing_program = episode.program
+
+
+def _shrink(result: CheckResult, make_engine: EngineFactory) -> None:
+    assert result.first is not None
+    assert result.failing_program is not None
+    result.failure = shrink(result.failing_program, make_engine, result.first)
+
+
+def _spent(options: CheckOptions, result: CheckResult, started: float) -> bool:
+    if options.max_events is not None and result.num_events >= options.max_events:
+        return True
+    elapsed = time.perf_counter() - started
+    return options.max_seconds is not None and elapsed >= options.max_seconds
+
+
+def _run_batches(
+    options: CheckOptions, is_spent: Callable[[], bool]
+) -> Iterator[list[EpisodeResult]]:
+    """Batches in order of their episodes, computed side by side when `jobs` > 1."""
+    if options.jobs <= 1:
+        start = 0
+        while not is_spent():
+            yield run_batch(options, start, EPISODES_PER_BATCH)
+            start += EPISODES_PER_BATCH
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+        pending: dict[int, Future[list[EpisodeResult]]] = {}
+        next_start, next_out = 0, 0
+        try:
+            while not is_spent():
+                while len(pending) < 2 * options.jobs:
+                    future = pool.submit(run_batch, options, next_start, EPISODES_PER_BATCH)
+                    pending[next_start] = future
+                    next_start += EPISODES_PER_BATCH
+                wait([pending[next_out]], return_when=FIRST_COMPLETED)
+                yield pending.pop(next_out).result()
+                next_out += EPISODES_PER_BATCH
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def release_canary(options: CheckOptions) -> int | None:
+    """Events until the canary is caught; None if it survives."""
+    num_events = 0
+    canary = replace(options, engine=CANARY, preset="tiny")
+    make_engine = load_engine(CANARY)
+    for index in range(CANARY_EPISODES):
+        episode = run_episode(canary, index, make_engine)
+        num_events += episode.num_events
+        if episode.first is not None:
+            return num_events
+    return None

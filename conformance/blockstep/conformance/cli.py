@@ -1,0 +1,386 @@
+"""The command line. Each command ends with a documented exit code (see `ExitCode`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from blockstep.conformance import replay as replaying
+from blockstep.conformance.check import CheckOptions, CheckResult, ExitCode, check
+from blockstep.conformance.explain import NotExplainedError, explain_moment, explain_name
+from blockstep.conformance.museum import EXHIBITS, Exhibit
+from blockstep.conformance.presets import PRESETS
+from blockstep.conformance.properties import PROPERTIES
+from blockstep.conformance.registry import (
+    KNOWN_ENGINES,
+    MUSEUM,
+    EngineNotFoundError,
+    SpecEngine,
+    load_engine,
+)
+from blockstep.conformance.report.failure import render_failure
+from blockstep.conformance.report.jsonform import check_to_json
+from blockstep.conformance.report.verdict import render_verdict
+from blockstep.conformance.traces import TraceError
+from blockstep.conformance.workloads import load
+from blockstep.spec.vocabulary import Config, ConfigError, Policy, config_problems
+
+app = typer.Typer(
+    name="blockstep",
+    help="Hold an LLM-inference scheduler to its executable specification, step by step.",
+    epilog="Exit codes: 0 conforms, 1 divergence or violated property, 2 usage or input error, "
+    "3 the spec failed an assertion, 4 liveness, 5 harness (nothing ran, witness missing, "
+    "canary alive).",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", help="Also write the result to this file ('-': stdout).")
+]
+EngineOption = Annotated[
+    str, typer.Option("--engine", help="host, spec, museum:NAME, or module:attribute of a factory.")
+]
+
+
+@app.command("check")
+def check_command(
+    engine: EngineOption = "host",
+    preset: Annotated[
+        str, typer.Option(help=f"Scope of the runs: {', '.join(PRESETS)}.")
+    ] = "small",
+    policy: Annotated[
+        Policy | None, typer.Option(help="Fix the policy; both are drawn otherwise.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Everything random follows from it.")] = 0,
+    budget: Annotated[
+        str, typer.Option(help="How long: 60s, 5m, or a number of events such as 200000.")
+    ] = "60s",
+    episode: Annotated[
+        int | None, typer.Option(min=0, help="Run this one episode only (to reproduce a failure).")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")] = 0,
+    json_path: JsonOption = None,
+) -> None:
+    """Drive an engine and the spec through random programs and compare after every event.
+
+    Example: blockstep check --engine mypkg.adapter:make --preset small --budget 200000
+    """
+    console = Console(highlight=False, stderr=json_path == Path("-"))
+    if preset not in PRESETS:
+        _usage(f"--preset {preset!r}: must be one of {', '.join(PRESETS)}")
+    max_events, max_seconds = parse_budget(budget)
+    options = CheckOptions(
+        engine=engine,
+        preset=preset,
+        policy=policy,
+        seed=seed,
+        max_events=max_events,
+        max_seconds=max_seconds,
+        episode=episode,
+        jobs=jobs or os.cpu_count() or 1,
+    )
+    with _input_errors(), _progress(console, f"checking {engine}") as advance:
+        result = check(options, lambda now: advance(*_check_progress(options, now)))
+    report_check(result, console)
+    _write_json(json_path, check_to_json(result))
+    raise typer.Exit(result.exit_code)
+
+
+def report_check(result: CheckResult, console: Console) -> None:
+    """The failure, or the verdict."""
+    if result.failure is not None and result.failing_program is not None:
+        before = len(result.failing_program.actions)
+        episode = result.failed_episode or 0
+        text = render_failure(result.failure, result.options, episode, before)
+        console.print(text, markup=False, soft_wrap=True, end="")
+    else:
+        render_verdict(result, console)
+
+
+def parse_budget(text: str) -> tuple[int | None, float | None]:
+    """(events, seconds), one of them None, of `60s`, `5m`, `200000` or `200000events`."""
+    match = re.fullmatch(r"\s*([\d_,]+(?:\.\d+)?)\s*(s|m|h|events?|)\s*", text)
+    number = float(match[1].replace("_", "").replace(",", "")) if match else 0.0
+    if match is None or number <= 0:
+        _usage(f"--budget {text!r}: must be a time (60s, 5m) or a number of events (200000)")
+    unit = match[2]
+    if unit in {"s", "m", "h"}:
+        return None, number * {"s": 1, "m": 60, "h": 3600}[unit]
+    return int(number), None
+
+
+@app.command("replay")
+def replay_command(
+    trace: Annotated[
+        Path, typer.Argument(help="A workload: mooncake, azure or agent; gz or plain.")
+    ],
+    engine: EngineOption = "host",
+    spec: Annotated[
+        bool, typer.Option("--spec/--no-spec", help="In lock-step with the spec, or alone.")
+    ] = True,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first N requests only.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(min=2)] = None,
+    block_size: Annotated[int | None, typer.Option(min=1)] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1)] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=2)] = None,
+    policy: Annotated[Policy | None, typer.Option()] = None,
+    caching: Annotated[
+        bool | None, typer.Option("--caching/--no-caching", help="Prefix caching.")
+    ] = None,
+    snapshot_every: Annotated[
+        int | None,
+        typer.Option(min=0, help="Events between two comparisons of whole states; 0: never."),
+    ] = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Drive real traffic through an engine, in lock-step with the spec or alone.
+
+    Example: blockstep replay mooncake_conversation.jsonl.gz --limit 300 --block-size 16
+    """
+    console = Console(highlight=False, stderr=json_path == Path("-"))
+    with _input_errors():
+        workload = load(trace, limit=limit)
+        chosen = replaying.PRESETS[workload.format]
+        wanted = {
+            "num_blocks": num_blocks,
+            "block_size": block_size,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_model_len": max_model_len,
+            "policy": policy,
+            "enable_prefix_caching": caching,
+        }
+        given = {name: value for name, value in wanted.items() if value is not None}
+        config = replace(chosen.config, **given)  # type: ignore[arg-type]
+        problems = config_problems(config)
+        if problems:
+            raise ConfigError(problems)
+        cadence = snapshot_every
+        if cadence is None:
+            cadence = default_cadence(config) if spec else 0
+        make_engine = load_engine(engine)
+        with _progress(console, f"replaying {trace.name}") as advance:
+            report = replaying.replay(
+                workload,
+                config,
+                make_engine,
+                spec_factory=SpecEngine if spec else None,
+                pace=chosen.pace,
+                snapshot_every=cadence,
+                on_progress=lambda now: advance(
+                    now.requests_finished / max(len(workload), 1),
+                    f"{now.requests_finished:,} requests, {now.steps:,} steps",
+                ),
+            )
+    replaying.render(report, console)
+    _write_json(json_path, report.to_json())
+    raise typer.Exit(ExitCode.CONFORMS if report.finding is None else ExitCode.FAILED)
+
+
+def default_cadence(config: Config) -> int:
+    """Events between two snapshots in a replay: each one while the pool is small."""
+    return max(config.num_blocks // 256, 1)
+
+
+@app.command("properties")
+def properties_command(json_path: JsonOption = None) -> None:
+    """List the properties that are checked on every step, with the checks behind each."""
+    console = Console(highlight=False, stderr=json_path == Path("-"))
+    table = Table(box=None, pad_edge=False)
+    for column in ("id", "name", "what holds"):
+        table.add_column(column, overflow="fold")
+    for entry in PROPERTIES:
+        checks = "\n".join(f"  {check.__name__}" for check in entry.checks)
+        table.add_row(
+            entry.id, entry.name, f"{entry.statement}\n{checks}" if checks else entry.statement
+        )
+    console.print(table)
+    _write_json(
+        json_path,
+        [
+            {
+                "id": entry.id,
+                "name": entry.name,
+                "statement": entry.statement,
+                "checks": [check.__name__ for check in entry.checks],
+            }
+            for entry in PROPERTIES
+        ],
+    )
+
+
+@app.command("engines")
+def engines_command(json_path: JsonOption = None) -> None:
+    """List the engines known by name, whether each can be loaded, and what it implements."""
+    console = Console(highlight=False, stderr=json_path == Path("-"))
+    rows = [_engine_row(name) for name in KNOWN_ENGINES]
+    table = Table(box=None, pad_edge=False)
+    for column in ("engine", "summary", "target", "implements"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(str(row[key]) for key in ("name", "summary", "target", "implements")))
+    console.print(table)
+    console.print("any other: --engine module:attribute, a factory from Config to Engine")
+    console.print(f"planted defects: --engine {MUSEUM}NAME (see blockstep museum)")
+    _write_json(json_path, rows)
+
+
+def _engine_row(name: str) -> dict[str, object]:
+    known = KNOWN_ENGINES[name]
+    try:
+        engine = load_engine(name)(Config(num_blocks=2))
+        implements = ", ".join(sorted(map(str, engine.capabilities())))
+    except EngineNotFoundError as error:
+        implements = f"cannot be loaded: {error}"
+    return {
+        "name": name,
+        "summary": known.summary,
+        "target": known.target,
+        "implements": implements,
+    }
+
+
+@app.command("explain")
+def explain_command(
+    what: Annotated[
+        str, typer.Argument(help="P4, a rule such as slots.revoke_slots, a witness, or a trace.")
+    ],
+    at: Annotated[
+        int | None, typer.Option(min=0, help="In a trace: after this many events.")
+    ] = None,
+) -> None:
+    """Say in words what a property demands, what a rule does, or what a recorded state means."""
+    console = Console(highlight=False)
+    with _input_errors():
+        text = explain_moment(Path(what), at) if Path(what).is_file() else explain_name(what)
+    console.print(text, markup=False, end="")
+
+
+@app.command("museum")
+def museum_command(
+    run: Annotated[
+        bool, typer.Option("--run", help="Hunt each exhibit, and say how it fell.")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="This exhibit only.")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    budget: Annotated[str, typer.Option(help="For each exhibit.")] = "60s",
+    json_path: JsonOption = None,
+) -> None:
+    """List the planted defects; with --run, kill them. Exits 5 if one survives."""
+    console = Console(highlight=False, stderr=json_path == Path("-"))
+    if name is not None and name not in EXHIBITS:
+        _usage(f"--name {name!r}: no such exhibit; `blockstep museum` lists them")
+    chosen = [entry for entry in EXHIBITS.values() if name in (None, entry.name)]
+    rows: list[dict[str, object]] = []
+    table = Table(box=None, pad_edge=False)
+    columns = ["exhibit", "what is wrong", "upstream"]
+    columns += ["killed by", "events", "seconds", "shrunk to"] if run else ["speaks"]
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for entry in chosen:
+        row = hunt(entry, seed, budget) if run else {"speaks": " ".join(entry.properties)}
+        rows.append(
+            {"exhibit": entry.name, "title": entry.title, "upstream": entry.upstream, **row}
+        )
+        table.add_row(
+            entry.name, entry.title, entry.upstream, *(str(value) for value in row.values())
+        )
+    console.print(table)
+    _write_json(json_path, rows)
+    if any(row.get("killed by") == "SURVIVED" for row in rows):
+        raise typer.Exit(ExitCode.HARNESS)
+
+
+def hunt(entry: Exhibit, seed: int, budget: str) -> dict[str, object]:
+    """How one exhibit falls: by which property, after how many events."""
+    max_events, max_seconds = parse_budget(budget)
+    options = CheckOptions(
+        engine=f"{MUSEUM}{entry.name}", seed=seed, max_events=max_events, max_seconds=max_seconds
+    )
+    result = check(options)
+    if result.first is None or result.failure is None:
+        return {
+            "killed by": "SURVIVED",
+            "events": result.num_events,
+            "seconds": round(result.seconds, 1),
+            "shrunk to": "-",
+        }
+    first = result.first
+    return {
+        "killed by": f"{first.property_id} {first.sentence}".strip(),
+        "events": result.num_events,
+        "seconds": round(result.seconds, 1),
+        "shrunk to": len(result.failure.program.actions),
+    }
+
+
+def _check_progress(options: CheckOptions, now: CheckResult) -> tuple[float, str]:
+    done = 0.0
+    if options.max_events:
+        done = now.num_events / options.max_events
+    elif options.max_seconds:
+        done = now.seconds / options.max_seconds
+    return min(done, 1.0), f"{now.num_events:,} events, {now.num_episodes:,} episodes"
+
+
+@contextmanager
+def _progress(console: Console, title: str) -> Iterator[Callable[[float, str], None]]:
+    """A bar on a terminal, nothing elsewhere: logs keep to what is worth keeping."""
+    if not console.is_terminal:
+        yield lambda _done, _text: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(title, total=1.0)
+        yield lambda done, text: progress.update(
+            task, completed=done, description=f"{title}: {text}"
+        )
+
+
+@contextmanager
+def _input_errors() -> Iterator[None]:
+    """Bad input ends with its own words and exit code 2, never with a traceback."""
+    try:
+        yield
+    except (EngineNotFoundError, TraceError, ConfigError, NotExplainedError) as error:
+        _usage(str(error))
+
+
+def _usage(message: str) -> None:
+    typer.echo(f"blockstep: {message}", err=True)
+    raise typer.Exit(ExitCode.USAGE)
+
+
+def _write_json(path: Path | None, value: object) -> None:
+    if path is None:
+        return
+    text = json.dumps(value, indent=2) + "\n"
+    if str(path) == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        _usage(f"--json {path}: cannot write: {error.strerror}")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.path.insert(0, str(Path.cwd()))  # so that `--engine mymodule:make` finds a local file
+    app()

@@ -1,0 +1,300 @@
+"""Driver: spec, engine and worker in lock-step; everything is compared after every event.
+
+    action -> event --> spec   --> observation, snapshot --+
+                 |                                          |-- equal?
+                 +----> engine --> observation, snapshot --+
+                          |              |
+                          +--> worker    +--> properties: no reference needed
+
+Three voices: the spec says what is right, the engine what it did, and the worker, which sees
+nothing but the plans, whether one can live on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from blockstep.conformance.compare import observation_differences, snapshot_differences
+from blockstep.conformance.engine import Capability, Engine, EngineFactory
+from blockstep.conformance.findings import Difference, Finding, FindingKind
+from blockstep.conformance.program import Action, Answer, Drain, Hostile, Program, Propose
+from blockstep.conformance.properties import Ledger, Step, check_step
+from blockstep.conformance.registry import SpecEngine
+from blockstep.conformance.tokens import token_function
+from blockstep.conformance.witnesses import Witnesses
+from blockstep.conformance.worker import Worker
+from blockstep.spec.vocabulary import (
+    Abort,
+    Aborted,
+    Config,
+    Drafts,
+    Event,
+    GrammarReady,
+    Observation,
+    Outputs,
+    PauseState,
+    Plan,
+    Rejected,
+    Request,
+    RequestId,
+    Reset,
+    RowTokens,
+    Schedule,
+    SetPause,
+    Snapshot,
+    Submit,
+)
+from blockstep.spec.vocabulary import Commit as CommitEvent
+
+NEEDED: Mapping[type, Capability] = {
+    Propose: Capability.DRAFTS,
+    SetPause: Capability.PAUSE,
+    Reset: Capability.RESET,
+    GrammarReady: Capability.GRAMMAR,
+    Hostile: Capability.REJECTION,
+}
+"""What an engine must be able to do for an action to be tried on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One event and both answers to it."""
+
+    event: Event
+    expected: Observation
+    """The spec's answer."""
+    seen: Observation | None
+    """The engine's answer; None if it raised."""
+
+
+@dataclass(slots=True)
+class LockStep:
+    """One run of one engine beside the spec. Not reusable."""
+
+    config: Config
+    engine: Engine
+    worker: Worker
+    spec: SpecEngine
+    ledger: Ledger
+    witnesses: Witnesses
+    exchanges: list[Exchange] = field(default_factory=list)
+    live: dict[RequestId, Request] = field(default_factory=dict)
+    """Accepted by the spec and not ended."""
+    ended: list[RequestId] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
+    """In flight, oldest first."""
+    last_plan: Plan | None = None
+    sampled: tuple[RequestId, ...] = ()
+    """Requests that sampled in the last answered plan, for `Propose`."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Actions not tried because the engine lacks a capability."""
+    before: Snapshot | None = None
+    capabilities: frozenset[str] = frozenset()
+    num_events: int = 0
+    keep_exchanges: bool = False
+
+    @classmethod
+    def start(
+        cls,
+        config: Config,
+        make_engine: EngineFactory,
+        token_seed: int = 0,
+        vocabulary_size: int = 50,
+        keep_exchanges: bool = False,
+    ) -> LockStep:
+        """Build both sides. What the engine raises while it is built passes through."""
+        engine = make_engine(config)
+        run = cls(
+            config=config,
+            engine=engine,
+            worker=Worker(config, token_function(token_seed, vocabulary_size)),
+            spec=SpecEngine(config),
+            ledger=Ledger(config),
+            witnesses=Witnesses(),
+            capabilities=engine.capabilities(),
+            keep_exchanges=keep_exchanges,
+        )
+        run.before = engine.snapshot()
+        return run
+
+    def perform(self, action: Action) -> list[Finding]:
+        """Do one action on both sides; returns what is wrong, [] if nothing.
+
+        After the first findings the run is over: both sides no longer mean the same thing.
+        """
+        needed = NEEDED.get(type(action))
+        if needed is not None and needed not in self.capabilities:
+            self.skipped[needed] = self.skipped.get(needed, 0) + 1
+            return []
+        if isinstance(action, Drain):
+            return self._drain()
+        event = self.resolve(action)
+        return [] if event is None else self.apply(event)
+
+    def resolve(self, action: Action) -> Event | None:
+        """The event that an action comes to now; None when it comes to nothing."""
+        match action:
+            case Answer():
+                if not self.plans:
+                    return None
+                plan = self.plans[0]
+                return CommitEvent(plan.frame_id, self.worker.answer(plan.frame_id))
+            case Propose(counts=counts):
+                rows = tuple(
+                    RowTokens(name, self.worker.propose(name, *counts[index % len(counts)]))
+                    for index, name in enumerate(self.sampled)
+                )
+                return Drafts(rows) if rows else None
+            case Hostile(event=event):
+                return event
+            case Drain():
+                return None
+            case _:
+                return action
+
+    def apply(self, event: Event) -> list[Finding]:
+        """Give one event to both sides and check everything that can be checked."""
+        self.num_events += 1
+        try:
+            expected = self.spec.apply(event)
+        except AssertionError as error:
+            return [_spec_finding(error)]
+        try:
+            seen = self.engine.apply(event)
+            after = self.engine.snapshot()
+        except Exception as error:
+            self._keep(Exchange(event, expected, None))
+            return [_fault(error)]
+        self._keep(Exchange(event, expected, seen))
+        findings = list(self._diverge(event, expected, seen, after))
+        if not isinstance(seen, Observation):
+            return findings
+        if isinstance(seen, Plan):
+            findings = [*self.worker.execute(seen), *findings]
+        if after is not None and self.before is not None:
+            step = Step(self.config, self.num_events, event, seen, self.before, after)
+            findings = [*check_step(step, self.ledger, self.worker), *findings]
+            if not findings:
+                self.witnesses.observe(step, self.ledger)
+            self.ledger.record(step)
+        self.before = after
+        self._follow(event, expected)
+        return findings
+
+    def _diverge(
+        self, event: Event, expected: Observation, seen: object, after: Snapshot | None
+    ) -> Iterator[Finding]:
+        differences = observation_differences(expected, seen)
+        if after is not None:
+            differences += snapshot_differences(self.spec.snapshot(), after)
+        if differences:
+            what = type(event).__name__.lower()
+            fields = len(differences)
+            message = f"spec and engine differ in {fields} field{'s' * (fields > 1)} after {what}"
+            yield Finding(
+                FindingKind.DIVERGENCE, "", "engine_equals_spec", message, tuple(differences)
+            )
+
+    def _follow(self, event: Event, observation: Observation) -> None:
+        """Keep what a client and a runner would remember."""
+        match event, observation:
+            case _, Rejected():
+                return
+            case Submit(request=request), _:
+                self.live[request.request_id] = request
+            case Schedule(), Plan() as plan:
+                self.last_plan = plan
+                if plan.rows:
+                    self.plans.append(plan)
+            case CommitEvent(frame_id=frame_id, sampled=sampled), Outputs(rows=rows):
+                self.plans = [plan for plan in self.plans if plan.frame_id != frame_id]
+                self.sampled = tuple(row.request_id for row in sampled if row.token_ids)
+                self._end(row.request_id for row in rows if row.finish_reason is not None)
+            case Abort(), Aborted(request_ids=request_ids):
+                self._end(request_ids)
+
+    def _end(self, request_ids: Iterator[RequestId] | tuple[RequestId, ...]) -> None:
+        for request_id in request_ids:
+            self.live.pop(request_id, None)
+            self.ended.append(request_id)
+
+    def _keep(self, exchange: Exchange) -> None:
+        if self.keep_exchanges:
+            self.exchanges.append(exchange)
+
+    def _drain(self) -> list[Finding]:
+        """Heal everything, then step until all requests have ended, within a bound (P10, P11)."""
+        findings = [*self.perform(Answer()), *self.perform(SetPause(PauseState.UNPAUSED))]
+        for name, request in list(self.live.items()):
+            if request.structured_output and not findings:
+                findings = self.perform(GrammarReady(name))
+        bound = drain_bound(self.live)
+        for _ in range(bound):
+            if findings or not self.live:
+                return findings
+            findings = self.apply(Schedule())
+            if not findings and is_idle(self.last_plan):
+                return [_stall(self.live, "a plan is empty although nothing is due from outside")]
+            if not findings:
+                findings = self.perform(Answer())
+        if self.live and not findings:
+            return [_stall(self.live, f"{bound} steps did not end them")]
+        return findings
+
+
+def drain_bound(live: Mapping[RequestId, Request]) -> int:
+    """Steps within which a drained scheduler must end these requests.
+
+    Each step computes a token at least, and each of the requests may be preempted by each other
+    one and start again. A generous bound: it is there to end, not to measure.
+    """
+    work = sum(len(request.prompt_token_ids) + request.max_tokens for request in live.values())
+    return 20 + work * (1 + len(live))
+
+
+def is_idle(plan: Plan | None) -> bool:
+    """Whether a plan does nothing for anybody, so that the next one will be the same."""
+    return plan is not None and not plan.rows and not plan.preempted_req_ids
+
+
+def run_program(program: Program, make_engine: EngineFactory) -> tuple[LockStep, list[Finding]]:
+    """Run a program from the start until it ends or something is wrong."""
+    run = LockStep.start(
+        program.config,
+        make_engine,
+        program.token_seed,
+        program.vocabulary_size,
+        keep_exchanges=True,
+    )
+    for action in program.actions:
+        findings = run.perform(action)
+        if findings:
+            return run, findings
+    return run, []
+
+
+def _stall(live: Mapping[RequestId, Request], why: str) -> Finding:
+    names = ", ".join(live)
+    return Finding(
+        FindingKind.LIVENESS,
+        "P10",
+        "every_request_ends_once_all_is_healed",
+        f"{why}; unfinished: {names}",
+    )
+
+
+def _fault(error: Exception) -> Finding:
+    return Finding(
+        FindingKind.FAULT,
+        "",
+        "engine_raises_nothing",
+        f"the engine raised {type(error).__name__}: {error}",
+        (Difference("exception", "none", type(error).__name__),),
+    )
+
+
+def _spec_finding(error: AssertionError) -> Finding:
+    return Finding(
+        FindingKind.SPEC, "", "spec_asserts_nothing_false", f"the spec is wrong: {error}"
+    )

@@ -1,0 +1,137 @@
+"""Presets: the same rules at three sizes, and a swarm of configurations at each.
+
+A run never uses a preset as it is. From its seed it draws a whole configuration and switches
+whole kinds of action off: a rare situation needs others to be absent, not only to be rare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Protocol, TypeVar
+
+from blockstep.spec.vocabulary import Config, Policy, SpecMethod
+
+T = TypeVar("T")
+
+
+class Draw(Protocol):
+    """Where decisions come from: a seeded generator, or Hypothesis."""
+
+    def integer(self, low: int, high: int) -> int:
+        """An int between `low` and `high`, both included."""
+        ...
+
+    def choice(self, options: Sequence[T]) -> T:
+        """One of `options`, of which there is at least one."""
+        ...
+
+    def chance(self, percent: int) -> bool:
+        """True in about `percent` of a hundred cases."""
+        ...
+
+
+class Kind(StrEnum):
+    """Kinds of action that a swarm may switch off."""
+
+    ABORT = "abort"
+    RESET = "reset"
+    PAUSE = "pause"
+    GRAMMAR = "grammar"
+    DRAFTS = "drafts"
+    STOPS = "stops"
+    EXTRA_KEYS = "extra_keys"
+    PRIORITIES = "priorities"
+    HOSTILE = "hostile"
+    LATE_COMMIT = "late_commit"
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Bounds between which a swarm is drawn; every pair is (least, most)."""
+
+    name: str
+    block_size: tuple[int, int]
+    usable_blocks: tuple[int, int]
+    max_num_seqs: tuple[int, int]
+    max_num_batched_tokens: tuple[int, int]
+    max_model_len: tuple[int, int]
+    max_output: tuple[int, int]
+    num_requests_max: int
+    """Unfinished requests at once, at most."""
+    num_actions: int
+    """Actions of one episode before it is drained."""
+    num_hot_prefixes: int
+    """Base sequences from which prompts are cut, so that they share prefixes."""
+
+
+TINY = Preset("tiny", (1, 2), (2, 5), (1, 3), (1, 6), (3, 10), (1, 4), 3, 40, 2)
+SMALL = Preset("small", (1, 4), (4, 20), (1, 6), (2, 24), (8, 48), (1, 12), 8, 120, 3)
+REAL = Preset(
+    "real", (16, 16), (200, 1500), (16, 64), (256, 2048), (512, 4096), (8, 64), 64, 600, 8
+)
+PRESETS = {preset.name: preset for preset in (TINY, SMALL, REAL)}
+
+
+@dataclass(frozen=True, slots=True)
+class Swarm:
+    """One drawn configuration: what the pool looks like and what may happen to it."""
+
+    preset: Preset
+    config: Config
+    kinds: frozenset[Kind]
+    token_seed: int
+    hot_prefixes: tuple[tuple[int, ...], ...]
+    vocabulary_size: int
+    """Token ids are below this; small, so that prefixes collide."""
+
+
+def draw_swarm(preset: Preset, draw: Draw, policy: Policy | None = None) -> Swarm:
+    """Draw a swarm; `policy` fixes the policy."""
+    config = draw_config(preset, draw)
+    if policy is not None:
+        config = replace(config, policy=policy)
+    kinds = frozenset(kind for kind in Kind if draw.chance(60))
+    if config.spec_method is SpecMethod.NONE:
+        kinds -= {Kind.DRAFTS}
+    vocabulary_size = draw.choice((2, 3, 5, 50))
+    length = config.max_model_len
+    return Swarm(
+        preset=preset,
+        config=config,
+        kinds=kinds,
+        token_seed=draw.integer(0, 2**30),
+        hot_prefixes=tuple(
+            tuple(draw.integer(0, vocabulary_size - 1) for _ in range(min(length, 256)))
+            for _ in range(preset.num_hot_prefixes)
+        ),
+        vocabulary_size=vocabulary_size,
+    )
+
+
+def draw_config(preset: Preset, draw: Draw) -> Config:
+    """A valid config within the preset's bounds."""
+    block_size = draw.integer(*preset.block_size)
+    usable = draw.integer(*preset.usable_blocks)
+    max_model_len = draw.integer(*preset.max_model_len)
+    if draw.chance(30):
+        # Exactly enough for one request of the greatest length: where off-by-ones live.
+        max_model_len = max(usable * block_size + draw.integer(-1, 1), 2)
+    spec_method = draw.choice(tuple(SpecMethod)) if draw.chance(60) else SpecMethod.NONE
+    budget = draw.integer(*preset.max_num_batched_tokens)
+    chunked = draw.chance(85)
+    return Config(
+        num_blocks=usable + 1,
+        block_size=block_size,
+        max_num_seqs=draw.integer(*preset.max_num_seqs),
+        max_num_batched_tokens=budget if chunked else max(budget, max_model_len),
+        max_model_len=max_model_len,
+        policy=draw.choice(tuple(Policy)),
+        enable_prefix_caching=draw.chance(80),
+        enable_chunked_prefill=chunked,
+        long_prefill_token_threshold=draw.choice((0, 0, 0, 1, 2, 3, block_size, budget)),
+        scheduler_reserve_full_isl=draw.chance(70),
+        spec_method=spec_method,
+        num_speculative_tokens=0 if spec_method is SpecMethod.NONE else draw.integer(1, 4),
+    )

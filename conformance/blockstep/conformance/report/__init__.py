@@ -1,0 +1,1 @@
+"""What a person sees: the failure as a program and a diff, the verdict as a table."""

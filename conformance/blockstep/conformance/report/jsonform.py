@@ -1,0 +1,66 @@
+"""The verdict for machines; the schema is in docs/reference/json.md and never loses a field."""
+
+from __future__ import annotations
+
+from blockstep.conformance.check import CheckResult
+from blockstep.conformance.findings import Finding
+from blockstep.conformance.program import describe
+from blockstep.conformance.report.failure import describe_config, reproduce
+
+
+def check_to_json(result: CheckResult) -> dict[str, object]:
+    """A plain structure of dicts, lists, strings and numbers."""
+    options = result.options
+    return {
+        "format": "blockstep-check",
+        "version": 1,
+        "engine": options.engine,
+        "preset": options.preset,
+        "policy": None if options.policy is None else str(options.policy),
+        "seed": options.seed,
+        "episode": options.episode,
+        "exit_code": int(result.exit_code),
+        "conforms": result.exit_code == 0,
+        "equivalence": "exact" if result.has_snapshot else "plan",
+        "num_events": result.num_events,
+        "num_episodes": result.num_episodes,
+        "seconds": round(result.seconds, 3),
+        "canary_killed_after_events": result.canary_killed_after,
+        "witnesses": dict(sorted(result.witnesses.items())),
+        "witnesses_missing": list(result.missing),
+        "capabilities_missing": dict(sorted(result.skipped.items())),
+        "failure": _failure(result),
+    }
+
+
+def _failure(result: CheckResult) -> dict[str, object] | None:
+    if result.failure is None or result.failed_episode is None:
+        return None
+    program = result.failure.program
+    return {
+        "episode": result.failed_episode,
+        "event": result.failure.run.num_events,
+        "findings": [_finding(finding) for finding in result.failure.findings],
+        "config": describe_config(program.config),
+        "program": [describe(action) for action in program.actions],
+        "num_shrink_runs": result.failure.num_runs,
+        "reproduce": reproduce(result.options, result.failed_episode),
+    }
+
+
+def _finding(finding: Finding) -> dict[str, object]:
+    return {
+        "kind": str(finding.kind),
+        "property": finding.property_id,
+        "sentence": finding.sentence,
+        "message": finding.message,
+        "differences": [
+            {
+                "field": difference.field,
+                "expected": difference.expected,
+                "seen": difference.seen,
+                "note": difference.note,
+            }
+            for difference in finding.differences
+        ],
+    }

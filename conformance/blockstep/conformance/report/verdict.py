@@ -1,0 +1,58 @@
+"""The verdict of a check that found nothing wrong: what was run, and what it reached."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from blockstep.conformance.check import CheckResult, ExitCode
+from blockstep.conformance.witnesses import WITNESSES
+
+
+def render_verdict(result: CheckResult, console: Console) -> None:
+    """Print the witness table and one line of verdict."""
+    options = result.options
+    if options.episode is None:
+        console.print(witness_table(result))
+        canary = result.canary_killed_after
+        console.print(
+            f"canary      caught after {canary} events"
+            if canary
+            else "canary      ALIVE: a broken engine was not noticed, so no verdict is worth much"
+        )
+    for name, count in sorted(result.skipped.items()):
+        console.print(f"not tried   {name}: the engine lacks it ({count} actions left out)")
+    if not result.has_snapshot:
+        console.print("not tried   state and properties: the engine shows no snapshots")
+    for name in result.missing:
+        console.print(f"not reached {name}: {WITNESSES[name]}")
+    rate = result.num_events / result.seconds if result.seconds else 0.0
+    equivalence = "exact" if result.has_snapshot else "plan"
+    console.print(
+        f"{verdict_word(result)}: engine {options.engine}, equivalence {equivalence}, "
+        f"preset {options.preset}, policy {options.policy or 'both'}, seed {options.seed}: "
+        f"{result.num_events:,} events in {result.num_episodes:,} episodes, "
+        f"{result.seconds:.1f} s, {rate:,.0f} events/s"
+    )
+
+
+def verdict_word(result: CheckResult) -> str:
+    """One word, or what kept the check from being one."""
+    if result.exit_code is ExitCode.CONFORMS:
+        return "conforms"
+    if result.num_events == 0:
+        return "NO VERDICT (nothing ran)"
+    if result.missing:
+        return "NO VERDICT (situations not reached: raise --budget or change --seed)"
+    return "NO VERDICT (the canary survived)"
+
+
+def witness_table(result: CheckResult) -> Table:
+    """How often each situation was reached."""
+    table = Table(title="situations reached", title_justify="left", box=None, pad_edge=False)
+    table.add_column("situation")
+    table.add_column("times", justify="right")
+    table.add_column("what it means", style="dim")
+    for name, meaning in WITNESSES.items():
+        table.add_row(name, f"{result.witnesses.get(name, 0):,}", meaning)
+    return table

@@ -1,0 +1,271 @@
+"""Rules: what may be done next, and how its details are drawn.
+
+One set of rules serves the seeded generator and the Hypothesis machine; they differ only in where
+a `Draw` takes its decisions from. A rule sees a `View`: what any client could know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from random import Random
+from typing import TypeVar
+
+from blockstep.conformance.presets import Draw, Kind, Swarm
+from blockstep.conformance.program import Action, Answer, Hostile, Propose
+from blockstep.spec.vocabulary import (
+    Abort,
+    Commit,
+    Drafts,
+    GrammarReady,
+    MultiModalItem,
+    PauseState,
+    Policy,
+    RepetitionDetection,
+    Request,
+    RequestId,
+    Reset,
+    RowTokens,
+    Schedule,
+    SetPause,
+    SpecMethod,
+    Submit,
+)
+
+T = TypeVar("T")
+
+
+class SeededDraw:
+    """Decisions from a seeded generator: `Draw` for long runs."""
+
+    def __init__(self, seed: str) -> None:
+        self._random = Random(seed)  # noqa: S311 - tests, not secrets
+
+    def integer(self, low: int, high: int) -> int:
+        """An int between `low` and `high`, both included."""
+        return low + int(self._random.random() * (high - low + 1)) if high > low else low
+
+    def choice(self, options: Sequence[T]) -> T:
+        """One of `options`."""
+        return options[int(self._random.random() * len(options))]
+
+    def chance(self, percent: int) -> bool:
+        """True in about `percent` of a hundred cases."""
+        return self._random.random() * 100 < percent
+
+
+@dataclass(slots=True)
+class View:
+    """What a client knows of a run so far."""
+
+    swarm: Swarm
+    live: dict[RequestId, Request] = field(default_factory=dict)
+    """Accepted and not ended, in order of submission."""
+    frames_in_flight: Sequence[int] = ()
+    num_submitted: int = 0
+    ended: list[RequestId] = field(default_factory=list)
+    """Lately ended ids, to be named again by mistake."""
+
+
+Rule = Callable[[View, Draw], Action]
+
+
+def submit(view: View, draw: Draw) -> Action:
+    """A new request, most often with a prompt that shares a prefix with others."""
+    if view.swarm.kinds >= {Kind.HOSTILE} and view.live and draw.chance(4):
+        return Submit(draw.choice(list(view.live.values())))
+    name = request_name(view.num_submitted)
+    if view.ended and draw.chance(8):
+        name = draw.choice(view.ended)
+    return Submit(draw_request(view.swarm, draw, name, view.num_submitted))
+
+
+def request_name(index: int) -> RequestId:
+    """A, B, ... Z, A1, B1, ..."""
+    letter = chr(ord("A") + index % 26)
+    return letter if index < 26 else f"{letter}{index // 26}"
+
+
+def draw_request(swarm: Swarm, draw: Draw, name: RequestId, index: int) -> Request:
+    """A request within the swarm's bounds, now and then beyond them."""
+    kinds = swarm.kinds
+    prompt = draw_prompt(swarm, draw)
+    stops = Kind.STOPS in kinds
+    max_tokens = draw.integer(*swarm.preset.max_output)
+    token = draw.integer(0, swarm.vocabulary_size - 1)
+    priorities = Kind.PRIORITIES in kinds or swarm.config.policy is Policy.PRIORITY
+    keyed = Kind.EXTRA_KEYS in kinds
+    return Request(
+        request_id=name,
+        prompt_token_ids=prompt,
+        max_tokens=max_tokens,
+        min_tokens=draw.integer(0, max_tokens) if stops and draw.chance(30) else 0,
+        eos_token_id=token if stops and draw.chance(30) else None,
+        stop_token_ids=(draw.integer(0, swarm.vocabulary_size - 1),)
+        if stops and draw.chance(20)
+        else (),
+        repetition_detection=RepetitionDetection(draw.integer(1, 3), 1, draw.integer(2, 3))
+        if stops and draw.chance(20)
+        else None,
+        priority=draw.integer(0, 2) if priorities else 0,
+        arrival_time=index // 2 if draw.chance(20) else index,
+        adapter=draw.choice(("x", "y")) if keyed and draw.chance(30) else None,
+        cache_salt=draw.choice(("x", "y")) if keyed and draw.chance(30) else None,
+        items=draw_items(draw, len(prompt)) if keyed and draw.chance(30) else (),
+        skip_reading_prefix_cache=draw.chance(5),
+        structured_output=Kind.GRAMMAR in kinds and draw.chance(40),
+    )
+
+
+def draw_prompt(swarm: Swarm, draw: Draw) -> tuple[int, ...]:
+    """Part of a hot sequence and a tail of its own, lengths around block boundaries."""
+    config = swarm.config
+    limit = config.max_model_len - 1
+    if Kind.HOSTILE in swarm.kinds and draw.chance(4):
+        limit += 2
+    length = draw.integer(1, max(limit, 1))
+    if draw.chance(60):
+        blocks = draw.integer(1, max(limit // config.block_size, 1))
+        length = min(max(blocks * config.block_size + draw.integer(-1, 1), 1), limit)
+    hot = draw.choice(swarm.hot_prefixes)
+    shared = length if draw.chance(50) else draw.integer(0, length)
+    prompt = hot[:shared]
+    tail = length - len(prompt)
+    return prompt + tuple(draw.integer(0, swarm.vocabulary_size - 1) for _ in range(tail))
+
+
+def draw_items(draw: Draw, num_prompt: int) -> tuple[MultiModalItem, ...]:
+    """One image somewhere in the prompt."""
+    offset = draw.integer(0, num_prompt - 1)
+    length = draw.integer(1, num_prompt - offset)
+    return (MultiModalItem(draw.choice(("cat", "dog")), offset, length),)
+
+
+def schedule(_view: View, _draw: Draw) -> Action:
+    """Plan a step; with a frame in flight this is one step too many, and refused."""
+    return Schedule()
+
+
+def answer(_view: View, _draw: Draw) -> Action:
+    """The worker answers."""
+    return Answer()
+
+
+def propose(view: View, draw: Draw) -> Action:
+    """Drafts, some right and some wrong, now and then none or one too many."""
+    limit = view.swarm.config.num_speculative_tokens
+    if Kind.HOSTILE in view.swarm.kinds and draw.chance(5):
+        limit += 1
+    counts = []
+    for _ in range(draw.integer(1, 3)):
+        count = draw.integer(0 if draw.chance(10) else min(1, limit), limit)
+        counts.append((count, count if draw.chance(40) else draw.integer(0, count)))
+    return Propose(tuple(counts))
+
+
+def abort(view: View, draw: Draw) -> Action:
+    """One or more requests give up; some ids may be unknown or ended."""
+    known = [*view.live, *view.ended[-2:], "nobody"]
+    count = 1 if draw.chance(80) else draw.integer(1, 3)
+    return Abort(tuple(draw.choice(known) for _ in range(count)))
+
+
+def grammar_ready(view: View, draw: Draw) -> Action:
+    """A grammar is compiled, of one that waits for it if there is one."""
+    waiting = [name for name, request in view.live.items() if request.structured_output]
+    return GrammarReady(draw.choice(waiting or [*view.live, "nobody"]))
+
+
+def pause(_view: View, draw: Draw) -> Action:
+    """Pause or resume; resume more often, so that runs get somewhere."""
+    states = tuple(PauseState)
+    return SetPause(PauseState.UNPAUSED if draw.chance(60) else draw.choice(states))
+
+
+def reset(_view: View, draw: Draw) -> Action:
+    """Empty the cache, politely or by force."""
+    return Reset(draw.chance(50))
+
+
+def hostile(view: View, draw: Draw) -> Action:
+    """What a broken client or a late worker might send."""
+    names = [*view.live, *view.ended[-2:], "nobody"]
+    frames = [*view.frames_in_flight, 0, 10**6]
+    token = draw.integer(0, view.swarm.vocabulary_size - 1)
+    row = RowTokens(draw.choice(names), (token,) * draw.integer(0, 3))
+    return draw.choice(
+        (
+            Hostile(Commit(draw.choice(frames), ())),
+            Hostile(Commit(draw.choice(frames), (row,))),
+            Hostile(Commit(draw.choice(frames), (row, row))),
+            Hostile(Drafts((row,))),
+            Hostile(Drafts((row, row))),
+            Hostile(Drafts((RowTokens(row.request_id, (token,) * 9),))),
+            Hostile(GrammarReady("nobody")),
+            Hostile(Submit(Request("bad", ()))),
+            Hostile(Submit(Request("bad", (1,), max_tokens=0))),
+            Hostile(Submit(Request("bad", (1,), max_tokens=10**6))),
+            Hostile(Submit(Request("bad", (token,) * 4, items=(MultiModalItem("cat", 3, 9),)))),
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedRule:
+    """A rule, how often it is tried, and the kind that switches it off."""
+
+    rule: Rule
+    weight: int
+    kind: Kind | None = None
+
+
+RULES: Mapping[str, WeightedRule] = {
+    "submit": WeightedRule(submit, 22),
+    "schedule": WeightedRule(schedule, 36),
+    "answer": WeightedRule(answer, 36),
+    "propose": WeightedRule(propose, 24, Kind.DRAFTS),
+    "abort": WeightedRule(abort, 5, Kind.ABORT),
+    "grammar_ready": WeightedRule(grammar_ready, 8, Kind.GRAMMAR),
+    "pause": WeightedRule(pause, 4, Kind.PAUSE),
+    "reset": WeightedRule(reset, 3, Kind.RESET),
+    "hostile": WeightedRule(hostile, 4, Kind.HOSTILE),
+}
+
+
+def is_enabled(name: str, view: View) -> bool:
+    """Whether a rule makes sense now. Pointless actions are left to `hostile`."""
+    kind = RULES[name].kind
+    if kind is not None and kind not in view.swarm.kinds:
+        return False
+    if name == "submit":
+        return len(view.live) < view.swarm.preset.num_requests_max
+    if name == "answer":
+        return bool(view.frames_in_flight)
+    if name == "schedule":
+        return not view.frames_in_flight or Kind.HOSTILE in view.swarm.kinds
+    if name == "propose":
+        return view.swarm.config.spec_method is not SpecMethod.NONE
+    if name == "grammar_ready":
+        return bool(view.live)
+    return True
+
+
+def next_action(view: View, draw: Draw) -> Action:
+    """Draw a rule by weight, and its details."""
+    names = [name for name in RULES if is_enabled(name, view)]
+    weights = [_weight(name, view) for name in names]
+    ticket = draw.integer(1, sum(weights))
+    chosen = next(index for index, total in enumerate(accumulate(weights)) if ticket <= total)
+    return RULES[names[chosen]].rule(view, draw)
+
+
+def _weight(name: str, view: View) -> int:
+    """Without late commits an answer follows its plan closely; that is where real runs live."""
+    weight = RULES[name].weight
+    if view.frames_in_flight:
+        if name == "answer" and Kind.LATE_COMMIT not in view.swarm.kinds:
+            return weight * 6
+        if name == "schedule":
+            return 2
+    return weight

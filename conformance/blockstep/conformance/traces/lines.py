@@ -1,0 +1,126 @@
+"""Lines: how every trace file is read, gzipped or plain, and the one error for all that is wrong.
+
+Whatever lies at a path, reading it ends in lines or in a `TraceError`: a directory, a truncated
+gzip stream, binary junk and text in another encoding are all said in the same five parts.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+LINE_BYTES_MAX = 1 << 26
+"""Bytes of one line, at most; junk without line ends stops here instead of filling the memory."""
+
+CHUNK_BYTES = 1 << 16
+
+GZIP_MAGIC = b"\x1f\x8b"
+
+SHOWN_CHARS_MAX = 80
+
+
+class TraceError(Exception):
+    """A trace file cannot be used.
+
+    `path` names it, `line` is counted from 1 (0: the file as a whole), `found` says what is
+    there, `rule` what should be, `fix` what to do about it.
+    """
+
+    def __init__(self, path: Path, line: int, found: str, rule: str, fix: str) -> None:
+        self.path = path
+        self.line = line
+        self.found = found
+        self.rule = rule
+        self.fix = fix
+        super().__init__(path, line, found, rule, fix)
+
+    def __str__(self) -> str:
+        where = f"{self.path}:{self.line}" if self.line else f"{self.path}"
+        return f"{where}: {self.found}: {self.rule}; {self.fix}"
+
+
+def shown(value: object) -> str:
+    """`value` for a message: printable, in quotes if it is text, cut to one line."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARS_MAX else text[: SHOWN_CHARS_MAX - 3] + "..."
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file with their numbers from 1, without line ends; gzip is told by content.
+
+    Reads as far as it is asked to. Raises `TraceError` at the first thing wrong.
+    """
+    line = 0
+    try:
+        with path.open("rb") as file:
+            for raw in _lines(_chunks(file)):
+                line += 1
+                if len(raw) > LINE_BYTES_MAX:
+                    raise TraceError(
+                        path,
+                        line,
+                        f"more than {LINE_BYTES_MAX} bytes without a line end",
+                        "a line holds one row",
+                        "give a trace file",
+                    )
+                yield line, raw.removesuffix(b"\r").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise TraceError(
+            path,
+            line,
+            f"byte 0x{error.object[error.start]:02x} at column {error.start + 1}",
+            "a trace is UTF-8 text, gzipped or plain",
+            "give the trace file itself, or convert it to UTF-8",
+        ) from None
+    except (EOFError, zlib.error) as error:
+        raise TraceError(
+            path,
+            line + 1,
+            f"the gzip stream breaks off here ({error})",
+            "a gzipped trace is complete",
+            "fetch or write the file again",
+        ) from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise TraceError(
+            path, 0, f"cannot be read ({reason})", "a trace is a readable file", "check the path"
+        ) from None
+    except ValueError as error:  # a path with a null byte
+        raise TraceError(
+            path, 0, f"cannot be read ({error})", "a trace is a readable file", "check the path"
+        ) from None
+
+
+def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """Split at line feeds; a line above the limit comes out unfinished."""
+    rest = b""
+    for chunk in chunks:
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from whole
+        if len(rest) > LINE_BYTES_MAX:
+            break
+    if rest:
+        yield rest
+
+
+def _chunks(file: IO[bytes]) -> Iterator[bytes]:
+    """The content of a file. Raises `EOFError` or `zlib.error` where a gzip stream breaks off.
+
+    Not `gzip.GzipFile`: what comes before the break is given out first, so its line is known.
+    """
+    data = file.read(CHUNK_BYTES)
+    if not data.startswith(GZIP_MAGIC):
+        while data:
+            yield data
+            data = file.read(CHUNK_BYTES)
+        return
+    while data:  # once per member
+        member = zlib.decompressobj(wbits=31)
+        while not member.eof:
+            if not data:
+                raise EOFError("it ends within a member")
+            yield member.decompress(data, CHUNK_BYTES)
+            data = member.unconsumed_tail or member.unused_data or file.read(CHUNK_BYTES)
+        data = data or file.read(CHUNK_BYTES)

@@ -1,0 +1,12 @@
+"""The host engine: the scheduler and its paged KV memory on the CPU, as a struct of arrays.
+
+Data flows through the modules in this order: `digests` names contents, `lineage` holds one
+request's tokens and names, `prefix` finds blocks by name, `pool` owns the blocks, `queues` and
+`table` hold the requests, `core` ties them together, `running`, `admission`, `step` and `results`
+are the phases of a step, `scheduler` is the engine, `view` is its snapshot.
+"""
+
+from blockstep.impl.host.digests import CRC32, DIGESTS, SHA256, Digest
+from blockstep.impl.host.scheduler import HostEngine
+
+__all__ = ["CRC32", "DIGESTS", "SHA256", "Digest", "HostEngine"]

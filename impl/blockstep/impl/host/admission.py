@@ -1,0 +1,124 @@
+"""The waiting phase: requests are admitted while budget, places and blocks last."""
+
+from __future__ import annotations
+
+from blockstep.impl.host.core import Core
+from blockstep.impl.host.queues import RequestQueue
+from blockstep.impl.host.step import Step
+from blockstep.spec.vocabulary import BlockId, Policy, Status
+
+
+class WaitingPhase(Core):
+    """Admits waiting requests in the order of the policy; the first that does not fit ends it."""
+
+    def _schedule_waiting(self, step: Step) -> None:
+        passed_over: list[int] = []
+        while step.budget > 0 and len(self.running) < self.config.max_num_seqs:
+            queue = self._select_queue()
+            if queue is None:
+                break
+            slot = queue.head()
+            if not self._is_ready(slot):
+                passed_over.append(queue.pop())
+                continue
+            if not self._try_admit(slot, queue, step):
+                break
+        if passed_over:
+            self.skipped_waiting.prepend(passed_over)
+
+    def _select_queue(self) -> RequestQueue | None:
+        """The queue whose head comes next; None if both are empty (seed 001, P16)."""
+        waiting, skipped = self.waiting, self.skipped_waiting
+        if not skipped:
+            return waiting if waiting else None
+        if not waiting or self.config.policy is Policy.FCFS:
+            return skipped
+        rank_of = self.table.rank_of
+        return waiting if rank_of(waiting.head()) < rank_of(skipped.head()) else skipped
+
+    def _is_ready(self, slot: int) -> bool:
+        """Whether it may be admitted; a request whose grammar has arrived is promoted here."""
+        table = self.table
+        if table.statuses[slot] is not Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            return True
+        if not table.grammar_ready[slot]:
+            return False
+        table.statuses[slot] = Status.WAITING
+        return True
+
+    def _try_admit(self, slot: int, queue: RequestQueue, step: Step) -> bool:
+        """Admit the head of `queue`, or change nothing at all and return False (P7)."""
+        hits = self._find_hits(slot)
+        num_hit = len(hits) * self.block_size
+        num_scheduled = self._tokens_to_admit(slot, num_hit, step.budget)
+        if num_scheduled <= 0:
+            return False
+        free, free_hits = self.pool.num_free, sum(map(self.pool.is_free, hits))
+        if self.config.scheduler_reserve_full_isl:
+            whole = self._blocks_to_admit(self.table.num_known[slot], len(hits))
+            if whole + free_hits > free:
+                return False
+        needed = self._blocks_to_admit(num_hit + num_scheduled, len(hits))
+        if needed + free_hits > free:
+            return False
+        queue.pop()
+        self._admit(slot, hits, needed, num_scheduled, step)
+        return True
+
+    def _asks_cache(self, slot: int) -> bool:
+        skips = self.table.requests[slot].skip_reading_prefix_cache
+        return self.config.enable_prefix_caching and not skips
+
+    def _find_hits(self, slot: int) -> list[BlockId]:
+        """The longest prefix that is cached, leaving at least one token to run (B36).
+
+        A hidden-state head needs the last hit block recomputed (seed 001,
+        "find_longest_cache_hit").
+        """
+        if not self._asks_cache(slot):
+            return []
+        limit = (self.table.num_known[slot] - 1) // self.block_size
+        hits = self.prefix.hits(self.table.lineages[slot], limit)
+        if self.config.drops_last_hit_block and hits:
+            hits.pop()
+        return hits
+
+    def _tokens_to_admit(self, slot: int, num_hit: int, budget: int) -> int:
+        """Tokens of its first step; 0 if it has to wait for a larger budget."""
+        wanted = min(self.table.num_known[slot] - num_hit, self.max_tokens_per_row)
+        if wanted > budget and not self.config.enable_chunked_prefill:
+            return 0
+        return min(wanted, budget)
+
+    def _blocks_to_admit(self, num_tokens: int, num_hits: int) -> int:
+        """New blocks beside the hits to hold `num_tokens`; there is no lookahead yet (P8)."""
+        total = -(-min(num_tokens, self.max_model_len) // self.block_size)
+        return max(total - num_hits, 0)
+
+    def _admit(
+        self, slot: int, hits: list[BlockId], needed: int, num_scheduled: int, step: Step
+    ) -> None:
+        table = self.table
+        # Hits are held before new blocks are taken, or the head of the queue could be a hit (B01).
+        self.pool.touch(hits)
+        table.num_cached_blocks[slot] = len(hits)
+        blocks = table.block_tables[slot]
+        blocks.extend(hits)
+        blocks.extend(self.pool.take(needed))
+        num_hit = len(hits) * self.block_size
+        table.num_computed[slot] = num_hit
+        self._publish(slot, num_hit, num_scheduled)
+        resumed = table.statuses[slot] is Status.PREEMPTED
+        table.statuses[slot] = Status.RUNNING
+        self.running.append(slot)
+        self._count_hits(slot, num_hit)
+        step.admitted.append((slot, num_scheduled, resumed))
+        step.budget -= num_scheduled
+
+    def _count_hits(self, slot: int, num_hit: int) -> None:
+        table = self.table
+        if table.num_cached_tokens[slot] < 0:
+            table.num_cached_tokens[slot] = num_hit
+        if self._asks_cache(slot):
+            self.prefix_cache_queries += table.num_known[slot]
+            self.prefix_cache_hits += num_hit

@@ -1,0 +1,146 @@
+"""The core: the state of the host engine, and what several of its phases do to it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from blockstep.impl.host.digests import Digest, find_digest
+from blockstep.impl.host.pool import BlockPool
+from blockstep.impl.host.prefix import PrefixMap
+from blockstep.impl.host.queues import make_queue
+from blockstep.impl.host.table import RequestTable
+from blockstep.spec.vocabulary import (
+    Config,
+    ConfigError,
+    FrameId,
+    PauseState,
+    RequestId,
+    Stats,
+    Status,
+    TokenIds,
+    config_problems,
+)
+
+
+class Core:
+    """What all phases share. Requests are named by their slot in `table`.
+
+    Raises:
+        ConfigError: `config_problems` has something against the config.
+        ValueError: no digest has the name given.
+    """
+
+    pool_type: ClassVar[type[BlockPool]] = BlockPool
+    prefix_type: ClassVar[type[PrefixMap]] = PrefixMap
+
+    def __init__(self, config: Config, digest: str | Digest = "sha256") -> None:
+        problems = config_problems(config)
+        if problems:
+            raise ConfigError(problems)
+        self.config = config
+        self.digest = find_digest(digest)
+        self.block_size = config.block_size
+        self.max_model_len = config.max_model_len
+        self.num_lookahead_tokens = config.num_lookahead_tokens
+        self.max_tokens_per_row = config.long_prefill_token_threshold or config.max_model_len
+        """Tokens of one request per step, at most."""
+        self.prefix = self.prefix_type(config.num_blocks, verify=not self.digest.cryptographic)
+        self.pool = self.pool_type(config.num_blocks, self.prefix)
+        self.table = RequestTable()
+        self.waiting = make_queue(config.policy, self.table.rank_of)
+        self.skipped_waiting = make_queue(config.policy, self.table.rank_of)
+        self.running: list[int] = []
+        self.pause_state = PauseState.UNPAUSED
+        self.frames: dict[FrameId, dict[RequestId, TokenIds | None]] = {}
+        """Frames in flight. Of each row, in order of scheduling: the drafts that it carries, or
+        None where it does not sample."""
+        self.next_frame_id: FrameId = 0
+        self.finished_req_ids: set[RequestId] = set()
+        self.prev_frame_id: FrameId = -1
+        """The last plan; -1 when nobody counts as scheduled in it (none yet, or a reset)."""
+        self.prev_scheduled_req_ids: list[RequestId] = []
+        self.prefix_cache_queries = 0
+        self.prefix_cache_hits = 0
+        self.preemptions = 0
+        self.drafts_scheduled = 0
+        self.drafts_accepted = 0
+
+    def stats(self) -> Stats:
+        """The counters since the start (P21)."""
+        return Stats(
+            prefix_cache_queries=self.prefix_cache_queries,
+            prefix_cache_hits=self.prefix_cache_hits,
+            preemptions=self.preemptions,
+            drafts_scheduled=self.drafts_scheduled,
+            drafts_accepted=self.drafts_accepted,
+        )
+
+    def is_in_flight(self, request_id: RequestId) -> bool:
+        """Whether a frame in flight has a row of this id."""
+        return any(request_id in frame for frame in self.frames.values())
+
+    def _publish(self, slot: int, num_computed: int, num_scheduled: int) -> None:
+        """Make findable what this step fills: full blocks of verified tokens, drafts excluded.
+
+            computed | scheduled: known ... | drafts
+            --- published up to here ---^  (rounded down to a block)
+
+        The KV is written later in the same dispatch, before anybody can read it (P4).
+        """
+        table = self.table
+        written = num_computed + num_scheduled
+        known = table.num_known[slot]
+        full = (written if written < known else known) // self.block_size
+        settled = table.num_cached_blocks[slot]
+        if full <= settled or not self.config.enable_prefix_caching:
+            return
+        lineage, blocks = table.lineages[slot], table.block_tables[slot]
+        for index in range(settled, full):
+            self.prefix.publish(blocks[index], lineage, index)
+        table.num_cached_blocks[slot] = full
+
+    def _preempt(self, slot: int) -> None:
+        """Take everything from a request that has left `running`; it will start again.
+
+        Its verified tokens stay, and with them its place in line: it goes first among those who
+        wait (seed 001, "Preemption").
+        """
+        table = self.table
+        self._withdraw_unwritten(slot)
+        self._free_blocks(slot)
+        table.num_computed[slot] = 0
+        table.spec_token_ids[slot] = ()
+        table.num_preemptions[slot] += 1
+        table.statuses[slot] = Status.PREEMPTED
+        self.preemptions += 1
+        self._requeue_preempted(slot)
+
+    def _withdraw_unwritten(self, slot: int) -> None:
+        """Unpublish what was published for work of this step that now does not run.
+
+        P4; upstream #43569 (museum B03), where such a block stays findable without its KV.
+        """
+        table = self.table
+        first = table.num_computed[slot] // self.block_size
+        for block in table.block_tables[slot][first:]:
+            self.prefix.withdraw(block)
+
+    def _requeue_preempted(self, slot: int) -> None:
+        self.waiting.prepend((slot,))
+
+    def _free_blocks(self, slot: int) -> None:
+        table = self.table
+        self.pool.free(table.block_tables[slot])
+        del table.block_tables[slot][:]
+        table.num_cached_blocks[slot] = 0
+
+    def _finish(self, slot: int) -> None:
+        """End an unfinished request, wherever it is; the next plan tells the worker."""
+        table = self.table
+        if table.statuses[slot] is Status.RUNNING:
+            self.running.remove(slot)
+        elif not self.waiting.remove(slot):
+            self.skipped_waiting.remove(slot)
+        self._free_blocks(slot)
+        self.finished_req_ids.add(table.requests[slot].request_id)
+        table.remove(slot)

@@ -1,0 +1,137 @@
+"""Lineage: the tokens of one request, and the names of the full blocks that they fill."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from typing import Final
+
+from blockstep.impl.host.digests import Digest, chain_message, pack_extras, pack_tokens
+from blockstep.spec.vocabulary import BlockKey, Request, TokenIds
+
+_BATCH: Final = 64
+"""Blocks hashed at one go, at most: a long prompt that misses early is not hashed in vain."""
+
+
+class Lineage:
+    """Everything that names the blocks of one request.
+
+    Tokens are only ever appended, never changed: a published block refers to its lineage for as
+    long as it can be hit, also after the request ended (P3).
+
+        tokens   | block 0 | block 1 | block 2 | .. tail
+        digests  |   d0    |   d1    |          each taken once, when first asked for
+        keys     |   k0    |                    built for snapshots only, and then kept
+    """
+
+    __slots__ = (
+        "_block_size",
+        "_digest",
+        "_digests",
+        "_ends",
+        "_every",
+        "_keys",
+        "request",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, block_size: int, digest: Digest) -> None:
+        self.request = request
+        # array("i") grows in place at amortised O(1); one scalar costs half of what numpy takes.
+        self.tokens: array[int] = array("i", request.prompt_token_ids)
+        self._block_size = block_size
+        self._digest = digest
+        self._digests: list[bytes] = []
+        self._keys: list[BlockKey] = []
+        self._every = pack_extras(request.adapter)
+        self._ends = [item.offset + item.length for item in request.items]
+
+    def append(self, token_id: int) -> None:
+        """A verified output token."""
+        self.tokens.append(token_id)
+
+    def digest_of(self, index: int) -> bytes:
+        """The digest of block `index`, which must be full."""
+        if index >= len(self._digests):
+            full = len(self.tokens) // self._block_size
+            self._extend_digests(min(full, index + _BATCH))
+        return self._digests[index]
+
+    def key_of(self, index: int) -> BlockKey:
+        """The structural key of block `index`, which must be full; the same object each time."""
+        keys = self._keys
+        while index >= len(keys):
+            keys.append(self._build_key(len(keys)))
+        return keys[index]
+
+    def adopt_keys(self, other: Lineage, count: int) -> None:
+        """Share the keys that `other` built of its first `count` blocks, which are equal to ours.
+
+        Equal keys that are one object are compared at once, which snapshots live on.
+        """
+        mine = len(self._keys)
+        if mine < count and mine < len(other._keys):
+            self._keys.extend(other._keys[mine:count])
+
+    def agrees_with(self, other: Lineage, index: int) -> bool:
+        """Whether both have the same content up to the end of block `index`, which is full."""
+        if self is other:
+            return True
+        end = (index + 1) * self._block_size
+        return (
+            self.request.adapter == other.request.adapter
+            and self.request.cache_salt == other.request.cache_salt
+            and len(other.tokens) >= end
+            and self.tokens[:end] == other.tokens[:end]
+            and self._has_equal_items(other, index)
+        )
+
+    def items_of(self, index: int) -> tuple[tuple[str, int], ...]:
+        """The items that overlap block `index`: identifier, and offset from the block's start."""
+        ends = self._ends
+        if not ends:
+            return ()
+        start = index * self._block_size
+        first = bisect_right(ends, start)
+        found: list[tuple[str, int]] = []
+        for item in self.request.items[first:]:
+            if item.offset >= start + self._block_size:
+                break
+            found.append((item.identifier, item.offset - start))
+        return tuple(found)
+
+    def _has_equal_items(self, other: Lineage, index: int) -> bool:
+        if not self._ends and not other._ends:
+            return True
+        return all(self.items_of(i) == other.items_of(i) for i in range(index + 1))
+
+    def _extend_digests(self, count: int) -> None:
+        digests, function = self._digests, self._digest.function
+        parent = digests[-1] if digests else b""
+        begin = len(digests)
+        size = self._block_size
+        packed = pack_tokens(self.tokens[begin * size : count * size])
+        for index in range(begin, count):
+            at = (index - begin) * size * 4
+            message = chain_message(parent, packed[at : at + size * 4], self._extras_of(index))
+            parent = function(message)
+            digests.append(parent)
+
+    def _extras_of(self, index: int) -> bytes:
+        if index and not self._ends:
+            return self._every
+        salt = None if index else self.request.cache_salt
+        return pack_extras(self.request.adapter, salt, self.items_of(index))
+
+    def _tokens_of(self, index: int) -> TokenIds:
+        size = self._block_size
+        return tuple(self.tokens[index * size : (index + 1) * size])
+
+    def _build_key(self, index: int) -> BlockKey:
+        return BlockKey(
+            self._keys[index - 1] if index else None,
+            self._tokens_of(index),
+            self.request.adapter,
+            None if index else self.request.cache_salt,
+            self.items_of(index),
+        )

@@ -1,0 +1,120 @@
+"""Planning: one Schedule, from the budget to the plan that the worker gets."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from blockstep.impl.host.admission import WaitingPhase
+from blockstep.impl.host.running import RunningPhase
+from blockstep.impl.host.step import RunningRow, Step
+from blockstep.spec.vocabulary import (
+    BlockTables,
+    CachedRow,
+    NewRow,
+    PauseState,
+    Plan,
+    RejectCode,
+    Rejected,
+    RequestId,
+    TokenIds,
+)
+
+_NO_NEW_BLOCKS: Final[BlockTables] = ((),)
+
+
+class Planning(RunningPhase, WaitingPhase):
+    """Runs both phases and tells the worker what changed since the plan before (P26)."""
+
+    def _schedule(self) -> Plan | Rejected:
+        if len(self.frames) >= self.config.max_frames_in_flight:
+            return Rejected(
+                RejectCode.PIPELINE_FULL,
+                f"schedule: {len(self.frames)} plans await their commit, and "
+                f"max_frames_in_flight is {self.config.max_frames_in_flight}; commit one first",
+            )
+        step = Step(budget=self._step_budget())
+        self._schedule_running(step)
+        if not step.preempted_req_ids and self.pause_state is PauseState.UNPAUSED:
+            self._schedule_waiting(step)
+        return self._issue_plan(step)
+
+    def _step_budget(self) -> int:
+        if self.pause_state is PauseState.PAUSED_ALL:
+            return 0
+        return self.config.max_num_batched_tokens
+
+    def _issue_plan(self, step: Step) -> Plan:
+        """Turn the step into a plan, and its rows into a frame in flight."""
+        frame_id = self.next_frame_id
+        frame: dict[RequestId, TokenIds | None] = {}
+        new: list[NewRow] = []
+        cached: list[CachedRow] = []
+        requests = self.table.requests
+        for slot, row in step.rows.items():
+            cached.append(self._running_row(slot, row))
+            samples = self._advance(slot, row[0], frame_id)
+            frame[requests[slot].request_id] = row[2] if samples else None
+        for slot, num_scheduled, resumed in step.admitted:
+            if resumed:
+                cached.append(self._resumed_row(slot, num_scheduled))
+            else:
+                new.append(self._new_row(slot, num_scheduled))
+            samples = self._advance(slot, num_scheduled, frame_id)
+            frame[requests[slot].request_id] = () if samples else None
+        self.next_frame_id = frame_id + 1
+        self.prev_frame_id = frame_id
+        self.prev_scheduled_req_ids = list(frame)
+        if frame:
+            self.frames[frame_id] = frame
+        finished = tuple(sorted(self.finished_req_ids))
+        self.finished_req_ids.clear()
+        preempted = tuple(sorted(step.preempted_req_ids))
+        return Plan(frame_id, tuple(new), tuple(cached), finished, preempted)
+
+    def _advance(self, slot: int, num_scheduled: int, frame_id: int) -> bool:
+        """Count the scheduled tokens as computed; whether the row will sample."""
+        table = self.table
+        computed = table.num_computed[slot] + num_scheduled
+        samples = computed >= table.num_known[slot]
+        table.num_computed[slot] = computed
+        table.is_prefill_chunk[slot] = not samples
+        table.last_frame[slot] = frame_id
+        return samples
+
+    def _running_row(self, slot: int, row: RunningRow) -> CachedRow:
+        table = self.table
+        num_scheduled, taken, drafts = row
+        return CachedRow(
+            table.requests[slot].request_id,
+            False,
+            (taken,) if taken else _NO_NEW_BLOCKS,
+            None if self._was_in_previous_plan(slot) else table.all_token_ids(slot),
+            table.num_computed[slot],
+            table.num_known[slot] - table.num_prompt[slot],
+            num_scheduled,
+            drafts,
+        )
+
+    def _resumed_row(self, slot: int, num_scheduled: int) -> CachedRow:
+        table = self.table
+        return CachedRow(
+            table.requests[slot].request_id,
+            resumed=True,
+            new_block_ids=(tuple(table.block_tables[slot]),),
+            all_token_ids=table.all_token_ids(slot),
+            num_computed_tokens=table.num_computed[slot],
+            num_output_tokens=table.num_outputs(slot),
+            num_scheduled_tokens=num_scheduled,
+        )
+
+    def _new_row(self, slot: int, num_scheduled: int) -> NewRow:
+        table = self.table
+        return NewRow(
+            table.requests[slot],
+            block_ids=(tuple(table.block_tables[slot]),),
+            num_computed_tokens=table.num_computed[slot],
+            num_scheduled_tokens=num_scheduled,
+        )
+
+    def _was_in_previous_plan(self, slot: int) -> bool:
+        return self.table.last_frame[slot] == self.prev_frame_id

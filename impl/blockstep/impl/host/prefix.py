@@ -1,0 +1,111 @@
+"""The prefix map: which blocks hold a content, and what content a block holds."""
+
+from __future__ import annotations
+
+from array import array
+
+from blockstep.impl.host.lineage import Lineage
+from blockstep.spec.vocabulary import BlockId, BlockKey
+
+
+class PrefixMap:
+    """Published blocks by the digest of their content (P3).
+
+    Two blocks may hold the same content, published side by side; a hit takes the one published
+    first (seed 003, section 3.1). With a digest that is not cryptographic, a bucket may hold
+    blocks of different contents, and each candidate is compared in full.
+
+    Args:
+        num_blocks: blocks of the pool, the null block included.
+        verify: whether equal digests may stand for different contents.
+    """
+
+    def __init__(self, num_blocks: int, verify: bool) -> None:
+        self._verify = verify
+        self._buckets: dict[bytes, list[BlockId]] = {}
+        self._lineages: list[Lineage | None] = [None] * num_blocks
+        self._digests = [b""] * num_blocks
+        self._indices = array("i", bytes(4 * num_blocks))
+
+    def publish(self, block: BlockId, lineage: Lineage, index: int) -> None:
+        """From now on `block` is found as block `index` of `lineage`."""
+        digest = lineage.digest_of(index)
+        self._lineages[block] = lineage
+        self._indices[block] = index
+        self._digests[block] = digest
+        self._buckets.setdefault(digest, []).append(block)
+
+    def withdraw(self, block: BlockId) -> None:
+        """`block` is not found any more; nothing happens if it was not published."""
+        if self._lineages[block] is None:
+            return
+        self._lineages[block] = None
+        digest = self._digests[block]
+        bucket = self._buckets[digest]
+        bucket.remove(block)
+        if not bucket:
+            del self._buckets[digest]
+
+    def clear(self) -> None:
+        """No block is found any more (P25)."""
+        for bucket in self._buckets.values():
+            for block in bucket:
+                self._lineages[block] = None
+        self._buckets.clear()
+
+    def hits(self, lineage: Lineage, limit: int) -> list[BlockId]:
+        """Blocks that hold the first blocks of `lineage`, up to the first miss or `limit`."""
+        found: list[BlockId] = []
+        for index in range(limit):
+            block = self.first(lineage, index)
+            if block is None:
+                break
+            found.append(block)
+        if found:
+            self._share_keys(lineage, found)
+        return found
+
+    def first(self, lineage: Lineage, index: int) -> BlockId | None:
+        """The block published first with the content of block `index` of `lineage`."""
+        bucket = self._buckets.get(lineage.digest_of(index))
+        if bucket is None:
+            return None
+        if not self._verify:
+            return bucket[0]
+        return next((block for block in bucket if self.holds(block, lineage, index)), None)
+
+    def holds(self, block: BlockId, lineage: Lineage, index: int) -> bool:
+        """Whether `block` is published with exactly the content of block `index` of `lineage`."""
+        other = self._lineages[block]
+        return (
+            other is not None
+            and self._indices[block] == index
+            and lineage.agrees_with(other, index)
+        )
+
+    def is_published(self, block: BlockId) -> bool:
+        """Whether `block` can be found."""
+        return self._lineages[block] is not None
+
+    def keys(self) -> list[BlockKey | None]:
+        """What each block carries, by block id; None where it is not published."""
+        indices = self._indices
+        return [
+            None if lineage is None else lineage.key_of(indices[block])
+            for block, lineage in enumerate(self._lineages)
+        ]
+
+    def cached(self, keys: list[BlockKey | None]) -> dict[BlockKey, tuple[BlockId, ...]]:
+        """The blocks of each key in order of publication; `keys` as of now."""
+        found: dict[BlockKey, tuple[BlockId, ...]] = {}
+        for bucket in self._buckets.values():
+            for block in bucket:
+                key = keys[block]
+                assert key is not None, f"block {block} is in a bucket, so it carries a key"
+                found[key] = (*found.get(key, ()), block)
+        return found
+
+    def _share_keys(self, lineage: Lineage, found: list[BlockId]) -> None:
+        source = self._lineages[found[-1]]
+        if source is not None:
+            lineage.adopt_keys(source, len(found))

@@ -1,0 +1,191 @@
+"""Results: what the worker sampled is checked, stored and delivered; what it drafted is kept."""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+from blockstep.impl.host.core import Core
+from blockstep.spec.vocabulary import (
+    Commit,
+    Drafts,
+    DraftsTaken,
+    FinishReason,
+    OutputRow,
+    Outputs,
+    RejectCode,
+    Rejected,
+    RequestId,
+    SpecMethod,
+    Status,
+    TokenIds,
+)
+
+Verdict: TypeAlias = tuple[FinishReason | None, int | None]
+"""Why a request ends, and the stop token that ended it."""
+_GOES_ON: Final[Verdict] = (None, None)
+
+
+class Results(Core):
+    """Takes Commit and Drafts (seed 001)."""
+
+    def _commit(self, event: Commit) -> Outputs | Rejected:
+        frame = self.frames.get(event.frame_id)
+        if frame is None:
+            return Rejected(
+                RejectCode.UNKNOWN_FRAME,
+                f"commit: frame_id = {event.frame_id} is not in flight: it was never scheduled, "
+                f"had no rows, or is committed already; in flight are {list(self.frames)}",
+            )
+        answers = {row.request_id: row.token_ids for row in event.sampled}
+        problem = self._result_problem(event, frame, answers)
+        if problem is not None:
+            return problem
+        slot_of = self.table.slot_of
+        rows: list[OutputRow] = []
+        for request_id, drafts in frame.items():
+            slot, tokens = slot_of.get(request_id), answers[request_id]
+            if slot is None or not tokens:
+                continue  # aborted meanwhile, or still in prefill
+            if drafts:
+                self._roll_back(slot, drafts, tokens)
+            rows.append(self._deliver(slot, tokens))
+        del self.frames[event.frame_id]
+        return Outputs(tuple(rows))
+
+    def _result_problem(
+        self,
+        event: Commit,
+        frame: dict[RequestId, TokenIds | None],
+        answers: dict[RequestId, TokenIds],
+    ) -> Rejected | None:
+        """Why the rows do not answer the frame, or None; requests aborted meanwhile included."""
+        if not len(event.sampled) == len(answers) == len(frame):
+            return _bad_result(event, f"must have one row for each of {sorted(frame)}")
+        for request_id, drafts in frame.items():
+            tokens = answers.get(request_id)
+            if tokens is None:
+                return _bad_result(event, f"must have one row for each of {sorted(frame)}")
+            if drafts is None:
+                if tokens:
+                    return _bad_result(event, f"{request_id!r} is in prefill; send no tokens")
+            elif not 1 <= len(tokens) <= 1 + len(drafts):
+                rule = f"must have 1 to {1 + len(drafts)} tokens, not {len(tokens)}"
+                return _bad_result(event, f"{request_id!r} {rule}")
+            elif drafts and tokens[:-1] != drafts[: len(tokens) - 1]:
+                rule = f"accepts {tokens[:-1]}, which is no prefix of its drafts {drafts}"
+                return _bad_result(event, f"{request_id!r} {rule}; send accepted drafts and one")
+        return None
+
+    def _roll_back(self, slot: int, drafts: TokenIds, tokens: TokenIds) -> None:
+        """Uncompute the rejected drafts (P14).
+
+        computed before | known | accepted | rejected |
+                                           ^ computed now
+        """
+        accepted = len(tokens) - 1
+        # A forced reset may have preempted it meanwhile; then nothing is computed anyway.
+        if self.table.statuses[slot] is Status.RUNNING:
+            self.table.num_computed[slot] -= len(drafts) - accepted
+        self.drafts_scheduled += len(drafts)
+        self.drafts_accepted += accepted
+
+    def _deliver(self, slot: int, tokens: TokenIds) -> OutputRow:
+        """Store the tokens up to the one that ends the request, and end it there (P13)."""
+        request_id = self.table.requests[slot].request_id
+        num_cached_tokens = max(self.table.num_cached_tokens[slot], 0)
+        delivered, (reason, stop_token_id) = self._accept(slot, tokens)
+        if reason is not None:
+            self._finish(slot)
+        return OutputRow(request_id, delivered, reason, stop_token_id, num_cached_tokens)
+
+    def _accept(self, slot: int, tokens: TokenIds) -> tuple[TokenIds, Verdict]:
+        """Append tokens one by one; nothing after the one that ends the request is kept."""
+        lineage, num_known = self.table.lineages[slot], self.table.num_known
+        for count, token in enumerate(tokens, 1):
+            lineage.append(token)
+            num_known[slot] += 1
+            verdict = self._stop_verdict(slot, token)
+            if verdict is not _GOES_ON:
+                return tokens[:count], verdict
+        return tokens, _GOES_ON
+
+    def _stop_verdict(self, slot: int, token: int) -> Verdict:
+        """Whether the token just appended ends its request.
+
+        Before `min_tokens` only the length caps do (ours; 0.19.1 masks them as well).
+        """
+        table = self.table
+        may_stop = table.is_watched[slot] and self._has_min_tokens(slot)
+        if may_stop:
+            request = table.requests[slot]
+            if token == request.eos_token_id:
+                return (FinishReason.STOP, None)
+            if token in request.stop_token_ids:
+                return (FinishReason.STOP, token)
+        if table.num_known[slot] >= table.max_known[slot]:
+            return (FinishReason.LENGTH, None)
+        if may_stop and self._repeats(slot):
+            return (FinishReason.REPETITION, None)
+        return _GOES_ON
+
+    def _has_min_tokens(self, slot: int) -> bool:
+        return self.table.num_outputs(slot) >= self.table.requests[slot].min_tokens
+
+    def _repeats(self, slot: int) -> bool:
+        """Whether the outputs end with `min_count` copies of one pattern."""
+        detection = self.table.requests[slot].repetition_detection
+        if detection is None:
+            return False
+        tokens, num_outputs = self.table.lineages[slot].tokens, self.table.num_outputs(slot)
+        longest = min(detection.max_pattern_size, num_outputs // detection.min_count)
+        for size in range(detection.min_pattern_size, longest + 1):
+            # Copies of a pattern: each token equals the one a pattern's length before it.
+            if tokens[-1] != tokens[-1 - size]:
+                continue
+            tail = tokens[-size * detection.min_count :]
+            if tail[size:] == tail[:-size]:
+                return True
+        return False
+
+    def _take_proposals(self, event: Drafts) -> DraftsTaken | Rejected:
+        problem = self._drafts_problem(event)
+        if problem is not None:
+            return problem
+        taken: list[RequestId] = []
+        for row in event.drafts:
+            slot = self.table.slot_of.get(row.request_id)
+            if slot is not None and self._may_draft(slot):
+                self.table.spec_token_ids[slot] = row.token_ids
+                taken.append(row.request_id)
+        return DraftsTaken(tuple(taken))
+
+    def _drafts_problem(self, event: Drafts) -> Rejected | None:
+        if self.config.spec_method is SpecMethod.NONE:
+            return _bad_drafts("spec_method is none, so nobody drafts; configure a spec_method")
+        most = self.config.num_speculative_tokens
+        for row in event.drafts:
+            if len(row.token_ids) > most:
+                rule = f"has {len(row.token_ids)} tokens, more than num_speculative_tokens = {most}"
+                return _bad_drafts(f"{row.request_id!r} {rule}; send at most {most}")
+        if len({row.request_id for row in event.drafts}) != len(event.drafts):
+            return _bad_drafts("a request is named twice; send one row for each")
+        return None
+
+    def _may_draft(self, slot: int) -> bool:
+        """Whether drafts would continue its known tokens: all but the last are computed (P24)."""
+        table = self.table
+        return (
+            table.statuses[slot] is Status.RUNNING
+            and not table.is_prefill_chunk[slot]
+            and table.num_outputs(slot) > 0
+            and table.num_computed[slot] == table.num_known[slot] - 1
+            and not self.is_in_flight(table.requests[slot].request_id)
+        )
+
+
+def _bad_result(event: Commit, detail: str) -> Rejected:
+    return Rejected(RejectCode.BAD_RESULT, f"commit of frame {event.frame_id}: {detail}")
+
+
+def _bad_drafts(detail: str) -> Rejected:
+    return Rejected(RejectCode.BAD_DRAFTS, f"drafts: {detail}")

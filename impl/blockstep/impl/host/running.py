@@ -1,0 +1,114 @@
+"""The running phase: each running request gets its next tokens, and blocks to write them in."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from blockstep.impl.host.core import Core
+from blockstep.impl.host.step import Step
+from blockstep.spec.vocabulary import BlockId, Policy, TokenIds
+
+_NOTHING: Final[tuple[int, ...]] = ()
+
+
+class RunningPhase(Core):
+    """Schedules the running requests in order; preempts when blocks run out (seed 001)."""
+
+    def _schedule_running(self, step: Step) -> None:
+        # Where a minimum is written out below, the call costs more than all else in its line.
+        table, pool, running = self.table, self.pool, self.running
+        position = 0
+        while position < len(running) and step.budget > 0:
+            slot = running[position]
+            num_scheduled = self._tokens_to_run(slot, step.budget)
+            if num_scheduled <= 0:
+                position += 1
+                continue
+            needed = self._blocks_needed(slot, num_scheduled)
+            if needed > pool.num_free:
+                position = self._make_room(slot, needed, position, step)
+                if position < 0:
+                    return
+            taken = self._take_blocks(slot, needed) if needed else _NOTHING
+            self._publish(slot, table.num_computed[slot], num_scheduled)
+            drafts = _NOTHING
+            if table.spec_token_ids[slot]:
+                drafts = self._take_drafts(slot, num_scheduled)
+            step.rows[slot] = (num_scheduled, taken, drafts)
+            step.budget -= num_scheduled
+            position += 1
+
+    def _take_blocks(self, slot: int, needed: int) -> tuple[BlockId, ...]:
+        taken = self.pool.take(needed)
+        self.table.block_tables[slot].extend(taken)
+        return tuple(taken)
+
+    def _tokens_to_run(self, slot: int, budget: int) -> int:
+        """Tokens of a running request in this step, drafts included; none if not positive.
+
+        computed | ........ known | drafts |      one slot below max_model_len stays free
+                 <------ gap ------------->       for the token to be sampled
+        """
+        table = self.table
+        computed = table.num_computed[slot]
+        gap = table.num_known[slot] + len(table.spec_token_ids[slot]) - computed
+        room = self.max_model_len - 1 - computed
+        if gap == 1 and room > 0:
+            return 1  # a plain decode: no cap can be smaller
+        return min(gap, self.max_tokens_per_row, budget, room)
+
+    def _blocks_needed(self, slot: int, num_scheduled: int) -> int:
+        """New blocks for the scheduled tokens and the lookahead after them (P8)."""
+        table = self.table
+        end = table.num_computed[slot] + num_scheduled + self.num_lookahead_tokens
+        if end > self.max_model_len:
+            end = self.max_model_len
+        missing = -(-end // self.block_size) - len(table.block_tables[slot])
+        return missing if missing > 0 else 0
+
+    def _make_room(self, slot: int, needed: int, position: int, step: Step) -> int:
+        """Preempt until `needed` blocks are free for `slot`, at `position` of `running`.
+
+        Returns where `slot` stands then; -1 if it had to go itself, which ends the phase.
+        """
+        while needed > self.pool.num_free:
+            at = self._select_victim()
+            victim = self.running.pop(at)
+            if at < position:
+                position -= 1
+            self._unschedule(victim, step)
+            self._preempt(victim)
+            step.preempted_req_ids.append(self.table.requests[victim].request_id)
+            if victim == slot:
+                return -1
+        return position
+
+    def _select_victim(self) -> int:
+        """Position in `running` of the one to preempt (P16).
+
+        FCFS: the last. Priority: the least urgent, the latest arrival among those, and of several
+        such the first in running order.
+        """
+        if self.config.policy is Policy.FCFS:
+            return len(self.running) - 1
+        requests, running = self.table.requests, self.running
+
+        def urgency(position: int) -> tuple[int, int]:
+            request = requests[running[position]]
+            return (request.priority, request.arrival_time)
+
+        return max(range(len(running)), key=urgency)
+
+    def _unschedule(self, victim: int, step: Step) -> None:
+        """Undo the victim's row, if this step gave it one: its tokens return to the budget."""
+        row = step.rows.pop(victim, None)
+        if row is not None:
+            step.budget += row[0]
+
+    def _take_drafts(self, slot: int, num_scheduled: int) -> TokenIds:
+        """The drafts among the scheduled tokens; whatever did not fit is given up (P24)."""
+        table = self.table
+        spec = table.spec_token_ids[slot]
+        table.spec_token_ids[slot] = ()
+        num_drafts = num_scheduled + table.num_computed[slot] - table.num_known[slot]
+        return spec[:num_drafts] if num_drafts > 0 else ()

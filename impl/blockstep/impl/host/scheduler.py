@@ -1,0 +1,170 @@
+"""HostEngine: takes one event at a time and answers each with an observation."""
+
+from __future__ import annotations
+
+from typing import Final, assert_never
+
+from blockstep.impl.host.lineage import Lineage
+from blockstep.impl.host.planning import Planning
+from blockstep.impl.host.results import Results
+from blockstep.impl.host.view import take_snapshot
+from blockstep.spec.vocabulary import (
+    Abort,
+    Aborted,
+    Ack,
+    Commit,
+    Drafts,
+    Event,
+    GrammarReady,
+    Observation,
+    RejectCode,
+    Rejected,
+    Request,
+    RequestId,
+    Reset,
+    ResetDone,
+    Schedule,
+    SetPause,
+    Snapshot,
+    Status,
+    Submit,
+    event_problem,
+)
+
+CAPABILITIES: Final = frozenset(
+    ("snapshot", "priority", "drafts", "pause", "reset", "grammar", "multimodal", "rejection")
+)
+"""By value: the enum belongs to the conformance wing, which this wing must not import."""
+
+
+class HostEngine(Planning, Results):
+    """The scheduler and its paged KV memory on one CPU core.
+
+    Args:
+        config: the constants of the run.
+        digest: names block contents; "sha256", "crc32" (each hit is then verified), or your own.
+
+    Raises:
+        ConfigError: `config_problems` has something against the config.
+        ValueError: no digest has the name given.
+    """
+
+    def apply(self, event: Event) -> Observation:
+        """Take one event. Never raises; what is refused changes nothing."""
+        problem = event_problem(event)
+        if problem is not None:
+            return problem
+        match event:
+            case Schedule():
+                return self._schedule()
+            case Commit():
+                return self._commit(event)
+            case Submit(request=request):
+                return self._submit(request)
+            case Drafts():
+                return self._take_proposals(event)
+            case Abort(request_ids=request_ids):
+                return self._abort(request_ids)
+            case GrammarReady(request_id=request_id):
+                return self._set_grammar_ready(request_id)
+            case SetPause(pause_state=pause_state):
+                self.pause_state = pause_state
+                return Ack()
+            case Reset(reset_running_requests=reset_running_requests):
+                return ResetDone(self._reset(reset_running_requests))
+            case _:
+                assert_never(event)
+
+    def snapshot(self) -> Snapshot:
+        """The whole state in canonical form. O(blocks and tokens); takes no part in a step."""
+        return take_snapshot(self)
+
+    def capabilities(self) -> frozenset[str]:
+        """What it implements: everything, as the values of conformance's `Capability`."""
+        return CAPABILITIES
+
+    def _submit(self, request: Request) -> Ack | Rejected:
+        problem = self._submit_problem(request)
+        if problem is not None:
+            return problem
+        max_known = min(len(request.prompt_token_ids) + request.max_tokens, self.max_model_len)
+        lineage = Lineage(request, self.block_size, self.digest)
+        if request.structured_output:
+            status = Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            self.skipped_waiting.append(self.table.add(request, lineage, status, max_known))
+        else:
+            self.waiting.append(self.table.add(request, lineage, Status.WAITING, max_known))
+        return Ack()
+
+    def _submit_problem(self, request: Request) -> Rejected | None:
+        name, prompt = repr(request.request_id), len(request.prompt_token_ids)
+        if request.request_id in self.table.slot_of:
+            return Rejected(
+                RejectCode.DUPLICATE_REQUEST,
+                f"request {name}: the id belongs to an unfinished request; use another id",
+            )
+        if self.is_in_flight(request.request_id):
+            return Rejected(
+                RejectCode.REQUEST_IN_FLIGHT,
+                f"request {name}: a frame in flight has a row of an ended request of this id; "
+                "commit the frame first",
+            )
+        if prompt >= self.max_model_len:
+            return Rejected(
+                RejectCode.PROMPT_TOO_LONG,
+                f"request {name}: a prompt of {prompt} tokens leaves no room for an output token "
+                f"within max_model_len = {self.max_model_len}; shorten it",
+            )
+        needed, usable = self._most_blocks(request), self.config.num_usable_blocks
+        if needed > usable:
+            return Rejected(
+                RejectCode.NEVER_FITS,
+                f"request {name}: at its longest it needs {needed} blocks, and the pool has "
+                f"{usable} without the null block; shorten it or lower max_tokens",
+            )
+        return None
+
+    def _most_blocks(self, request: Request) -> int:
+        """Blocks that it needs at its longest, lookahead included (P11; upstream #52520)."""
+        config = self.config
+        longest = len(request.prompt_token_ids) + request.max_tokens - 1
+        written = min(longest + config.num_speculative_tokens, self.max_model_len - 1)
+        extent = min(written + config.num_lookahead_tokens, self.max_model_len)
+        return -(-extent // self.block_size)
+
+    def _set_grammar_ready(self, request_id: RequestId) -> Ack | Rejected:
+        slot = self.table.slot_of.get(request_id)
+        if slot is None:
+            return Rejected(
+                RejectCode.UNKNOWN_REQUEST,
+                f"grammar ready: no unfinished request has the id {request_id!r}; submit it first",
+            )
+        if not self.table.requests[slot].structured_output:
+            return Rejected(
+                RejectCode.NOT_STRUCTURED,
+                f"grammar ready: request {request_id!r} has no grammar; "
+                "submit it with structured_output",
+            )
+        self.table.grammar_ready[slot] = True
+        return Ack()
+
+    def _abort(self, request_ids: tuple[RequestId, ...]) -> Aborted:
+        ended: list[RequestId] = []
+        for request_id in request_ids:
+            slot = self.table.slot_of.get(request_id)
+            if slot is not None:
+                self._finish(slot)
+                ended.append(request_id)
+        return Aborted(tuple(ended))
+
+    def _reset(self, reset_running_requests: bool) -> bool:
+        """Forget every cached block; whether that was possible (P25)."""
+        if reset_running_requests:
+            while self.running:
+                self._preempt(self.running.pop())
+            self.prev_frame_id = -1
+            self.prev_scheduled_req_ids = []
+        elif not self.pool.is_unused():
+            return False
+        self.prefix.clear()
+        return True

@@ -1,0 +1,26 @@
+"""Step: what one Schedule has decided so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from blockstep.spec.vocabulary import BlockId, RequestId, TokenIds
+
+RunningRow: TypeAlias = tuple[int, tuple[BlockId, ...], TokenIds]
+"""Tokens scheduled, blocks appended, drafts among the tokens. A tuple, as there is one per row."""
+AdmittedRow: TypeAlias = tuple[int, int, bool]
+"""Slot, tokens scheduled, whether it is resumed."""
+
+
+@dataclass(slots=True)
+class Step:
+    """The plan in the making."""
+
+    budget: int
+    """Tokens that may still be scheduled."""
+    rows: dict[int, RunningRow] = field(default_factory=dict)
+    """Running requests by slot, in order of scheduling; preemption takes some out again."""
+    admitted: list[AdmittedRow] = field(default_factory=list)
+    """In order of admission; nothing takes one out again."""
+    preempted_req_ids: list[RequestId] = field(default_factory=list)

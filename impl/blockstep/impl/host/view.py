@@ -1,0 +1,46 @@
+"""View: the engine's state as a snapshot, the same for every exact engine."""
+
+from __future__ import annotations
+
+from blockstep.impl.host.core import Core
+from blockstep.spec.vocabulary import RequestSnapshot, Snapshot
+
+
+def take_snapshot(core: Core) -> Snapshot:
+    """The canonical state. Digests become structural keys, slots become request ids."""
+    table = core.table
+    id_of = [request.request_id for request in table.requests]
+    keys = core.prefix.keys()
+    return Snapshot(
+        pause_state=core.pause_state,
+        waiting=tuple([id_of[slot] for slot in core.waiting]),
+        skipped_waiting=tuple([id_of[slot] for slot in core.skipped_waiting]),
+        running=tuple([id_of[slot] for slot in core.running]),
+        requests=tuple([_request(core, slot) for _, slot in sorted(table.slot_of.items())]),
+        ref_counts=tuple(core.pool.ref_counts),
+        free_queue=tuple(core.pool.free_queue()),
+        block_keys=tuple(keys),
+        cached=core.prefix.cached(keys),
+        frames_in_flight=tuple(core.frames),
+        next_frame_id=core.next_frame_id,
+        finished_req_ids=tuple(sorted(core.finished_req_ids)),
+        prev_scheduled_req_ids=tuple(sorted(core.prev_scheduled_req_ids)),
+        stats=core.stats(),
+    )
+
+
+def _request(core: Core, slot: int) -> RequestSnapshot:
+    table = core.table
+    return RequestSnapshot(
+        request_id=table.requests[slot].request_id,
+        status=table.statuses[slot],
+        output_token_ids=table.output_token_ids(slot),
+        num_computed_tokens=table.num_computed[slot],
+        spec_token_ids=table.spec_token_ids[slot],
+        is_prefill_chunk=bool(table.is_prefill_chunk[slot]),
+        block_tables=(tuple(table.block_tables[slot]),),
+        num_cached_blocks=(table.num_cached_blocks[slot],),
+        num_cached_tokens=table.num_cached_tokens[slot],
+        num_preemptions=table.num_preemptions[slot],
+        grammar_ready=bool(table.grammar_ready[slot]),
+    )
