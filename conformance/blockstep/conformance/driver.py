@@ -92,6 +92,8 @@ class LockStep:
     before: Snapshot | None = None
     capabilities: frozenset[str] = frozenset()
     num_events: int = 0
+    has_failed: bool = False
+    """Something was wrong; both sides no longer mean the same thing."""
     keep_exchanges: bool = False
 
     @classmethod
@@ -121,8 +123,13 @@ class LockStep:
     def perform(self, action: Action) -> list[Finding]:
         """Do one action on both sides; returns what is wrong, [] if nothing.
 
-        After the first findings the run is over: both sides no longer mean the same thing.
+        After the first findings the run is over.
         """
+        findings = self._perform(action)
+        self.has_failed |= bool(findings)
+        return findings
+
+    def _perform(self, action: Action) -> list[Finding]:
         needed = NEEDED.get(type(action))
         if needed is not None and needed not in self.capabilities:
             self.skipped[needed] = self.skipped.get(needed, 0) + 1

@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from types import MappingProxyType
 from typing import TypeAlias
@@ -26,6 +26,7 @@ from typing import TypeAlias
 from rich.console import Console
 from rich.table import Table
 
+from blockstep.conformance.compare import observation_differences, snapshot_differences
 from blockstep.conformance.engine import Engine, EngineFactory
 from blockstep.conformance.findings import Difference, Finding, FindingKind
 from blockstep.conformance.workloads import OUTPUT_TOKENS_START, WorkloadFormat
@@ -85,18 +86,18 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Preset:
+class ReplayPreset:
     """A config and a pace that suit one workload."""
 
     config: Config
     pace: Pace
 
 
-PRESETS: Mapping[WorkloadFormat, Preset] = MappingProxyType(
+REPLAY_PRESETS: Mapping[WorkloadFormat, ReplayPreset] = MappingProxyType(
     {
         # All blocks that the whole trace ever allocates fit (191,195): nothing is evicted, so
         # what hits depends on the trace alone.
-        WorkloadFormat.MOONCAKE: Preset(
+        WorkloadFormat.MOONCAKE: ReplayPreset(
             Config(
                 num_blocks=200_000,
                 block_size=512,
@@ -107,7 +108,7 @@ PRESETS: Mapping[WorkloadFormat, Preset] = MappingProxyType(
             Pace(Arrivals.CLOSED, concurrency=256),
         ),
         # A pool under pressure: prompts are unique, so what matters is the traffic in blocks.
-        WorkloadFormat.AZURE: Preset(
+        WorkloadFormat.AZURE: ReplayPreset(
             Config(
                 num_blocks=16_384,
                 block_size=16,
@@ -117,7 +118,7 @@ PRESETS: Mapping[WorkloadFormat, Preset] = MappingProxyType(
             ),
             Pace(Arrivals.CLOSED, concurrency=256),
         ),
-        WorkloadFormat.AGENT: Preset(
+        WorkloadFormat.AGENT: ReplayPreset(
             Config(
                 num_blocks=65_536,
                 block_size=16,
@@ -320,7 +321,7 @@ class _Sides:
             expected = _guarded(self._spec, event, FindingKind.SPEC)
         seen = _guarded(self._engine, event, FindingKind.FAULT)
         if expected is not None and seen != expected:
-            raise _Found(_divergence("observation", expected, seen))
+            raise _divergence("observation", observation_differences(expected, seen))
         if not self._bare:
             self._look(event, seen)
         return seen
@@ -335,7 +336,7 @@ class _Sides:
                 if expected is not None:
                     self.snapshots_compared += 1
                     if snapshot != expected:
-                        raise _Found(_divergence("snapshot", expected, snapshot))
+                        raise _divergence("snapshot", snapshot_differences(expected, snapshot))
         for check in self._checks:
             finding = check(Moment(self.step, event, seen, snapshot))
             if finding is not None:
@@ -362,35 +363,17 @@ def _raised(kind: FindingKind, what: str, error: Exception) -> Finding:
     return Finding(kind, "", "an_event_is_taken_or_rejected", _cut(message, 400))
 
 
-def _divergence(what: str, expected: object, seen: object) -> Finding:
-    differences = tuple(_differences(what, expected, seen))
-    named = ", ".join(d.field for d in differences[:4])
-    return Finding(
-        FindingKind.DIVERGENCE,
-        "",
-        f"spec_and_engine_give_the_same_{what}",
-        f"{what}s differ in {named or what}",
-        differences,
+def _divergence(what: str, differences: tuple[Difference, ...]) -> _Found:
+    named = ", ".join(difference.field for difference in differences[:4])
+    return _Found(
+        Finding(
+            FindingKind.DIVERGENCE,
+            "",
+            f"spec_and_engine_give_the_same_{what}",
+            f"{what}s differ in {named}",
+            differences,
+        )
     )
-
-
-def _differences(what: str, expected: object, seen: object) -> Iterator[Difference]:
-    """Where two values differ, down to fields; of a tuple only the first element that does."""
-    if is_dataclass(expected) and type(expected) is type(seen) and type(expected) is not Rejected:
-        for spec in fields(expected):
-            mine, theirs = getattr(expected, spec.name), getattr(seen, spec.name)
-            if spec.compare and mine != theirs:
-                yield from _differences(f"{what}.{spec.name}", mine, theirs)
-    elif isinstance(expected, tuple) and isinstance(seen, tuple) and expected and seen:
-        pairs = enumerate(zip(expected, seen, strict=False))
-        shorter = min(len(expected), len(seen))
-        at = next((at for at, (mine, theirs) in pairs if mine != theirs), shorter)
-        if at < shorter:
-            yield from _differences(f"{what}[{at}]", expected[at], seen[at])
-        else:
-            yield Difference(f"len({what})", str(len(expected)), str(len(seen)))
-    else:
-        yield Difference(what, _cut(repr(expected)), _cut(repr(seen)))
 
 
 # --- the loop

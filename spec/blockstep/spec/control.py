@@ -24,12 +24,13 @@ def process_reset(state: State, reset_running_requests: bool) -> tuple[State, Re
     while any block is held. With it the running requests are preempted first, the last one first,
     and so they wait in the order in which they ran. Source: seed 001 "Reset Prefix Cache"; P25.
     """
-    # select
+    # refuse
+    is_idle = get_num_free_blocks(state.pool) == state.config.num_usable_blocks
+    if not is_idle and not reset_running_requests:
+        return state, ResetDone(False)
+    # requests
     if reset_running_requests:
         state = process_forced_preemption(state)
-    # refuse
-    elif get_num_free_blocks(state.pool) < state.config.num_usable_blocks:
-        return state, ResetDone(False)
     # pool
     return replace(state, pool=withdraw_all(state.pool)), ResetDone(True)
 

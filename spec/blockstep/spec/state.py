@@ -103,7 +103,7 @@ class State:
 
 
 def initial_state(config: Config) -> State:
-    """The state before the first event.
+    """The state before the first event. Source: architecture D2.
 
     Raises:
         ConfigError: if `config_problems(config)` finds any.

@@ -116,10 +116,10 @@ def _render_differences(differences: list[Difference], findings: list[Finding]) 
         expected = textwrap.wrap(difference.expected, 44) or [""]
         seen = textwrap.wrap(difference.seen, 44) or [""]
         for row in range(max(len(expected), len(seen))):
-            lines.append(
-                f"  {difference.field if row == 0 else '':<{field_width}}  "
-                f"{expected[row] if row < len(expected) else '':<{value_width}}  "
-                f"{seen[row] if row < len(seen) else ''}{note if row == 0 else ''}"
-            )
+            name = difference.field if row == 0 else ""
+            left_cell = expected[row] if row < len(expected) else ""
+            right_cell = seen[row] if row < len(seen) else ""
+            cells = f"{name:<{field_width}}  {left_cell:<{value_width}}  {right_cell}"
+            lines += [f"  {cells}{note if row == 0 else ''}"]
     hidden = len(differences) - len(shown)
     return [*lines, f"  and {hidden} more (all of them with --json)"] if hidden else lines

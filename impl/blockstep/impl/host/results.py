@@ -1,4 +1,4 @@
-"""Results: what the worker sampled is checked, stored and delivered; what it drafted is kept."""
+"""Results: what the worker sampled is checked, stored and delivered."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from typing import Final, TypeAlias
 from blockstep.impl.host.core import Core
 from blockstep.spec.vocabulary import (
     Commit,
-    Drafts,
-    DraftsTaken,
     FinishReason,
     OutputRow,
     Outputs,
     RejectCode,
     Rejected,
     RequestId,
-    SpecMethod,
     Status,
     TokenIds,
 )
@@ -26,7 +23,7 @@ _GOES_ON: Final[Verdict] = (None, None)
 
 
 class Results(Core):
-    """Takes Commit and Drafts (seed 001)."""
+    """Takes Commit: all rows are checked before the first one changes anything."""
 
     def _commit(self, event: Commit) -> Outputs | Rejected:
         frame = self.frames.get(event.frame_id)
@@ -147,45 +144,6 @@ class Results(Core):
                 return True
         return False
 
-    def _take_proposals(self, event: Drafts) -> DraftsTaken | Rejected:
-        problem = self._drafts_problem(event)
-        if problem is not None:
-            return problem
-        taken: list[RequestId] = []
-        for row in event.drafts:
-            slot = self.table.slot_of.get(row.request_id)
-            if slot is not None and self._may_draft(slot):
-                self.table.spec_token_ids[slot] = row.token_ids
-                taken.append(row.request_id)
-        return DraftsTaken(tuple(taken))
-
-    def _drafts_problem(self, event: Drafts) -> Rejected | None:
-        if self.config.spec_method is SpecMethod.NONE:
-            return _bad_drafts("spec_method is none, so nobody drafts; configure a spec_method")
-        most = self.config.num_speculative_tokens
-        for row in event.drafts:
-            if len(row.token_ids) > most:
-                rule = f"has {len(row.token_ids)} tokens, more than num_speculative_tokens = {most}"
-                return _bad_drafts(f"{row.request_id!r} {rule}; send at most {most}")
-        if len({row.request_id for row in event.drafts}) != len(event.drafts):
-            return _bad_drafts("a request is named twice; send one row for each")
-        return None
-
-    def _may_draft(self, slot: int) -> bool:
-        """Whether drafts would continue its known tokens: all but the last are computed (P24)."""
-        table = self.table
-        return (
-            table.statuses[slot] is Status.RUNNING
-            and not table.is_prefill_chunk[slot]
-            and table.num_outputs(slot) > 0
-            and table.num_computed[slot] == table.num_known[slot] - 1
-            and not self.is_in_flight(table.requests[slot].request_id)
-        )
-
 
 def _bad_result(event: Commit, detail: str) -> Rejected:
     return Rejected(RejectCode.BAD_RESULT, f"commit of frame {event.frame_id}: {detail}")
-
-
-def _bad_drafts(detail: str) -> Rejected:
-    return Rejected(RejectCode.BAD_DRAFTS, f"drafts: {detail}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final, assert_never
 
+from blockstep.impl.host.drafts import Proposals
 from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.planning import Planning
 from blockstep.impl.host.results import Results
@@ -37,7 +38,7 @@ CAPABILITIES: Final = frozenset(
 """By value: the enum belongs to the conformance wing, which this wing must not import."""
 
 
-class HostEngine(Planning, Results):
+class HostEngine(Planning, Results, Proposals):
     """The scheduler and its paged KV memory on one CPU core.
 
     Args:

@@ -1,0 +1,169 @@
+"""Names: one small int for every prefix, so that "the same content" is one comparison.
+
+A name stands for a whole chain, from a root that holds adapter and salt:
+
+    root(adapter, salt) <- (token 0, item 0) <- (token 1, item 1) <- ... <- (token p, item p)
+
+Two positions have the same name exactly if everything that shaped their KV is the same. `item p`
+says which multimodal item starts at position p or goes on into p's block there, and how far into
+the item p is. An item is named once per block, not once per position: its identifier names its
+whole content, so a shorter item of the same identifier would be a client's mistake, not an
+engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from blockstep.spec.vocabulary import BlockKey, Request
+
+Name: TypeAlias = int
+ItemStart: TypeAlias = tuple[str, int]
+"""Identifier of an item, and how far into it the position is."""
+
+NEVER_WRITTEN: Name = -1
+"""Held by a slot that no plan ever wrote."""
+BEFORE_RESET: Name = -2
+"""Held by a slot last written before the last reset of the cache."""
+
+_NOT_FROM_TOKENS: Name = -3
+MEMO_SIZE_MAX = 200_000
+
+
+class PrefixNames:
+    """Gives names out. Names compare with each other only within one object."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._roots: dict[object, Name] = {}
+        self._children: dict[tuple[object, ...], Name] = {}
+        self._parents: list[Name] = []
+        """Parent of each name; `NEVER_WRITTEN` for a root."""
+        self._tokens: list[int] = []
+        # By identity of the key, because engines show the same key objects again and again;
+        # holding the key keeps its identity from being given to another.
+        self._memo: dict[int, tuple[BlockKey, list[Name]]] = {}
+
+    def root(self, adapter: str | None, cache_salt: str | None) -> Name:
+        """The name of the empty prefix of requests with this adapter and salt."""
+        return self._root(("request", adapter, cache_salt))
+
+    def extend(
+        self,
+        chain: list[Name],
+        root: Name,
+        tokens: Sequence[int],
+        items: Mapping[int, ItemStart],
+        first: int,
+    ) -> None:
+        """Append the names of `tokens`, which stand at positions `first`, `first` + 1, ...
+
+        `chain` holds the names of all positions below `first`.
+        """
+        children = self._children
+        parent = chain[-1] if chain else root
+        for position, token in enumerate(tokens, first):
+            link: tuple[object, ...] = (
+                (parent, token, items[position]) if position in items else (parent, token)
+            )
+            name = children.get(link)
+            if name is None:
+                name = self._new(parent, token)
+                children[link] = name
+            chain.append(name)
+            parent = name
+
+    def of_key(self, key: BlockKey) -> list[Name]:
+        """The names of the slots of the block that `key` names."""
+        known = self._memo.get(id(key))
+        if known is not None:
+            return known[1]
+        missing: list[BlockKey] = []
+        link: BlockKey | None = key
+        while link is not None and id(link) not in self._memo:
+            missing.append(link)
+            link = link.parent
+        if len(self._memo) > MEMO_SIZE_MAX:
+            self._memo.clear()
+            return self.of_key(key)
+        slots = [] if link is None else self._memo[id(link)][1]
+        for link in reversed(missing):
+            slots = self._slots(link, slots)
+            self._memo[id(link)] = (link, slots)
+        return slots
+
+    def same_tokens(self, left: Name, right: Name) -> bool:
+        """Whether two different names stand for the same tokens: they differ in extra keys."""
+        if min(left, right) < 0:
+            return False
+        while self._parents[left] >= 0 and self._parents[right] >= 0:
+            if self._tokens[left] != self._tokens[right]:
+                return False
+            left, right = self._parents[left], self._parents[right]
+            if left == right:
+                return True
+        return self._parents[left] < 0 and self._parents[right] < 0
+
+    def show(self, name: Name, count: int = 6) -> str:
+        """The last tokens of a prefix, for a reader."""
+        if name == NEVER_WRITTEN:
+            return "never written"
+        if name == BEFORE_RESET:
+            return "written before the last reset"
+        tokens: list[str] = []
+        while self._parents[name] >= 0 and len(tokens) < count:
+            tokens.append(str(self._tokens[name]))
+            name = self._parents[name]
+        dots = "... " if self._parents[name] >= 0 else ""
+        return f"[{dots}{' '.join(reversed(tokens))}]"
+
+    def _root(self, what: object) -> Name:
+        name = self._roots.get(what)
+        if name is None:
+            name = self._roots[what] = self._new(NEVER_WRITTEN, 0)
+        return name
+
+    def _new(self, parent: Name, token: int) -> Name:
+        self._parents.append(parent)
+        self._tokens.append(token)
+        return len(self._parents) - 1
+
+    def _slots(self, key: BlockKey, parent_slots: list[Name]) -> list[Name]:
+        """The names of `key`'s slots, after those of its parent."""
+        size = self.block_size
+        starts: dict[int, ItemStart] = {}
+        for identifier, offset in key.items:
+            slot = max(offset, 0)
+            if slot >= size or slot in starts:
+                return self._odd(key)
+            starts[slot] = (identifier, slot - offset)
+        parent = key.parent
+        is_first = parent is None
+        if (
+            len(key.token_ids) != size
+            or key.group != 0
+            or (parent is not None and (key.cache_salt is not None or not parent_slots))
+            or (parent is not None and parent.adapter != key.adapter)
+        ):
+            return self._odd(key)
+        root = self.root(key.adapter, key.cache_salt) if is_first else parent_slots[-1]
+        slots: list[Name] = []
+        self.extend(slots, root, key.token_ids, starts, 0)
+        return slots
+
+    def _odd(self, key: BlockKey) -> list[Name]:
+        """Names for a key that no content can have, so that it equals nothing else."""
+        return [self._root(("odd", key, slot)) for slot in range(self.block_size)]
+
+
+def item_starts(request: Request, block_size: int) -> dict[int, ItemStart]:
+    """Where an item starts, or goes on into another block, by position in the prompt."""
+    starts: dict[int, ItemStart] = {}
+    for item in request.items:
+        end = item.offset + item.length
+        starts[item.offset] = (item.identifier, 0)
+        next_block = (item.offset // block_size + 1) * block_size
+        for position in range(next_block, end, block_size):
+            starts[position] = (item.identifier, position - item.offset)
+    return starts

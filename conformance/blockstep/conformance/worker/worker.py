@@ -1,0 +1,443 @@
+"""Worker: runs plans on tagged KV and says what is wrong with them (architecture D6).
+
+    plan -> drop the ended -> update views -> write every row -> read every row -> answer
+
+It decides by itself what each request holds, which rows sample and which drafts are right. Each
+slot of its KV remembers the exact prefix that it was written for; each attended slot is checked
+when it is read. So "wrong tokens" is seen in the step in which it happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from blockstep.conformance.findings import Difference, Finding, FindingKind
+from blockstep.conformance.worker.names import BEFORE_RESET, NEVER_WRITTEN, Name, PrefixNames
+from blockstep.conformance.worker.view import RequestView
+from blockstep.spec.vocabulary import (
+    BlockId,
+    BlockTables,
+    CachedRow,
+    Commit,
+    Config,
+    FrameId,
+    NewRow,
+    Plan,
+    RequestId,
+    RowTokens,
+    Snapshot,
+    Status,
+    TokenIds,
+)
+
+NextToken: TypeAlias = Callable[[Sequence[int]], int]
+"""Which token truly follows a text. Deterministic: what a request must get is unique."""
+
+
+@dataclass(slots=True)
+class FrameRow:
+    """What one request does in one dispatched plan."""
+
+    view: RequestView
+    first: int
+    """Position of the first token that runs."""
+    end: int
+    """One past the last."""
+    drafts: TokenIds
+    samples: bool
+    """The worker's own decision: all tokens it knows are computed once this has run."""
+
+
+class Worker:
+    """A model worker. One object is one run."""
+
+    def __init__(self, config: Config, next_token: NextToken) -> None:
+        self.config = config
+        self.next_token = next_token
+        self.names = PrefixNames(config.block_size)
+        self.views: dict[RequestId, RequestView] = {}
+        self.kv: list[list[Name]] = [
+            [NEVER_WRITTEN] * config.block_size for _ in range(config.num_blocks)
+        ]
+        """The name of what each slot holds, by block id and slot."""
+        self.last_plan: Plan | None = None
+        self._frames: dict[FrameId, list[FrameRow]] = {}
+        self._answers: dict[FrameId, tuple[RowTokens, ...]] = {}
+        self._last_scheduled: set[RequestId] = set()
+        self._checked: list[object] = [None] * config.num_blocks
+        """The key for which a block was found right, until the block is written again."""
+        self._findings: list[Finding] = []
+
+    # Plans.
+
+    def execute(self, plan: Plan) -> list[Finding]:
+        """Run a plan; returns what is wrong with it. To be called when it is dispatched."""
+        if plan is self.last_plan:
+            return []
+        self._findings = []
+        self.last_plan = plan
+        for frame_id in list(self._answers):
+            self._settle(frame_id, self._answers[frame_id])
+        for request_id in plan.finished_req_ids:
+            self.views.pop(request_id, None)
+        for request_id in plan.preempted_req_ids:
+            self._preempt(request_id)
+        rows = [row for row in map(self._start_new, plan.new) if row is not None]
+        rows += [row for row in map(self._start_cached, plan.cached) if row is not None]
+        self._last_scheduled = {row.request_id for row in plan.rows}
+        self._write(rows)
+        for row in rows:
+            self._read(row)
+            row.view.cut_names(len(row.view.tokens))
+            row.view.num_computed = row.end
+        if plan.rows:
+            self._frames[plan.frame_id] = rows
+        return self._findings
+
+    def _preempt(self, request_id: RequestId) -> None:
+        view = self.views.get(request_id)
+        if view is None:
+            self._complain("preempted_request_was_known", f"{request_id!r} is not known here")
+            return
+        view.is_preempted = True
+        view.table = []
+        view.num_computed = 0
+
+    def _start_new(self, row: NewRow) -> FrameRow | None:
+        if row.request_id in self.views:
+            self._complain("new_row_is_new", f"{row.request_id!r} is known already")
+        view = RequestView(row.request, self.names)
+        self.views[row.request_id] = view
+        view.table = self._blocks(row.request_id, row.block_ids)
+        view.num_computed = row.num_computed_tokens
+        return self._start(row.request_id, view, row.num_scheduled_tokens, ())
+
+    def _start_cached(self, row: CachedRow) -> FrameRow | None:
+        view = self.views.get(row.request_id)
+        if view is None:
+            self._complain("cached_row_is_known", f"{row.request_id!r} is not known here")
+            return None
+        blocks = self._blocks(row.request_id, row.new_block_ids)
+        if row.resumed:
+            self._resume(row, view, blocks)
+        else:
+            self._continue(row, view, blocks)
+        self._take_tokens(row, view)
+        num_output = len(view.tokens) - view.num_prompt
+        if row.num_output_tokens != num_output:
+            self._complain(
+                "plan_counts_the_outputs_of_the_worker",
+                f"{row.request_id!r}: {row.num_output_tokens} outputs in the plan",
+                Difference("num_output_tokens", str(num_output), str(row.num_output_tokens)),
+            )
+        return self._start(row.request_id, view, row.num_scheduled_tokens, row.draft_token_ids)
+
+    def _resume(self, row: CachedRow, view: RequestView, blocks: list[BlockId]) -> None:
+        if not (view.is_preempted or view.may_resume):
+            self._complain("resumed_request_was_preempted", f"{row.request_id!r} was running")
+        view.is_preempted = view.may_resume = False
+        view.table = blocks
+        view.num_computed = row.num_computed_tokens
+
+    def _continue(self, row: CachedRow, view: RequestView, blocks: list[BlockId]) -> None:
+        if view.is_preempted:
+            self._complain(
+                "preempted_request_returns_resumed", f"{row.request_id!r} holds no block here"
+            )
+        view.table.extend(blocks)
+        if row.num_computed_tokens != view.num_computed:
+            self._complain(
+                "plan_counts_the_computed_tokens_of_the_worker",
+                f"{row.request_id!r}: {row.num_computed_tokens} computed in the plan",
+                Difference(
+                    "num_computed_tokens", str(view.num_computed), str(row.num_computed_tokens)
+                ),
+            )
+            view.num_computed = row.num_computed_tokens
+
+    def _take_tokens(self, row: CachedRow, view: RequestView) -> None:
+        sent = row.all_token_ids
+        if sent is None:
+            if row.resumed or row.request_id not in self._last_scheduled:
+                self._complain(
+                    "tokens_are_sent_after_a_gap",
+                    f"{row.request_id!r} was not in the plan before, and its tokens are not sent",
+                )
+        elif list(sent) != view.tokens:
+            self._complain(
+                "sent_tokens_are_those_of_the_worker",
+                f"{row.request_id!r}: the tokens in the plan are not those it sampled",
+                Difference("all_token_ids", _shown(view.tokens), _shown(sent)),
+            )
+            view.replace_tokens(sent)
+
+    def _blocks(self, request_id: RequestId, tables: BlockTables) -> list[BlockId]:
+        if len(tables) != 1:
+            self._complain("plan_has_one_table_per_group", f"{request_id!r}: {len(tables)} tables")
+        blocks = list(tables[0]) if tables else []
+        if any(not 0 < block < self.config.num_blocks for block in blocks):
+            self._complain(
+                "plan_names_real_blocks", f"{request_id!r} gets blocks {blocks}", property_id="P1"
+            )
+            blocks = [block for block in blocks if 0 < block < self.config.num_blocks]
+        return blocks
+
+    def _start(
+        self, request_id: RequestId, view: RequestView, num_scheduled: int, drafts: TokenIds
+    ) -> FrameRow:
+        known = len(view.tokens)
+        first = max(view.num_computed, 0)
+        end = first + num_scheduled
+        if num_scheduled < 1:
+            self._complain(
+                "row_runs_a_token", f"{request_id!r}: {num_scheduled} tokens", property_id="P12"
+            )
+        if max(end - known, 0) != len(drafts):
+            self._complain(
+                "drafts_are_the_last_scheduled_tokens",
+                f"{request_id!r}: positions {first} to {end - 1} with {known} known tokens "
+                f"and {len(drafts)} drafts",
+                property_id="P24",
+            )
+        room = len(view.table) * self.config.block_size
+        if end > room:
+            self._complain(
+                "table_holds_the_scheduled_tokens", f"{request_id!r}: {end} tokens, {room} slots"
+            )
+        # Go on with as much of a wrong row as makes sense, to find what else is wrong.
+        end = max(min(end, known + len(drafts), room), 0)
+        first = min(first, end)
+        return FrameRow(view, first, end, drafts, samples=end >= known)
+
+    # KV.
+
+    def _write(self, rows: list[FrameRow]) -> None:
+        """Every row writes its slots, in plan order."""
+        size, kv, checked = self.config.block_size, self.kv, self._checked
+        writers: dict[BlockId, tuple[FrameRow, int]] = {}
+        for row in rows:
+            view, position, end = row.view, row.first, row.end
+            view.name_positions(end, row.drafts)
+            chain, table = view.chain, view.table
+            while position < end:
+                index = position // size
+                slot = position - index * size
+                stop = min(end, (index + 1) * size)
+                block = table[index]
+                kv[block][slot : slot + stop - position] = chain[position:stop]
+                checked[block] = None
+                if block in writers:
+                    self._complain_shared(writers[block], (row, index), block)
+                writers[block] = (row, index)
+                position = stop
+        for row in rows:
+            self._check_exclusive(row, writers)
+
+    def _check_exclusive(self, row: FrameRow, writers: dict[BlockId, tuple[FrameRow, int]]) -> None:
+        """A written block is in no other table, except as a hit at the same position."""
+        size, table = self.config.block_size, row.view.table
+        written = range(row.first // size, -(-row.end // size))
+        others = table[: written.start] + table[written.stop :]
+        if writers.keys().isdisjoint(others):
+            return
+        for index, block in enumerate(table):
+            if block in writers and index not in written:
+                writer, position = writers[block]
+                if writer is row or position != index:
+                    self._complain_shared(writers[block], (row, index), block)
+
+    def _read(self, row: FrameRow) -> None:
+        """Every position up to the last scheduled one must hold what this request expects."""
+        view, size, kv = row.view, self.config.block_size, self.kv
+        full, rest = divmod(row.end, size)
+        table = view.table
+        if [kv[block] for block in table[:full]] != view.pages[:full]:
+            self._complain_read(row)
+        elif rest and kv[table[full]][:rest] != view.chain[full * size : row.end]:
+            self._complain_read(row)
+
+    def _complain_read(self, row: FrameRow) -> None:
+        """Name the first attended slot that holds something else."""
+        view, size = row.view, self.config.block_size
+        for position, expected in enumerate(view.chain[: row.end]):
+            block = view.table[position // size]
+            seen = self.kv[block][position % size]
+            if seen != expected:
+                self._complain(
+                    *self._blame("attended_slot", expected, seen),
+                    Difference(
+                        f"kv[{block}][{position % size}]",
+                        self.names.show(expected),
+                        self.names.show(seen),
+                        f"read by {view.request.request_id!r} at position {position}",
+                    ),
+                    property_id=self._property(expected, seen),
+                )
+                return
+
+    def _property(self, expected: Name, seen: Name) -> str:
+        if seen == NEVER_WRITTEN:
+            return "P4"
+        if seen == BEFORE_RESET:
+            return "P25"
+        return "P6" if self.names.same_tokens(expected, seen) else "P3"
+
+    def _blame(self, what: str, expected: Name, seen: Name) -> tuple[str, str]:
+        """Sentence and message for a slot that holds something else than it should."""
+        messages = {
+            "P4": (f"{what}_was_written", "the slot was never written"),
+            "P25": (f"{what}_was_written_since_the_reset", "the KV is from before the reset"),
+            "P6": (
+                f"{what}_is_of_the_same_adapter_salt_and_items",
+                "the tokens are the same, adapter, salt or items are not",
+            ),
+            "P3": (f"{what}_holds_the_right_prefix", "the KV is of another prefix"),
+        }
+        return messages[self._property(expected, seen)]
+
+    # Answers.
+
+    def answer(self, frame_id: FrameId) -> tuple[RowTokens, ...]:
+        """What each row of a dispatched plan sampled, in plan order; () for an unknown frame.
+
+        A draft is right if it is the token that truly follows; after the right ones comes the
+        token that follows them.
+        """
+        if frame_id not in self._frames:
+            return ()
+        if frame_id not in self._answers:
+            self._answers[frame_id] = tuple(
+                RowTokens(row.view.request.request_id, self._sample(row) if row.samples else ())
+                for row in self._frames[frame_id]
+            )
+        return self._answers[frame_id]
+
+    def _sample(self, row: FrameRow) -> TokenIds:
+        text: list[int] = list(row.view.tokens) if row.drafts else row.view.tokens
+        sampled = [self.next_token(text)]
+        for draft in row.drafts:
+            if draft != sampled[-1]:
+                break
+            text.append(draft)
+            sampled.append(self.next_token(text))
+        return tuple(sampled)
+
+    def commit(self, event: Commit) -> None:
+        """Learn that an answer was committed. Without this call, its own answer counts."""
+        self._settle(event.frame_id, event.sampled)
+
+    def _settle(self, frame_id: FrameId, sampled: Sequence[RowTokens]) -> None:
+        rows = self._frames.pop(frame_id, [])
+        self._answers.pop(frame_id, None)
+        tokens_of = {row.request_id: row.token_ids for row in sampled}
+        for row in rows:
+            tokens = tokens_of.get(row.view.request.request_id, ())
+            if tokens:
+                # Rejected drafts were computed for nothing: their slots will be written again.
+                row.view.num_computed -= len(row.drafts) - (len(tokens) - 1)
+                row.view.tokens.extend(tokens)
+
+    def propose(self, request_id: RequestId, count: int, num_right: int) -> TokenIds:
+        """`count` drafts for a request: the first `num_right` will be accepted, the next not."""
+        view = self.views.get(request_id)
+        text = [0] if view is None else list(view.tokens)
+        start = len(text)
+        for index in range(count):
+            true_token = self.next_token(text)
+            text.append(true_token ^ 1 if index == num_right else true_token)
+        return tuple(text[start:])
+
+    # Comparison with the state.
+
+    def reset(self, forced: bool) -> None:
+        """The cache was emptied: nothing written so far may be read again (P25)."""
+        for block, slots in enumerate(self.kv):
+            self._checked[block] = None
+            slots[:] = [name if name == NEVER_WRITTEN else BEFORE_RESET for name in slots]
+        if forced:
+            for view in self.views.values():
+                view.may_resume = True
+
+    def check_published(self, snapshot: Snapshot) -> list[Finding]:
+        """Every block that can be hit must hold, completely, what its key names (P3, P4, P6)."""
+        self._findings = []
+        checked = self._checked
+        for block, key in enumerate(snapshot.block_keys):
+            if key is None or checked[block] is key:
+                continue
+            expected = self.names.of_key(key)
+            if self.kv[block] == expected:
+                checked[block] = key
+                continue
+            slot, name, seen = next(
+                (slot, name, seen)
+                for slot, (name, seen) in enumerate(zip(expected, self.kv[block], strict=True))
+                if name != seen
+            )
+            self._complain(
+                *self._blame("published_block", name, seen),
+                Difference(
+                    f"kv[{block}][{slot}]", self.names.show(name), self.names.show(seen), repr(key)
+                ),
+                property_id=self._property(name, seen),
+            )
+        return self._findings
+
+    def check_view(self, snapshot: Snapshot) -> list[Finding]:
+        """What the plans told must be what the state says (P26).
+
+        For a running request that is its outputs, its block table and its computed tokens, at
+        every time: each of them reaches the worker by a plan before it can change again. For a
+        preempted one it is the outputs only: its blocks are gone, whether or not a plan told.
+        Others the worker need not know yet.
+        """
+        self._findings = []
+        for request in snapshot.requests:
+            if request.status not in (Status.RUNNING, Status.PREEMPTED):
+                continue
+            view = self.views.get(request.request_id)
+            if view is None:
+                self._complain("running_request_is_known", f"{request.request_id!r} is unknown")
+                continue
+            pairs: list[tuple[str, object, object]] = [
+                ("output_token_ids", request.output_token_ids, view.output_token_ids)
+            ]
+            if request.status is Status.RUNNING:
+                pairs += (
+                    ("block_tables", request.block_tables, (tuple(view.table),)),
+                    ("num_computed_tokens", request.num_computed_tokens, view.num_computed),
+                )
+            for name, state, seen in pairs:
+                if state != seen:
+                    self._complain(
+                        "plans_alone_rebuild_the_request",
+                        f"{request.request_id!r}: state and worker differ in {name}",
+                        Difference(name, _shown(state), _shown(seen), "state; worker"),
+                    )
+        return self._findings
+
+    # Complaints.
+
+    def _complain_shared(
+        self, writer: tuple[FrameRow, int], other: tuple[FrameRow, int], block: BlockId
+    ) -> None:
+        places = " and ".join(
+            f"{row.view.request.request_id!r} at index {index}" for row, index in (writer, other)
+        )
+        self._complain(
+            "written_block_is_in_one_place", f"block {block} is of {places}", property_id="P2"
+        )
+
+    def _complain(
+        self, sentence: str, message: str, *differences: Difference, property_id: str = "P26"
+    ) -> None:
+        self._findings.append(
+            Finding(FindingKind.PROPERTY, property_id, sentence, message, differences)
+        )
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,81 @@
+"""How the documentation is built: Sphinx, MyST and furo.
+
+Sphinx, because its autodoc makes the docstrings of the specification the reference itself, so the
+two cannot drift apart; MyST, because everything else is Markdown; furo, because it is quiet and
+kept up to date. All warnings are errors (`make docs`), a dangling reference included.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version as version_of
+from pkgutil import walk_packages
+
+from sphinx.application import Sphinx
+
+import blockstep.spec
+
+project = "Blockstep"
+author = "The Blockstep authors"
+project_copyright = author
+version = release = version_of("blockstep")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True, "undoc-members": True}
+# Annotations name things as their module imported them, and the standard library is documented
+# elsewhere: types are not linked, while a reference that a writer makes must resolve.
+nitpick_ignore_regex = [("py:(class|obj|exc|data)", r"(?!blockstep\.).*|.*\.[A-Z]")]
+
+html_theme = "furo"
+html_title = f"Blockstep {release}"
+
+ROOMS = "<!-- rooms of the specification -->"
+ROOM = """
+## {name}
+
+```{{eval-rst}}
+.. automodule:: {module}
+   {members}
+```
+"""
+CODE = re.compile(r"(?<![`:\w])`([^`]+)`(?!`)")
+DIAGRAM = re.compile(r"^    |\|--|\S {3,}\S", re.MULTILINE)
+
+
+def put_rooms(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Put every module of `blockstep.spec` where a page says so: a new room shows by itself."""
+    rooms = [
+        ROOM.format(
+            name=module.name.removeprefix("blockstep.spec."),
+            module=module.name,
+            members=":no-members:" if module.ispkg else ":members:",  # a package only re-exports
+        )
+        for module in walk_packages(blockstep.spec.__path__, "blockstep.spec.")
+    ]
+    source[0] = source[0].replace(ROOMS, "".join(rooms))
+
+
+def put_markup(
+    app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]
+) -> None:
+    """Our docstrings are plain text: what is in backticks is code, and diagrams stay as drawn."""
+    paragraphs = "\n".join(lines).strip("\n").split("\n\n")
+    for number, paragraph in enumerate(paragraphs):
+        if DIAGRAM.search(paragraph) and not paragraph.startswith((":", "..")):
+            drawn = "\n".join(f"    {line}" for line in paragraph.split("\n"))
+            paragraphs[number] = f"::\n\n{drawn}"
+        else:
+            paragraphs[number] = CODE.sub(r"``\1``", paragraph)
+    lines[:] = [*"\n\n".join(paragraphs).split("\n"), ""]
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", put_rooms)
+    app.connect("autodoc-process-docstring", put_markup, priority=900)

@@ -1,0 +1,290 @@
+"""Recorded runs: what is written is read back exactly, and nothing else is read at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import random
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from blockstep.conformance.traces import (
+    Trace,
+    TraceError,
+    TraceStep,
+    read_trace,
+    write_trace,
+)
+from blockstep.conformance.traces.recorded import OBSERVATION_TYPES
+from blockstep.spec import Oracle
+from blockstep.spec.vocabulary import (
+    EVENT_TYPES,
+    Abort,
+    Ack,
+    Commit,
+    Config,
+    Event,
+    MultiModalItem,
+    Observation,
+    Plan,
+    Policy,
+    RejectCode,
+    Rejected,
+    Request,
+    Reset,
+    ResetDone,
+    RowTokens,
+    Schedule,
+    Submit,
+)
+
+CONFIG = Config(num_blocks=9, block_size=4, policy=Policy.PRIORITY)
+HEADER = '{"format":"blockstep-trace","version":1,"config":{"num_blocks":9}}'
+STEP = '{"event":{"type":"Schedule"},"observation":{"type":"Plan","frame_id":0}}'
+
+
+def strategy_for(hint: Any) -> st.SearchStrategy[Any]:
+    """Values of an annotation of the vocabulary, so that new fields are covered as they come."""
+    args = get_args(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        hints = get_type_hints(hint)
+        return st.builds(
+            hint, **{f.name: strategy_for(hints[f.name]) for f in dataclasses.fields(hint)}
+        )
+    if get_origin(hint) is tuple:
+        return st.lists(strategy_for(args[0]), max_size=3).map(tuple)
+    if get_origin(hint) in (Union, UnionType):
+        return st.one_of(*(strategy_for(arg) for arg in args))
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return st.sampled_from(hint)
+    return {
+        int: st.integers(-(2**40), 2**40),
+        bool: st.booleans(),
+        str: st.text(max_size=8),
+        type(None): st.none(),
+    }[hint]
+
+
+steps_of_all_types = st.builds(
+    TraceStep,
+    st.one_of(*(strategy_for(cls) for cls in EVENT_TYPES)),
+    st.one_of(*(strategy_for(cls) for cls in OBSERVATION_TYPES)),
+)
+
+
+def recorded_run() -> list[tuple[Event, Observation]]:
+    engine = Oracle(CONFIG)
+    events: list[Event] = [
+        Submit(Request("a", (1, 2, 3, 4, 5), max_tokens=3)),
+        Submit(Request("a", (1,))),
+        Submit(Request("b", tuple(range(300)), items=(MultiModalItem("x", 0, 2),))),
+        Submit(Request("c", (7,), adapter="l", cache_salt="s", priority=-1)),
+        Schedule(),
+        Commit(0, (RowTokens("a", (8,)), RowTokens("c", (9,)))),
+        Abort(("a", "zz")),
+        Schedule(),
+        Reset(),
+    ]
+    return [(event, engine.apply(event)) for event in events]
+
+
+def test_a_run_is_read_back_exactly(tmp_path: Path) -> None:
+    steps = recorded_run()
+    for name in ("run.jsonl", "run.jsonl.gz"):
+        assert write_trace(tmp_path / name, CONFIG, iter(steps)) == len(steps)
+        assert read_trace(str(tmp_path / name)) == Trace(CONFIG, tuple(map(TraceStep._make, steps)))
+
+
+def test_equal_runs_give_equal_files(tmp_path: Path) -> None:
+    for name in ("a.gz", "b.gz"):
+        write_trace(tmp_path / name, CONFIG, recorded_run())
+    assert (tmp_path / "a.gz").read_bytes() == (tmp_path / "b.gz").read_bytes()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(steps=st.lists(steps_of_all_types, max_size=4))
+def test_every_value_of_the_vocabulary_is_read_back_exactly(
+    steps: list[TraceStep], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("run") / "t.jsonl"
+    write_trace(path, CONFIG, steps)
+    back = read_trace(path)
+    # repr tells what == does not: tuple from list, enum from string, bool from int, the detail.
+    assert repr(back.steps) == repr(tuple(steps))
+    assert back.steps == tuple(steps)
+    assert back.config == CONFIG
+    assert type(back.config.policy) is Policy
+
+
+def test_what_a_line_lacks_takes_the_default_of_the_vocabulary(tmp_path: Path) -> None:
+    path = tmp_path / "old.jsonl"
+    submit = (
+        '{"event":{"type":"Submit","request":{"request_id":"a","prompt_token_ids":[1]}},'
+        '"observation":{"type":"Rejected","code":"bad_request"}}'
+    )
+    path.write_text(f"{HEADER}\n{submit}\n{STEP}\n")
+    assert read_trace(path) == Trace(
+        Config(num_blocks=9),
+        (
+            TraceStep(Submit(Request("a", (1,))), Rejected(RejectCode.BAD_REQUEST)),
+            TraceStep(Schedule(), Plan(0)),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        pytest.param("", 1, "no line at all", id="empty"),
+        pytest.param("\n", 1, "no line at all", id="blank"),
+        pytest.param("hello\n", 1, "first line of a recorded run", id="junk"),
+        pytest.param('{"timestamp":0,"hash_ids":[]}\n', 1, "blockstep replay", id="a workload"),
+        pytest.param(HEADER.replace("-trace", ""), 1, "format is", id="another format"),
+        pytest.param(HEADER.replace(":1,", ":2,"), 1, "upgrade blockstep", id="newer version"),
+        pytest.param(HEADER.replace(":9", ':9,"x":1'), 1, "unknown field", id="newer config"),
+        pytest.param(HEADER.replace(":9", ":1"), 1, "num_blocks = 1", id="bad config"),
+        pytest.param(HEADER.replace(":9", ":true"), 1, "Expected `int`", id="config type"),
+        pytest.param(f"{HEADER}\n\n{STEP}", 2, "truncated", id="blank line"),
+        pytest.param(f"{HEADER}\n{STEP}\n{STEP[:-9]}", 3, "truncated", id="cut"),
+        pytest.param(
+            f"{HEADER}\n{STEP.replace('Schedule', 'Dream')}", 2, "newer than this", id="new event"
+        ),
+        pytest.param(
+            f"{HEADER}\n{STEP.replace(':0', ':0,' + chr(34) + 'x' + chr(34) + ':1')}",
+            2,
+            "newer than this",
+            id="new field",
+        ),
+        pytest.param(f"{HEADER}\n{STEP.replace(':0', ':0.5')}", 2, "Expected `int`", id="type"),
+        pytest.param(f'{HEADER}\n{{"end":{{"steps":1}}}}\n', 2, "promises 1", id="lost lines"),
+        pytest.param(f'{HEADER}\n{{"end":{{"steps":0}}}}\n{STEP}', 3, "after the", id="two runs"),
+        pytest.param(f'{HEADER}\n{{"end":{{}}}}\n', 2, "steps", id="bad end"),
+        pytest.param(HEADER + "\n" + "[" * 100_000, 2, "json", id="deep"),
+    ],
+)
+def test_what_is_no_recorded_run_is_said_with_its_line(
+    tmp_path: Path, text: str, line: int, says: str
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(text)
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    assert caught.value.line == line
+    assert says.lower() in str(caught.value).lower()
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        pytest.param(Submit(None), id="no request"),  # type: ignore[arg-type]
+        pytest.param(Abort(["a"]), id="list"),  # type: ignore[arg-type]
+        pytest.param(Submit(Request("a", (1,), max_tokens=True)), id="bool"),
+        pytest.param(Submit(Request("\ud800", (1,))), id="surrogate"),
+        pytest.param(Submit(Request("a", (object(),))), id="object"),  # type: ignore[arg-type]
+        pytest.param("schedule", id="no event"),
+    ],
+)
+def test_what_could_not_be_read_back_is_not_written(tmp_path: Path, event: Event) -> None:
+    path = tmp_path / "t.jsonl"
+    with pytest.raises(TraceError) as caught:
+        write_trace(path, CONFIG, [(Schedule(), Plan(0)), (event, ResetDone(True))])
+    assert caught.value.line == 3
+    assert read_trace(path).steps == ((Schedule(), Plan(0)),)
+
+
+def test_a_place_that_cannot_be_written_or_read(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "no" / "t.jsonl", tmp_path / "no" / "t.gz"):
+        with pytest.raises(TraceError):
+            write_trace(path, CONFIG, [])
+        with pytest.raises(TraceError) as caught:
+            read_trace(path)
+        assert caught.value.line == 0
+    with pytest.raises(TraceError):
+        read_trace("a\0b")
+
+
+def test_an_ill_typed_observation_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="observation"):
+        write_trace(tmp_path / "t", CONFIG, [(Schedule(), Schedule())])  # type: ignore[list-item]
+    with pytest.raises(TraceError):
+        write_trace(tmp_path / "t", Config(num_blocks=0), [(Schedule(), Ack())])
+
+
+def mutations(data: bytes, rng: random.Random) -> bytes:
+    kinds: list[Callable[[bytes], bytes]] = [
+        lambda b: flipped(b, rng),
+        lambda b: b[: rng.randrange(len(b))],
+        lambda b: without_line(b, rng),
+        lambda b: b[: (at := rng.randrange(len(b)))] + rng.randbytes(3) + b[at:],
+    ]
+    return rng.choice(kinds)(data)
+
+
+def flipped(data: bytes, rng: random.Random) -> bytes:
+    changed = bytearray(data)
+    changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def without_line(data: bytes, rng: random.Random) -> bytes:
+    lines = data.splitlines(keepends=True)
+    del lines[rng.randrange(len(lines))]
+    return b"".join(lines)
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
+def test_a_damaged_file_is_a_trace_or_a_trace_error(tmp_path: Path, name: str) -> None:
+    rng = random.Random(41)
+    path = tmp_path / name
+    write_trace(path, CONFIG, recorded_run())
+    whole = path.read_bytes()
+    refused = 0
+    for _ in range(400):
+        path.write_bytes(mutations(whole, rng))
+        try:
+            assert isinstance(read_trace(path), Trace)
+        except TraceError:
+            refused += 1
+    assert refused > 200, "most damage must be noticed"
+
+
+def test_a_truncated_gzip_stream_names_the_line_where_it_breaks_off(tmp_path: Path) -> None:
+    path = tmp_path / "t.gz"
+    data = gzip.compress(f"{HEADER}\n{STEP}\n{STEP}\n".encode())
+    path.write_bytes(data[:-9])
+    with pytest.raises(TraceError, match="gzip stream breaks off"):
+        read_trace(path)
+
+
+def test_a_lost_line_is_noticed_through_the_end_line(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    write_trace(path, CONFIG, recorded_run())
+    lines = path.read_text().splitlines()
+    for lost in range(1, len(lines) - 1):
+        path.write_text("\n".join(lines[:lost] + lines[lost + 1 :]))
+        with pytest.raises(TraceError, match="end line promises"):
+            read_trace(path)
+    path.write_text("\n".join(lines[:-1]))
+    assert len(read_trace(path).steps) == len(lines) - 2, "the end line is optional"
+
+
+def test_lines_are_plain_json_tagged_with_type_names(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    write_trace(path, CONFIG, [(Reset(True), ResetDone(False))])
+    header, step, end = map(json.loads, path.read_text().splitlines())
+    assert (header["format"], header["version"]) == ("blockstep-trace", 1)
+    assert step == {
+        "event": {"type": "Reset", "reset_running_requests": True},
+        "observation": {"type": "ResetDone", "success": False},
+    }
+    assert end == {"end": {"steps": 1}}

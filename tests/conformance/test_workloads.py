@@ -1,0 +1,337 @@
+"""Workloads: three published formats, read as requests whose tokens agree as far as ids do."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from blockstep.conformance.traces import TraceError
+from blockstep.conformance.workloads import (
+    AZURE_HEADER,
+    OUTPUT_TOKENS_START,
+    Workload,
+    WorkloadFormat,
+    load,
+)
+from blockstep.spec.vocabulary import Submit, event_problem
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def published(name: str) -> Path:
+    """A published trace file; skips the test where there is none."""
+    folder = Path(os.environ.get("BLOCKSTEP_TRACES", REPO.parent / "shared" / "traces"))
+    path = folder / name
+    if not path.is_file():
+        pytest.skip(f"{path} is absent: set BLOCKSTEP_TRACES to the folder of published traces")
+    return path
+
+
+def mooncake(ids: list[int], length: int, output: int = 3, time: int = 0) -> dict[str, object]:
+    return {
+        "timestamp": time,
+        "input_length": length,
+        "output_length": output,
+        "hash_ids": ids,
+    }
+
+
+def agent(
+    ids: list[int], length: int, output: int = 3, time: int = 0, suite: str = "s"
+) -> dict[str, object]:
+    return {
+        "suite": suite,
+        "session": "1",
+        "timestamp_us": time,
+        "input_length": length,
+        "output_length": output,
+        "hash_ids": ids,
+    }
+
+
+def jsonl(*rows: dict[str, object]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def csv(*rows: str) -> str:
+    return "".join(f"{row}\r\n" for row in (AZURE_HEADER, *rows))
+
+
+def loaded(folder: Path, text: str) -> Workload:
+    path = folder / "w"
+    path.write_text(text)
+    return load(path)
+
+
+def agree(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """How many leading tokens two prompts share."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+MOONCAKE = jsonl(mooncake([0, 1], 600), mooncake([0, 2, 3], 1536, time=7))
+AGENT = jsonl(agent([0, 1], 40), agent([0, 1, 2], 48, time=9_999), agent([0], 32, suite="t"))
+AZURE = csv("2023-11-16 18:17:03.9799600,20,10", "2023-11-16 18:17:04.0319600,3,8")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (MOONCAKE, WorkloadFormat.MOONCAKE),
+        (AGENT, WorkloadFormat.AGENT),
+        (AZURE, WorkloadFormat.AZURE),
+    ],
+)
+def test_the_format_is_told_by_content_and_gzip_by_its_magic(
+    tmp_path: Path, text: str, expected: WorkloadFormat
+) -> None:
+    plain, zipped = tmp_path / "a.gz", tmp_path / "b.txt"
+    plain.write_text(text)
+    zipped.write_bytes(gzip.compress(text.encode()))
+    one, other = load(plain), load(str(zipped), as_format=expected)
+    assert one.format is other.format is expected
+    assert list(one) == list(other) == list(one)
+    twice = tmp_path / "c"
+    twice.write_bytes(gzip.compress(text[:99].encode()) + gzip.compress(text[99:].encode()))
+    assert list(load(twice)) == list(one), "a gzip file may have several members"
+    assert len(one) == len(list(one))
+    assert all(event_problem(Submit(request)) is None for request in one)
+
+
+def test_another_format_may_be_named_but_must_be_true(tmp_path: Path) -> None:
+    path = tmp_path / "w"
+    for text, wrong in ((MOONCAKE, "agent"), (AGENT, "azure"), (AZURE, "mooncake")):
+        path.write_text(text)
+        with pytest.raises(TraceError) as caught:
+            load(path, as_format=WorkloadFormat(wrong))
+        assert caught.value.line == 1
+
+
+def test_lengths_times_and_names(tmp_path: Path) -> None:
+    first, second = loaded(tmp_path, MOONCAKE)
+    assert (first.request_id, second.request_id) == ("r0", "r1")
+    assert (len(first.prompt_token_ids), len(second.prompt_token_ids)) == (600, 1536)
+    assert (first.arrival_time, second.arrival_time) == (0, 7)
+    assert first.max_tokens == 3
+    assert first.eos_token_id is None
+
+
+def test_azure_times_are_parsed_to_milliseconds(tmp_path: Path) -> None:
+    first, second = loaded(tmp_path, AZURE)
+    assert (first.arrival_time, second.arrival_time) == (0, 52)
+    assert agree(first.prompt_token_ids, second.prompt_token_ids) == 0
+    rows = ("2023-12-31 23:59:59,1,1", "2024-01-01 00:00:00.25+00:00,1,1")
+    assert [r.arrival_time for r in loaded(tmp_path, csv(*rows))] == [0, 1250]
+
+
+def test_requests_come_by_arrival_and_ties_by_place_in_the_file(tmp_path: Path) -> None:
+    times = [5_000, 2_000, 5_000, 2_999]
+    rows = [agent([], 1, time=time) for time in times]
+    requests = list(loaded(tmp_path, jsonl(*rows)))
+    assert [r.request_id for r in requests] == ["r1", "r3", "r0", "r2"]
+    assert [r.arrival_time for r in requests] == [0, 0, 3, 3]
+
+
+def test_ids_are_names_within_a_suite(tmp_path: Path) -> None:
+    rows = [agent([0], 16), agent([0], 16, suite="t"), agent([0], 16)]
+    one, other, again = (r.prompt_token_ids for r in loaded(tmp_path, jsonl(*rows)))
+    assert agree(one, again) == 16
+    assert agree(one, other) == 0
+
+
+def test_tokens_without_an_id_are_nobody_elses(tmp_path: Path) -> None:
+    rows = [agent([0, 1], 47), agent([0, 1], 47), agent([0], 32), agent([0, 1], 32)]
+    one, other, short, whole = (r.prompt_token_ids for r in loaded(tmp_path, jsonl(*rows)))
+    assert agree(one, other) == 32
+    assert agree(one, whole) == 32
+    assert agree(short, whole) == 16, "a last block left out may be anything"
+
+
+def test_a_request_without_output_still_samples_once(tmp_path: Path) -> None:
+    (request,) = loaded(tmp_path, jsonl(agent([], 3, output=0)))
+    assert request.max_tokens == 1
+
+
+id_lists = st.lists(st.integers(0, 2**63 - 1) | st.integers(0, 4), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    one=id_lists,
+    other=id_lists,
+    cuts=st.tuples(st.integers(0, 511), st.integers(0, 511)),
+    size=st.sampled_from([1, 3, 8, 16, 32, 48, 500, 512, 1024]),
+)
+def test_prompts_agree_exactly_as_far_as_their_ids_at_every_block_size(
+    one: list[int],
+    other: list[int],
+    cuts: tuple[int, int],
+    size: int,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    lengths = [len(ids) * 512 - cut for ids, cut in zip((one, other), cuts, strict=True)]
+    rows = [mooncake(ids, n) for ids, n in zip((one, other), lengths, strict=True)]
+    requests = list(loaded(tmp_path_factory.mktemp("w"), jsonl(*rows)))
+    left, right = (request.prompt_token_ids for request in requests)
+    common = next(
+        (k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+    expected = min(common * 512, *lengths)
+    assert agree(left, right) == expected
+    # What an engine with blocks of `size` finds is the same, chained or (from 16 up) unchained.
+    shared = agree_in_blocks(left, right, size)
+    assert shared == expected // size
+    assert max(left + right) < OUTPUT_TOKENS_START
+    if size % 16 == 0:
+        unchained = set(blocks(left[expected:], size)) & set(blocks(right[expected:], size))
+        assert not unchained or set(one[common:]) & set(other[common:])
+
+
+def blocks(tokens: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
+    return [tokens[at : at + size] for at in range(0, len(tokens) - size + 1, size)]
+
+
+def agree_in_blocks(one: tuple[int, ...], other: tuple[int, ...], size: int) -> int:
+    pairs = zip(blocks(one, size), blocks(other, size), strict=False)
+    shorter = min(len(one), len(other)) // size
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), shorter)
+
+
+def test_a_limit_reads_no_further(tmp_path: Path) -> None:
+    path = tmp_path / "w"
+    path.write_text(MOONCAKE + "junk\n")
+    whole = load(path, limit=2)
+    assert len(whole) == 2
+    assert list(load(path, limit=1)) == [whole.request(whole.rows[0])]
+    with pytest.raises(TraceError) as caught:
+        load(path)
+    assert caught.value.line == 3
+    with pytest.raises(ValueError, match="limit"):
+        load(path, limit=0)
+
+
+def changed(**fields: object) -> str:
+    row = mooncake([0], 5) | fields
+    return MOONCAKE + jsonl({k: v for k, v in row.items() if v is not ...})
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        pytest.param(b"", 0, id="empty"),
+        pytest.param(b"\n", 1, id="blank"),
+        pytest.param(csv().encode(), 0, id="header only"),
+        pytest.param(bytes(range(128, 256)) * 9, 1, id="junk"),
+        pytest.param(b"\0" * 999, 1, id="zeros"),
+        pytest.param(MOONCAKE.encode("utf-16"), 1, id="utf-16"),
+        pytest.param(MOONCAKE.encode() + b'{"\xff', 3, id="not utf-8"),
+        pytest.param(b"\x1f\x8bjunk", 1, id="no gzip"),
+        pytest.param(gzip.compress(b""), 0, id="empty gzip"),
+        pytest.param(b"hello, world\n", 1, id="text"),
+        pytest.param(b"[1, 2]\n", 1, id="a list"),
+        pytest.param(b'{"format":"blockstep-trace","version":1}\n', 1, id="a recorded run"),
+        pytest.param(b"time,in,out\n1,2,3\n", 1, id="another csv"),
+        pytest.param(b"[" * 99_999, 1, id="deep"),
+        pytest.param((MOONCAKE + AGENT).encode(), 3, id="two formats"),
+        pytest.param((MOONCAKE + "\n" + MOONCAKE).encode(), 3, id="blank line"),
+        pytest.param(MOONCAKE[:-9].encode(), 2, id="cut"),
+        pytest.param(changed(output_length=...).encode(), 3, id="missing"),
+        pytest.param(changed(extra=1).encode(), 3, id="extra"),
+        pytest.param(changed(input_length=-1).encode(), 3, id="negative"),
+        pytest.param(changed(input_length=2**31).encode(), 3, id="too long"),
+        pytest.param(changed(timestamp=1.5).encode(), 3, id="float"),
+        pytest.param(changed(timestamp="1").encode(), 3, id="string"),
+        pytest.param(changed(timestamp=2**70).encode(), 3, id="wide"),
+        pytest.param(changed(timestamp=2**40).encode(), 3, id="too late"),
+        pytest.param(changed(output_length=True).encode(), 3, id="bool"),
+        pytest.param(changed(hash_ids=None).encode(), 3, id="null"),
+        pytest.param(changed(hash_ids=[-1]).encode(), 3, id="negative id"),
+        pytest.param(changed(hash_ids=["a"]).encode(), 3, id="named id"),
+        pytest.param(changed(hash_ids=[]).encode(), 3, id="too few ids"),
+        pytest.param(changed(hash_ids=[1, 2]).encode(), 3, id="too many ids"),
+        pytest.param(jsonl(agent([], 32)).encode(), 1, id="agent: too few ids"),
+        pytest.param(jsonl(agent([0, 1, 2], 40)).encode(), 1, id="agent: too many ids"),
+        pytest.param(csv("2023-11-16 18:17:03,1").encode(), 2, id="csv: missing"),
+        pytest.param(csv("2023-11-16 18:17:03,1,2,3").encode(), 2, id="csv: extra"),
+        pytest.param(csv("2023-11-16 18:17:03,-1,2").encode(), 2, id="csv: negative"),
+        pytest.param(csv("2023-11-16 18:17:03,1.5,2").encode(), 2, id="csv: float"),
+        pytest.param(csv("2023-02-30 18:17:03,1,2").encode(), 2, id="csv: no such day"),
+        pytest.param(csv("2023-11-16 24:17:03,1,2").encode(), 2, id="csv: no such hour"),
+        pytest.param(csv("0000-11-16 18:17:03,1,2").encode(), 2, id="csv: no such year"),
+        pytest.param(csv("18:17:03,1,2").encode(), 2, id="csv: no day"),
+        pytest.param(csv("2023-11-16 18:17:03,9999999999,2").encode(), 2, id="csv: too long"),
+        pytest.param(csv("2023-11-16 18:17:03,\u0661,2").encode(), 2, id="csv: other digits"),
+    ],
+)
+def test_what_is_no_workload_is_said_with_its_line(tmp_path: Path, data: bytes, line: int) -> None:
+    path = tmp_path / "w"
+    path.write_bytes(data)
+    with pytest.raises(TraceError) as caught:
+        load(path)
+    error = caught.value
+    assert error.line == line
+    assert error.path == path
+    assert all((error.found, error.rule, error.fix))
+    assert str(error).startswith(f"{path}:{line}: " if line else f"{path}: ")
+    assert "\n" not in str(error)
+    assert len(str(error)) < 600
+
+
+def test_a_truncated_gzip_is_said_with_the_line_where_it_breaks_off(tmp_path: Path) -> None:
+    path = tmp_path / "w.gz"
+    path.write_bytes(gzip.compress(MOONCAKE.encode() * 50)[:-8])
+    with pytest.raises(TraceError, match="breaks off") as caught:
+        load(path)
+    assert caught.value.line == 101
+    assert len(load(path, limit=3)) == 3, "what comes before the break can be read"
+
+
+def test_what_is_no_file_is_said(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "no", "a\0b"):
+        with pytest.raises(TraceError, match="cannot be read") as caught:
+            load(path)
+        assert caught.value.line == 0
+
+
+@pytest.mark.parametrize("text", [MOONCAKE, AGENT, AZURE])
+def test_a_damaged_file_is_a_workload_or_a_trace_error(tmp_path: Path, text: str) -> None:
+    rng = random.Random(41)
+    path = tmp_path / "w"
+    for zipped in (False, True):
+        whole = gzip.compress(text.encode()) if zipped else text.encode()
+        for _ in range(200):
+            data = bytearray(whole)
+            for _ in range(rng.randint(1, 3)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            path.write_bytes(data[: rng.randint(1, 2 * len(data))])
+            try:
+                assert len(load(path)) >= 1
+            except TraceError:
+                continue
+
+
+@pytest.mark.parametrize(
+    ("name", "requests", "prompt_tokens"),
+    [
+        ("mooncake_conversation.jsonl.gz", 12_031, 144_793_823),
+        ("azure_2023_code.csv", 8_819, 18_059_974),
+        ("agent_blocks16.jsonl.gz", 1_619, 3_972_460),
+    ],
+)
+def test_the_published_traces_load(name: str, requests: int, prompt_tokens: int) -> None:
+    workload = load(published(name))
+    assert len(workload) == requests
+    assert sum(row.input_length for row in workload.rows) == prompt_tokens
+    times = [row.arrival_time for row in workload.rows]
+    assert times == sorted(times)
+    assert times[0] == 0
+    for row in workload.rows[:: max(requests // 50, 1)]:
+        assert len(workload.request(row).prompt_token_ids) == row.input_length

@@ -1,0 +1,93 @@
+"""A session: an engine, and the few words that its tests are written in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import pytest
+
+from blockstep.impl.host import Digest, HostEngine
+from blockstep.spec.vocabulary import (
+    Commit,
+    Config,
+    Event,
+    Observation,
+    Outputs,
+    Plan,
+    Request,
+    RequestSnapshot,
+    RowTokens,
+    Schedule,
+    Snapshot,
+    Submit,
+)
+
+OpenSession: TypeAlias = "Callable[..., Session]"
+
+
+class Session:
+    """Applies events to one engine and checks the pool after each of them."""
+
+    def __init__(self, config: Config, digest: str | Digest = "sha256") -> None:
+        self.engine = HostEngine(config, digest)
+
+    def apply(self, event: Event) -> Observation:
+        observation = self.engine.apply(event)
+        check_state(self.engine.snapshot())
+        return observation
+
+    def submit(
+        self, request_id: str, tokens: range | tuple[int, ...], **fields: Any
+    ) -> Observation:
+        return self.apply(Submit(Request(request_id, tuple(tokens), **fields)))
+
+    def plan(self) -> Plan:
+        plan = self.apply(Schedule())
+        assert isinstance(plan, Plan)
+        return plan
+
+    def commit(self, plan: Plan, **tokens: tuple[int, ...]) -> Outputs:
+        """Answer a plan; a row that is not named gets no tokens."""
+        ids = [row.request_id for row in plan.new] + [row.request_id for row in plan.cached]
+        rows = tuple(RowTokens(name, tokens.get(name, ())) for name in ids)
+        outputs = self.apply(Commit(plan.frame_id, rows))
+        assert isinstance(outputs, Outputs), outputs
+        return outputs
+
+    def step(self, **tokens: tuple[int, ...]) -> tuple[Plan, Outputs]:
+        plan = self.plan()
+        return plan, self.commit(plan, **tokens)
+
+    def state(self) -> Snapshot:
+        return self.engine.snapshot()
+
+    def request(self, request_id: str) -> RequestSnapshot:
+        found = self.state().request(request_id)
+        assert found is not None
+        return found
+
+
+def check_state(state: Snapshot) -> None:
+    """P1 and P3, and that each request is in exactly one place."""
+    blocks = range(1, len(state.ref_counts))
+    holders = Counter(block for r in state.requests for block in r.block_tables[0])
+    assert state.ref_counts == (0, *(holders[block] for block in blocks))
+    assert sorted(state.free_queue) == [block for block in blocks if not holders[block]]
+    found = {block: key for key, ids in state.cached.items() for block in ids}
+    carried = {block: key for block, key in enumerate(state.block_keys) if key is not None}
+    assert found == carried
+    assert sum(map(len, state.cached.values())) == len(carried)
+    places = (*state.waiting, *state.skipped_waiting, *state.running)
+    assert sorted(places) == [r.request_id for r in state.requests]
+
+
+@pytest.fixture
+def session() -> OpenSession:
+    """Opens a session: the fields of its Config, and perhaps a digest."""
+
+    def open_session(digest: str | Digest = "sha256", **fields: Any) -> Session:
+        return Session(Config(**fields), digest)
+
+    return open_session

@@ -1,0 +1,135 @@
+"""Digests and lineages: contents are named injectively, once, and never renamed."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from blockstep.impl.host import CRC32, SHA256, Digest
+from blockstep.impl.host.digests import chain_message, find_digest, pack_extras, pack_tokens
+from blockstep.impl.host.lineage import Lineage
+from blockstep.spec.vocabulary import BlockKey, MultiModalItem, Request
+
+
+def lineage_of(request: Request, block_size: int = 2, digest: Digest = SHA256) -> Lineage:
+    return Lineage(request, block_size, digest)
+
+
+def test_digests_are_found_by_name() -> None:
+    assert find_digest("sha256") is SHA256
+    assert find_digest("crc32") is CRC32
+    assert find_digest(CRC32) is CRC32
+
+
+def test_an_unknown_digest_is_refused_with_the_known_names() -> None:
+    with pytest.raises(ValueError, match=r"'md5'.*sha256, crc32"):
+        find_digest("md5")
+
+
+def test_tokens_are_packed_little_endian() -> None:
+    assert pack_tokens(array("i", (1, 2**31 - 1))) == b"\1\0\0\0\xff\xff\xff\x7f"
+
+
+def test_extra_keys_of_different_kinds_stay_apart() -> None:
+    packed = [
+        pack_extras(),
+        pack_extras(adapter="x"),
+        pack_extras(cache_salt="x"),
+        pack_extras(items=(("x", 0),)),
+        pack_extras(items=(("x", -1),)),
+        pack_extras(adapter="x", cache_salt="x"),
+        pack_extras(adapter="xs"),
+        pack_extras(items=(("x", 0), ("x", 1))),
+        pack_extras(adapter="\ud800"),
+    ]
+    assert len(set(packed)) == len(packed)
+
+
+def test_the_first_block_differs_from_one_whose_parent_is_its_tokens() -> None:
+    assert chain_message(b"", b"ab", b"") != chain_message(b"ab", b"", b"")
+    assert chain_message(b"a", b"b", b"") != chain_message(b"", b"ab", b"")
+
+
+def test_each_block_is_hashed_once() -> None:
+    messages: list[bytes] = []
+
+    def record(message: bytes) -> bytes:
+        messages.append(message)
+        return SHA256.function(message)
+
+    lineage = lineage_of(Request("a", (1, 2, 3)), digest=Digest("recorded", True, record))
+    first = lineage.digest_of(0)
+    for token in (4, 5, 6):
+        lineage.append(token)
+    assert [lineage.digest_of(i) for i in (2, 1, 0)][-1] == first
+    assert len(messages) == len(set(messages)) == 3
+
+
+def test_long_prompts_are_hashed_in_batches_with_the_same_result() -> None:
+    tokens = tuple(range(1000))
+    ahead, stepwise = lineage_of(Request("a", tokens)), lineage_of(Request("a", tokens))
+    last = ahead.digest_of(499)
+    assert [stepwise.digest_of(i) for i in range(500)][-1] == last
+
+
+def test_equal_contents_have_equal_digests_and_keys() -> None:
+    one, two = lineage_of(Request("a", (1, 2, 3, 4))), lineage_of(Request("b", (1, 2, 3)))
+    two.append(4)
+    assert one.digest_of(1) == two.digest_of(1)
+    assert one.key_of(1) == two.key_of(1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Request("b", (1, 2, 3, 5)),
+        Request("b", (0, 2, 3, 4)),
+        Request("b", (1, 2, 3, 4), adapter="x"),
+        Request("b", (1, 2, 3, 4), cache_salt="x"),
+        Request("b", (1, 2, 3, 4), items=(MultiModalItem("x", 3, 1),)),
+        Request("b", (1, 2, 3, 4), items=(MultiModalItem("x", 0, 1),)),
+    ],
+)
+def test_different_contents_differ(other: Request) -> None:
+    one, two = lineage_of(Request("a", (1, 2, 3, 4))), lineage_of(other)
+    assert one.digest_of(1) != two.digest_of(1)
+    assert one.key_of(1) != two.key_of(1)
+    assert not one.agrees_with(two, 1)
+
+
+def test_agreement_ends_where_the_contents_part() -> None:
+    one, two = lineage_of(Request("a", (1, 2, 3, 4))), lineage_of(Request("b", (1, 2, 3)))
+    assert one.agrees_with(two, 0)
+    assert not one.agrees_with(two, 1)
+
+
+def test_a_key_is_built_once_and_survives_growth() -> None:
+    lineage = lineage_of(Request("a", (1, 2, 3, 4), adapter="x", cache_salt="s"))
+    key = lineage.key_of(1)
+    lineage.append(5)
+    lineage.append(6)
+    assert lineage.key_of(1) is key
+    assert lineage.key_of(2).parent is key
+    first = BlockKey(None, (1, 2), adapter="x", cache_salt="s")
+    assert key == BlockKey(first, (3, 4), adapter="x")
+
+
+def test_a_hit_shares_the_key_objects() -> None:
+    one, two = lineage_of(Request("a", (1, 2, 3, 4))), lineage_of(Request("b", (1, 2, 3, 4)))
+    one.key_of(1)
+    two.adopt_keys(one, 2)
+    assert two.key_of(1) is one.key_of(1)
+
+
+def test_items_belong_to_the_blocks_that_they_overlap() -> None:
+    #        0 1 | 2 3 | 4 5 | 6 7
+    # image    p   p p   p
+    # sound                q   q
+    items = (MultiModalItem("p", 1, 4), MultiModalItem("q", 5, 2))
+    lineage = lineage_of(Request("a", tuple(range(8)), items=items))
+    assert lineage.items_of(0) == (("p", 1),)
+    assert lineage.items_of(1) == (("p", -1),)
+    assert lineage.items_of(2) == (("p", -3), ("q", 1))
+    assert lineage.items_of(3) == (("q", -1),)
+    assert lineage.key_of(2).items == (("p", -3), ("q", 1))

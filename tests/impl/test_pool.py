@@ -1,0 +1,94 @@
+"""The pool: the free queue keeps its order, and a taken block forgets its key."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from blockstep.impl.host import SHA256
+from blockstep.impl.host.lineage import Lineage
+from blockstep.impl.host.pool import BlockPool
+from blockstep.impl.host.prefix import PrefixMap
+from blockstep.spec.vocabulary import Request
+
+
+def make_pool(num_blocks: int) -> BlockPool:
+    return BlockPool(num_blocks, PrefixMap(num_blocks, verify=False))
+
+
+def test_blocks_are_taken_from_the_head_without_the_null_block() -> None:
+    pool = make_pool(5)
+    assert pool.free_queue() == [1, 2, 3, 4]
+    assert pool.take(2) == [1, 2]
+    assert pool.free_queue() == [3, 4]
+    assert pool.num_free == 2
+    assert not pool.is_unused()
+    assert list(pool.ref_counts) == [0, 1, 1, 0, 0]
+
+
+def test_taking_nothing_changes_nothing() -> None:
+    pool = make_pool(3)
+    assert pool.take(0) == []
+    assert pool.free_queue() == [1, 2]
+
+
+def test_a_table_is_freed_last_block_first() -> None:
+    pool = make_pool(5)
+    pool.free(pool.take(3))
+    assert pool.free_queue() == [4, 3, 2, 1]
+    assert pool.is_unused()
+
+
+def test_the_last_block_can_be_taken_and_given_back() -> None:
+    pool = make_pool(2)
+    assert pool.take(1) == [1]
+    assert pool.free_queue() == []
+    pool.free([1])
+    assert pool.free_queue() == [1]
+    assert pool.take(1) == [1]
+
+
+def test_touch_takes_a_block_from_the_middle_and_counts_holders() -> None:
+    pool = make_pool(5)
+    pool.touch([2, 4])
+    assert pool.free_queue() == [1, 3]
+    pool.touch([2])
+    pool.free([2])
+    assert pool.free_queue() == [1, 3]
+    pool.free([2])
+    assert pool.free_queue() == [1, 3, 2]
+
+
+def test_a_freed_block_keeps_its_key_until_it_is_taken() -> None:
+    pool = make_pool(3)
+    lineage = Lineage(Request("a", (1, 2)), 2, SHA256)
+    blocks = pool.take(1)
+    pool.prefix.publish(blocks[0], lineage, 0)
+    pool.free(blocks)
+    assert pool.prefix.hits(lineage, 1) == [1]
+    assert pool.take(2) == [2, 1]
+    assert pool.prefix.hits(lineage, 1) == []
+
+
+def test_the_ring_equals_a_plain_queue_under_random_use() -> None:
+    draw = random.Random(7)
+    pool, queue = make_pool(12), deque(range(1, 12))
+    held: list[list[int]] = []
+    for _ in range(3000):
+        move = draw.randrange(3)
+        if move == 0:
+            count = draw.randint(0, len(queue))
+            expected = [queue.popleft() for _ in range(count)]
+            assert pool.take(count) == expected
+            held.append(expected)
+        elif move == 1 and held:
+            table = held.pop(draw.randrange(len(held)))
+            pool.free(table)
+            queue.extend(b for b in reversed(table) if not any(b in other for other in held))
+        elif move == 2:
+            hits = draw.sample(range(1, 12), draw.randint(0, 4))
+            pool.touch(hits)
+            held.append(hits)
+            queue = deque(b for b in queue if b not in hits)
+        assert pool.free_queue() == list(queue)
+        assert pool.num_free == len(queue)

@@ -1,0 +1,162 @@
+"""The rules of the house that no general tool knows (see CONTRIBUTING.md).
+
+Every check here is a plain function over source text or over a folder, with a test that what it
+forbids is found.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HOUSE = Path(__file__).resolve().parents[1]
+WINGS = ("spec", "impl", "kernels", "conformance")
+PLACES = (*WINGS, "tests", "benchmarks", "docs")
+FILES = sorted(file for place in PLACES for file in (HOUSE / place).rglob("*.py"))
+PROPERTIES = HOUSE / "docs" / "reference" / "properties.md"
+NUM_LINES_MAX = 70
+
+
+def short(file: Path) -> str:
+    return file.relative_to(HOUSE).as_posix()
+
+
+def test_there_is_a_house_to_check() -> None:
+    found = {file.relative_to(HOUSE).parts[0] for file in FILES}
+    assert found >= {*WINGS, "tests", "docs"}
+
+
+# The wings.
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_each_wing_is_a_typed_portion_of_one_namespace(wing: str) -> None:
+    portion = HOUSE / wing / "blockstep"
+    assert [path.name for path in portion.iterdir() if path.name != "__pycache__"] == [wing]
+    assert (portion / wing / "py.typed").is_file()
+
+
+def find_imports_against_the_rules(house: Path) -> str:
+    """What import-linter says of the wings in `house`, under our own contracts; "" if nothing."""
+    shutil.copy(HOUSE / "pyproject.toml", house)
+    portions = os.pathsep.join(str(house / wing) for wing in WINGS)
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "lint-imports"), "--no-cache", "--no-logo"],
+        cwd=house,
+        env={**os.environ, "PYTHONPATH": portions},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+MODULES = (
+    "spec.vocabulary.config", "spec.pool", "impl.host.engine", "kernels.attention",
+    "conformance.driver",
+)  # fmt: skip
+"""A house of one module per room that the rules tell apart."""
+
+ALLOWED = (
+    ("impl.host.engine", "from blockstep.spec.vocabulary import config"),
+    ("impl.host.engine", "from blockstep.spec.vocabulary.config import Config"),
+    ("impl.host.engine", "import blockstep.kernels.attention"),
+    ("conformance.driver", "from blockstep.spec.pool import take"),
+    ("spec.pool", "from blockstep.spec.vocabulary.config import Config"),
+)
+FORBIDDEN = (
+    ("spec.pool", "import blockstep.impl.host.engine"),
+    ("spec.pool", "import blockstep.kernels.attention"),
+    ("spec.vocabulary.config", "from blockstep.conformance import driver"),
+    ("impl.host.engine", "from blockstep.spec.pool import take"),
+    ("impl.host.engine", "from blockstep.spec import pool"),
+    ("impl.host.engine", "import blockstep.spec"),
+    ("impl.host.engine", "def f():\n    from blockstep.spec.pool import take"),
+    ("impl.host.engine", "import blockstep.conformance.driver"),
+    ("kernels.attention", "import blockstep.spec.vocabulary.config"),
+    ("kernels.attention", "import blockstep.impl.host.engine"),
+    ("kernels.attention", "import blockstep.conformance.driver"),
+    ("conformance.driver", "import blockstep.impl.host.engine"),
+    ("conformance.driver", "def f():\n    import blockstep.kernels.attention"),
+)
+
+
+def build_house(house: Path, module: str, source: str) -> None:
+    for name in MODULES:
+        wing = name.split(".", maxsplit=1)[0]
+        file = (house / wing / "blockstep" / Path(*name.split("."))).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source if name == module else "")
+        for room in file.parents[: len(name.split(".")) - 1]:
+            (room / "__init__.py").touch()
+
+
+@pytest.mark.parametrize(("module", "source"), ALLOWED)
+def test_an_allowed_import_passes(module: str, source: str, tmp_path: Path) -> None:
+    build_house(tmp_path, module, source)
+    assert find_imports_against_the_rules(tmp_path) == ""
+
+
+@pytest.mark.parametrize(("module", "source"), FORBIDDEN)
+def test_a_forbidden_import_is_caught(module: str, source: str, tmp_path: Path) -> None:
+    build_house(tmp_path, module, source)
+    assert f"blockstep.{module} -> blockstep." in find_imports_against_the_rules(tmp_path)
+
+
+# P-numbers.
+
+
+def get_defined(page: str) -> list[str]:
+    """The P-numbers that the page of properties defines: its headings, in their order."""
+    return re.findall(r"^#+ (P\d+)\b", page, flags=re.MULTILINE)
+
+
+def find_unknown_properties(source: str, defined: list[str]) -> list[str]:
+    return sorted({*re.findall(r"\bP\d+\b", source)} - {*defined})
+
+
+def test_the_properties_are_numbered_without_a_gap() -> None:
+    defined = get_defined(PROPERTIES.read_text())
+    assert defined == [f"P{number}" for number in range(1, 27)]
+
+
+def test_every_property_named_in_code_exists() -> None:
+    defined = get_defined(PROPERTIES.read_text())
+    unknown = {short(file): find_unknown_properties(file.read_text(), defined) for file in FILES}
+    assert {file: names for file, names in unknown.items() if names} == {}
+
+
+def test_an_unknown_property_is_caught() -> None:
+    unknown = "P" + "27"
+    assert find_unknown_properties(f"holds by P4 and {unknown}", ["P4"]) == [unknown]
+
+
+# One screen per concept.
+
+
+def find_long_functions(source: str) -> list[str]:
+    """Functions of more than `NUM_LINES_MAX` lines, docstring included, decorators not."""
+    return [
+        f"{node.name}: {length} lines"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and (length := (node.end_lineno or node.lineno) - node.lineno + 1) > NUM_LINES_MAX
+    ]
+
+
+def test_every_function_fits_one_screen() -> None:
+    long = {short(file): find_long_functions(file.read_text()) for file in FILES}
+    assert {file: names for file, names in long.items() if names} == {}
+
+
+def test_a_long_function_is_caught() -> None:
+    body = "    pass\n" * (NUM_LINES_MAX - 1)
+    assert find_long_functions(f"def f():\n{body}") == []
+    assert find_long_functions(f"def f():\n{body}    pass") == [f"f: {NUM_LINES_MAX + 1} lines"]
