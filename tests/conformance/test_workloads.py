@@ -294,6 +294,20 @@ def test_a_truncated_gzip_is_said_with_the_line_where_it_breaks_off(tmp_path: Pa
     assert len(load(path, limit=3)) == 3, "what comes before the break can be read"
 
 
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_line_without_end_does_not_fill_the_memory(
+    tmp_path: Path, zipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockstep.conformance.traces.lines.LINE_BYTES_MAX", 1 << 18)
+    path = tmp_path / "w"
+    data = b" " * (1 << 20)
+    path.write_bytes(gzip.compress(data) if zipped else data)
+    with pytest.raises(TraceError, match="without a line end"):
+        load(path)
+    path.write_bytes(MOONCAKE.encode() + b" " * (1 << 17) + MOONCAKE.encode())
+    assert len(load(path)) == 4, "lines may be longer than what is read at once"
+
+
 def test_what_is_no_file_is_said(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no", "a\0b"):
         with pytest.raises(TraceError, match="cannot be read") as caught:

@@ -186,6 +186,7 @@ def test_fcfs_preempts_the_last_and_resumes_it_first(session: OpenSession) -> No
     assert s.state().free_queue == (3,)
     assert s.state().block_keys[3] is not None
     assert s.request("b").num_preemptions == 1
+    assert s.request("b").num_cached_blocks == (0,)
     s.commit(plan, a=(3,))
     for token in (4, 5, 6):
         plan, _ = s.step(a=(token,))
@@ -242,6 +243,68 @@ def test_a_victim_of_this_very_step_leaves_no_key_behind(session: OpenSession) -
     assert s.state().block_keys[10] is not None
     assert s.request("low").status is Status.PREEMPTED
     assert s.state().frames_in_flight == (4,)
+
+
+def test_the_tokens_of_a_victim_go_to_those_after_it(session: OpenSession) -> None:
+    # As above, with mid behind high: it runs on with what low gives back, 8 tokens and not 7.
+    s = session(
+        num_blocks=17, block_size=4, max_num_batched_tokens=16, max_model_len=64,
+        long_prefill_token_threshold=8, policy=Policy.PRIORITY, scheduler_reserve_full_isl=False,
+    )  # fmt: skip
+    s.submit("low", range(40), max_tokens=1, priority=1)
+    s.step()
+    s.submit("high", range(100, 106), max_tokens=7)
+    s.submit("mid", range(200, 230), max_tokens=1, arrival_time=1)
+    s.step(high=(1,))
+    s.step(high=(2,))
+    plan, _ = s.step(high=(3,))
+    assert [row.num_scheduled_tokens for row in plan.cached] == [8, 1, 7]
+    assert s.state().free_queue == (15, 16)
+    plan = s.plan()
+    assert plan.preempted_req_ids == ("low",)
+    assert [(row.request_id, row.num_scheduled_tokens) for row in plan.cached] == [
+        ("high", 1), ("mid", 8),
+    ]  # fmt: skip
+
+
+def test_the_latest_of_the_least_urgent_is_preempted(session: OpenSession) -> None:
+    s = session(num_blocks=7, block_size=4, max_model_len=64, policy=Policy.PRIORITY)
+    for name, start, arrival in (("a", 0, 0), ("b", 10, 1), ("c", 20, 2)):
+        s.submit(name, range(start, start + 7), max_tokens=6, arrival_time=arrival)
+    s.step(a=(1,), b=(1,), c=(1,))
+    s.step(a=(2,), b=(2,), c=(2,))
+    assert s.plan().preempted_req_ids == ("c",)
+
+
+def test_the_reserve_counts_hits_that_nobody_holds(session: OpenSession) -> None:
+    s = session(num_blocks=6, block_size=4, max_model_len=20, long_prefill_token_threshold=4)
+    s.submit("a", range(8), max_tokens=1)
+    s.step()
+    s.step(a=(1,))
+    s.submit("holder", (99,), max_tokens=2)
+    s.submit("b", range(19), max_tokens=1)
+    # b needs 3 new blocks and its 2 hits; 4 are free.
+    plan, _ = s.step(holder=(1,))
+    assert [row.request_id for row in plan.new] == ["holder"]
+    assert s.state().stats.prefix_cache_queries == 8 + 1
+    s.step(holder=(1,))
+    plan = s.plan()
+    assert plan.new[0].num_computed_tokens == 8
+
+
+def test_nobody_is_admitted_in_a_step_that_preempted(session: OpenSession) -> None:
+    s = session(num_blocks=6, block_size=4, max_model_len=64, policy=Policy.PRIORITY)
+    s.submit("a", range(7), max_tokens=6)
+    s.submit("b", range(10, 21), max_tokens=4, priority=1)
+    s.step(a=(1,), b=(1,))
+    s.step(a=(2,), b=(2,))
+    # a needs a third block, so b goes, which leaves two blocks free: enough for c.
+    s.submit("c", (30,), max_tokens=1)
+    plan = s.plan()
+    assert plan.preempted_req_ids == ("b",)
+    assert plan.new == ()
+    assert len(s.state().free_queue) == 2
+    assert s.state().waiting == ("c", "b")
 
 
 def test_of_equally_urgent_victims_the_first_in_running_order_goes(session: OpenSession) -> None:

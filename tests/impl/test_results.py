@@ -225,3 +225,42 @@ def test_tokens_of_a_preempted_request_are_delivered(session: OpenSession) -> No
     assert s.state().stats.drafts_accepted == 1
     plan = s.plan()
     assert plan.cached[0].all_token_ids == (*range(7), 7, 1)
+
+
+def test_drafts_are_cut_below_max_model_len(session: OpenSession) -> None:
+    s = session(
+        num_blocks=20, block_size=4, max_model_len=9, spec_method=SpecMethod.NGRAM,
+        num_speculative_tokens=3,
+    )  # fmt: skip
+    s.submit("a", range(6), max_tokens=20)
+    s.step(a=(6,))
+    propose(s, 7, 8, 9)
+    # Positions 6 and 7 may run; the ninth token is the last and is never run.
+    plan, outputs = s.step(a=(7, 1))
+    assert plan.cached[0].draft_token_ids == (7,)
+    assert outputs.rows[0].finish_reason is LENGTH
+
+
+def test_a_chunk_that_leaves_one_token_takes_no_drafts(session: OpenSession) -> None:
+    s = session(
+        num_blocks=20, block_size=4, max_model_len=40, spec_method=SpecMethod.NGRAM,
+        num_speculative_tokens=3, max_num_batched_tokens=4,
+    )  # fmt: skip
+    s.submit("a", range(5))
+    s.step()
+    assert s.apply(Drafts((RowTokens("a", (7,)),))) == DraftsTaken(())
+
+
+def test_preemption_drops_attached_drafts(session: OpenSession) -> None:
+    s = session(
+        num_blocks=5, block_size=4, max_model_len=40, spec_method=SpecMethod.NGRAM,
+        num_speculative_tokens=1,
+    )  # fmt: skip
+    s.submit("a", range(7), max_tokens=6)
+    s.submit("b", range(10, 17), max_tokens=6)
+    s.step(a=(1,), b=(1,))
+    s.step(a=(2,), b=(2,))
+    s.apply(Drafts((RowTokens("b", (7,)),)))
+    assert s.request("b").spec_token_ids == (7,)
+    assert s.plan().preempted_req_ids == ("b",)
+    assert s.request("b").spec_token_ids == ()

@@ -57,6 +57,9 @@ from blockstep.spec.vocabulary import (
 OUTPUT_TOKENS = 1 << 30
 """Distinct output tokens before ids repeat."""
 
+DIFFERENCES_MAX = 20
+"""Differences kept of one divergence: a real pool has a hundred thousand blocks."""
+
 PROGRESS_STEPS = 256
 """Steps between two calls of `on_progress`."""
 
@@ -167,7 +170,7 @@ class ReplayReport:
     equivalence: str
     """"exact" (snapshots equal), "observations", or "none": an engine alone."""
     snapshot_every: int
-    """Events between two snapshots; 0: none taken."""
+    """Events between two snapshots, with one more at the end; 0: none taken."""
     config: Config
     pace: Pace
     finding: Finding | None = None
@@ -251,10 +254,13 @@ def replay(
     """Drive `requests` (by time of arrival) to their ends, or to the first finding.
 
     With `spec_factory` every event goes to both, and every observation is compared; snapshots
-    every `snapshot_every` events (0: never). An engine alone is asked for snapshots only if there
-    are `checks` to show them to. `steps_max` Schedules are the end of it in any case (a LIVENESS
-    finding), and so is a long run of steps that deliver nothing. `clock` gives seconds and is
-    used for the report only.
+    every `snapshot_every` events and at the end (0: never). An engine alone is asked for snapshots
+    only if there are `checks` to show them to. `steps_max` Schedules are the end of it in any case
+    (a LIVENESS finding), and so is a long run of steps that deliver nothing. `clock` gives seconds
+    and is used for the report only.
+
+    What the factories raise (a `ConfigError`, say) passes through; what the engines raise later
+    is a finding.
     """
     if snapshot_every < 0:
         raise ValueError(f"snapshot_every = {snapshot_every}: must be at least 0")
@@ -326,21 +332,33 @@ class _Sides:
             self._look(event, seen)
         return seen
 
+    def finish(self) -> None:
+        """Compare the last states, wherever the cadence stood. Raises `_Found`."""
+        if self.snapshot_every and self.events % self.snapshot_every != 0:
+            self._compare_snapshots()
+
     def _look(self, event: Event, seen: Observation) -> None:
         snapshot: Snapshot | None = None
         if self.snapshot_every and self.events % self.snapshot_every == 0:
-            snapshot = _guarded_snapshot(self._engine, FindingKind.FAULT)
-            self.snapshots_taken += snapshot is not None
-            if self._spec is not None and snapshot is not None:
-                expected = _guarded_snapshot(self._spec, FindingKind.SPEC)
-                if expected is not None:
-                    self.snapshots_compared += 1
-                    if snapshot != expected:
-                        raise _divergence("snapshot", snapshot_differences(expected, snapshot))
+            snapshot = self._compare_snapshots()
         for check in self._checks:
             finding = check(Moment(self.step, event, seen, snapshot))
             if finding is not None:
                 raise _Found(finding)
+
+    def _compare_snapshots(self) -> Snapshot | None:
+        """The engine's snapshot, equal to the spec's where there is one."""
+        snapshot = _guarded_snapshot(self._engine, FindingKind.FAULT)
+        if snapshot is None:
+            return None
+        self.snapshots_taken += 1
+        if self._spec is not None:
+            expected = _guarded_snapshot(self._spec, FindingKind.SPEC)
+            if expected is not None:
+                self.snapshots_compared += 1
+                if snapshot != expected:
+                    raise _divergence("snapshot", snapshot_differences(expected, snapshot))
+        return snapshot
 
 
 def _guarded(engine: Engine, event: Event, kind: FindingKind) -> Observation:
@@ -365,13 +383,15 @@ def _raised(kind: FindingKind, what: str, error: Exception) -> Finding:
 
 def _divergence(what: str, differences: tuple[Difference, ...]) -> _Found:
     named = ", ".join(difference.field for difference in differences[:4])
+    if len(differences) > 4:
+        named += f" and {len(differences) - 4} more"
     return _Found(
         Finding(
             FindingKind.DIVERGENCE,
             "",
             f"spec_and_engine_give_the_same_{what}",
             f"{what}s differ in {named}",
-            differences,
+            differences[:DIFFERENCES_MAX],
         )
     )
 
@@ -441,6 +461,7 @@ class _Replay:
             self._submit_due()
             if not self._live:
                 if self._next is None:
+                    self._sides.finish()
                     return
                 self._ticks = max(self._ticks, self._next.arrival_time)
                 continue

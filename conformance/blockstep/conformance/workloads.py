@@ -15,8 +15,8 @@ agent       suite, session, timestamp_us, input_length,          one id per full
 What the published files say about themselves, and what is made of it:
 
 * mooncake: every one of the 12,031 rows has ceil(input_length / 512) ids. Ids name whole
-  prefixes (none has two parents or two positions). The last id of 11,891 distinct ones names a
-  partial block, always of the same length, and never a full one.
+  prefixes (none has two parents or two positions). 11,891 of them name a partial last block, each
+  always of the same length and none ever a full block, so an id never stands for two contents.
 * agent: ids start at 0 again in each suite, in order of first appearance, and go on counting from
   session to session: they are names within a suite, shared by its sessions (31 of magagent's by
   21 of its 25 sessions). They name content:
@@ -34,8 +34,8 @@ A block is cut into stretches of 16 tokens; each begins with an anchor that occu
 Two prompts therefore agree exactly as far as their ids do, and two blocks of 16 tokens or more,
 cut at a multiple of 16, differ whenever their ids do, even apart from their chains. Below 16 the
 chain of a block tells it apart. The small numbers cost no memory of their own: with a distinct
-int in every slot the Mooncake trace would need four times as much. `blocks` of an engine may have
-any size; that of the trace only says how far an id reaches.
+int in every slot the Mooncake trace would need four times as much. The blocks of an engine may
+have any size; that of the trace only says how far an id reaches.
 
 Prompt tokens stay below `OUTPUT_TOKENS_START`; ids from there up are for outputs (see replay).
 """

@@ -95,14 +95,18 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Split at line feeds; a line above the limit comes out unfinished."""
-    rest = b""
+    rest = bytearray()
     for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from whole
+        first, *others = chunk.split(b"\n")
+        rest += first
+        if others:
+            yield bytes(rest)
+            yield from others[:-1]
+            rest = bytearray(others[-1])
         if len(rest) > LINE_BYTES_MAX:
             break
     if rest:
-        yield rest
+        yield bytes(rest)
 
 
 def _chunks(file: IO[bytes]) -> Iterator[bytes]:

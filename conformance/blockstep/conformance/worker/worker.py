@@ -253,9 +253,10 @@ class Worker:
         view, size, kv = row.view, self.config.block_size, self.kv
         full, rest = divmod(row.end, size)
         table = view.table
-        if [kv[block] for block in table[:full]] != view.pages[:full]:
-            self._complain_read(row)
-        elif rest and kv[table[full]][:rest] != view.chain[full * size : row.end]:
+        is_right = [kv[block] for block in table[:full]] == view.pages[:full]
+        if is_right and rest:
+            is_right = kv[table[full]][:rest] == view.chain[full * size : row.end]
+        if not is_right:
             self._complain_read(row)
 
     def _complain_read(self, row: FrameRow) -> None:

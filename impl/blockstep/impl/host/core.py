@@ -57,7 +57,7 @@ class Core:
         self.next_frame_id: FrameId = 0
         self.finished_req_ids: set[RequestId] = set()
         self.prev_frame_id: FrameId = -1
-        """The last plan; -1 when nobody counts as scheduled in it (none yet, or a reset)."""
+        """The last plan; -1 before the first."""
         self.prev_scheduled_req_ids: list[RequestId] = []
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0

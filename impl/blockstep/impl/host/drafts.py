@@ -42,14 +42,16 @@ class Proposals(Core):
         return None
 
     def _may_draft(self, slot: int) -> bool:
-        """Whether drafts would continue its known tokens: all but the last are computed (P24)."""
+        """Whether drafts would continue its known tokens: all but the last are computed (P24).
+
+        So it has an output, and no frame in flight has a row of it: the row would have left
+        either a prefill chunk or no known token uncomputed.
+        """
         table = self.table
         return (
             table.statuses[slot] is Status.RUNNING
             and not table.is_prefill_chunk[slot]
-            and table.num_outputs(slot) > 0
             and table.num_computed[slot] == table.num_known[slot] - 1
-            and not self.is_in_flight(table.requests[slot].request_id)
         )
 
 

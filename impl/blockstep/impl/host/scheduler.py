@@ -163,7 +163,6 @@ class HostEngine(Planning, Results, Proposals):
         if reset_running_requests:
             while self.running:
                 self._preempt(self.running.pop())
-            self.prev_frame_id = -1
             self.prev_scheduled_req_ids = []
         elif not self.pool.is_unused():
             return False

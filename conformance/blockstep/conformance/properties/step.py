@@ -1,0 +1,135 @@
+"""Step: one event, its answer and the states around it, with what follows from them.
+
+A step is judged on its own facts. What an engine was told and has answered before is in the
+`Ledger`; nothing here knows how a scheduler decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from blockstep.spec.vocabulary import (
+    BlockId,
+    Config,
+    Event,
+    NewRow,
+    Observation,
+    Plan,
+    Policy,
+    RequestId,
+    RequestSnapshot,
+    Snapshot,
+    TokenIds,
+)
+
+
+class RowKind(StrEnum):
+    """How a request came into a plan."""
+
+    RUNNING = "running"
+    NEW = "new"
+    RESUMED = "resumed"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """One row of a plan, new and cached ones alike."""
+
+    request_id: RequestId
+    kind: RowKind
+    first: int
+    """Computed tokens before the step: position of the first token that runs."""
+    num_scheduled: int
+    gained: tuple[BlockId, ...]
+    """Running: blocks appended. Admitted: blocks after the hits."""
+    hits: tuple[BlockId, ...]
+    """Blocks of the prefix hit; none for a running row."""
+    drafts: TokenIds = ()
+
+    @property
+    def end(self) -> int:
+        """One past the last position that runs."""
+        return self.first + self.num_scheduled
+
+
+@dataclass
+class Step:
+    """One event that an engine took, and the snapshots before and after it."""
+
+    config: Config
+    index: int
+    event: Event
+    observation: Observation
+    before: Snapshot
+    after: Snapshot
+
+    @cached_property
+    def old(self) -> dict[RequestId, RequestSnapshot]:
+        """Unfinished requests before the step."""
+        return {request.request_id: request for request in self.before.requests}
+
+    @cached_property
+    def new(self) -> dict[RequestId, RequestSnapshot]:
+        """Unfinished requests after the step."""
+        return {request.request_id: request for request in self.after.requests}
+
+    @property
+    def plan(self) -> Plan:
+        """The answer of a Schedule."""
+        assert isinstance(self.observation, Plan), "only an accepted Schedule has a plan"
+        return self.observation
+
+    @cached_property
+    def running_rows(self) -> list[PlannedRow]:
+        """Rows of requests that were running, in the order in which they were scheduled."""
+        return [
+            PlannedRow(
+                row.request_id,
+                RowKind.RUNNING,
+                row.num_computed_tokens,
+                row.num_scheduled_tokens,
+                row.new_block_ids[0],
+                (),
+                row.draft_token_ids,
+            )
+            for row in self.plan.cached
+            if not row.resumed
+        ]
+
+    @cached_property
+    def admitted_rows(self) -> list[PlannedRow]:
+        """Rows of admitted requests, new and resumed mixed, in order of admission.
+
+        The plan has them in two lists; their common order is that of the running list.
+        """
+        rows = [self._admitted(row, RowKind.NEW) for row in self.plan.new]
+        rows += [self._admitted(row, RowKind.RESUMED) for row in self.plan.cached if row.resumed]
+        if len(rows) > 1:
+            place = {name: index for index, name in enumerate(self.after.running)}
+            rows.sort(key=lambda row: place.get(row.request_id, len(place)))
+        return rows
+
+    def _admitted(self, row: object, kind: RowKind) -> PlannedRow:
+        if isinstance(row, NewRow):
+            table, drafts = row.block_ids[0], ()
+        else:
+            table, drafts = row.new_block_ids[0], row.draft_token_ids  # type: ignore[attr-defined]
+        first = row.num_computed_tokens  # type: ignore[attr-defined]
+        num_hits = first // self.config.block_size
+        return PlannedRow(
+            row.request_id,  # type: ignore[attr-defined]
+            kind,
+            first,
+            row.num_scheduled_tokens,  # type: ignore[attr-defined]
+            table[num_hits:],
+            table[:num_hits],
+            drafts,
+        )
+
+    @cached_property
+    def rows(self) -> list[PlannedRow]:
+        """All rows in order of scheduling."""
+        return self.running_rows + self.admitted_rows

@@ -1,0 +1,615 @@
+"""Replay: workloads through one engine, or two in lock-step, with nothing lost unnoticed."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from blockstep.conformance.engine import Capability, EngineFactory, EngineFault
+from blockstep.conformance.findings import Finding, FindingKind
+from blockstep.conformance.replay import (
+    REPLAY_PRESETS,
+    Arrivals,
+    Moment,
+    Pace,
+    Progress,
+    ReplayReport,
+    render,
+    replay,
+)
+from blockstep.conformance.traces import read_trace, write_trace
+from blockstep.conformance.workloads import OUTPUT_TOKENS_START, WorkloadFormat, load
+from blockstep.impl.host import HostEngine
+from blockstep.spec import Oracle
+from blockstep.spec.vocabulary import (
+    Ack,
+    Commit,
+    Config,
+    Event,
+    FinishReason,
+    Observation,
+    Outputs,
+    Plan,
+    RejectCode,
+    Request,
+    Schedule,
+    Snapshot,
+    Submit,
+    config_problems,
+)
+
+REPO = Path(__file__).resolve().parents[2]
+CONFIG = Config(
+    num_blocks=30, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64
+)
+
+
+class Spec:
+    """The specification as an engine, that may change its answers on the way out."""
+
+    def __init__(
+        self, config: Config, change: Callable[[Event, Observation], Observation] | None = None
+    ) -> None:
+        self.oracle = Oracle(config)
+        self.change = change
+        self.events: list[Event] = []
+
+    def apply(self, event: Event) -> Observation:
+        self.events.append(event)
+        seen = self.oracle.apply(event)
+        return seen if self.change is None else self.change(event, seen)
+
+    def snapshot(self) -> Snapshot | None:
+        return self.oracle.snapshot()
+
+    def capabilities(self) -> frozenset[Capability]:
+        return frozenset({Capability.SNAPSHOT})
+
+
+def changing(change: Callable[[Event, Observation], Observation]) -> EngineFactory:
+    return lambda config: Spec(config, change)
+
+
+def requests(number: int = 6, prompt: int = 10, output: int = 7, gap: int = 0) -> list[Request]:
+    """Requests in pairs of equal prompts."""
+    return [
+        Request(
+            f"r{k}",
+            tuple(range(k // 2 * 100, k // 2 * 100 + prompt)),
+            max_tokens=output,
+            arrival_time=k * gap,
+        )
+        for k in range(number)
+    ]
+
+
+def test_every_request_runs_to_its_length_and_everything_is_counted() -> None:
+    ticking = count(100).__next__
+    report = replay(requests(), CONFIG, Spec, clock=lambda: float(ticking()))
+    assert report.finding is None
+    assert (report.requests_submitted, report.requests_finished) == (6, 6)
+    assert report.tokens_prompt == 60
+    assert report.tokens_output == 42
+    # Each second request of a pair hits the two full blocks that lie before its last token.
+    assert report.tokens_prefix_hit == 3 * 8
+    assert report.prefix_hit_rate == 24 / 60
+    assert (report.blocks_prefix_hit, report.blocks_prompt) == (6, 18)
+    assert report.block_hit_rate == 6 / 18
+    # The last output is never computed.
+    assert report.tokens_scheduled == 60 - 24 + 6 * (7 - 1)
+    assert report.events == report.requests_submitted + 2 * report.steps
+    assert report.requests_running_peak == 4
+    assert 0 < report.pool_blocks_mean < report.pool_blocks_peak <= report.pool_blocks_usable == 29
+    assert report.equivalence == "none"
+    assert report.snapshots_taken == 0
+    assert report.seconds == 1.0
+    assert report.events_per_second == report.events
+
+
+def test_the_pool_in_use_is_the_engines_own(tmp_path: Path) -> None:
+    """Counted from plans alone, it equals the ref counts, also under preemption."""
+    held: list[int] = []
+
+    def look(moment: Moment) -> Finding | None:
+        if isinstance(moment.event, Schedule):
+            assert moment.snapshot is not None
+            held.append(sum(refs > 0 for refs in moment.snapshot.ref_counts))
+        return None
+
+    report = replay(requests(8, output=30), replace(CONFIG, num_blocks=14), Spec, checks=[look])
+    assert report.finding is None
+    assert report.preemptions > 0
+    assert report.tokens_resumed_hit > 0
+    assert report.pool_blocks_peak == max(held)
+    assert report.pool_blocks_mean == pytest.approx(sum(held) / len(held))
+
+
+def test_counters_are_those_of_the_specification() -> None:
+    engines: list[Spec] = []
+
+    def make(config: Config) -> Spec:
+        engines.append(Spec(config))
+        return engines[-1]
+
+    report = replay(requests(8, output=30), replace(CONFIG, num_blocks=14), make)
+    snapshot = engines[0].snapshot()
+    assert snapshot is not None
+    stats = snapshot.stats
+    assert stats.preemptions == report.preemptions
+    assert stats.prefix_cache_hits == report.tokens_prefix_hit + report.tokens_resumed_hit
+
+
+@pytest.mark.parametrize("pace", [Pace(concurrency=3), Pace(Arrivals.OPEN, ticks_per_step=5)])
+@pytest.mark.parametrize("num_blocks", [12, 30])
+@pytest.mark.parametrize("threshold", [0, 5])
+def test_spec_and_host_engine_agree(pace: Pace, num_blocks: int, threshold: int) -> None:
+    config = replace(CONFIG, num_blocks=num_blocks, long_prefill_token_threshold=threshold)
+    report = replay(requests(9, gap=7), config, HostEngine, spec_factory=Spec, pace=pace)
+    assert report.finding is None, report.finding
+    assert report.requests_finished == 9
+    assert report.equivalence == "exact"
+    assert report.snapshots_taken == report.events
+
+
+def test_the_snapshot_cadence_is_kept() -> None:
+    def run(every: int) -> ReplayReport:
+        return replay(requests(), CONFIG, Spec, spec_factory=Spec, snapshot_every=every)
+
+    assert run(7).snapshots_taken == -(-run(7).events // 7), "the last state is always compared"
+    assert (run(7).equivalence, run(0).equivalence) == ("exact", "observations")
+    assert run(0).snapshots_taken == 0
+    with pytest.raises(ValueError, match="snapshot_every"):
+        run(-1)
+
+
+def test_closed_arrivals_keep_so_many_requests_unfinished() -> None:
+    spelled_out = 0
+    engines: list[Spec] = []
+
+    def source() -> Iterator[Request]:
+        nonlocal spelled_out
+        for request in requests(20):
+            spelled_out += 1
+            yield request
+
+    def look(progress: Moment) -> Finding | None:
+        assert progress.snapshot is not None
+        unfinished = len(progress.snapshot.requests)
+        assert unfinished <= 2
+        submitted = sum(isinstance(event, Submit) for event in engines[0].events)
+        assert spelled_out <= submitted + 1, "prompts are not spelled out before their time"
+        return None
+
+    def make(config: Config) -> Spec:
+        engines.append(Spec(config))
+        return engines[-1]
+
+    report = replay(source(), CONFIG, make, pace=Pace(concurrency=2), checks=[look])
+    assert report.requests_finished == 20
+    assert report.requests_running_peak == 2
+
+
+def test_open_arrivals_follow_the_clock_of_steps_and_skip_idle_time() -> None:
+    engines: list[Spec] = []
+
+    def make(config: Config) -> Spec:
+        engines.append(Spec(config))
+        return engines[-1]
+
+    submissions = [replace(r, arrival_time=t) for r, t in zip(requests(3), (0, 25, 10**9))]  # noqa: B905
+    report = replay(submissions, CONFIG, make, pace=Pace(Arrivals.OPEN, ticks_per_step=10))
+    assert report.requests_finished == 3
+    names = [type(event).__name__ for event in engines[0].events]
+    first, second, third = (k for k, name in enumerate(names) if name == "Submit")
+    assert names[first:second].count("Schedule") == 3, "ticks 0, 10 and 20"
+    assert names[third - 1] == "Commit", "no step is spent on waiting"
+    assert report.steps < 30
+
+
+def test_refusals_are_counted_by_code() -> None:
+    bad = [
+        Request("empty", ()),
+        Request("long", tuple(range(64))),
+        Request("huge", tuple(range(60)), max_tokens=4),
+        *requests(2),
+        Request("more", (1,), max_tokens=0),
+    ]
+    report = replay(bad, replace(CONFIG, num_blocks=12), Spec)
+    assert report.requests_refused == {
+        RejectCode.BAD_REQUEST.value: 2,
+        RejectCode.PROMPT_TOO_LONG.value: 1,
+        RejectCode.NEVER_FITS.value: 1,
+    }
+    assert report.requests_finished == 2
+    assert report.finding is None
+
+
+def test_a_request_that_waits_for_its_grammar_gets_it() -> None:
+    report = replay([replace(requests(1)[0], structured_output=True)], CONFIG, Spec)
+    assert report.requests_finished == 1
+
+
+def test_no_two_output_tokens_are_equal() -> None:
+    engine = Spec(CONFIG)
+    replay(requests(), CONFIG, lambda config: engine)
+    commits = [event for event in engine.events if isinstance(event, Commit)]
+    tokens = [token for c in commits for row in c.sampled for token in row.token_ids]
+    assert len(set(tokens)) == len(tokens) == 42
+    assert min(tokens) >= OUTPUT_TOKENS_START
+
+
+def test_nothing_to_replay_is_an_empty_report() -> None:
+    report = replay([], CONFIG, Spec)
+    assert report.events == report.steps == 0
+    assert report.prefix_hit_rate == report.block_hit_rate == 0.0
+
+
+# --- broken engines
+
+
+def at_step(frame_id: int, change: Callable[[Plan], Plan]) -> EngineFactory:
+    def changed(event: Event, seen: Observation) -> Observation:
+        return change(seen) if isinstance(seen, Plan) and seen.frame_id == frame_id else seen
+
+    return changing(changed)
+
+
+def outputs(change: Callable[[Outputs], Outputs]) -> EngineFactory:
+    return changing(lambda event, seen: change(seen) if isinstance(seen, Outputs) else seen)
+
+
+def without_rows(event: Event, seen: Observation) -> Observation:
+    return Plan(seen.frame_id) if isinstance(seen, Plan) else seen
+
+
+BROKEN: list[tuple[str, EngineFactory, FindingKind, str]] = [
+    (
+        "a row more than it sampled",
+        at_step(2, lambda p: replace(p, cached=(replace(p.cached[0], num_scheduled_tokens=2),))),
+        FindingKind.PROPERTY,
+        "P12",
+    ),
+    (
+        "an unknown request",
+        at_step(2, lambda p: replace(p, cached=(replace(p.cached[0], request_id="zz"),))),
+        FindingKind.PROPERTY,
+        "P26",
+    ),
+    (
+        "an unknown victim",
+        at_step(2, lambda p: replace(p, preempted_req_ids=("zz",))),
+        FindingKind.PROPERTY,
+        "P26",
+    ),
+    (
+        "a lost token",
+        outputs(lambda o: Outputs(o.rows[1:])),
+        FindingKind.PROPERTY,
+        "P13",
+    ),
+    (
+        "a wrong token",
+        outputs(lambda o: Outputs(tuple(replace(r, new_token_ids=(5,)) for r in o.rows))),
+        FindingKind.PROPERTY,
+        "P13",
+    ),
+    (
+        "an early end",
+        outputs(
+            lambda o: Outputs(tuple(replace(r, finish_reason=FinishReason.LENGTH) for r in o.rows))
+        ),
+        FindingKind.PROPERTY,
+        "P13",
+    ),
+    (
+        "no end",
+        outputs(lambda o: Outputs(tuple(replace(r, finish_reason=None) for r in o.rows))),
+        FindingKind.PROPERTY,
+        "P13",
+    ),
+    (
+        "no plan",
+        changing(lambda e, seen: Ack() if isinstance(seen, Plan) else seen),
+        FindingKind.PROPERTY,
+        "P26",
+    ),
+    (
+        "no outputs",
+        changing(lambda e, seen: Ack() if isinstance(seen, Outputs) else seen),
+        FindingKind.PROPERTY,
+        "P13",
+    ),
+    (
+        "no answer to a submit",
+        changing(lambda e, seen: Outputs() if isinstance(seen, Ack) else seen),
+        FindingKind.PROPERTY,
+        "P11",
+    ),
+    ("nothing ever scheduled", changing(without_rows), FindingKind.LIVENESS, "P10"),
+]
+
+
+@pytest.mark.parametrize(
+    ("factory", "kind", "property_id"), [b[1:] for b in BROKEN], ids=[b[0] for b in BROKEN]
+)
+def test_an_engine_alone_is_found_out(
+    factory: EngineFactory, kind: FindingKind, property_id: str
+) -> None:
+    report = replay(requests(1), CONFIG, factory)
+    assert report.finding is not None
+    assert (report.finding.kind, report.finding.property_id) == (kind, property_id)
+    assert report.requests_finished == 0
+    assert report.finding_event is not None
+
+
+@pytest.mark.parametrize("factory", [b[1] for b in BROKEN], ids=[b[0] for b in BROKEN])
+def test_in_lock_step_each_is_a_divergence_at_its_step(factory: EngineFactory) -> None:
+    report = replay(requests(1), CONFIG, factory, spec_factory=Spec)
+    assert report.finding is not None
+    assert report.finding.kind is FindingKind.DIVERGENCE
+    assert report.finding.differences
+
+
+def test_a_differing_state_is_a_divergence() -> None:
+    report = replay(
+        requests(2),
+        CONFIG,
+        lambda config: Spec(replace(config, max_num_seqs=1)),
+        spec_factory=lambda config: Spec(replace(config, num_blocks=40)),
+        snapshot_every=1,
+    )
+    assert report.finding is not None
+    assert report.finding.sentence == "spec_and_engine_give_the_same_snapshot"
+    assert isinstance(report.finding_event, Submit)
+    assert len(report.finding.differences) <= 20
+
+
+def test_what_either_side_raises_is_a_finding() -> None:
+    def raising(error: Exception) -> EngineFactory:
+        def raise_it(event: Event, seen: Observation) -> Observation:
+            raise error
+
+        return changing(raise_it)
+
+    for error in (EngineFault("broken"), KeyError("k")):
+        report = replay(requests(1), CONFIG, raising(error))
+        assert report.finding is not None
+        assert report.finding.kind is FindingKind.FAULT
+        assert type(error).__name__ in report.finding.message
+    report = replay(requests(1), CONFIG, Spec, spec_factory=raising(AssertionError("P1")))
+    assert report.finding is not None
+    assert report.finding.kind is FindingKind.SPEC
+
+
+def test_the_step_cap_is_reported_as_such() -> None:
+    report = replay(requests(), CONFIG, Spec, steps_max=4)
+    assert report.finding is not None
+    assert report.finding.kind is FindingKind.LIVENESS
+    assert "4 steps" in report.finding.message
+    assert report.steps == 4
+    assert report.requests_finished < 6
+
+
+def test_steps_that_deliver_nothing_come_to_an_end() -> None:
+    """An engine that schedules the first chunk of a prompt over and over."""
+
+    class Stuck(Spec):
+        first: Plan | None = None
+
+        def apply(self, event: Event) -> Observation:
+            if isinstance(event, Commit):
+                return Outputs()
+            if isinstance(event, Schedule) and self.first is not None:
+                return self.first
+            seen = super().apply(event)
+            if isinstance(seen, Plan):
+                self.first = seen
+            return seen
+
+    report = replay([Request("a", tuple(range(40)))], CONFIG, Stuck)
+    assert report.finding is not None
+    assert report.finding.kind is FindingKind.LIVENESS
+    assert "delivered nothing" in report.finding.message
+
+
+def test_a_check_that_speaks_stops_the_replay() -> None:
+    spoken = Finding(FindingKind.PROPERTY, "P1", "pool_is_conserved", "it is not")
+    report = replay(
+        requests(), CONFIG, Spec, checks=[lambda moment: spoken if moment.step == 3 else None]
+    )
+    assert report.finding is spoken
+    assert report.finding_step == 3
+
+
+# --- the report
+
+
+def test_progress_is_told_now_and_then() -> None:
+    told: list[Progress] = []
+    report = replay(
+        requests(60, output=20), CONFIG, Spec, on_progress=told.append, pace=Pace(concurrency=1)
+    )
+    assert report.steps > 512
+    assert [p.steps for p in told] == [256, 512, 768, 1024, 1280][: len(told)]
+    assert all(p.requests_unfinished <= 1 for p in told)
+    assert told[-1].requests_finished > told[0].requests_finished
+
+
+def test_a_report_is_plain_json_with_stable_keys() -> None:
+    report = replay([Request("x", ()), *requests(2)], CONFIG, Spec, clock=lambda: 0.0)
+    plain = json.loads(json.dumps(report.to_json()))
+    assert plain == report.to_json()
+    assert (plain["format"], plain["version"]) == ("blockstep-replay", 1)
+    assert plain["requests_refused"] == {"bad_request": 1}
+    assert plain["config"]["policy"] == "fcfs"
+    assert plain["pace"]["arrivals"] == "closed"
+    assert plain["finding"] is None
+    assert set(plain) == {
+        *("format", "version", "equivalence", "snapshot_every", "config", "pace", "finding"),
+        *("finding_step", "finding_event", "requests_submitted", "requests_finished"),
+        *("requests_refused", "requests_running_peak", "steps", "events", "snapshots_taken"),
+        *("rows", "tokens_scheduled", "tokens_prompt", "tokens_prefix_hit", "blocks_prompt"),
+        *("blocks_prefix_hit", "tokens_resumed_hit", "tokens_output", "preemptions"),
+        *("pool_blocks_usable", "pool_blocks_peak", "pool_blocks_mean", "seconds"),
+        *("prefix_hit_rate", "block_hit_rate", "events_per_second"),
+    }
+    found = replay(requests(1), CONFIG, BROKEN[0][1], spec_factory=Spec).to_json()
+    assert json.loads(json.dumps(found))["finding"]["kind"] == "divergence"
+
+
+def rendered(report: ReplayReport) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    render(report, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_report_is_shown_as_a_table() -> None:
+    text = rendered(replay([Request("x", ()), *requests()], CONFIG, Spec, clock=lambda: 0.0))
+    assert "requests finished" in text
+    assert "1 bad_request" in text
+    assert "40.0%" in text
+    assert "DIVERGENCE" not in text
+
+
+def test_a_finding_is_shown_beneath() -> None:
+    text = rendered(replay(requests(1), CONFIG, BROKEN[0][1], spec_factory=Spec))
+    assert "DIVERGENCE at step" in text
+    assert "num_scheduled_tokens" in text
+    assert "expected" in text
+
+
+def test_a_replay_can_be_recorded_and_read_back(tmp_path: Path) -> None:
+    steps: list[tuple[Event, Observation]] = []
+
+    def record(moment: Moment) -> Finding | None:
+        steps.append((moment.event, moment.observation))
+        return None
+
+    report = replay(requests(), CONFIG, Spec, checks=[record], snapshot_every=0)
+    assert write_trace(tmp_path / "t.jsonl.gz", CONFIG, steps) == report.events
+    assert read_trace(tmp_path / "t.jsonl.gz").steps == tuple(steps)
+
+
+def test_paces_and_presets_are_sound() -> None:
+    assert set(REPLAY_PRESETS) == set(WorkloadFormat)
+    for preset in REPLAY_PRESETS.values():
+        assert config_problems(preset.config) == ()
+    with pytest.raises(ValueError, match="at least 1"):
+        Pace(concurrency=0)
+    with pytest.raises(ValueError, match="at least 1"):
+        Pace(ticks_per_step=0)
+
+
+# --- the published traces
+
+
+def published(name: str) -> Path:
+    """A published trace file; skips the test where there is none."""
+    folder = Path(os.environ.get("BLOCKSTEP_TRACES", REPO.parent / "shared" / "traces"))
+    path = folder / name
+    if not path.is_file():
+        pytest.skip(f"{path} is absent: set BLOCKSTEP_TRACES to the folder of published traces")
+    return path
+
+
+def hits_by_ids_alone(path: Path, limit: int | None = None) -> tuple[int, int, int, int]:
+    """Of the Mooncake trace with an endless cache: ids hit, ids, tokens hit, prompt tokens.
+
+    Independent of everything that is tested: a set of the full blocks' ids seen so far. At least
+    one token of a prompt is always computed, so floor((length - 1) / 512) blocks can hit.
+    """
+    seen: set[int] = set()
+    ids_hit = ids = tokens = 0
+    with gzip.open(path, "rt") as lines:
+        for number, line in enumerate(lines):
+            if number == limit:
+                break
+            row = json.loads(line)
+            length, names = row["input_length"], row["hash_ids"]
+            ids += len(names)
+            tokens += length
+            for name in names[: (length - 1) // 512]:
+                if name not in seen:
+                    break
+                ids_hit += 1
+            seen.update(names[: length // 512])
+    return ids_hit, ids, ids_hit * 512, tokens
+
+
+def test_the_mooncake_trace_hits_as_published_by_ids_alone() -> None:
+    ids_hit, ids, tokens_hit, tokens = hits_by_ids_alone(
+        published("mooncake_conversation.jsonl.gz")
+    )
+    assert ids_hit / ids == pytest.approx(0.366, abs=0.003)
+    assert tokens_hit / tokens == pytest.approx(0.373, abs=0.003)
+
+
+@pytest.mark.parametrize(
+    "pace", [Pace(), Pace(concurrency=7), Pace(Arrivals.OPEN, ticks_per_step=500)]
+)
+def test_without_eviction_the_engine_hits_what_the_ids_say_at_any_pace(pace: Pace) -> None:
+    path = published("mooncake_conversation.jsonl.gz")
+    config = REPLAY_PRESETS[WorkloadFormat.MOONCAKE].config
+    report = replay(load(path, limit=150), config, HostEngine, pace=pace)
+    assert report.finding is None
+    expected = hits_by_ids_alone(path, limit=150)
+    seen = (
+        report.blocks_prefix_hit,
+        report.blocks_prompt,
+        report.tokens_prefix_hit,
+        report.tokens_prompt,
+    )
+    assert seen == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "num_blocks"),
+    [
+        ("mooncake_conversation.jsonl.gz", 12, 200),
+        ("azure_2023_code.csv", 40, 2_000),
+        ("agent_blocks16.jsonl.gz", 40, 1_500),
+    ],
+)
+def test_spec_and_host_engine_agree_on_published_traces(
+    name: str, limit: int, num_blocks: int
+) -> None:
+    workload = load(published(name), limit=limit)
+    preset = REPLAY_PRESETS[workload.format]
+    report = replay(
+        workload,
+        replace(preset.config, num_blocks=num_blocks),
+        HostEngine,
+        spec_factory=Spec,
+        pace=preset.pace,
+        snapshot_every=500,
+    )
+    assert report.finding is None, report.finding
+    assert report.equivalence == "exact"
+    assert report.requests_finished == limit
+
+
+@pytest.mark.skipif(
+    os.environ.get("BLOCKSTEP_FULL_TRACE") != "1",
+    reason="half a minute and 2 GB: set BLOCKSTEP_FULL_TRACE=1",
+)
+def test_the_whole_mooncake_trace_hits_as_published() -> None:
+    path = published("mooncake_conversation.jsonl.gz")
+    preset = REPLAY_PRESETS[WorkloadFormat.MOONCAKE]
+    report = replay(load(path), preset.config, HostEngine, pace=preset.pace)
+    assert report.finding is None
+    assert report.requests_finished == report.requests_submitted == 12_031
+    assert report.block_hit_rate == pytest.approx(0.366, abs=0.003)
+    assert report.prefix_hit_rate == pytest.approx(0.373, abs=0.003)
+    ids_hit, ids, tokens_hit, tokens = hits_by_ids_alone(path)
+    assert (report.blocks_prefix_hit, report.blocks_prompt) == (ids_hit, ids)
+    assert (report.tokens_prefix_hit, report.tokens_prompt) == (tokens_hit, tokens)

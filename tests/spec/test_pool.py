@@ -1,0 +1,107 @@
+"""The pool: exact order, exact counts, and what does not change."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from blockstep.spec.pool import (
+    Pool,
+    allocate_blocks,
+    create_pool,
+    find_block,
+    free_blocks,
+    publish_blocks,
+    touch_blocks,
+    withdraw_all,
+    withdraw_blocks,
+)
+from blockstep.spec.vocabulary import BlockKey
+
+K1, K2 = BlockKey(None, (1, 2)), BlockKey(None, (3, 4))
+
+
+def test_null_block_is_never_queued() -> None:
+    assert create_pool(4).free_queue == (1, 2, 3)
+
+
+def test_blocks_come_from_the_head_and_return_to_the_tail_in_reverse() -> None:
+    pool, taken = allocate_blocks(create_pool(6), 3)
+    assert taken == (1, 2, 3)
+    assert free_blocks(pool, taken).free_queue == (4, 5, 3, 2, 1)
+
+
+def test_touch_takes_a_block_out_of_the_middle() -> None:
+    pool = touch_blocks(create_pool(5), (2, 3))
+    assert pool.free_queue == (1, 4)
+    assert pool.ref_counts == (0, 0, 1, 1, 0)
+    assert touch_blocks(pool, (2,)).ref_counts == (0, 0, 2, 1, 0)
+
+
+def test_a_shared_block_stays_until_its_last_holder_goes() -> None:
+    pool, (block,) = allocate_blocks(create_pool(3), 1)
+    shared = touch_blocks(pool, (block,))
+    assert free_blocks(shared, (block,)).free_queue == (2,)
+    assert free_blocks(free_blocks(shared, (block,)), (block,)).free_queue == (2, 1)
+
+
+def test_keys_stay_on_free_blocks_until_they_are_taken_again() -> None:
+    pool, taken = allocate_blocks(create_pool(3), 2)
+    pool = free_blocks(publish_blocks(pool, taken, (K1, K2)), taken)
+    assert (find_block(pool, K1), find_block(pool, K2)) == (1, 2)
+    pool, _ = allocate_blocks(pool, 1)
+    assert (find_block(pool, K1), find_block(pool, K2)) == (1, None)
+
+
+def test_equal_blocks_are_hit_in_order_of_publication() -> None:
+    pool, taken = allocate_blocks(create_pool(4), 3)
+    pool = publish_blocks(publish_blocks(pool, (2,), (K1,)), (1, 3), (K1, K2))
+    assert pool.cached[K1] == (2, 1)
+    assert find_block(withdraw_blocks(pool, (2,)), K1) == 1
+    assert withdraw_blocks(pool, taken) == replace(withdraw_all(pool), ref_counts=pool.ref_counts)
+
+
+def test_withdrawing_keeps_the_order_of_the_queue() -> None:
+    pool, taken = allocate_blocks(create_pool(4), 2)
+    pool = free_blocks(publish_blocks(pool, taken, (K1, K2)), taken)
+    assert withdraw_all(pool).free_queue == pool.free_queue == (3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda pool: allocate_blocks(pool, 4),
+        lambda pool: free_blocks(pool, (1,)),
+        lambda pool: touch_blocks(pool, (0,)),
+        lambda pool: publish_blocks(publish_blocks(pool, (1,), (K1,)), (1,), (K1,)),
+    ],
+    ids=["too many", "nobody holds it", "null block", "twice"],
+)
+def test_misuse_is_an_assertion_for_it_means_the_spec_is_wrong(misuse: object) -> None:
+    assert callable(misuse)
+    with pytest.raises(AssertionError):
+        misuse(create_pool(4))
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=30))
+def test_conservation_under_any_operations(steps: list[tuple[int, int]]) -> None:
+    pool: Pool = create_pool(6)
+    tables: list[tuple[int, ...]] = []
+    for kind, number in steps:
+        if kind == 0 and number <= len(pool.free_queue):
+            pool, taken = allocate_blocks(pool, number)
+            tables.append(taken)
+        elif kind == 1 and tables:
+            pool = free_blocks(pool, tables.pop(number % len(tables)))
+        elif kind == 2 and tables:
+            shared = tables[number % len(tables)]
+            pool = touch_blocks(pool, shared)
+            tables.append(shared)
+        elif kind == 3 and tables:
+            blocks = tables[number % len(tables)]
+            new = [block for block in blocks if pool.block_keys[block] is None]
+            pool = publish_blocks(pool, new, [BlockKey(None, (block,)) for block in new])
+        held = [sum(table.count(block) for table in tables) for block in range(6)]
+        assert pool.ref_counts == tuple(held)
+        assert sorted(pool.free_queue) == [b for b in range(1, 6) if held[b] == 0]

@@ -1,0 +1,247 @@
+"""Schedule: caps, admission, queues, preemption, and what a worker is told."""
+
+from dataclasses import replace
+
+import pytest
+
+from blockstep.spec import (
+    Config,
+    Drafts,
+    GrammarReady,
+    Oracle,
+    Plan,
+    Policy,
+    Request,
+    SpecMethod,
+    Status,
+)
+from blockstep.spec.queues import select_victim
+from blockstep.spec.schedule import compute_num_running_tokens
+from blockstep.spec.slots import compute_max_slots, compute_num_blocks
+from blockstep.spec.vocabulary import RowTokens
+
+CONFIG = Config(num_blocks=21, block_size=4, max_model_len=64)
+
+
+def amounts(plan: Plan) -> dict[str, int]:
+    return {row.request_id: row.num_scheduled_tokens for row in plan.rows}
+
+
+def step(oracle: Oracle, token: int = 99) -> Plan:
+    """Schedule, and let every row sample that can."""
+    plan = oracle.schedule()
+    frame = oracle.state.frames[-1] if plan.rows else None
+    samples = {row.request_id: [token] for row in frame.rows if row.samples} if frame else {}
+    if plan.rows:
+        oracle.commit(plan, samples)
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ((10, 4, 0, 100, 100), 6),
+        ((10, 4, 3, 100, 100), 3),
+        ((10, 4, 0, 2, 100), 2),
+        ((10, 4, 0, 100, 8), 3),
+        ((10, 10, 0, 100, 100), 0),
+        ((13, 9, 0, 100, 10), 0),
+    ],
+    ids=["gap", "threshold", "budget", "model length", "nothing to do", "at the model length"],
+)
+def test_caps_of_a_running_request(args: tuple[int, int, int, int, int], expected: int) -> None:
+    assert compute_num_running_tokens(*args) == expected
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
+def test_blocks_for_tokens(tokens: int, blocks: int) -> None:
+    assert compute_num_blocks(tokens, 4) == blocks
+
+
+def test_the_last_output_needs_no_slot_but_drafts_and_lookahead_do() -> None:
+    assert compute_max_slots(10, 5, 0, 0, 100) == 14
+    assert compute_max_slots(10, 5, 3, 0, 100) == 17
+    assert compute_max_slots(10, 5, 3, 3, 100) == 20
+    assert compute_max_slots(10, 50, 3, 0, 20) == 19
+    assert compute_max_slots(10, 50, 3, 3, 20) == 20
+
+
+def test_running_requests_come_before_waiting_ones() -> None:
+    oracle = Oracle(replace(CONFIG, max_num_batched_tokens=8))
+    oracle.submit(Request("A", tuple(range(6)), cache_salt="A"))
+    step(oracle)
+    oracle.submit(Request("B", tuple(range(20)), cache_salt="B"))
+    assert amounts(step(oracle)) == {"A": 1, "B": 7}
+    assert amounts(step(oracle)) == {"A": 1, "B": 7}
+    assert amounts(step(oracle)) == {"A": 1, "B": 6}
+
+
+def test_without_chunking_a_prompt_waits_for_a_budget_that_holds_it() -> None:
+    config = replace(
+        CONFIG, enable_chunked_prefill=False, max_num_batched_tokens=64, max_num_seqs=9
+    )
+    oracle = Oracle(config)
+    oracle.submit(Request("A", tuple(range(40)), max_tokens=1, cache_salt="A"))
+    oracle.submit(Request("B", tuple(range(30)), max_tokens=1, cache_salt="B"))
+    oracle.submit(Request("C", (1,), max_tokens=1))
+    assert amounts(step(oracle)) == {"A": 40}, "nobody overtakes B"
+    assert amounts(step(oracle)) == {"B": 30, "C": 1}
+
+
+def test_no_more_seats_than_configured() -> None:
+    oracle = Oracle(replace(CONFIG, max_num_seqs=1))
+    oracle.submit(Request("A", (1,), max_tokens=2))
+    oracle.submit(Request("B", (2,), max_tokens=1))
+    assert amounts(step(oracle)) == {"A": 1}
+    assert amounts(step(oracle)) == {"A": 1}
+    assert amounts(step(oracle)) == {"B": 1}
+
+
+def test_the_gate_looks_at_all_known_tokens_and_not_at_the_first_chunk() -> None:
+    """Upstream #37307; without it a request is let in only to be preempted (#25538)."""
+
+    def admitted(gate: bool) -> bool:
+        config = replace(
+            CONFIG, num_blocks=6, max_num_batched_tokens=8, scheduler_reserve_full_isl=gate
+        )
+        oracle = Oracle(config)
+        oracle.submit(Request("A", tuple(range(7)), max_tokens=9, cache_salt="A"))
+        step(oracle)
+        oracle.submit(Request("B", tuple(range(16)), max_tokens=2, cache_salt="B"))
+        return "B" in amounts(step(oracle))
+
+    assert not admitted(gate=True)
+    assert admitted(gate=False)
+
+
+def test_a_refused_admission_changes_nothing() -> None:
+    """P7; upstream counts the prefix query of each failed attempt."""
+    oracle = Oracle(replace(CONFIG, num_blocks=5))
+    oracle.submit(Request("A", tuple(range(8)), max_tokens=5))
+    step(oracle)
+    oracle.submit(Request("B", (0, 1, 2, 3, *range(50, 58)), max_tokens=2))
+    before = oracle.state
+    plan = oracle.schedule()
+    assert amounts(plan) == {"A": 1}
+    assert oracle.state.requests["B"] == before.requests["B"]
+    assert oracle.state.stats == before.stats
+    assert oracle.state.pool.ref_counts[:3] == before.pool.ref_counts[:3]
+
+
+def test_fully_cached_prompt_recomputes_its_last_block() -> None:
+    oracle = Oracle(CONFIG)
+    oracle.submit(Request("A", tuple(range(8)), max_tokens=1))
+    step(oracle)
+    oracle.submit(Request("B", tuple(range(8)), max_tokens=1))
+    (row,) = oracle.schedule().new
+    assert (row.num_computed_tokens, row.num_scheduled_tokens) == (4, 4)
+
+
+def test_hidden_state_drafting_gives_the_last_hit_block_back() -> None:
+    config = replace(CONFIG, spec_method=SpecMethod.EAGLE, num_speculative_tokens=2)
+    oracle = Oracle(config)
+    oracle.submit(Request("A", tuple(range(12)), max_tokens=1))
+    step(oracle)
+    oracle.submit(Request("B", (*range(12), 50), max_tokens=1))
+    (row,) = oracle.schedule().new
+    assert row.num_computed_tokens == 8
+
+
+def test_a_request_may_decline_the_cache() -> None:
+    oracle = Oracle(CONFIG)
+    oracle.submit(Request("A", tuple(range(12)), max_tokens=1))
+    step(oracle)
+    oracle.submit(Request("B", tuple(range(12)), skip_reading_prefix_cache=True))
+    (row,) = oracle.schedule().new
+    assert row.num_computed_tokens == 0
+    assert oracle.state.stats.prefix_cache_queries == 12, "it did not ask"
+
+
+def test_a_hit_within_the_same_step() -> None:
+    """Blocks published by a request ahead in the same step are written before they are read."""
+    oracle = Oracle(CONFIG)
+    oracle.submit(Request("A", tuple(range(9))))
+    oracle.submit(Request("B", tuple(range(9))))
+    first, second = oracle.schedule().new
+    assert (first.num_computed_tokens, second.num_computed_tokens) == (0, 8)
+    assert second.block_ids[0][:2] == first.block_ids[0][:2]
+
+
+def test_drafts_are_trimmed_to_the_budget_and_the_rest_is_dropped() -> None:
+    config = replace(
+        CONFIG,
+        spec_method=SpecMethod.NGRAM,
+        num_speculative_tokens=3,
+        max_num_batched_tokens=5,
+    )
+    oracle = Oracle(config)
+    for name in ("A", "B"):
+        oracle.submit(Request(name, (1, 2), max_tokens=9))
+    step(oracle)
+    oracle.apply(Drafts((RowTokens("A", (4, 5, 6)), RowTokens("B", (7, 8, 9)))))
+    plan = oracle.schedule()
+    assert [row.draft_token_ids for row in plan.cached] == [(4, 5, 6), ()]
+    assert amounts(plan) == {"A": 4, "B": 1}
+    assert all(request.spec_token_ids == () for request in oracle.state.requests.values())
+
+
+def test_blocked_requests_are_passed_over_and_keep_their_place() -> None:
+    oracle = Oracle(CONFIG)
+    for name in ("G", "H"):
+        oracle.submit(Request(name, (1,), structured_output=True))
+    oracle.submit(Request("A", (2,)))
+    assert amounts(step(oracle)) == {"A": 1}
+    assert oracle.state.skipped_waiting == ("G", "H")
+    oracle.apply(GrammarReady("H"))
+    assert amounts(step(oracle)) == {"A": 1, "H": 1}
+    oracle.submit(Request("B", (3,)))
+    oracle.apply(GrammarReady("G"))
+    plan = step(oracle)
+    assert [row.request_id for row in plan.new] == ["G", "B"], "the skipped are older"
+
+
+def test_priority_orders_both_queues_by_rank() -> None:
+    oracle = Oracle(replace(CONFIG, policy=Policy.PRIORITY, max_num_seqs=3))
+    oracle.submit(Request("late", (1,), arrival_time=9))
+    oracle.submit(Request("low", (1,), priority=5))
+    oracle.submit(Request("b", (1,), arrival_time=3))
+    oracle.submit(Request("a", (1,), arrival_time=3))
+    oracle.submit(Request("g", (1,), arrival_time=1, structured_output=True))
+    oracle.apply(GrammarReady("g"))
+    assert oracle.state.waiting == ("a", "b", "late", "low")
+    assert [row.request_id for row in oracle.schedule().new] == ["g", "a", "b"]
+
+
+def test_victims() -> None:
+    oracle = Oracle(replace(CONFIG, policy=Policy.PRIORITY))
+    for name, priority, arrival in (("a", 1, 5), ("b", 2, 3), ("c", 2, 7), ("d", 2, 7)):
+        oracle.submit(Request(name, (1,), priority=priority, arrival_time=arrival))
+    oracle.schedule()
+    running = list(oracle.state.running)
+    assert running == ["a", "b", "c", "d"]
+    assert running[select_victim(Policy.PRIORITY, running, oracle.state.requests)] == "c"
+    assert running[select_victim(Policy.FCFS, running, oracle.state.requests)] == "d"
+
+
+def test_a_request_that_preempts_itself_ends_the_phase_and_returns_first() -> None:
+    oracle = Oracle(replace(CONFIG, num_blocks=4))
+    oracle.submit(Request("A", (1, 2, 3, 4), max_tokens=9))
+    oracle.submit(Request("B", (5, 6, 7, 8), max_tokens=5))
+    oracle.commit(oracle.schedule(), {"A": [1], "B": [2]})
+    plan = step(oracle)
+    assert plan.preempted_req_ids == ("B",)
+    assert amounts(plan) == {"A": 1}
+    assert oracle.state.requests["B"].status is Status.PREEMPTED
+    oracle.submit(Request("C", (9,), max_tokens=4))
+    assert oracle.state.waiting == ("B", "C")
+
+
+def test_every_state_is_a_value() -> None:
+    first, second = Oracle(CONFIG), Oracle(CONFIG)
+    for oracle in (first, second):
+        oracle.submit(Request("A", tuple(range(9)), max_tokens=3))
+        step(oracle)
+    assert first.state == second.state
+    assert hash(first.state) == hash(second.state)
+    step(first)
+    assert first.state != second.state

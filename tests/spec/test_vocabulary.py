@@ -1,0 +1,96 @@
+"""The words: keys that are content, and records that are values."""
+
+import pickle
+
+import pytest
+
+from blockstep.spec import Config, MultiModalItem, Request, SpecMethod
+from blockstep.spec.hashing import compute_block_key, extend_block_keys
+from blockstep.spec.state import RequestState
+from blockstep.spec.vocabulary import BlockKey, Status
+
+
+def key_of(request: Request, block_size: int = 2) -> BlockKey:
+    return extend_block_keys(RequestState(request, Status.WAITING), block_size)[-1]
+
+
+def test_equal_content_is_one_key_however_it_was_built() -> None:
+    first = key_of(Request("A", (1, 2, 3, 4)))
+    second = key_of(Request("B", (1, 2, 3, 4, 5), priority=3))
+    assert first is not second
+    assert first == second
+    assert hash(first) == hash(second)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Request("B", (1, 2, 3, 5)),
+        Request("B", (1, 9, 3, 4)),
+        Request("B", (3, 4)),
+        Request("B", (1, 2, 3, 4), adapter="x"),
+        Request("B", (1, 2, 3, 4), cache_salt="x"),
+        Request("B", (1, 2, 3, 4), items=(MultiModalItem("x", 2, 1),)),
+        Request("B", (1, 2, 3, 4), items=(MultiModalItem("x", 0, 1),)),
+    ],
+    ids=["last token", "earlier token", "no prefix", "adapter", "salt", "item", "earlier item"],
+)
+def test_different_content_is_another_key(other: Request) -> None:
+    assert key_of(Request("A", (1, 2, 3, 4))) != key_of(other)
+
+
+def test_keys_of_different_kinds_do_not_collide() -> None:
+    """Upstream keeps adapter and salt in one flat list, where "x" is "x" (P6)."""
+    adapter = compute_block_key(Request("A", (1, 2), adapter="x"), (1, 2), 0, None)
+    salt = compute_block_key(Request("A", (1, 2), cache_salt="x"), (1, 2), 0, None)
+    assert adapter != salt
+
+
+def test_one_item_at_two_places_is_two_contents() -> None:
+    """Upstream #36708."""
+    first = Request("A", (7, 7, 7, 7), items=(MultiModalItem("cat", 0, 3),))
+    second = Request("A", (7, 7, 7, 7), items=(MultiModalItem("cat", 1, 3),))
+    assert key_of(first) != key_of(second)
+
+
+def test_an_item_marks_only_the_blocks_it_overlaps() -> None:
+    request = Request("A", tuple(range(8)), items=(MultiModalItem("cat", 3, 2),))
+    keys = extend_block_keys(RequestState(request, Status.WAITING), 2)
+    assert [key.items for key in keys] == [(), (("cat", 1),), (("cat", -1),), ()]
+
+
+def test_outputs_continue_the_chain() -> None:
+    whole = Request("A", (1, 2, 3, 4, 5, 6))
+    split = RequestState(Request("B", (1, 2, 3)), Status.RUNNING, output_token_ids=(4, 5, 6))
+    assert extend_block_keys(split, 2)[-1] == key_of(whole)
+
+
+def test_a_long_chain_compares_and_pickles_without_recursion() -> None:
+    first = key_of(Request("A", tuple(range(20_000))), 1)
+    second = key_of(Request("B", tuple(range(20_000))), 1)
+    assert first == second
+    assert pickle.loads(pickle.dumps(first)) == first
+    assert first.index == 19_999
+
+
+def test_a_key_cannot_be_changed() -> None:
+    key = BlockKey(None, (1,))
+    with pytest.raises(AttributeError, match="immutable"):
+        key.adapter = "x"
+    with pytest.raises(AttributeError, match="immutable"):
+        del key.adapter
+
+
+def test_a_key_is_not_equal_to_anything_else() -> None:
+    assert BlockKey(None, (1,)) != (1,)
+    assert "salt" in repr(BlockKey(None, (1,), cache_salt="pepper"))
+
+
+def test_the_method_of_speculation_decides_lookahead_and_head_drop() -> None:
+    def derived(method: SpecMethod) -> tuple[int, bool]:
+        config = Config(num_blocks=2, spec_method=method, num_speculative_tokens=3)
+        return config.num_lookahead_tokens, config.drops_last_hit_block
+
+    assert derived(SpecMethod.NGRAM) == (0, False)
+    assert derived(SpecMethod.DRAFT_MODEL) == (3, False)
+    assert derived(SpecMethod.EAGLE) == (3, True)
