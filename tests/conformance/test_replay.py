@@ -600,7 +600,7 @@ def test_spec_and_host_engine_agree_on_published_traces(
 
 @pytest.mark.skipif(
     os.environ.get("BLOCKSTEP_FULL_TRACE") != "1",
-    reason="half a minute and 2 GB: set BLOCKSTEP_FULL_TRACE=1",
+    reason="a minute and 2 GB: set BLOCKSTEP_FULL_TRACE=1",
 )
 def test_the_whole_mooncake_trace_hits_as_published() -> None:
     path = published("mooncake_conversation.jsonl.gz")

@@ -102,6 +102,11 @@ def get_fields(tree: ast.Module, unordered: str) -> tuple[set[str], set[str]]:
     return without_order, {name for name, _ in declared} - without_order
 
 
+MAY_SET = frozenset({"__init__", "__new__", "_share"})
+"""Functions that may fill in a frozen object. `BlockKey._share` changes no value: it lets equal
+chains be one chain."""
+
+
 class Purity(ast.NodeVisitor):
     """Collects what is impure in one module, as "line: reason"."""
 
@@ -243,7 +248,7 @@ class Purity(ast.NodeVisitor):
             self.flaw(node, f"{node.attr} keeps state between calls")
         elif node.attr == "__dict__":
             self.flaw(node, "__dict__ goes behind a frozen dataclass")
-        elif node.attr == "__setattr__" and not {"__init__", "__new__"} & {*self.functions}:
+        elif node.attr == "__setattr__" and not {*self.functions} & MAY_SET:
             self.flaw(node, "__setattr__ goes behind a frozen dataclass")
         self.generic_visit(node)
 

@@ -95,6 +95,8 @@ CASES: dict[str, tuple[object, RejectCode]] = {
     "max_tokens is zero": (bad_request(max_tokens=0), R),
     "max_tokens is negative": (bad_request(max_tokens=-3), R),
     "max_tokens is huge": (bad_request(max_tokens=MAX_INT + 1), R),
+    "max_tokens has more digits than Python prints": (bad_request(max_tokens=10**5000), R),
+    "frame has more digits than Python prints": (Commit(10**5000, ()), M),
     "max_tokens is a float": (bad_request(max_tokens=4.0), M),
     "max_tokens is None": (bad_request(max_tokens=None), M),
     "min_tokens exceeds max_tokens": (bad_request(min_tokens=5), R),

@@ -23,7 +23,7 @@ from blockstep.conformance.registry import load_engine
 from blockstep.conformance.rules import SeededDraw, View, next_action
 from blockstep.conformance.shrink import Shrunk, shrink
 from blockstep.conformance.witnesses import missing_witnesses
-from blockstep.spec.vocabulary import Policy, Submit
+from blockstep.spec.vocabulary import Config, Event, Observation, Policy, Submit
 
 CANARY = "blockstep.conformance.canary:CanaryEngine"
 EPISODES_PER_BATCH = 8
@@ -104,12 +104,16 @@ class CheckResult:
         return ExitCode.CONFORMS
 
 
-def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -> EpisodeResult:
-    """Run one episode to its end, or to its first finding."""
+def play_episode(
+    options: CheckOptions, index: int, make_engine: EngineFactory, keep_exchanges: bool = False
+) -> tuple[LockStep, Program, list[Finding]]:
+    """Play one episode to its end, or to its first findings."""
     preset = PRESETS[options.preset]
     draw = SeededDraw(f"{options.preset}/{options.seed}/{index}")
     swarm = draw_swarm(preset, draw, options.policy)
-    run = LockStep.start(swarm.config, make_engine, swarm.token_seed, swarm.vocabulary_size)
+    run = LockStep.start(
+        swarm.config, make_engine, swarm.token_seed, swarm.vocabulary_size, keep_exchanges
+    )
     view = View(swarm)
     actions: list[Action] = []
     findings: list[Finding] = []
@@ -123,6 +127,12 @@ def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -
         if findings:
             break
     program = Program(swarm.config, tuple(actions), swarm.token_seed, swarm.vocabulary_size)
+    return run, program, findings
+
+
+def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -> EpisodeResult:
+    """Play one episode and keep what a report needs of it."""
+    run, program, findings = play_episode(options, index, make_engine)
     return EpisodeResult(
         index=index,
         num_events=run.num_events,
@@ -132,6 +142,15 @@ def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -
         program=program if findings else None,
         first=findings[0] if findings else None,
     )
+
+
+def record_episode(options: CheckOptions) -> tuple[Config, list[tuple[Event, Observation]]]:
+    """The config and the exchanges of one episode: what the engine answered to each event."""
+    make_engine = load_engine(options.engine)
+    run, _, _ = play_episode(options, options.episode or 0, make_engine, keep_exchanges=True)
+    return run.config, [
+        (exchange.event, exchange.seen) for exchange in run.exchanges if exchange.seen is not None
+    ]
 
 
 def run_batch(options: CheckOptions, start: int, count: int) -> list[EpisodeResult]:

@@ -18,7 +18,13 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from blockstep.conformance import replay as replaying
-from blockstep.conformance.check import CheckOptions, CheckResult, ExitCode, check
+from blockstep.conformance.check import (
+    CheckOptions,
+    CheckResult,
+    ExitCode,
+    check,
+    record_episode,
+)
 from blockstep.conformance.explain import NotExplainedError, explain_moment, explain_name
 from blockstep.conformance.museum import EXHIBITS, Exhibit
 from blockstep.conformance.presets import PRESETS
@@ -33,7 +39,8 @@ from blockstep.conformance.registry import (
 from blockstep.conformance.report.failure import render_failure
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.report.verdict import render_verdict
-from blockstep.conformance.traces import TraceError
+from blockstep.conformance.traces import TraceError, write_trace
+from blockstep.conformance.validate import render_validation, validate
 from blockstep.conformance.workloads import load
 from blockstep.spec.vocabulary import Config, ConfigError, Policy, config_problems
 
@@ -74,6 +81,9 @@ def check_command(
         int | None, typer.Option(min=0, help="Run this one episode only (to reproduce a failure).")
     ] = None,
     jobs: Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")] = 0,
+    record: Annotated[
+        Path | None, typer.Option(help="With --episode: write the run as a trace.")
+    ] = None,
     json_path: JsonOption = None,
 ) -> None:
     """Drive an engine and the spec through random programs and compare after every event.
@@ -83,6 +93,8 @@ def check_command(
     console = Console(highlight=False, stderr=json_path == Path("-"))
     if preset not in PRESETS:
         _usage(f"--preset {preset!r}: must be one of {', '.join(PRESETS)}")
+    if record is not None and episode is None:
+        _usage("--record: needs --episode, for a trace is one run")
     max_events, max_seconds = parse_budget(budget)
     options = CheckOptions(
         engine=engine,
@@ -97,6 +109,9 @@ def check_command(
     with _input_errors(), _progress(console, f"checking {engine}") as advance:
         result = check(options, lambda now: advance(*_check_progress(options, now)))
     report_check(result, console)
+    if record is not None:
+        with _input_errors():
+            write_trace(record, *record_episode(options))
     _write_json(json_path, check_to_json(result))
     raise typer.Exit(result.exit_code)
 
@@ -156,7 +171,7 @@ def replay_command(
     console = Console(highlight=False, stderr=json_path == Path("-"))
     with _input_errors():
         workload = load(trace, limit=limit)
-        chosen = replaying.PRESETS[workload.format]
+        chosen = replaying.REPLAY_PRESETS[workload.format]
         wanted = {
             "num_blocks": num_blocks,
             "block_size": block_size,
@@ -198,6 +213,19 @@ def default_cadence(config: Config) -> int:
     return max(config.num_blocks // 256, 1)
 
 
+@app.command("validate")
+def validate_command(
+    trace: Annotated[Path, typer.Argument(help="A recorded run (blockstep check --record).")],
+) -> None:
+    """Hold a recorded run to the spec: does the spec give every recorded answer?"""
+    with _input_errors():
+        result = validate(trace)
+    Console(highlight=False).print(
+        render_validation(trace, result), markup=False, soft_wrap=True, end=""
+    )
+    raise typer.Exit(ExitCode.CONFORMS if result.conforms else ExitCode.FAILED)
+
+
 @app.command("properties")
 def properties_command(json_path: JsonOption = None) -> None:
     """List the properties that are checked on every step, with the checks behind each."""
@@ -206,7 +234,7 @@ def properties_command(json_path: JsonOption = None) -> None:
     for column in ("id", "name", "what holds"):
         table.add_column(column, overflow="fold")
     for entry in PROPERTIES:
-        checks = "\n".join(f"  {check.__name__}" for check in entry.checks)
+        checks = "\n".join(f"  {check.sentence}" for check in entry.checks)
         table.add_row(
             entry.id, entry.name, f"{entry.statement}\n{checks}" if checks else entry.statement
         )
@@ -218,7 +246,7 @@ def properties_command(json_path: JsonOption = None) -> None:
                 "id": entry.id,
                 "name": entry.name,
                 "statement": entry.statement,
-                "checks": [check.__name__ for check in entry.checks],
+                "checks": [check.sentence for check in entry.checks],
             }
             for entry in PROPERTIES
         ],

@@ -26,7 +26,7 @@ def explain_name(name: str) -> str:
     """What the property, witness or rule called `name` says. Raises NotExplainedError."""
     for entry in PROPERTIES:
         if name.upper() == entry.id or name.lower() == entry.name.lower():
-            checks = [f"  {check.__name__}: {_first_line(check)}" for check in entry.checks]
+            checks = [f"  {check.sentence}: {check.explanation.splitlines()[0]}" for check in entry.checks]
             return "\n".join([f"{entry.id} {entry.name}", "", entry.statement, "", *checks, ""])
     if name in WITNESSES:
         return f"situation {name}: {WITNESSES[name]}\n"

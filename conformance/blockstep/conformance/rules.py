@@ -90,9 +90,11 @@ def request_name(index: int) -> RequestId:
 def draw_request(swarm: Swarm, draw: Draw, name: RequestId, index: int) -> Request:
     """A request within the swarm's bounds, now and then beyond them."""
     kinds = swarm.kinds
-    prompt = draw_prompt(swarm, draw)
+    room = get_room(swarm, draw)
+    prompt = draw_prompt(swarm, draw, max(room - 1, 1))
     stops = Kind.STOPS in kinds
-    max_tokens = draw.integer(*swarm.preset.max_output)
+    least, most = swarm.preset.max_output
+    max_tokens = draw.integer(least, max(min(most, room - len(prompt)), least))
     token = draw.integer(0, swarm.vocabulary_size - 1)
     priorities = Kind.PRIORITIES in kinds or swarm.config.policy is Policy.PRIORITY
     keyed = Kind.EXTRA_KEYS in kinds
@@ -118,13 +120,20 @@ def draw_request(swarm: Swarm, draw: Draw, name: RequestId, index: int) -> Reque
     )
 
 
-def draw_prompt(swarm: Swarm, draw: Draw) -> tuple[int, ...]:
+def get_room(swarm: Swarm, draw: Draw) -> int:
+    """Prompt and output tokens that a request may come to; most of the time it can be served."""
+    config = swarm.config
+    if draw.chance(5):
+        return config.max_model_len + 2
+    slots = config.num_usable_blocks * config.block_size
+    reserve = config.num_speculative_tokens + config.num_lookahead_tokens - 1
+    return max(min(slots - reserve, config.max_model_len), 2)
+
+
+def draw_prompt(swarm: Swarm, draw: Draw, limit: int) -> tuple[int, ...]:
     """Part of a hot sequence and a tail of its own, lengths around block boundaries."""
     config = swarm.config
-    limit = config.max_model_len - 1
-    if Kind.HOSTILE in swarm.kinds and draw.chance(4):
-        limit += 2
-    length = draw.integer(1, max(limit, 1))
+    length = draw.integer(1, limit)
     if draw.chance(60):
         blocks = draw.integer(1, max(limit // config.block_size, 1))
         length = min(max(blocks * config.block_size + draw.integer(-1, 1), 1), limit)
@@ -180,7 +189,7 @@ def grammar_ready(view: View, draw: Draw) -> Action:
 def pause(_view: View, draw: Draw) -> Action:
     """Pause or resume; resume more often, so that runs get somewhere."""
     states = tuple(PauseState)
-    return SetPause(PauseState.UNPAUSED if draw.chance(60) else draw.choice(states))
+    return SetPause(PauseState.UNPAUSED if draw.chance(70) else draw.choice(states))
 
 
 def reset(_view: View, draw: Draw) -> Action:
@@ -225,10 +234,10 @@ RULES: Mapping[str, WeightedRule] = {
     "schedule": WeightedRule(schedule, 36),
     "answer": WeightedRule(answer, 36),
     "propose": WeightedRule(propose, 24, Kind.DRAFTS),
-    "abort": WeightedRule(abort, 5, Kind.ABORT),
+    "abort": WeightedRule(abort, 3, Kind.ABORT),
     "grammar_ready": WeightedRule(grammar_ready, 8, Kind.GRAMMAR),
-    "pause": WeightedRule(pause, 4, Kind.PAUSE),
-    "reset": WeightedRule(reset, 3, Kind.RESET),
+    "pause": WeightedRule(pause, 3, Kind.PAUSE),
+    "reset": WeightedRule(reset, 2, Kind.RESET),
     "hostile": WeightedRule(hostile, 4, Kind.HOSTILE),
 }
 
@@ -263,6 +272,8 @@ def next_action(view: View, draw: Draw) -> Action:
 def _weight(name: str, view: View) -> int:
     """Without late commits an answer follows its plan closely; that is where real runs live."""
     weight = RULES[name].weight
+    if name == "schedule" and not view.live:
+        return 4
     if view.frames_in_flight:
         if name == "answer" and Kind.LATE_COMMIT not in view.swarm.kinds:
             return weight * 6

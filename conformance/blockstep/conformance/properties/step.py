@@ -6,19 +6,18 @@ A step is judged on its own facts. What an engine was told and has answered befo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
 from blockstep.spec.vocabulary import (
     BlockId,
+    CachedRow,
     Config,
     Event,
     NewRow,
     Observation,
     Plan,
-    Policy,
     RequestId,
     RequestSnapshot,
     Snapshot,
@@ -112,24 +111,26 @@ class Step:
             rows.sort(key=lambda row: place.get(row.request_id, len(place)))
         return rows
 
-    def _admitted(self, row: object, kind: RowKind) -> PlannedRow:
-        if isinstance(row, NewRow):
-            table, drafts = row.block_ids[0], ()
-        else:
-            table, drafts = row.new_block_ids[0], row.draft_token_ids  # type: ignore[attr-defined]
-        first = row.num_computed_tokens  # type: ignore[attr-defined]
-        num_hits = first // self.config.block_size
+    def _admitted(self, row: NewRow | CachedRow, kind: RowKind) -> PlannedRow:
+        is_new = isinstance(row, NewRow)
+        table = row.block_ids[0] if is_new else row.new_block_ids[0]
+        num_hits = row.num_computed_tokens // self.config.block_size
         return PlannedRow(
-            row.request_id,  # type: ignore[attr-defined]
+            row.request_id,
             kind,
-            first,
-            row.num_scheduled_tokens,  # type: ignore[attr-defined]
+            row.num_computed_tokens,
+            row.num_scheduled_tokens,
             table[num_hits:],
             table[:num_hits],
-            drafts,
+            () if is_new else row.draft_token_ids,
         )
 
     @cached_property
     def rows(self) -> list[PlannedRow]:
         """All rows in order of scheduling."""
         return self.running_rows + self.admitted_rows
+
+    @cached_property
+    def all_gained(self) -> set[BlockId]:
+        """Blocks that rows took from the free queue in this step."""
+        return {block for row in self.rows for block in row.gained}

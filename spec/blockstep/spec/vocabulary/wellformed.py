@@ -39,7 +39,7 @@ class ConfigProblem:
     fix: str
 
     def __str__(self) -> str:
-        return f"config: {self.field} = {self.value!r}: {self.rule}; {self.fix}"
+        return f"config: {self.field} = {_shown(self.value)}: {self.rule}; {self.fix}"
 
 
 class ConfigError(ValueError):
@@ -150,9 +150,16 @@ def _is_name(value: object) -> bool:
 
 
 def _malformed(what: str, value: object, rule: str) -> Rejected:
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return Rejected(RejectCode.MALFORMED_EVENT, f"{what} = {shown}: must be {rule}")
+    return Rejected(RejectCode.MALFORMED_EVENT, f"{what} = {_shown(value)}: must be {rule}")
+
+
+def _shown(value: object) -> str:
+    """A value on part of a line, whatever it is: Python refuses to print ints of 4301 digits."""
+    try:
+        text = repr(value)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _bad(request: Request, what: str, rule: str) -> Rejected:
@@ -216,11 +223,13 @@ def _range_problem(request: Request) -> Rejected | None:
     if not request.prompt_token_ids:
         return _bad(request, "prompt_token_ids", "is empty: a prompt has at least one token")
     if not 1 <= request.max_tokens <= MAX_INT:
-        return _bad(request, f"max_tokens = {request.max_tokens}", f"must be 1..{MAX_INT}")
+        return _bad(request, f"max_tokens = {_shown(request.max_tokens)}", f"must be 1..{MAX_INT}")
     if not 0 <= request.min_tokens <= request.max_tokens:
-        return _bad(request, f"min_tokens = {request.min_tokens}", "must be 0..max_tokens")
+        return _bad(request, f"min_tokens = {_shown(request.min_tokens)}", "must be 0..max_tokens")
     if not 0 <= request.arrival_time <= MAX_INT:
-        return _bad(request, f"arrival_time = {request.arrival_time}", f"must be 0..{MAX_INT}")
+        return _bad(
+            request, f"arrival_time = {_shown(request.arrival_time)}", f"must be 0..{MAX_INT}"
+        )
     end = 0
     for item in request.items:
         if item.length < 1 or item.offset < end:
@@ -236,7 +245,7 @@ def _range_problem(request: Request) -> Rejected | None:
         if not (1 <= sizes[0] <= sizes[1] <= MAX_INT and 2 <= sizes[2] <= MAX_INT):
             return _bad(
                 request,
-                f"{detection}",
+                _shown(detection),
                 "must have 1 <= min_pattern_size <= max_pattern_size and min_count >= 2",
             )
     return None

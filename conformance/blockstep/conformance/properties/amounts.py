@@ -1,0 +1,47 @@
+"""Amounts: how much a request may ask for, worked out here and nowhere else in this wing.
+
+    0          first              known                end
+    | computed | known, to be run | drafts, to be run  | lookahead | ... max_model_len
+"""
+
+from __future__ import annotations
+
+from blockstep.spec.vocabulary import Config, Request
+
+
+def blocks_for(config: Config, num_tokens: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-num_tokens // config.block_size)
+
+
+def longest_extent(config: Config, request: Request) -> int:
+    """Slots that a request needs when it is at its longest, tokens.
+
+    Its last output needs no slot, its drafts and the proposer's lookahead do.
+    """
+    tokens = len(request.prompt_token_ids) + request.max_tokens - 1
+    scheduled = min(tokens + config.num_speculative_tokens, config.max_model_len - 1)
+    return min(scheduled + config.num_lookahead_tokens, config.max_model_len)
+
+
+def running_share(config: Config, num_known: int, num_drafts: int, num_computed: int) -> int:
+    """Tokens that a running request would run if the budget had no end."""
+    share = num_known + num_drafts - num_computed
+    if 0 < config.long_prefill_token_threshold < share:
+        share = config.long_prefill_token_threshold
+    # The position max_model_len - 1 is never run: sampling it would end the request anyway.
+    return min(share, config.max_model_len - 1 - num_computed)
+
+
+def running_blocks(config: Config, end: int, num_held: int) -> int:
+    """Blocks that a running request lacks to run up to `end`, lookahead included."""
+    slots = min(end + config.num_lookahead_tokens, config.max_model_len)
+    return max(blocks_for(config, slots) - num_held, 0)
+
+
+def admitted_share(config: Config, num_known: int, num_hit_tokens: int) -> int:
+    """Tokens that an admitted request would run if the budget had no end."""
+    share = num_known - num_hit_tokens
+    if 0 < config.long_prefill_token_threshold < share:
+        share = config.long_prefill_token_threshold
+    return share

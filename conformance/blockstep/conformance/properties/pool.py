@@ -1,0 +1,247 @@
+"""The pool: P1 conservation, P2 exclusive writing, P3 sound cache map, P4 and P6 of held blocks.
+
+Each speaks of the state after a step; what a step may change is in `order` and `stillness`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from blockstep.conformance.properties.check import Complaint, check, difference
+from blockstep.conformance.properties.ledger import Ledger
+from blockstep.conformance.properties.step import PlannedRow, RowKind, Step
+from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    Abort,
+    BlockId,
+    Commit,
+    RequestSnapshot,
+    Reset,
+    Schedule,
+)
+
+
+@check("P1", Schedule, Commit, Abort, Reset)
+def pool_keeps_its_size(step: Step, ledger: Ledger) -> list[Complaint] | None:
+    """A state speaks of each block of the pool, no more and no fewer."""
+    after, num_blocks = step.after, step.config.num_blocks
+    sizes = (len(after.ref_counts), len(after.block_keys))
+    if sizes == (num_blocks, num_blocks):
+        return None
+    return [Complaint(f"{sizes[0]} ref counts and {sizes[1]} keys for {num_blocks} blocks")]
+
+
+@check("P1", Schedule, Commit, Abort, Reset)
+def every_block_is_free_or_held(step: Step, ledger: Ledger) -> list[Complaint] | None:
+    """Its ref count is the number of its holders; free ones are in the free queue, once."""
+    after, num_blocks = step.after, step.config.num_blocks
+    holders = [0] * num_blocks
+    for request in after.requests:
+        for table in request.block_tables:
+            for block in table:
+                if not 0 < block < num_blocks:
+                    what = f"{request.request_id!r} holds block {block}, of {num_blocks}"
+                    return [Complaint(what)]
+                holders[block] += 1
+    if tuple(holders) != after.ref_counts:
+        return [
+            Complaint(
+                f"block {block} is held {holders[block]} times",
+                (difference(f"ref_counts[{block}]", holders[block], count),),
+            )
+            for block, count in enumerate(after.ref_counts)
+            if block >= num_blocks or holders[block] != count
+        ]
+    free = {block for block in range(1, num_blocks) if not holders[block]}
+    if len(after.free_queue) != len(free) or set(after.free_queue) != free:
+        what = "the free queue is not the blocks that nobody holds, each once"
+        return [Complaint(what, (difference("free_queue", sorted(free), after.free_queue),))]
+    return None
+
+
+@check("P1", Schedule, Commit, Abort, Reset)
+def null_block_is_nobodys(step: Step, ledger: Ledger) -> list[Complaint] | None:
+    """The null block is never queued, held or published."""
+    after = step.after
+    if (
+        NULL_BLOCK in after.free_queue
+        or after.ref_counts[NULL_BLOCK]
+        or after.block_keys[NULL_BLOCK] is not None
+    ):
+        return [Complaint("the null block is queued, held or published")]
+    return None
+
+
+@check("P2", Schedule)
+def no_table_names_a_block_twice(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """Two positions of one request never share a block."""
+    for request in step.after.requests:
+        for table in request.block_tables:
+            if len(set(table)) != len(table):
+                yield Complaint(f"{request.request_id!r} has the block table {table}")
+
+
+@check("P2", Schedule, Commit)
+def block_still_to_be_written_has_one_holder(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """From the first block that is not full of known, computed tokens on, blocks are exclusive."""
+    ref_counts = step.after.ref_counts
+    for request, block in _unfinished_blocks(step, ledger):
+        if ref_counts[block] != 1:
+            yield Complaint(
+                f"{request.request_id!r} will write block {block}, which it does not own alone",
+                (difference(f"ref_counts[{block}]", 1, ref_counts[block]),),
+            )
+
+
+@check("P4", Schedule, Commit)
+def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """A block is not findable while a later step will write to it."""
+    block_keys = step.after.block_keys
+    for request, block in _unfinished_blocks(step, ledger):
+        if block_keys[block] is not None:
+            yield Complaint(f"{request.request_id!r} will write block {block}, which has a key")
+
+
+def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[RequestSnapshot, BlockId]]:
+    size = step.config.block_size
+    found = []
+    for request in step.after.requests:
+        table = request.block_tables[0]
+        life = ledger.lives.get(request.request_id)
+        if table and life is not None:
+            known = life.num_prompt + len(request.output_token_ids)
+            first = min(request.num_computed_tokens, known) // size
+            found += [(request, block) for block in table[first:]]
+    return found
+
+
+@check("P3", Schedule, Commit, Abort, Reset)
+def cache_map_and_blocks_agree(step: Step, ledger: Ledger) -> list[Complaint] | None:
+    """The cache map has a block under a key exactly if the block carries the key, and once."""
+    after = step.after
+    if after.cached is step.before.cached and after.block_keys is step.before.block_keys:
+        return None
+    cached = after.cached
+    num_keyed = 0
+    for block, key in enumerate(after.block_keys):
+        if key is not None:
+            num_keyed += 1
+            if block not in cached.get(key, ()):
+                return [Complaint(f"block {block} cannot be found under its key {key!r}")]
+    if sum(map(len, cached.values())) != num_keyed or not all(cached.values()):
+        what = "the cache map has a block twice, a foreign block, or a key without blocks"
+        return [Complaint(what, (difference("blocks", num_keyed, list(cached.values())),))]
+    return None
+
+
+@check("P3", Schedule)
+def nothing_is_cached_without_caching(step: Step, ledger: Ledger) -> list[Complaint] | None:
+    """With prefix caching off, no block carries a key."""
+    if step.config.enable_prefix_caching or not step.after.cached:
+        return None
+    return [Complaint("a block is cached although prefix caching is off")]
+
+
+@check("P3", Schedule)
+def computed_full_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """Once a row is dispatched, its blocks that are full of known tokens can be found.
+
+    When to publish is a policy: an engine could wait. It is pinned because hits depend on it.
+    """
+    if not step.config.enable_prefix_caching:
+        return
+    keys = step.after.block_keys
+    for row in step.rows:
+        first, end = _published(step, ledger, row)
+        table = row.hits + row.gained
+        if row.kind is RowKind.RUNNING:
+            table = step.old[row.request_id].block_tables[0] + row.gained
+        for block in table[first:end]:
+            if keys[block] is None:
+                yield Complaint(f"{row.request_id!r} filled block {block}, which has no key")
+        settled = step.new[row.request_id].num_cached_blocks
+        if settled != (end,):
+            yield Complaint(
+                f"{row.request_id!r} has settled the wrong number of blocks",
+                (difference("num_cached_blocks", (end,), settled),),
+            )
+
+
+def _published(step: Step, ledger: Ledger, row: PlannedRow) -> tuple[int, int]:
+    """The part of a row's table that this step publishes."""
+    size = step.config.block_size
+    end = min(row.end, ledger.lives[row.request_id].num_known) // size
+    if row.kind is not RowKind.RUNNING:
+        return len(row.hits), max(end, len(row.hits))
+    first = step.old[row.request_id].num_cached_blocks[0]
+    return first, max(first, end)
+
+
+@check("P4", Schedule)
+def only_rows_of_the_plan_publish(step: Step, ledger: Ledger) -> list[Complaint] | None:
+    """A key appears on a block only because a row of this very plan fills the block."""
+    before, after = step.before.block_keys, step.after.block_keys
+    changed = [
+        block
+        for block, (old, new) in enumerate(zip(before, after, strict=True))
+        if new is not old and new is not None and new != old
+    ]
+    if not changed:
+        return None
+    allowed: set[BlockId] = set()
+    for row in step.rows:
+        first, end = _published(step, ledger, row)
+        allowed.update(step.new[row.request_id].block_tables[0][first:end])
+    return [
+        Complaint(f"block {block} got a key, but no row fills it in this step")
+        for block in changed
+        if block not in allowed
+    ]
+
+
+@check("P3", Schedule)
+def held_block_carries_the_name_of_its_tokens(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """The key of a held block names the tokens of whoever holds it."""
+    names = ledger.names
+    for request_id, block, expected, seen in _misnamed(step, ledger):
+        if not names.same_tokens(expected, seen):
+            yield Complaint(
+                f"{request_id!r} holds block {block}, whose key is of other tokens",
+                (difference(f"block {block}", names.show(expected), names.show(seen)),),
+            )
+
+
+@check("P6", Schedule)
+def held_block_carries_the_extra_keys_of_its_request(
+    step: Step, ledger: Ledger
+) -> Iterator[Complaint]:
+    """The key of a held block names the adapter, salt and items of whoever holds it."""
+    for request_id, block, expected, seen in _misnamed(step, ledger):
+        if ledger.names.same_tokens(expected, seen):
+            key = step.after.block_keys[block]
+            what = f"{request_id!r} holds block {block}, whose key has other extra keys: {key!r}"
+            yield Complaint(what)
+
+
+def _misnamed(step: Step, ledger: Ledger) -> list[tuple[str, BlockId, int, int]]:
+    """Held blocks whose key is not their holder's, among the blocks that this step touched.
+
+    The others were right before, and `only_rows_of_the_plan_publish` says that they still are.
+    """
+    keys = step.after.block_keys
+    of_key = ledger.names.of_key
+    found = []
+    for row in step.rows:
+        life = ledger.lives[row.request_id]
+        first = 0
+        if row.kind is RowKind.RUNNING:
+            first = step.old[row.request_id].num_cached_blocks[0]
+        table = step.new[row.request_id].block_tables[0]
+        full = min(len(table), life.num_known // step.config.block_size)
+        for index in range(first, full):
+            key = keys[table[index]]
+            if key is not None:
+                expected, seen = life.block_name(index), of_key(key)[-1]
+                if expected != seen:
+                    found.append((row.request_id, table[index], expected, seen))
+    return found

@@ -1,0 +1,107 @@
+"""Replay of the free queue: which blocks a step took and gave back, in which order.
+
+    before.free_queue ++ freed by preemption  ->  hits leave the middle, new blocks the head
+
+A replay needs no rule of scheduling: the plan says who got which blocks, the states say who was
+preempted. Only where a preempted request had been scheduled earlier in the same step, and so had
+taken blocks that no answer shows, is the order not known; such a step is not replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from blockstep.conformance.properties.ledger import Ledger
+from blockstep.conformance.properties.step import PlannedRow, Step
+from blockstep.spec.vocabulary import BlockId, Policy, RequestId, Snapshot, Status
+
+
+@dataclass(slots=True)
+class QueueReplay:
+    """What the free queue went through during one step."""
+
+    final: list[BlockId]
+    """The free queue as it must be after the step."""
+    wrong: list[tuple[RequestId, BlockId, BlockId | None]] = field(default_factory=list)
+    """Taken out of turn: by whom, which block, and which one was at the head."""
+    room: dict[RequestId, tuple[int, int]] = field(default_factory=dict)
+    """Of each admitted row: free blocks before it was admitted, and free ones among its hits."""
+
+
+def victims_of(step: Step, ledger: Ledger) -> list[RequestId]:
+    """Who was preempted in this step, in the order in which the policy preempts.
+
+    FCFS preempts from the end of the running list. PRIORITY preempts whoever has the greatest
+    (priority, arrival_time), and of equals whoever is earliest in the running list.
+    """
+    after = step.new
+    victims = [
+        name
+        for name in step.before.running
+        if name in after and after[name].status is Status.PREEMPTED
+    ]
+    if step.config.policy is Policy.FCFS:
+        victims.reverse()
+    else:
+        victims.sort(key=lambda name: ledger.lives[name].order[:2], reverse=True)
+        # A reversed sort is stable: equals stay in running order, the earliest first.
+    return victims
+
+
+def hides_a_rollback(step: Step, victims: Sequence[RequestId]) -> bool:
+    """Whether a victim may have been scheduled in this very step before it was preempted.
+
+    Requests are visited in running order, and who lacks blocks ends up with a row or is preempted
+    itself. So a victim was not visited before if it stands behind all rows, and each later victim
+    stands before it.
+    """
+    if not victims or step.config.policy is Policy.FCFS:
+        return False
+    place = {name: index for index, name in enumerate(step.before.running)}
+    places = [place[name] for name in victims]
+    last_row = max((place.get(row.request_id, 0) for row in step.running_rows), default=-1)
+    return min(places) < last_row or places != sorted(places, reverse=True)
+
+
+def freed_blocks(before: Snapshot, names: Sequence[RequestId]) -> list[BlockId]:
+    """Blocks that become free when these requests free theirs, in order of joining the queue."""
+    counts = list(before.ref_counts)
+    tables = {request.request_id: request.block_tables for request in before.requests}
+    freed = []
+    for name in names:
+        for table in tables[name]:
+            for block in reversed(table):
+                counts[block] -= 1
+                if counts[block] == 0:
+                    freed.append(block)
+    return freed
+
+
+def replay_schedule(step: Step, victims: Sequence[RequestId]) -> QueueReplay:
+    """Take and give back blocks as the plan says; the step hides no rollback."""
+    queue = list(step.before.free_queue)
+    if victims:
+        # Whether freed before or after a block is taken: one end gives, the other receives.
+        queue += freed_blocks(step.before, victims)
+    replay = QueueReplay(queue)
+    if any(row.hits or row.gained for row in step.rows):
+        for row in step.rows:
+            _replay_row(replay, row)
+    return replay
+
+
+def _replay_row(replay: QueueReplay, row: PlannedRow) -> None:
+    queue = replay.final
+    num_free = len(queue)
+    for block in row.hits:
+        if block in queue:
+            queue.remove(block)
+    replay.room[row.request_id] = (num_free, num_free - len(queue))
+    for block in row.gained:
+        if queue and queue[0] == block:
+            del queue[0]
+            continue
+        replay.wrong.append((row.request_id, block, queue[0] if queue else None))
+        if block in queue:
+            queue.remove(block)
