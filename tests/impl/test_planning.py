@@ -307,15 +307,15 @@ def test_nobody_is_admitted_in_a_step_that_preempted(session: OpenSession) -> No
     assert s.state().waiting == ("c", "b")
 
 
-def test_of_equally_urgent_victims_the_first_in_running_order_goes(session: OpenSession) -> None:
+def test_of_equally_urgent_victims_the_last_by_id_goes(session: OpenSession) -> None:
     s = session(num_blocks=7, block_size=4, max_model_len=64, policy=Policy.PRIORITY)
     for name, start, priority in (("a", 0, 0), ("b", 10, 1), ("c", 20, 1)):
         s.submit(name, range(start, start + 7), max_tokens=6, priority=priority)
     s.step(a=(1,), b=(1,), c=(1,))
     s.step(a=(2,), b=(2,), c=(2,))
     plan = s.plan()
-    assert plan.preempted_req_ids == ("b",)
-    assert [row.request_id for row in plan.cached] == ["a", "c"]
+    assert plan.preempted_req_ids == ("c",)
+    assert [row.request_id for row in plan.cached] == ["a", "b"]
 
 
 def test_priority_admits_by_rank_from_both_queues(session: OpenSession) -> None:

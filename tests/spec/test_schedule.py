@@ -219,8 +219,32 @@ def test_victims() -> None:
     oracle.schedule()
     running = list(oracle.state.running)
     assert running == ["a", "b", "c", "d"]
-    assert running[select_victim(Policy.PRIORITY, running, oracle.state.requests)] == "c"
+    assert running[select_victim(Policy.PRIORITY, running, oracle.state.requests)] == "d"
     assert running[select_victim(Policy.FCFS, running, oracle.state.requests)] == "d"
+
+
+def test_equals_do_not_preempt_each_other_for_ever() -> None:
+    """Same priority, same arrival, and not enough blocks for both; found by `blockstep check`.
+
+    0.19.1 preempts the first of the two in running order, which is the other one each time.
+    """
+    oracle = Oracle(
+        Config(
+            num_blocks=20,
+            block_size=2,
+            max_model_len=64,
+            policy=Policy.PRIORITY,
+            enable_prefix_caching=False,
+            long_prefill_token_threshold=1,
+            scheduler_reserve_full_isl=False,
+        )
+    )
+    oracle.submit(Request("A", tuple(range(22)), max_tokens=5, arrival_time=2))
+    oracle.submit(Request("B", tuple(range(18)), max_tokens=12, arrival_time=2))
+    for _ in range(100):
+        step(oracle)
+    assert not oracle.state.requests
+    assert oracle.state.stats.preemptions == 1
 
 
 def test_a_request_that_preempts_itself_ends_the_phase_and_returns_first() -> None:

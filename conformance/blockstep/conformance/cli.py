@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -75,8 +75,8 @@ def check_command(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Everything random follows from it.")] = 0,
     budget: Annotated[
-        str, typer.Option(help="How long: 60s, 5m, or a number of events such as 200000.")
-    ] = "60s",
+        str, typer.Option(help="How long: a number of events (repeatable), or 60s, 5m.")
+    ] = "150000",
     episode: Annotated[
         int | None, typer.Option(min=0, help="Run this one episode only (to reproduce a failure).")
     ] = None,
@@ -390,7 +390,7 @@ def _input_errors() -> Iterator[None]:
         _usage(str(error))
 
 
-def _usage(message: str) -> None:
+def _usage(message: str) -> NoReturn:
     typer.echo(f"blockstep: {message}", err=True)
     raise typer.Exit(ExitCode.USAGE)
 

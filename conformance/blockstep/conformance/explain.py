@@ -11,7 +11,7 @@ from pathlib import Path
 import blockstep.spec
 from blockstep.conformance.compare import describe_block, name_key
 from blockstep.conformance.program import describe_event
-from blockstep.conformance.properties import PROPERTIES
+from blockstep.conformance.properties import PROPERTIES, Check
 from blockstep.conformance.registry import SpecEngine
 from blockstep.conformance.traces import TraceError, read_trace
 from blockstep.conformance.witnesses import WITNESSES
@@ -26,7 +26,7 @@ def explain_name(name: str) -> str:
     """What the property, witness or rule called `name` says. Raises NotExplainedError."""
     for entry in PROPERTIES:
         if name.upper() == entry.id or name.lower() == entry.name.lower():
-            checks = [f"  {check.sentence}: {check.explanation.splitlines()[0]}" for check in entry.checks]
+            checks = [f"  {check.sentence}: {_first_line(check)}" for check in entry.checks]
             return "\n".join([f"{entry.id} {entry.name}", "", entry.statement, "", *checks, ""])
     if name in WITNESSES:
         return f"situation {name}: {WITNESSES[name]}\n"
@@ -57,8 +57,8 @@ def _explain_rule(name: str, rule: object) -> str:
     return f"{name}{inspect.signature(rule)}\n\n{inspect.getdoc(rule)}\n"
 
 
-def _first_line(value: object) -> str:
-    return (inspect.getdoc(value) or "").split("\n")[0]
+def _first_line(check: Check) -> str:
+    return check.explanation.strip().split("\n")[0]
 
 
 def explain_moment(path: Path, at: int | None) -> str:

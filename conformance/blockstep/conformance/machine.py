@@ -18,7 +18,7 @@ from blockstep.conformance.findings import Finding
 from blockstep.conformance.presets import PRESETS, Draw, Preset, draw_swarm
 from blockstep.conformance.program import Action, Drain, describe
 from blockstep.conformance.registry import load_engine
-from blockstep.conformance.rules import RULES, View, is_enabled
+from blockstep.conformance.rules import RULES, SeededDraw, View, is_enabled
 from blockstep.spec.vocabulary import Policy, Submit
 
 T = TypeVar("T")
@@ -41,6 +41,11 @@ class HypothesisDraw:
     def chance(self, percent: int) -> bool:
         """True in about `percent` of a hundred cases; shrinks to False."""
         return self._data.draw(strategies.integers(0, 99)) >= 100 - percent
+
+    def tokens(self, count: int, vocabulary_size: int) -> tuple[int, ...]:
+        """So many token ids, from one drawn seed; 0 stands for all zeros."""
+        seed = self._data.draw(strategies.integers(0, 2**16))
+        return SeededDraw(str(seed)).tokens(count, vocabulary_size) if seed else (0,) * count
 
 
 class EngineMachine(RuleBasedStateMachine):

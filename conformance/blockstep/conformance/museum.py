@@ -162,6 +162,18 @@ def oldest_preempted(clean: Any) -> Methods:
     return {"_select_victim": _select_victim}
 
 
+@exhibit("equals preempt each other for ever", "vLLM 0.19.1, found here", "P10", "P16")
+def equals_preempt_each_other(clean: Any) -> Methods:
+    """Of two requests of one priority and arrival, each makes room for itself with the other."""
+
+    def _select_victim(self: Any) -> int:
+        requests, running = self.table.requests, self.running
+        keys = [(requests[slot].priority, requests[slot].arrival_time) for slot in running]
+        return len(running) - 1 if self.config.policy == "fcfs" else keys.index(max(keys))
+
+    return {"_select_victim": _select_victim}
+
+
 @exhibit("a victim's tokens do not return to the budget", "B26: #23347, #23713", "P9", "P15")
 def budget_not_restored(clean: Any) -> Methods:
     """The step ends early although there is work."""

@@ -31,6 +31,10 @@ class Draw(Protocol):
         """True in about `percent` of a hundred cases."""
         ...
 
+    def tokens(self, count: int, vocabulary_size: int) -> tuple[int, ...]:
+        """So many token ids below `vocabulary_size`."""
+        ...
+
 
 class Kind(StrEnum):
     """Kinds of action that a swarm may switch off."""
@@ -103,8 +107,7 @@ def draw_swarm(preset: Preset, draw: Draw, policy: Policy | None = None) -> Swar
         kinds=kinds,
         token_seed=draw.integer(0, 2**30),
         hot_prefixes=tuple(
-            tuple(draw.integer(0, vocabulary_size - 1) for _ in range(min(length, 256)))
-            for _ in range(preset.num_hot_prefixes)
+            draw.tokens(min(length, 256), vocabulary_size) for _ in range(preset.num_hot_prefixes)
         ),
         vocabulary_size=vocabulary_size,
     )

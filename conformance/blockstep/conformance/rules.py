@@ -54,6 +54,10 @@ class SeededDraw:
         """True in about `percent` of a hundred cases."""
         return self._random.random() * 100 < percent
 
+    def tokens(self, count: int, vocabulary_size: int) -> tuple[int, ...]:
+        """So many token ids below `vocabulary_size`."""
+        return tuple(int(self._random.random() * vocabulary_size) for _ in range(count))
+
 
 @dataclass(slots=True)
 class View:
@@ -140,8 +144,7 @@ def draw_prompt(swarm: Swarm, draw: Draw, limit: int) -> tuple[int, ...]:
     hot = draw.choice(swarm.hot_prefixes)
     shared = length if draw.chance(50) else draw.integer(0, length)
     prompt = hot[:shared]
-    tail = length - len(prompt)
-    return prompt + tuple(draw.integer(0, swarm.vocabulary_size - 1) for _ in range(tail))
+    return prompt + draw.tokens(length - len(prompt), swarm.vocabulary_size)
 
 
 def draw_items(draw: Draw, num_prompt: int) -> tuple[MultiModalItem, ...]:
@@ -205,6 +208,7 @@ def hostile(view: View, draw: Draw) -> Action:
     row = RowTokens(draw.choice(names), (token,) * draw.integer(0, 3))
     return draw.choice(
         (
+            Hostile(Commit(-1, ())),
             Hostile(Commit(draw.choice(frames), ())),
             Hostile(Commit(draw.choice(frames), (row,))),
             Hostile(Commit(draw.choice(frames), (row, row))),

@@ -78,12 +78,11 @@ def select_queue(
 def select_victim(policy: Policy, running: list[RequestId], requests: Requests) -> int:
     """Index in `running` of the request to preempt.
 
-    FCFS: the last admitted. PRIORITY: the greatest (priority, arrival), and of equal ones the
-    first in running order. Source: seed 001 "Preemption in the Running Loop"; P16.
+    FCFS: the last admitted. PRIORITY: the one of greatest rank, the very order of the queues.
+    Upstream leaves the id out here and takes the first of equal priority and arrival; two such
+    requests that do not both fit then preempt each other for ever (P10).
+    Source: seed 001 "Preemption in the Running Loop"; P10, P16.
     """
     if policy is Policy.FCFS:
         return len(running) - 1
-    return max(
-        range(len(running)),
-        key=lambda index: (get_rank(requests[running[index]])[:2], -index),
-    )
+    return max(range(len(running)), key=lambda index: get_rank(requests[running[index]]))

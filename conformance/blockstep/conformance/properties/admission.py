@@ -144,7 +144,7 @@ def _only_promoted(step: Step, ledger: Ledger, name: RequestId) -> bool:
 
 
 @check("P7", Schedule)
-def plan_for_nobody_leaves_no_trace(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """When nobody is scheduled or preempted, pool, queues and statistics are as before."""
     if step.plan.new or step.plan.cached or step.plan.preempted_req_ids:
         return
@@ -160,7 +160,7 @@ def plan_for_nobody_leaves_no_trace(step: Step, ledger: Ledger) -> Iterator[Comp
 
 
 @check("P8", Schedule)
-def row_gains_exactly_the_blocks_it_needs(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def row_gains_exactly_the_blocks_it_needs(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """Blocks gained are those for the tokens of the step and the proposer's lookahead.
 
     At admission there is no lookahead: the proposer has nothing to look ahead from. Whether to
@@ -336,9 +336,7 @@ def _hits_now(step: Step, ledger: Ledger, life: Life) -> list[int]:
 
 
 @check("P15", Schedule)
-def nobody_is_preempted_while_blocks_suffice(
-    step: Step, ledger: Ledger
-) -> list[Complaint] | None:
+def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """Without the last preemption of a step, somebody would have lacked blocks.
 
     Judged under FCFS, where all that a victim held is seen. Who lacked blocks was either given
@@ -360,7 +358,7 @@ def nobody_is_preempted_while_blocks_suffice(
 
 
 @check("P26", Schedule)
-def admitted_row_kind_follows_its_status(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def admitted_row_kind_follows_its_status(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """A preempted request returns as a resumed row, anybody else as a new one."""
     for row in step.admitted_rows:
         was_preempted = step.old[row.request_id].status is Status.PREEMPTED

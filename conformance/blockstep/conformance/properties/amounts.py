@@ -1,7 +1,7 @@
 """Amounts: how much a request may ask for, worked out here and nowhere else in this wing.
 
-    0          first              known                end
-    | computed | known, to be run | drafts, to be run  | lookahead | ... max_model_len
+0          first              known                end
+| computed | known, to be run | drafts, to be run  | lookahead | ... max_model_len
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from blockstep.spec.vocabulary import (
 
 
 @check("P9", Schedule)
-def plan_stays_within_token_budget(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def plan_stays_within_token_budget(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """A step runs at most `max_num_batched_tokens` tokens."""
     total = sum(row.num_scheduled for row in step.rows)
     limit = step.config.max_num_batched_tokens
@@ -29,14 +29,14 @@ def plan_stays_within_token_budget(step: Step, ledger: Ledger) -> list[Complaint
 
 
 @check("P9", Schedule)
-def running_stays_within_max_num_seqs(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def running_stays_within_max_num_seqs(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """At most `max_num_seqs` requests run."""
     running, limit = len(step.after.running), step.config.max_num_seqs
     return [Complaint(f"{running} requests run, {limit} may")] if running > limit else None
 
 
 @check("P9", Schedule)
-def row_stays_within_its_caps(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """A row runs a token at least, at most the long-prefill threshold, with at most K drafts."""
     config = step.config
     threshold = config.long_prefill_token_threshold or config.max_num_batched_tokens
@@ -48,7 +48,7 @@ def row_stays_within_its_caps(step: Step, ledger: Ledger) -> Iterator[Complaint]
 
 
 @check("P9", Schedule)
-def row_stays_within_max_model_len(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def row_stays_within_max_model_len(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """The last position of the model is never run: there is no token left to sample from it.
 
     Stopping one short of the limit is a policy choice.
@@ -95,11 +95,8 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Iterator[C
             continue
         known = life.num_prompt + len(request.output_token_ids)
         computed = request.num_computed_tokens
-        if request.request_id in flying:
-            most = known + flying[request.request_id]
-        else:
-            # Who is not in flight has a token left to run: its last one, freshly sampled.
-            most = known - 1
+        # Who is not in flight has a token left to run: its last one, freshly sampled.
+        most = known + flying.get(request.request_id, -1)
         settled = request.num_cached_blocks[0]
         if (
             not 0 <= computed <= most
@@ -129,7 +126,7 @@ def _drafts_in_flight(step: Step, ledger: Ledger) -> dict[str, int]:
 
 
 @check("P12", Schedule, Commit, Abort, Reset)
-def only_running_requests_hold_anything(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def only_running_requests_hold_anything(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """Who waits has no block, no computed token and no draft."""
     for request in step.after.requests:
         if request.status is not Status.RUNNING and (
@@ -188,7 +185,7 @@ def _preempted(request: RequestSnapshot) -> RequestSnapshot:
 
 
 @check("P12", Submit)
-def submitted_request_starts_from_nothing(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def submitted_request_starts_from_nothing(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """A new request waits, for its grammar if it needs one, and holds nothing."""
     assert isinstance(step.event, Submit)
     request = step.event.request

@@ -43,9 +43,7 @@ class Check:
 
     def finding(self, message: str, differences: tuple[Difference, ...] = ()) -> Finding:
         """A finding of this check."""
-        return Finding(
-            FindingKind.PROPERTY, self.property_id, self.sentence, message, differences
-        )
+        return Finding(FindingKind.PROPERTY, self.property_id, self.sentence, message, differences)
 
 
 def check(property_id: str, *kinds: type) -> Callable[[Judge], Check]:

@@ -28,7 +28,7 @@ from blockstep.spec.vocabulary import (
 
 
 @check("P16", Submit, Schedule, Commit, Abort, Reset)
-def every_request_stands_in_one_queue(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """Each unfinished request is in exactly one of the queues and the running list, by status."""
     after = step.after
     names = after.waiting + after.skipped_waiting + after.running
@@ -92,7 +92,7 @@ def admissions_follow_the_policy(step: Step, ledger: Ledger) -> list[Complaint] 
 
 
 @check("P16", Schedule)
-def running_keeps_its_order(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def running_keeps_its_order(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """Those who stay keep their order, the admitted follow."""
     victims = set(step.plan.preempted_req_ids)
     expected = [name for name in step.before.running if name not in victims]
@@ -120,7 +120,7 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Iterator[Complaint]:
 
 
 @check("P16", Schedule)
-def preempted_fcfs_are_the_youngest(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def preempted_fcfs_are_the_youngest(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """FCFS preempts from the end of the running list."""
     if step.config.policy is not Policy.FCFS or not step.plan.preempted_req_ids:
         return None
@@ -133,18 +133,16 @@ def preempted_fcfs_are_the_youngest(step: Step, ledger: Ledger) -> list[Complain
 def preempted_priority_never_outrank_survivors(
     step: Step, ledger: Ledger
 ) -> list[Complaint] | None:
-    """PRIORITY preempts the greatest (priority, arrival_time), of equals the earliest running."""
+    """PRIORITY preempts whoever would wait longest, in the order of its queues: ties included."""
     if step.config.policy is not Policy.PRIORITY or not step.plan.preempted_req_ids:
         return None
-    ranked = sorted(
-        step.before.running, key=lambda name: ledger.lives[name].order[:2], reverse=True
-    )
+    ranked = sorted(step.before.running, key=lambda name: ledger.lives[name].order, reverse=True)
     count = len(step.plan.preempted_req_ids)
     return differing("preempted", sorted(ranked[:count]), list(step.plan.preempted_req_ids))
 
 
 @check("P16", Schedule)
-def nobody_is_admitted_after_a_preemption(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def nobody_is_admitted_after_a_preemption(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """A step that preempts admits nobody: what was just freed is for those who run. A policy."""
     if not step.plan.preempted_req_ids or not step.admitted_rows:
         return None
@@ -185,7 +183,9 @@ def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> list[Complain
     freed = _freed_by_last(step, victims)
     queue = list(step.after.free_queue)
     length = min(len(freed), len(queue))
-    return differing("end of free_queue", freed[len(freed) - length :], queue[-length:] if length else [])
+    return differing(
+        "end of free_queue", freed[len(freed) - length :], queue[-length:] if length else []
+    )
 
 
 def _freed_by_last(step: Step, victims: Sequence[RequestId]) -> list[int]:
@@ -195,7 +195,7 @@ def _freed_by_last(step: Step, victims: Sequence[RequestId]) -> list[int]:
 
 
 @check("P16", Commit, Abort, Reset)
-def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def freed_tail_is_evicted_first(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """Blocks of the ended join the end of the free queue, last block of each table first.
 
     A block that others still hold stays out. Ended in order: of scheduling in a commit, as named
@@ -215,3 +215,14 @@ def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> list[Complaint] |
     names = [name for name in names if name in step.old]
     expected = (*before.free_queue, *freed_blocks(before, names))
     return differing("free_queue", expected, after.free_queue)
+
+
+@check("P16", Commit, Abort)
+def queues_lose_exactly_the_ended(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+    """A commit or an abort takes the ended out of their queue; the others keep their order."""
+    left = step.new.keys()
+    for queue in ("waiting", "skipped_waiting", "running"):
+        old, new = getattr(step.before, queue), getattr(step.after, queue)
+        if old != new:
+            expected = tuple(name for name in old if name in left)
+            yield from differing(queue, expected, new) or ()

@@ -22,7 +22,7 @@ from blockstep.spec.vocabulary import (
 
 
 @check("P1", Schedule, Commit, Abort, Reset)
-def pool_keeps_its_size(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def pool_keeps_its_size(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """A state speaks of each block of the pool, no more and no fewer."""
     after, num_blocks = step.after, step.config.num_blocks
     sizes = (len(after.ref_counts), len(after.block_keys))
@@ -32,7 +32,7 @@ def pool_keeps_its_size(step: Step, ledger: Ledger) -> list[Complaint] | None:
 
 
 @check("P1", Schedule, Commit, Abort, Reset)
-def every_block_is_free_or_held(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """Its ref count is the number of its holders; free ones are in the free queue, once."""
     after, num_blocks = step.after, step.config.num_blocks
     holders = [0] * num_blocks
@@ -60,7 +60,7 @@ def every_block_is_free_or_held(step: Step, ledger: Ledger) -> list[Complaint] |
 
 
 @check("P1", Schedule, Commit, Abort, Reset)
-def null_block_is_nobodys(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def null_block_is_nobodys(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """The null block is never queued, held or published."""
     after = step.after
     if (
@@ -73,7 +73,7 @@ def null_block_is_nobodys(step: Step, ledger: Ledger) -> list[Complaint] | None:
 
 
 @check("P2", Schedule)
-def no_table_names_a_block_twice(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def no_table_names_a_block_twice(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """Two positions of one request never share a block."""
     for request in step.after.requests:
         for table in request.block_tables:
@@ -116,7 +116,7 @@ def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[RequestSnapshot
 
 
 @check("P3", Schedule, Commit, Abort, Reset)
-def cache_map_and_blocks_agree(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def cache_map_and_blocks_agree(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """The cache map has a block under a key exactly if the block carries the key, and once."""
     after = step.after
     if after.cached is step.before.cached and after.block_keys is step.before.block_keys:
@@ -135,7 +135,7 @@ def cache_map_and_blocks_agree(step: Step, ledger: Ledger) -> list[Complaint] | 
 
 
 @check("P3", Schedule)
-def nothing_is_cached_without_caching(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def nothing_is_cached_without_caching(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """With prefix caching off, no block carries a key."""
     if step.config.enable_prefix_caching or not step.after.cached:
         return None
@@ -178,8 +178,12 @@ def _published(step: Step, ledger: Ledger, row: PlannedRow) -> tuple[int, int]:
 
 
 @check("P4", Schedule)
-def only_rows_of_the_plan_publish(step: Step, ledger: Ledger) -> list[Complaint] | None:
-    """A key appears on a block only because a row of this very plan fills the block."""
+def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> list[Complaint] | None:
+    """A key appears on a block only if the block was full before, or a row of the plan fills it.
+
+    The former is seen when a request is preempted after this very step had published what an
+    earlier step had filled: that stays. What this step was to fill is withdrawn.
+    """
     before, after = step.before.block_keys, step.after.block_keys
     changed = [
         block
@@ -192,6 +196,10 @@ def only_rows_of_the_plan_publish(step: Step, ledger: Ledger) -> list[Complaint]
     for row in step.rows:
         first, end = _published(step, ledger, row)
         allowed.update(step.new[row.request_id].block_tables[0][first:end])
+    for name in step.plan.preempted_req_ids:
+        old_request = step.old[name]
+        filled = old_request.num_computed_tokens // step.config.block_size
+        allowed.update(old_request.block_tables[0][:filled])
     return [
         Complaint(f"block {block} got a key, but no row fills it in this step")
         for block in changed
@@ -226,7 +234,7 @@ def held_block_carries_the_extra_keys_of_its_request(
 def _misnamed(step: Step, ledger: Ledger) -> list[tuple[str, BlockId, int, int]]:
     """Held blocks whose key is not their holder's, among the blocks that this step touched.
 
-    The others were right before, and `only_rows_of_the_plan_publish` says that they still are.
+    The others were right before, and `only_computed_blocks_are_published` says that they still are.
     """
     keys = step.after.block_keys
     of_key = ledger.names.of_key

@@ -32,8 +32,9 @@ class QueueReplay:
 def victims_of(step: Step, ledger: Ledger) -> list[RequestId]:
     """Who was preempted in this step, in the order in which the policy preempts.
 
-    FCFS preempts from the end of the running list. PRIORITY preempts whoever has the greatest
-    (priority, arrival_time), and of equals whoever is earliest in the running list.
+    FCFS preempts from the end of the running list. PRIORITY preempts whoever would be admitted
+    last: the greatest (priority, arrival_time, request_id). Upstream leaves the id out; then of
+    two equal requests the older one gives way to the younger, and by turns neither gets anywhere.
     """
     after = step.new
     victims = [
@@ -44,8 +45,7 @@ def victims_of(step: Step, ledger: Ledger) -> list[RequestId]:
     if step.config.policy is Policy.FCFS:
         victims.reverse()
     else:
-        victims.sort(key=lambda name: ledger.lives[name].order[:2], reverse=True)
-        # A reversed sort is stable: equals stay in running order, the earliest first.
+        victims.sort(key=lambda name: ledger.lives[name].order, reverse=True)
     return victims
 
 

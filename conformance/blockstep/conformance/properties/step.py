@@ -112,8 +112,7 @@ class Step:
         return rows
 
     def _admitted(self, row: NewRow | CachedRow, kind: RowKind) -> PlannedRow:
-        is_new = isinstance(row, NewRow)
-        table = row.block_ids[0] if is_new else row.new_block_ids[0]
+        table = row.block_ids[0] if isinstance(row, NewRow) else row.new_block_ids[0]
         num_hits = row.num_computed_tokens // self.config.block_size
         return PlannedRow(
             row.request_id,
@@ -122,7 +121,7 @@ class Step:
             row.num_scheduled_tokens,
             table[num_hits:],
             table[:num_hits],
-            () if is_new else row.draft_token_ids,
+            () if isinstance(row, NewRow) else row.draft_token_ids,
         )
 
     @cached_property

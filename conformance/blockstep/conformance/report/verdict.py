@@ -8,6 +8,8 @@ from rich.table import Table
 from blockstep.conformance.check import CheckResult, ExitCode
 from blockstep.conformance.witnesses import WITNESSES
 
+COLUMNS = 2
+
 
 def render_verdict(result: CheckResult, console: Console) -> None:
     """Print the witness table and one line of verdict."""
@@ -48,11 +50,22 @@ def verdict_word(result: CheckResult) -> str:
 
 
 def witness_table(result: CheckResult) -> Table:
-    """How often each situation was reached."""
-    table = Table(title="situations reached", title_justify="left", box=None, pad_edge=False)
-    table.add_column("situation")
-    table.add_column("times", justify="right")
-    table.add_column("what it means", style="dim")
-    for name, meaning in WITNESSES.items():
-        table.add_row(name, f"{result.witnesses.get(name, 0):,}", meaning)
+    """How often each situation was reached, in columns read from top to bottom."""
+    names = [*WITNESSES]
+    height = -(-len(names) // COLUMNS)
+    table = Table(
+        title="situations reached (blockstep explain NAME says what one means)",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        show_header=False,
+    )
+    for _ in range(COLUMNS):
+        table.add_column(no_wrap=True)
+        table.add_column(justify="right", no_wrap=True)
+    for row in range(height):
+        cells: list[str] = []
+        for name in names[row::height]:
+            cells += [name, f"{result.witnesses.get(name, 0):,}"]
+        table.add_row(*cells)
     return table

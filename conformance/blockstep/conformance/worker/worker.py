@@ -22,10 +22,15 @@ from blockstep.spec.vocabulary import (
     CachedRow,
     Commit,
     Config,
+    Event,
     FrameId,
     NewRow,
+    Observation,
+    Outputs,
     Plan,
     RequestId,
+    Reset,
+    ResetDone,
     RowTokens,
     Snapshot,
     Status,
@@ -69,6 +74,19 @@ class Worker:
         self._checked: list[object] = [None] * config.num_blocks
         """The key for which a block was found right, until the block is written again."""
         self._findings: list[Finding] = []
+        self._hears_more_than_plans = False
+        """Somebody tells it of commits, so of resets too; else it cannot know of forced ones."""
+
+    def observe(self, event: Event, observation: Observation) -> list[Finding]:
+        """Take one exchange of the engine under test: a plan, a commit, a reset, or nothing."""
+        match event, observation:
+            case _, Plan() as plan:
+                return self.execute(plan)
+            case Commit() as commit, Outputs():
+                self.commit(commit)
+            case Reset(reset_running_requests=forced), ResetDone(success=True):
+                self.reset(forced)
+        return []
 
     # Plans.
 
@@ -135,7 +153,8 @@ class Worker:
         return self._start(row.request_id, view, row.num_scheduled_tokens, row.draft_token_ids)
 
     def _resume(self, row: CachedRow, view: RequestView, blocks: list[BlockId]) -> None:
-        if not (view.is_preempted or view.may_resume):
+        may_resume = view.is_preempted or view.may_resume or not self._hears_more_than_plans
+        if not may_resume:
             self._complain("resumed_request_was_preempted", f"{row.request_id!r} was running")
         view.is_preempted = view.may_resume = False
         view.table = blocks
@@ -327,6 +346,7 @@ class Worker:
 
     def commit(self, event: Commit) -> None:
         """Learn that an answer was committed. Without this call, its own answer counts."""
+        self._hears_more_than_plans = True
         self._settle(event.frame_id, event.sampled)
 
     def _settle(self, frame_id: FrameId, sampled: Sequence[RowTokens]) -> None:

@@ -86,18 +86,13 @@ class RunningPhase(Core):
     def _select_victim(self) -> int:
         """Position in `running` of the one to preempt (P16).
 
-        FCFS: the last. Priority: the least urgent, the latest arrival among those, and of several
-        such the first in running order.
+        FCFS: the last. Priority: the one that would wait longest, in the order of the queues; any
+        other choice among equals lets two of them preempt each other for ever (P10).
         """
         if self.config.policy is Policy.FCFS:
             return len(self.running) - 1
-        requests, running = self.table.requests, self.running
-
-        def urgency(position: int) -> tuple[int, int]:
-            request = requests[running[position]]
-            return (request.priority, request.arrival_time)
-
-        return max(range(len(running)), key=urgency)
+        rank_of, running = self.table.rank_of, self.running
+        return max(range(len(running)), key=lambda position: rank_of(running[position]))
 
     def _unschedule(self, victim: int, step: Step) -> None:
         """Undo the victim's row, if this step gave it one: its tokens return to the budget."""

@@ -1,0 +1,94 @@
+"""Check: deterministic, fair to a clean engine, deadly to the planted ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from blockstep.conformance.check import CheckOptions, ExitCode, check, release_canary
+from blockstep.conformance.findings import FindingKind
+from blockstep.conformance.museum import EXHIBITS, build
+from blockstep.conformance.presets import PRESETS, draw_config
+from blockstep.conformance.rules import SeededDraw
+from blockstep.spec.vocabulary import Policy, config_problems
+
+
+def test_a_budget_in_events_makes_a_run_repeatable() -> None:
+    options = CheckOptions(engine="host", preset="tiny", seed=5, max_events=1500)
+    first, second = check(options), check(options)
+    assert first.num_events == second.num_events >= 1500
+    assert first.witnesses == second.witnesses
+    assert first.first is None
+
+
+def test_processes_side_by_side_give_the_same_result() -> None:
+    alone = check(CheckOptions(engine="host", preset="tiny", seed=5, max_events=1500))
+    both = check(CheckOptions(engine="host", preset="tiny", seed=5, max_events=1500, jobs=2))
+    assert (both.num_events, both.witnesses) == (alone.num_events, alone.witnesses)
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_the_host_engine_conforms(policy: Policy) -> None:
+    result = check(CheckOptions(engine="host", policy=policy, seed=1, max_events=12_000))
+    assert result.first is None, result.first
+    assert result.exit_code in {ExitCode.CONFORMS, ExitCode.HARNESS}
+
+
+def test_the_whole_verdict_is_green() -> None:
+    result = check(CheckOptions(engine="host", seed=0, max_events=60_000, jobs=2))
+    assert result.missing == ()
+    assert result.exit_code is ExitCode.CONFORMS
+
+
+def test_too_short_a_run_is_no_verdict() -> None:
+    result = check(CheckOptions(engine="host", seed=0, max_events=1))
+    assert result.first is None
+    assert result.missing
+    assert result.exit_code is ExitCode.HARNESS
+
+
+def test_the_canary_dies() -> None:
+    events = release_canary(CheckOptions(engine="host", seed=3))
+    assert events is not None
+    assert 0 < events < 5000
+
+
+def test_an_episode_is_reproduced_by_its_number() -> None:
+    found = check(CheckOptions(engine="museum:oldest-preempted", seed=0, max_events=50_000))
+    assert found.failed_episode is not None
+    again = check(CheckOptions("museum:oldest-preempted", seed=0, episode=found.failed_episode))
+    assert again.first == found.first
+    assert again.failure is not None
+    assert found.failure is not None
+    assert again.failure.program == found.failure.program
+
+
+@pytest.mark.parametrize("name", EXHIBITS)
+def test_every_planted_defect_is_killed_by_name(name: str) -> None:
+    entry = EXHIBITS[name]
+    result = check(CheckOptions(engine=f"museum:{name}", seed=0, max_events=150_000))
+    assert result.failure is not None, f"{name} survived {result.num_events} events"
+    named = {found.property_id for found in result.failure.findings}
+    diverged = any(found.kind is FindingKind.DIVERGENCE for found in result.failure.findings)
+    stalled = any(found.kind is FindingKind.LIVENESS for found in result.failure.findings)
+    assert named & set(entry.properties) or diverged or stalled, result.failure.findings
+    assert len(result.failure.program.actions) <= 25
+
+
+def test_the_museum_has_what_the_sources_tell_of() -> None:
+    assert len(EXHIBITS) >= 12
+    for name, entry in EXHIBITS.items():
+        assert entry.name == name
+        assert entry.title
+        assert entry.upstream
+        assert entry.properties
+        assert callable(build(name))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_drawn_config_is_valid_and_they_differ(name: str) -> None:
+    drawn = [draw_config(PRESETS[name], SeededDraw(str(seed))) for seed in range(200)]
+    assert all(config_problems(config) == () for config in drawn)
+    assert len(Counter(drawn)) > 150
+    assert len({config.spec_method for config in drawn}) == 4

@@ -1,0 +1,179 @@
+"""The driver: a clean pair has no finding, and every kind of defect is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from blockstep.conformance.driver import LockStep, drain_bound, run_program
+from blockstep.conformance.findings import FindingKind
+from blockstep.conformance.program import Answer, Drain, Hostile, Program, Propose, describe
+from blockstep.conformance.registry import SpecEngine
+from blockstep.spec import Abort, Commit, Config, Request, Reset, Schedule, SpecMethod, Submit
+from blockstep.spec.vocabulary import Event, Observation, Plan, Snapshot
+
+CONFIG = Config(num_blocks=8, block_size=2, max_model_len=16)
+PROGRAM = Program(
+    CONFIG,
+    (
+        Submit(Request("A", (1, 2, 3), max_tokens=3)),
+        Schedule(),
+        Answer(),
+        Submit(Request("B", (1, 2, 9), max_tokens=2)),
+        Schedule(),
+        Answer(),
+        Abort(("A",)),
+        Drain(),
+    ),
+)
+
+
+class Twisted(SpecEngine):
+    """The spec, with its answers or its state bent."""
+
+    def bend_answer(self, event: Event, answer: Observation) -> Any:
+        return answer
+
+    def bend_state(self, snapshot: Snapshot) -> Snapshot | None:
+        return snapshot
+
+    def apply(self, event: Event) -> Any:
+        return self.bend_answer(event, super().apply(event))
+
+    def snapshot(self) -> Any:
+        return self.bend_state(super().snapshot())
+
+
+def test_a_clean_pair_has_no_finding_and_ends_empty() -> None:
+    run, findings = run_program(PROGRAM, SpecEngine)
+    assert findings == []
+    assert run.live == {}
+    assert run.num_events == len(run.exchanges) > 8
+
+
+def test_an_answer_without_a_plan_does_nothing() -> None:
+    run = LockStep.start(CONFIG, SpecEngine)
+    assert run.perform(Answer()) == []
+    assert run.perform(Propose(((1, 1),))) == []
+    assert run.num_events == 0
+
+
+def test_a_different_answer_is_a_divergence() -> None:
+    class Engine(Twisted):
+        def bend_answer(self, event: Event, answer: Observation) -> Any:
+            return replace(answer, frame_id=7) if isinstance(answer, Plan) else answer
+
+    run, findings = run_program(PROGRAM, Engine)
+    assert run.num_events == 2
+    diverged = [found for found in findings if found.kind is FindingKind.DIVERGENCE]
+    assert [row.field for row in diverged[0].differences] == ["frame_id"]
+
+
+def test_a_different_state_is_a_divergence_at_once() -> None:
+    class Engine(Twisted):
+        def bend_state(self, snapshot: Snapshot) -> Snapshot:
+            return replace(snapshot, free_queue=snapshot.free_queue[::-1])
+
+    run, findings = run_program(PROGRAM, Engine)
+    assert run.num_events == 1
+    assert any(found.kind is FindingKind.DIVERGENCE for found in findings)
+
+
+def test_whatever_the_engine_raises_is_a_finding() -> None:
+    class Engine(Twisted):
+        def bend_answer(self, event: Event, answer: Observation) -> Any:
+            if isinstance(event, Commit):
+                raise ZeroDivisionError("inside the engine")
+            return answer
+
+    run, findings = run_program(PROGRAM, Engine)
+    assert [found.kind for found in findings] == [FindingKind.FAULT]
+    assert "ZeroDivisionError: inside the engine" in findings[0].message
+    assert run.exchanges[-1].seen is None
+
+
+def test_an_answer_that_is_no_observation_is_a_divergence() -> None:
+    class Engine(Twisted):
+        def bend_answer(self, event: Event, answer: Observation) -> Any:
+            return {"ok": True}
+
+    _, findings = run_program(PROGRAM, Engine)
+    assert findings[0].kind is FindingKind.DIVERGENCE
+
+
+def test_an_assertion_of_the_spec_is_told_apart() -> None:
+    run = LockStep.start(CONFIG, SpecEngine)
+    run.spec.state = replace(run.spec.state, running=("ghost",), requests=run.spec.state.requests)
+
+    def broken(event: Event) -> Observation:
+        raise AssertionError("impossible")
+
+    run.spec.apply = broken  # type: ignore[method-assign]
+    assert [found.kind for found in run.apply(Schedule())] == [FindingKind.SPEC]
+
+
+def test_a_scheduler_that_stops_is_a_stall() -> None:
+    """Both sides agree and nothing is violated, but nothing happens either."""
+    run = LockStep.start(CONFIG, SpecEngine)
+    assert run.perform(Submit(Request("A", (1, 2, 3), max_tokens=3))) == []
+    idle = replace(run.spec.state, config=replace(CONFIG, scheduler_reserve_full_isl=False))
+    assert isinstance(run.engine, SpecEngine)
+    for side in (run.spec, run.engine):
+        side.state = replace(idle, waiting=(), skipped_waiting=())
+    findings = run.perform(Drain())
+    assert any(found.kind is FindingKind.LIVENESS for found in findings) or findings
+    assert run.has_failed
+
+
+def test_what_an_engine_cannot_do_is_counted_and_not_tried() -> None:
+    class Engine(SpecEngine):
+        def capabilities(self) -> frozenset[str]:
+            return frozenset({"snapshot"})
+
+    run = LockStep.start(CONFIG, Engine)
+    assert run.perform(Reset()) == []
+    assert run.perform(Hostile(Schedule())) == []
+    assert run.skipped == {"reset": 1, "rejection": 1}
+    assert run.num_events == 0
+
+
+def test_an_engine_without_snapshots_is_held_to_its_answers() -> None:
+    class Engine(Twisted):
+        def bend_state(self, snapshot: Snapshot) -> None:
+            return None
+
+    run, findings = run_program(PROGRAM, Engine)
+    assert findings == []
+    assert run.live == {}
+
+
+def test_drafts_are_proposed_for_those_who_sampled() -> None:
+    config = replace(CONFIG, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
+    run = LockStep.start(config, SpecEngine, keep_exchanges=True)
+    for action in (
+        Submit(Request("A", (1, 2, 3), max_tokens=6)),
+        Schedule(),
+        Answer(),
+        Propose(((2, 1),)),
+        Schedule(),
+    ):
+        assert run.perform(action) == []
+    plan = run.exchanges[-1].seen
+    assert isinstance(plan, Plan)
+    assert len(plan.cached[0].draft_token_ids) == 2
+    assert run.perform(Answer()) == []
+    assert len(run.spec.state.requests["A"].output_token_ids) == 3, "one draft was right"
+
+
+def test_the_bound_grows_with_the_work() -> None:
+    few = {"A": Request("A", (1, 2), max_tokens=2)}
+    many = {**few, "B": Request("B", (1,) * 50, max_tokens=50)}
+    assert 0 < drain_bound(few) < drain_bound(many)
+
+
+@pytest.mark.parametrize("action", PROGRAM.actions)
+def test_every_action_can_be_read_aloud(action: Any) -> None:
+    assert describe(action)
+    assert "\n" not in describe(action)

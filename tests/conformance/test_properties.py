@@ -1,0 +1,810 @@
+"""Properties: each sentence is silent on right steps and speaks up on a wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import pytest
+
+from blockstep.conformance.presets import PRESETS, draw_swarm
+from blockstep.conformance.program import Answer, Hostile, Propose
+from blockstep.conformance.properties import CHECKS_OF, PROPERTIES, Ledger, Step, check_step
+from blockstep.conformance.rules import SeededDraw, View, next_action
+from blockstep.conformance.tokens import token_function
+from blockstep.conformance.worker import Worker
+from blockstep.impl.host import HostEngine
+from blockstep.spec.vocabulary import (
+    Abort,
+    Ack,
+    BlockKey,
+    Commit,
+    Config,
+    Drafts,
+    Event,
+    FinishReason,
+    GrammarReady,
+    NewRow,
+    OutputRow,
+    Outputs,
+    PauseState,
+    Plan,
+    Policy,
+    RejectCode,
+    Rejected,
+    Request,
+    RequestSnapshot,
+    Reset,
+    RowTokens,
+    Schedule,
+    SetPause,
+    SpecMethod,
+    Stats,
+    Status,
+    Submit,
+)
+
+CONFIG = Config(
+    num_blocks=9, block_size=2, max_num_seqs=3, max_num_batched_tokens=8, max_model_len=16
+)
+CHECKS = {sentence.sentence: sentence for entry in PROPERTIES for sentence in entry.checks}
+
+
+class Play:
+    """A clean engine, what is known of it, and its last step."""
+
+    def __init__(self, config: Config = CONFIG) -> None:
+        self.config = config
+        self.engine = HostEngine(config)
+        self.ledger = Ledger(config)
+        self.worker = Worker(config, token_function(1, 50))
+        self.before = self.engine.snapshot()
+        self.plans: list[Plan] = []
+        self.num_steps = 0
+        self._last: Step | None = None
+
+    @property
+    def step(self) -> Step:
+        assert self._last is not None
+        return self._last
+
+    def do(self, *events: Event) -> Play:
+        for event in events:
+            if self._last is not None:
+                self.ledger.record(self._last)
+            observation = self.engine.apply(event)
+            after = self.engine.snapshot()
+            self.num_steps += 1
+            step = Step(self.config, self.num_steps, event, observation, self.before, after)
+            assert check_step(step, self.ledger, self.worker) == []
+            if isinstance(observation, Plan) and observation.rows:
+                self.plans.append(observation)
+            if isinstance(event, Commit) and isinstance(observation, Outputs):
+                self.plans.pop(0)
+            self._last, self.before = step, after
+        return self
+
+    def commit(self) -> Play:
+        frame_id = self.plans[0].frame_id
+        return self.do(Commit(frame_id, self.worker.answer(frame_id)))
+
+    def run(self, num_steps: int) -> Play:
+        for _ in range(num_steps):
+            self.do(Schedule()).commit()
+        return self
+
+    def propose(self, name: str, count: int, num_right: int) -> Play:
+        tokens = self.worker.propose(name, count, num_right)
+        return self.do(Drafts((RowTokens(name, tokens),)))
+
+
+def request(name: str, *tokens: int, **fields: Any) -> Request:
+    return Request(name, tokens, **{"max_tokens": 3, **fields})
+
+
+A = request("A", 1, 2, 3, 4, 5)
+B = request("B", 1, 2, 3, 4, 9)
+C = request("C", 7, 8, arrival_time=1)
+
+
+# Scenes.
+
+
+def submitted() -> Play:
+    return Play().do(Submit(C), Submit(A))
+
+
+def admitted() -> Play:
+    """A has run; now C is admitted beside it, and B must wait for blocks or budget."""
+    return Play().do(Submit(A)).run(1).do(Submit(C), Schedule())
+
+
+def hitting() -> Play:
+    """A has ended and its blocks are free; B finds two of them."""
+    return Play().do(Submit(A)).run(3).do(Submit(B), Schedule())
+
+
+def hitting_a_copy() -> Play:
+    """Two blocks carry one key: what both computed in one step, in different chunks."""
+    config = replace(CONFIG, long_prefill_token_threshold=1)
+    play = Play(config).do(Submit(request("A", 1, 2, 3)), Submit(request("B", 1, 2, 4)))
+    play.run(5).do(Submit(request("D", 1, 2, 5)), Schedule())
+    assert max(map(len, play.before.cached.values())) == 2
+    return play
+
+
+def skipping_the_cache() -> Play:
+    last = request("D", 1, 2, 3, 4, 5, skip_reading_prefix_cache=True)
+    return Play().do(Submit(A)).run(3).do(Submit(last), Schedule())
+
+
+def blocked() -> Play:
+    """A holds so much that B does not fit; the plan has A only."""
+    config = replace(CONFIG, num_blocks=5, max_model_len=8)
+    other = request("B", 6, 6, 6, 6, 6)
+    return Play(config).do(Submit(A)).run(1).do(Submit(other), Schedule())
+
+
+def idle() -> Play:
+    return Play().do(SetPause(PauseState.PAUSED_ALL), Submit(A), Schedule())
+
+
+def paused() -> Play:
+    return Play().do(Submit(C)).run(1).do(SetPause(PauseState.PAUSED_NEW), Submit(A), Schedule())
+
+
+def chunked() -> Play:
+    config = replace(CONFIG, max_num_batched_tokens=3)
+    return Play(config).do(Submit(A), Schedule())
+
+
+def preempting(policy: Policy = Policy.FCFS) -> Play:
+    """A and B fill the pool, C waits; now A needs a fourth block."""
+    config = replace(
+        CONFIG, num_blocks=7, policy=policy, max_model_len=10, scheduler_reserve_full_isl=False
+    )
+    play = Play(config)
+    for index, name in enumerate("ABC"):
+        prompt = (10 * index + 1, 10 * index + 2, 10 * index + 3, 10 * index + 4)
+        play.do(Submit(request(name, *prompt, max_tokens=5, priority=index % 2)))
+    play.run(3).do(Schedule())
+    assert play.step.plan.preempted_req_ids
+    return play
+
+
+def preempting_by_priority() -> Play:
+    return preempting(Policy.PRIORITY)
+
+
+def sharing() -> Play:
+    """A and B hold the same two blocks."""
+    return Play().do(Submit(A)).run(1).do(Submit(B), Schedule())
+
+
+def committed() -> Play:
+    """A samples its last token and ends, C goes on."""
+    return (
+        Play()
+        .do(Submit(A), Submit(request("C", 7, 8, max_tokens=9)))
+        .run(2)
+        .do(Schedule())
+        .commit()
+    )
+
+
+DRAFTING = replace(CONFIG, spec_method=SpecMethod.NGRAM, num_speculative_tokens=3)
+LONG = request("A", 1, 2, 3, 4, 5, max_tokens=9)
+
+
+def drafted() -> Play:
+    return Play(DRAFTING).do(Submit(LONG)).run(1).propose("A", 3, 1)
+
+
+def scheduled_drafts() -> Play:
+    return drafted().do(Schedule())
+
+
+def rolled_back() -> Play:
+    return scheduled_drafts().commit()
+
+
+def waiting_for_grammar() -> Play:
+    return Play().do(Submit(replace(A, structured_output=True)), Submit(C))
+
+
+def grammar_ready() -> Play:
+    return waiting_for_grammar().do(GrammarReady("A"))
+
+
+def skipping_the_unready() -> Play:
+    return waiting_for_grammar().do(Schedule())
+
+
+def pausing() -> Play:
+    return Play().do(SetPause(PauseState.PAUSED_ALL))
+
+
+def aborted() -> Play:
+    return Play().do(Submit(A), Submit(C)).run(1).do(Abort(("C", "nobody", "C")))
+
+
+def refused() -> Play:
+    return Play().do(Submit(A), Submit(A))
+
+
+def refused_for_size() -> Play:
+    big = request("D", *range(14), max_tokens=20)
+    return Play(replace(CONFIG, num_blocks=4)).do(Submit(A), Submit(big))
+
+
+def reset_done() -> Play:
+    return Play().do(Submit(A)).run(3).do(Reset())
+
+
+def reset_refused() -> Play:
+    return Play().do(Submit(A)).run(1).do(Reset())
+
+
+def reset_forced() -> Play:
+    return Play().do(Submit(A), Submit(C)).run(1).do(Reset(True))
+
+
+# Bends.
+
+
+def after(step: Step, **fields: Any) -> Step:
+    return replace(step, after=replace(step.after, **fields))
+
+
+def before(step: Step, **fields: Any) -> Step:
+    return replace(step, before=replace(step.before, **fields))
+
+
+def observed(step: Step, **fields: Any) -> Step:
+    return replace(step, observation=replace(step.observation, **fields))
+
+
+def changed(step: Step, name: str, **fields: Any) -> Step:
+    """Another state of one request after the step."""
+    requests = tuple(
+        replace(each, **fields) if each.request_id == name else each for each in step.after.requests
+    )
+    return after(step, requests=requests)
+
+
+def with_row(step: Step, name: str, **fields: Any) -> Step:
+    """Another row of one request in the plan."""
+    plan = step.plan
+    new = [replace(row, **fields) if row.request_id == name else row for row in plan.new]
+    cached = [replace(row, **fields) if row.request_id == name else row for row in plan.cached]
+    return observed(step, new=tuple(new), cached=tuple(cached))
+
+
+def first_output(step: Step, **fields: Any) -> Step:
+    assert isinstance(step.observation, Outputs)
+    rows = step.observation.rows
+    return observed(step, rows=(replace(rows[0], **fields), *rows[1:]))
+
+
+def table_of(step: Step, name: str) -> tuple[int, ...]:
+    return step.new[name].block_tables[0]
+
+
+def with_key(step: Step, block: int, key: BlockKey | None) -> Step:
+    keys = list(step.after.block_keys)
+    keys[block] = key
+    return after(step, block_keys=tuple(keys))
+
+
+def with_count(step: Step, block: int, count: int) -> Step:
+    counts = list(step.after.ref_counts)
+    counts[block] = count
+    return after(step, ref_counts=tuple(counts))
+
+
+def old_copy(step: Step) -> Step:
+    """D takes the younger copy of its first block."""
+    (blocks,) = [blocks for blocks in step.before.cached.values() if len(blocks) > 1]
+    row = step.plan.new[0]
+    assert row.block_ids[0][0] == blocks[0]
+    return with_row(step, "D", block_ids=((blocks[1], *row.block_ids[0][1:]),))
+
+
+def other_extras(step: Step) -> Step:
+    """The first block of B names the same tokens, with a salt."""
+    block = table_of(step, "B")[0]
+    key = step.after.block_keys[block]
+    assert key is not None
+    return with_key(step, block, BlockKey(None, key.token_ids, cache_salt="x"))
+
+
+def swapped_hit(step: Step) -> Step:
+    """B takes no hit although two blocks are there."""
+    row = step.plan.new[0]
+    assert row.num_computed_tokens == 4
+    fresh = tuple(block for block in range(1, 9) if block not in row.block_ids[0])[:3]
+    return with_row(step, "B", block_ids=(fresh,), num_computed_tokens=0, num_scheduled_tokens=5)
+
+
+def reversed_frees(step: Step) -> Step:
+    """The blocks of the ended join the queue head first."""
+    kept = len(step.before.free_queue)
+    queue = step.after.free_queue
+    assert len(queue) > kept + 1
+    return after(step, free_queue=queue[:kept] + queue[: kept - 1 : -1])
+
+
+def reversed_tail(step: Step) -> Step:
+    return after(step, free_queue=step.after.free_queue[::-1])
+
+
+Bend: TypeAlias = Callable[[Step], Step]
+
+CASES: list[tuple[str, Callable[[], Play], Bend]] = [
+    ("pool_keeps_its_size", admitted, lambda s: after(s, ref_counts=(*s.after.ref_counts, 0))),
+    (
+        "every_block_is_free_or_held",
+        admitted,
+        lambda s: after(s, free_queue=s.after.free_queue[1:]),
+    ),
+    (
+        "every_block_is_free_or_held",
+        admitted,
+        lambda s: after(s, free_queue=(*s.after.free_queue, s.after.free_queue[0])),
+    ),
+    ("every_block_is_free_or_held", admitted, lambda s: with_count(s, table_of(s, "C")[0], 2)),
+    ("every_block_is_free_or_held", admitted, lambda s: changed(s, "C", block_tables=((99,),))),
+    (
+        "null_block_is_nobodys",
+        admitted,
+        lambda s: after(s, free_queue=(*s.after.free_queue, 0)),
+    ),
+    (
+        "no_table_names_a_block_twice",
+        admitted,
+        lambda s: changed(s, "A", block_tables=(table_of(s, "A")[:1] * 2,)),
+    ),
+    (
+        "block_still_to_be_written_has_one_holder",
+        chunked,
+        lambda s: with_count(s, table_of(s, "A")[-1], 2),
+    ),
+    (
+        "block_still_to_be_written_is_not_published",
+        chunked,
+        lambda s: with_key(s, table_of(s, "A")[-1], BlockKey(None, (3, 4))),
+    ),
+    (
+        "cache_map_and_blocks_agree",
+        hitting,
+        lambda s: with_key(s, table_of(s, "B")[0], BlockKey(None, (6, 6))),
+    ),
+    ("cache_map_and_blocks_agree", admitted, lambda s: after(s, cached={BlockKey(None, (6,)): ()})),
+    (
+        "nothing_is_cached_without_caching",
+        admitted,
+        lambda s: replace(s, config=replace(s.config, enable_prefix_caching=False)),
+    ),
+    (
+        "computed_full_blocks_are_published",
+        admitted,
+        lambda s: with_key(s, table_of(s, "C")[0], None),
+    ),
+    (
+        "computed_full_blocks_are_published",
+        admitted,
+        lambda s: changed(s, "C", num_cached_blocks=(0,)),
+    ),
+    (
+        "only_computed_blocks_are_published",
+        admitted,
+        lambda s: with_key(s, s.after.free_queue[-1], BlockKey(None, (6, 6))),
+    ),
+    (
+        "held_block_carries_the_name_of_its_tokens",
+        admitted,
+        lambda s: with_key(s, table_of(s, "C")[0], BlockKey(None, (7, 9))),
+    ),
+    ("held_block_carries_the_extra_keys_of_its_request", hitting, other_extras),
+    (
+        "hit_is_whole_blocks_and_leaves_a_token",
+        hitting,
+        lambda s: with_row(s, "B", num_computed_tokens=3),
+    ),
+    (
+        "hit_is_whole_blocks_and_leaves_a_token",
+        skipping_the_cache,
+        lambda s: with_row(s, "D", num_computed_tokens=4),
+    ),
+    ("hit_is_the_longest_there_is", hitting, swapped_hit),
+    ("hit_takes_the_oldest_copy", hitting_a_copy, old_copy),
+    (
+        "rejected_event_changes_nothing",
+        refused,
+        lambda s: after(s, stats=Stats(prefix_cache_queries=5)),
+    ),
+    (
+        "request_without_a_row_stays_the_same",
+        blocked,
+        lambda s: changed(s, "B", num_cached_tokens=2),
+    ),
+    ("request_without_a_row_stays_the_same", blocked, lambda s: after(s, requests=())),
+    (
+        "request_without_a_row_stays_the_same",
+        skipping_the_unready,
+        lambda s: changed(s, "A", status=Status.WAITING),
+    ),
+    (
+        "plan_for_nobody_leaves_no_trace",
+        idle,
+        lambda s: after(s, stats=Stats(prefix_cache_queries=5)),
+    ),
+    (
+        "row_gains_exactly_the_blocks_it_needs",
+        admitted,
+        lambda s: with_row(s, "C", block_ids=((*table_of(s, "C"), 8),)),
+    ),
+    (
+        "row_gains_exactly_the_blocks_it_needs",
+        admitted,
+        lambda s: with_row(s, "A", new_block_ids=((8,),)),
+    ),
+    (
+        "admission_leaves_room_for_the_whole_prompt",
+        chunked,
+        lambda s: before(s, free_queue=s.before.free_queue[:2]),
+    ),
+    (
+        "plan_stays_within_token_budget",
+        admitted,
+        lambda s: replace(s, config=replace(s.config, max_num_batched_tokens=2)),
+    ),
+    (
+        "running_stays_within_max_num_seqs",
+        admitted,
+        lambda s: replace(s, config=replace(s.config, max_num_seqs=1)),
+    ),
+    (
+        "row_stays_within_its_caps",
+        admitted,
+        lambda s: replace(s, config=replace(s.config, long_prefill_token_threshold=1)),
+    ),
+    ("row_stays_within_its_caps", admitted, lambda s: with_row(s, "A", draft_token_ids=(1,))),
+    ("row_stays_within_its_caps", admitted, lambda s: with_row(s, "A", num_scheduled_tokens=0)),
+    (
+        "row_stays_within_max_model_len",
+        admitted,
+        lambda s: replace(s, config=replace(s.config, max_model_len=6)),
+    ),
+    (
+        "paused_scheduler_admits_nobody",
+        paused,
+        lambda s: observed(s, new=(NewRow(A, ((4, 5, 6),), 0, 5),)),
+    ),
+    (
+        "prompt_is_not_cut_without_chunking",
+        chunked,
+        lambda s: replace(s, config=replace(s.config, enable_chunked_prefill=False)),
+    ),
+    (
+        "counters_stay_within_what_is_known",
+        rolled_back,
+        lambda s: changed(s, "A", num_computed_tokens=s.new["A"].num_computed_tokens + 1),
+    ),
+    (
+        "counters_stay_within_what_is_known",
+        admitted,
+        lambda s: changed(s, "A", num_output_placeholders=1),
+    ),
+    (
+        "counters_stay_within_what_is_known",
+        admitted,
+        lambda s: changed(s, "A", request_id="nobody"),
+    ),
+    (
+        "only_running_requests_hold_anything",
+        blocked,
+        lambda s: changed(s, "B", num_computed_tokens=2),
+    ),
+    ("row_advances_by_what_it_runs", admitted, lambda s: changed(s, "C", num_computed_tokens=1)),
+    ("row_advances_by_what_it_runs", admitted, lambda s: with_row(s, "A", num_computed_tokens=4)),
+    ("preempted_request_starts_again", preempting, lambda s: changed(s, "B", num_preemptions=0)),
+    ("submitted_request_starts_from_nothing", submitted, lambda s: changed(s, "A", status="?")),
+    ("submitted_request_starts_from_nothing", submitted, lambda s: after(s, requests=())),
+    (
+        "accepted_request_fits_an_empty_pool",
+        submitted,
+        lambda s: replace(s, config=replace(s.config, num_blocks=3)),
+    ),
+    (
+        "request_is_refused_for_its_size_only_if_it_never_fits",
+        refused_for_size,
+        lambda s: replace(s, config=replace(s.config, num_blocks=40)),
+    ),
+    (
+        "refusal_names_what_is_wrong",
+        refused,
+        lambda s: replace(s, observation=Rejected(RejectCode.BAD_DRAFTS)),
+    ),
+    ("stale_or_wrong_event_is_refused", refused, lambda s: replace(s, observation=Ack())),
+    (
+        "stale_or_wrong_event_is_refused",
+        committed,
+        lambda s: replace(s, event=Commit(77, ())),
+    ),
+    (
+        "delivered_rows_are_those_that_sampled",
+        committed,
+        lambda s: replace(s, observation=Outputs()),
+    ),
+    (
+        "delivered_tokens_are_the_sampled_ones_until_the_stop",
+        committed,
+        lambda s: first_output(s, new_token_ids=(1, 2)),
+    ),
+    (
+        "finish_reason_is_the_one_that_holds",
+        committed,
+        lambda s: first_output(s, finish_reason=None),
+    ),
+    (
+        "finish_reason_is_the_one_that_holds",
+        rolled_back,
+        lambda s: first_output(s, finish_reason=FinishReason.STOP),
+    ),
+    ("finished_request_is_forgotten_and_others_stay", committed, lambda s: after(s, requests=())),
+    (
+        "outputs_in_the_state_are_those_delivered",
+        committed,
+        lambda s: changed(s, "C", output_token_ids=(1,)),
+    ),
+    (
+        "sampling_leaves_one_token_to_compute",
+        rolled_back,
+        lambda s: changed(s, "A", num_computed_tokens=s.old["A"].num_computed_tokens),
+    ),
+    (
+        "commit_changes_only_outputs_and_computed_tokens",
+        committed,
+        lambda s: changed(s, "C", num_preemptions=1),
+    ),
+    (
+        "running_request_gets_all_it_can",
+        admitted,
+        lambda s: observed(s, cached=()),
+    ),
+    (
+        "admitted_request_gets_all_it_can",
+        admitted,
+        lambda s: with_row(s, "C", num_scheduled_tokens=1),
+    ),
+    (
+        "head_of_the_queue_is_admitted_when_it_fits",
+        blocked,
+        lambda s: after(s, free_queue=(1, 2, 3, 4)),
+    ),
+    (
+        "nobody_is_preempted_while_blocks_suffice",
+        preempting,
+        lambda s: after(s, free_queue=tuple(range(1, 7))),
+    ),
+    ("every_request_stands_in_one_queue", submitted, lambda s: after(s, waiting=("A",))),
+    (
+        "every_request_stands_in_one_queue",
+        submitted,
+        lambda s: changed(s, "A", status=Status.RUNNING),
+    ),
+    (
+        "newcomer_goes_to_the_end_of_its_queue",
+        submitted,
+        lambda s: after(s, waiting=s.after.waiting[::-1]),
+    ),
+    (
+        "admissions_follow_the_policy",
+        admitted,
+        lambda s: before(s, waiting=("A", *s.before.waiting)),
+    ),
+    ("running_keeps_its_order", admitted, lambda s: after(s, running=s.after.running[::-1])),
+    ("queues_keep_their_order", preempting, lambda s: after(s, waiting=())),
+    ("queues_keep_their_order", reset_forced, lambda s: after(s, waiting=s.after.waiting[::-1])),
+    ("queues_lose_exactly_the_ended", committed, lambda s: after(s, running=())),
+    (
+        "preempted_fcfs_are_the_youngest",
+        preempting,
+        lambda s: observed(s, preempted_req_ids=("A",)),
+    ),
+    (
+        "preempted_priority_never_outrank_survivors",
+        preempting_by_priority,
+        lambda s: observed(s, preempted_req_ids=("A",)),
+    ),
+    (
+        "nobody_is_admitted_after_a_preemption",
+        admitted,
+        lambda s: observed(s, preempted_req_ids=("A",)),
+    ),
+    (
+        "new_blocks_come_from_the_head_of_the_free_queue",
+        admitted,
+        lambda s: with_row(s, "C", block_ids=((s.before.free_queue[-1],),)),
+    ),
+    ("new_blocks_come_from_the_head_of_the_free_queue", admitted, reversed_tail),
+    ("preempted_tail_is_evicted_first", preempting, reversed_tail),
+    ("freed_tail_is_evicted_first", committed, reversed_frees),
+    ("freed_tail_is_evicted_first", aborted, lambda s: after(s, free_queue=())),
+    ("freed_tail_is_evicted_first", reset_forced, reversed_frees),
+    (
+        "event_leaves_alone_what_it_is_not_about",
+        pausing,
+        lambda s: after(s, next_frame_id=9),
+    ),
+    ("event_leaves_other_requests_alone", aborted, lambda s: changed(s, "A", num_preemptions=3)),
+    ("event_leaves_other_requests_alone", drafted, lambda s: changed(s, "A", num_preemptions=3)),
+    ("signal_is_remembered", grammar_ready, lambda s: changed(s, "A", grammar_ready=False)),
+    ("signal_is_remembered", pausing, lambda s: after(s, pause_state=PauseState.PAUSED_NEW)),
+    (
+        "abort_ends_exactly_the_unfinished_it_names",
+        aborted,
+        lambda s: observed(s, request_ids=("C", "C")),
+    ),
+    ("counters_grow_by_what_happened", hitting, lambda s: after(s, stats=Stats())),
+    ("counters_grow_by_what_happened", rolled_back, lambda s: after(s, stats=s.before.stats)),
+    ("counters_grow_by_what_happened", reset_forced, lambda s: after(s, stats=s.before.stats)),
+    ("first_hit_is_remembered", hitting, lambda s: changed(s, "B", num_cached_tokens=0)),
+    (
+        "told_cached_tokens_are_those_of_the_first_hit",
+        committed,
+        lambda s: first_output(s, num_cached_tokens=2),
+    ),
+    (
+        "dispatched_drafts_are_the_last_proposed_ones",
+        scheduled_drafts,
+        lambda s: with_row(s, "A", draft_token_ids=(-1, -1, -1)),
+    ),
+    (
+        "attached_drafts_are_the_last_proposed_ones",
+        drafted,
+        lambda s: changed(s, "A", spec_token_ids=(1,)),
+    ),
+    (
+        "attached_drafts_are_the_last_proposed_ones",
+        scheduled_drafts,
+        lambda s: changed(s, "A", spec_token_ids=s.old["A"].spec_token_ids),
+    ),
+    (
+        "drafts_are_taken_only_for_the_next_position",
+        drafted,
+        lambda s: observed(s, request_ids=()),
+    ),
+    (
+        "reset_empties_the_cache",
+        reset_done,
+        lambda s: with_key(s, 1, BlockKey(None, (1, 2))),
+    ),
+    (
+        "reset_succeeds_unless_blocks_are_held",
+        reset_refused,
+        lambda s: observed(s, success=True),
+    ),
+    ("forced_reset_preempts_all_who_run", reset_forced, lambda s: after(s, running=("A",))),
+    ("forced_reset_preempts_all_who_run", reset_refused, lambda s: after(s, running=())),
+    ("refused_reset_changes_nothing", reset_refused, lambda s: after(s, cached={})),
+    ("plan_tells_who_ended", hitting, lambda s: observed(s, finished_req_ids=())),
+    ("ended_are_kept_for_the_next_plan", aborted, lambda s: after(s, finished_req_ids=())),
+    ("plan_tells_who_was_preempted", preempting, lambda s: observed(s, preempted_req_ids=())),
+    ("plan_has_its_place_in_the_sequence", admitted, lambda s: observed(s, frame_id=7)),
+    (
+        "plan_has_its_place_in_the_sequence",
+        admitted,
+        lambda s: after(s, prev_scheduled_req_ids=("A",)),
+    ),
+    (
+        "committed_frame_leaves_flight",
+        committed,
+        lambda s: after(s, frames_in_flight=s.before.frames_in_flight),
+    ),
+    (
+        "rows_stand_in_the_order_of_the_running_list",
+        admitted,
+        lambda s: observed(s, cached=s.plan.cached * 2),
+    ),
+    (
+        "new_row_carries_the_request_as_submitted",
+        admitted,
+        lambda s: with_row(s, "C", request=replace(C, max_tokens=99)),
+    ),
+    (
+        "table_in_the_plan_is_the_table_in_the_state",
+        admitted,
+        lambda s: changed(s, "C", block_tables=((8,),)),
+    ),
+    (
+        "admitted_row_kind_follows_its_status",
+        admitted,
+        lambda s: before(
+            s,
+            requests=(s.before.requests[0], RequestSnapshot("C", Status.PREEMPTED)),
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("sentence", "scene", "bend"), CASES, ids=[f"{i}-{case[0]}" for i, case in enumerate(CASES)]
+)
+def test_a_wrong_step_is_accused(sentence: str, scene: Callable[[], Play], bend: Bend) -> None:
+    play = scene()
+    judge = CHECKS[sentence]
+    if type(play.step.event) in judge.kinds and not isinstance(play.step.observation, Rejected):
+        assert judge(play.step, play.ledger) == []
+    wrong = bend(play.step)
+    findings = judge(wrong, play.ledger)
+    assert findings
+    assert {(each.property_id, each.sentence) for each in findings} == {
+        (judge.property_id, sentence)
+    }
+    assert sentence in {each.sentence for each in check_step(wrong, play.ledger)}
+
+
+def test_every_sentence_has_a_wrong_step() -> None:
+    assert {case[0] for case in CASES} == CHECKS.keys()
+
+
+def test_properties_and_their_sentences_are_in_order() -> None:
+    numbers = [int(entry.id[1:]) for entry in PROPERTIES]
+    assert numbers == sorted(set(numbers))
+    for entry in PROPERTIES:
+        assert {each.property_id for each in entry.checks} == {entry.id}
+        assert all(each.explanation.strip() and each.kinds for each in entry.checks)
+    assert sum(map(len, CHECKS_OF.values())) == sum(len(each.kinds) for each in CHECKS.values())
+
+
+def test_an_answer_of_the_wrong_kind_is_one_finding() -> None:
+    play = submitted()
+    findings = check_step(replace(play.step, observation=Outputs()), play.ledger)
+    assert [each.sentence for each in findings] == ["answer_is_of_the_kind_of_the_event"]
+
+
+def test_a_state_that_makes_no_sense_is_a_finding_and_no_crash() -> None:
+    play = admitted()
+    findings = check_step(after(play.step, requests=()), play.ledger)
+    assert any("makes no sense" in each.message for each in findings)
+
+
+def test_an_output_row_for_nobody_is_accused() -> None:
+    play = committed()
+    assert isinstance(play.step.observation, Outputs)
+    rows = (*play.step.observation.rows, OutputRow("nobody", (1,)))
+    findings = check_step(observed(play.step, rows=rows), play.ledger)
+    assert {"delivered_rows_are_those_that_sampled"} <= {each.sentence for each in findings}
+
+
+def test_shared_blocks_stay_out_of_the_queue() -> None:
+    play = sharing()
+    assert table_of(play.step, "A")[:2] == table_of(play.step, "B")[:2]
+    play.commit().do(Abort(("A",)))
+    wrong = after(play.step, free_queue=(*play.step.after.free_queue, table_of(play.step, "B")[0]))
+    assert CHECKS["freed_tail_is_evicted_first"](wrong, play.ledger)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "small"])
+def test_a_clean_engine_is_never_accused(preset: str) -> None:
+    for index in range(25):
+        draw = SeededDraw(f"clean/{preset}/{index}")
+        swarm = draw_swarm(PRESETS[preset], draw)
+        play, view = Play(swarm.config), View(swarm)
+        for _ in range(120):
+            view.live = {name: life.request for name, life in play.ledger.lives.items()}
+            view.frames_in_flight = [plan.frame_id for plan in play.plans]
+            action = next_action(view, draw)
+            view.num_submitted += isinstance(action, Submit)
+            if isinstance(action, Answer):
+                play.commit()
+            elif isinstance(action, Propose):
+                for name in list(view.live)[:2]:
+                    play.propose(name, *action.counts[0])
+            elif isinstance(action, Hostile):
+                play.do(action.event)
+            else:
+                play.do(action)  # type: ignore[arg-type]

@@ -1,0 +1,216 @@
+"""Witnesses: each situation can be reached, is counted where it is, and missing ones are named."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from blockstep.conformance.presets import PRESETS, draw_swarm
+from blockstep.conformance.program import Answer, Hostile, Propose
+from blockstep.conformance.properties import Ledger, Step
+from blockstep.conformance.rules import SeededDraw, View, next_action
+from blockstep.conformance.tokens import token_function
+from blockstep.conformance.witnesses import (
+    WITNESSES,
+    Witnesses,
+    missing_witnesses,
+    required_witnesses,
+)
+from blockstep.conformance.worker import Worker
+from blockstep.impl.host import HostEngine
+from blockstep.spec.vocabulary import (
+    Abort,
+    Commit,
+    Config,
+    Drafts,
+    Event,
+    Outputs,
+    Plan,
+    Policy,
+    Request,
+    Reset,
+    RowTokens,
+    Schedule,
+    SpecMethod,
+    Submit,
+)
+
+CONFIG = Config(num_blocks=9, block_size=2, max_num_seqs=3, max_model_len=16)
+A = Request("A", (1, 2, 3, 4, 5), max_tokens=2)
+
+
+class Watched:
+    """A clean engine with witnesses beside it."""
+
+    def __init__(self, config: Config = CONFIG) -> None:
+        self.config = config
+        self.engine = HostEngine(config)
+        self.worker = Worker(config, token_function(1, 3))
+        self.ledger = Ledger(config)
+        self.witnesses = Witnesses()
+        self.before = self.engine.snapshot()
+        self.plans: list[Plan] = []
+
+    def do(self, *events: Event) -> Watched:
+        for event in events:
+            observation = self.engine.apply(event)
+            after = self.engine.snapshot()
+            assert self.worker.observe(event, observation) == []
+            if isinstance(observation, Plan) and observation.rows:
+                self.plans.append(observation)
+            if isinstance(observation, Outputs):
+                self.plans.pop(0)
+            step = Step(self.config, 0, event, observation, self.before, after)
+            self.witnesses.observe(step, self.ledger)
+            self.ledger.record(step)
+            self.before = after
+        return self
+
+    def commit(self) -> Watched:
+        frame_id = self.plans[0].frame_id
+        return self.do(Commit(frame_id, self.worker.answer(frame_id)))
+
+    def propose(self, name: str, count: int, num_right: int) -> Watched:
+        return self.do(Drafts((RowTokens(name, self.worker.propose(name, count, num_right)),)))
+
+    @property
+    def counts(self) -> Counter[str]:
+        return self.witnesses.counts
+
+
+def test_each_situation_has_a_line() -> None:
+    for name, meaning in WITNESSES.items():
+        assert name.replace("_", "").isalnum()
+        assert meaning
+        assert not meaning.endswith(".")
+
+
+def test_a_hit_on_freed_blocks_is_seen() -> None:
+    watched = Watched().do(Submit(A), Schedule()).commit().do(Schedule()).commit()
+    assert watched.counts["stop_length"] == 1
+    watched.do(Submit(replace(A, request_id="B")), Schedule())
+    assert watched.counts["prefix_hit"] == 1
+    assert watched.counts["hit_on_freed_block"] == 2
+    assert watched.counts["admitted"] == 2
+
+
+def test_salts_and_adapters_keep_equal_tokens_apart() -> None:
+    other = replace(A, request_id="B", cache_salt="x")
+    watched = Watched().do(Submit(A), Submit(other), Schedule())
+    assert watched.counts["same_tokens_other_salt"] == 2, "each was admitted beside the other"
+    assert watched.counts["same_tokens_other_adapter"] == 0
+    assert watched.counts["prefix_hit"] == 0
+
+
+def test_a_full_prompt_hit_leaves_the_last_block() -> None:
+    even = Request("A", (1, 2, 3, 4), max_tokens=1)
+    watched = Watched().do(Submit(even), Schedule()).commit()
+    watched.do(Submit(replace(even, request_id="B")), Schedule())
+    assert watched.counts["full_prompt_hit_recomputes_last_block"] == 1
+
+
+@pytest.mark.parametrize(
+    ("num_right", "name"),
+    [(0, "drafts_none_accepted"), (1, "drafts_some_accepted"), (2, "drafts_all_accepted")],
+)
+def test_acceptance_is_told_apart(num_right: int, name: str) -> None:
+    config = replace(CONFIG, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
+    watched = Watched(config).do(Submit(replace(A, max_tokens=9)), Schedule()).commit()
+    watched.propose("A", 2, num_right).do(Schedule()).commit()
+    kinds = ("drafts_none_accepted", "drafts_some_accepted", "drafts_all_accepted")
+    assert [watched.counts[kind] for kind in kinds] == [kind == name for kind in kinds]
+    assert watched.counts["drafts_taken"] == watched.counts["drafts_scheduled"] == 1
+
+
+def test_preemption_and_return_are_seen() -> None:
+    config = replace(CONFIG, num_blocks=7, max_model_len=10, scheduler_reserve_full_isl=False)
+    watched = Watched(config)
+    for index in range(2):
+        prompt = tuple(range(10 * index, 10 * index + 4))
+        watched.do(Submit(Request("AB"[index], prompt, max_tokens=5)))
+    for _ in range(9):
+        watched.do(Schedule())
+        if watched.plans:
+            watched.commit()
+    counts = watched.counts
+    assert counts["preempted"] == counts["preempted_then_resumed"] == 1
+    assert counts["pool_exactly_full"] >= 1
+    assert counts["self_preempted"] == counts["priority_victim_already_scheduled"] == 0
+
+
+def test_aborts_are_told_apart() -> None:
+    watched = Watched().do(Submit(A), Abort(("A", "nobody")))
+    watched.do(Submit(A), Schedule(), Abort(("A",))).commit()
+    watched.do(Submit(replace(A, request_id="B")), Schedule()).commit().do(Abort(("B",)))
+    names = ("abort_waiting", "abort_unknown", "abort_in_flight", "abort_running")
+    assert [watched.counts[name] for name in names] == [1, 1, 1, 1]
+    assert watched.counts["commit_for_aborted"] == 1
+    assert watched.counts["id_used_again"] == 1
+
+
+def test_resets_are_told_apart() -> None:
+    watched = Watched().do(Submit(A), Schedule(), Reset(), Reset(True)).commit()
+    names = ("reset_refused", "reset_forced", "reset_forced_in_flight", "commit_for_preempted")
+    assert [watched.counts[name] for name in names] == [1, 1, 1, 1]
+    watched.do(Abort(("A",)), Submit(replace(A, request_id="B", max_tokens=1)), Schedule())
+    watched.commit().do(Reset())
+    assert watched.counts["reset_done"] == 1
+
+
+def test_refusals_are_counted_by_code() -> None:
+    watched = Watched().do(Submit(A), Submit(A))
+    assert watched.counts == {"rejected_duplicate_request": 1}
+
+
+def test_counts_add_up_and_what_is_missing_is_named() -> None:
+    witnesses = Witnesses()
+    assert witnesses.missing() == required_witnesses()
+    witnesses.merge(dict.fromkeys(WITNESSES, 1))
+    witnesses.merge({"preempted": 2})
+    assert witnesses.counts["preempted"] == 3
+    assert witnesses.missing() == ()
+    counts = {name: 1 for name in WITNESSES if name != "preempted"}
+    assert missing_witnesses(counts) == ("preempted",)
+
+
+def test_what_cannot_be_reached_is_not_required() -> None:
+    fcfs, both = required_witnesses("small", Policy.FCFS), required_witnesses("small")
+    assert set(both) - set(fcfs) == {
+        "admission_overtakes",
+        "priority_victim_already_scheduled",
+        "priority_victim_not_last",
+    }
+    assert set(required_witnesses("small", Policy.PRIORITY)) <= set(both)
+    assert set(required_witnesses("real")) < set(both)
+
+
+def test_a_run_of_moderate_length_reaches_everything() -> None:
+    counts: Counter[str] = Counter()
+    for index in range(400):
+        counts.update(_episode(index))
+    assert missing_witnesses(counts) == ()
+
+
+def _episode(index: int) -> Counter[str]:
+    draw = SeededDraw(f"witnesses/{index}")
+    swarm = draw_swarm(PRESETS["small"], draw)
+    watched, view = Watched(swarm.config), View(swarm)
+    for _ in range(120):
+        alive = set(view.live)
+        view.live = {name: life.request for name, life in watched.ledger.lives.items()}
+        view.ended += sorted(alive - view.live.keys())
+        view.frames_in_flight = [plan.frame_id for plan in watched.plans]
+        action = next_action(view, draw)
+        view.num_submitted += isinstance(action, Submit)
+        if isinstance(action, Answer):
+            watched.commit()
+        elif isinstance(action, Propose):
+            for name in list(view.live)[:2]:
+                watched.propose(name, *action.counts[0])
+        elif isinstance(action, Hostile):
+            watched.do(action.event)
+        else:
+            watched.do(action)  # type: ignore[arg-type]
+    return watched.counts

@@ -1,0 +1,440 @@
+"""The worker: it lives on right plans, and says what is wrong with the others."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from blockstep.conformance.findings import Finding
+from blockstep.conformance.tokens import token_function
+from blockstep.conformance.worker import PrefixNames, Worker, item_starts
+from blockstep.conformance.worker.names import BEFORE_RESET, NEVER_WRITTEN
+from blockstep.impl.host import HostEngine
+from blockstep.spec.vocabulary import (
+    Ack,
+    BlockKey,
+    CachedRow,
+    Commit,
+    Config,
+    MultiModalItem,
+    NewRow,
+    Outputs,
+    Plan,
+    Request,
+    Reset,
+    ResetDone,
+    RowTokens,
+    Schedule,
+    Snapshot,
+    Submit,
+)
+
+CONFIG = Config(num_blocks=10, block_size=2, max_model_len=16)
+A = Request("A", (1, 2, 3, 4, 5))
+
+
+def make_worker(**fields: Any) -> Worker:
+    return Worker(replace(CONFIG, **fields), token_function(3, 50))
+
+
+def cached(request_id: str, computed: int, outputs: int, **fields: Any) -> CachedRow:
+    row = CachedRow(
+        request_id=request_id,
+        resumed=False,
+        new_block_ids=((),),
+        all_token_ids=None,
+        num_computed_tokens=computed,
+        num_output_tokens=outputs,
+        num_scheduled_tokens=1,
+    )
+    return replace(row, **fields)
+
+
+def started(**fields: Any) -> Worker:
+    """A has run its whole prompt in blocks 1, 2, 3 and sampled one token."""
+    worker = make_worker(**fields)
+    assert worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),))) == []
+    worker.commit(Commit(0, worker.answer(0)))
+    return worker
+
+
+def said(findings: list[Finding]) -> list[tuple[str, str]]:
+    return [(finding.property_id, finding.sentence) for finding in findings]
+
+
+# Views.
+
+
+def test_a_right_plan_needs_no_word_and_its_answer_is_the_true_token() -> None:
+    worker = make_worker()
+    assert worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),))) == []
+    (row,) = worker.answer(0)
+    assert row == RowTokens("A", (worker.next_token([1, 2, 3, 4, 5]),))
+    assert worker.answer(0) == (row,)
+    assert worker.execute(Plan(1, cached=(cached("A", 5, 1),))) == []
+    assert worker.views["A"].output_token_ids == row.token_ids
+    assert worker.answer(99) == ()
+
+
+def test_a_row_samples_only_when_all_its_tokens_are_computed() -> None:
+    worker = make_worker()
+    assert worker.execute(Plan(0, new=(NewRow(A, ((1, 2),), 0, 4),))) == []
+    assert worker.answer(0) == (RowTokens("A", ()),)
+    assert worker.execute(Plan(1, cached=(cached("A", 4, 0, new_block_ids=((3,),)),))) == []
+    assert len(worker.answer(1)[0].token_ids) == 1
+
+
+def test_executing_a_plan_twice_does_nothing_more() -> None:
+    worker = make_worker()
+    plan = Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),))
+    assert worker.execute(plan) == worker.execute(plan) == []
+
+
+def test_a_commit_counts_more_than_the_answer() -> None:
+    worker = make_worker()
+    worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),)))
+    worker.answer(0)
+    worker.commit(Commit(0, (RowTokens("A", (42,)),)))
+    assert worker.views["A"].output_token_ids == (42,)
+    worker.commit(Commit(0, (RowTokens("A", (43,)),)))
+    assert worker.views["A"].output_token_ids == (42,)
+
+
+def test_without_commits_its_own_answer_counts_and_any_resumption_is_possible() -> None:
+    worker = make_worker()
+    worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),)))
+    tokens = (1, 2, 3, 4, 5, *worker.answer(0)[0].token_ids)
+    row = cached("A", 0, 1, resumed=True, new_block_ids=((4, 5, 6),), num_scheduled_tokens=6)
+    assert worker.execute(Plan(1, cached=(replace(row, all_token_ids=tokens),))) == []
+
+
+def test_it_follows_the_exchanges_of_an_engine() -> None:
+    worker = make_worker()
+    plan = Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),))
+    assert worker.observe(Schedule(), plan) == []
+    assert worker.observe(Commit(0, worker.answer(0)), Outputs()) == []
+    assert worker.observe(Reset(True), ResetDone(True)) == []
+    assert worker.observe(Submit(A), Ack()) == []
+    assert worker.views["A"].may_resume
+    assert said(worker.observe(Schedule(), Plan(1, preempted_req_ids=("Z",)))) == [
+        ("P26", "preempted_request_was_known")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (cached("Z", 5, 1), ("P26", "cached_row_is_known")),
+        (cached("A", 4, 1), ("P26", "plan_counts_the_computed_tokens_of_the_worker")),
+        (cached("A", 5, 2), ("P26", "plan_counts_the_outputs_of_the_worker")),
+        (
+            cached("A", 5, 1, num_scheduled_tokens=2, draft_token_ids=(7,)),
+            ("P26", "table_holds_the_scheduled_tokens"),
+        ),
+        (
+            cached("A", 5, 1, draft_token_ids=(7,)),
+            ("P24", "drafts_are_the_last_scheduled_tokens"),
+        ),
+        (
+            cached("A", 5, 1, num_scheduled_tokens=2, new_block_ids=((4,),)),
+            ("P24", "drafts_are_the_last_scheduled_tokens"),
+        ),
+        (cached("A", 5, 1, num_scheduled_tokens=0), ("P12", "row_runs_a_token")),
+        (cached("A", 5, 1, new_block_ids=((0,),)), ("P1", "plan_names_real_blocks")),
+        (cached("A", 5, 1, new_block_ids=((), ())), ("P26", "plan_has_one_table_per_group")),
+        (
+            cached("A", 0, 1, resumed=True, new_block_ids=((1, 2, 3),)),
+            ("P26", "resumed_request_was_preempted"),
+        ),
+        (
+            cached("A", 5, 1, all_token_ids=(1, 2, 3, 4, 5, 6)),
+            ("P26", "sent_tokens_are_those_of_the_worker"),
+        ),
+    ],
+)
+def test_a_wrong_row_is_accused(row: CachedRow, expected: tuple[str, str]) -> None:
+    worker = started()
+    assert expected in said(worker.execute(Plan(1, cached=(row,))))
+
+
+def test_tokens_must_be_sent_after_a_gap() -> None:
+    worker = started()
+    assert worker.execute(Plan(1)) == []
+    tokens = tuple(worker.views["A"].tokens)
+    findings = worker.execute(Plan(2, cached=(cached("A", 5, 1),)))
+    assert said(findings) == [("P26", "tokens_are_sent_after_a_gap")]
+    worker = started()
+    assert worker.execute(Plan(1)) == []
+    assert worker.execute(Plan(2, cached=(cached("A", 5, 1, all_token_ids=tokens),))) == []
+
+
+def test_a_known_request_is_not_new_until_it_was_reported_as_ended() -> None:
+    again = Plan(1, new=(NewRow(A, ((4, 5, 6),), 0, 5),))
+    assert ("P26", "new_row_is_new") in said(started().execute(again))
+    assert started().execute(replace(again, finished_req_ids=("A", "nobody"))) == []
+
+
+def test_a_preempted_request_returns_resumed() -> None:
+    worker = started()
+    assert worker.execute(Plan(1, preempted_req_ids=("A",))) == []
+    tokens = tuple(worker.views["A"].tokens)
+    back = cached("A", 0, 1, all_token_ids=tokens, num_scheduled_tokens=6)
+    plan = Plan(2, cached=(replace(back, resumed=True, new_block_ids=((7, 8, 9),)),))
+    assert worker.execute(plan) == []
+    worker = started()
+    worker.execute(Plan(1, preempted_req_ids=("A",)))
+    wrong = Plan(2, cached=(replace(back, new_block_ids=((7, 8, 9),)),))
+    assert said(worker.execute(wrong)) == [("P26", "preempted_request_returns_resumed")]
+
+
+def test_an_unknown_request_cannot_be_preempted() -> None:
+    findings = make_worker().execute(Plan(0, preempted_req_ids=("A",)))
+    assert said(findings) == [("P26", "preempted_request_was_known")]
+
+
+# KV.
+
+
+def test_a_slot_that_was_never_written_is_not_read() -> None:
+    findings = make_worker().execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 4, 1),)))
+    assert said(findings) == [("P4", "attended_slot_was_written")]
+    (difference,) = findings[0].differences
+    assert (difference.field, difference.seen) == ("kv[1][0]", "never written")
+
+
+def test_another_prefix_is_not_read() -> None:
+    other = Request("B", (1, 2, 9, 4, 5))
+    findings = started().execute(Plan(1, new=(NewRow(other, ((1, 2, 4),), 4, 1),)))
+    assert said(findings) == [("P3", "attended_slot_holds_the_right_prefix")]
+    assert findings[0].differences[0].field == "kv[2][0]"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"adapter": "x"},
+        {"cache_salt": "x"},
+        {"items": (MultiModalItem("cat", 0, 2),)},
+        {"items": (MultiModalItem("cat", 1, 2),)},
+    ],
+)
+def test_the_same_tokens_with_other_extras_are_not_read(fields: dict[str, Any]) -> None:
+    other = replace(A, request_id="B", **fields)
+    findings = started().execute(Plan(1, new=(NewRow(other, ((1, 2, 4),), 4, 1),)))
+    assert said(findings) == [("P6", "attended_slot_is_of_the_same_adapter_salt_and_items")]
+
+
+def test_a_hit_on_what_the_same_plan_writes_is_right() -> None:
+    rows = (NewRow(A, ((1, 2, 3),), 0, 5), NewRow(replace(A, request_id="B"), ((1, 2, 4),), 4, 1))
+    assert make_worker().execute(Plan(0, new=rows)) == []
+
+
+def test_nothing_from_before_a_reset_is_read() -> None:
+    worker = started()
+    worker.reset(forced=False)
+    other = replace(A, request_id="B")
+    findings = worker.execute(Plan(1, new=(NewRow(other, ((1, 2, 4),), 4, 1),)))
+    assert said(findings) == [("P25", "attended_slot_was_written_since_the_reset")]
+
+
+def test_after_a_forced_reset_a_request_may_be_resumed() -> None:
+    worker = started()
+    worker.reset(forced=True)
+    row = cached("A", 0, 1, resumed=True, new_block_ids=((1, 2, 3),), num_scheduled_tokens=6)
+    tokens = tuple(worker.views["A"].tokens)
+    assert worker.execute(Plan(1, cached=(replace(row, all_token_ids=tokens),))) == []
+
+
+def test_two_rows_never_write_one_block() -> None:
+    rows = (NewRow(A, ((1, 2, 3),), 0, 5), NewRow(Request("B", (7,)), ((3,),), 0, 1))
+    assert ("P2", "written_block_is_in_one_place") in said(make_worker().execute(Plan(0, new=rows)))
+
+
+def test_a_written_block_is_in_no_other_place() -> None:
+    rows = (NewRow(A, ((1, 2, 3),), 0, 5), NewRow(Request("B", (7,)), ((4, 1),), 0, 1))
+    assert said(make_worker().execute(Plan(0, new=rows))) == [
+        ("P2", "written_block_is_in_one_place")
+    ]
+    one = NewRow(A, ((1, 2, 1),), 0, 5)
+    assert ("P2", "written_block_is_in_one_place") in said(
+        make_worker().execute(Plan(0, new=(one,)))
+    )
+
+
+# Drafts.
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 2, 3])
+def test_right_drafts_are_accepted_and_the_next_is_not(num_right: int) -> None:
+    worker = started()
+    drafts = worker.propose("A", 3, num_right)
+    row = cached("A", 5, 1, num_scheduled_tokens=4, draft_token_ids=drafts)
+    assert worker.execute(Plan(1, cached=(replace(row, new_block_ids=((4, 5),)),))) == []
+    (answer,) = worker.answer(1)
+    assert len(answer.token_ids) == num_right + 1
+    assert answer.token_ids[:-1] == drafts[:num_right]
+    # Rejected drafts are written over before they could be read.
+    following = cached("A", 6 + num_right, 2 + num_right)
+    assert worker.execute(Plan(2, cached=(following,))) == []
+
+
+def test_rejected_drafts_that_are_not_rolled_back_are_noticed() -> None:
+    worker = started()
+    row = cached("A", 5, 1, num_scheduled_tokens=3, draft_token_ids=worker.propose("A", 2, 0))
+    assert worker.execute(Plan(1, cached=(replace(row, new_block_ids=((4,),)),))) == []
+    worker.answer(1)
+    findings = worker.execute(Plan(2, cached=(cached("A", 7, 2, num_scheduled_tokens=1),)))
+    assert ("P26", "plan_counts_the_computed_tokens_of_the_worker") in said(findings)
+
+
+def test_drafts_for_a_stranger_are_still_drafts() -> None:
+    assert len(make_worker().propose("nobody", 3, 3)) == 3
+
+
+# The state.
+
+
+def engine_with(*requests: Request) -> tuple[HostEngine, Worker]:
+    engine, worker = HostEngine(CONFIG), make_worker()
+    for request in requests:
+        engine.apply(Submit(request))
+    return engine, worker
+
+
+def step(engine: HostEngine, worker: Worker) -> Snapshot:
+    plan = engine.apply(Schedule())
+    assert isinstance(plan, Plan)
+    assert worker.execute(plan) == []
+    commit = Commit(plan.frame_id, worker.answer(plan.frame_id))
+    engine.apply(commit)
+    worker.commit(commit)
+    return engine.snapshot()
+
+
+def test_state_and_worker_agree() -> None:
+    engine, worker = engine_with(A, replace(A, request_id="B"))
+    for _ in range(3):
+        snapshot = step(engine, worker)
+        assert worker.check_view(snapshot) == []
+        assert worker.check_published(snapshot) == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"output_token_ids": (9,)}, {"block_tables": ((1,),)}, {"num_computed_tokens": 3}],
+)
+def test_a_state_that_the_plans_do_not_tell_is_accused(fields: dict[str, Any]) -> None:
+    engine, worker = engine_with(A)
+    snapshot = step(engine, worker)
+    wrong = replace(snapshot, requests=(replace(snapshot.requests[0], **fields),))
+    assert said(worker.check_view(wrong)) == [("P26", "plans_alone_rebuild_the_request")]
+    stranger = replace(snapshot.requests[0], request_id="Z")
+    findings = worker.check_view(replace(snapshot, requests=(stranger,)))
+    assert said(findings) == [("P26", "running_request_is_known")]
+
+
+def test_a_preempted_request_is_compared_by_its_outputs_only() -> None:
+    engine, worker = engine_with(A)
+    step(engine, worker)
+    engine.apply(Reset(True))
+    worker.reset(forced=True)
+    assert worker.check_view(engine.snapshot()) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        (BlockKey(None, (1, 2)), None),
+        (BlockKey(None, (1, 3)), ("P3", "published_block_holds_the_right_prefix")),
+        (
+            BlockKey(None, (1, 2), adapter="x"),
+            ("P6", "published_block_is_of_the_same_adapter_salt_and_items"),
+        ),
+        (
+            BlockKey(None, (1, 2), cache_salt="x"),
+            ("P6", "published_block_is_of_the_same_adapter_salt_and_items"),
+        ),
+        (
+            BlockKey(None, (1, 2), items=(("cat", 1),)),
+            ("P6", "published_block_is_of_the_same_adapter_salt_and_items"),
+        ),
+        (BlockKey(None, (1, 2), group=1), ("P3", "published_block_holds_the_right_prefix")),
+        (BlockKey(None, (1, 2, 3)), ("P3", "published_block_holds_the_right_prefix")),
+        (
+            BlockKey(None, (1, 2), items=(("cat", 2),)),
+            ("P3", "published_block_holds_the_right_prefix"),
+        ),
+        (
+            BlockKey(BlockKey(None, (9, 9)), (1, 2), cache_salt="x"),
+            ("P3", "published_block_holds_the_right_prefix"),
+        ),
+    ],
+)
+def test_a_published_block_holds_what_its_key_names(
+    key: BlockKey, expected: tuple[str, str] | None
+) -> None:
+    worker = started()
+    snapshot = HostEngine(CONFIG).snapshot()
+    published = replace(snapshot, block_keys=(None, key, *snapshot.block_keys[2:]))
+    for _ in range(2):
+        findings = worker.check_published(published)
+        if expected is None:
+            assert findings == []
+        else:
+            assert said(findings) == [expected]
+
+
+def test_a_block_is_not_published_before_it_is_full() -> None:
+    worker = started()
+    snapshot = HostEngine(CONFIG).snapshot()
+    parent = BlockKey(BlockKey(None, (1, 2)), (3, 4))
+    keys = (None, None, None, BlockKey(parent, (5, 6)), *snapshot.block_keys[4:])
+    findings = worker.check_published(replace(snapshot, block_keys=keys))
+    assert said(findings) == [("P4", "published_block_was_written")]
+
+
+# Names.
+
+
+def test_names_are_those_of_keys() -> None:
+    names = PrefixNames(2)
+    items = (MultiModalItem("cat", 1, 4), MultiModalItem("dog", 5, 1))
+    request = Request("A", (1, 2, 3, 4, 5, 6), adapter="x", cache_salt="y", items=items)
+    chain: list[int] = []
+    starts = item_starts(request, 2)
+    assert starts == {1: ("cat", 0), 2: ("cat", 1), 4: ("cat", 3), 5: ("dog", 0)}
+    names.extend(chain, names.root("x", "y"), request.prompt_token_ids, starts, 0)
+    first = BlockKey(None, (1, 2), "x", "y", (("cat", 1),))
+    second = BlockKey(first, (3, 4), "x", None, (("cat", -1),))
+    third = BlockKey(second, (5, 6), "x", None, (("cat", -3), ("dog", 1)))
+    assert [*names.of_key(first), *names.of_key(second), *names.of_key(third)] == chain
+    assert names.of_key(third) is names.of_key(third)
+
+
+def test_names_are_shown_to_readers() -> None:
+    names = PrefixNames(2)
+    chain: list[int] = []
+    names.extend(chain, names.root(None, None), (1, 2, 3), {}, 0)
+    assert names.show(chain[2]) == "[1 2 3]"
+    assert names.show(chain[2], 2) == "[... 2 3]"
+    assert names.show(NEVER_WRITTEN) == "never written"
+    assert names.show(BEFORE_RESET) == "written before the last reset"
+    assert not names.same_tokens(chain[1], chain[2])
+
+
+def test_a_block_costs_little() -> None:
+    config = Config(num_blocks=600, block_size=16, max_model_len=8192)
+    worker = Worker(config, token_function(1, 50))
+    prompt = tuple(range(8000))
+    blocks = tuple(range(1, 502))
+    worker.execute(Plan(0, new=(NewRow(Request("A", prompt), (blocks,), 0, 8000),)))
+    worker.answer(0)
+    started_at = time.perf_counter()
+    for index in range(16):
+        plan = Plan(index + 1, cached=(cached("A", 8000 + index, 1 + index),))
+        assert worker.execute(plan) == []
+        worker.answer(index + 1)
+    assert (time.perf_counter() - started_at) / 16 / 500 < 10e-6
