@@ -177,6 +177,17 @@ def preempting_by_priority() -> Play:
     return preempting(Policy.PRIORITY)
 
 
+def taking_a_row_back() -> Play:
+    """V has its row already when R, more important, needs its blocks; then S is visited."""
+    config = replace(CONFIG, num_blocks=8, policy=Policy.PRIORITY)
+    play = Play(config).do(Submit(request("V", 1, 2, 3, max_tokens=8, priority=5))).run(1)
+    play.do(Submit(request("R", 4, 5, 6, max_tokens=8)), Submit(request("S", 7, 8, max_tokens=8)))
+    play.run(2).do(Schedule())
+    assert play.step.plan.preempted_req_ids == ("V",)
+    assert play.step.before.running == ("V", "R", "S")
+    return play
+
+
 def sharing() -> Play:
     """A and B hold the same two blocks."""
     return Play().do(Submit(A)).run(1).do(Submit(B), Schedule())
@@ -573,6 +584,11 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
         "running_request_gets_all_it_can",
         admitted,
         lambda s: observed(s, cached=()),
+    ),
+    (
+        "tokens_of_a_preempted_row_are_given_back",
+        taking_a_row_back,
+        lambda s: observed(s, cached=s.plan.cached[:1]),
     ),
     (
         "admitted_request_gets_all_it_can",

@@ -12,11 +12,16 @@ from typing import TypeAlias
 
 from blockstep.spec.vocabulary import (
     Abort,
+    CachedRow,
     Commit,
     Config,
     Drafts,
     Event,
     GrammarReady,
+    NewRow,
+    Outputs,
+    Plan,
+    Rejected,
     Request,
     Reset,
     Schedule,
@@ -120,6 +125,48 @@ def describe_event(event: object) -> str:
         case _:
             text = repr(event)
             return text if len(text) <= 100 else text[:97] + "..."
+
+
+def describe_observation(observation: object) -> str:
+    """One line for an answer: who runs how many tokens where, what was delivered."""
+    match observation:
+        case Plan():
+            parts = [_planned(row) for row in observation.rows]
+            for word, names in (
+                ("ended", observation.finished_req_ids),
+                ("preempted", observation.preempted_req_ids),
+            ):
+                parts += [f"{word} {' '.join(names)}"] if names else []
+            return f"plan {observation.frame_id}: {'; '.join(parts) or 'nothing to run'}"
+        case Outputs(rows=rows):
+            delivered = [
+                f"{row.request_id} {list(row.new_token_ids)}"
+                + (f" ends: {row.finish_reason}" if row.finish_reason else "")
+                for row in rows
+            ]
+            return f"outputs: {'; '.join(delivered) or 'none'}"
+        case Rejected(code=code, detail=detail):
+            return f"rejected {code}: {detail}"
+        case _:
+            text = repr(observation)
+            return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _planned(row: NewRow | CachedRow) -> str:
+    first = row.num_computed_tokens
+    last = first + row.num_scheduled_tokens - 1
+    if isinstance(row, NewRow):
+        kind, tables, drafts = "new", row.block_ids, 0
+    else:
+        kind = "resumed" if row.resumed else "runs"
+        tables, drafts = row.new_block_ids, len(row.draft_token_ids)
+    blocks = " ".join(str(block_id) for table in tables for block_id in table)
+    positions = f"position {first}" if first == last else f"positions {first}-{last}"
+    return (
+        f"{row.request_id} {kind}, {positions}"
+        + (f", {drafts} drafts" if drafts else "")
+        + (f", blocks {blocks}" if blocks else "")
+    )
 
 
 def _rows(rows: object) -> str:

@@ -194,7 +194,7 @@ def simpler_requests(request: Request) -> Iterator[Request]:
     for field in fields(Request):
         value = getattr(request, field.name)
         default = getattr(plain, field.name)
-        if field.name not in {"max_tokens", "arrival_time"} and value != default:
+        if field.name != "max_tokens" and value != default:
             yield replace(request, **{field.name: default})
     prompt = request.prompt_token_ids
     for length in sorted({1, len(prompt) // 2, len(prompt) - 1}):

@@ -212,6 +212,7 @@ PROPERTIES: tuple[Property, ...] = (
         "a schedulable request is not skipped while budget and blocks for it remain",
         (
             admission.running_request_gets_all_it_can,
+            admission.tokens_of_a_preempted_row_are_given_back,
             admission.admitted_request_gets_all_it_can,
             admission.head_of_the_queue_is_admitted_when_it_fits,
             admission.nobody_is_preempted_while_blocks_suffice,

@@ -248,6 +248,37 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Comp
 
 
 @check("P15", Schedule)
+def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """Who is visited after a row was taken back has the budget as if that row had never been.
+
+    Whoever lacked blocks was given some, so behind the last one that gained any, all preemptions
+    are over. Left out are steps in which the last victim may have preempted itself at the end.
+    """
+    victims = victims_of(step, ledger) if step.plan.preempted_req_ids else []
+    if not hides_a_rollback(step, victims):
+        return
+    place = {name: index for index, name in enumerate(step.before.running)}
+    rows = {row.request_id: row for row in step.running_rows}
+    if max(place[name] for name in victims) > max((place[name] for name in rows), default=-1):
+        return
+    last_gain = max((place[name] for name, row in rows.items() if row.gained), default=-1)
+    left = step.config.max_num_batched_tokens
+    for name in step.before.running:
+        if name in victims:
+            continue
+        seen = rows[name].num_scheduled if name in rows else 0
+        old, known = step.old[name], ledger.lives[name].num_known
+        share = running_share(step.config, known, len(old.spec_token_ids), old.num_computed_tokens)
+        expected = max(min(share, left), 0)
+        if place[name] > last_gain and seen != expected:
+            yield Complaint(
+                f"{name!r} was not given what {victims} gave back",
+                (difference("num_scheduled_tokens", expected, seen),),
+            )
+        left -= seen
+
+
+@check("P15", Schedule)
 def admitted_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """In order of admission, each gets what it asks for or what is left of the budget."""
     config = step.config

@@ -9,7 +9,7 @@ import textwrap
 
 from blockstep.conformance.check import CheckOptions
 from blockstep.conformance.findings import Difference, Finding, FindingKind
-from blockstep.conformance.program import describe
+from blockstep.conformance.program import describe, describe_observation
 from blockstep.conformance.shrink import Shrunk
 from blockstep.spec.vocabulary import Config
 
@@ -46,10 +46,13 @@ def render_failure(
         lines.append(f"    {number:>{width}}  {describe(action)}")
     lines += _render_answers(shrunk)
     differences = [
-        (finding.kind, difference) for finding in findings for difference in finding.differences
+        difference
+        for finding in findings
+        if finding.kind is FindingKind.DIVERGENCE
+        for difference in finding.differences
     ]
     if differences:
-        lines += ["", *_render_differences([difference for _, difference in differences], findings)]
+        lines += ["", *_render_differences(differences)]
     lines += ["", f"  reproduce  {reproduce(options, episode)}"]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
@@ -75,13 +78,24 @@ def describe_config(config: Config) -> str:
 
 
 def _render_finding(finding: Finding) -> list[str]:
+    """Property and sentence, then what was seen; a property says what it expected."""
     name = f"{finding.property_id} {finding.sentence}".strip()
     label = "property" if finding.property_id else str(finding.kind)
-    lines = [f"  {label:<10}{name}"]
-    lines += textwrap.wrap(
-        finding.message, WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12
-    )
-    return lines
+    told = [finding.message]
+    if finding.kind is not FindingKind.DIVERGENCE:
+        told += [_told(difference) for difference in finding.differences[:MAX_DIFFERENCES]]
+    indent = " " * 14
+    wrapped = [
+        line
+        for text in told
+        for line in textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    ]
+    return [f"  {label:<12}{name}", *wrapped]
+
+
+def _told(difference: Difference) -> str:
+    note = f" ({difference.note})" if difference.note else ""
+    return f"{difference.field}: expected {difference.expected}, seen {difference.seen}{note}"
 
 
 def _render_answers(shrunk: Shrunk) -> list[str]:
@@ -89,24 +103,24 @@ def _render_answers(shrunk: Shrunk) -> list[str]:
     if not shrunk.run.exchanges:
         return []
     last = shrunk.run.exchanges[-1]
-    lines = ["", f"  last event {type(last.event).__name__}"]
-    if last.seen is None or last.expected != last.seen:
-        lines.append(f"    spec      {_clip(last.expected)}")
-        lines.append(f"    engine    {'raised' if last.seen is None else _clip(last.seen)}")
-    else:
-        lines.append(f"    both      {_clip(last.expected)}")
-    return lines
+    expected, seen = describe_observation(last.expected), describe_observation(last.seen)
+    event = type(last.event).__name__.lower()
+    if last.expected == last.seen:
+        return ["", *_wrapped(f"answer to {event}, both sides alike: {expected}")]
+    return [
+        "",
+        *_wrapped(f"spec's answer to {event}: {expected}"),
+        *_wrapped(f"engine's answer: {'it raised' if last.seen is None else seen}"),
+    ]
 
 
-def _clip(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 240 else text[:237] + "..."
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
-def _render_differences(differences: list[Difference], findings: list[Finding]) -> list[str]:
-    """A table of three columns: field, expected, seen."""
-    diverged = any(finding.kind is FindingKind.DIVERGENCE for finding in findings)
-    left = "spec" if diverged else "expected"
+def _render_differences(differences: list[Difference]) -> list[str]:
+    """A table of three columns: field, the spec's side, the engine's side."""
+    left = "spec"
     shown = differences[:MAX_DIFFERENCES]
     field_width = max(len("state after"), *(len(d.field) for d in shown))
     value_width = max(len(left), *(min(len(d.expected), 44) for d in shown))
