@@ -573,35 +573,33 @@ def test_without_eviction_the_engine_hits_what_the_ids_say_at_any_pace(pace: Pac
 
 
 @pytest.mark.parametrize(
-    ("name", "limit", "num_blocks"),
+    ("name", "limit", "block_size", "num_blocks", "snapshot_every"),
     [
-        ("mooncake_conversation.jsonl.gz", 12, 200),
-        ("azure_2023_code.csv", 40, 2_000),
-        ("agent_blocks16.jsonl.gz", 40, 1_500),
+        # Pools so small that there is preemption and eviction.
+        ("mooncake_conversation.jsonl.gz", 300, 512, 3_000, 8),
+        ("mooncake_conversation.jsonl.gz", 300, 16, 40_000, 128),
+        ("azure_2023_code.csv", 40, 16, 2_000, 8),
+        ("agent_blocks16.jsonl.gz", 40, 16, 1_500, 8),
     ],
 )
 def test_spec_and_host_engine_agree_on_published_traces(
-    name: str, limit: int, num_blocks: int
+    name: str, limit: int, block_size: int, num_blocks: int, snapshot_every: int
 ) -> None:
     workload = load(published(name), limit=limit)
     preset = REPLAY_PRESETS[workload.format]
     report = replay(
         workload,
-        replace(preset.config, num_blocks=num_blocks),
+        replace(preset.config, num_blocks=num_blocks, block_size=block_size),
         HostEngine,
         spec_factory=Spec,
         pace=preset.pace,
-        snapshot_every=500,
+        snapshot_every=snapshot_every,
     )
     assert report.finding is None, report.finding
     assert report.equivalence == "exact"
     assert report.requests_finished == limit
 
 
-@pytest.mark.skipif(
-    os.environ.get("BLOCKSTEP_FULL_TRACE") != "1",
-    reason="a minute and 2 GB: set BLOCKSTEP_FULL_TRACE=1",
-)
 def test_the_whole_mooncake_trace_hits_as_published() -> None:
     path = published("mooncake_conversation.jsonl.gz")
     preset = REPLAY_PRESETS[WorkloadFormat.MOONCAKE]

@@ -62,6 +62,7 @@ def test_the_last_output_needs_no_slot_but_drafts_and_lookahead_do() -> None:
     assert compute_max_slots(10, 5, 0, 0, 100) == 14
     assert compute_max_slots(10, 5, 3, 0, 100) == 17
     assert compute_max_slots(10, 5, 3, 3, 100) == 20
+    assert compute_max_slots(10, 1, 3, 0, 100) == 10, "no output before the last: no drafts"
     assert compute_max_slots(10, 50, 3, 0, 20) == 19
     assert compute_max_slots(10, 50, 3, 3, 20) == 20
 

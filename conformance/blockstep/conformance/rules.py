@@ -148,10 +148,16 @@ def draw_prompt(swarm: Swarm, draw: Draw, limit: int) -> tuple[int, ...]:
 
 
 def draw_items(draw: Draw, num_prompt: int) -> tuple[MultiModalItem, ...]:
-    """One image somewhere in the prompt."""
-    offset = draw.integer(0, num_prompt - 1)
-    length = draw.integer(1, num_prompt - offset)
-    return (MultiModalItem(draw.choice(("cat", "dog")), offset, length),)
+    """One or two images somewhere in the prompt."""
+    items: list[MultiModalItem] = []
+    start = 0
+    for _ in range(2 if draw.chance(40) else 1):
+        if start < num_prompt:
+            offset = draw.integer(start, num_prompt - 1)
+            length = draw.integer(1, num_prompt - offset)
+            items.append(MultiModalItem(draw.choice(("cat", "dog")), offset, length))
+            start = offset + length
+    return tuple(items)
 
 
 def schedule(_view: View, _draw: Draw) -> Action:

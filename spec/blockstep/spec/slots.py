@@ -69,10 +69,12 @@ def compute_max_slots(
 ) -> int:
     """Token slots a request needs at its longest.
 
-    Its last output token is never computed; drafts may lie past it, but no step runs beyond
-    position max_model_len - 2. Source: seed 001 "Chunked Prefill" (the cap); upstream #52520; P11.
+    Its last output token is never computed. Drafts may lie past it, if there is an output before
+    it for them to follow; but no step runs beyond position max_model_len - 2.
+    Source: seed 001 "Chunked Prefill" (the cap); upstream #52520; P11.
     """
-    longest = min(num_prompt + max_tokens - 1 + num_speculative, max_model_len - 1)
+    num_drafts = num_speculative if max_tokens > 1 else 0
+    longest = min(num_prompt + max_tokens - 1 + num_drafts, max_model_len - 1)
     return min(longest + num_lookahead, max_model_len)
 
 

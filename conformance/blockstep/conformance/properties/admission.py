@@ -251,8 +251,9 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Comp
 def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Who is visited after a row was taken back has the budget as if that row had never been.
 
-    Whoever lacked blocks was given some, so behind the last one that gained any, all preemptions
-    are over. Left out are steps in which the last victim may have preempted itself at the end.
+    Preemptions are over once more blocks were gained than there are without the last of them, or
+    behind the last row that gained any. Left out are steps in which the last victim may have
+    preempted itself, and plans that hide no row.
     """
     victims = victims_of(step, ledger) if step.plan.preempted_req_ids else []
     if not hides_a_rollback(step, victims):
@@ -262,6 +263,9 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Iter
     if max(place[name] for name in victims) > max((place[name] for name in rows), default=-1):
         return
     last_gain = max((place[name] for name, row in rows.items() if row.gained), default=-1)
+    # Blocks to be had before the last preemption, at most: what a victim took in this very step
+    # it gave back as well.
+    room = len(step.before.free_queue) + len(freed_blocks(step.before, victims[:-1]))
     left = step.config.max_num_batched_tokens
     for name in step.before.running:
         if name in victims:
@@ -270,12 +274,13 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Iter
         old, known = step.old[name], ledger.lives[name].num_known
         share = running_share(step.config, known, len(old.spec_token_ids), old.num_computed_tokens)
         expected = max(min(share, left), 0)
-        if place[name] > last_gain and seen != expected:
+        if (room < 0 or place[name] > last_gain) and seen != expected:
             yield Complaint(
                 f"{name!r} was not given what {victims} gave back",
                 (difference("num_scheduled_tokens", expected, seen),),
             )
         left -= seen
+        room -= len(rows[name].gained) if name in rows else 0
 
 
 @check("P15", Schedule)

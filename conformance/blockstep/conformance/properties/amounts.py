@@ -20,7 +20,8 @@ def longest_extent(config: Config, request: Request) -> int:
     Its last output needs no slot, its drafts and the proposer's lookahead do.
     """
     tokens = len(request.prompt_token_ids) + request.max_tokens - 1
-    scheduled = min(tokens + config.num_speculative_tokens, config.max_model_len - 1)
+    drafts = config.num_speculative_tokens if request.max_tokens > 1 else 0
+    scheduled = min(tokens + drafts, config.max_model_len - 1)
     return min(scheduled + config.num_lookahead_tokens, config.max_model_len)
 
 

@@ -129,7 +129,9 @@ class HostEngine(Planning, Results, Proposals):
         """Blocks that it needs at its longest, lookahead included (P11; upstream #52520)."""
         config = self.config
         longest = len(request.prompt_token_ids) + request.max_tokens - 1
-        written = min(longest + config.num_speculative_tokens, self.max_model_len - 1)
+        if request.max_tokens > 1:  # drafts follow an output, and the last one ends the request
+            longest += config.num_speculative_tokens
+        written = min(longest, self.max_model_len - 1)
         extent = min(written + config.num_lookahead_tokens, self.max_model_len)
         return -(-extent // self.block_size)
 
