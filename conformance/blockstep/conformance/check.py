@@ -44,6 +44,14 @@ class ExitCode(IntEnum):
     """Nothing ran, a required witness is missing, or the canary survived."""
 
 
+def exit_code_of(finding: Finding | None) -> ExitCode:
+    """What a process ends with when this is what it found."""
+    if finding is None:
+        return ExitCode.CONFORMS
+    codes = {FindingKind.SPEC: ExitCode.SPEC, FindingKind.LIVENESS: ExitCode.LIVENESS}
+    return codes.get(finding.kind, ExitCode.FAILED)
+
+
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
     """What to check, and how long."""
@@ -96,8 +104,7 @@ class CheckResult:
     def exit_code(self) -> ExitCode:
         """What the process should end with."""
         if self.first is not None:
-            codes = {FindingKind.SPEC: ExitCode.SPEC, FindingKind.LIVENESS: ExitCode.LIVENESS}
-            return codes.get(self.first.kind, ExitCode.FAILED)
+            return exit_code_of(self.first)
         single = self.options.episode is not None
         if self.num_events == 0 or (not single and (self.missing or not self.canary_killed_after)):
             return ExitCode.HARNESS

@@ -23,6 +23,7 @@ from blockstep.conformance.check import (
     CheckResult,
     ExitCode,
     check,
+    exit_code_of,
     record_episode,
 )
 from blockstep.conformance.explain import NotExplainedError, explain_moment, explain_name
@@ -205,7 +206,13 @@ def replay_command(
             )
     replaying.render(report, console)
     _write_json(json_path, report.to_json())
-    raise typer.Exit(ExitCode.CONFORMS if report.finding is None else ExitCode.FAILED)
+    if report.finding is None:
+        console.print(
+            f"conforms: engine {engine}, in lock-step with the spec"
+            if spec
+            else f"done: engine {engine}, alone (--spec holds it to the spec)"
+        )
+    raise typer.Exit(exit_code_of(report.finding))
 
 
 def default_cadence(config: Config) -> int:

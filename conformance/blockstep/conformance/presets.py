@@ -122,7 +122,9 @@ def draw_config(preset: Preset, draw: Draw) -> Config:
         # Exactly enough for one request of the greatest length: where off-by-ones live.
         max_model_len = max(usable * block_size + draw.integer(-1, 1), 2)
     spec_method = draw.choice(tuple(SpecMethod)) if draw.chance(60) else SpecMethod.NONE
-    budget = draw.integer(*preset.max_num_batched_tokens)
+    least, most = preset.max_num_batched_tokens
+    # Half of the budgets are so tight that running requests compete for them.
+    budget = draw.integer(least, min(most, least + 6) if draw.chance(50) else most)
     chunked = draw.chance(85)
     return Config(
         num_blocks=usable + 1,

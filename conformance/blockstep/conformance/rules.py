@@ -114,7 +114,7 @@ def draw_request(swarm: Swarm, draw: Draw, name: RequestId, index: int) -> Reque
         repetition_detection=RepetitionDetection(draw.integer(1, 3), 1, draw.integer(2, 3))
         if stops and draw.chance(20)
         else None,
-        priority=draw.integer(0, 2) if priorities else 0,
+        priority=draw_priority(draw, index) if priorities else 0,
         arrival_time=index // 2 if draw.chance(20) else index,
         adapter=draw.choice(("x", "y")) if keyed and draw.chance(30) else None,
         cache_salt=draw.choice(("x", "y")) if keyed and draw.chance(30) else None,
@@ -122,6 +122,11 @@ def draw_request(swarm: Swarm, draw: Draw, name: RequestId, index: int) -> Reque
         skip_reading_prefix_cache=draw.chance(5),
         structured_output=Kind.GRAMMAR in kinds and draw.chance(40),
     )
+
+
+def draw_priority(draw: Draw, index: int) -> int:
+    """Often the later the more urgent: then victims stand ahead of those who need their blocks."""
+    return 3 - index % 4 if draw.chance(60) else draw.integer(0, 2)
 
 
 def get_room(swarm: Swarm, draw: Draw) -> int:
