@@ -265,12 +265,7 @@ def engines_command(json_path: JsonOption = None) -> None:
     """List the engines known by name, whether each can be loaded, and what it implements."""
     console = Console(highlight=False, stderr=json_path == Path("-"))
     rows = [_engine_row(name) for name in KNOWN_ENGINES]
-    table = Table(box=None, pad_edge=False)
-    for column in ("engine", "summary", "target", "implements"):
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(str(row[key]) for key in ("name", "summary", "target", "implements")))
-    console.print(table)
+    console.print(_table(rows))
     console.print("any other: --engine module:attribute, a factory from Config to Engine")
     console.print(f"planted defects: --engine {MUSEUM}NAME (see blockstep museum)")
     _write_json(json_path, rows)
@@ -314,7 +309,10 @@ def museum_command(
     ] = False,
     name: Annotated[str | None, typer.Option(help="This exhibit only.")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    budget: Annotated[str, typer.Option(help="For each exhibit.")] = "60s",
+    budget: Annotated[str, typer.Option(help="For each exhibit.")] = "150000",
+    markdown: Annotated[
+        Path | None, typer.Option(help="Also write the table as a page of the documentation.")
+    ] = None,
     json_path: JsonOption = None,
 ) -> None:
     """List the planted defects; with --run, kill them. Exits 5 if one survives."""
@@ -323,21 +321,18 @@ def museum_command(
         _usage(f"--name {name!r}: no such exhibit; `blockstep museum` lists them")
     chosen = [entry for entry in EXHIBITS.values() if name in (None, entry.name)]
     rows: list[dict[str, object]] = []
-    table = Table(box=None, pad_edge=False)
-    columns = ["exhibit", "what is wrong", "upstream"]
-    columns += ["killed by", "events", "seconds", "shrunk to"] if run else ["speaks"]
-    for column in columns:
-        table.add_column(column, overflow="fold")
     for entry in chosen:
-        row = hunt(entry, seed, budget) if run else {"speaks": " ".join(entry.properties)}
-        rows.append(
-            {"exhibit": entry.name, "title": entry.title, "upstream": entry.upstream, **row}
-        )
-        table.add_row(
-            entry.name, entry.title, entry.upstream, *(str(value) for value in row.values())
-        )
-    console.print(table)
+        row: dict[str, object] = {
+            "exhibit": entry.name,
+            "what is wrong": entry.title,
+            "upstream": entry.upstream,
+        }
+        rows.append(row | (hunt(entry, seed, budget) if run else {"speaks": entry.properties}))
+    console.print(_table(rows))
     _write_json(json_path, rows)
+    if markdown is not None:
+        command = f"blockstep museum{' --run' * run} --seed {seed} --budget {budget}"
+        _write(markdown, museum_page(rows, command))
     if any(row.get("killed by") == "SURVIVED" for row in rows):
         raise typer.Exit(ExitCode.HARNESS)
 
@@ -349,20 +344,53 @@ def hunt(entry: Exhibit, seed: int, budget: str) -> dict[str, object]:
         engine=f"{MUSEUM}{entry.name}", seed=seed, max_events=max_events, max_seconds=max_seconds
     )
     result = check(options)
-    if result.first is None or result.failure is None:
-        return {
-            "killed by": "SURVIVED",
-            "events": result.num_events,
-            "seconds": round(result.seconds, 1),
-            "shrunk to": "-",
-        }
-    first = result.first
+    killed = result.first is not None and result.failure is not None
     return {
-        "killed by": f"{first.property_id} {first.sentence}".strip(),
+        "killed by": _killer(result) if killed else "SURVIVED",
         "events": result.num_events,
         "seconds": round(result.seconds, 1),
-        "shrunk to": len(result.failure.program.actions),
+        "shrunk to": len(result.failure.program.actions) if result.failure else None,
     }
+
+
+def _killer(result: CheckResult) -> str:
+    first = result.first
+    return f"{first.property_id} {first.sentence}".strip() if first else ""
+
+
+def museum_page(rows: list[dict[str, object]], command: str) -> str:
+    """The museum as a page of the documentation."""
+    columns = [*rows[0]]
+    lines = [
+        "# Museum",
+        "",
+        "Defects of released engines, planted in ours one at a time. Each must be caught by a",
+        "named property or by a difference from the specification. If one survives, the",
+        "tools are blind to what is known to happen. Numbers without a name are vLLM's.",
+        "",
+        f"Made by `{command} --markdown FILE`. Events and seconds run until the first finding.",
+        "",
+        "| " + " | ".join(columns) + " |",
+        "|" + "---|" * len(columns),
+    ]
+    for row in rows:
+        cells = (_cell(value).replace("|", "\\|") for value in row.values())
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _table(rows: list[dict[str, object]]) -> Table:
+    """Rows of one kind as a table, columns named by the keys."""
+    table = Table(box=None, pad_edge=False)
+    for column in rows[0]:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(_cell, row.values()))
+    return table
 
 
 def _check_progress(options: CheckOptions, now: CheckResult) -> tuple[float, str]:
@@ -408,11 +436,15 @@ def _write_json(path: Path | None, value: object) -> None:
     text = json.dumps(value, indent=2) + "\n"
     if str(path) == "-":
         sys.stdout.write(text)
-        return
+    else:
+        _write(path, text)
+
+
+def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        _usage(f"--json {path}: cannot write: {error.strerror}")
+        _usage(f"{path}: cannot write: {error.strerror}")
 
 
 def main() -> None:

@@ -174,7 +174,7 @@ def equals_preempt_each_other(clean: Any) -> Methods:
     return {"_select_victim": _select_victim}
 
 
-@exhibit("a victim's tokens do not return to the budget", "B26: #23347, #23713", "P9", "P15")
+@exhibit("a victim's tokens do not return to the budget", "#23347, #23713", "P9", "P15")
 def budget_not_restored(clean: Any) -> Methods:
     """The step ends early although there is work."""
 
@@ -184,7 +184,7 @@ def budget_not_restored(clean: Any) -> Methods:
     return {"_unschedule": _unschedule}
 
 
-@exhibit("a victim's row stays in the plan", "B26: #23713, #28558", "P9", "P26", "P2", "P16")
+@exhibit("a victim's row stays in the plan", "#23713, #28558", "P9", "P26", "P2", "P16")
 def row_of_victim_stays(clean: Any) -> Methods:
     """The worker runs a request that has no blocks."""
 
@@ -248,7 +248,7 @@ def min_tokens_masks_length(clean: Any) -> Methods:
     return {"_stop_verdict": _stop_verdict}
 
 
-@exhibit("an aborted request keeps its blocks", "B19: #46283", "P1")
+@exhibit("an aborted request keeps its blocks", "#46283", "P1")
 def leak_on_abort(clean: Any) -> Methods:
     """The pool shrinks with every client that gives up."""
 
@@ -262,7 +262,7 @@ def leak_on_abort(clean: Any) -> Methods:
     return {"_abort": _abort}
 
 
-@exhibit("keys of work that never ran stay published", "B03: #43569 (open)", "P4", "P3")
+@exhibit("keys of work that never ran stay published", "#43569 (open)", "P4", "P3")
 def zombie_key(clean: Any) -> Methods:
     """The next request with this prefix reads KV that nobody wrote."""
 
@@ -272,7 +272,7 @@ def zombie_key(clean: Any) -> Methods:
     return {"_withdraw_unwritten": _withdraw_unwritten}
 
 
-@exhibit("the capacity check forgets that a hit uses a free block", "B37: #11562", "P8", "P1", "P2")
+@exhibit("the capacity check forgets that a hit uses a free block", "#11562", "P8", "P1", "P2")
 def hit_counts_as_free(clean: Any) -> Methods:
     """More is promised than there is."""
 
@@ -288,7 +288,7 @@ def hit_counts_as_free(clean: Any) -> Methods:
     return {"_try_admit": _try_admit}
 
 
-@exhibit("hits are held before the check, and not let go", "B37: #11565; SGLang #16067", "P1", "P7")
+@exhibit("hits are held before the check, and not let go", "#11565; SGLang #16067", "P1", "P7")
 def touch_before_check(clean: Any) -> Methods:
     """Every refused admission leaks the blocks of its prefix."""
 
@@ -302,7 +302,7 @@ def touch_before_check(clean: Any) -> Methods:
     return {"_try_admit": _try_admit}
 
 
-@exhibit("the null block is counted as usable", "B10: #52520, #39734", "P11", "P10")
+@exhibit("the null block is counted as usable", "#52520, #39734", "P11", "P10")
 def null_block_counted(clean: Any) -> Methods:
     """A request is taken in that can never be served."""
 
@@ -313,7 +313,7 @@ def null_block_counted(clean: Any) -> Methods:
     return {"_most_blocks": _most_blocks}
 
 
-@exhibit("drafts survive a preemption", "B56: #30916", "P24")
+@exhibit("drafts survive a preemption", "#30916", "P24")
 def stale_drafts(clean: Any) -> Methods:
     """They are verified at a position they were not made for."""
 
@@ -337,7 +337,7 @@ def newest_duplicate_hit(clean: Any) -> Methods:
     return {"prefix_type": type("PlantedMap", (clean.prefix_type,), {"first": first})}
 
 
-@exhibit("a reset leaves the cache as it is", "B25 of resets: seed 001 Reset Prefix Cache", "P25")
+@exhibit("a reset leaves the cache as it is", "seed 001 Reset Prefix Cache", "P25")
 def reset_keeps_keys(clean: Any) -> Methods:
     """Old weights answer for new ones."""
 
@@ -347,7 +347,7 @@ def reset_keeps_keys(clean: Any) -> Methods:
     return {"prefix_type": type("PlantedMap", (clean.prefix_type,), {"clear": clear})}
 
 
-@exhibit("a resumed request is announced as new", "B24: #31583", "P26")
+@exhibit("a resumed request is announced as new", "#31583", "P26")
 def resumed_as_new(clean: Any) -> Methods:
     """The worker forgets what it has said so far."""
 
@@ -361,7 +361,7 @@ def resumed_as_new(clean: Any) -> Methods:
     return {"_resumed_row": _resumed_row, "_issue_plan": _issue_plan}
 
 
-@exhibit("tokens are not sent again after a step without the request", "B25: #26385", "P26")
+@exhibit("tokens are not sent again after a step without the request", "#26385", "P26")
 def gap_not_resent(clean: Any) -> Methods:
     """The worker goes on with the tokens it last heard of."""
 
@@ -386,7 +386,7 @@ def salt_ignored(clean: Any) -> Methods:
     return {"_submit": _submit}
 
 
-@exhibit("an item's place is not part of a block's identity", "B59: #36708", "P6", "P3")
+@exhibit("an item's place is not part of a block's identity", "#36708", "P6", "P3")
 def item_offset_ignored(clean: Any) -> Methods:
     """One image at two places reads as the same."""
 

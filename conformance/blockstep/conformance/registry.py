@@ -8,28 +8,12 @@ from dataclasses import dataclass
 from typing import cast
 
 from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, EngineFactory
-from blockstep.spec import Rejected, State, initial_state, transition
-from blockstep.spec.snapshots import get_snapshot
-from blockstep.spec.vocabulary import Config, Event, Observation, Snapshot
+from blockstep.spec import Oracle
+from blockstep.spec.vocabulary import Config
 
 
-class SpecEngine:
+class SpecEngine(Oracle):
     """The specification, dressed as an engine."""
-
-    def __init__(self, config: Config) -> None:
-        self.state: State = initial_state(config)
-
-    def apply(self, event: Event) -> Observation:
-        """Take one event."""
-        result = transition(self.state, event)
-        if isinstance(result, Rejected):
-            return result
-        self.state = result.state
-        return result.observation
-
-    def snapshot(self) -> Snapshot:
-        """The state now."""
-        return get_snapshot(self.state)
 
     def capabilities(self) -> frozenset[str]:
         """Everything: it is what everything is measured by."""

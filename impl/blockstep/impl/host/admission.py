@@ -70,7 +70,7 @@ class WaitingPhase(Core):
         return self.config.enable_prefix_caching and not skips
 
     def _find_hits(self, slot: int) -> list[BlockId]:
-        """The longest prefix that is cached, leaving at least one token to run (B36).
+        """The longest prefix that is cached, leaving at least one token to run (upstream #30320).
 
         A hidden-state head needs the last hit block recomputed (seed 001,
         "find_longest_cache_hit").
@@ -99,7 +99,7 @@ class WaitingPhase(Core):
         self, slot: int, hits: list[BlockId], needed: int, num_scheduled: int, step: Step
     ) -> None:
         table = self.table
-        # Hits are held before new blocks are taken, or the head of the queue could be a hit (B01).
+        # Hits are held before new blocks are taken, or the head of the queue could be a hit (upstream #33775).
         self.pool.touch(hits)
         table.num_cached_blocks[slot] = len(hits)
         blocks = table.block_tables[slot]

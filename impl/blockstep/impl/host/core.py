@@ -118,7 +118,7 @@ class Core:
     def _withdraw_unwritten(self, slot: int) -> None:
         """Unpublish what was published for work of this step that now does not run.
 
-        P4; upstream #43569 (museum B03), where such a block stays findable without its KV.
+        P4; upstream #43569, where such a block stays findable without its KV.
         """
         table = self.table
         first = table.num_computed[slot] // self.block_size
