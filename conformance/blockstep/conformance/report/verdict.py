@@ -62,7 +62,7 @@ def witness_table(result: CheckResult) -> Table:
     )
     for _ in range(COLUMNS):
         table.add_column(no_wrap=True)
-        table.add_column(justify="right", no_wrap=True)
+        table.add_column(justify="right", no_wrap=True, min_width=7)
     for row in range(height):
         cells: list[str] = []
         for name in names[row::height]:

@@ -99,7 +99,8 @@ class WaitingPhase(Core):
         self, slot: int, hits: list[BlockId], needed: int, num_scheduled: int, step: Step
     ) -> None:
         table = self.table
-        # Hits are held before new blocks are taken, or the head of the queue could be a hit (upstream #33775).
+        # Hits are held before new blocks are taken: the head of the queue could be a hit
+        # (upstream #33775).
         self.pool.touch(hits)
         table.num_cached_blocks[slot] = len(hits)
         blocks = table.block_tables[slot]
