@@ -93,7 +93,7 @@ def test_json_on_standard_output_is_all_there_is() -> None:
         (("check", "--record", "x.jsonl"), "needs --episode"),
         (("check", "--policy", "random"), "policy"),
         (("check", "--episode", "0", "--preset", "tiny", "--json", "/no/such/dir/x"), "write"),
-        (("explain", "P99"), "no property"),
+        (("explain", "nothing-of-that-name"), "no property"),
         (("replay", "/no/such/file"), "/no/such/file"),
         (("validate", "/no/such/file"), "/no/such/file"),
         (("museum", "--name", "nothing"), "no such exhibit"),

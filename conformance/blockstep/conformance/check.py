@@ -28,6 +28,8 @@ from blockstep.spec.vocabulary import Config, Event, Observation, Policy, Submit
 CANARY = "blockstep.conformance.canary:CanaryEngine"
 EPISODES_PER_BATCH = 8
 CANARY_EPISODES = 50
+EPISODES_COMPARED = 40
+"""Episodes after the first failing one in which a simpler failure is looked for."""
 
 
 class ExitCode(IntEnum):
@@ -194,7 +196,9 @@ def check(
         on_progress(result)
         if result.first is not None:
             break
-    if result.first is not None and result.failure is None:
+    if result.first is not None:
+        if options.episode is None:
+            _prefer_simpler(result, make_engine)
         _shrink(result, make_engine)
     result.missing = missing_witnesses(result.witnesses, options.preset, options.policy)
     result.seconds = time.perf_counter() - started
@@ -212,6 +216,23 @@ def _add(result: CheckResult, episode: EpisodeResult) -> None:
     if episode.first is not None and episode.program is not None:
         result.first, result.failed_episode = episode.first, episode.index
         result.failing_program = episode.program
+
+
+def _prefer_simpler(result: CheckResult, make_engine: EngineFactory) -> None:
+    """Report the shortest of a few failures of one kind: what fails early shrinks to less."""
+    assert result.first is not None
+    assert result.failing_program is not None
+    assert result.failed_episode is not None
+    wanted = (result.first.kind, result.first.property_id)
+    start = result.failed_episode + 1
+    for index in range(start, start + EPISODES_COMPARED):
+        other = run_episode(result.options, index, make_engine)
+        if other.first is None or other.program is None:
+            continue
+        is_alike = (other.first.kind, other.first.property_id) == wanted
+        if is_alike and len(other.program.actions) < len(result.failing_program.actions):
+            result.first, result.failed_episode = other.first, other.index
+            result.failing_program = other.program
 
 
 def _shrink(result: CheckResult, make_engine: EngineFactory) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -170,23 +170,19 @@ def replay_command(
     Example: blockstep replay mooncake_conversation.jsonl.gz --limit 300 --block-size 16
     """
     console = Console(highlight=False, stderr=json_path == Path("-"))
+    wanted = {
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "policy": policy,
+        "enable_prefix_caching": caching,
+    }
     with _input_errors():
         workload = load(trace, limit=limit)
-        chosen = replaying.REPLAY_PRESETS[workload.format]
-        wanted = {
-            "num_blocks": num_blocks,
-            "block_size": block_size,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "max_model_len": max_model_len,
-            "policy": policy,
-            "enable_prefix_caching": caching,
-        }
-        given = {name: value for name, value in wanted.items() if value is not None}
-        config = replace(chosen.config, **given)  # type: ignore[arg-type]
-        problems = config_problems(config)
-        if problems:
-            raise ConfigError(problems)
+        preset = replaying.REPLAY_PRESETS[workload.format]
+        config = replay_config(preset.config, wanted)
         cadence = snapshot_every
         if cadence is None:
             cadence = default_cadence(config) if spec else 0
@@ -197,7 +193,7 @@ def replay_command(
                 config,
                 make_engine,
                 spec_factory=SpecEngine if spec else None,
-                pace=chosen.pace,
+                pace=preset.pace,
                 snapshot_every=cadence,
                 on_progress=lambda now: advance(
                     now.requests_finished / max(len(workload), 1),
@@ -213,6 +209,16 @@ def replay_command(
             else f"done: engine {engine}, alone (--spec holds it to the spec)"
         )
     raise typer.Exit(exit_code_of(report.finding))
+
+
+def replay_config(config: Config, wanted: Mapping[str, object]) -> Config:
+    """`config` with the options that were given. Raises ConfigError."""
+    given = {name: value for name, value in wanted.items() if value is not None}
+    changed = replace(config, **given)  # type: ignore[arg-type]
+    problems = config_problems(changed)
+    if problems:
+        raise ConfigError(problems)
+    return changed
 
 
 def default_cadence(config: Config) -> int:
