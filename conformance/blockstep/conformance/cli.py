@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,7 +42,7 @@ from blockstep.conformance.report.failure import render_failure
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.report.verdict import render_verdict
 from blockstep.conformance.traces import TraceError, write_trace
-from blockstep.conformance.validate import render_validation, validate
+from blockstep.conformance.validate import render_validation, validate, validation_to_json
 from blockstep.conformance.workloads import load
 from blockstep.spec.vocabulary import Config, ConfigError, Policy, config_problems
 
@@ -56,6 +57,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+SECONDS_BETWEEN_LINES = 10.0
 
 JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Also write the result to this file ('-': stdout).")
@@ -229,13 +232,14 @@ def default_cadence(config: Config) -> int:
 @app.command("validate")
 def validate_command(
     trace: Annotated[Path, typer.Argument(help="A recorded run (blockstep check --record).")],
+    json_path: JsonOption = None,
 ) -> None:
     """Hold a recorded run to the spec: does the spec give every recorded answer?"""
+    console = Console(highlight=False, stderr=json_path == Path("-"))
     with _input_errors():
         result = validate(trace)
-    Console(highlight=False).print(
-        render_validation(trace, result), markup=False, soft_wrap=True, end=""
-    )
+    console.print(render_validation(trace, result), markup=False, soft_wrap=True, end="")
+    _write_json(json_path, validation_to_json(result))
     raise typer.Exit(ExitCode.CONFORMS if result.conforms else ExitCode.FAILED)
 
 
@@ -300,12 +304,14 @@ def explain_command(
     at: Annotated[
         int | None, typer.Option(min=0, help="In a trace: after this many events.")
     ] = None,
+    json_path: JsonOption = None,
 ) -> None:
     """Say in words what a property demands, what a rule does, or what a recorded state means."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, stderr=json_path == Path("-"))
     with _input_errors():
         text = explain_moment(Path(what), at) if Path(what).is_file() else explain_name(what)
-    console.print(text, markup=False, end="")
+    console.print(text, markup=False, soft_wrap=True, end="")
+    _write_json(json_path, {"what": what, "at": at, "text": text})
 
 
 @app.command("museum")
@@ -410,9 +416,9 @@ def _check_progress(options: CheckOptions, now: CheckResult) -> tuple[float, str
 
 @contextmanager
 def _progress(console: Console, title: str) -> Iterator[Callable[[float, str], None]]:
-    """A bar on a terminal, nothing elsewhere: logs keep to what is worth keeping."""
+    """A bar on a terminal; elsewhere a plain line now and then, so that a log shows life."""
     if not console.is_terminal:
-        yield lambda _done, _text: None
+        yield _plain_progress(title)
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -420,6 +426,20 @@ def _progress(console: Console, title: str) -> Iterator[Callable[[float, str], N
         yield lambda done, text: progress.update(
             task, completed=done, description=f"{title}: {text}"
         )
+
+
+def _plain_progress(title: str) -> Callable[[float, str], None]:
+    """Lines on standard error, at most one in `SECONDS_BETWEEN_LINES`."""
+    last = time.monotonic()
+
+    def advance(done: float, text: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= SECONDS_BETWEEN_LINES:
+            last = now
+            typer.echo(f"{title}: {done:.0%}, {text}", err=True)
+
+    return advance
 
 
 @contextmanager

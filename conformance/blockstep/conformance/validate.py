@@ -9,6 +9,7 @@ from blockstep.conformance.compare import observation_differences
 from blockstep.conformance.findings import Difference
 from blockstep.conformance.program import describe_event
 from blockstep.conformance.registry import SpecEngine
+from blockstep.conformance.report.jsonform import difference_to_json
 from blockstep.conformance.traces import read_trace
 
 
@@ -44,6 +45,19 @@ def validate(path: Path) -> Validation:
             event = describe_event(step.event)
             return Validation(len(trace.steps), number, event, differences)
     return Validation(len(trace.steps), len(trace.steps))
+
+
+def validation_to_json(result: Validation) -> dict[str, object]:
+    """The verdict for machines (docs/reference/json.md)."""
+    return {
+        "format": "blockstep-validate",
+        "version": 1,
+        "conforms": result.conforms,
+        "num_steps": result.num_steps,
+        "num_agreed": result.num_agreed,
+        "event": result.event,
+        "differences": [difference_to_json(row) for row in result.differences],
+    }
 
 
 def render_validation(path: Path, result: Validation) -> str:

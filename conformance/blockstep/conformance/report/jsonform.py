@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from blockstep.conformance.check import CheckResult
-from blockstep.conformance.findings import Finding
+from blockstep.conformance.findings import Difference, Finding
 from blockstep.conformance.program import describe
 from blockstep.conformance.report.failure import describe_config, reproduce
 
@@ -54,13 +54,15 @@ def _finding(finding: Finding) -> dict[str, object]:
         "property": finding.property_id,
         "sentence": finding.sentence,
         "message": finding.message,
-        "differences": [
-            {
-                "field": difference.field,
-                "expected": difference.expected,
-                "seen": difference.seen,
-                "note": difference.note,
-            }
-            for difference in finding.differences
-        ],
+        "differences": [difference_to_json(difference) for difference in finding.differences],
+    }
+
+
+def difference_to_json(difference: Difference) -> dict[str, object]:
+    """One field in which two sides differ."""
+    return {
+        "field": difference.field,
+        "expected": difference.expected,
+        "seen": difference.seen,
+        "note": difference.note,
     }
