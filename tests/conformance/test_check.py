@@ -10,8 +10,10 @@ from blockstep.conformance.check import CheckOptions, ExitCode, check, release_c
 from blockstep.conformance.findings import FindingKind
 from blockstep.conformance.museum import EXHIBITS, build
 from blockstep.conformance.presets import PRESETS, draw_config
+from blockstep.conformance.registry import SpecEngine
 from blockstep.conformance.rules import SeededDraw
-from blockstep.spec.vocabulary import Policy, config_problems
+from blockstep.spec.profiles import get_profile
+from blockstep.spec.vocabulary import Config, Policy, config_problems
 
 
 def test_a_budget_in_events_makes_a_run_repeatable() -> None:
@@ -92,3 +94,25 @@ def test_every_drawn_config_is_valid_and_they_differ(name: str) -> None:
     assert all(config_problems(config) == () for config in drawn)
     assert len(Counter(drawn)) > 150
     assert len({config.spec_method for config in drawn}) == 4
+
+
+class Release(SpecEngine):
+    """Stands in for a release with known defects."""
+
+    def __init__(self, config: Config) -> None:
+        profile = get_profile("vllm-0.19.1")
+        assert profile is not None
+        super().__init__(config, profile)
+
+
+def test_under_strict_a_known_defect_is_a_finding() -> None:
+    result = check(CheckOptions(engine=f"{__name__}:Release", max_events=60_000))
+    assert result.exit_code in {ExitCode.FAILED, ExitCode.LIVENESS}
+
+
+def test_under_its_profile_a_known_defect_is_known() -> None:
+    options = CheckOptions(engine=f"{__name__}:Release", profile="vllm-0.19.1", max_events=60_000)
+    result = check(options)
+    assert result.first is None, result.first
+    assert result.known
+    assert set(result.known) <= {"P3", "P4", "P6", "P10", "P13", "P16"}

@@ -23,6 +23,7 @@ from blockstep.conformance.registry import load_engine
 from blockstep.conformance.rules import SeededDraw, View, next_action
 from blockstep.conformance.shrink import Shrunk, shrink
 from blockstep.conformance.witnesses import missing_witnesses
+from blockstep.spec.profiles import PROFILES, STRICT, Profile, get_profile
 from blockstep.spec.vocabulary import Config, Event, Observation, Policy, Submit
 
 CANARY = "blockstep.conformance.canary:CanaryEngine"
@@ -67,6 +68,8 @@ class CheckOptions:
     episode: int | None = None
     """Run this one episode only."""
     jobs: int = 1
+    profile: str = STRICT.name
+    """Release whose known quirks the spec follows; `strict` follows none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class EpisodeResult:
     num_events: int
     witnesses: dict[str, int]
     skipped: dict[str, int]
+    known: dict[str, int]
     has_snapshot: bool
     program: Program | None = None
     """The program, if it failed."""
@@ -93,6 +97,8 @@ class CheckResult:
     seconds: float = 0.0
     witnesses: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
+    known: Counter[str] = field(default_factory=Counter)
+    """Findings that the quirks of the profile account for, by property."""
     missing: tuple[str, ...] = ()
     has_snapshot: bool = True
     canary_killed_after: int | None = None
@@ -113,6 +119,15 @@ class CheckResult:
         return ExitCode.CONFORMS
 
 
+def find_profile(name: str) -> Profile:
+    """The profile called `name`. Raises ValueError naming those there are."""
+    profile = get_profile(name)
+    if profile is None:
+        known = ", ".join(profile.name for profile in PROFILES)
+        raise ValueError(f"profile {name!r}: must be one of {known}")
+    return profile
+
+
 def play_episode(
     options: CheckOptions, index: int, make_engine: EngineFactory, keep_exchanges: bool = False
 ) -> tuple[LockStep, Program, list[Finding]]:
@@ -121,7 +136,12 @@ def play_episode(
     draw = SeededDraw(f"{options.preset}/{options.seed}/{index}")
     swarm = draw_swarm(preset, draw, options.policy)
     run = LockStep.start(
-        swarm.config, make_engine, swarm.token_seed, swarm.vocabulary_size, keep_exchanges
+        swarm.config,
+        make_engine,
+        swarm.token_seed,
+        swarm.vocabulary_size,
+        keep_exchanges,
+        find_profile(options.profile),
     )
     view = View(swarm)
     actions: list[Action] = []
@@ -147,6 +167,7 @@ def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -
         num_events=run.num_events,
         witnesses=dict(run.witnesses.counts),
         skipped=run.skipped,
+        known=run.known,
         has_snapshot=Capability.SNAPSHOT in run.capabilities,
         program=program if findings else None,
         first=findings[0] if findings else None,
@@ -212,6 +233,7 @@ def _add(result: CheckResult, episode: EpisodeResult) -> None:
     result.num_events += episode.num_events
     result.witnesses.update(episode.witnesses)
     result.skipped.update(episode.skipped)
+    result.known.update(episode.known)
     result.has_snapshot &= episode.has_snapshot
     if episode.first is not None and episode.program is not None:
         result.first, result.failed_episode = episode.first, episode.index
@@ -238,7 +260,9 @@ def _prefer_simpler(result: CheckResult, make_engine: EngineFactory) -> None:
 def _shrink(result: CheckResult, make_engine: EngineFactory) -> None:
     assert result.first is not None
     assert result.failing_program is not None
-    result.failure = shrink(result.failing_program, make_engine, result.first)
+    result.failure = shrink(
+        result.failing_program, make_engine, result.first, find_profile(result.options.profile)
+    )
 
 
 def _spent(options: CheckOptions, result: CheckResult, started: float) -> bool:
@@ -278,7 +302,7 @@ def _run_batches(
 def release_canary(options: CheckOptions) -> int | None:
     """Events until the canary is caught; None if it survives."""
     num_events = 0
-    canary = replace(options, engine=CANARY, preset="tiny")
+    canary = replace(options, engine=CANARY, preset="tiny", profile=STRICT.name)
     make_engine = load_engine(CANARY)
     for index in range(CANARY_EPISODES):
         episode = run_episode(canary, index, make_engine)

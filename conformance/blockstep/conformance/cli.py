@@ -44,6 +44,7 @@ from blockstep.conformance.report.verdict import render_verdict
 from blockstep.conformance.traces import TraceError, write_trace
 from blockstep.conformance.validate import render_validation, validate, validation_to_json
 from blockstep.conformance.workloads import load
+from blockstep.spec.profiles import PROFILES, QUIRKS, STRICT, get_profile
 from blockstep.spec.vocabulary import Config, ConfigError, Policy, config_problems
 
 app = typer.Typer(
@@ -77,6 +78,9 @@ def check_command(
     policy: Annotated[
         Policy | None, typer.Option(help="Fix the policy; both are drawn otherwise.")
     ] = None,
+    profile: Annotated[
+        str, typer.Option(help="Release whose known quirks are followed (blockstep quirks).")
+    ] = STRICT.name,
     seed: Annotated[int, typer.Option(min=0, help="Everything random follows from it.")] = 0,
     budget: Annotated[
         str, typer.Option(help="How long: a number of events (repeatable), or 60s, 5m.")
@@ -97,6 +101,8 @@ def check_command(
     console = Console(highlight=False, stderr=json_path == Path("-"))
     if preset not in PRESETS:
         _usage(f"--preset {preset!r}: must be one of {', '.join(PRESETS)}")
+    if get_profile(profile) is None:
+        _usage(f"--profile {profile!r}: must be one of {', '.join(p.name for p in PROFILES)}")
     if record is not None and episode is None:
         _usage("--record: needs --episode, for a trace is one run")
     max_events, max_seconds = parse_budget(budget)
@@ -109,6 +115,7 @@ def check_command(
         max_seconds=max_seconds,
         episode=episode,
         jobs=jobs or os.cpu_count() or 1,
+        profile=profile,
     )
     with _input_errors(), _progress(console, f"checking {engine}") as advance:
         result = check(options, lambda now: advance(*_check_progress(options, now)))
@@ -312,6 +319,27 @@ def explain_command(
         text = explain_moment(Path(what), at) if Path(what).is_file() else explain_name(what)
     console.print(text, markup=False, soft_wrap=True, end="")
     _write_json(json_path, {"what": what, "at": at, "text": text})
+
+
+@app.command("quirks")
+def quirks_command(json_path: JsonOption = None) -> None:
+    """List what releases are known to do against a property, and the profiles that follow them."""
+    console = Console(highlight=False, stderr=json_path == Path("-"))
+    rows: list[dict[str, object]] = [
+        {
+            "quirk": str(story.quirk),
+            "what it does": story.title,
+            "breaks": story.property_ids,
+            "upstream": story.upstream,
+            "seen in": story.seen_in,
+            "program": story.program,
+        }
+        for story in QUIRKS
+    ]
+    console.print(_table(rows))
+    for profile in PROFILES:
+        console.print(f"profile {profile.name}: {', '.join(sorted(profile.quirks)) or 'none'}")
+    _write_json(json_path, rows)
 
 
 @app.command("museum")

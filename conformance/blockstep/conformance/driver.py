@@ -13,7 +13,7 @@ nothing but the plans, whether one can live on them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from blockstep.conformance.compare import observation_differences, snapshot_differences
 from blockstep.conformance.engine import Capability, Engine, EngineFactory
@@ -24,6 +24,8 @@ from blockstep.conformance.registry import SpecEngine
 from blockstep.conformance.tokens import token_function
 from blockstep.conformance.witnesses import Witnesses
 from blockstep.conformance.worker import Worker
+from blockstep.spec.drafts import can_take_drafts
+from blockstep.spec.profiles import QUIRKS, STRICT, Profile
 from blockstep.spec.vocabulary import (
     Abort,
     Aborted,
@@ -95,6 +97,8 @@ class LockStep:
     has_failed: bool = False
     """Something was wrong; both sides no longer mean the same thing."""
     keep_exchanges: bool = False
+    known: dict[str, int] = field(default_factory=dict)
+    """Findings that the quirks of the profile account for, by property."""
 
     @classmethod
     def start(
@@ -104,6 +108,7 @@ class LockStep:
         token_seed: int = 0,
         vocabulary_size: int = 50,
         keep_exchanges: bool = False,
+        profile: Profile = STRICT,
     ) -> LockStep:
         """Build both sides. What the engine raises while it is built passes through."""
         engine = make_engine(config)
@@ -111,7 +116,7 @@ class LockStep:
             config=config,
             engine=engine,
             worker=Worker(config, token_function(token_seed, vocabulary_size)),
-            spec=SpecEngine(config),
+            spec=SpecEngine(config, profile),
             ledger=Ledger(config),
             witnesses=Witnesses(),
             capabilities=engine.capabilities(),
@@ -132,7 +137,7 @@ class LockStep:
     def _perform(self, action: Action) -> list[Finding]:
         needed = NEEDED.get(type(action))
         if needed is not None and needed not in self.capabilities:
-            self.skipped[needed] = self.skipped.get(needed, 0) + 1
+            self._skip(needed)
             return []
         if isinstance(action, Drain):
             return self._drain()
@@ -152,13 +157,22 @@ class LockStep:
                     RowTokens(name, self.worker.propose(name, *counts[index % len(counts)]))
                     for index, name in enumerate(self.sampled)
                 )
-                return Drafts(rows) if rows else None
+                return self._proposal(rows) if rows else None
             case Hostile(event=event):
                 return event
             case Drain():
                 return None
             case _:
                 return action
+
+    def _proposal(self, rows: tuple[RowTokens, ...]) -> Drafts | None:
+        """Drafts for everybody; for those who can take them if the engine refuses nothing."""
+        if Capability.REJECTION not in self.capabilities:
+            state = self.spec.state
+            requests = [state.requests.get(row.request_id) for row in rows]
+            pairs = zip(rows, requests, strict=True)
+            rows = tuple(row for row, known in pairs if known and can_take_drafts(state, known))
+        return Drafts(rows) if rows else None
 
     def apply(self, event: Event) -> list[Finding]:
         """Give one event to both sides and check everything that can be checked."""
@@ -167,6 +181,9 @@ class LockStep:
             expected = self.spec.apply(event)
         except AssertionError as error:
             return [_spec_finding(error)]
+        if isinstance(expected, Rejected) and Capability.REJECTION not in self.capabilities:
+            self._skip(Capability.REJECTION)
+            return []
         try:
             seen = self.engine.apply(event)
             after = self.engine.snapshot()
@@ -174,6 +191,7 @@ class LockStep:
             self._keep(Exchange(event, expected, None))
             return [_fault(error)]
         self._keep(Exchange(event, expected, seen))
+        after = self._comparable(after)
         findings = list(self._diverge(event, expected, seen, after))
         if not isinstance(seen, Observation):
             return findings
@@ -187,7 +205,30 @@ class LockStep:
             self.ledger.record(step)
         self.before = after
         self._follow(event, expected)
-        return findings
+        return self._unexplained(findings)
+
+    def _unexplained(self, findings: list[Finding]) -> list[Finding]:
+        """What is left when the quirks of the profile have spoken.
+
+        The engine did exactly what the spec with its quirks does, so a violated property is the
+        work of a quirk; a divergence never is.
+        """
+        stories = [story for story in QUIRKS if story.quirk in self.spec.state.quirks]
+        known = {property_id for story in stories for property_id in story.property_ids}
+        if not all(found.property_id in known for found in findings):
+            return findings
+        for found in findings:
+            self.known[found.property_id] = self.known.get(found.property_id, 0) + 1
+        return []
+
+    def _comparable(self, snapshot: Snapshot | None) -> Snapshot | None:
+        """The snapshot; with the spec's counters if the engine's mean something else."""
+        if snapshot is None or Capability.STATISTICS in self.capabilities:
+            return snapshot
+        return replace(snapshot, stats=self.spec.snapshot().stats)
+
+    def _skip(self, needed: Capability) -> None:
+        self.skipped[needed] = self.skipped.get(needed, 0) + 1
 
     def _diverge(
         self, event: Event, expected: Observation, seen: object, after: Snapshot | None
@@ -242,11 +283,12 @@ class LockStep:
                 return findings
             findings = self.apply(Schedule())
             if not findings and is_idle(self.last_plan):
-                return [_stall(self.live, "a plan is empty although nothing is due from outside")]
+                why = "a plan is empty although nothing is due from outside"
+                return self._unexplained([_stall(self.live, why)])
             if not findings:
                 findings = self.perform(Answer())
         if self.live and not findings:
-            return [_stall(self.live, f"{bound} steps did not end them")]
+            return self._unexplained([_stall(self.live, f"{bound} steps did not end them")])
         return findings
 
 
@@ -265,7 +307,9 @@ def is_idle(plan: Plan | None) -> bool:
     return plan is not None and not plan.rows and not plan.preempted_req_ids
 
 
-def run_program(program: Program, make_engine: EngineFactory) -> tuple[LockStep, list[Finding]]:
+def run_program(
+    program: Program, make_engine: EngineFactory, profile: Profile = STRICT
+) -> tuple[LockStep, list[Finding]]:
     """Run a program from the start until it ends or something is wrong."""
     run = LockStep.start(
         program.config,
@@ -273,6 +317,7 @@ def run_program(program: Program, make_engine: EngineFactory) -> tuple[LockStep,
         program.token_seed,
         program.vocabulary_size,
         keep_exchanges=True,
+        profile=profile,
     )
     for action in program.actions:
         findings = run.perform(action)

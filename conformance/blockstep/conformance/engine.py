@@ -21,7 +21,10 @@ class Capability(StrEnum):
     GRAMMAR = "grammar"
     MULTIMODAL = "multimodal"
     REJECTION = "rejection"
-    """It answers bad input with a typed `Rejected` instead of undefined behaviour."""
+    """It answers bad input with a typed `Rejected` instead of undefined behaviour. Without it, an
+    engine is only given what the spec accepts."""
+    STATISTICS = "statistics"
+    """Its counters mean what `Stats` says."""
 
 
 ALL_CAPABILITIES: frozenset[str] = frozenset(Capability)

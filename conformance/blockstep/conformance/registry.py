@@ -39,6 +39,11 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
             "our engine on the CPU: struct of arrays, O(1) per block operation",
         ),
         KnownEngine(
+            "vllm",
+            "blockstep.conformance.adapters.vllm:VllmEngine",
+            "the unmodified scheduler of an installed vLLM (make vllm)",
+        ),
+        KnownEngine(
             "spec",
             "blockstep.conformance.registry:SpecEngine",
             "the specification held to itself; for trying out the tools",

@@ -10,6 +10,7 @@ from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.findings import Finding
 from blockstep.conformance.program import Action, Answer, Drain, Program, Propose
 from blockstep.conformance.rules import request_name
+from blockstep.spec.profiles import STRICT, Profile
 from blockstep.spec.vocabulary import (
     Abort,
     Config,
@@ -54,14 +55,16 @@ class Shrinker:
         program: Program,
         make_engine: EngineFactory,
         first: Finding,
+        profile: Profile = STRICT,
         on_run: Callable[[int, int], None] = lambda _runs, _actions: None,
     ) -> None:
         self._make_engine = make_engine
+        self._profile = profile
         self._wanted = (first.kind, first.property_id)
         self._on_run = on_run
         self._num_runs = 0
         self.best = program
-        self.run, self.findings = run_program(program, make_engine)
+        self.run, self.findings = run_program(program, make_engine, profile)
 
     def shrink(self) -> Shrunk:
         """Try ever smaller programs until none of them fails or `MAX_RUNS` are spent."""
@@ -87,7 +90,7 @@ class Shrinker:
         self._num_runs += 1
         self._on_run(self._num_runs, len(self.best.actions))
         try:
-            run, findings = run_program(program, self._make_engine)
+            run, findings = run_program(program, self._make_engine, self._profile)
         except ConfigError:
             return False
         if not any((found.kind, found.property_id) == self._wanted for found in findings):
@@ -236,7 +239,8 @@ def shrink(
     program: Program,
     make_engine: EngineFactory,
     first: Finding,
+    profile: Profile = STRICT,
     on_run: Callable[[int, int], None] = lambda _runs, _actions: None,
 ) -> Shrunk:
     """The smallest program found that fails as `program` does with `first`."""
-    return Shrinker(program, make_engine, first, on_run).shrink()
+    return Shrinker(program, make_engine, first, profile, on_run).shrink()

@@ -8,6 +8,7 @@ from blockstep.spec.drafts import compute_num_rejected, is_accepted_prefix
 from blockstep.spec.hashing import extend_block_keys
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import Pool
+from blockstep.spec.profiles import Quirk
 from blockstep.spec.slots import release_slots
 from blockstep.spec.state import Frame, RequestState, State
 from blockstep.spec.vocabulary import (
@@ -53,11 +54,11 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
             continue
         request = get_rolled_back(request, len(row.draft_token_ids), len(tokens))
         stats = count_drafts(stats, len(row.draft_token_ids), len(tokens))
-        request, output = get_extended(request, tokens, state.config.max_model_len)
+        request, output = get_extended(request, tokens, state.config.max_model_len, state.quirks)
         outputs.append(output)
         if output.finish_reason is None:
             if state.config.enable_prefix_caching:
-                keys = extend_block_keys(request, state.config.block_size)
+                keys = extend_block_keys(request, state.config.block_size, state.quirks)
                 request = replace(request, block_keys=keys)
             requests[row.request_id] = request
         else:
@@ -115,7 +116,10 @@ def count_drafts(stats: Stats, num_drafts: int, num_sampled: int) -> Stats:
 
 
 def get_extended(
-    request: RequestState, tokens: TokenIds, max_model_len: int
+    request: RequestState,
+    tokens: TokenIds,
+    max_model_len: int,
+    quirks: frozenset[Quirk] = frozenset(),
 ) -> tuple[RequestState, OutputRow]:
     """Append tokens one by one until one of them ends the request; drop those after it.
 
@@ -130,7 +134,9 @@ def get_extended(
         num_taken += 1
         known_outputs = outputs + tokens[:num_taken]
         num_known = num_prompt + len(known_outputs)
-        reason, stop_token_id = compute_stop(request, known_outputs, num_known, max_model_len)
+        reason, stop_token_id = compute_stop(
+            request, known_outputs, num_known, max_model_len, quirks
+        )
     delivered = tokens[:num_taken]
     row = OutputRow(
         request.request_id,
@@ -143,7 +149,11 @@ def get_extended(
 
 
 def compute_stop(
-    request: RequestState, outputs: TokenIds, num_known: int, max_model_len: int
+    request: RequestState,
+    outputs: TokenIds,
+    num_known: int,
+    max_model_len: int,
+    quirks: frozenset[Quirk] = frozenset(),
 ) -> tuple[FinishReason | None, int | None]:
     """Why the request ends after the last of `outputs`, and by which stop token.
 
@@ -155,6 +165,8 @@ def compute_stop(
     asked = request.request
     last = outputs[-1]
     text_may_stop = len(outputs) >= asked.min_tokens
+    if Quirk.MIN_TOKENS_MASK_LENGTH in quirks and not text_may_stop:
+        return None, None
     if text_may_stop and last == asked.eos_token_id:
         return FinishReason.STOP, None
     if text_may_stop and last in asked.stop_token_ids:

@@ -6,6 +6,9 @@ contents can ever share a key (P6). A digest is an engine's way to be fast.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from blockstep.spec.profiles import Quirk
 from blockstep.spec.state import RequestState
 from blockstep.spec.vocabulary import BlockKey, Request, TokenIds
 
@@ -41,7 +44,9 @@ def compute_block_key(
     )
 
 
-def extend_block_keys(request: RequestState, block_size: int) -> tuple[BlockKey, ...]:
+def extend_block_keys(
+    request: RequestState, block_size: int, quirks: frozenset[Quirk] = frozenset()
+) -> tuple[BlockKey, ...]:
     """The request's keys, with one more for every further full block of known tokens.
 
     Only full blocks have a key. Known tokens are prompt and verified outputs: a draft never gets
@@ -49,9 +54,12 @@ def extend_block_keys(request: RequestState, block_size: int) -> tuple[BlockKey,
     """
     num_full_blocks = request.num_known_tokens // block_size
     keys = list(request.block_keys)
+    asked = request.request
+    if Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM in quirks and request.output_token_ids:
+        asked = replace(asked, items=asked.items[-1:])
     for index in range(len(keys), num_full_blocks):
         tokens = get_tokens(request, index * block_size, (index + 1) * block_size)
-        keys.append(compute_block_key(request.request, tokens, index, keys[-1] if keys else None))
+        keys.append(compute_block_key(asked, tokens, index, keys[-1] if keys else None))
     return tuple(keys)
 
 

@@ -69,7 +69,7 @@ def process_submit(state: State, request: Request) -> tuple[State, Ack] | Reject
     blocked = Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     entry = RequestState(request, blocked if request.structured_output else Status.WAITING)
     if state.config.enable_prefix_caching:
-        keys = extend_block_keys(entry, state.config.block_size)
+        keys = extend_block_keys(entry, state.config.block_size, state.quirks)
         entry = replace(entry, block_keys=keys)
     requests = state.requests.to_dict()
     requests[request.request_id] = entry

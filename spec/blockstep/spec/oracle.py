@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from blockstep.spec.profiles import STRICT, Profile
 from blockstep.spec.snapshots import get_snapshot
 from blockstep.spec.state import State, initial_state
 from blockstep.spec.transition import transition
@@ -41,8 +42,8 @@ class Oracle:
         RejectedEvent: from every method but `apply`, if the event is refused.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.state: State = initial_state(config)
+    def __init__(self, config: Config, profile: Profile = STRICT) -> None:
+        self.state: State = initial_state(config, profile)
         """The state now: an immutable value, to keep, compare or go back to."""
 
     def apply(self, event: Event) -> Observation:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Mapping
 
+from blockstep.spec.profiles import Quirk
 from blockstep.spec.state import RequestState
 from blockstep.spec.vocabulary import Policy, RequestId, Status
 
@@ -75,7 +76,12 @@ def select_queue(
     return waiting if first_is_waiting else skipped
 
 
-def select_victim(policy: Policy, running: list[RequestId], requests: Requests) -> int:
+def select_victim(
+    policy: Policy,
+    running: list[RequestId],
+    requests: Requests,
+    quirks: frozenset[Quirk] = frozenset(),
+) -> int:
     """Index in `running` of the request to preempt.
 
     FCFS: the last admitted. PRIORITY: the one of greatest rank, the very order of the queues.
@@ -85,4 +91,5 @@ def select_victim(policy: Policy, running: list[RequestId], requests: Requests) 
     """
     if policy is Policy.FCFS:
         return len(running) - 1
-    return max(range(len(running)), key=lambda index: get_rank(requests[running[index]]))
+    length = 2 if Quirk.EQUALS_PREEMPT_THE_FIRST in quirks else 3
+    return max(range(len(running)), key=lambda index: get_rank(requests[running[index]])[:length])

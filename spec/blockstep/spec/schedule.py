@@ -14,13 +14,14 @@ from blockstep.spec.drafts import compute_num_drafts
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import Pool
 from blockstep.spec.prefix import get_prefix_hit, reads_prefix_cache
+from blockstep.spec.profiles import Quirk
 from blockstep.spec.queues import (
     is_blocked,
     process_prepend,
     select_queue,
     select_victim,
 )
-from blockstep.spec.slots import allocate_slots, can_hold, revoke_slots
+from blockstep.spec.slots import allocate_slots, can_hold, release_slots, revoke_slots
 from blockstep.spec.state import Frame, FrameRow, RequestState, State
 from blockstep.spec.vocabulary import (
     BlockId,
@@ -146,7 +147,9 @@ def process_running_phase(step: Step) -> None:
             )
             if granted is not None:
                 break
-            victim_index = select_victim(config.policy, step.running, step.requests)
+            victim_index = select_victim(
+                config.policy, step.running, step.requests, step.state.quirks
+            )
             victim_id = process_preemption(step, victim_index)
             if victim_id == request.request_id:
                 return
@@ -199,7 +202,10 @@ def process_preemption(step: Step, victim_index: int) -> RequestId:
     step.preempted.append(victim_id)
     # pool, requests
     victim = step.requests[victim_id]
-    step.pool = revoke_slots(step.pool, victim, step.state.config.block_size)
+    if Quirk.UNWRITTEN_KEYS_STAY in step.state.quirks:
+        step.pool = release_slots(step.pool, victim)
+    else:
+        step.pool = revoke_slots(step.pool, victim, step.state.config.block_size)
     step.requests[victim_id] = get_preempted(victim)
     step.stats = replace(step.stats, preemptions=step.stats.preemptions + 1)
     process_prepend(step.state.config.policy, step.waiting, victim_id, step.requests)

@@ -7,6 +7,7 @@ from typing import Final
 
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import Pool, create_pool
+from blockstep.spec.profiles import STRICT, Profile, Quirk
 from blockstep.spec.vocabulary import (
     BlockId,
     BlockKey,
@@ -100,9 +101,11 @@ class State:
     finished_req_ids: tuple[RequestId, ...] = ()
     prev_scheduled_req_ids: tuple[RequestId, ...] = ()
     stats: Stats = NO_STATS
+    quirks: frozenset[Quirk] = frozenset()
+    """Known deviations to follow; none in the specification proper (see `profiles`)."""
 
 
-def initial_state(config: Config) -> State:
+def initial_state(config: Config, profile: Profile = STRICT) -> State:
     """The state before the first event. Source: architecture D2.
 
     Raises:
@@ -111,4 +114,9 @@ def initial_state(config: Config) -> State:
     problems = config_problems(config)
     if problems:
         raise ConfigError(problems)
-    return State(config=config, pool=create_pool(config.num_blocks), requests=FrozenMap())
+    return State(
+        config=config,
+        pool=create_pool(config.num_blocks),
+        requests=FrozenMap(),
+        quirks=profile.quirks,
+    )

@@ -11,6 +11,7 @@ from blockstep.conformance.check import CheckOptions
 from blockstep.conformance.findings import Difference, Finding, FindingKind
 from blockstep.conformance.program import describe, describe_observation
 from blockstep.conformance.shrink import Shrunk
+from blockstep.spec.profiles import STRICT
 from blockstep.spec.vocabulary import Config
 
 HEADLINES = {
@@ -60,6 +61,8 @@ def render_failure(
 def reproduce(options: CheckOptions, episode: int) -> str:
     """The command line that fails in the same way."""
     policy = f" --policy {options.policy}" if options.policy else ""
+    if options.profile != STRICT.name:
+        policy += f" --profile {options.profile}"
     return (
         f"blockstep check --engine {options.engine} --preset {options.preset}{policy} "
         f"--seed {options.seed} --episode {episode}"

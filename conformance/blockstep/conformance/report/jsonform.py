@@ -16,6 +16,7 @@ def check_to_json(result: CheckResult) -> dict[str, object]:
         "version": 1,
         "engine": options.engine,
         "preset": options.preset,
+        "profile": options.profile,
         "policy": None if options.policy is None else str(options.policy),
         "seed": options.seed,
         "episode": options.episode,
@@ -28,6 +29,7 @@ def check_to_json(result: CheckResult) -> dict[str, object]:
         "canary_killed_after_events": result.canary_killed_after,
         "witnesses": dict(sorted(result.witnesses.items())),
         "witnesses_missing": list(result.missing),
+        "findings_known": dict(sorted(result.known.items())),
         "capabilities_missing": dict(sorted(result.skipped.items())),
         "failure": _failure(result),
     }

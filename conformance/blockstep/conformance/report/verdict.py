@@ -26,13 +26,16 @@ def render_verdict(result: CheckResult, console: Console) -> None:
         console.print(f"not tried   {name}: the engine lacks it ({count} actions left out)")
     if not result.has_snapshot:
         console.print("not tried   state and properties: the engine shows no snapshots")
+    for name, count in sorted(result.known.items()):
+        console.print(f"known       {name}: {count} findings that {options.profile} accounts for")
     for name in () if options.episode is not None else result.missing:
         console.print(f"not reached {name}: {WITNESSES[name]}")
     rate = result.num_events / result.seconds if result.seconds else 0.0
     equivalence = "exact" if result.has_snapshot else "plan"
     console.print(
         f"{verdict_word(result)}: engine {options.engine}, equivalence {equivalence}, "
-        f"preset {options.preset}, policy {options.policy or 'both'}, seed {options.seed}: "
+        f"profile {options.profile}, preset {options.preset}, "
+        f"policy {options.policy or 'both'}, seed {options.seed}: "
         f"{result.num_events:,} events in {result.num_episodes:,} episodes, "
         f"{result.seconds:.1f} s, {rate:,.0f} events/s"
     )

@@ -33,7 +33,17 @@ from blockstep.spec.vocabulary import (
 )
 
 CAPABILITIES: Final = frozenset(
-    ("snapshot", "priority", "drafts", "pause", "reset", "grammar", "multimodal", "rejection")
+    (
+        "snapshot",
+        "priority",
+        "drafts",
+        "pause",
+        "reset",
+        "grammar",
+        "multimodal",
+        "rejection",
+        "statistics",
+    )
 )
 """By value: the enum belongs to the conformance wing, which this wing must not import."""
 
