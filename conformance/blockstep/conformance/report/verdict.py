@@ -23,7 +23,9 @@ def render_verdict(result: CheckResult, console: Console) -> None:
             else "canary      ALIVE: a broken engine was not noticed, so no verdict is worth much"
         )
     for name, count in sorted(result.skipped.items()):
-        console.print(f"not tried   {name}: the engine lacks it ({count} actions left out)")
+        console.print(
+            f"not tried   {name}: the engine lacks it ({count} actions left out)", soft_wrap=True
+        )
     if not result.has_snapshot:
         console.print("not tried   state and properties: the engine shows no snapshots")
     for name, count in sorted(result.known.items()):
@@ -37,7 +39,8 @@ def render_verdict(result: CheckResult, console: Console) -> None:
         f"profile {options.profile}, preset {options.preset}, "
         f"policy {options.policy or 'both'}, seed {options.seed}: "
         f"{result.num_events:,} events in {result.num_episodes:,} episodes, "
-        f"{result.seconds:.1f} s, {rate:,.0f} events/s"
+        f"{result.seconds:.1f} s, {rate:,.0f} events/s",
+        soft_wrap=True,
     )
 
 
