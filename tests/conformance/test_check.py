@@ -7,13 +7,21 @@ from collections import Counter
 import pytest
 
 from blockstep.conformance.check import CheckOptions, ExitCode, check, release_canary
+from blockstep.conformance.engine import ALL_CAPABILITIES
 from blockstep.conformance.findings import FindingKind
 from blockstep.conformance.museum import EXHIBITS, build
 from blockstep.conformance.presets import PRESETS, draw_config
 from blockstep.conformance.registry import SpecEngine
 from blockstep.conformance.rules import SeededDraw
 from blockstep.spec.profiles import get_profile
-from blockstep.spec.vocabulary import Config, Policy, config_problems
+from blockstep.spec.vocabulary import (
+    Config,
+    Event,
+    Observation,
+    Policy,
+    Rejected,
+    config_problems,
+)
 
 
 def test_a_budget_in_events_makes_a_run_repeatable() -> None:
@@ -116,3 +124,22 @@ def test_under_its_profile_a_known_defect_is_known() -> None:
     assert result.first is None, result.first
     assert result.known
     assert set(result.known) <= {"P3", "P4", "P6", "P10", "P13", "P16"}
+
+
+class Meek(SpecEngine):
+    """An engine that must not be given bad input."""
+
+    def capabilities(self) -> frozenset[str]:
+        return ALL_CAPABILITIES - {"rejection"}
+
+    def apply(self, event: Event) -> Observation:
+        answer = super().apply(event)
+        if isinstance(answer, Rejected):
+            raise ValueError(answer.detail)
+        return answer
+
+
+def test_an_engine_that_refuses_nothing_gets_nothing_to_refuse() -> None:
+    result = check(CheckOptions(engine=f"{__name__}:Meek", max_events=60_000))
+    assert result.exit_code is ExitCode.CONFORMS, (result.first, result.missing)
+    assert result.skipped["rejection"] > 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -29,6 +29,14 @@ from blockstep.spec.vocabulary import Config, Event, Observation, Policy, Submit
 CANARY = "blockstep.conformance.canary:CanaryEngine"
 EPISODES_PER_BATCH = 8
 CANARY_EPISODES = 50
+SITUATIONS_OF: Mapping[str, tuple[str, ...]] = {
+    Capability.REJECTION: ("rejected_", "drafts_dropped"),
+    Capability.DRAFTS: ("draft", "rollback_", "stop_inside_accepted_drafts"),
+    Capability.PAUSE: ("paused_",),
+    Capability.RESET: ("reset_", "commit_for_preempted", "ended_while_preempted"),
+    Capability.GRAMMAR: ("grammar_", "admission_after_skip"),
+}
+"""Names, by their beginnings, of situations that need a capability."""
 EPISODES_COMPARED = 40
 """Episodes after the first failing one in which a simpler failure is looked for."""
 
@@ -117,6 +125,14 @@ class CheckResult:
         if self.num_events == 0 or (not single and (self.missing or not self.canary_killed_after)):
             return ExitCode.HARNESS
         return ExitCode.CONFORMS
+
+
+def is_reachable(witness: str, skipped: Container[str]) -> bool:
+    """Whether a situation can be reached without the capabilities that were skipped."""
+    return not any(
+        capability in skipped and witness.startswith(starts)
+        for capability, starts in SITUATIONS_OF.items()
+    )
 
 
 def find_profile(name: str) -> Profile:
@@ -221,7 +237,8 @@ def check(
         if options.episode is None:
             _prefer_simpler(result, make_engine)
         _shrink(result, make_engine)
-    result.missing = missing_witnesses(result.witnesses, options.preset, options.policy)
+    missing = missing_witnesses(result.witnesses, options.preset, options.policy)
+    result.missing = tuple(name for name in missing if is_reachable(name, result.skipped))
     result.seconds = time.perf_counter() - started
     return result
 
