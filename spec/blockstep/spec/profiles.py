@@ -40,7 +40,7 @@ QUIRKS: tuple[QuirkStory, ...] = (
     QuirkStory(
         Quirk.UNWRITTEN_KEYS_STAY,
         "a victim's keys stay published although the step that fills their blocks lost it",
-        ("P3", "P4"),
+        ("P3", "P4", "P25"),
         "#43569 (open)",
         "0.19.1",
         "PRIORITY; a low request fills a block in this step, a high one behind it needs a block: "
