@@ -58,7 +58,7 @@ QUIRKS: tuple[QuirkStory, ...] = (
     QuirkStory(
         Quirk.MIN_TOKENS_MASK_LENGTH,
         "below min_tokens not even max_tokens and max_model_len end a request",
-        ("P10", "P13"),
+        ("P9", "P10", "P13"),
         "not found upstream",
         "0.19.1",
         "max_model_len 4, a prompt of 2 tokens, min_tokens 8: at the model length it can neither "
