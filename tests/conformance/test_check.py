@@ -123,7 +123,7 @@ def test_under_its_profile_a_known_defect_is_known() -> None:
     result = check(options)
     assert result.first is None, result.first
     assert result.known
-    assert set(result.known) <= {"P3", "P4", "P6", "P9", "P10", "P13", "P16", "P25"}
+    assert {"P4", "P10"} & set(result.known)
 
 
 class Meek(SpecEngine):

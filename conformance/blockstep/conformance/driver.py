@@ -25,7 +25,7 @@ from blockstep.conformance.tokens import token_function
 from blockstep.conformance.witnesses import Witnesses
 from blockstep.conformance.worker import Worker
 from blockstep.spec.drafts import can_take_drafts
-from blockstep.spec.profiles import QUIRKS, STRICT, Profile
+from blockstep.spec.profiles import STRICT, Profile
 from blockstep.spec.vocabulary import (
     Abort,
     Aborted,
@@ -57,6 +57,10 @@ NEEDED: Mapping[type, Capability] = {
     Hostile: Capability.REJECTION,
 }
 """What an engine must be able to do for an action to be tried on it."""
+
+
+EXPLICABLE = frozenset({FindingKind.PROPERTY, FindingKind.LIVENESS})
+"""What a quirk can be the reason of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +215,9 @@ class LockStep:
         """What is left when the quirks of the profile have spoken.
 
         The engine did exactly what the spec with its quirks does, so a violated property is the
-        work of a quirk; a divergence never is.
+        work of a quirk, at first or second hand; a divergence never is.
         """
-        stories = [story for story in QUIRKS if story.quirk in self.spec.state.quirks]
-        known = {property_id for story in stories for property_id in story.property_ids}
-        if not all(found.property_id in known for found in findings):
+        if not self.spec.state.quirks or any(found.kind not in EXPLICABLE for found in findings):
             return findings
         for found in findings:
             self.known[found.property_id] = self.known.get(found.property_id, 0) + 1
