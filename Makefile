@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help check test lint docs bench clean
+.PHONY: help check test lint docs bench vllm clean
 
 # A Python to build .venv with: `make PYTHON=python3.12 check` to choose one yourself.
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
@@ -13,11 +13,21 @@ BIN := $(VENV)/bin
 BASE := $(VENV)/.base
 DEV := $(VENV)/.dev
 
+# The release of vLLM that `make vllm` runs. Set PIP_INDEX_URL to take torch from elsewhere.
+VLLM ?= 0.19.1
+VLLM_VENV := .venv-vllm-$(VLLM)
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_DONE := $(VLLM_VENV)/.done
+# What importing its scheduler needs. Its declared dependencies would bring several GB of CUDA.
+VLLM_NEEDS := numpy cachetools psutil requests tqdm regex 'transformers<5' tokenizers safetensors \
+	pydantic prometheus_client pillow cloudpickle msgspec pyzmq cbor2 pyyaml einops pybase64 aiohttp \
+	openai openai-harmony diskcache gguf py-cpuinfo uvloop llguidance xgrammar setuptools
+
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 help: ## Show this list
-	@echo "usage: make <target>    (ARGS='...' is handed on to check, test and bench)"
+	@echo "usage: make <target>    (ARGS='...' is handed on to check, vllm, test and bench)"
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' Makefile
 
 check: $(BASE) ## Hold our engine to the specification: `blockstep check`
@@ -41,14 +51,19 @@ bench: $(DEV) ## Run every benchmark
 	if [ $$# -eq 0 ]; then echo "make bench: no benchmark in benchmarks/" >&2; exit 1; fi; \
 	for script do echo "== $$script"; $(BIN)/python "$$script" $(ARGS) || exit; done
 
-clean: ## Remove .venv, caches and built files
-	@rm -rf $(VENV) docs/_build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+# The seed of its hash chain is taken from PYTHONHASHSEED.
+vllm: $(VLLM_DONE) ## Hold the scheduler of a vLLM release to it (VLLM=0.19.1; installs 3 GB)
+	@PYTHONHASHSEED=0 VLLM_LOGGING_LEVEL=ERROR \
+		$(VLLM_BIN)/blockstep check --engine vllm --profile vllm-$(VLLM) $(ARGS)
+
+clean: ## Remove .venv, those of vLLM, caches and built files
+	@rm -rf $(VENV) .venv-vllm-* docs/_build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find spec impl kernels conformance tests benchmarks docs -type d -name __pycache__ \
 		-prune -exec rm -rf {} + 2>/dev/null || true
 
-# What `blockstep check` needs, and no more.
-$(BASE): pyproject.toml
-	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+# $(call create_venv,FOLDER): a virtual environment, unless one is there.
+define create_venv
+	if ! $(1)/bin/python -m pip --version >/dev/null 2>&1; then \
 		found=; \
 		for python in $(PYTHONS); do \
 			if "$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
@@ -59,9 +74,14 @@ $(BASE): pyproject.toml
 			echo "      Name one with: make PYTHON=/path/to/python3.12 <target>" >&2; \
 			exit 1; \
 		fi; \
-		echo "setup: $(VENV) with $$("$$found" --version)"; \
-		"$$found" -m venv $(VENV) || exit 1; \
+		echo "setup: $(1) with $$("$$found" --version)"; \
+		"$$found" -m venv $(1) || exit 1; \
 	fi
+endef
+
+# What `blockstep check` needs, and no more.
+$(BASE): pyproject.toml
+	@$(call create_venv,$(VENV))
 	@echo "setup: blockstep"
 	@$(BIN)/python -m pip install -qq -e .
 	@touch $@
@@ -71,4 +91,18 @@ $(DEV): pyproject.toml | $(BASE)
 	@echo "setup: tools for tests, lints and docs"
 	@$(BIN)/python -m pip install -qq --upgrade 'pip>=25.1'
 	@$(BIN)/python -m pip install -qq --group dev
+	@touch $@
+
+# A release that the adapter does not know is refused before anything is downloaded. torch comes
+# first and vLLM alone, or pip would fetch the CUDA builds of both.
+$(VLLM_DONE): pyproject.toml | $(BASE)
+	@$(BIN)/python -c 'import sys; \
+		from blockstep.conformance.adapters.vllm_names import get_release_problem; \
+		sys.exit(get_release_problem("$(VLLM)"))'
+	@$(call create_venv,$(VLLM_VENV))
+	@echo "setup: torch and vllm $(VLLM), about 3 GB: this takes minutes"
+	@$(VLLM_BIN)/python -m pip install -q torch==2.13.0
+	@$(VLLM_BIN)/python -m pip install -q --no-deps 'vllm==$(VLLM)'
+	@$(VLLM_BIN)/python -m pip install -q $(VLLM_NEEDS)
+	@$(VLLM_BIN)/python -m pip install -qq -e .
 	@touch $@

@@ -28,6 +28,8 @@ from blockstep.spec.vocabulary import Config, Event, Observation, Policy, Submit
 
 CANARY = "blockstep.conformance.canary:CanaryEngine"
 EPISODES_PER_BATCH = 8
+LONG_EPISODE = 150
+"""Episodes of more actions than this are batches of their own."""
 CANARY_EPISODES = 50
 SITUATIONS_OF: Mapping[str, tuple[str, ...]] = {
     Capability.REJECTION: ("rejected_", "drafts_dropped"),
@@ -293,11 +295,12 @@ def _run_batches(
     options: CheckOptions, is_spent: Callable[[], bool]
 ) -> Iterator[list[EpisodeResult]]:
     """Batches in order of their episodes, computed side by side when `jobs` > 1."""
+    size = 1 if PRESETS[options.preset].num_actions > LONG_EPISODE else EPISODES_PER_BATCH
     if options.jobs <= 1:
         start = 0
         while not is_spent():
-            yield run_batch(options, start, EPISODES_PER_BATCH)
-            start += EPISODES_PER_BATCH
+            yield run_batch(options, start, size)
+            start += size
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
@@ -306,12 +309,12 @@ def _run_batches(
         try:
             while not is_spent():
                 while len(pending) < 2 * options.jobs:
-                    future = pool.submit(run_batch, options, next_start, EPISODES_PER_BATCH)
+                    future = pool.submit(run_batch, options, next_start, size)
                     pending[next_start] = future
-                    next_start += EPISODES_PER_BATCH
+                    next_start += size
                 wait([pending[next_out]], return_when=FIRST_COMPLETED)
                 yield pending.pop(next_out).result()
-                next_out += EPISODES_PER_BATCH
+                next_out += size
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -199,9 +199,9 @@ class LockStep:
         findings = list(self._diverge(event, expected, seen, after))
         if not isinstance(seen, Observation):
             return findings
-        if isinstance(seen, Plan):
-            findings = [*self.worker.execute(seen), *findings]
-        if after is not None and self.before is not None:
+        if after is None:
+            findings = [*self.worker.observe(event, seen), *findings]
+        elif self.before is not None:
             step = Step(self.config, self.num_events, event, seen, self.before, after)
             findings = [*check_step(step, self.ledger, self.worker), *findings]
             if not findings:

@@ -72,9 +72,7 @@ class Preset:
 
 TINY = Preset("tiny", (1, 2), (2, 5), (1, 3), (1, 6), (3, 10), (1, 4), 3, 40, 2)
 SMALL = Preset("small", (1, 4), (4, 20), (1, 6), (2, 24), (8, 48), (1, 12), 8, 120, 3)
-REAL = Preset(
-    "real", (16, 16), (200, 1500), (16, 64), (256, 2048), (512, 4096), (8, 64), 64, 600, 8
-)
+REAL = Preset("real", (16, 16), (24, 400), (4, 32), (32, 1024), (128, 1024), (4, 32), 24, 200, 8)
 PRESETS = {preset.name: preset for preset in (TINY, SMALL, REAL)}
 
 
@@ -116,6 +114,7 @@ def draw_swarm(preset: Preset, draw: Draw, policy: Policy | None = None) -> Swar
 def draw_config(preset: Preset, draw: Draw) -> Config:
     """A valid config within the preset's bounds."""
     block_size = draw.integer(*preset.block_size)
+    unit = preset.block_size[0]
     usable = draw.integer(*preset.usable_blocks)
     max_model_len = draw.integer(*preset.max_model_len)
     if draw.chance(30):
@@ -135,7 +134,9 @@ def draw_config(preset: Preset, draw: Draw) -> Config:
         policy=draw.choice(tuple(Policy)),
         enable_prefix_caching=draw.chance(80),
         enable_chunked_prefill=chunked,
-        long_prefill_token_threshold=draw.choice((0, 0, 0, 1, 2, 3, block_size, budget)),
+        long_prefill_token_threshold=draw.choice(
+            (0, 0, 0, unit, 2 * unit, 3 * unit, block_size, budget)
+        ),
         scheduler_reserve_full_isl=draw.chance(70),
         spec_method=spec_method,
         num_speculative_tokens=0 if spec_method is SpecMethod.NONE else draw.integer(1, 4),

@@ -1,0 +1,248 @@
+"""The adapter of vLLM: without vLLM it says what to do, with it it follows the spec."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from blockstep.conformance.adapters import vllm_names
+from blockstep.conformance.adapters.vllm_names import (
+    RELEASES,
+    compute_block_key,
+    get_installed_version,
+    get_lora_name,
+    get_release_problem,
+)
+from blockstep.conformance.check import CheckOptions, run_episode
+from blockstep.conformance.driver import LockStep, run_program
+from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, EngineFault
+from blockstep.conformance.findings import FindingKind
+from blockstep.conformance.program import Action, Answer, Drain, Program, Propose
+from blockstep.conformance.registry import EngineNotFoundError, load_engine
+from blockstep.spec.profiles import STRICT, Profile, Quirk, get_profile
+from blockstep.spec.vocabulary import (
+    Abort,
+    Aborted,
+    BlockKey,
+    Config,
+    MultiModalItem,
+    Policy,
+    Request,
+    Reset,
+    Schedule,
+    SpecMethod,
+    Submit,
+)
+
+ADAPTER = "blockstep.conformance.adapters.vllm"
+PROBLEM = get_release_problem(get_installed_version())
+# Importing vLLM imports torch, which warns of itself.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+needs_vllm = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+
+
+# Without vLLM.
+
+
+def test_the_tools_do_not_import_vllm() -> None:
+    source = (
+        "import sys, blockstep.conformance.cli, blockstep.conformance.adapters.vllm_names\n"
+        "found = {name.partition('.')[0] for name in sys.modules} & {'vllm', 'torch'}\n"
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", source], check=True)
+
+
+@pytest.mark.parametrize("version", [None, *RELEASES, "0.20.2"])
+def test_an_import_that_fails_says_what_to_do(
+    version: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("VLLM_LOGGING_LEVEL", "PYTHONHASHSEED"):
+        monkeypatch.setenv(name, "0")  # the adapter sets them; undone with the test
+    for name in ("torch", "vllm"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
+    for name in (ADAPTER, f"{ADAPTER}_build"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(vllm_names, "get_installed_version", lambda: version)
+    with pytest.raises(EngineNotFoundError, match="make vllm") as caught:
+        load_engine("vllm")
+    wanted = {None: "vLLM is not installed", "0.20.2": "vLLM 0.20.2 is not supported"}
+    default = f"vLLM {version} is installed but cannot be imported (import of torch halted"
+    assert wanted.get(version, default) in str(caught.value)
+
+
+def test_a_release_is_supported_however_it_was_built() -> None:
+    assert get_release_problem("0.19.1") is None
+    assert get_release_problem("0.19.1+cpu") is None
+    assert "0.19.10 is not supported" in str(get_release_problem("0.19.10"))
+    assert "0.19.1rc1 is not supported" in str(get_release_problem("0.19.1rc1"))
+
+
+def test_an_adapter_is_kept_apart_from_a_salt_of_its_name() -> None:
+    assert get_lora_name("x", separate_names=False) == "x"
+    assert get_lora_name("x", separate_names=True) != "x"
+
+
+REQUEST = Request(
+    "A",
+    tuple(range(8)),
+    adapter="x",
+    cache_salt="s",
+    items=(MultiModalItem("a", 2, 3), MultiModalItem("b", 6, 1)),
+)
+
+
+def test_a_digest_stands_for_everything_that_shaped_the_block() -> None:
+    first = compute_block_key(REQUEST, None, (0, 1, 2, 3), 0, is_after_output=False)
+    second = compute_block_key(REQUEST, first, (4, 5, 6, 7), 4, is_after_output=False)
+    assert first == BlockKey(None, (0, 1, 2, 3), "x", "s", (("a", 2),))
+    assert second == BlockKey(first, (4, 5, 6, 7), "x", None, (("a", -2), ("b", 2)))
+
+
+def test_an_item_that_only_touches_a_block_is_no_part_of_it() -> None:
+    before = compute_block_key(REQUEST, None, (0, 1), 0, is_after_output=False)
+    between = compute_block_key(REQUEST, before, (5,), 5, is_after_output=False)
+    assert before.items == between.items == ()
+
+
+def test_after_an_output_the_last_item_names_the_block() -> None:
+    key = compute_block_key(REQUEST, None, (4, 5, 6, 7), 4, is_after_output=True)
+    assert key.items == (("b", 2),)
+
+
+# With vLLM.
+
+
+def build(config: Config) -> Engine:
+    return load_engine("vllm")(config)
+
+
+def follow(profile: Profile, config: Config, *actions: Action) -> tuple[LockStep, str]:
+    """Do these on both sides, where the only token is 0; the kinds of what is wrong."""
+    program = Program(config, actions, vocabulary_size=1)
+    run, findings = run_program(program, build, profile)
+    return run, " ".join(sorted({found.kind.value for found in findings}))
+
+
+@needs_vllm
+def test_it_is_an_engine_that_says_what_it_lacks() -> None:
+    engine = build(Config(num_blocks=9))
+    assert isinstance(engine, Engine)
+    assert ALL_CAPABILITIES - engine.capabilities() == {"rejection", "statistics"}
+
+
+@needs_vllm
+def test_it_has_one_plan_at_a_time() -> None:
+    with pytest.raises(EngineFault, match="max_frames_in_flight is 2"):
+        build(Config(num_blocks=9, max_frames_in_flight=2))
+
+
+@needs_vllm
+def test_it_runs_beside_the_spec() -> None:
+    options = CheckOptions(engine="vllm", profile="vllm-0.19.1", preset="tiny")
+    results = [run_episode(options, index, build) for index in range(30)]
+    assert [result.first for result in results if result.first is not None] == []
+    assert all(result.has_snapshot for result in results)
+    assert sum(result.num_events for result in results) > 1000
+    assert sum(result.witnesses.get("preempted", 0) for result in results) > 0
+
+
+@needs_vllm
+def test_drafts_and_a_forced_reset_are_translated() -> None:
+    config = Config(
+        num_blocks=9, block_size=2, max_model_len=16,
+        spec_method=SpecMethod.NGRAM, num_speculative_tokens=2,
+    )  # fmt: skip
+    actions = (
+        Submit(Request("A", (0, 0, 0), max_tokens=9)), Schedule(), Answer(), Propose(((2, 2),)),
+        Schedule(), Answer(), Reset(reset_running_requests=True), Drain(),
+    )  # fmt: skip
+    run, wrong = follow(STRICT, config, *actions)
+    assert wrong == ""
+    assert run.witnesses.counts["drafts_scheduled"] == 1
+    assert run.witnesses.counts["reset_forced"] == 1
+
+
+@needs_vllm
+def test_several_are_aborted_in_the_order_given() -> None:
+    engine = build(Config(num_blocks=9))
+    for name in "ABC":
+        engine.apply(Submit(Request(name, (1, 2))))
+    assert engine.apply(Abort(("C", "ghost", "A"))) == Aborted(("C", "A"))
+
+
+def get_collisions(monkeypatch: pytest.MonkeyPatch, separate_names: bool) -> list[Any]:
+    adapter = importlib.import_module(ADAPTER)
+    monkeypatch.setattr(adapter.VllmEngine, "separate_names", separate_names)
+    engine = adapter.VllmEngine(Config(num_blocks=9, block_size=2))
+    engine.apply(Submit(Request("A", (1, 2, 3), adapter="x")))
+    engine.apply(Submit(Request("B", (1, 2, 3), cache_salt="x")))
+    collisions: list[Any] = engine.collisions
+    return collisions
+
+
+@needs_vllm
+def test_an_adapter_and_a_salt_collide_unless_renamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((known, other),) = get_collisions(monkeypatch, separate_names=False)
+    assert (known.adapter, other.cache_salt) == ("x", "x")
+    assert get_collisions(monkeypatch, separate_names=True) == []
+
+
+SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
+    Quirk.MIN_TOKENS_MASK_LENGTH: (
+        Config(num_blocks=9, block_size=1, max_model_len=4, enable_prefix_caching=False),
+        (
+            Submit(Request("A", (0, 0, 0), max_tokens=2, min_tokens=2)),
+            Schedule(), Answer(), Schedule(),
+        ),
+    ),
+    Quirk.EQUALS_PREEMPT_THE_FIRST: (
+        Config(num_blocks=5, block_size=1, max_model_len=5, policy=Policy.PRIORITY),
+        (
+            Submit(Request("A", (0, 1), max_tokens=3)),
+            Submit(Request("B", (2, 3), max_tokens=3)),
+            Schedule(), Answer(), Schedule(), Answer(),
+        ),
+    ),
+    Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM: (
+        Config(num_blocks=9, block_size=4, max_model_len=16, max_num_batched_tokens=32),
+        (
+            Submit(Request(
+                "A", (0,) * 7, max_tokens=3,
+                items=(MultiModalItem("cat", 4, 1), MultiModalItem("dog", 5, 1)),
+            )),
+            Schedule(), Answer(), Schedule(),
+        ),
+    ),
+    Quirk.UNWRITTEN_KEYS_STAY: (
+        Config(
+            num_blocks=9, block_size=1, max_model_len=9, max_num_batched_tokens=8,
+            long_prefill_token_threshold=2, policy=Policy.PRIORITY,
+        ),
+        (
+            Submit(Request("A", (1, 2, 3, 4, 5, 6, 7), max_tokens=1, priority=1)),
+            Schedule(), Answer(),
+            Submit(Request("B", (7, 8), max_tokens=2)),
+            Schedule(), Answer(), Schedule(), Answer(),
+            Submit(Request("C", (1, 2, 3, 4, 5, 9), max_tokens=1)),
+            Schedule(),
+        ),
+    ),
+}  # fmt: skip
+"""For each known defect a program that shows it in the release."""
+
+
+@needs_vllm
+@pytest.mark.parametrize("quirk", Quirk)
+def test_a_known_defect_shows_and_its_quirk_follows_it(quirk: Quirk) -> None:
+    config, actions = SCENES[quirk]
+    _, wrong = follow(STRICT, config, *actions)
+    assert FindingKind.DIVERGENCE.value in wrong
+    release = get_profile("vllm-0.19.1")
+    assert release is not None
+    _, wrong = follow(release, config, *actions)
+    assert wrong == ""
