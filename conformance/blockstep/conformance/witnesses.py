@@ -157,6 +157,7 @@ _SMALL_ONLY = frozenset(
         "rejected_never_fits",
         "rejected_not_structured",
         "rejected_prompt_too_long",
+        "reset_done",
         "stop_model_length",
         "same_tokens_other_items",
     }
