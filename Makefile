@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 BASE := $(VENV)/.base
 DEV := $(VENV)/.dev
 
-# The release of vLLM that `make vllm` runs. Set PIP_INDEX_URL to take torch from elsewhere.
+# The release of vLLM that `make vllm` runs.
 VLLM ?= 0.19.1
 VLLM_VENV := .venv-vllm-$(VLLM)
 VLLM_BIN := $(VLLM_VENV)/bin
@@ -94,7 +94,7 @@ $(DEV): pyproject.toml | $(BASE)
 	@touch $@
 
 # A release that the adapter does not know is refused before anything is downloaded. torch comes
-# first and vLLM alone, or pip would fetch the CUDA builds of both.
+# first and vLLM alone: its declared dependencies would bring CUDA libraries of its own choice.
 $(VLLM_DONE): pyproject.toml | $(BASE)
 	@$(BIN)/python -c 'import sys; \
 		from blockstep.conformance.adapters.vllm_names import get_release_problem; \
