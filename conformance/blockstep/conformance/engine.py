@@ -23,6 +23,8 @@ class Capability(StrEnum):
     REJECTION = "rejection"
     """It answers bad input with a typed `Rejected` instead of undefined behaviour. Without it, an
     engine is only given what the spec accepts."""
+    ASYNC = "async"
+    """It takes configs with `max_frames_in_flight` above 1. Without it, it is only given 1."""
     STATISTICS = "statistics"
     """Its counters mean what `Stats` says."""
 

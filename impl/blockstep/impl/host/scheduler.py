@@ -42,6 +42,7 @@ CAPABILITIES: Final = frozenset(
         "grammar",
         "multimodal",
         "rejection",
+        "async",
         "statistics",
     )
 )

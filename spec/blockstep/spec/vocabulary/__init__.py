@@ -36,6 +36,7 @@ from blockstep.spec.vocabulary.observations import (
     ResetDone,
 )
 from blockstep.spec.vocabulary.request import (
+    DRAFT_PLACEHOLDER,
     NULL_BLOCK,
     BlockId,
     BlockTables,
@@ -59,6 +60,7 @@ from blockstep.spec.vocabulary.wellformed import (
 )
 
 __all__ = [
+    "DRAFT_PLACEHOLDER",
     "EVENT_TYPES",
     "MAX_INT",
     "NULL_BLOCK",

@@ -35,10 +35,12 @@ class RejectCode(StrEnum):
     """`max_frames_in_flight` plans await their commit."""
     UNKNOWN_FRAME = "unknown_frame"
     """No such frame is in flight: never scheduled, or committed already (P18)."""
+    FRAME_OUT_OF_ORDER = "frame_out_of_order"
+    """An older frame is still in flight: answers are taken in the order of the plans (P13)."""
     BAD_RESULT = "bad_result"
     """The rows do not answer the frame: missing, foreign, of a wrong length, accepting no draft."""
     BAD_DRAFTS = "bad_drafts"
-    """Speculation is off, too many drafts for one request, or a request named twice."""
+    """Speculation is off or asynchronous, too many drafts for one request, or one named twice."""
     UNKNOWN_REQUEST = "unknown_request"
     """No unfinished request has this id."""
     NOT_STRUCTURED = "not_structured"
@@ -88,12 +90,14 @@ class CachedRow:
     all_token_ids: TokenIds | None
     """Prompt and output, sent when it was not in the previous plan; None otherwise."""
     num_computed_tokens: int
-    """Tokens whose KV exists before this step."""
+    """Tokens whose KV exists before this step, as if all drafts in flight were accepted."""
     num_output_tokens: int
+    """Outputs known, and those promised by frames in flight."""
     num_scheduled_tokens: int
     """Tokens to run, drafts included."""
     draft_token_ids: TokenIds = ()
-    """The last of the scheduled tokens, to be verified."""
+    """The last of the scheduled tokens, to be verified; under asynchronous scheduling each is
+    `DRAFT_PLACEHOLDER`, for the worker to replace by what it proposed after the plan before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,9 @@ BlockTables: TypeAlias = tuple[tuple[int, ...], ...]
 NULL_BLOCK: BlockId = 0
 """The block that stands for "no block here"; never queued, never freed, never written (P1)."""
 
+DRAFT_PLACEHOLDER: TokenId = -1
+"""Stands for a draft that only the worker knows (asynchronous scheduling)."""
+
 
 class Status(StrEnum):
     """Where an unfinished request stands (seed 001, "RequestStatus Lifecycle")."""

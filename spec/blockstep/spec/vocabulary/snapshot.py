@@ -42,9 +42,10 @@ class RequestSnapshot:
     num_computed_tokens: int = 0
     """KV exists, or is being written by a frame in flight, for positions [0, this)."""
     num_output_placeholders: int = 0
-    """Output tokens promised by frames in flight; 0 without asynchronous scheduling."""
+    """Output tokens promised by frames in flight: of each row that samples one, and one for each
+    of its drafts. 0 without asynchronous scheduling."""
     spec_token_ids: TokenIds = ()
-    """Drafts attached, not yet scheduled."""
+    """Drafts attached, not yet scheduled; placeholders under asynchronous scheduling."""
     is_prefill_chunk: bool = False
     """Whether the last plan that scheduled it left known tokens uncomputed."""
     block_tables: BlockTables = ((),)

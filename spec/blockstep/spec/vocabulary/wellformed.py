@@ -92,12 +92,6 @@ def config_problems(config: object) -> tuple[ConfigProblem, ...]:
     if found:
         return tuple(found)
     expect(
-        config.max_frames_in_flight == 1,
-        "max_frames_in_flight",
-        "asynchronous scheduling is not specified yet",
-        "use 1",
-    )
-    expect(
         (config.spec_method is SpecMethod.NONE) == (config.num_speculative_tokens == 0),
         "num_speculative_tokens",
         "must be 0 exactly when spec_method is none",
