@@ -9,10 +9,11 @@ from blockstep.spec.hashing import extend_block_keys
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import Pool
 from blockstep.spec.profiles import Quirk
-from blockstep.spec.slots import release_slots
+from blockstep.spec.slots import publish_slots, release_slots
 from blockstep.spec.state import Frame, RequestState, State
 from blockstep.spec.vocabulary import (
     Commit,
+    Config,
     FinishReason,
     OutputRow,
     Outputs,
@@ -27,10 +28,11 @@ from blockstep.spec.vocabulary import (
 
 
 def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Rejected:
-    """Take the worker's answer to a frame.
+    """Take the worker's answer to a frame, the oldest one in flight.
 
-    Rows of requests that ended meanwhile are passed over. A request that was preempted by a reset
-    while its frame was in flight still gets its tokens; it computes their KV anew.
+    Rows of requests that ended meanwhile are passed over. A request that was preempted while its
+    frame was in flight still gets its tokens; it computes their KV anew. No token is lost then, and
+    none sampled twice, because it was not admitted again yet (upstream #48245, #42043).
     Source: seed 001 "Speculative Decoding & update_from_output()"; P13, P14, P18.
     """
     # refuse
@@ -38,6 +40,9 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     if frame is None:
         detail = f"frame {commit.frame_id} is not in flight; commit each plan with rows once"
         return Rejected(RejectCode.UNKNOWN_FRAME, detail)
+    if frame is not state.frames[0]:
+        detail = f"frame {state.frames[0].frame_id} is older than {frame.frame_id}; commit it first"
+        return Rejected(RejectCode.FRAME_OUT_OF_ORDER, detail)
     problem = get_result_problem(frame, commit)
     if problem:
         return Rejected(RejectCode.BAD_RESULT, problem)
@@ -52,14 +57,15 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
         tokens = sampled[row.request_id]
         if request is None or not tokens:
             continue
+        request = get_fulfilled(state.config, request, len(row.draft_token_ids))
         request = get_rolled_back(request, len(row.draft_token_ids), len(tokens))
         stats = count_drafts(stats, len(row.draft_token_ids), len(tokens))
         request, output = get_extended(request, tokens, state.config.max_model_len, state.quirks)
         outputs.append(output)
+        if state.config.enable_prefix_caching:
+            keys = extend_block_keys(request, state.config.block_size, state.quirks)
+            pool, request = publish_verified(state, pool, replace(request, block_keys=keys))
         if output.finish_reason is None:
-            if state.config.enable_prefix_caching:
-                keys = extend_block_keys(request, state.config.block_size, state.quirks)
-                request = replace(request, block_keys=keys)
             requests[row.request_id] = request
         else:
             pool = release_slots(pool, request)
@@ -91,6 +97,32 @@ def get_result_problem(frame: Frame, commit: Commit) -> str:
                 f"and one token more, not {tokens}"
             )
     return ""
+
+
+def get_fulfilled(config: Config, request: RequestState, num_drafts: int) -> RequestState:
+    """The request once a row has delivered what it promised: a token, and room for its drafts.
+
+    Source: vLLM 0.19.1 `AsyncScheduler._update_request_with_output`; P12.
+    """
+    if not config.async_scheduling:
+        return request
+    num_placeholders = request.num_output_placeholders - 1 - num_drafts
+    assert num_placeholders >= 0, "no frame delivers more than was promised (P12)"
+    return replace(request, num_output_placeholders=num_placeholders)
+
+
+def publish_verified(state: State, pool: Pool, request: RequestState) -> tuple[Pool, RequestState]:
+    """Make findable what has just been verified: full blocks of tokens whose KV is written.
+
+    Under asynchronous scheduling the next step may be planned long before, so publishing does not
+    wait for it; also the last blocks of a request that ends here become findable. All known tokens
+    but the last are computed by now. A preempted request has no block to publish.
+    Source: vLLM 0.19.1 `AsyncScheduler._update_request_with_output`; P4.
+    """
+    if not state.config.async_scheduling or request.status is not Status.RUNNING:
+        return pool, request
+    num_verified = request.num_known_tokens - 1
+    return publish_slots(pool, request, num_verified // state.config.block_size)
 
 
 def get_rolled_back(request: RequestState, num_drafts: int, num_sampled: int) -> RequestState:

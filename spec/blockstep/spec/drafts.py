@@ -5,7 +5,8 @@
     drafts in it                                   |- c+n-k -|
 
 A step that reaches past the known tokens carries drafts; the worker answers with those that it
-accepts and one token of its own.
+accepts and one token of its own. Under asynchronous scheduling tokens that frames in flight promise
+count as known, and drafts are placeholders: only the worker knows them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import replace
 
 from blockstep.spec.state import RequestState, State
 from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
     DraftsTaken,
     RejectCode,
     Rejected,
@@ -44,10 +46,14 @@ def is_accepted_prefix(sampled: TokenIds, drafts: TokenIds) -> bool:
     """Whether `sampled` is some leading drafts and one token more.
 
     The KV of an accepted position was computed from the draft, so accepting anything else would
-    leave KV that does not belong to the tokens. Source: seed 001 "Rejection Clawback"; P3.
+    leave KV that does not belong to the tokens. What a placeholder stands for is the worker's to
+    know. Source: seed 001 "Rejection Clawback"; P3.
     """
     num_accepted = len(sampled) - 1
-    return 0 <= num_accepted <= len(drafts) and sampled[:-1] == drafts[:num_accepted]
+    return 0 <= num_accepted <= len(drafts) and all(
+        draft in (token, DRAFT_PLACEHOLDER)
+        for token, draft in zip(sampled[:-1], drafts, strict=False)
+    )
 
 
 def can_take_drafts(state: State, request: RequestState) -> bool:
@@ -79,6 +85,9 @@ def process_drafts(
     # refuse
     if state.config.spec_method is SpecMethod.NONE:
         return Rejected(RejectCode.BAD_DRAFTS, "spec_method is none: configure one to send drafts")
+    if state.config.async_scheduling:
+        detail = "under asynchronous scheduling drafts stay with the worker: send none"
+        return Rejected(RejectCode.BAD_DRAFTS, detail)
     limit = state.config.num_speculative_tokens
     named = [row.request_id for row in drafts]
     for row in drafts:

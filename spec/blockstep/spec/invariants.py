@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from blockstep.spec.queues import get_rank
 from blockstep.spec.state import State
-from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Policy, Status
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Policy, RequestId, Status
 
 
 def is_every_block_free_or_held(state: State) -> bool:
@@ -88,9 +88,32 @@ def is_token_accounting_sound(state: State) -> bool:
     return all(
         0
         <= request.num_computed_tokens
-        <= request.num_known_tokens + drafts.get(request.request_id, 0)
+        <= request.num_known_tokens
+        + (request.num_output_placeholders or drafts.get(request.request_id, 0))
         and (request.status is Status.RUNNING or not request.block_table)
         and (request.block_table != () or request.num_computed_tokens == 0)
+        for request in state.requests.values()
+    )
+
+
+def is_every_placeholder_in_flight(state: State) -> bool:
+    """A request's placeholders are what rows in flight promise; it then runs just behind them.
+
+    Source: P12.
+    """
+    promised: dict[RequestId, int] = {}
+    if state.config.async_scheduling:
+        for row in (row for frame in state.frames for row in frame.rows if row.samples):
+            tokens = 1 + len(row.draft_token_ids)
+            promised[row.request_id] = promised.get(row.request_id, 0) + tokens
+    return all(
+        request.num_output_placeholders == promised.get(request.request_id, 0)
+        and (
+            request.num_output_placeholders == 0
+            or request.status is not Status.RUNNING
+            or request.num_computed_tokens
+            == request.num_known_tokens + request.num_output_placeholders - 1
+        )
         for request in state.requests.values()
     )
 
@@ -122,6 +145,7 @@ INVARIANTS: tuple[Callable[[State], bool], ...] = (
     is_every_settled_block_keyed,
     is_every_request_in_one_place,
     is_token_accounting_sound,
+    is_every_placeholder_in_flight,
     is_within_limits,
     is_priority_queue_sorted,
 )

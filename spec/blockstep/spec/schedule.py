@@ -2,8 +2,9 @@
 
 There is no prefill phase and no decode phase. Each request has computed tokens and known tokens
 (and drafts), and a step lets the first catch up with the second: running requests before waiting
-ones, in order, until tokens or blocks run out. Source: seed 001 "The schedule() Method"; seed 000
-"Scheduler Iteration".
+ones, in order, until tokens or blocks run out. With asynchronous scheduling the tokens that frames
+in flight promise count as known. Source: seed 001 "The schedule() Method"; seed 000 "Scheduler
+Iteration".
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from blockstep.spec.queues import (
 from blockstep.spec.slots import allocate_slots, can_hold, release_slots, revoke_slots
 from blockstep.spec.state import Frame, FrameRow, RequestState, State
 from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
     BlockId,
     CachedRow,
     NewRow,
@@ -68,6 +70,18 @@ class Step:
     stats: Stats
     rows: list[Scheduled] = field(default_factory=list)
     preempted: list[RequestId] = field(default_factory=list)
+
+
+def is_past_max_tokens(
+    num_computed: int, num_placeholders: int, num_prompt: int, max_tokens: int
+) -> bool:
+    """Whether a frame in flight ends the request even if all of its drafts are rejected.
+
+    With placeholders, computed - placeholders + 1 tokens are known, and one more at least is on its
+    way; so nothing is scheduled behind the last token. Deeper pipelines may still run a row too
+    many, which ends with its request. Source: seed 001 "Async scheduling skip-ahead"; P13.
+    """
+    return num_placeholders > 0 and num_computed + 2 - num_placeholders >= num_prompt + max_tokens
 
 
 def compute_num_running_tokens(
@@ -131,13 +145,7 @@ def process_running_phase(step: Step) -> None:
     index = 0
     while index < len(step.running) and step.budget > 0:
         request = step.requests[step.running[index]]
-        num_new = compute_num_running_tokens(
-            request.num_known_tokens + len(request.spec_token_ids),
-            request.num_computed_tokens,
-            config.long_prefill_token_threshold,
-            step.budget,
-            config.max_model_len,
-        )
+        num_new = get_num_running_tokens(step, request)
         if num_new <= 0:
             index += 1
             continue
@@ -159,6 +167,25 @@ def process_running_phase(step: Step) -> None:
         index += 1
 
 
+def get_num_running_tokens(step: Step, request: RequestState) -> int:
+    """Tokens that a running request gets in this step; none if 0 or less.
+
+    Source: seed 001 "For Running Requests", "Async scheduling skip-ahead".
+    """
+    config, asked = step.state.config, request.request
+    num_computed, num_placeholders = request.num_computed_tokens, request.num_output_placeholders
+    num_prompt = len(asked.prompt_token_ids)
+    if is_past_max_tokens(num_computed, num_placeholders, num_prompt, asked.max_tokens):
+        return 0
+    return compute_num_running_tokens(
+        request.num_known_tokens + num_placeholders + len(request.spec_token_ids),
+        num_computed,
+        config.long_prefill_token_threshold,
+        step.budget,
+        config.max_model_len,
+    )
+
+
 def process_grant(
     step: Step, request: RequestState, num_new: int, granted: tuple[Pool, RequestState]
 ) -> None:
@@ -169,7 +196,8 @@ def process_grant(
     """
     step.pool, after = granted
     num_computed = request.num_computed_tokens
-    num_drafts = compute_num_drafts(num_computed, num_new, request.num_known_tokens)
+    num_promised = request.num_known_tokens + request.num_output_placeholders
+    num_drafts = compute_num_drafts(num_computed, num_new, num_promised)
     if request.spec_token_ids:
         after = replace(after, spec_token_ids=())
     step.requests[request.request_id] = after
@@ -215,7 +243,9 @@ def process_preemption(step: Step, victim_index: int) -> RequestId:
 def get_preempted(request: RequestState) -> RequestState:
     """The request after it lost its blocks: it recomputes everything, but keeps its outputs.
 
-    Source: seed 001 "Preemption Policy -- Recomputation Only in V1".
+    It keeps its placeholders, too: frames in flight still deliver its tokens, and until they have
+    it is not admitted again. Dropping the frames' tokens, or their count, is what upstream does in
+    turns (#47900, #48245). Source: seed 001 "Preemption Policy -- Recomputation Only in V1"; P12.
     """
     return replace(
         request,
@@ -231,8 +261,9 @@ def get_preempted(request: RequestState) -> RequestState:
 def process_waiting_phase(step: Step) -> None:
     """Admit waiting requests, in queue order, while tokens, seats and blocks last.
 
-    Blocked ones are passed over and keep their place. The first that does not fit ends the phase:
-    nobody overtakes it, and nobody is preempted for it.
+    Blocked ones are passed over, among them those whose tokens are still in flight: admitted now,
+    they would sample a position twice (upstream #48245). The first that does not fit ends the
+    phase: nobody overtakes it, and nobody is preempted for it.
     Source: seed 001 "Waiting Queue -- Admission Gate"; seed 000 "Phase 2"; P15, P16.
     """
     config = step.state.config
@@ -248,6 +279,9 @@ def process_waiting_phase(step: Step) -> None:
                 continue
             request = replace(request, status=Status.WAITING)
             step.requests[request.request_id] = request
+        if request.num_output_placeholders > 0:
+            passed_over.append(queue.pop(0))
+            continue
         if not process_admission(step, request):
             break
         queue.pop(0)
@@ -324,7 +358,7 @@ def get_plan(step: Step) -> Plan:
                 new_block_ids=(row.new_blocks,),
                 all_token_ids=None if known_to_worker else request.all_token_ids,
                 num_computed_tokens=row.num_computed,
-                num_output_tokens=len(request.output_token_ids),
+                num_output_tokens=len(request.output_token_ids) + request.num_output_placeholders,
                 num_scheduled_tokens=row.num_scheduled,
                 draft_token_ids=row.drafts,
             )
@@ -348,11 +382,13 @@ def process_advance(step: Step, plan: Plan) -> State:
     for row in step.rows:
         request = step.requests[row.request_id]
         num_computed = row.num_computed + row.num_scheduled
-        samples = num_computed >= request.num_known_tokens
+        samples = num_computed >= request.num_known_tokens + request.num_output_placeholders
         rows.append(FrameRow(row.request_id, row.drafts, samples))
         step.requests[row.request_id] = replace(
             request, num_computed_tokens=num_computed, is_prefill_chunk=not samples
         )
+    if step.state.config.async_scheduling:
+        process_promises(step, rows)
     frames = step.state.frames
     if rows:
         frames = (*frames, Frame(plan.frame_id, tuple(rows)))
@@ -369,3 +405,23 @@ def process_advance(step: Step, plan: Plan) -> State:
         prev_scheduled_req_ids=tuple(sorted(row.request_id for row in step.rows)),
         stats=step.stats,
     )
+
+
+def process_promises(step: Step, rows: list[FrameRow]) -> None:
+    """Count the tokens that the step will sample, and leave room for the drafts that follow them.
+
+    A row that samples promises a token and its drafts. What the worker then proposes only it knows,
+    and only until the next plan: who is left out of this one has no drafts in the next, where
+    upstream keeps its placeholders and has them verified as if they were drafts (#46899).
+    Source: vLLM 0.19.1 `AsyncScheduler._update_after_schedule`; P12, P24.
+    """
+    promising = {row.request_id: 1 + len(row.draft_token_ids) for row in rows if row.samples}
+    placeholders = (DRAFT_PLACEHOLDER,) * step.state.config.num_speculative_tokens
+    for request_id in step.running:
+        request = step.requests[request_id]
+        num_promised = promising.get(request_id, 0)
+        step.requests[request_id] = replace(
+            request,
+            num_output_placeholders=request.num_output_placeholders + num_promised,
+            spec_token_ids=placeholders if num_promised else (),
+        )

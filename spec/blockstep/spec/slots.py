@@ -127,17 +127,28 @@ def allocate_slots(
     num_new_blocks = compute_num_new_blocks(num_slots, config.block_size, num_held + len(hit))
     pool, new_blocks = allocate_blocks(pool, num_new_blocks)
     # requests
-    block_table = request.block_table + hit + new_blocks
-    num_cached_blocks = request.num_cached_blocks + len(hit)
+    request = replace(
+        request,
+        block_table=request.block_table + hit + new_blocks,
+        num_cached_blocks=request.num_cached_blocks + len(hit),
+    )
     if not config.enable_prefix_caching:
-        return pool, replace(request, block_table=block_table)
+        return pool, request
     num_full = compute_num_publishable_blocks(
         num_computed, num_new, request.num_known_tokens, config.block_size
     )
-    fresh = slice(num_cached_blocks, num_full)
-    pool = publish_blocks(pool, block_table[fresh], request.block_keys[fresh])
-    num_cached_blocks = max(num_cached_blocks, num_full)
-    return pool, replace(request, block_table=block_table, num_cached_blocks=num_cached_blocks)
+    return publish_slots(pool, request, num_full)
+
+
+def publish_slots(pool: Pool, request: RequestState, num_full: int) -> tuple[Pool, RequestState]:
+    """Make the first `num_full` blocks of the table findable, as far as they are not yet.
+
+    Source: seed 001 "Phase 5: commit to the prefix cache"; P3, P4.
+    """
+    fresh = slice(request.num_cached_blocks, num_full)
+    pool = publish_blocks(pool, request.block_table[fresh], request.block_keys[fresh])
+    num_cached_blocks = max(request.num_cached_blocks, num_full)
+    return pool, replace(request, num_cached_blocks=num_cached_blocks)
 
 
 def release_slots(pool: Pool, request: RequestState) -> Pool:

@@ -34,6 +34,7 @@ def get_request_snapshot(request: RequestState) -> RequestSnapshot:
         status=request.status,
         output_token_ids=request.output_token_ids,
         num_computed_tokens=request.num_computed_tokens,
+        num_output_placeholders=request.num_output_placeholders,
         spec_token_ids=request.spec_token_ids,
         is_prefill_chunk=request.is_prefill_chunk,
         block_tables=(request.block_table,),

@@ -31,12 +31,19 @@ class RequestState:
     num_known_tokens         |------ prompt ------|-- verified outputs --|
     num_tokens_with_spec     |------ prompt ------|-- verified outputs --|-- drafts --|
     num_computed_tokens      |---- KV exists ---->|
+
+    and with frames in flight, of which each promises a token and its drafts:
+
+    num_known_tokens         |------ prompt ------|-- verified outputs --|
+    num_output_placeholders                                              |-- promised --|
+    num_computed_tokens      |---- KV exists, or will once they have run ------------->|
     """
 
     request: Request
     status: Status
     output_token_ids: TokenIds = ()
     num_computed_tokens: int = 0
+    num_output_placeholders: int = 0
     spec_token_ids: TokenIds = ()
     is_prefill_chunk: bool = False
     block_table: tuple[BlockId, ...] = ()
@@ -70,7 +77,7 @@ class FrameRow:
     request_id: RequestId
     draft_token_ids: TokenIds
     samples: bool
-    """Whether the step reaches the last known token, so that the worker samples."""
+    """Whether the step reaches the last token that will be known, so that the worker samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,7 @@ class State:
     running: tuple[RequestId, ...] = ()
     pause_state: PauseState = PauseState.UNPAUSED
     frames: tuple[Frame, ...] = ()
+    """In flight, oldest first."""
     next_frame_id: FrameId = 0
     finished_req_ids: tuple[RequestId, ...] = ()
     prev_scheduled_req_ids: tuple[RequestId, ...] = ()
