@@ -21,6 +21,7 @@ from blockstep.spec.vocabulary import (
     RowTokens,
     Schedule,
     Snapshot,
+    Status,
     Submit,
 )
 
@@ -36,6 +37,7 @@ class Session:
     def apply(self, event: Event) -> Observation:
         observation = self.engine.apply(event)
         check_state(self.engine.snapshot())
+        check_promises(self.engine)
         return observation
 
     def submit(
@@ -81,6 +83,22 @@ def check_state(state: Snapshot) -> None:
     assert sum(map(len, state.cached.values())) == len(carried)
     places = (*state.waiting, *state.skipped_waiting, *state.running)
     assert sorted(places) == [r.request_id for r in state.requests]
+
+
+def check_promises(engine: HostEngine) -> None:
+    """P12: what frames in flight owe, and where that leaves a running request."""
+    owed: Counter[str] = Counter()
+    if engine.config.async_scheduling:
+        for frame in engine.frames.values():
+            owed.update({name: 1 + len(row) for name, row in frame.items() if row is not None})
+    for request in engine.snapshot().requests:
+        promised = request.num_output_placeholders
+        assert promised == owed[request.request_id]
+        if promised and request.status is Status.RUNNING:
+            prompt = engine.table.num_prompt[engine.table.slot_of[request.request_id]]
+            known = prompt + len(request.output_token_ids)
+            assert request.num_computed_tokens == known + promised - 1
+            assert not request.is_prefill_chunk
 
 
 @pytest.fixture

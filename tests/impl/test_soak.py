@@ -10,6 +10,7 @@ import pytest
 
 from blockstep.impl.host import CRC32, SHA256, Digest, HostEngine
 from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
     Abort,
     Commit,
     Config,
@@ -54,6 +55,7 @@ def draw_config(draw: random.Random) -> Config:
         scheduler_reserve_full_isl=draw.random() < 0.5,
         spec_method=method,
         num_speculative_tokens=0 if method is SpecMethod.NONE else draw.randint(1, 3),
+        max_frames_in_flight=draw.choice((1, 1, 2, 2, 3)),
     )
 
 
@@ -84,14 +86,18 @@ def draw_request(draw: random.Random) -> Request:
 
 
 def draw_answer(draw: random.Random, engine: HostEngine) -> Event:
-    """The commit of the frame in flight, or Schedule if there is none."""
+    """The commit of the oldest frame in flight, or Schedule if there is none."""
     for frame_id, frame in engine.frames.items():
         rows: list[RowTokens] = []
         for name, drafts in frame.items():
             if drafts is None:
                 rows.append(RowTokens(name))
             else:
-                accepted = drafts[: draw.randint(0, len(drafts))]
+                # Behind a placeholder may be any token.
+                accepted = [
+                    draw.randrange(3) if token == DRAFT_PLACEHOLDER else token
+                    for token in drafts[: draw.randint(0, len(drafts))]
+                ]
                 rows.append(RowTokens(name, (*accepted, draw.randrange(3))))
         draw.shuffle(rows)
         return Commit(frame_id, tuple(rows))
@@ -115,7 +121,7 @@ def draw_event(draw: random.Random, engine: HostEngine) -> Event:
         return SetPause(draw.choice((*PauseState, *[PauseState.UNPAUSED] * 6)))
     if kind < 0.41:
         return Reset(draw.random() < 0.5)
-    if kind < 0.45:
+    if kind < (0.45 if engine.config.max_frames_in_flight == 1 else 0.6):
         return Schedule()
     return draw_answer(draw, engine)
 

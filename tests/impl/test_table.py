@@ -29,6 +29,7 @@ def test_a_slot_used_again_starts_afresh() -> None:
     for column in (table.num_computed, table.num_preemptions, table.num_cached_blocks):
         column[slot] = 5
     table.num_cached_tokens[slot] = table.last_frame[slot] = 5
+    table.num_output_placeholders[slot] = 5
     table.is_prefill_chunk[slot] = table.grammar_ready[slot] = True
     table.spec_token_ids[slot] = (1,)
     table.block_tables[slot].append(3)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from blockstep.impl.host.core import Core
+from blockstep.impl.host.promises import Promises
 from blockstep.impl.host.queues import RequestQueue
 from blockstep.impl.host.step import Step
 from blockstep.spec.vocabulary import BlockId, Policy, Status
 
 
-class WaitingPhase(Core):
+class WaitingPhase(Promises):
     """Admits waiting requests in the order of the policy; the first that does not fit ends it."""
 
     def _schedule_waiting(self, step: Step) -> None:
@@ -18,7 +18,7 @@ class WaitingPhase(Core):
             if queue is None:
                 break
             slot = queue.head()
-            if not self._is_ready(slot):
+            if not self._is_ready(slot) or self._awaits_tokens(slot):
                 passed_over.append(queue.pop())
                 continue
             if not self._try_admit(slot, queue, step):

@@ -10,6 +10,7 @@ from blockstep.impl.host.prefix import PrefixMap
 from blockstep.impl.host.queues import make_queue
 from blockstep.impl.host.table import RequestTable
 from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
     Config,
     ConfigError,
     FrameId,
@@ -44,6 +45,11 @@ class Core:
         self.num_lookahead_tokens = config.num_lookahead_tokens
         self.max_tokens_per_row = config.long_prefill_token_threshold or config.max_model_len
         """Tokens of one request per step, at most."""
+        self.async_scheduling = config.async_scheduling
+        num_placeholders = config.num_speculative_tokens if self.async_scheduling else 0
+        self.draft_placeholders: TokenIds = (DRAFT_PLACEHOLDER,) * num_placeholders
+        """The drafts of a request whose last row samples: only the worker knows which. Empty
+        without asynchronous scheduling, where an event hands drafts in."""
         self.prefix = self.prefix_type(config.num_blocks, verify=not self.digest.cryptographic)
         self.pool = self.pool_type(config.num_blocks, self.prefix)
         self.table = RequestTable()
@@ -52,8 +58,8 @@ class Core:
         self.running: list[int] = []
         self.pause_state = PauseState.UNPAUSED
         self.frames: dict[FrameId, dict[RequestId, TokenIds | None]] = {}
-        """Frames in flight. Of each row, in order of scheduling: the drafts that it carries, or
-        None where it does not sample."""
+        """Frames in flight, oldest first. Of each row, in order of scheduling: the drafts that it
+        carries, or None where it does not sample. Rows of ended requests stay."""
         self.next_frame_id: FrameId = 0
         self.finished_req_ids: set[RequestId] = set()
         self.prev_frame_id: FrameId = -1
@@ -103,7 +109,8 @@ class Core:
         """Take everything from a request that has left `running`; it will start again.
 
         Its verified tokens stay, and with them its place in line: it goes first among those who
-        wait (seed 001, "Preemption").
+        wait (seed 001, "Preemption"). So do the outputs that frames in flight have promised:
+        those frames go on, and what they sample is delivered (P13).
         """
         table = self.table
         self._withdraw_unwritten(slot)

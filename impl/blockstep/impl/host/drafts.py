@@ -30,6 +30,9 @@ class Proposals(Core):
         return DraftsTaken(tuple(taken))
 
     def _drafts_problem(self, event: Drafts) -> Rejected | None:
+        if self.async_scheduling:
+            detail = "under asynchronous scheduling the worker keeps its drafts"
+            return _bad_drafts(f"{detail}; send none, or set max_frames_in_flight = 1")
         if self.config.spec_method is SpecMethod.NONE:
             return _bad_drafts("spec_method is none, so nobody drafts; configure a spec_method")
         most = self.config.num_speculative_tokens

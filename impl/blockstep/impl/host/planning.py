@@ -51,9 +51,10 @@ class Planning(RunningPhase, WaitingPhase):
         cached: list[CachedRow] = []
         requests = self.table.requests
         for slot, row in step.rows.items():
-            cached.append(self._running_row(slot, row))
+            told = self._running_row(slot, row)
+            cached.append(told)
             samples = self._advance(slot, row[0], frame_id)
-            frame[requests[slot].request_id] = row[2] if samples else None
+            frame[told.request_id] = row[2] if samples else None
         for slot, num_scheduled, resumed in step.admitted:
             if resumed:
                 cached.append(self._resumed_row(slot, num_scheduled))
@@ -64,6 +65,8 @@ class Planning(RunningPhase, WaitingPhase):
         self.next_frame_id = frame_id + 1
         self.prev_frame_id = frame_id
         self.prev_scheduled_req_ids = list(frame)
+        if self.async_scheduling:
+            self._promise_outputs(frame_id, frame)
         if frame:
             self.frames[frame_id] = frame
         finished = tuple(sorted(self.finished_req_ids))
@@ -75,7 +78,7 @@ class Planning(RunningPhase, WaitingPhase):
         """Count the scheduled tokens as computed; whether the row will sample."""
         table = self.table
         computed = table.num_computed[slot] + num_scheduled
-        samples = computed >= table.num_known[slot]
+        samples = computed >= table.num_known[slot] + table.num_output_placeholders[slot]
         table.num_computed[slot] = computed
         table.is_prefill_chunk[slot] = not samples
         table.last_frame[slot] = frame_id
@@ -90,7 +93,7 @@ class Planning(RunningPhase, WaitingPhase):
             (taken,) if taken else _NO_NEW_BLOCKS,
             None if self._was_in_previous_plan(slot) else table.all_token_ids(slot),
             table.num_computed[slot],
-            table.num_known[slot] - table.num_prompt[slot],
+            table.num_known[slot] + table.num_output_placeholders[slot] - table.num_prompt[slot],
             num_scheduled,
             drafts,
         )
@@ -103,7 +106,7 @@ class Planning(RunningPhase, WaitingPhase):
             new_block_ids=(tuple(table.block_tables[slot]),),
             all_token_ids=table.all_token_ids(slot),
             num_computed_tokens=table.num_computed[slot],
-            num_output_tokens=table.num_outputs(slot),
+            num_output_tokens=table.num_outputs(slot) + table.num_output_placeholders[slot],
             num_scheduled_tokens=num_scheduled,
         )
 

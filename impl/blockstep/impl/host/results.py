@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Final, TypeAlias
 
-from blockstep.impl.host.core import Core
+from blockstep.impl.host.promises import Promises
 from blockstep.spec.vocabulary import (
     Commit,
     FinishReason,
+    FrameId,
     OutputRow,
     Outputs,
     RejectCode,
@@ -22,8 +23,8 @@ Verdict: TypeAlias = tuple[FinishReason | None, int | None]
 _GOES_ON: Final[Verdict] = (None, None)
 
 
-class Results(Core):
-    """Takes Commit: all rows are checked before the first one changes anything."""
+class Results(Promises):
+    """Takes Commit, oldest frame first; all rows are checked before one changes anything."""
 
     def _commit(self, event: Commit) -> Outputs | Rejected:
         frame = self.frames.get(event.frame_id)
@@ -33,21 +34,33 @@ class Results(Core):
                 f"commit: frame_id = {event.frame_id} is not in flight: it was never scheduled, "
                 f"had no rows, or is committed already; in flight are {list(self.frames)}",
             )
+        if not self._is_oldest(event.frame_id):
+            return Rejected(
+                RejectCode.FRAME_OUT_OF_ORDER,
+                f"commit: frame_id = {event.frame_id} is in flight, but so are older ones: "
+                f"{list(self.frames)}; commit those first",
+            )
         answers = {row.request_id: row.token_ids for row in event.sampled}
         problem = self._result_problem(event, frame, answers)
         if problem is not None:
             return problem
-        slot_of = self.table.slot_of
+        slot_of, promising = self.table.slot_of, self.async_scheduling
         rows: list[OutputRow] = []
         for request_id, drafts in frame.items():
             slot, tokens = slot_of.get(request_id), answers[request_id]
             if slot is None or not tokens:
                 continue  # aborted meanwhile, or still in prefill
+            if promising:
+                self._keep_promise(slot, len(drafts or ()))
             if drafts:
                 self._roll_back(slot, drafts, tokens)
             rows.append(self._deliver(slot, tokens))
         del self.frames[event.frame_id]
         return Outputs(tuple(rows))
+
+    def _is_oldest(self, frame_id: FrameId) -> bool:
+        """Whether no frame in flight was planned before this one: its tokens come next (P13)."""
+        return next(iter(self.frames)) == frame_id
 
     def _result_problem(
         self,
@@ -68,10 +81,17 @@ class Results(Core):
             elif not 1 <= len(tokens) <= 1 + len(drafts):
                 rule = f"must have 1 to {1 + len(drafts)} tokens, not {len(tokens)}"
                 return _bad_result(event, f"{request_id!r} {rule}")
-            elif drafts and tokens[:-1] != drafts[: len(tokens) - 1]:
+            elif drafts and not self._are_among(drafts, tokens[:-1]):
                 rule = f"accepts {tokens[:-1]}, which is no prefix of its drafts {drafts}"
                 return _bad_result(event, f"{request_id!r} {rule}; send accepted drafts and one")
         return None
+
+    def _are_among(self, drafts: TokenIds, accepted: TokenIds) -> bool:
+        """Whether a row may accept these of its drafts: the first ones.
+
+        Under asynchronous scheduling drafts are placeholders, and any token may be behind one.
+        """
+        return self.async_scheduling or accepted == drafts[: len(accepted)]
 
     def _roll_back(self, slot: int, drafts: TokenIds, tokens: TokenIds) -> None:
         """Uncompute the rejected drafts (P14).
@@ -80,7 +100,7 @@ class Results(Core):
                                            ^ computed now
         """
         accepted = len(tokens) - 1
-        # A forced reset may have preempted it meanwhile; then nothing is computed anyway.
+        # It may have been preempted meanwhile; then nothing is computed anyway.
         if self.table.statuses[slot] is Status.RUNNING:
             self.table.num_computed[slot] -= len(drafts) - accepted
         self.drafts_scheduled += len(drafts)
@@ -89,8 +109,10 @@ class Results(Core):
     def _deliver(self, slot: int, tokens: TokenIds) -> OutputRow:
         """Store the tokens up to the one that ends the request, and end it there (P13)."""
         request_id = self.table.requests[slot].request_id
-        num_cached_tokens = max(self.table.num_cached_tokens[slot], 0)
+        num_cached_tokens = self.table.num_cached_tokens[slot]  # not -1: it has been admitted
         delivered, (reason, stop_token_id) = self._accept(slot, tokens)
+        if self.async_scheduling:
+            self._publish_verified(slot)
         if reason is not None:
             self._finish(slot)
         return OutputRow(request_id, delivered, reason, stop_token_id, num_cached_tokens)

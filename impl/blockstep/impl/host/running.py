@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from blockstep.impl.host.core import Core
+from blockstep.impl.host.promises import Promises
 from blockstep.impl.host.step import Step
 from blockstep.spec.vocabulary import BlockId, Policy, TokenIds
 
 _NOTHING: Final[tuple[int, ...]] = ()
 
 
-class RunningPhase(Core):
+class RunningPhase(Promises):
     """Schedules the running requests in order; preempts when blocks run out (seed 001)."""
 
     def _schedule_running(self, step: Step) -> None:
@@ -46,12 +46,17 @@ class RunningPhase(Core):
     def _tokens_to_run(self, slot: int, budget: int) -> int:
         """Tokens of a running request in this step, drafts included; none if not positive.
 
-        computed | ........ known | drafts |      one slot below max_model_len stays free
-                 <------ gap ------------->       for the token to be sampled
+        computed | ... known, promised | drafts |   one slot below max_model_len stays free
+                 <------ gap ------------------>    for the token to be sampled
         """
         table = self.table
         computed = table.num_computed[slot]
         gap = table.num_known[slot] + len(table.spec_token_ids[slot]) - computed
+        promised = table.num_output_placeholders[slot]
+        if promised:
+            if self._is_past_max_tokens(slot):
+                return 0
+            gap += promised
         room = self.max_model_len - 1 - computed
         if gap == 1 and room > 0:
             return 1  # a plain decode: no cap can be smaller
@@ -105,5 +110,6 @@ class RunningPhase(Core):
         table = self.table
         spec = table.spec_token_ids[slot]
         table.spec_token_ids[slot] = ()
-        num_drafts = num_scheduled + table.num_computed[slot] - table.num_known[slot]
+        before_drafts = table.num_known[slot] + table.num_output_placeholders[slot]
+        num_drafts = num_scheduled + table.num_computed[slot] - before_drafts
         return spec[:num_drafts] if num_drafts > 0 else ()

@@ -27,6 +27,8 @@ class RequestTable:
         self.num_prompt: array[int] = array("i")
         self.num_known: array[int] = array("i")
         """Prompt and verified output tokens; always the length of the lineage's tokens."""
+        self.num_output_placeholders: array[int] = array("i")
+        """Outputs promised by frames in flight; always 0 without asynchronous scheduling."""
         self.num_computed: array[int] = array("i")
         self.num_cached_blocks: array[int] = array("i")
         self.num_cached_tokens: array[int] = array("i")
@@ -50,7 +52,8 @@ class RequestTable:
         self.statuses[slot] = status
         prompt = len(request.prompt_token_ids)
         self.num_prompt[slot] = self.num_known[slot] = prompt
-        self.num_computed[slot] = self.num_cached_blocks[slot] = self.num_preemptions[slot] = 0
+        self.num_output_placeholders[slot] = self.num_computed[slot] = 0
+        self.num_cached_blocks[slot] = self.num_preemptions[slot] = 0
         self.num_cached_tokens[slot] = self.last_frame[slot] = -1
         self.max_known[slot] = max_known
         self.is_watched[slot] = (
@@ -91,8 +94,9 @@ class RequestTable:
         self.spec_token_ids.append(())
         self.statuses.append(Status.WAITING)
         for column in (
-            self.num_prompt, self.num_known, self.num_computed, self.num_cached_blocks,
-            self.num_cached_tokens, self.num_preemptions, self.max_known, self.last_frame,
+            self.num_prompt, self.num_known, self.num_output_placeholders, self.num_computed,
+            self.num_cached_blocks, self.num_cached_tokens, self.num_preemptions, self.max_known,
+            self.last_frame,
         ):  # fmt: skip
             column.append(0)
         for flags in (self.is_watched, self.is_prefill_chunk, self.grammar_ready):

@@ -36,6 +36,7 @@ def _request(core: Core, slot: int) -> RequestSnapshot:
         status=table.statuses[slot],
         output_token_ids=table.output_token_ids(slot),
         num_computed_tokens=table.num_computed[slot],
+        num_output_placeholders=table.num_output_placeholders[slot],
         spec_token_ids=table.spec_token_ids[slot],
         is_prefill_chunk=bool(table.is_prefill_chunk[slot]),
         block_tables=(tuple(table.block_tables[slot]),),
