@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help check test lint docs bench vllm clean
+.PHONY: help check test lint docs bench mutation coverage vllm clean
 
 # A Python to build .venv with: `make PYTHON=python3.12 check` to choose one yourself.
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
@@ -12,6 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 BASE := $(VENV)/.base
 DEV := $(VENV)/.dev
+MEASURE := $(VENV)/.measure
 
 # The release of vLLM that `make vllm` runs.
 VLLM ?= 0.19.1
@@ -27,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
 help: ## Show this list
-	@echo "usage: make <target>    (ARGS='...' is handed on to check, vllm, test and bench)"
+	@echo "usage: make <target>    (ARGS='...' is handed on to check, vllm, test, bench, mutation, coverage)"
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' Makefile
 
 check: $(BASE) ## Hold our engine to the specification: `blockstep check`
@@ -50,6 +51,12 @@ bench: $(DEV) ## Run every benchmark
 	@set -- $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)); \
 	if [ $$# -eq 0 ]; then echo "make bench: no benchmark in benchmarks/" >&2; exit 1; fi; \
 	for script do echo "== $$script"; $(BIN)/python "$$script" $(ARGS) || exit; done
+
+mutation: $(MEASURE) ## Mutate engine and specification and see who notices (an hour; see its page)
+	@$(BIN)/python -m benchmarks.mutation $(ARGS)
+
+coverage: $(MEASURE) ## Branches of the specification that `blockstep check` reaches (3 minutes)
+	@$(BIN)/python -m benchmarks.coverage $(ARGS)
 
 # The seed of its hash chain is taken from PYTHONHASHSEED.
 vllm: $(VLLM_DONE) ## Hold the scheduler of a vLLM release to it (VLLM=0.19.1; installs 3 GB)
@@ -91,6 +98,12 @@ $(DEV): pyproject.toml | $(BASE)
 	@echo "setup: tools for tests, lints and docs"
 	@$(BIN)/python -m pip install -qq --upgrade 'pip>=25.1'
 	@$(BIN)/python -m pip install -qq --group dev
+	@touch $@
+
+# Tools of `make mutation` and `make coverage`, apart: they bring more than all the others together.
+$(MEASURE): pyproject.toml | $(DEV)
+	@echo "setup: tools for measuring"
+	@$(BIN)/python -m pip install -qq --group measure
 	@touch $@
 
 # A release that the adapter does not know is refused before anything is downloaded. torch comes

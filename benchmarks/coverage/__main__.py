@@ -1,0 +1,173 @@
+"""Branches of the specification that `blockstep check` reaches, without any test.
+
+    python -m benchmarks.coverage [--events N] [--seed N] [--only spec/pool.py] [--json FILE]
+
+Plays what `check` plays, in this process and under coverage.py, and writes
+docs/reference/coverage.md: per module what was reached, and every line and branch that was not,
+with its reason from benchmarks/coverage/unreached.toml. Exit code 1: something unreached has no
+reason, or an episode failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import platform
+import sys
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.coverage.page import (
+    WHOLE_MODULES,
+    Module,
+    Reason,
+    find_module,
+    get_unexplained,
+    read_reasons,
+    render_page,
+)
+
+HOUSE = Path(__file__).resolve().parents[2]
+PAGE = HOUSE / "docs" / "reference" / "coverage.md"
+REASONS = Path(__file__).with_name("unreached.toml")
+EVENTS = 150_000
+"""Of preset small: the default of `blockstep check`."""
+PLAYED = (
+    ("host", "strict", "tiny", 3),
+    ("host", "strict", "small", 1),
+    ("spec", "vllm-0.19.1", "tiny", 10),
+    ("spec", "vllm-0.19.1", "small", 5),
+)
+"""(engine, profile, preset, one part in so many of EVENTS). The release of a profile is not
+installed here (`make vllm` brings it), so the spec with its quirks is held to itself."""
+
+
+def main() -> int:
+    """Play, read what was reached, write the page."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.coverage",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--events", type=int, default=EVENTS, help="of strict, preset small")
+    parser.add_argument("--seed", type=int, default=0, help="of the episodes")
+    parser.add_argument("--only", help="report on modules beginning so; writes no page")
+    parser.add_argument("--json", type=Path, help="where the numbers go")
+    args = parser.parse_args()
+    reasons = read_reasons(REASONS)
+    try:
+        modules, num_events = measure(args.events, args.seed)
+    except (AssertionError, ImportError) as error:
+        print(f"coverage: {error}", file=sys.stderr)
+        return 2
+    if args.only:
+        modules = [module for module in modules if module.name.startswith(args.only)]
+    if args.json:
+        results = to_json(modules, num_events)
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if args.events == EVENTS and not args.only:
+        command = " ".join(["python -m benchmarks.coverage", *sys.argv[1:]])
+        page = render_page(modules, reasons, command, num_events, get_versions())
+        PAGE.write_text(page, encoding="utf-8")
+    return report(modules, reasons)
+
+
+def measure(num_events: int, seed: int) -> tuple[list[Module], dict[str, int]]:
+    """Play under coverage.py; what each module shows, and the events played, by what was played.
+
+    Raises:
+        AssertionError: an episode has a finding.
+        ImportError: coverage.py is not installed.
+    """
+    assert "blockstep.spec" not in sys.modules, "the spec is imported already, unseen"
+    coverage: Any = importlib.import_module("coverage")
+    folder = find_spec_folder()
+    tracer = coverage.Coverage(
+        data_file=None, config_file=False, branch=True, include=[f"{folder}/*.py"]
+    )
+    tracer.start()
+    check: Any = importlib.import_module("blockstep.conformance.check")
+    counts: dict[str, int] = {}
+    for engine, profile, preset, part in PLAYED:
+        options = check.CheckOptions(engine=engine, profile=profile, preset=preset, seed=seed)
+        counts[f"engine {engine}, profile {profile}, preset {preset}"] = play(
+            check, options, max(num_events // part, 1)
+        )
+    tracer.stop()
+    names = {f"spec/{file.name}": file for file in sorted(folder.glob("*.py"))}
+    modules = [
+        find_module(tracer, file, name)
+        for name, file in names.items()
+        if file.name != "__init__.py" and name not in WHOLE_MODULES
+    ]
+    return modules, counts
+
+
+def find_spec_folder() -> Path:
+    """Where the rules are; found without importing them."""
+    namespace = importlib.util.find_spec("blockstep")
+    assert namespace is not None, "blockstep is not installed"
+    folders = [Path(one) / "spec" for one in namespace.submodule_search_locations or ()]
+    return next(folder for folder in folders if folder.is_dir())
+
+
+def play(check: Any, options: Any, num_events: int) -> int:
+    """Play episodes as `check` does; the events played."""
+    make_engine = check.load_engine(options.engine)
+    if options.engine == "spec":
+        profile = check.find_profile(options.profile)
+        make_engine = partial(make_engine, profile=profile)
+    played, index = 0, 0
+    while played < num_events:
+        episode = check.run_episode(options, index, make_engine)
+        assert episode.first is None, f"episode {index} of {options}: {episode.first}"
+        played += episode.num_events
+        index += 1
+    return played
+
+
+def get_versions() -> dict[str, str]:
+    """What the numbers depend on."""
+    names = ("blockstep", "coverage")
+    return {"python": platform.python_version()} | {name: version(name) for name in names}
+
+
+def to_json(modules: list[Module], num_events: dict[str, int]) -> dict[str, Any]:
+    """The numbers."""
+    return {
+        "versions": get_versions(),
+        "events": num_events,
+        "modules": [
+            {
+                "module": module.name,
+                "lines": module.num_lines,
+                "branches": module.num_branches,
+                "unreached": [
+                    {"line": one.line, "function": one.function, "code": one.code, "to": one.to}
+                    for one in module.unreached
+                ],
+            }
+            for module in modules
+        ],
+    }
+
+
+def report(modules: list[Module], reasons: list[Reason]) -> int:
+    """Say what came out; the exit code of the process."""
+    for module in modules:
+        reached, total = module.num_branches_reached, module.num_branches
+        print(f"{module.name:<24} {reached:>4} of {total:<4} branches")
+    unexplained = get_unexplained(modules, reasons)
+    for module_name, one in unexplained:
+        print(f"UNEXPLAINED {module_name}:{one.line} {one.function}: {one.code}  ->  {one.to}")
+    print(f"{sum(len(module.unreached) for module in modules)} not reached, ", end="")
+    print(f"{len(unexplained)} of them without a reason")
+    return 1 if unexplained else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

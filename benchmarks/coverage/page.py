@@ -1,0 +1,217 @@
+"""Page: docs/reference/coverage.md, from what coverage.py saw and the words of a person.
+
+A line that was not executed and a branch that was not taken are the same to a reader: a way
+through the code that `check` does not go. Each is named by its function, its line of code and
+where it would have led, so that a reason survives other lines being added above.
+"""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+UNEXPLAINED: Final = "UNEXPLAINED"
+NOT_EXECUTED: Final = "is not executed"
+AWAY: Final = "leaves the function"
+
+WHOLE_MODULES: Final[Mapping[str, str]] = {
+    "spec/vocabulary/": "the words that both sides share; they decide nothing",
+    "spec/invariants.py": "predicates that the tests ask of states; `check` has its properties",
+}
+"""Not looked at, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreached:
+    """One line that was not executed, or one branch that was not taken."""
+
+    line: int
+    function: str
+    code: str
+    """The line, without its indentation."""
+    to: str
+    """`NOT_EXECUTED`; or the line that the branch leads to, or `AWAY`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """What was reached of one module."""
+
+    name: str
+    num_lines: int
+    num_lines_reached: int
+    num_branches: int
+    num_branches_reached: int
+    unreached: tuple[Unreached, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why something is not reached."""
+
+    module: str
+    function: str
+    why: str
+    code: str = ""
+    """"" for every line of the function."""
+    to: str = ""
+    """"" for every way on from this line."""
+
+    def is_about(self, module: str, one: Unreached) -> bool:
+        """Whether this is what is meant."""
+        is_here = (self.module, self.function) == (module, one.function)
+        return is_here and self.code in ("", one.code) and self.to in ("", one.to)
+
+
+def read_reasons(file: Path) -> list[Reason]:
+    """The hand-written reasons."""
+    entries = tomllib.loads(file.read_text(encoding="utf-8")).get("unreached", [])
+    return [Reason(**entry) for entry in entries]
+
+
+def find_module(tracer: Any, file: Path, name: str) -> Module:
+    """What coverage.py says about one file.
+
+    Of a line that is not executed the branches are not listed again, and lines that follow from
+    one branch not taken are one entry, its first.
+    """
+    analysis = tracer._analyze(str(file))  # the public `analysis2` knows no branches
+    numbers = analysis.numbers
+    text = file.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    functions = list(_find_functions(ast.parse(text)))
+
+    def describe(line: int, to: str) -> Unreached:
+        inner = [function for function, first, last in functions if first <= line <= last]
+        return Unreached(line, inner[-1] if inner else "", lines[line - 1].strip(), to)
+
+    found: list[Unreached] = []
+    missing = set(analysis.missing)
+    for start, to in _get_arcs(analysis):
+        if start not in missing:
+            found.append(describe(start, lines[to - 1].strip() if to > 0 else AWAY))
+    led_to = {to for start, to in _get_arcs(analysis) if start not in missing}
+    follows = {line for line in missing if line in led_to or line - 1 in missing}
+    found += [describe(line, NOT_EXECUTED) for line in sorted(missing - follows)]
+    return Module(
+        name,
+        numbers.n_statements,
+        numbers.n_statements - numbers.n_missing,
+        numbers.n_branches,
+        numbers.n_branches - numbers.n_missing_branches,
+        tuple(sorted(found, key=lambda one: (one.line, one.to))),
+    )
+
+
+def _get_arcs(analysis: Any) -> list[tuple[int, int]]:
+    """(from, to) of the branches not taken; `to` is negative where one leaves the function."""
+    arcs = analysis.missing_branch_arcs()
+    return sorted((start, to) for start, ends in arcs.items() for to in ends)
+
+
+def _find_functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, int, int]]:
+    for node in ast.iter_child_nodes(tree):
+        name = prefix
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            name = f"{prefix}.{node.name}" if prefix else node.name
+            yield name, node.lineno, node.end_lineno or node.lineno
+        yield from _find_functions(node, name)
+
+
+def get_reason(module: str, one: Unreached, reasons: Sequence[Reason]) -> Reason | None:
+    """The first reason that fits, or None."""
+    return next((reason for reason in reasons if reason.is_about(module, one)), None)
+
+
+def get_unexplained(
+    modules: Sequence[Module], reasons: Sequence[Reason]
+) -> list[tuple[str, Unreached]]:
+    """(module, what) of everything that no reason fits."""
+    return [
+        (module.name, one)
+        for module in modules
+        for one in module.unreached
+        if get_reason(module.name, one, reasons) is None
+    ]
+
+
+INTRO = """\
+# Coverage
+
+<!-- Made by `make coverage`; do not edit. Reasons stand in benchmarks/coverage/unreached.toml. -->
+
+The branches of the specification that `blockstep check` reaches by itself, without any test:
+what it does not reach, it holds no engine to. Every way through the code that is not taken stands
+below with its reason; without the unreachable ones, all are to be taken.
+"""
+
+
+def render_page(
+    modules: Sequence[Module],
+    reasons: Sequence[Reason],
+    command: str,
+    num_events: Mapping[str, int],
+    versions: Mapping[str, str],
+) -> str:
+    """The whole page."""
+    names = ", ".join(f"{name} {number}" for name, number in versions.items())
+    played = "".join(f"- {what}: {count:,} events\n" for what, count in num_events.items())
+    text = f"{INTRO}\n`{command}`, {names}; played:\n\n{played}\n"
+    text += _table(
+        ("module", "lines", "reached", "branches", "reached", "without a reason"),
+        [*(_row(module, reasons) for module in modules), _total(modules, reasons)],
+    )
+    whole = [(f"`{name}`", why) for name, why in WHOLE_MODULES.items()]
+    text += "\nNot counted:\n\n" + _table(("module", "why"), whole)
+    text += "\n## Not reached\n"
+    for module in modules:
+        if module.unreached:
+            rows = [_unreached_row(module.name, one, reasons) for one in module.unreached]
+            text += f"\n### {module.name}\n\n" + _table(("function", "way not taken", "why"), rows)
+    idle = [reason for reason in reasons if not _is_needed(reason, modules)]
+    for reason in idle:
+        what = _code(reason.code or reason.function)
+        text += f"\nExplains nothing any more: `{reason.module}`, {what}.\n"
+    return text
+
+
+def _row(module: Module, reasons: Sequence[Reason]) -> tuple[str, ...]:
+    numbers = (
+        module.num_lines,
+        module.num_lines_reached,
+        module.num_branches,
+        module.num_branches_reached,
+        len(get_unexplained([module], reasons)),
+    )
+    return f"`{module.name}`", *map(str, numbers)
+
+
+def _total(modules: Sequence[Module], reasons: Sequence[Reason]) -> tuple[str, ...]:
+    rows = [_row(module, reasons) for module in modules]
+    return "**all**", *(str(sum(int(row[column]) for row in rows)) for column in range(1, 6))
+
+
+def _unreached_row(module: str, one: Unreached, reasons: Sequence[Reason]) -> tuple[str, str, str]:
+    reason = get_reason(module, one, reasons)
+    to = one.to if one.to in (NOT_EXECUTED, AWAY) else f"goes on to {_code(one.to)}"
+    why = reason.why if reason else f"**{UNEXPLAINED}**"
+    return f"`{one.function or 'module'}`", f"{_code(one.code)} {to}", why
+
+
+def _is_needed(reason: Reason, modules: Sequence[Module]) -> bool:
+    return any(reason.is_about(module.name, one) for module in modules for one in module.unreached)
+
+
+def _code(text: str) -> str:
+    """One line of code inside a table."""
+    return f"`` {text} ``".replace("|", "\\|")
+
+
+def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    heads = tuple(heads)
+    lines = [heads, ("---",) * len(heads), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

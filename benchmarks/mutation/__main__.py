@@ -1,0 +1,172 @@
+"""Mutation score of the host engine and of the specification, as `blockstep check` sees it.
+
+    python -m benchmarks.mutation [--only impl/host/pool.py] [--jobs N] [--seed N] [--json FILE]
+
+The whole campaign writes benchmarks/results/DATE-mutation-Ncore.json and
+docs/reference/mutation.md; a part of it (--only, --sample, other --events) prints and writes only
+what is asked for. `--page` makes the page again from the last results, after
+benchmarks/mutation/survivors.toml was edited. Exit code 1: a survivor is unexplained or a hole, or
+the host engine's score is too low.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.mutation.campaign import (
+    Plan,
+    Played,
+    UnsoundError,
+    describe,
+    preload,
+    run_campaign,
+    to_json,
+)
+from benchmarks.mutation.mutants import Source, find_sources
+from benchmarks.mutation.page import (
+    SCORE_MIN,
+    Explanation,
+    Verdicts,
+    judge,
+    read_explanations,
+    render_page,
+)
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+HOUSE = Path(__file__).resolve().parents[2]
+RESULTS = HOUSE / "benchmarks" / "results"
+PAGE = HOUSE / "docs" / "reference" / "mutation.md"
+SURVIVORS = Path(__file__).with_name("survivors.toml")
+
+
+def main() -> int:
+    """Play the campaign, or make its page again."""
+    args = parse_arguments()
+    explanations = read_explanations(SURVIVORS)
+    if args.page:
+        files = sorted(RESULTS.glob("*-mutation-*.json"))
+        if not files:
+            print(f"no results in {RESULTS}: run `make mutation` first", file=sys.stderr)
+            return 2
+        verdicts = judge(json.loads(files[-1].read_text()), explanations)
+        PAGE.write_text(render_page(verdicts), encoding="utf-8")
+        return report(verdicts, str(PAGE))
+    plan = make_plan(args)
+    is_whole = not args.only and plan == Plan(seed=plan.seed, jobs=plan.jobs)
+    try:
+        preload()
+        known = [] if args.again else [one for one in explanations if one.verdict == "equivalent"]
+        results = play(find_sources(args.only or ()), plan, known)
+    except (ImportError, LookupError, UnsoundError) as error:
+        print(f"mutation: {error}", file=sys.stderr)
+        return 2
+    verdicts = judge(results, explanations)
+    file = args.json
+    if file is None and is_whole:
+        day = datetime.now(tz=UTC).date().isoformat()
+        file = RESULTS / f"{day}-mutation-{os.cpu_count()}core.json"
+    if file is not None:
+        file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if is_whole:
+        PAGE.write_text(render_page(verdicts), encoding="utf-8")
+    return report(verdicts, str(PAGE) if is_whole else "")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.mutation",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    plan = Plan()
+    parser.add_argument("--only", action="append", help="modules beginning so: impl/host/pool.py")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seed", type=int, default=plan.seed, help="of the episodes")
+    parser.add_argument("--sample", type=int, help="so many mutants, drawn by the seed")
+    parser.add_argument("--events", type=int, help="of each short run, for every mutant")
+    parser.add_argument("--deep-events", type=int, help="of each long run of survivors; 0: none")
+    parser.add_argument(
+        "--again", action="store_true", help="long runs also for what is explained as equivalent"
+    )
+    parser.add_argument("--json", type=Path, help="where the results go")
+    parser.add_argument("--page", action="store_true", help="only make the page again")
+    return parser.parse_args()
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """What the options ask for."""
+    plan = Plan()
+    first, deep = plan.first, plan.deep
+    if args.events is not None:
+        first = tuple((engine, preset, args.events) for engine, preset, _ in first)
+    if args.deep_events is not None:
+        deep = tuple((engine, preset, args.deep_events) for engine, preset, _ in deep)
+        deep = deep if args.deep_events else ()
+    return Plan(first, deep, args.seed, max(args.jobs, 1), args.sample)
+
+
+def play(sources: list[Source], plan: Plan, known: list[Explanation]) -> dict[str, Any]:
+    """The campaign behind a progress bar, which has no thread: processes are forked meanwhile."""
+    columns = (
+        TextColumn("{task.description:<14}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, auto_refresh=False) as progress:
+        tasks: dict[str, Any] = {}
+
+        def tell(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=total)
+            progress.update(tasks[what], completed=done, total=total, refresh=True)
+
+        def is_settled(played: Played) -> bool:
+            survivor = describe(played)
+            return any(explanation.is_about(survivor) for explanation in known)
+
+        campaign = run_campaign(sources, plan, is_settled, tell)
+    return to_json(campaign, " ".join(["python -m benchmarks.mutation", *sys.argv[1:]]))
+
+
+def report(verdicts: Verdicts, page: str) -> int:
+    """Say what came out; the exit code of the process."""
+    results = verdicts.results
+    for module in results["modules"]:
+        print(format_module(module, verdicts))
+    for wing in ("impl/host/", "spec/"):
+        score = verdicts.score(wing)
+        if score.mutants:
+            print(f"{wing:<26} {score.of_all:6.1%}  told apart {score.of_told_apart:6.1%}")
+    for survivor in verdicts.unexplained:
+        where = f"{survivor['module']}:{survivor['line']} {survivor['function']}"
+        print(f"UNEXPLAINED {where}\n  - {survivor['before']}\n  + {survivor['after']}")
+    for one in verdicts.idle:
+        print(f"explains nothing any more: {one.module} {one.before}")
+    print(
+        f"{len(results['survivors'])} survivors: {len(verdicts.unexplained)} unexplained, ", end=""
+    )
+    print(f"{len(verdicts.holes)} holes; wanted: none, and {SCORE_MIN:.0%}  {page}")
+    return 0 if verdicts.is_good else 1
+
+
+def format_module(module: Mapping[str, Any], verdicts: Verdicts) -> str:
+    """One line about one module."""
+    score = verdicts.score(module["module"])
+    kinds = " ".join(f"{name} {count}" for name, count in module["killed"].items())
+    numbers = f"{score.of_all:6.1%}  {score.killed:>4} of {score.mutants:<4}"
+    return f"{module['module']:<26} {numbers} {kinds}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

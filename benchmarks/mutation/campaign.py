@@ -1,0 +1,339 @@
+"""Campaign: which mutants are played how long, and what comes of it as one value.
+
+First it is made sure that the unmutated code passes everything that the mutants will meet: else
+every one of them would count as killed. The same run notes which lines are executed; a change in a
+line that never is cannot be seen, and is not played. Then every mutant meets a short run, and what
+survives it meets the whole budget of `blockstep check`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import platform
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from benchmarks.mutation.engines import COLLIDING
+from benchmarks.mutation.mutants import (
+    Mutant,
+    Source,
+    find_mutants,
+    get_changed_lines,
+    is_change,
+    make_mutated_text,
+)
+from benchmarks.mutation.runner import Outcome, Stage, forget, play, play_mutant, run_forked
+
+WALL_SECONDS = 1800
+"""Of one process, whatever it does; loops end much earlier, by processor time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is played, and from what seed."""
+
+    first: tuple[Stage, ...] = (
+        ("host", "tiny", 3_000),
+        (COLLIDING, "small", 3_000),
+        ("host", "small", 14_000),
+    )
+    """For every mutant."""
+    deep: tuple[Stage, ...] = (("host", "small", 150_000), (COLLIDING, "small", 15_000))
+    """For what survived: the default of `blockstep check`, from its first episode on."""
+    seed: int = 0
+    jobs: int = 1
+    sample: int | None = None
+    """So many mutants, drawn by the seed, instead of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One mutant and what became of it."""
+
+    mutant: Mutant
+    before: str
+    after: str
+    outcome: Outcome
+    is_changed: bool = True
+    """Whether the mutant is a program, and another one."""
+    is_reached: bool = True
+    """Whether the unmutated run executes the changed line."""
+
+
+@dataclass(slots=True)
+class Campaign:
+    """All that was found."""
+
+    plan: Plan
+    played: list[Played] = field(default_factory=list)
+    excluded: dict[str, Counter[str]] = field(default_factory=dict)
+    """By module: places left out, by rule."""
+    seconds: float = 0.0
+
+
+class UnsoundError(Exception):
+    """The unmutated code does not pass, so nothing could be said of mutants."""
+
+
+Progress = Callable[[str, int, int], None]
+"""Told (what is done, how many of it, of how many)."""
+
+
+def run_campaign(
+    sources: Sequence[Source],
+    plan: Plan,
+    is_settled: Callable[[Played], bool] = lambda _played: False,
+    tell: Progress = lambda _what, _done, _all: None,
+) -> Campaign:
+    """Make and play all mutants of some modules; a survivor that is settled is not played again.
+
+    Raises:
+        UnsoundError: the unmutated code fails.
+    """
+    started = time.perf_counter()
+    campaign = Campaign(plan)
+    mutants: list[Mutant] = []
+    for source in sources:
+        found, campaign.excluded[source.module] = find_mutants(source)
+        mutants += found
+    if plan.sample is not None and plan.sample < len(mutants):
+        mutants = sorted(random.Random(plan.seed).sample(mutants, plan.sample), key=_order)  # noqa: S311
+    reached = measure_reach(sources, plan, tell)
+    by_module = {source.module: source for source in sources}
+    runs = [
+        Run(one, by_module[one.module], _is_reached(one, by_module, reached)) for one in mutants
+    ]
+    survivors: list[Run] = []
+    for run, played in _play_all(runs, plan.first, plan, "mutants", tell):
+        is_survivor = played.is_changed and played.is_reached and not played.outcome.killed_by
+        if is_survivor and plan.deep and not is_settled(played):
+            survivors.append(run)
+        else:
+            campaign.played.append(played)
+    survivors.sort(key=lambda run: _order(run.mutant))
+    for _, played in _play_all(survivors, plan.deep, plan, "survivors", tell):
+        campaign.played.append(played)
+    campaign.played.sort(key=lambda played: _order(played.mutant))
+    campaign.seconds = time.perf_counter() - started
+    return campaign
+
+
+def _order(mutant: Mutant) -> tuple[str, int, str, int]:
+    return mutant.module, mutant.line, mutant.operator, mutant.occurrence
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A mutant on its way."""
+
+    mutant: Mutant
+    source: Source
+    is_reached: bool
+
+
+def _play_all(
+    runs: Sequence[Run], stages: Sequence[Stage], plan: Plan, what: str, tell: Progress
+) -> Iterator[tuple[Run, Played]]:
+    works = [_make_work(run, get_stages(run, stages), plan.seed) for run in runs]
+    tell(what, 0, len(runs))
+    results = run_forked(works, plan.jobs, WALL_SECONDS)
+    for done, (index, result) in enumerate(results, 1):
+        yield runs[index], _read(runs[index], result)
+        tell(what, done, len(runs))
+
+
+def get_stages(run: Run, stages: Sequence[Stage]) -> Sequence[Stage]:
+    """What a mutant is played in: nothing if no play executes it; a rule meets `host` alone."""
+    if not run.is_reached:
+        return ()
+    is_rule = run.mutant.module.startswith("spec/")
+    return [stage for stage in stages if stage[0] == "host" or not is_rule]
+
+
+def _make_work(run: Run, stages: Sequence[Stage], seed: int) -> Callable[[], dict[str, Any]]:
+    """What the process of one mutant does."""
+
+    def work() -> dict[str, Any]:
+        text, source = run.source.text, run.source
+        mutated = make_mutated_text(text, run.mutant.operator, run.mutant.occurrence)
+        if not is_change(text, mutated):
+            return {"changed": False}
+        outcome = play_mutant(source.import_name, str(source.file), mutated, stages, seed)
+        lines = get_changed_lines(text, mutated)
+        return {"changed": True, "outcome": asdict(outcome), "lines": lines}
+
+    return work
+
+
+def _read(run: Run, result: dict[str, Any] | signal.Signals | None) -> Played:
+    """What a process said, or what ended it."""
+    mutant = run.mutant
+    match result:
+        case {"changed": False}:
+            return Played(mutant, "", "", Outcome(""), is_changed=False)
+        case dict():
+            before, after = result["lines"]
+            return Played(mutant, before, after, Outcome(**result["outcome"]), True, run.is_reached)
+        case signal.SIGPROF | signal.SIGALRM:
+            outcome = Outcome("timeout")
+        case signal.Signals():
+            outcome = Outcome("crash", result.name)
+        case _:
+            outcome = Outcome("crash", "the process ended")
+    text = run.source.text
+    mutated = make_mutated_text(text, mutant.operator, mutant.occurrence)
+    return Played(mutant, *get_changed_lines(text, mutated), outcome, True, run.is_reached)
+
+
+# What is executed at all.
+
+
+def measure_reach(
+    sources: Sequence[Source], plan: Plan, tell: Progress
+) -> dict[str, frozenset[int]]:
+    """Lines of each module that the unmutated run executes, import included.
+
+    Raises:
+        UnsoundError: the unmutated code fails.
+    """
+    tell("unmutated run", 0, 1)
+
+    def work() -> dict[str, Any]:
+        return _trace(sources, (*plan.first, *plan.deep), plan.seed)
+
+    _, result = next(run_forked([work], 1, WALL_SECONDS))
+    if not isinstance(result, dict):
+        raise UnsoundError(f"the unmutated run ended early: {result}")
+    outcome = Outcome(**result["outcome"])
+    if outcome.killed_by:
+        raise UnsoundError(
+            f"the unmutated code fails after {outcome.num_events} events: "
+            f"{outcome.killed_by} {outcome.detail}; run `blockstep check` first"
+        )
+    tell("unmutated run", 1, 1)
+    return {module: frozenset(lines) for module, lines in result["lines"].items()}
+
+
+def _trace(sources: Sequence[Source], stages: Sequence[Stage], seed: int) -> dict[str, Any]:
+    coverage: Any = importlib.import_module("coverage")
+    for source in sources:
+        forget(source.import_name)
+    files = [str(source.file) for source in sources]
+    tracer = coverage.Coverage(data_file=None, config_file=False, include=files)
+    tracer.start()
+    check: Any = importlib.import_module("blockstep.conformance.check")
+    outcome = play(check, stages, seed)
+    tracer.stop()
+    data = tracer.get_data()
+    return {
+        "outcome": asdict(outcome),
+        "lines": {source.module: data.lines(str(source.file)) or [] for source in sources},
+    }
+
+
+def _is_reached(
+    mutant: Mutant, sources: Mapping[str, Source], reached: Mapping[str, frozenset[int]]
+) -> bool:
+    lines = get_statement_lines(sources[mutant.module].text, mutant.line)
+    return not lines or not reached[mutant.module].isdisjoint(lines)
+
+
+def get_statement_lines(text: str, line: int) -> range:
+    """Lines of the statement at `line`; of one with a body, those before its body."""
+    spans = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.stmt):
+            body = getattr(node, "body", None)
+            last = body[0].lineno - 1 if body else node.end_lineno or node.lineno
+            decorators = [one.lineno for one in getattr(node, "decorator_list", [])]
+            span = range(min([node.lineno, *decorators]), max(last, node.lineno) + 1)
+            if line in span:
+                spans.append(span)
+    return min(spans, key=len, default=range(0))
+
+
+# As JSON.
+
+
+def to_json(campaign: Campaign, command: str) -> dict[str, Any]:
+    """What is kept of a campaign: counts of the killed, and each survivor."""
+    plan = campaign.plan
+    modules = []
+    for module, excluded in campaign.excluded.items():
+        played = [one for one in campaign.played if one.mutant.module == module]
+        mutants = [one for one in played if one.is_changed]
+        killed = Counter(one.outcome.killed_by for one in mutants if one.outcome.killed_by)
+        modules.append(
+            {
+                "module": module,
+                "mutants": len(mutants),
+                "killed": dict(sorted(killed.items())),
+                "no_change": len(played) - len(mutants),
+                "excluded": dict(sorted(excluded.items())),
+            }
+        )
+    return {
+        "command": command,
+        "device": f"{os.cpu_count()}-core {platform.machine()} machine, no GPU; "
+        f"{plan.jobs} process{'es' * (plan.jobs > 1)}",
+        "versions": {
+            "python": platform.python_version(),
+            "blockstep": version("blockstep"),
+            "cosmic-ray": version("cosmic-ray"),
+        },
+        "seed": plan.seed,
+        "sample": plan.sample,
+        "first": [list(stage) for stage in plan.first],
+        "deep": [list(stage) for stage in plan.deep],
+        "seconds": round(campaign.seconds),
+        "modules": modules,
+        "properties": count_voices(campaign),
+        "survivors": [describe(one) for one in campaign.played if is_survivor(one)],
+    }
+
+
+def count_voices(campaign: Campaign) -> dict[str, int]:
+    """How many mutants each property, or the lack of one, spoke of first."""
+    voices = Counter(
+        one.outcome.detail for one in campaign.played if one.outcome.killed_by in _FINDINGS
+    )
+    return dict(voices.most_common())
+
+
+_FINDINGS = frozenset({"property", "divergence", "liveness", "fault", "spec"})
+
+
+def is_survivor(played: Played) -> bool:
+    """Whether it is another program and nothing spoke."""
+    return played.is_changed and not played.outcome.killed_by
+
+
+def describe(played: Played) -> dict[str, Any]:
+    """A survivor as the results name it."""
+    mutant = played.mutant
+    return {
+        "module": mutant.module,
+        "function": mutant.function,
+        "line": mutant.line,
+        "operator": mutant.operator,
+        "before": played.before,
+        "after": played.after,
+        "reached": played.is_reached,
+        "events": played.outcome.num_events,
+    }
+
+
+def preload() -> None:
+    """Import what every child needs, so that none of them has to."""
+    for name in ("blockstep.conformance.check", "blockstep.impl.host", "coverage"):
+        importlib.import_module(name)
+    assert "blockstep.spec.vocabulary" in sys.modules

@@ -1,0 +1,248 @@
+"""Mutants: which small changes are made to which modules, and which are left out, and why.
+
+The changes are cosmic-ray's: its operators say where a syntax tree can be changed, and make the
+change. What is decided here is only which of them say something about scheduling and memory.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Place: TypeAlias = tuple[int, int]
+"""Line from 1, column from 0 in characters."""
+
+WINGS: Mapping[str, str] = {"impl/host": "blockstep.impl.host", "spec": "blockstep.spec"}
+"""Folders that are mutated, as the page names them, and their packages."""
+
+WHOLE_MODULES: Mapping[str, str] = {
+    "spec/invariants.py": "predicates that the tests ask of states; `check` does not run them",
+    "spec/oracle.py": "a wrapper for everyday use; it decides nothing",
+    "spec/profiles.py": "names and stories of known deviations; it decides nothing",
+}
+"""Modules left out as a whole. The vocabulary is a folder of its own and never touched: both sides
+share it, so a change to it changes both, and there is nothing left to compare."""
+
+RULES: Mapping[str, str] = {
+    "docstring": "nobody reads it at run time",
+    "annotation": "types, which nobody reads at run time",
+    "wording": "f-strings, and what follows the code in `Rejected(...)`: wording is not compared",
+    "assertion": "an `assert` checks, it does not decide; weakened, it lets pass what never comes",
+    "identity": "`is` and `is not` are exchanged with each other only: on None, enums and small "
+    "numbers they say what `==` and `!=` say",
+    "far arithmetic": "`+ - * // %` are replaced among themselves, and so are the signs of sets; a "
+    "shift or a power in the place of a sum is the same test again, and each sign would have "
+    "eleven of them",
+}
+"""Which changes are not made, and why."""
+
+_FAMILIES = (
+    frozenset({"Add", "Sub", "Mul", "FloorDiv", "Mod"}),
+    frozenset({"BitOr", "BitAnd", "BitXor"}),
+)
+_IDENTITY = frozenset({"Is", "IsNot"})
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One change: the operator and the how-many-eth of its places in the module."""
+
+    module: str
+    """As the page names it: `impl/host/pool.py`."""
+    operator: str
+    occurrence: int
+    line: int
+    function: str
+    """Qualified name of what encloses it; "" at module level."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A module that can be mutated."""
+
+    module: str
+    import_name: str
+    file: Path
+
+    @property
+    def text(self) -> str:
+        """The source."""
+        return self.file.read_text(encoding="utf-8")
+
+
+def find_sources(only: Sequence[str] = ()) -> list[Source]:
+    """The modules to mutate, whose names begin with one of `only`.
+
+    Raises:
+        LookupError: nothing has such a name.
+    """
+    found: list[Source] = []
+    for wing, package in WINGS.items():
+        spec = importlib.util.find_spec(package)
+        assert spec is not None, package
+        assert spec.origin is not None, package
+        for file in sorted(Path(spec.origin).parent.glob("*.py")):
+            module = f"{wing}/{file.name}"
+            if file.name != "__init__.py" and module not in WHOLE_MODULES:
+                found.append(Source(module, f"{package}.{file.stem}", file))
+    chosen = [one for one in found if not only or one.module.startswith(tuple(only))]
+    if not chosen:
+        names = ", ".join(one.module for one in found)
+        raise LookupError(f"no module begins with {' or '.join(only)}; there are {names}")
+    return chosen
+
+
+def find_mutants(source: Source) -> tuple[list[Mutant], Counter[str]]:
+    """All mutants of a module, and how many were left out under each of `RULES`."""
+    text = source.text
+    spans = list(find_excluded_spans(text))
+    functions = find_functions(text)
+    mutants: list[Mutant] = []
+    excluded: Counter[str] = Counter()
+    for operator, occurrence, place in find_places(text):
+        rule = get_excluding_rule(operator, place, spans)
+        if rule is not None:
+            excluded[rule] += 1
+            continue
+        function = get_innermost(place, functions)
+        mutants.append(Mutant(source.module, operator, occurrence, place[0], function))
+    return mutants, excluded
+
+
+def find_places(text: str) -> Iterator[tuple[str, int, Place]]:
+    """(operator, occurrence, where) of everything that cosmic-ray would change."""
+    tools = import_cosmic_ray("ast")
+    nodes = list(tools.ast_nodes(tools.get_ast(text)))
+    for name, operator in get_operators().items():
+        places = [start for node in nodes for start, _ in operator.mutation_positions(node)]
+        for occurrence, place in enumerate(places):
+            yield name, occurrence, place
+
+
+def import_cosmic_ray(module: str) -> Any:
+    """A module of cosmic-ray, which is installed with `make mutation` and not with the tests."""
+    return importlib.import_module(f"cosmic_ray.{module}")
+
+
+@cache
+def get_operators() -> dict[str, Any]:
+    """cosmic-ray's operators by name, without those that want arguments of their own."""
+    plugins = import_cosmic_ray("plugins")
+    classes = {
+        name.partition("/")[2]: plugins.get_operator(name) for name in plugins.operator_names()
+    }
+    return {name: made() for name, made in sorted(classes.items()) if not made.arguments()}
+
+
+def make_mutated_text(text: str, operator: str, occurrence: int) -> str:
+    """The source with one change in it."""
+    mutating = import_cosmic_ray("mutating")
+    mutated = mutating.mutate_code(text, get_operators()[operator], occurrence)
+    assert isinstance(mutated, str), f"{operator} has no place {occurrence}"
+    return mutated
+
+
+def is_change(text: str, mutated: str) -> bool:
+    """Whether `mutated` is a Python program, and another one than `text`."""
+    try:
+        return ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(text))
+    except SyntaxError:
+        return False
+
+
+def get_changed_lines(text: str, mutated: str) -> tuple[str, str]:
+    """What was written and what is written instead, each on one line."""
+    lines = list(difflib.ndiff(text.splitlines(), mutated.splitlines()))
+    before = " ".join(line[2:].strip() for line in lines if line.startswith("- "))
+    after = " ".join(line[2:].strip() for line in lines if line.startswith("+ "))
+    return before, after
+
+
+# What is left out.
+
+
+def get_excluding_rule(
+    operator: str, place: Place, spans: Sequence[tuple[str, Place, Place]]
+) -> str | None:
+    """The name of the rule that leaves this change out, or None."""
+    for rule, start, end in spans:
+        if start <= place < end:
+            return rule
+    kind, _, signs = operator.partition("Operator_")
+    pair = frozenset(signs.split("_"))
+    if kind == "ReplaceComparison" and len(pair & _IDENTITY) == 1:
+        return "identity"
+    if kind == "ReplaceBinary" and not any(pair <= family for family in _FAMILIES):
+        return "far arithmetic"
+    return None
+
+
+def find_excluded_spans(text: str) -> Iterator[tuple[str, Place, Place]]:
+    """(rule, from, to) of the stretches of source that are not mutated."""
+    lines = text.splitlines()
+    for rule, node in _find_excluded_nodes(ast.parse(text)):
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        start = _place(lines, node.lineno, node.col_offset)
+        yield rule, start, _place(lines, node.end_lineno, node.end_col_offset)
+
+
+def _find_excluded_nodes(tree: ast.Module) -> Iterator[tuple[str, ast.expr | ast.stmt]]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                yield "docstring", node
+            case ast.arg(annotation=ast.expr() as annotation):
+                yield "annotation", annotation
+            case ast.FunctionDef(returns=ast.expr() as annotation):
+                yield "annotation", annotation
+            case ast.AnnAssign(annotation=annotation):
+                yield "annotation", annotation
+                if ast.unparse(annotation) == "TypeAlias" and node.value is not None:
+                    yield "annotation", node.value
+            case ast.JoinedStr():
+                yield "wording", node
+            case ast.Call(func=ast.Name(id="Rejected"), args=args, keywords=keywords):
+                yield from (("wording", argument) for argument in args[1:])
+                yield from (("wording", keyword.value) for keyword in keywords)
+            case ast.Assert():
+                yield "assertion", node
+
+
+def _place(lines: Sequence[str], line: int, offset: int) -> Place:
+    """Syntax trees count columns in bytes, cosmic-ray in characters."""
+    return line, len(lines[line - 1].encode()[:offset].decode())
+
+
+# Where a change is.
+
+
+def find_functions(text: str) -> list[tuple[str, Place, Place]]:
+    """(qualified name, from, to) of every function and class, outer ones first."""
+    found: list[tuple[str, Place, Place]] = []
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            name = prefix
+            if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+                name = f"{prefix}.{child.name}" if prefix else child.name
+                first = min([child.lineno, *(one.lineno for one in child.decorator_list)])
+                assert child.end_lineno is not None
+                found.append((name, (first, 0), (child.end_lineno + 1, 0)))
+            visit(child, name)
+
+    visit(ast.parse(text), "")
+    return found
+
+
+def get_innermost(place: Place, spans: Sequence[tuple[str, Place, Place]]) -> str:
+    """The name of the last span that contains `place`; "" if none does."""
+    return next((name for name, start, end in reversed(spans) if start <= place < end), "")

@@ -1,0 +1,215 @@
+"""Runner: each mutant in a process of its own, forked from one that has everything imported.
+
+Starting Python and importing the tools takes a quarter of a second; most mutants are caught in a
+tenth of that. So nothing is started: a child is forked, forgets the mutated wing, imports it again
+with the mutated text in the place of the one module, and plays what `blockstep check` plays.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import resource
+import selectors
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
+from types import CodeType, ModuleType
+from typing import Any, TypeAlias
+
+EPISODE_SECONDS = 5.0
+"""Processor time of one episode, import included; an honest one takes a twentieth of a second."""
+MEMORY_BYTES = 4 << 30
+FORGOTTEN = {
+    "blockstep.impl.host": ("blockstep.impl.host",),
+    "blockstep.spec": ("blockstep.spec", "blockstep.conformance"),
+}
+"""By mutated package: what is imported again. The tools hold references to the rules."""
+KEPT = "blockstep.spec.vocabulary"
+"""Never imported twice: both sides must mean the same classes."""
+
+Stage: TypeAlias = tuple[str, str, int]
+"""An engine, a preset, and how many events are played at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one mutant."""
+
+    killed_by: str
+    """The kind of the first finding, `timeout`, `crash` or `import`; "" if it survived."""
+    detail: str = ""
+    """The property that spoke, or the exception."""
+    num_events: int = 0
+
+
+class MutatedLoader(SourceFileLoader):
+    """Loads one module from the text given instead of its file."""
+
+    def __init__(self, fullname: str, path: str, text: str) -> None:
+        super().__init__(fullname, path)
+        self.text = text
+
+    def get_code(self, fullname: str) -> CodeType:  # noqa: ARG002  a signature of importlib's
+        """The code of the text, never of a cached file."""
+        return compile(self.text, self.path, "exec", dont_inherit=True)
+
+
+class MutatedFinder(MetaPathFinder):
+    """Finds one module before anybody else does."""
+
+    def __init__(self, name: str, file: str, text: str) -> None:
+        self.name, self.file, self.text = name, file, text
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002  a signature of importlib's
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        """The mutated module, if it is the one asked for."""
+        if fullname != self.name:
+            return None
+        loader = MutatedLoader(fullname, self.file, self.text)
+        return spec_from_file_location(fullname, self.file, loader=loader)
+
+
+def forget(import_name: str) -> None:
+    """Have the wing of a module imported again, and the tools too if they are built on it."""
+    package = next(name for name in FORGOTTEN if import_name.startswith(f"{name}."))
+    for name in list(sys.modules):
+        is_kept = name == KEPT or name.startswith(f"{KEPT}.")
+        if not is_kept and any(f"{name}.".startswith(f"{one}.") for one in FORGOTTEN[package]):
+            del sys.modules[name]
+
+
+def play_mutant(
+    import_name: str, file: str, text: str, stages: Sequence[Stage], seed: int
+) -> Outcome:
+    """Play against a mutated module until something speaks. For a process of its own."""
+    forget(import_name)
+    sys.meta_path.insert(0, MutatedFinder(import_name, file, text))
+    try:
+        importlib.import_module(import_name)
+        check: Any = importlib.import_module("blockstep.conformance.check")
+    except Exception as error:
+        return Outcome("import", type(error).__name__)
+    return play(check, stages, seed)
+
+
+def play(check: Any, stages: Sequence[Stage], seed: int) -> Outcome:
+    """Play episodes in their order, stage after stage, until the first finding."""
+    total = 0
+    for engine, preset, num_events in stages:
+        options = check.CheckOptions(engine=engine, preset=preset, seed=seed)
+        make_engine = check.load_engine(engine)
+        played, index = 0, 0
+        while played < num_events:
+            signal.setitimer(signal.ITIMER_PROF, EPISODE_SECONDS)
+            try:
+                episode = check.run_episode(options, index, make_engine)
+            except Exception as error:
+                return Outcome("crash", type(error).__name__, total + played)
+            played += episode.num_events
+            if episode.first is not None:
+                found = episode.first
+                detail = f"{found.property_id} {found.sentence}".strip()
+                return Outcome(str(found.kind), detail, total + played)
+            index += 1
+        total += played
+    return Outcome("", "", total)
+
+
+# Processes.
+
+
+def run_forked(
+    works: Sequence[Callable[[], dict[str, Any]]], jobs: int, wall_seconds: int
+) -> Iterator[tuple[int, dict[str, Any] | signal.Signals | None]]:
+    """Run each work in a forked process, `jobs` at a time; yields (index, result) as they end.
+
+    The result crosses as JSON. It is a signal if one ended the process, None if nothing came.
+    """
+    gc.collect()
+    gc.freeze()  # pages that a collection would touch stay shared
+    waiting = list(range(len(works)))[::-1]
+    running: dict[int, Child] = {}
+    with selectors.DefaultSelector() as selector:
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    child = _fork(works[waiting[-1]], waiting.pop(), wall_seconds)
+                    running[child.pid] = child
+                    selector.register(child.pipe, selectors.EVENT_READ, child)
+                for key, _ in selector.select():
+                    child = key.data
+                    chunk = os.read(child.pipe, 1 << 16)
+                    child.received += chunk
+                    if not chunk:
+                        selector.unregister(child.pipe)
+                        del running[child.pid]
+                        yield child.index, _collect(child)
+        finally:
+            for child in running.values():
+                os.kill(child.pid, signal.SIGKILL)
+                _collect(child)
+
+
+@dataclass(slots=True)
+class Child:
+    """A process that was forked, and what it has said so far."""
+
+    index: int
+    pid: int
+    pipe: int
+    received: bytes = b""
+
+
+def _collect(child: Child) -> dict[str, Any] | signal.Signals | None:
+    """Wait for the end of a child; its result, or the signal that ended it."""
+    os.close(child.pipe)
+    _, status = os.waitpid(child.pid, 0)
+    if os.WIFSIGNALED(status):
+        return signal.Signals(os.WTERMSIG(status))
+    result: dict[str, Any] | None = json.loads(child.received) if child.received else None
+    return result
+
+
+def _fork(work: Callable[[], dict[str, Any]], index: int, wall_seconds: int) -> Child:
+    """A child that does `work` and writes what it returns."""
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        return Child(index, pid, reader)
+    try:
+        os.close(reader)
+        _set_limits(wall_seconds)
+        data = json.dumps(work()).encode()
+        while data:
+            data = data[os.write(writer, data) :]
+    finally:
+        os._exit(0)
+    raise AssertionError("unreachable")
+
+
+def _set_limits(wall_seconds: int) -> None:
+    """A mutant may loop, eat memory or talk: none of it may reach beyond its process."""
+    for number in (signal.SIGPROF, signal.SIGALRM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.alarm(wall_seconds)
+    signal.setitimer(signal.ITIMER_PROF, EPISODE_SECONDS)
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MEMORY_BYTES if most == resource.RLIM_INFINITY else min(MEMORY_BYTES, most)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)

@@ -1,0 +1,105 @@
+"""What `check` does not reach is found, named, and needs a reason."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.coverage.page import (
+    AWAY,
+    NOT_EXECUTED,
+    Module,
+    Reason,
+    Unreached,
+    find_module,
+    get_unexplained,
+    read_reasons,
+    render_page,
+)
+
+REASONS = Path(__file__).parents[2] / "benchmarks" / "coverage" / "unreached.toml"
+TEXT = """\
+def f(x):
+    if x:
+        y = 1
+        return y
+    if x is None:
+        return 2
+    for _ in ():
+        x += 1
+    return 3
+
+
+def g():
+    z = 4
+    return z
+
+
+f(1)
+f(0)
+"""
+
+
+def run_traced(file: Path) -> Any:
+    coverage = pytest.importorskip("coverage")
+    tracer = coverage.Coverage(
+        data_file=None, config_file=False, branch=True, include=[str(file)], concurrency="thread"
+    )
+    spec = importlib.util.spec_from_file_location("traced", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    tracer.start()
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        tracer.stop()
+    return tracer
+
+
+def test_each_way_not_taken_is_one_entry(tmp_path: Path) -> None:
+    file = tmp_path / "traced.py"
+    file.write_text(TEXT)
+    module = find_module(run_traced(file), file, "spec/traced.py")
+    assert [(one.function, one.code, one.to) for one in module.unreached] == [
+        ("f", "if x is None:", "return 2"),
+        ("f", "for _ in ():", "x += 1"),
+        ("g", "z = 4", NOT_EXECUTED),
+    ]
+    assert module.num_lines - module.num_lines_reached == 4
+    assert module.num_branches - module.num_branches_reached == 2
+
+
+MODULE = Module(
+    "spec/pool.py",
+    10,
+    9,
+    4,
+    2,
+    (
+        Unreached(3, "f", "if a | b:", "return 1"),
+        Unreached(5, "f", "if c:", AWAY),
+    ),
+)
+
+
+def test_what_has_no_reason_stands_out() -> None:
+    reasons = [Reason("spec/pool.py", "f", "Nobody asks for it.", code="if a | b:")]
+    assert get_unexplained([MODULE], reasons) == [("spec/pool.py", MODULE.unreached[1])]
+    page = render_page([MODULE], reasons, "make coverage", {"engine host": 1_000}, {})
+    assert "`` if a \\| b: `` goes on to `` return 1 `` | Nobody asks for it. |" in page
+    assert "`` if c: `` leaves the function | **UNEXPLAINED** |" in page
+    assert "| **all** | 10 | 9 | 4 | 2 | 1 |" in page
+
+
+def test_a_reason_may_be_about_one_way_only_and_may_become_idle() -> None:
+    reasons = [Reason("spec/pool.py", "f", "No.", code="if c:", to="return 2")]
+    assert len(get_unexplained([MODULE], reasons)) == 2
+    page = render_page([MODULE], reasons, "make coverage", {}, {})
+    assert "Explains nothing any more: `spec/pool.py`, `` if c: ``." in page
+
+
+def test_what_is_written_about_the_unreached_is_well_formed() -> None:
+    read_reasons(REASONS)

@@ -1,0 +1,281 @@
+"""Mutants are made where they mean something, caught where they should be, and shown if not."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.mutation.campaign import get_statement_lines
+from benchmarks.mutation.engines import COLLIDING
+from benchmarks.mutation.mutants import (
+    Source,
+    find_excluded_spans,
+    find_functions,
+    find_mutants,
+    find_sources,
+    get_changed_lines,
+    get_excluding_rule,
+    get_innermost,
+    is_change,
+    make_mutated_text,
+)
+from benchmarks.mutation.page import Explanation, judge, read_explanations, render_page
+from benchmarks.mutation.runner import Outcome, Stage, play_mutant, run_forked
+
+SURVIVORS = Path(__file__).parents[2] / "benchmarks" / "mutation" / "survivors.toml"
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="mutants are played in forked processes"),
+]
+
+# Which changes are made.
+
+TEXT = '''\
+"""One - two."""
+
+LIMIT: int | None = 1
+
+
+def f(a: int | str, b: int) -> int | None:
+    """Three - four."""
+    assert a is not None, f"{b - 1}"
+    if a == b:
+        return Rejected(Code.BAD, f"{a - b}")
+    return b - 1
+'''
+
+
+def write(folder: Path, text: str) -> Source:
+    file = folder / "module.py"
+    file.write_text(text)
+    return Source("impl/host/module.py", "blockstep.impl.host.module", file)
+
+
+def test_nothing_is_changed_in_what_nobody_reads() -> None:
+    spans = list(find_excluded_spans(TEXT))
+    found = {(rule, start[0]) for rule, start, _ in spans}
+    assert found >= {
+        ("docstring", 1),
+        ("annotation", 3),
+        ("annotation", 6),
+        ("docstring", 7),
+        ("assertion", 8),
+        ("wording", 10),
+    }
+    assert get_excluding_rule("NumberReplacer", (3, 20), spans) is None
+    assert get_excluding_rule("ReplaceBinaryOperator_Sub_Add", (11, 13), spans) is None
+    assert get_excluding_rule("ReplaceBinaryOperator_Sub_Add", (1, 7), spans) == "docstring"
+    assert get_excluding_rule("ReplaceBinaryOperator_Sub_Pow", (11, 13), spans) == "far arithmetic"
+    assert get_excluding_rule("ReplaceComparisonOperator_Eq_Is", (9, 9), spans) == "identity"
+    assert get_excluding_rule("ReplaceComparisonOperator_Is_IsNot", (9, 9), spans) is None
+
+
+def test_the_mutants_of_a_module(tmp_path: Path) -> None:
+    pytest.importorskip("cosmic_ray")
+    source = write(tmp_path, TEXT)
+    mutants, excluded = find_mutants(source)
+    assert {mutant.line for mutant in mutants} == {3, 9, 11}
+    assert {mutant.function for mutant in mutants} == {"", "f"}
+    assert excluded["annotation"] > 0
+    assert excluded["assertion"] > 0
+    for mutant in mutants:
+        mutated = make_mutated_text(TEXT, mutant.operator, mutant.occurrence)
+        assert is_change(TEXT, mutated)
+        before, _ = get_changed_lines(TEXT, mutated)
+        assert before == TEXT.splitlines()[mutant.line - 1].strip()
+
+
+def test_a_change_must_be_another_program() -> None:
+    assert not is_change("x = 1\n", "x = (1)\n")
+    assert not is_change("x = 1\n", "x = = 1\n")
+    assert is_change("x = 1\n", "x = 2\n")
+
+
+def test_places_are_named() -> None:
+    text = "class C:\n    @property\n    def m(self):\n        return 1\n\nx = 1\n"
+    functions = find_functions(text)
+    assert get_innermost((2, 4), functions) == "C.m"
+    assert get_innermost((4, 8), functions) == "C.m"
+    assert get_innermost((6, 0), functions) == ""
+
+
+def test_lines_of_a_statement_end_where_its_body_begins() -> None:
+    text = "if (a and\n    b):\n    x = 1\nelif c:\n    y = (1,\n         2)\n"
+    assert get_statement_lines(text, 2) == range(1, 3)
+    assert get_statement_lines(text, 4) == range(4, 5)
+    assert get_statement_lines(text, 6) == range(5, 7)
+
+
+def test_an_unknown_module_is_refused() -> None:
+    with pytest.raises(LookupError, match=r"impl/host/pool\.py"):
+        find_sources(["impl/host/tool.py"])
+
+
+# What becomes of them.
+
+SHORT: tuple[Stage, ...] = (("host", "tiny", 400), ("host", "small", 400))
+
+
+def play_changed(module: str, old: str, new: str, stages: tuple[Stage, ...] = SHORT) -> Any:
+    """The outcome of one change, written by hand."""
+    (source,) = find_sources([module])
+    assert source.text.count(old) == 1
+    text = source.text.replace(old, new)
+
+    def work() -> dict[str, Any]:
+        return asdict(play_mutant(source.import_name, str(source.file), text, stages, 0))
+
+    ((_, result),) = run_forked([work], 1, 60)
+    return Outcome(**result) if isinstance(result, dict) else result
+
+
+def test_the_unmutated_code_survives() -> None:
+    outcome = play_changed("impl/host/pool.py", "refs[block] += 1", "refs[block] += 1")
+    assert outcome.killed_by == ""
+    assert outcome.num_events >= 800
+
+
+def test_the_unmutated_code_survives_although_digests_collide() -> None:
+    stages: tuple[Stage, ...] = ((COLLIDING, "small", 300),)
+    outcome = play_changed("impl/host/pool.py", "refs[block] += 1", "refs[block] += 1", stages)
+    assert outcome.killed_by == ""
+
+
+def test_a_mutant_of_the_engine_is_killed_by_a_property() -> None:
+    outcome = play_changed("impl/host/pool.py", "refs[block] += 1", "refs[block] += 2")
+    assert outcome.killed_by == "property"
+    assert outcome.detail.startswith("P1 ")
+
+
+def test_a_mutant_of_the_specification_is_killed() -> None:
+    old = "free_queue = (*pool.free_queue, *released)"
+    outcome = play_changed("spec/pool.py", old, "free_queue = (*released, *pool.free_queue)")
+    assert outcome.killed_by == "divergence"
+
+
+def test_a_mutant_that_cannot_be_imported_is_killed() -> None:
+    outcome = play_changed("spec/pool.py", "class Pool:", "class Tool:")
+    assert outcome == Outcome("import", "ImportError", 0)
+
+
+def test_a_mutant_that_loops_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.mutation.runner.EPISODE_SECONDS", 0.3)
+    old = "block = self._next[block]\n        return queue"
+    new = "block = block\n        return queue"
+    (source,) = find_sources(["impl/host/pool.py"])
+    assert source.text.count(old) == 1
+    new = new.replace("block = block", "block = block or block; queue.clear()")
+    assert play_changed("impl/host/pool.py", old, new) is signal.SIGPROF
+
+
+def test_processes_are_told_apart() -> None:
+    def answer(number: int) -> Any:
+        return lambda: {"number": number}
+
+    results = dict(run_forked([answer(number) for number in range(5)], 2, 60))
+    assert results == {number: {"number": number} for number in range(5)}
+
+
+def test_a_process_that_says_nothing_is_told_from_one_that_was_ended() -> None:
+    def leave() -> dict[str, Any]:
+        os._exit(3)
+
+    def end() -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    ended = dict(run_forked([leave, end], 1, 60))
+    assert ended == {0: None, 1: signal.SIGTERM}
+
+
+# What is said about them.
+
+
+def make_results(survivors: list[dict[str, Any]]) -> dict[str, Any]:
+    modules = [
+        {
+            "module": "impl/host/pool.py",
+            "mutants": 20,
+            "killed": {"property": 17, "timeout": 1},
+            "no_change": 1,
+            "excluded": {"annotation": 4},
+        }
+    ]
+    return {
+        "command": "make mutation",
+        "device": "a machine",
+        "versions": {"python": "3.11"},
+        "seed": 0,
+        "sample": None,
+        "first": [["host", "tiny", 10]],
+        "deep": [],
+        "seconds": 60,
+        "modules": modules,
+        "properties": {"P1 every_block_is_free_or_held": 17},
+        "survivors": survivors,
+    }
+
+
+def make_survivor(before: str, after: str) -> dict[str, Any]:
+    place = {"module": "impl/host/pool.py", "function": "BlockPool.free", "line": 64}
+    change = {"operator": "X", "before": before, "after": after}
+    return {**place, **change, "reached": True, "events": 10}
+
+
+def explain(verdict: str, before: str, after: str = "") -> Explanation:
+    why = "A count is never negative."
+    return Explanation("impl/host/pool.py", "BlockPool.free", before, verdict, why, after)
+
+
+def test_a_survivor_that_nobody_explains_stands_out() -> None:
+    survivors = [make_survivor("if n == 0:", "if n <= 0:"), make_survivor("a | b", "a & b")]
+    verdicts = judge(make_results(survivors), [explain("equivalent", "if n == 0:", "if n <= 0:")])
+    assert [one["before"] for one in verdicts.unexplained] == ["a | b"]
+    assert not verdicts.is_good
+    page = render_page(verdicts)
+    assert "**UNEXPLAINED** (1)" in page
+    assert page.index("`` a \\| b ``") < page.index("A count is never negative.")
+    assert "| `impl/host/pool.py` | 20 | 18 | 1 | 90.0% | 94.7% |" in page
+
+
+def test_an_explanation_is_about_one_change_of_one_line() -> None:
+    one = explain("equivalent", "if n == 0:", "if n <= 0:")
+    assert one.is_about(make_survivor("if n == 0:", "if n <= 0:"))
+    assert not one.is_about(make_survivor("if n == 0:", "if n >= 0:"))
+    assert explain("equivalent", "if n == 0:").is_about(make_survivor("if n == 0:", "if n > 0:"))
+
+
+def test_a_hole_is_not_good_and_an_idle_explanation_is_named() -> None:
+    survivors = [make_survivor("if n == 0:", "if n <= 0:"), make_survivor("a | b", "a & b")]
+    said = [explain("equivalent", "if n == 0:"), explain("hole", "a | b"), explain("hole", "gone")]
+    verdicts = judge(make_results(survivors), said)
+    assert not verdicts.unexplained
+    assert len(verdicts.holes) == 1
+    assert not verdicts.is_good
+    assert [one.before for one in verdicts.idle] == ["gone"]
+    assert "Explains nothing any more" in render_page(verdicts)
+
+
+def test_all_explained_and_enough_killed_is_good() -> None:
+    results = make_results([make_survivor("if n == 0:", "if n <= 0:")])
+    results["modules"][0]["killed"] = {"property": 19}
+    verdicts = judge(results, [explain("equivalent", "if n == 0:")])
+    assert verdicts.is_good
+    assert verdicts.score("impl/host").of_all == 0.95
+
+
+def test_what_is_written_about_survivors_is_well_formed() -> None:
+    read_explanations(SURVIVORS)
+
+
+def test_a_verdict_must_be_one_that_there_is(tmp_path: Path) -> None:
+    file = tmp_path / "survivors.toml"
+    line = 'module = "m"\nfunction = "f"\nbefore = "x"\nverdict = "fine"\nwhy = "It is."\n'
+    file.write_text(f"[[survivor]]\n{line}")
+    with pytest.raises(ValueError, match="needs a verdict"):
+        read_explanations(file)
