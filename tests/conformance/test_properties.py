@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from blockstep.conformance.presets import PRESETS, draw_swarm
-from blockstep.conformance.program import Answer, Hostile, Propose
+from blockstep.conformance.program import Answer, Hostile, Misanswer, Propose
 from blockstep.conformance.properties import CHECKS_OF, PROPERTIES, Ledger, Step, check_step
 from blockstep.conformance.rules import SeededDraw, View, next_action
 from blockstep.conformance.tokens import token_function
@@ -19,9 +19,11 @@ from blockstep.spec.vocabulary import (
     Abort,
     Ack,
     BlockKey,
+    CachedRow,
     Commit,
     Config,
     Drafts,
+    DraftsTaken,
     Event,
     FinishReason,
     GrammarReady,
@@ -261,6 +263,151 @@ def reset_forced() -> Play:
     return Play().do(Submit(A), Submit(C)).run(1).do(Reset(True))
 
 
+AHEAD = replace(CONFIG, max_frames_in_flight=3)
+DRAFTING_AHEAD = replace(AHEAD, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
+
+
+def starving(num_steps: int) -> Play:
+    """A takes a block in each step; B, behind it, must give way in the fifth and the seventh."""
+    config = replace(
+        CONFIG,
+        max_num_seqs=2,
+        enable_prefix_caching=False,
+        long_prefill_token_threshold=2,
+        max_model_len=17,
+        scheduler_reserve_full_isl=False,
+    )
+    play = Play(config).do(Submit(request("A", *range(16), max_tokens=1)))
+    play.do(Submit(request("B", *range(20, 29))), Submit(C))
+    return play.run(num_steps - 1).do(Schedule())
+
+
+def preempted_again() -> Play:
+    play = starving(7)
+    assert play.step.plan.preempted_req_ids == ("B",)
+    assert play.step.old["B"].num_preemptions == 1
+    return play
+
+
+def ahead() -> Play:
+    """Three plans in flight, the last two of tokens that the one before each will sample."""
+    return Play(AHEAD).do(Submit(LONG), Schedule(), Schedule(), Schedule())
+
+
+def ahead_four_deep() -> Play:
+    play = Play(replace(AHEAD, max_frames_in_flight=4)).do(Submit(LONG), *[Schedule()] * 4)
+    assert play.step.new["A"].num_output_placeholders == 4
+    return play
+
+
+def answered() -> Play:
+    """The oldest of three plans is committed."""
+    return ahead().commit()
+
+
+def publishing() -> Play:
+    """The second token verifies the sixth, and with it a block."""
+    play = answered().commit()
+    assert play.step.new["A"].num_cached_blocks == (3,)
+    return play
+
+
+def publishing_at_the_end() -> Play:
+    last = request("A", 1, 2, 3, 4, 5, max_tokens=2)
+    play = Play(AHEAD).do(Submit(last), Schedule(), Schedule()).commit().commit()
+    assert play.step.new == {}
+    assert play.step.before.block_keys != play.step.after.block_keys
+    return play
+
+
+def last_token_in_flight() -> Play:
+    """Nothing is left to plan for A, so the plan is empty."""
+    return Play(AHEAD).do(Submit(request("A", 1, 2, 3, max_tokens=1)), Schedule(), Schedule())
+
+
+def chunks_ahead() -> Play:
+    """Two chunks of a prompt are in flight; the first is committed."""
+    config = replace(AHEAD, max_num_batched_tokens=2)
+    return Play(config).do(Submit(A), Schedule(), Schedule()).commit()
+
+
+def drafted_ahead() -> Play:
+    """A plan with placeholders for the drafts that the worker made after the plan before."""
+    play = Play(DRAFTING_AHEAD)
+    play.worker.acceptance = (1,)
+    return play.do(Submit(LONG), Schedule(), Schedule())
+
+
+def rolled_back_ahead() -> Play:
+    """One of two drafts is rejected, with another plan of A in flight."""
+    play = drafted_ahead().do(Schedule()).commit().commit()
+    assert play.step.new["A"].num_output_placeholders == 3
+    return play
+
+
+def gap() -> Play:
+    """A runs but has no row, so the drafts that the worker has for it are of no use."""
+    play = drafted_ahead()
+    return play.do(SetPause(PauseState.PAUSED_ALL), Schedule())
+
+
+def reset_ahead() -> Play:
+    """A is reset by force with two plans in flight; the first of them is committed."""
+    return Play(AHEAD).do(Submit(LONG), Schedule(), Schedule(), Reset(True)).commit()
+
+
+def passing_over() -> Play:
+    """A waits for its tokens in flight; C, behind it, is admitted."""
+    play = Play(AHEAD).do(Submit(LONG), Schedule(), Reset(True), Submit(C), Schedule())
+    assert play.step.after.skipped_waiting == ("A",)
+    assert [row.request_id for row in play.step.plan.new] == ["C"]
+    return play
+
+
+def passing_over_by_priority() -> Play:
+    play = Play(replace(AHEAD, policy=Policy.PRIORITY))
+    return play.do(Submit(LONG), Schedule(), Reset(True), Submit(C), Schedule())
+
+
+def back_again() -> Play:
+    """A has got its tokens and is admitted from where it was passed over to."""
+    play = passing_over().commit().do(Schedule())
+    assert play.step.plan.cached[-1].resumed
+    return play
+
+
+def preempting_ahead() -> Play:
+    """A needs a block while a token of B is in flight."""
+    config = replace(AHEAD, num_blocks=7, max_model_len=10, scheduler_reserve_full_isl=False)
+    play = Play(config)
+    for index, name in enumerate("AB"):
+        prompt = (10 * index + 1, 10 * index + 2, 10 * index + 3, 10 * index + 4)
+        play.do(Submit(request(name, *prompt, max_tokens=5)))
+    play.do(Schedule(), Schedule(), Schedule()).commit().do(Schedule())
+    assert play.step.plan.preempted_req_ids == ("B",)
+    return play
+
+
+def delivering_to_the_preempted() -> Play:
+    play = preempting_ahead().commit()
+    assert play.step.new["B"].status is Status.PREEMPTED
+    return play
+
+
+def alone_and_preempted() -> Play:
+    """Planned ahead, A needs more blocks than it ever will, and there are no more."""
+    config = replace(AHEAD, num_blocks=4, max_num_batched_tokens=9)
+    play = Play(config).do(Submit(request("A", *range(5), max_tokens=2)))
+    play.do(Schedule(), Schedule(), Schedule())
+    return play
+
+
+def refused_out_of_order() -> Play:
+    play = ahead()
+    newest = play.plans[-1].frame_id
+    return play.do(Commit(newest, play.worker.answer(newest)))
+
+
 # Bends.
 
 
@@ -348,6 +495,48 @@ def reversed_frees(step: Step) -> Step:
 
 def reversed_tail(step: Step) -> Step:
     return after(step, free_queue=step.after.free_queue[::-1])
+
+
+def with_rows_for_all(step: Step) -> Step:
+    """A row for A, for which the plan has none."""
+    row = CachedRow("A", False, ((),), None, step.old["A"].num_computed_tokens, 1, 1)
+    return observed(step, cached=(row,))
+
+
+def refusing_the_next(step: Step) -> Step:
+    """C is left waiting behind A, with room for it."""
+    bent = observed(step, new=())
+    return after(bent, waiting=("C",), running=(), free_queue=tuple(range(1, 9)))
+
+
+def forgetting(step: Step, name: str) -> Step:
+    """The block of one request that was published last loses its key."""
+    before = step.before.block_keys
+    (block,) = [
+        block
+        for block, key in enumerate(step.after.block_keys)
+        if key is not None and before[block] is None
+    ]
+    assert block in step.old[name].block_tables[0]
+    return with_key(step, block, None)
+
+
+def naming_otherwise(step: Step, salt: str | None, *tokens: int) -> Step:
+    """The block of A that was published last carries a key of other tokens, or with a salt."""
+    table = table_of(step, "A")
+    key = step.after.block_keys[table[2]]
+    assert key is not None
+    links = [each.token_ids for each in key.chain()[:2]] + [tokens or key.token_ids]
+    other = None
+    for index, link in enumerate(links):
+        other = BlockKey(other, link, cache_salt=None if index else salt)
+    return with_key(step, table[2], other)
+
+
+def publishing_once_more(step: Step) -> Step:
+    """A block that nobody verified is under a key of the cache map too, where it never was."""
+    key, blocks = next(iter(step.after.cached.items()))
+    return after(step, cached={**step.after.cached, key: (*blocks, step.after.free_queue[0])})
 
 
 Bend: TypeAlias = Callable[[Step], Step]
@@ -743,6 +932,194 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
             requests=(s.before.requests[0], RequestSnapshot("C", Status.PREEMPTED)),
         ),
     ),
+    # Progress.
+    ("preemption_leaves_somebody_running", preempting, lambda s: after(s, running=())),
+    (
+        "nobody_is_preempted_again_without_progress",
+        preempted_again,
+        lambda s: after(s, running=("C",)),
+    ),
+    # Several frames in flight.
+    (
+        "counters_stay_within_what_is_known",
+        ahead,
+        lambda s: changed(s, "A", num_output_placeholders=2),
+    ),
+    (
+        "counters_stay_within_what_is_known",
+        ahead_four_deep,
+        lambda s: changed(s, "A", num_computed_tokens=7),
+    ),
+    (
+        "counters_stay_within_what_is_known",
+        delivering_to_the_preempted,
+        lambda s: changed(s, "B", num_output_placeholders=0),
+    ),
+    ("running_request_gets_all_it_can", ahead, lambda s: observed(s, cached=())),
+    ("row_advances_by_what_it_runs", ahead, lambda s: changed(s, "A", is_prefill_chunk=True)),
+    ("row_advances_by_what_it_runs", drafted_ahead, lambda s: changed(s, "A", spec_token_ids=())),
+    (
+        "preempted_request_starts_again",
+        preempting_ahead,
+        lambda s: changed(s, "B", num_output_placeholders=0),
+    ),
+    ("nobody_runs_past_its_last_token", last_token_in_flight, with_rows_for_all),
+    ("running_request_gets_all_it_can", last_token_in_flight, with_rows_for_all),
+    (
+        "nobody_is_admitted_while_its_tokens_are_in_flight",
+        passing_over,
+        lambda s: with_row(s, "C", request=LONG),
+    ),
+    ("head_of_the_queue_is_admitted_when_it_fits", passing_over, refusing_the_next),
+    (
+        "admissions_follow_the_policy",
+        passing_over,
+        lambda s: before(
+            s,
+            waiting=("B", *s.before.waiting),
+            requests=(*s.before.requests, RequestSnapshot("B", Status.WAITING)),
+        ),
+    ),
+    (
+        "queues_keep_their_order",
+        passing_over,
+        lambda s: after(s, waiting=("A",), skipped_waiting=()),
+    ),
+    (
+        "queues_keep_their_order",
+        passing_over_by_priority,
+        lambda s: after(s, waiting=("A",), skipped_waiting=()),
+    ),
+    ("queues_keep_their_order", back_again, lambda s: after(s, skipped_waiting=("A",))),
+    (
+        "admitted_row_kind_follows_its_status",
+        back_again,
+        lambda s: observed(s, new=(NewRow(LONG, ((6, 7, 8),), 0, 6),), cached=s.plan.cached[:1]),
+    ),
+    ("request_without_a_row_stays_the_same", gap, lambda s: changed(s, "A", num_preemptions=1)),
+    (
+        "attached_drafts_are_the_last_proposed_ones",
+        gap,
+        lambda s: changed(s, "A", spec_token_ids=(-1, -1)),
+    ),
+    (
+        "attached_drafts_are_the_last_proposed_ones",
+        drafted_ahead,
+        lambda s: changed(s, "A", spec_token_ids=(-1,)),
+    ),
+    (
+        "dispatched_drafts_are_the_last_proposed_ones",
+        drafted_ahead,
+        lambda s: with_row(s, "A", draft_token_ids=(-1,)),
+    ),
+    (
+        "dispatched_drafts_are_the_last_proposed_ones",
+        drafted_ahead,
+        lambda s: with_row(s, "A", draft_token_ids=(7, 30)),
+    ),
+    ("verified_full_blocks_are_published", publishing, lambda s: forgetting(s, "A")),
+    ("verified_full_blocks_are_published", publishing_at_the_end, lambda s: forgetting(s, "A")),
+    (
+        "verified_full_blocks_are_published",
+        publishing,
+        lambda s: changed(s, "A", num_cached_blocks=(2,)),
+    ),
+    (
+        "only_verified_blocks_are_published",
+        answered,
+        lambda s: with_key(s, table_of(s, "A")[2], BlockKey(None, (5, 48))),
+    ),
+    (
+        "only_verified_blocks_are_published",
+        answered,
+        lambda s: with_key(s, table_of(s, "A")[0], None),
+    ),
+    ("only_verified_blocks_are_published", publishing, publishing_once_more),
+    (
+        "only_verified_blocks_are_published",
+        delivering_to_the_preempted,
+        lambda s: with_key(s, s.after.free_queue[0], BlockKey(None, (11, 12))),
+    ),
+    (
+        "held_block_carries_the_name_of_its_tokens",
+        publishing,
+        lambda s: naming_otherwise(s, None, 5, 49),
+    ),
+    (
+        "held_block_carries_the_extra_keys_of_its_request",
+        publishing,
+        lambda s: naming_otherwise(s, "x"),
+    ),
+    (
+        "answer_from_before_a_reset_publishes_nothing",
+        reset_ahead,
+        lambda s: with_key(s, 1, BlockKey(None, (1, 2))),
+    ),
+    (
+        "sampling_leaves_one_token_to_compute",
+        answered,
+        lambda s: changed(s, "A", num_computed_tokens=5),
+    ),
+    (
+        "sampling_leaves_one_token_to_compute",
+        rolled_back_ahead,
+        lambda s: changed(s, "A", num_computed_tokens=s.old["A"].num_computed_tokens),
+    ),
+    (
+        "sampling_leaves_one_token_to_compute",
+        chunks_ahead,
+        lambda s: changed(s, "A", num_computed_tokens=2),
+    ),
+    (
+        "commit_changes_only_outputs_and_computed_tokens",
+        chunks_ahead,
+        lambda s: changed(s, "A", num_output_placeholders=1),
+    ),
+    (
+        "commit_changes_only_outputs_and_computed_tokens",
+        rolled_back_ahead,
+        lambda s: changed(s, "A", spec_token_ids=()),
+    ),
+    (
+        "commit_changes_only_outputs_and_computed_tokens",
+        delivering_to_the_preempted,
+        lambda s: changed(s, "B", num_computed_tokens=3),
+    ),
+    (
+        "event_leaves_alone_what_it_is_not_about",
+        answered,
+        lambda s: after(s, prev_scheduled_req_ids=()),
+    ),
+    (
+        "committed_frame_leaves_flight",
+        answered,
+        lambda s: after(s, frames_in_flight=s.before.frames_in_flight[:-1]),
+    ),
+    (
+        "counters_grow_by_what_happened",
+        rolled_back_ahead,
+        lambda s: after(s, stats=s.before.stats),
+    ),
+    (
+        "stale_or_wrong_event_is_refused",
+        answered,
+        lambda s: replace(s, event=Commit(2, (RowTokens("A", (48,)),))),
+    ),
+    (
+        "stale_or_wrong_event_is_refused",
+        drafted_ahead,
+        lambda s: replace(s, event=Drafts(()), observation=DraftsTaken()),
+    ),
+    (
+        "stale_or_wrong_event_is_refused",
+        rolled_back_ahead,
+        lambda s: replace(s, event=Commit(1, (RowTokens("A", (1, 2, 3, 4)),))),
+    ),
+    (
+        "refusal_names_what_is_wrong",
+        refused_out_of_order,
+        lambda s: replace(s, observation=Rejected(RejectCode.UNKNOWN_FRAME)),
+    ),
 ]
 
 
@@ -765,6 +1142,43 @@ def test_a_wrong_step_is_accused(sentence: str, scene: Callable[[], Play], bend:
 
 def test_every_sentence_has_a_wrong_step() -> None:
     assert {case[0] for case in CASES} == CHECKS.keys()
+
+
+def test_one_alone_may_preempt_itself_for_tokens_that_it_is_promised() -> None:
+    play = alone_and_preempted()
+    judge = CHECKS["preemption_leaves_somebody_running"]
+    assert play.step.plan.preempted_req_ids == ("A",)
+    assert play.step.after.running == ()
+    assert judge(play.step, play.ledger) == []
+    play.ledger.promised.clear()
+    assert judge(play.step, play.ledger)
+
+
+def test_preemption_again_needs_somebody_who_got_further() -> None:
+    """Two of the same rank that preempt each other by turns are seen; so is any progress."""
+    play = preempted_again()
+    judge, ledger = CHECKS["nobody_is_preempted_again_without_progress"], play.ledger
+    assert judge(play.step, ledger) == []
+    ledger.lives["A"].admitted_in = ledger.lives["B"].admitted_in + 1
+    assert judge(play.step, ledger), "A came after B, so it was preempted since"
+    ledger.num_progress += 1
+    assert judge(play.step, ledger) == []
+    first = starving(5)
+    assert first.step.plan.preempted_req_ids == ("B",)
+    assert judge(after(first.step, running=("C",)), first.ledger) == []
+
+
+def test_accepted_drafts_are_not_compared_where_only_the_worker_knows_them() -> None:
+    play = rolled_back_ahead()
+    wrong = replace(play.step, event=Commit(1, (RowTokens("A", (8, 30)),)))
+    assert not CHECKS["stale_or_wrong_event_is_refused"](wrong, play.ledger)
+
+
+def test_a_request_that_is_gone_promises_nothing_in_the_end() -> None:
+    play = ahead().do(Abort(("A",))).commit().commit()
+    assert play.ledger.promised == {"A": 2}, "the last of these is not recorded yet"
+    play.commit().do(Submit(A))
+    assert play.ledger.promised == {}
 
 
 def test_properties_and_their_sentences_are_in_order() -> None:
@@ -817,6 +1231,10 @@ def test_a_clean_engine_is_never_accused(preset: str) -> None:
             view.num_submitted += isinstance(action, Submit)
             if isinstance(action, Answer):
                 play.commit()
+            elif isinstance(action, Misanswer):
+                continue
+            elif isinstance(action, Propose) and swarm.config.async_scheduling:
+                play.worker.acceptance = tuple(right for _, right in action.counts)
             elif isinstance(action, Propose):
                 for name in list(view.live)[:2]:
                     play.propose(name, *action.counts[0])

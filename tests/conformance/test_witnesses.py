@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from blockstep.conformance.presets import PRESETS, draw_swarm
-from blockstep.conformance.program import Answer, Hostile, Propose
+from blockstep.conformance.program import Answer, Hostile, Misanswer, Propose
 from blockstep.conformance.properties import Ledger, Step
 from blockstep.conformance.rules import SeededDraw, View, next_action
 from blockstep.conformance.tokens import token_function
@@ -27,12 +27,14 @@ from blockstep.spec.vocabulary import (
     Drafts,
     Event,
     Outputs,
+    PauseState,
     Plan,
     Policy,
     Request,
     Reset,
     RowTokens,
     Schedule,
+    SetPause,
     SpecMethod,
     Submit,
 )
@@ -159,6 +161,105 @@ def test_resets_are_told_apart() -> None:
     assert watched.counts["reset_done"] == 1
 
 
+AHEAD = replace(CONFIG, max_frames_in_flight=4)
+LONG = replace(A, max_tokens=6)
+
+
+def test_frames_in_flight_are_counted() -> None:
+    watched = Watched(AHEAD).do(Submit(LONG), *[Schedule()] * 5)
+    assert watched.counts["several_frames_in_flight"] == 3
+    assert watched.counts["four_frames_in_flight"] == 1
+    assert watched.counts["planned_before_its_token"] == 3
+    assert watched.counts["rejected_pipeline_full_async"] == 1
+    newest = watched.plans[-1].frame_id
+    watched.do(Commit(newest, watched.worker.answer(newest)))
+    assert watched.counts["rejected_frame_out_of_order"] == 1
+
+
+def test_chunks_of_one_prompt_may_be_in_flight_together() -> None:
+    watched = Watched(replace(AHEAD, max_num_batched_tokens=2)).do(Submit(A), *[Schedule()] * 3)
+    assert watched.counts["chunks_in_two_frames"] == 2
+    assert watched.counts["planned_before_its_token"] == 0
+
+
+def test_a_request_whose_last_token_is_in_flight_is_left_out() -> None:
+    watched = Watched(AHEAD).do(Submit(A), Schedule(), Schedule()).commit().do(Schedule())
+    assert watched.counts["skip_ahead"] == 1
+    watched.commit()
+    assert watched.counts["published_by_the_last_commit"] == 1
+    assert watched.counts["published_by_commit"] == 0
+
+
+def test_what_a_commit_publishes_is_seen() -> None:
+    watched = Watched(AHEAD).do(Submit(LONG), Schedule(), Schedule(), Schedule())
+    watched.commit().commit()
+    assert watched.counts["published_by_commit"] == 1
+
+
+def test_a_row_of_one_that_stopped_is_no_aborted_one() -> None:
+    watched = Watched(AHEAD).do(Submit(A), Schedule(), Schedule(), Schedule())
+    watched.commit().commit().commit()
+    assert watched.counts["row_of_an_ended_request_ignored"] == 1
+    assert watched.counts["commit_for_aborted"] == 0
+    watched.do(Submit(LONG), Schedule(), Schedule(), Abort(("A",))).commit().commit()
+    assert watched.counts["row_of_an_ended_request_ignored"] == 1
+    assert watched.counts["commit_for_aborted"] == 2
+    assert watched.counts["abort_with_two_frames_in_flight"] == 1
+
+
+def test_placeholders_for_drafts_are_followed() -> None:
+    config = replace(AHEAD, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
+    watched = Watched(config).do(Submit(replace(LONG, max_tokens=9)), Schedule(), Schedule())
+    assert watched.counts["draft_placeholders_scheduled"] == 1
+    watched.do(Schedule()).commit().commit()
+    assert watched.counts["rollback_with_frames_behind"] == 1
+    watched.do(SetPause(PauseState.PAUSED_ALL), Schedule())
+    assert watched.counts["draft_placeholders_dropped"] == 1
+
+
+def test_one_preempted_in_flight_is_followed_until_it_returns() -> None:
+    config = replace(AHEAD, num_blocks=7, max_model_len=10, scheduler_reserve_full_isl=False)
+    watched = Watched(config)
+    for name, first in (("A", 0), ("B", 10)):
+        prompt = tuple(range(first, first + 4))
+        watched.do(Submit(Request(name, prompt, max_tokens=5)))
+    watched.do(Schedule(), Schedule(), Schedule()).commit().do(Schedule())
+    counts = watched.counts
+    assert counts["preempted_in_flight"] == counts["preempted"] == 1
+    watched.do(Submit(Request("C", (7,), max_tokens=1)), Schedule())
+    assert counts["passed_over_for_its_tokens"] == counts["admitted_past_a_stale_one"] == 1
+    while not counts["resumed_after_stale_tokens"] and watched.ledger.lives:
+        watched.commit().do(Schedule())
+    assert counts["stale_tokens_delivered"] == 2
+    assert counts["resumed_after_stale_tokens"] == 1
+    assert counts["commit_for_preempted"] == counts["all_preempted_in_flight"] == 0
+
+
+def test_one_that_preempts_itself_ends_by_the_tokens_in_flight() -> None:
+    config = replace(AHEAD, num_blocks=4)
+    watched = Watched(config).do(Submit(A), Schedule(), Schedule(), Schedule())
+    assert watched.counts["all_preempted_in_flight"] == 1
+    watched.commit().commit()
+    assert watched.counts["ended_while_stale"] == 1
+    assert watched.counts["ended_while_preempted"] == 0
+
+
+def test_resets_in_flight_are_told_apart_from_preemption() -> None:
+    watched = Watched(AHEAD).do(Submit(LONG), Schedule(), Schedule(), Reset(True)).commit()
+    assert watched.counts["reset_forced_with_two_frames_in_flight"] == 1
+    assert watched.counts["commit_for_preempted"] == 1
+    assert watched.counts["stale_tokens_delivered"] == 0
+    watched.do(Abort(("A",)))
+    assert watched.counts["abort_stale"] == 1
+
+
+def test_what_needs_several_frames_is_required_only_with_several() -> None:
+    sync, deep = set(required_witnesses()), set(required_witnesses(max_depth=4))
+    assert {"skip_ahead", "rejected_frame_out_of_order"} <= deep - sync
+    assert deep - set(required_witnesses(max_depth=3)) == {"four_frames_in_flight"}
+    assert sync < deep
+
+
 def test_refusals_are_counted_by_code() -> None:
     watched = Watched().do(Submit(A), Submit(A))
     assert watched.counts == {"rejected_duplicate_request": 1}
@@ -190,9 +291,9 @@ def test_a_run_of_moderate_length_reaches_everything() -> None:
     counts: Counter[str] = Counter()
     for index in range(2000):
         counts.update(_episode(index))
-        if index % 50 == 0 and not missing_witnesses(counts):
+        if index % 50 == 0 and not missing_witnesses(counts, max_depth=4):
             break
-    assert missing_witnesses(counts) == ()
+    assert missing_witnesses(counts, max_depth=4) == ()
 
 
 def _episode(index: int) -> Counter[str]:
@@ -208,6 +309,12 @@ def _episode(index: int) -> Counter[str]:
         view.num_submitted += isinstance(action, Submit)
         if isinstance(action, Answer):
             watched.commit()
+        elif isinstance(action, Misanswer):
+            if watched.plans:
+                newest = watched.plans[-1].frame_id
+                watched.do(Commit(newest, watched.worker.answer(newest)))
+        elif isinstance(action, Propose) and swarm.config.async_scheduling:
+            watched.worker.acceptance = tuple(right for _, right in action.counts)
         elif isinstance(action, Propose):
             for name in list(view.live)[:2]:
                 watched.propose(name, *action.counts[0])

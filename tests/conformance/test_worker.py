@@ -14,6 +14,7 @@ from blockstep.conformance.worker import PrefixNames, Worker, item_starts
 from blockstep.conformance.worker.names import BEFORE_RESET, NEVER_WRITTEN
 from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
     Ack,
     BlockKey,
     CachedRow,
@@ -29,6 +30,7 @@ from blockstep.spec.vocabulary import (
     RowTokens,
     Schedule,
     Snapshot,
+    SpecMethod,
     Submit,
 )
 
@@ -438,3 +440,90 @@ def test_a_block_costs_little() -> None:
         assert worker.execute(plan) == []
         worker.answer(index + 1)
     assert (time.perf_counter() - started_at) / 16 / 500 < 10e-6
+
+
+# Several frames in flight.
+
+
+def pipelined(**fields: Any) -> Worker:
+    """A has run its prompt and the next position, and no answer has been committed."""
+    worker = make_worker(max_frames_in_flight=3, **fields)
+    assert worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),))) == []
+    assert worker.execute(Plan(1, cached=(cached("A", 5, 1),))) == []
+    return worker
+
+
+def test_the_worker_is_ahead_of_the_scheduler_by_the_frames_in_flight() -> None:
+    worker = pipelined()
+    view = worker.views["A"]
+    assert (len(view.tokens), view.num_unreported, view.num_promised) == (7, 2, 2)
+    assert view.output_token_ids == ()
+    assert worker.execute(Plan(2, cached=(cached("A", 6, 2, new_block_ids=((4,),)),))) == []
+    first = worker.answer(0)
+    worker.commit(Commit(0, first))
+    assert view.output_token_ids == first[0].token_ids
+    assert (view.num_unreported, view.num_promised) == (2, 2)
+
+
+def test_a_plan_must_count_what_frames_in_flight_promise() -> None:
+    findings = pipelined().execute(Plan(2, cached=(cached("A", 6, 0, new_block_ids=((4,),)),)))
+    assert ("P26", "plan_counts_the_outputs_of_the_worker") in said(findings)
+
+
+def test_rejected_drafts_put_the_scheduler_ahead_until_it_hears_of_them() -> None:
+    drafting = {"spec_method": SpecMethod.NGRAM, "num_speculative_tokens": 2}
+    worker = make_worker(max_frames_in_flight=3, **drafting)
+    worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),)))
+    row = cached("A", 5, 1, num_scheduled_tokens=3, draft_token_ids=(DRAFT_PLACEHOLDER,) * 2)
+    assert worker.execute(Plan(1, cached=(replace(row, new_block_ids=((4,),)),))) == []
+    view = worker.views["A"]
+    assert (view.num_computed, view.num_rejected) == (6, 2)
+    following = cached("A", 8, 4, new_block_ids=((5,),))
+    assert worker.execute(Plan(2, cached=(following,))) == []
+    assert view.num_computed == 7
+    for frame in (0, 1):
+        worker.commit(Commit(frame, worker.answer(frame)))
+    assert view.num_rejected == 0
+    late = cached("A", 9, 4, new_block_ids=((6,),))  # as if it had not heard of them
+    sentence = ("P26", "plan_counts_the_computed_tokens_of_the_worker")
+    assert sentence in said(worker.execute(Plan(3, cached=(late,))))
+
+
+def test_how_many_placeholders_are_right_is_set_from_outside() -> None:
+    drafting = {"spec_method": SpecMethod.NGRAM, "num_speculative_tokens": 2}
+    worker = make_worker(max_frames_in_flight=2, **drafting)
+    worker.acceptance = (2, 0)
+    worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),)))
+    row = cached("A", 5, 1, num_scheduled_tokens=3, draft_token_ids=(DRAFT_PLACEHOLDER,) * 2)
+    worker.execute(Plan(1, cached=(replace(row, new_block_ids=((4,),)),)))
+    assert len(worker.answer(1)[0].token_ids) == 3
+
+
+def test_a_placeholder_after_a_gap_stands_for_nothing() -> None:
+    drafting = {"spec_method": SpecMethod.NGRAM, "num_speculative_tokens": 2}
+    worker = pipelined(**drafting)
+    assert worker.execute(Plan(2)) == []
+    tokens = worker.views["A"].tokens
+    row = cached("A", 6, 1, num_scheduled_tokens=2, draft_token_ids=(DRAFT_PLACEHOLDER,))
+    worker.commit(Commit(0, worker.answer(0)))
+    sent = replace(row, all_token_ids=tuple(tokens[:6]), num_output_tokens=2)
+    findings = worker.execute(Plan(3, cached=(replace(sent, new_block_ids=((4,),)),)))
+    assert said(findings) == [("P24", "placeholder_stands_for_a_draft_after_the_last_plan")]
+
+
+def test_nobody_is_resumed_while_its_tokens_are_in_flight() -> None:
+    worker = pipelined()
+    assert worker.execute(Plan(2, preempted_req_ids=("A",))) == []
+    row = cached("A", 0, 2, resumed=True, all_token_ids=A.prompt_token_ids, num_scheduled_tokens=5)
+    findings = worker.execute(Plan(3, cached=(replace(row, new_block_ids=((4, 5, 6),)),)))
+    assert ("P13", "resumed_request_has_no_token_in_flight") in said(findings)
+
+
+def test_who_reads_wrong_kv_goes_astray() -> None:
+    worker = started()
+    other = Request("B", (1, 2, 9, 9, 5))
+    right = make_worker()
+    right.execute(Plan(0, new=(NewRow(other, ((4, 5, 6),), 0, 5),)))
+    # B is told that the blocks of A hold its first four tokens.
+    assert worker.execute(Plan(1, new=(NewRow(other, ((1, 2, 4),), 4, 1),))) != []
+    assert worker.answer(1)[0].token_ids != right.answer(0)[0].token_ids

@@ -174,7 +174,7 @@ def test_a_preempted_request_may_end_by_its_tokens_in_flight() -> None:
     assert oracle.state.skipped_waiting == ("B",)
     outputs = oracle.commit(plans[0], {"A": [7], "B": [0]})
     assert outputs.rows[1].finish_reason is FinishReason.STOP
-    assert oracle.state.skipped_waiting == ()
+    assert not oracle.state.skipped_waiting
     assert set(oracle.state.requests) == {"A"}
 
 

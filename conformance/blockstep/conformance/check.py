@@ -9,15 +9,15 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from blockstep.conformance.driver import LockStep
-from blockstep.conformance.engine import Capability, EngineFactory
+from blockstep.conformance.engine import Capability, EngineFactory, is_async
 from blockstep.conformance.findings import Finding, FindingKind
-from blockstep.conformance.presets import PRESETS, draw_swarm
+from blockstep.conformance.presets import MAX_DEPTH, PRESETS, TINY, draw_swarm
 from blockstep.conformance.program import Action, Drain, Program
 from blockstep.conformance.registry import load_engine
 from blockstep.conformance.rules import SeededDraw, View, next_action
@@ -40,7 +40,12 @@ SITUATIONS_OF: Mapping[str, tuple[str, ...]] = {
 }
 """Names, by their beginnings, of situations that need a capability."""
 EPISODES_COMPARED = 40
-"""Episodes after the first failing one in which a simpler failure is looked for."""
+"""Episodes, from the first failing one on, in which a simpler failure is looked for."""
+SHORT_PROGRAM = 8
+"""Actions of a shrunk program for which no shorter one is looked for."""
+SHRUNK_MAX = 3
+"""Failures of one scope that are shrunk, at most."""
+TINY_EPISODES = 300
 
 
 class ExitCode(IntEnum):
@@ -78,6 +83,8 @@ class CheckOptions:
     episode: int | None = None
     """Run this one episode only."""
     jobs: int = 1
+    max_depth: int = MAX_DEPTH
+    """Frames in flight, at most. An engine without `Capability.ASYNC` is given one at a time."""
     profile: str = STRICT.name
     """Release whose known quirks the spec follows; `strict` follows none."""
 
@@ -146,13 +153,20 @@ def find_profile(name: str) -> Profile:
     return profile
 
 
+def fit_depth(options: CheckOptions, make_engine: EngineFactory) -> CheckOptions:
+    """The options with one frame in flight at a time, if the engine can have no more."""
+    if options.max_depth == 1 or is_async(make_engine):
+        return options
+    return replace(options, max_depth=1)
+
+
 def play_episode(
     options: CheckOptions, index: int, make_engine: EngineFactory, keep_exchanges: bool = False
 ) -> tuple[LockStep, Program, list[Finding]]:
     """Play one episode to its end, or to its first findings."""
     preset = PRESETS[options.preset]
     draw = SeededDraw(f"{options.preset}/{options.seed}/{index}")
-    swarm = draw_swarm(preset, draw, options.policy)
+    swarm = draw_swarm(preset, draw, options.policy, options.max_depth)
     run = LockStep.start(
         swarm.config,
         make_engine,
@@ -195,6 +209,7 @@ def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -
 def record_episode(options: CheckOptions) -> tuple[Config, list[tuple[Event, Observation]]]:
     """The config and the exchanges of one episode: what the engine answered to each event."""
     make_engine = load_engine(options.engine)
+    options = fit_depth(options, make_engine)
     run, _, _ = play_episode(options, options.episode or 0, make_engine, keep_exchanges=True)
     return run.config, [
         (exchange.event, exchange.seen) for exchange in run.exchanges if exchange.seen is not None
@@ -222,7 +237,10 @@ def check(
     """
     started = time.perf_counter()
     make_engine = load_engine(options.engine)
+    wanted, options = options, fit_depth(options, make_engine)
     result = CheckResult(options)
+    if options is not wanted:
+        result.skipped[Capability.ASYNC] += 1
     if options.episode is None:
         result.canary_killed_after = release_canary(options)
         batches = _run_batches(options, lambda: _spent(options, result, started))
@@ -237,8 +255,10 @@ def check(
             break
     if result.first is not None:
         if options.episode is None:
-            _prefer_simpler(result, make_engine)
-        _shrink(result, make_engine)
+            _find_shortest(result, make_engine)
+        else:
+            failed = _failures(options, range(options.episode, options.episode + 1), make_engine)
+            _adopt_shortest(result, options, failed, make_engine)
     missing = missing_witnesses(result.witnesses, options.preset, options.policy)
     result.missing = tuple(name for name in missing if is_reachable(name, result.skipped))
     result.seconds = time.perf_counter() - started
@@ -259,29 +279,67 @@ def _add(result: CheckResult, episode: EpisodeResult) -> None:
         result.failing_program = episode.program
 
 
-def _prefer_simpler(result: CheckResult, make_engine: EngineFactory) -> None:
-    """Report the shortest of a few failures of one kind: what fails early shrinks to less."""
-    assert result.first is not None
-    assert result.failing_program is not None
+def _find_shortest(result: CheckResult, make_engine: EngineFactory) -> None:
+    """Shrink the failure, and others if it stays long: the shortest program is reported.
+
+    What fails early shrinks to less, and what fails where everything is small to least of all. A
+    failure of the same property is preferred, but any is better than a long program.
+    """
     assert result.failed_episode is not None
-    wanted = (result.first.kind, result.first.property_id)
-    start = result.failed_episode + 1
-    for index in range(start, start + EPISODES_COMPARED):
-        other = run_episode(result.options, index, make_engine)
-        if other.first is None or other.program is None:
-            continue
-        is_alike = (other.first.kind, other.first.property_id) == wanted
-        if is_alike and len(other.program.actions) < len(result.failing_program.actions):
-            result.first, result.failed_episode = other.first, other.index
-            result.failing_program = other.program
+    start, options = result.failed_episode, result.options
+    alike = _failures(options, range(start, start + EPISODES_COMPARED), make_engine)
+    wanted = _kind_of(alike[0])
+    alike = [episode for episode in alike if _kind_of(episode) == wanted]
+    alike.sort(key=_length)
+    _adopt_shortest(result, options, alike[:SHRUNK_MAX], make_engine)
+    tiny = replace(options, preset=TINY.name)
+    if not _is_short(result) and tiny != options:
+        others = _failures(tiny, range(TINY_EPISODES), make_engine)
+        others.sort(key=lambda episode: (_kind_of(episode) != wanted, _length(episode)))
+        _adopt_shortest(result, tiny, others[:SHRUNK_MAX], make_engine)
 
 
-def _shrink(result: CheckResult, make_engine: EngineFactory) -> None:
-    assert result.first is not None
-    assert result.failing_program is not None
-    result.failure = shrink(
-        result.failing_program, make_engine, result.first, find_profile(result.options.profile)
-    )
+def _failures(
+    options: CheckOptions, indices: range, make_engine: EngineFactory
+) -> list[EpisodeResult]:
+    episodes = (run_episode(options, index, make_engine) for index in indices)
+    return [episode for episode in episodes if episode.first is not None]
+
+
+def _adopt_shortest(
+    result: CheckResult,
+    options: CheckOptions,
+    episodes: Sequence[EpisodeResult],
+    make_engine: EngineFactory,
+) -> None:
+    """Shrink these until one is short; report the shortest, unless what there is, is shorter."""
+    profile = find_profile(options.profile)
+    for episode in episodes:
+        if _is_short(result):
+            return
+        assert episode.first is not None
+        assert episode.program is not None
+        failure = shrink(episode.program, make_engine, episode.first, profile)
+        best = result.failure
+        if best is None or len(failure.program.actions) < len(best.program.actions):
+            result.failure, result.first = failure, episode.first
+            result.options, result.failed_episode = options, episode.index
+            result.failing_program = episode.program
+
+
+def _is_short(result: CheckResult) -> bool:
+    failure = result.failure
+    return failure is not None and len(failure.program.actions) <= SHORT_PROGRAM
+
+
+def _kind_of(episode: EpisodeResult) -> tuple[FindingKind, str]:
+    assert episode.first is not None
+    return (episode.first.kind, episode.first.property_id)
+
+
+def _length(episode: EpisodeResult) -> int:
+    assert episode.program is not None
+    return len(episode.program.actions)
 
 
 def _spent(options: CheckOptions, result: CheckResult, started: float) -> bool:

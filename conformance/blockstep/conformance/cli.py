@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from blockstep.conformance import replay as replaying
+from blockstep.conformance.arms import compare_arms
 from blockstep.conformance.check import (
     CheckOptions,
     CheckResult,
@@ -29,7 +30,8 @@ from blockstep.conformance.check import (
 )
 from blockstep.conformance.explain import NotExplainedError, explain_moment, explain_name
 from blockstep.conformance.museum import EXHIBITS, Exhibit
-from blockstep.conformance.presets import PRESETS
+from blockstep.conformance.museum import hunt as hunting
+from blockstep.conformance.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.properties import PROPERTIES
 from blockstep.conformance.registry import (
     KNOWN_ENGINES,
@@ -38,6 +40,7 @@ from blockstep.conformance.registry import (
     SpecEngine,
     load_engine,
 )
+from blockstep.conformance.report.arms import arms_to_json, render_arms
 from blockstep.conformance.report.failure import render_failure
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.report.verdict import render_verdict
@@ -81,6 +84,9 @@ def check_command(
     profile: Annotated[
         str, typer.Option(help="Release whose known quirks are followed (blockstep quirks).")
     ] = STRICT.name,
+    depth: Annotated[
+        int, typer.Option(min=1, help="Plans in flight at once, at most; drawn up to this.")
+    ] = MAX_DEPTH,
     seed: Annotated[int, typer.Option(min=0, help="Everything random follows from it.")] = 0,
     budget: Annotated[
         str, typer.Option(help="How long: a number of events (repeatable), or 60s, 5m.")
@@ -115,6 +121,7 @@ def check_command(
         max_seconds=max_seconds,
         episode=episode,
         jobs=jobs or os.cpu_count() or 1,
+        max_depth=depth,
         profile=profile,
     )
     with _input_errors(), _progress(console, f"checking {engine}") as advance:
@@ -148,6 +155,41 @@ def parse_budget(text: str) -> tuple[int | None, float | None]:
     if unit in {"s", "m", "h"}:
         return None, number * {"s": 1, "m": 60, "h": 3600}[unit]
     return int(number), None
+
+
+@app.command("arms")
+def arms_command(
+    engine: EngineOption = "host",
+    preset: Annotated[
+        str, typer.Option(help=f"Scope of the workloads: {', '.join(PRESETS)}.")
+    ] = "small",
+    seed: Annotated[int, typer.Option(min=0, help="Everything random follows from it.")] = 0,
+    workloads: Annotated[int, typer.Option(min=1, help="Workloads to play in every arm.")] = 1000,
+    json_path: JsonOption = None,
+) -> None:
+    """Compare an engine with itself: configs that must not change what is said.
+
+    Caching on or off, drafts or none, one plan in flight or several, a small pool or a large one,
+    other chunks. No reference and no snapshot are needed.
+    """
+    console = Console(highlight=False, stderr=json_path == Path("-"))
+    if preset not in PRESETS:
+        _usage(f"--preset {preset!r}: must be one of {', '.join(PRESETS)}")
+    options = CheckOptions(engine=engine, preset=preset, seed=seed)
+    started = time.perf_counter()
+    with _input_errors(), _progress(console, f"comparing {engine}") as advance:
+        result = compare_arms(
+            options,
+            load_engine(engine),
+            workloads,
+            lambda done: advance(done / workloads, f"{done:,} workloads"),
+        )
+    seconds = time.perf_counter() - started
+    console.print(render_arms(result, options, seconds), markup=False, soft_wrap=True, end="")
+    _write_json(json_path, arms_to_json(result, options))
+    if result.contrast is not None:
+        raise typer.Exit(ExitCode.FAILED)
+    raise typer.Exit(ExitCode.CONFORMS if any(result.num_compared.values()) else ExitCode.HARNESS)
 
 
 @app.command("replay")
@@ -342,81 +384,79 @@ def quirks_command(json_path: JsonOption = None) -> None:
     _write_json(json_path, rows)
 
 
-@app.command("museum")
-def museum_command(
-    run: Annotated[
-        bool, typer.Option("--run", help="Hunt each exhibit, and say how it fell.")
-    ] = False,
-    name: Annotated[str | None, typer.Option(help="This exhibit only.")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    budget: Annotated[str, typer.Option(help="For each exhibit.")] = "150000",
+museum_app = typer.Typer(
+    help="List the planted defects; `blockstep museum run` kills them.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(museum_app, name="museum")
+
+
+@museum_app.callback(invoke_without_command=True)
+def museum_command(context: typer.Context, json_path: JsonOption = None) -> None:
+    """List the planted defects; `blockstep museum run` kills them."""
+    if context.invoked_subcommand is not None:
+        if json_path is not None:
+            _usage("--json: belongs behind the command, as in `blockstep museum run --json FILE`")
+        return
+    console = Console(highlight=False, stderr=json_path == Path("-"))
+    rows: list[dict[str, object]] = [
+        {**hunting.describe(entry), "speaks": entry.properties} for entry in EXHIBITS.values()
+    ]
+    console.print(_table(rows))
+    _write_json(json_path, rows)
+
+
+@museum_app.command("run")
+def museum_run_command(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="These exhibits only; all of them otherwise.")
+    ] = None,
+    seed: Annotated[
+        list[int] | None, typer.Option(min=0, help="May be given several times; 0 1 2 otherwise.")
+    ] = None,
+    budget: Annotated[
+        str, typer.Option(help="For each exhibit and seed: a number of events, or 60s, 5m.")
+    ] = "150000",
+    jobs: Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")] = 0,
     markdown: Annotated[
         Path | None, typer.Option(help="Also write the table as a page of the documentation.")
     ] = None,
     json_path: JsonOption = None,
 ) -> None:
-    """List the planted defects; with --run, kill them. Exits 5 if one survives."""
+    """Kill the planted defects, and say how each one fell. Exits 5 if one survives.
+
+    Example: blockstep museum run zombie-key full-hit --seed 7
+    """
     console = Console(highlight=False, stderr=json_path == Path("-"))
-    if name is not None and name not in EXHIBITS:
-        _usage(f"--name {name!r}: no such exhibit; `blockstep museum` lists them")
-    chosen = [entry for entry in EXHIBITS.values() if name in (None, entry.name)]
-    rows: list[dict[str, object]] = []
-    for entry in chosen:
-        row: dict[str, object] = {
-            "exhibit": entry.name,
-            "what is wrong": entry.title,
-            "upstream": entry.upstream,
-        }
-        rows.append(row | (hunt(entry, seed, budget) if run else {"speaks": entry.properties}))
+    max_events, max_seconds = parse_budget(budget)
+    hunt = hunting.Hunt(
+        seeds=tuple(seed) if seed else (0, 1, 2),
+        max_events=max_events,
+        max_seconds=max_seconds,
+        jobs=jobs or os.cpu_count() or 1,
+    )
+    chosen = [_exhibit(name) for name in names or EXHIBITS]
+    with _progress(console, "hunting") as advance:
+        hunted = hunting.run_hunt(chosen, hunt, advance)
+    rows = [hunting.row_of(entry) for entry in hunted]
     console.print(_table(rows))
-    _write_json(json_path, rows)
+    console.print(hunting.summary(hunted))
+    _write_json(json_path, [hunting.json_of(entry) for entry in hunted])
     if markdown is not None:
-        command = f"blockstep museum{' --run' * run} --seed {seed} --budget {budget}"
-        _write(markdown, museum_page(rows, command))
-    if any(row.get("killed by") == "SURVIVED" for row in rows):
+        given = " ".join([*(names or ()), *(f"--seed {number}" for number in hunt.seeds)])
+        command = f"blockstep museum run {given} --budget {budget}"
+        _write(markdown, hunting.museum_page(rows, command, hunt.seeds))
+    survivors = [entry.exhibit.name for entry in hunted if entry.survived]
+    if survivors:
+        typer.echo(f"blockstep: survived: {', '.join(survivors)}", err=True)
         raise typer.Exit(ExitCode.HARNESS)
 
 
-def hunt(entry: Exhibit, seed: int, budget: str) -> dict[str, object]:
-    """How one exhibit falls: by which property, after how many events."""
-    max_events, max_seconds = parse_budget(budget)
-    options = CheckOptions(
-        engine=f"{MUSEUM}{entry.name}", seed=seed, max_events=max_events, max_seconds=max_seconds
-    )
-    result = check(options)
-    killed = result.first is not None and result.failure is not None
-    return {
-        "killed by": _killer(result) if killed else "SURVIVED",
-        "events": result.num_events,
-        "seconds": round(result.seconds, 1),
-        "shrunk to": len(result.failure.program.actions) if result.failure else None,
-    }
-
-
-def _killer(result: CheckResult) -> str:
-    first = result.first
-    return f"{first.property_id} {first.sentence}".strip() if first else ""
-
-
-def museum_page(rows: list[dict[str, object]], command: str) -> str:
-    """The museum as a page of the documentation."""
-    columns = [*rows[0]]
-    lines = [
-        "# Museum",
-        "",
-        "Defects of released engines, planted in ours one at a time. Each must be caught by a",
-        "named property or by a difference from the specification. If one survives, the",
-        "tools are blind to what is known to happen. Numbers without a name are vLLM's.",
-        "",
-        f"Made by `{command} --markdown FILE`. Events and seconds run until the first finding.",
-        "",
-        "| " + " | ".join(columns) + " |",
-        "|" + "---|" * len(columns),
-    ]
-    for row in rows:
-        cells = (_cell(value).replace("|", "\\|") for value in row.values())
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+def _exhibit(name: str) -> Exhibit:
+    if name not in EXHIBITS:
+        _usage(f"museum run {name!r}: no such exhibit; `blockstep museum` lists them")
+    return EXHIBITS[name]
 
 
 def _cell(value: object) -> str:

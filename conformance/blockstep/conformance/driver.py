@@ -18,7 +18,17 @@ from dataclasses import dataclass, field, replace
 from blockstep.conformance.compare import observation_differences, snapshot_differences
 from blockstep.conformance.engine import Capability, Engine, EngineFactory
 from blockstep.conformance.findings import Difference, Finding, FindingKind
-from blockstep.conformance.program import Action, Answer, Drain, Hostile, Program, Propose
+from blockstep.conformance.liveness import Watch
+from blockstep.conformance.mistakes import make_mistake
+from blockstep.conformance.program import (
+    Action,
+    Answer,
+    Drain,
+    Hostile,
+    Misanswer,
+    Program,
+    Propose,
+)
 from blockstep.conformance.properties import Ledger, Step, check_step
 from blockstep.conformance.registry import SpecEngine
 from blockstep.conformance.tokens import token_function
@@ -26,6 +36,7 @@ from blockstep.conformance.witnesses import Witnesses
 from blockstep.conformance.worker import Worker
 from blockstep.spec.drafts import can_take_drafts
 from blockstep.spec.profiles import STRICT, Profile
+from blockstep.spec.transition import transition
 from blockstep.spec.vocabulary import (
     Abort,
     Aborted,
@@ -55,6 +66,7 @@ NEEDED: Mapping[type, Capability] = {
     Reset: Capability.RESET,
     GrammarReady: Capability.GRAMMAR,
     Hostile: Capability.REJECTION,
+    Misanswer: Capability.REJECTION,
 }
 """What an engine must be able to do for an action to be tried on it."""
 
@@ -91,6 +103,7 @@ class LockStep:
     plans: list[Plan] = field(default_factory=list)
     """In flight, oldest first."""
     last_plan: Plan | None = None
+    last_commit: CommitEvent | None = None
     sampled: tuple[RequestId, ...] = ()
     """Requests that sampled in the last answered plan, for `Propose`."""
     skipped: dict[str, int] = field(default_factory=dict)
@@ -154,20 +167,35 @@ class LockStep:
             case Answer():
                 if not self.plans:
                     return None
-                plan = self.plans[0]
-                return CommitEvent(plan.frame_id, self.worker.answer(plan.frame_id))
+                return self._answer(self.plans[0])
+            case Misanswer(mistake=mistake):
+                answers = [self._answer(plan) for plan in self.plans]
+                wrong = make_mistake(mistake, self.config, self.plans, answers, self.last_commit)
+                return None if wrong is None or self._is_welcome(wrong) else wrong
+            case Propose(counts=counts) if self.config.async_scheduling:
+                self.worker.acceptance = tuple(right for _, right in counts)
+                return None
             case Propose(counts=counts):
                 rows = tuple(
                     RowTokens(name, self.worker.propose(name, *counts[index % len(counts)]))
                     for index, name in enumerate(self.sampled)
                 )
                 return self._proposal(rows) if rows else None
+            case Hostile(event=CommitEvent() as event) if self._is_welcome(event):
+                return None  # a right answer but not the worker's: it would lose its tokens
             case Hostile(event=event):
                 return event
             case Drain():
                 return None
             case _:
                 return action
+
+    def _answer(self, plan: Plan) -> CommitEvent:
+        return CommitEvent(plan.frame_id, self.worker.answer(plan.frame_id))
+
+    def _is_welcome(self, event: Event) -> bool:
+        """Whether the spec would take the event now."""
+        return not isinstance(transition(self.spec.state, event), Rejected)
 
     def _proposal(self, rows: tuple[RowTokens, ...]) -> Drafts | None:
         """Drafts for everybody; for those who can take them if the engine refuses nothing."""
@@ -258,6 +286,7 @@ class LockStep:
                 if plan.rows:
                     self.plans.append(plan)
             case CommitEvent(frame_id=frame_id, sampled=sampled), Outputs(rows=rows):
+                self.last_commit = event
                 self.plans = [plan for plan in self.plans if plan.frame_id != frame_id]
                 self.sampled = tuple(row.request_id for row in sampled if row.token_ids)
                 self._end(row.request_id for row in rows if row.finish_reason is not None)
@@ -274,23 +303,48 @@ class LockStep:
             self.exchanges.append(exchange)
 
     def _drain(self) -> list[Finding]:
-        """Heal everything, then step until all requests have ended, within a bound (P10, P11)."""
-        findings = [*self.perform(Answer()), *self.perform(SetPause(PauseState.UNPAUSED))]
+        """Heal everything, then step until all requests have ended, within a bound (P10, P11).
+
+        The pipeline is kept as full as it may be, for that is how engines run.
+        """
+        findings = self.perform(SetPause(PauseState.UNPAUSED))
         for name, request in list(self.live.items()):
             if request.structured_output and not findings:
                 findings = self.perform(GrammarReady(name))
-        bound = drain_bound(self.live)
+        bound, watch = drain_bound(self.live), Watch()
         for _ in range(bound):
             if findings or not self.live:
-                return findings
-            findings = self.apply(Schedule())
-            if not findings and is_idle(self.last_plan):
-                why = "a plan is empty although nothing is due from outside"
-                return self._unexplained([_stall(self.live, why)])
-            if not findings:
-                findings = self.perform(Answer())
+                return findings or self._answer_all()
+            findings, why = self._drain_step(watch)
+            if why:
+                return self._unexplained([watch.stall(self.live, why)])
         if self.live and not findings:
-            return self._unexplained([_stall(self.live, f"{bound} steps did not end them")])
+            return self._unexplained([watch.stall(self.live, f"{bound} steps did not end them")])
+        return findings
+
+    def _drain_step(self, watch: Watch) -> tuple[list[Finding], str]:
+        """Plan until the pipeline is full or a plan is empty, then answer the oldest plan.
+
+        Returns what is wrong, and why nothing can ever come of it, or "".
+        """
+        while len(self.plans) < self.config.max_frames_in_flight:
+            findings = self.apply(Schedule())
+            if findings:
+                return findings, ""
+            plan = self.last_plan
+            assert plan is not None, "an accepted Schedule is answered with a plan"
+            why = watch.see(plan, bool(self.plans), self.before)
+            if why:
+                return [], why
+            if not plan.rows:
+                break
+        return self.perform(Answer()), ""
+
+    def _answer_all(self) -> list[Finding]:
+        """Commit what is still in flight, though nobody waits for it any more."""
+        findings: list[Finding] = []
+        while self.plans and not findings:
+            findings = self.perform(Answer())
         return findings
 
 
@@ -302,11 +356,6 @@ def drain_bound(live: Mapping[RequestId, Request]) -> int:
     """
     work = sum(len(request.prompt_token_ids) + request.max_tokens for request in live.values())
     return 20 + work * (1 + len(live))
-
-
-def is_idle(plan: Plan | None) -> bool:
-    """Whether a plan does nothing for anybody, so that the next one will be the same."""
-    return plan is not None and not plan.rows and not plan.preempted_req_ids
 
 
 def run_program(
@@ -326,16 +375,6 @@ def run_program(
         if findings:
             return run, findings
     return run, []
-
-
-def _stall(live: Mapping[RequestId, Request], why: str) -> Finding:
-    names = ", ".join(live)
-    return Finding(
-        FindingKind.LIVENESS,
-        "P10",
-        "every_request_ends_once_all_is_healed",
-        f"{why}; unfinished: {names}",
-    )
 
 
 def _fault(error: Exception) -> Finding:

@@ -54,3 +54,9 @@ class Engine(Protocol):
 
 
 EngineFactory: TypeAlias = Callable[[Config], Engine]
+
+
+def is_async(make_engine: EngineFactory) -> bool:
+    """Whether the engine can have several frames in flight. Asks one built for the purpose."""
+    probe = make_engine(Config(num_blocks=8, max_model_len=64))
+    return Capability.ASYNC in probe.capabilities()

@@ -13,9 +13,9 @@ from hypothesis import note, strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from blockstep.conformance.driver import LockStep
-from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.engine import EngineFactory, is_async
 from blockstep.conformance.findings import Finding
-from blockstep.conformance.presets import PRESETS, Draw, Preset, draw_swarm
+from blockstep.conformance.presets import MAX_DEPTH, PRESETS, Draw, Preset, draw_swarm
 from blockstep.conformance.program import Action, Drain, describe
 from blockstep.conformance.registry import load_engine
 from blockstep.conformance.rules import RULES, SeededDraw, View, is_enabled
@@ -63,10 +63,11 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(data=strategies.data())
     def start(self, data: strategies.DataObject) -> None:
         """Draw a swarm and build both sides."""
-        swarm = draw_swarm(self.preset, HypothesisDraw(data), self.policy)
+        make_engine = type(self).make_engine
+        depth = MAX_DEPTH if is_async(make_engine) else 1
+        swarm = draw_swarm(self.preset, HypothesisDraw(data), self.policy, depth)
         note(f"config {swarm.config}")
         self.view = View(swarm)
-        make_engine = type(self).make_engine
         self.run = LockStep.start(
             swarm.config, make_engine, swarm.token_seed, swarm.vocabulary_size
         )
@@ -139,6 +140,12 @@ class EngineMachine(RuleBasedStateMachine):
     def reset(self, data: strategies.DataObject) -> None:
         """Empty the cache."""
         self.act("reset", data)
+
+    @precondition(lambda self: self.is_possible("misanswer"))
+    @rule(data=strategies.data())
+    def misanswer(self, data: strategies.DataObject) -> None:
+        """Answer wrongly."""
+        self.act("misanswer", data)
 
     @precondition(lambda self: self.is_possible("hostile"))
     @rule(data=strategies.data())

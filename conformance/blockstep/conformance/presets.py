@@ -49,6 +49,8 @@ class Kind(StrEnum):
     PRIORITIES = "priorities"
     HOSTILE = "hostile"
     LATE_COMMIT = "late_commit"
+    FULL_PIPELINE = "full_pipeline"
+    """Answers wait until no further plan may be in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,9 @@ class Preset:
 TINY = Preset("tiny", (1, 2), (2, 5), (1, 3), (1, 6), (3, 10), (1, 4), 3, 40, 2)
 SMALL = Preset("small", (1, 4), (4, 20), (1, 6), (2, 24), (8, 48), (1, 12), 8, 120, 3)
 REAL = Preset("real", (16, 16), (24, 400), (4, 32), (32, 1024), (128, 1024), (4, 32), 24, 200, 8)
+DEPTHS = (1, 1, 1, 2, 2, 3, 4)
+"""Frames in flight, at most: what a config is drawn from. Some defects need three (#47900)."""
+MAX_DEPTH = max(DEPTHS)
 PRESETS = {preset.name: preset for preset in (TINY, SMALL, REAL)}
 
 
@@ -89,9 +94,13 @@ class Swarm:
     """Token ids are below this; small, so that prefixes collide."""
 
 
-def draw_swarm(preset: Preset, draw: Draw, policy: Policy | None = None) -> Swarm:
-    """Draw a swarm; `policy` fixes the policy."""
-    config = draw_config(preset, draw)
+def draw_swarm(
+    preset: Preset, draw: Draw, policy: Policy | None = None, max_depth: int = MAX_DEPTH
+) -> Swarm:
+    """Draw a swarm; `policy` fixes the policy, `max_depth` bounds the frames in flight."""
+    config = draw_config(preset, draw, max_depth)
+    if draw.chance(20):
+        config = draw_storm(preset, config, draw)
     if policy is not None:
         config = replace(config, policy=policy)
     kinds = frozenset(kind for kind in Kind if draw.chance(60))
@@ -111,7 +120,26 @@ def draw_swarm(preset: Preset, draw: Draw, policy: Policy | None = None) -> Swar
     )
 
 
-def draw_config(preset: Preset, draw: Draw) -> Config:
+def draw_storm(preset: Preset, config: Config, draw: Draw) -> Config:
+    """The config where everybody is in everybody's way: few blocks, few tokens, urgent latecomers.
+
+    Steps then preempt, and preempt those that they have planned for already (upstream #23347).
+    """
+    least, most = preset.block_size
+    return replace(
+        config,
+        policy=Policy.PRIORITY,
+        num_blocks=draw.integer(8, 16),
+        block_size=draw.integer(least, min(least + 1, most)),
+        max_num_seqs=max(config.max_num_seqs, 4),
+        enable_chunked_prefill=True,
+        max_num_batched_tokens=draw.integer(3, 8),
+        long_prefill_token_threshold=draw.integer(1, 4),
+        scheduler_reserve_full_isl=False,
+    )
+
+
+def draw_config(preset: Preset, draw: Draw, max_depth: int = MAX_DEPTH) -> Config:
     """A valid config within the preset's bounds."""
     block_size = draw.integer(*preset.block_size)
     unit = preset.block_size[0]
@@ -121,6 +149,7 @@ def draw_config(preset: Preset, draw: Draw) -> Config:
         # Exactly enough for one request of the greatest length: where off-by-ones live.
         max_model_len = max(usable * block_size + draw.integer(-1, 1), 2)
     spec_method = draw.choice(tuple(SpecMethod)) if draw.chance(60) else SpecMethod.NONE
+    depth = draw.choice(DEPTHS)
     least, most = preset.max_num_batched_tokens
     # Half of the budgets are so tight that running requests compete for them.
     budget = draw.integer(least, min(most, least + 6) if draw.chance(50) else most)
@@ -140,4 +169,5 @@ def draw_config(preset: Preset, draw: Draw) -> Config:
         scheduler_reserve_full_isl=draw.chance(70),
         spec_method=spec_method,
         num_speculative_tokens=0 if spec_method is SpecMethod.NONE else draw.integer(1, 4),
+        max_frames_in_flight=min(depth, max_depth),
     )

@@ -1,6 +1,6 @@
 """Program: what was done to an engine, in a form that can be shrunk, stored and read aloud.
 
-Most actions are events. Two are not, because they depend on what happened before: a commit is
+Most actions are events. A few are not, because they depend on what happened before: a commit is
 whatever the worker has to say to the oldest plan in flight, and drafts are proposed for whoever
 just sampled. Keeping them abstract lets a program lose any of its lines and still make sense.
 """
@@ -8,6 +8,7 @@ just sampled. Keeping them abstract lets a program lose any of its lines and sti
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TypeAlias
 
 from blockstep.spec.vocabulary import (
@@ -39,10 +40,39 @@ class Answer:
 class Propose:
     """The proposer hands in drafts for the requests of the last answered plan that sampled.
 
-    The i-th of them gets `counts[i % len(counts)]`: so many drafts, so many of them right.
+    The i-th of them gets `counts[i % len(counts)]`: so many drafts, so many of them right. Under
+    asynchronous scheduling drafts stay with the worker, and this says how many of those that it
+    makes from now on are right.
     """
 
     counts: tuple[tuple[int, int], ...]
+
+
+class Mistake(StrEnum):
+    """How a worker's answer can be wrong."""
+
+    EMPTY_ROW = "empty_row"
+    """A row that must sample brings no token."""
+    LONG_ROW = "long_row"
+    """A row brings a token more than it can have sampled."""
+    PREFILL_TOKEN = "prefill_token"  # noqa: S105 - a token of a language model
+    """A row that is still in its prefill brings a token."""
+    WRONG_DRAFT = "wrong_draft"
+    """A row accepts a draft that it was not given."""
+    MISSING_ROW = "missing_row"
+    FOREIGN_ROW = "foreign_row"
+    DOUBLE_ROW = "double_row"
+    TOO_EARLY = "too_early"
+    """The newest plan is answered although older ones are in flight."""
+    AGAIN = "again"
+    """The last answer is sent once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Misanswer:
+    """The worker answers with a mistake, which must be refused; nothing, if none can be made."""
+
+    mistake: Mistake
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +88,17 @@ class Hostile:
 
 
 Action: TypeAlias = (
-    Submit | Schedule | Answer | Propose | Abort | GrammarReady | SetPause | Reset | Drain | Hostile
+    Submit
+    | Schedule
+    | Answer
+    | Misanswer
+    | Propose
+    | Abort
+    | GrammarReady
+    | SetPause
+    | Reset
+    | Drain
+    | Hostile
 )
 
 
@@ -81,6 +121,8 @@ def describe(action: Action) -> str:
             return f"submit    {describe_request(request)}"
         case Answer():
             return "commit"
+        case Misanswer(mistake=mistake):
+            return f"commit    {mistake.replace('_', ' ')}"
         case Propose(counts=counts):
             parts = " ".join(f"{count}({right} right)" for count, right in counts)
             return f"drafts    {parts}"

@@ -13,7 +13,7 @@ from random import Random
 from typing import TypeVar
 
 from blockstep.conformance.presets import Draw, Kind, Swarm
-from blockstep.conformance.program import Action, Answer, Hostile, Propose
+from blockstep.conformance.program import Action, Answer, Hostile, Misanswer, Mistake, Propose
 from blockstep.spec.vocabulary import (
     Abort,
     Commit,
@@ -82,6 +82,8 @@ def submit(view: View, draw: Draw) -> Action:
     name = request_name(view.num_submitted)
     if view.ended and draw.chance(8):
         name = draw.choice(view.ended)
+    elif view.ended and view.frames_in_flight and draw.chance(8):
+        name = view.ended[-1]  # a frame may still name it
     return Submit(draw_request(view.swarm, draw, name, view.num_submitted))
 
 
@@ -99,6 +101,8 @@ def draw_request(swarm: Swarm, draw: Draw, name: RequestId, index: int) -> Reque
     stops = Kind.STOPS in kinds
     least, most = swarm.preset.max_output
     max_tokens = draw.integer(least, max(min(most, room - len(prompt)), least))
+    if draw.chance(6):
+        max_tokens = swarm.config.max_model_len  # the model length will end it
     token = draw.integer(0, swarm.vocabulary_size - 1)
     priorities = Kind.PRIORITIES in kinds or swarm.config.policy is Policy.PRIORITY
     keyed = Kind.EXTRA_KEYS in kinds
@@ -106,7 +110,9 @@ def draw_request(swarm: Swarm, draw: Draw, name: RequestId, index: int) -> Reque
         request_id=name,
         prompt_token_ids=prompt,
         max_tokens=max_tokens,
-        min_tokens=draw.integer(0, max_tokens) if stops and draw.chance(30) else 0,
+        min_tokens=draw.choice((draw.integer(0, max_tokens), max_tokens))
+        if stops and draw.chance(30)
+        else 0,
         eos_token_id=token if stops and draw.chance(30) else None,
         stop_token_ids=(draw.integer(0, swarm.vocabulary_size - 1),)
         if stops and draw.chance(20)
@@ -173,6 +179,11 @@ def schedule(_view: View, _draw: Draw) -> Action:
 def answer(_view: View, _draw: Draw) -> Action:
     """The worker answers."""
     return Answer()
+
+
+def misanswer(_view: View, draw: Draw) -> Action:
+    """The worker answers wrongly."""
+    return Misanswer(draw.choice(tuple(Mistake)))
 
 
 def propose(view: View, draw: Draw) -> Action:
@@ -254,6 +265,7 @@ RULES: Mapping[str, WeightedRule] = {
     "pause": WeightedRule(pause, 3, Kind.PAUSE),
     "reset": WeightedRule(reset, 2, Kind.RESET),
     "hostile": WeightedRule(hostile, 4, Kind.HOSTILE),
+    "misanswer": WeightedRule(misanswer, 4, Kind.HOSTILE),
 }
 
 
@@ -267,7 +279,7 @@ def is_enabled(name: str, view: View) -> bool:
     if name == "answer":
         return bool(view.frames_in_flight)
     if name == "schedule":
-        return not view.frames_in_flight or Kind.HOSTILE in view.swarm.kinds
+        return not _is_pipeline_full(view) or Kind.HOSTILE in view.swarm.kinds
     if name == "propose":
         return view.swarm.config.spec_method is not SpecMethod.NONE
     if name == "grammar_ready":
@@ -284,14 +296,21 @@ def next_action(view: View, draw: Draw) -> Action:
     return RULES[names[chosen]].rule(view, draw)
 
 
+def _is_pipeline_full(view: View) -> bool:
+    return len(view.frames_in_flight) >= view.swarm.config.max_frames_in_flight
+
+
 def _weight(name: str, view: View) -> int:
-    """Without late commits an answer follows its plan closely; that is where real runs live."""
-    weight = RULES[name].weight
+    """Without late commits an answer follows a full pipeline closely, as in real runs."""
+    weight, kinds = RULES[name].weight, view.swarm.kinds
     if name == "schedule" and not view.live:
         return 4
-    if view.frames_in_flight:
-        if name == "answer" and Kind.LATE_COMMIT not in view.swarm.kinds:
-            return weight * 6
-        if name == "schedule":
-            return 2
+    if name == "schedule" and _is_pipeline_full(view):
+        return 2
+    if name == "answer" and _is_pipeline_full(view):
+        return weight if Kind.LATE_COMMIT in kinds else weight * 6
+    if name == "answer" and Kind.FULL_PIPELINE in kinds:
+        return 4
+    if name == "propose" and view.swarm.config.async_scheduling:
+        return 4  # it is no event there, it sets how many drafts will be right
     return weight

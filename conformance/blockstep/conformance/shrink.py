@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import combinations
 
 from blockstep.conformance.driver import LockStep, run_program
 from blockstep.conformance.engine import EngineFactory
@@ -27,6 +28,11 @@ from blockstep.spec.vocabulary import (
 )
 
 MAX_RUNS = 3000
+STRAIGHT_ROUNDS = 24
+OVERLAPPING_MAX = 3
+"""Actions of a run that is tried at every place, at most."""
+PAIRED_MAX = 24
+"""Actions of a program in which every two are tried, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +77,16 @@ class Shrinker:
         try:
             self._unroll_drain()
             self._cut_tail()
+            self._straighten()
             while True:
                 before = self.best
-                self._remove_actions()
-                self._simplify_actions()
+                self._pipeline()
+                self._halve()
                 self._simplify_config()
+                self._remove_actions()
+                self._remove_pairs()
+                self._simplify_actions()
+                self._scale_down()
                 if self.best == before:
                     break
             self._rename()
@@ -111,9 +122,10 @@ class Shrinker:
             for action in actions
             if isinstance(action, Submit) and action.request.structured_output
         ]
-        head = (*actions[:-1], Answer(), SetPause(PauseState.UNPAUSED), *waiting)
+        head = (*actions[:-1], SetPause(PauseState.UNPAUSED), *waiting)
+        fill = (Schedule(),) * (self.best.config.max_frames_in_flight - 1)
         for steps in (4, 16, 64, 256):
-            if self._try(self._with((*head, *((Schedule(), Answer()) * steps)))):
+            if self._try(self._with((*head, Answer(), *fill, *((Schedule(), Answer()) * steps)))):
                 return
 
     def _cut_tail(self) -> None:
@@ -127,16 +139,79 @@ class Shrinker:
             else:
                 low = middle + 1
 
+    def _straighten(self) -> None:
+        """Try the plainest programs there are: everybody comes at once, then steps follow.
+
+        Most defects need nothing more, and no removal of single actions would find that out.
+        """
+        submits = tuple(action for action in self.best.actions if isinstance(action, Submit))
+        fill = (Schedule(),) * (self.best.config.max_frames_in_flight - 1)
+        proposals = [action for action in self.best.actions if isinstance(action, Propose)][:1]
+        rounds: list[tuple[Action, ...]] = [(Schedule(), Answer())]
+        rounds += [(Schedule(), Answer(), proposal) for proposal in proposals]
+        for one_round in rounds:
+            actions = (*submits, *fill, *one_round * STRAIGHT_ROUNDS)
+            if self._try(self._with(actions)):
+                self._cut_tail()
+                return
+
     def _remove_actions(self) -> None:
         """Remove runs of actions, long ones first, from the end to the start."""
         size = max(len(self.best.actions) // 2, 1)
         while size >= 1:
+            # Short runs are tried at every place, long ones side by side.
+            stride = size if size > OVERLAPPING_MAX else 1
             start = len(self.best.actions) - size
             while start >= 0:
                 actions = self.best.actions
-                self._try(self._with(actions[:start] + actions[start + size :]))
-                start -= size
-            size //= 2
+                shorter = actions[:start] + actions[start + size :]
+                start -= size if self._try(self._with(shorter)) else stride
+            size = size // 2 if size > OVERLAPPING_MAX else size - 1
+
+    def _remove_pairs(self) -> None:
+        """Remove any two actions at once: a pause and its end, a step and a step elsewhere."""
+        num_actions = len(self.best.actions)
+        if num_actions > PAIRED_MAX:
+            return
+        for first, second in combinations(range(num_actions), 2):
+            actions = self.best.actions
+            if second < len(actions):
+                kept = (*actions[:first], *actions[first + 1 : second], *actions[second + 1 :])
+                self._try(self._with(kept))
+
+    def _pipeline(self) -> None:
+        """Let all plans be in flight at once, so that no answer is needed between them."""
+        actions = tuple(action for action in self.best.actions if not isinstance(action, Answer))
+        depth = sum(isinstance(action, Schedule) for action in actions)
+        if len(actions) < len(self.best.actions) and depth > 1:
+            config = replace(self.best.config, max_frames_in_flight=depth)
+            self._try(replace(self.best, config=config, actions=actions))
+
+    def _halve(self) -> None:
+        """Halve everything that is counted in tokens at once, as long as the failure stays."""
+        while self._try(halved(self.best)):
+            if self.best == halved(self.best):
+                return
+
+    def _scale_down(self) -> None:
+        """Take blocks out of the pool and tokens out of one prompt at once: they go together."""
+        for index in range(len(self.best.actions)):
+            for num_blocks in (4, 2, 1):
+                while self._without_blocks(index, num_blocks):
+                    pass
+
+    def _without_blocks(self, index: int, num_blocks: int) -> bool:
+        action, config = self.best.actions[index], self.best.config
+        if not isinstance(action, Submit) or config.num_blocks - num_blocks < 2:
+            return False
+        prompt = action.request.prompt_token_ids
+        left = len(prompt) - num_blocks * config.block_size
+        if left < 1:
+            return False
+        shorter = Submit(replace(action.request, prompt_token_ids=prompt[:left], items=()))
+        actions = (*self.best.actions[:index], shorter, *self.best.actions[index + 1 :])
+        smaller = replace(config, num_blocks=config.num_blocks - num_blocks)
+        return self._try(replace(self.best, config=smaller, actions=actions))
 
     def _simplify_actions(self) -> None:
         for index in range(len(self.best.actions)):
@@ -171,6 +246,36 @@ def _renamed(action: Action, names: dict[RequestId, RequestId]) -> Action:
             return GrammarReady(names.get(request_id, request_id))
         case _:
             return action
+
+
+def halved(program: Program) -> Program:
+    """The program with half the tokens: in blocks, prompts and budgets."""
+    config = program.config
+
+    def half(number: int) -> int:
+        return (number + 1) // 2
+
+    smaller = replace(
+        config,
+        block_size=half(config.block_size),
+        max_num_batched_tokens=half(config.max_num_batched_tokens),
+        long_prefill_token_threshold=half(config.long_prefill_token_threshold),
+    )
+    actions = tuple(
+        Submit(
+            replace(
+                action.request,
+                prompt_token_ids=action.request.prompt_token_ids[
+                    : half(len(action.request.prompt_token_ids))
+                ],
+                items=(),
+            )
+        )
+        if isinstance(action, Submit)
+        else action
+        for action in program.actions
+    )
+    return replace(program, config=smaller, actions=actions)
 
 
 def simpler_actions(action: Action) -> Iterator[Action]:
@@ -228,9 +333,14 @@ def simpler_configs(config: Config) -> Iterator[Config]:
     for name, value in plain.items():
         if getattr(config, name) != value:
             yield replace(config, **{name: value})  # type: ignore[arg-type]
+    for depth in range(1, config.max_frames_in_flight):
+        yield replace(config, max_frames_in_flight=depth)
     if config.spec_method is not SpecMethod.NONE:
         yield replace(config, spec_method=SpecMethod.NONE, num_speculative_tokens=0)
         yield replace(config, num_speculative_tokens=1)
+    for block_size in (1, 2):
+        if block_size < config.block_size:
+            yield replace(config, block_size=block_size)
     for num_blocks in range(2, min(config.num_blocks, 12)):
         yield replace(config, num_blocks=num_blocks)
 

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 from blockstep.conformance.properties.admission import may_ask_the_cache, next_in_line
-from blockstep.conformance.properties.amounts import blocks_for, running_share
+from blockstep.conformance.properties.amounts import blocks_for, ends_in_flight, share_of
 from blockstep.conformance.properties.ledger import FlightRow, Ledger, Life
-from blockstep.conformance.properties.queue_replay import victims_of
+from blockstep.conformance.properties.pool import verified_blocks
+from blockstep.conformance.properties.queue_replay import passed_over, victims_of
 from blockstep.conformance.properties.step import PlannedRow, RowKind, Step
 from blockstep.spec.vocabulary import (
     Abort,
@@ -125,6 +126,30 @@ _SIGNALS: dict[Name, str] = {
     "reset_forced_in_flight": "a reset by force preempted somebody in flight",
     "id_used_again": "an id was submitted again, before a plan told of its end",
 }
+_FLIGHT: dict[Name, str] = {
+    "several_frames_in_flight": "a second plan was made before the first was committed",
+    "four_frames_in_flight": "a fourth plan was made before the first was committed",
+    "planned_before_its_token": "a row was to run a token that a frame in flight would sample",
+    "chunks_in_two_frames": "two chunks of one prompt were in flight",
+    "skip_ahead": "one that runs had no row, because its last output might be in flight",
+    "preempted_in_flight": "one was preempted for want of blocks while a frame would sample for it",
+    "all_preempted_in_flight": "alone and planned ahead, one preempted itself; nobody was left",
+    "stale_tokens_delivered": "one preempted in flight for want of blocks got its tokens",
+    "ended_while_stale": "one preempted in flight for want of blocks ended with those tokens",
+    "passed_over_for_its_tokens": "one waited for its own tokens in flight and was passed over",
+    "admitted_past_a_stale_one": "somebody was admitted past one that waits for its own tokens",
+    "resumed_after_stale_tokens": "one came back that had got tokens while preempted",
+    "abort_stale": "one that waits for its own tokens in flight was aborted",
+    "published_by_commit": "a commit published a block of a request that goes on",
+    "published_by_the_last_commit": "a commit published a block of a request that it ended",
+    "draft_placeholders_scheduled": "a row carried placeholders for drafts",
+    "draft_placeholders_dropped": "one that runs had no row, and its placeholders were gone",
+    "rollback_with_frames_behind": "drafts were rejected while a later frame ran the request too",
+    "row_of_an_ended_request_ignored": "a commit had a row of one that had stopped in another",
+    "abort_with_two_frames_in_flight": "one was aborted that two frames in flight name",
+    "reset_forced_with_two_frames_in_flight": "one was reset by force that two frames name",
+    "rejected_pipeline_full_async": "a plan was refused with several in flight",
+}
 _REJECTED: dict[Name, str] = {
     f"rejected_{code}": f"an event was refused as {code}" for code in RejectCode
 }
@@ -136,6 +161,7 @@ WITNESSES: Mapping[Name, str] = {
     **_DRAFTS,
     **_ENDINGS,
     **_SIGNALS,
+    **_FLIGHT,
     **_REJECTED,
 }
 """All situations, by name, with what they mean."""
@@ -143,12 +169,30 @@ WITNESSES: Mapping[Name, str] = {
 _ONLY_PRIORITY = frozenset(
     {"admission_overtakes", "priority_victim_already_scheduled", "priority_victim_not_last"}
 )
-_NOT_REQUIRED = frozenset({"rejected_request_in_flight"})
-"""Counted, but no reason to fail a run: an id comes back while its frame is in flight about once
-in 40,000 events."""
+_NOT_REQUIRED = frozenset({"abort_stale", "rejected_request_in_flight"})
+"""Counted, but no reason to fail a run: each is seen a few times in 40,000 events."""
+_ONLY_ASYNC = frozenset({*_FLIGHT, "rejected_frame_out_of_order"})
+"""Out of reach with one frame in flight at most."""
+_STALE = frozenset(
+    {
+        "abort_with_two_frames_in_flight",
+        "admitted_past_a_stale_one",
+        "all_preempted_in_flight",
+        "ended_while_stale",
+        "passed_over_for_its_tokens",
+        "preempted_in_flight",
+        "published_by_the_last_commit",
+        "rejected_pipeline_full_async",
+        "reset_forced_with_two_frames_in_flight",
+        "resumed_after_stale_tokens",
+        "stale_tokens_delivered",
+    }
+)
+"""Rare in large pools, like preemption, aborts and resets themselves."""
 _SMALL_ONLY = frozenset(
     {
         *_PREEMPTION,
+        *_STALE,
         "abort_preempted",
         "admission_blocked_by_max_num_seqs",
         "drafts_lost_by_preemption",
@@ -191,14 +235,25 @@ class Witnesses:
         """Add the counts of another run."""
         self.counts.update(counts)
 
-    def missing(self, preset: str = "small", policy: Policy | None = None) -> tuple[Name, ...]:
+    def missing(
+        self, preset: str = "small", policy: Policy | None = None, max_depth: int = 1
+    ) -> tuple[Name, ...]:
         """Required situations that were not reached."""
-        return missing_witnesses(self.counts, preset, policy)
+        return missing_witnesses(self.counts, preset, policy, max_depth)
 
 
-def required_witnesses(preset: str = "small", policy: Policy | None = None) -> tuple[Name, ...]:
-    """What a run must reach to be worth anything; `policy` None stands for both."""
+def required_witnesses(
+    preset: str = "small", policy: Policy | None = None, max_depth: int = 1
+) -> tuple[Name, ...]:
+    """What a run must reach to be worth anything.
+
+    `policy` None stands for both, `max_depth` for configs of up to so many frames in flight.
+    """
     left_out = set(_NOT_REQUIRED)
+    if max_depth == 1:
+        left_out |= _ONLY_ASYNC
+    elif max_depth < 4:
+        left_out.add("four_frames_in_flight")
     if policy is Policy.FCFS:
         left_out |= _ONLY_PRIORITY
     if preset == "tiny":
@@ -209,10 +264,14 @@ def required_witnesses(preset: str = "small", policy: Policy | None = None) -> t
 
 
 def missing_witnesses(
-    counts: Mapping[Name, int], preset: str = "small", policy: Policy | None = None
+    counts: Mapping[Name, int],
+    preset: str = "small",
+    policy: Policy | None = None,
+    max_depth: int = 1,
 ) -> tuple[Name, ...]:
     """Required situations that `counts` lacks."""
-    return tuple(name for name in required_witnesses(preset, policy) if not counts.get(name))
+    required = required_witnesses(preset, policy, max_depth)
+    return tuple(name for name in required if not counts.get(name))
 
 
 def situations(step: Step, ledger: Ledger) -> Iterator[Name]:
@@ -220,6 +279,8 @@ def situations(step: Step, ledger: Ledger) -> Iterator[Name]:
     match step.event, step.observation:
         case _, Rejected(code=code):
             yield f"rejected_{code}"
+            if code is RejectCode.PIPELINE_FULL and step.config.async_scheduling:
+                yield "rejected_pipeline_full_async"
         case Schedule(), _:
             yield from _of_plan(step, ledger)
             for row in step.rows:
@@ -229,6 +290,8 @@ def situations(step: Step, ledger: Ledger) -> Iterator[Name]:
             yield from _of_waiting(step, ledger)
             if step.plan.preempted_req_ids:
                 yield from _of_preemption(step, ledger)
+            if step.config.async_scheduling:
+                yield from _of_flight(step, ledger)
         case Commit(), Outputs(rows=rows):
             yield from _of_commit(step, ledger, rows)
         case Drafts(), DraftsTaken():
@@ -258,7 +321,7 @@ def _of_plan(step: Step, ledger: Ledger) -> Iterator[Name]:
         yield "paused_new"
     if ledger.pause_state is PauseState.PAUSED_ALL and step.before.running:
         yield "paused_all"
-    samples = {row.end >= ledger.lives[row.request_id].num_known for row in rows}
+    samples = {ledger.flight_row(row).samples for row in rows}
     if len(samples) == 2:
         yield "prefill_and_decode_in_one_step"
     rest = step.config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
@@ -408,6 +471,55 @@ def _fits_budget(step: Step, rest: int) -> bool:
     return step.config.enable_chunked_prefill or rest >= step.config.max_model_len
 
 
+def _of_flight(step: Step, ledger: Ledger) -> Iterator[Name]:
+    """What only planning ahead brings."""
+    plan, before, after = step.plan, step.before, step.after
+    if step.rows and len(after.frames_in_flight) > 1:
+        yield "several_frames_in_flight"
+        if len(after.frames_in_flight) > 3:
+            yield "four_frames_in_flight"
+    rows = set()
+    for row in step.rows:
+        rows.add(row.request_id)
+        if row.drafts:
+            yield "draft_placeholders_scheduled"
+        if ledger.placeholders(row.request_id):
+            yield "planned_before_its_token"
+        elif row.kind is RowKind.RUNNING and ledger.in_flight(row.request_id):
+            yield "chunks_in_two_frames"
+        life = ledger.lives[row.request_id]
+        if row.kind is RowKind.RESUMED and life.num_known_then not in (0, life.num_known):
+            yield "resumed_after_stale_tokens"
+    victims = plan.preempted_req_ids
+    rest = step.config.max_num_batched_tokens - plan.total_num_scheduled_tokens
+    for name in before.running:
+        if name in rows or name in victims:
+            continue
+        if step.old[name].spec_token_ids:
+            yield "draft_placeholders_dropped"
+        is_met = rest > 0 and not victims and ledger.pause_state is not PauseState.PAUSED_ALL
+        if is_met and ends_in_flight(ledger, step.old[name]):
+            yield "skip_ahead"
+    if any(map(ledger.placeholders, victims)):
+        yield "preempted_in_flight"
+        if not after.running:
+            yield "all_preempted_in_flight"
+    if ledger.promised:
+        yield from _of_stale(step, ledger)
+
+
+def _of_stale(step: Step, ledger: Ledger) -> Iterator[Name]:
+    """Who waits for its own tokens, met at a queue's head."""
+    met = [name for name in passed_over(step, ledger) if ledger.placeholders(name)]
+    if not met:
+        return
+    yield "passed_over_for_its_tokens"
+    admitted = [ledger.lives[row.request_id].order for row in step.admitted_rows]
+    first = min(ledger.lives[name].order for name in met)
+    if admitted and (step.config.policy is Policy.FCFS or max(admitted) > first):
+        yield "admitted_past_a_stale_one"
+
+
 def _of_preemption(step: Step, ledger: Ledger) -> Iterator[Name]:
     victims = victims_of(step, ledger)
     place = {name: index for index, name in enumerate(step.before.running)}
@@ -426,10 +538,7 @@ def _of_preemption(step: Step, ledger: Ledger) -> Iterator[Name]:
             yield "preempted_twice"
         if old.spec_token_ids:
             yield "drafts_lost_by_preemption"
-        known = ledger.lives[name].num_known
-        computed = old.num_computed_tokens
-        share = running_share(step.config, known, len(old.spec_token_ids), computed)
-        if place[name] < last_row and share > 0:
+        if place[name] < last_row and share_of(ledger, old) > 0:
             # One behind it was scheduled, so the budget was not gone when it was visited.
             yield "priority_victim_already_scheduled"
 
@@ -444,14 +553,33 @@ def _of_commit(step: Step, ledger: Ledger, rows: tuple[OutputRow, ...]) -> Itera
         tokens = sampled.get(flight.request_id, ())
         life = ledger.lives.get(flight.request_id)
         if life is None:
-            yield "commit_for_aborted"
+            stopped = flight.request_id in ledger.stopped_in_flight
+            yield "row_of_an_ended_request_ignored" if stopped else "commit_for_aborted"
         elif not tokens:
             yield "prefill_row_sampled_nothing"
         else:
             yield from _of_acceptance(step, flight, tokens)
+            rejected = 1 + len(flight.drafts) - len(tokens)
+            if rejected and _is_running(step, life) and _num_frames(ledger, life) > 1:
+                yield "rollback_with_frames_behind"
             answer = answers.get(flight.request_id)
             if answer is not None:
-                yield from _of_output(step, life, answer, tokens)
+                is_stale = step.event.frame_id >= ledger.first_frame_since_reset
+                yield from _of_output(step, life, answer, tokens, is_stale)
+
+    for name, _, blocks in verified_blocks(step, ledger):
+        if blocks:
+            yield "published_by_commit" if name in step.new else "published_by_the_last_commit"
+
+
+def _is_running(step: Step, life: Life) -> bool:
+    return step.old[life.request.request_id].status is Status.RUNNING
+
+
+def _num_frames(ledger: Ledger, life: Life) -> int:
+    """Frames in flight that name a request."""
+    name = life.request.request_id
+    return sum(any(row.request_id == name for row in rows) for rows in ledger.frames.values())
 
 
 def _of_acceptance(step: Step, flight: FlightRow, tokens: TokenIds) -> Iterator[Name]:
@@ -469,12 +597,14 @@ def _of_acceptance(step: Step, flight: FlightRow, tokens: TokenIds) -> Iterator[
         yield "rollback_over_a_block_boundary"
 
 
-def _of_output(step: Step, life: Life, answer: OutputRow, tokens: TokenIds) -> Iterator[Name]:
+def _of_output(
+    step: Step, life: Life, answer: OutputRow, tokens: TokenIds, is_stale: bool
+) -> Iterator[Name]:
     request = life.request
     if step.old[request.request_id].status is Status.PREEMPTED:
-        yield "commit_for_preempted"
+        yield "stale_tokens_delivered" if is_stale else "commit_for_preempted"
         if answer.finish_reason is not None:
-            yield "ended_while_preempted"
+            yield "ended_while_stale" if is_stale else "ended_while_preempted"
     if len(answer.new_token_ids) < len(tokens):
         yield "stop_inside_accepted_drafts"
     stops = {request.eos_token_id, *request.stop_token_ids}
@@ -513,6 +643,10 @@ def _of_abort(step: Step, ledger: Ledger) -> Iterator[Name]:
             yield "abort_unknown"
             continue
         yield _kind_of_abort(ledger, name, old.status)
+        if old.status is Status.PREEMPTED and ledger.placeholders(name):
+            yield "abort_stale"
+        if _num_frames(ledger, ledger.lives[name]) > 1:
+            yield "abort_with_two_frames_in_flight"
         if any(ref_counts[block] > 1 for block in old.block_tables[0]):
             yield "abort_of_shared_block"
 
@@ -536,3 +670,5 @@ def _of_reset(step: Step, ledger: Ledger, success: bool) -> Iterator[Name]:
         yield "reset_forced"
         if any(map(ledger.in_flight, step.before.running)):
             yield "reset_forced_in_flight"
+        if any(_num_frames(ledger, ledger.lives[name]) > 1 for name in step.before.running):
+            yield "reset_forced_with_two_frames_in_flight"

@@ -20,6 +20,7 @@ from blockstep.conformance.properties import (
     order,
     output,
     pool,
+    progress,
     refusals,
     statistics,
     stillness,
@@ -103,6 +104,7 @@ PROPERTIES: tuple[Property, ...] = (
             pool.cache_map_and_blocks_agree,
             pool.nothing_is_cached_without_caching,
             pool.computed_full_blocks_are_published,
+            pool.verified_full_blocks_are_published,
             pool.held_block_carries_the_name_of_its_tokens,
         ),
     ),
@@ -114,6 +116,7 @@ PROPERTIES: tuple[Property, ...] = (
         (
             pool.block_still_to_be_written_is_not_published,
             pool.only_computed_blocks_are_published,
+            pool.only_verified_blocks_are_published,
         ),
     ),
     Property(
@@ -164,6 +167,16 @@ PROPERTIES: tuple[Property, ...] = (
         ),
     ),
     Property(
+        "P10",
+        "progress",
+        "no cycle of states without progress while unfinished requests exist and no external "
+        "event is due; preemptions per newly computed block are bounded",
+        (
+            progress.preemption_leaves_somebody_running,
+            progress.nobody_is_preempted_again_without_progress,
+        ),
+    ),
+    Property(
         "P11",
         "servability",
         "what cannot fit into an empty pool is refused with a reason; everything else is served",
@@ -175,7 +188,8 @@ PROPERTIES: tuple[Property, ...] = (
     Property(
         "P12",
         "token accounting",
-        "0 <= computed <= known + in flight; scheduled spec tokens <= drafts",
+        "0 <= placeholders = output tokens still owed by frames in flight; "
+        "0 <= computed < known + owed; scheduled spec tokens <= drafts",
         (
             budgets.counters_stay_within_what_is_known,
             budgets.only_running_requests_hold_anything,
@@ -195,6 +209,7 @@ PROPERTIES: tuple[Property, ...] = (
             output.finish_reason_is_the_one_that_holds,
             output.finished_request_is_forgotten_and_others_stay,
             output.outputs_in_the_state_are_those_delivered,
+            admission.nobody_is_admitted_while_its_tokens_are_in_flight,
         ),
     ),
     Property(
@@ -212,6 +227,7 @@ PROPERTIES: tuple[Property, ...] = (
         "a schedulable request is not skipped while budget and blocks for it remain",
         (
             admission.running_request_gets_all_it_can,
+            admission.nobody_runs_past_its_last_token,
             admission.tokens_of_a_preempted_row_are_given_back,
             admission.admitted_request_gets_all_it_can,
             admission.head_of_the_queue_is_admitted_when_it_fits,
@@ -277,6 +293,7 @@ PROPERTIES: tuple[Property, ...] = (
         "after a reset nothing computed before it can be hit",
         (
             stillness.reset_empties_the_cache,
+            stillness.answer_from_before_a_reset_publishes_nothing,
             stillness.reset_succeeds_unless_blocks_are_held,
             stillness.forced_reset_preempts_all_who_run,
             stillness.refused_reset_changes_nothing,
@@ -349,7 +366,9 @@ def check_step(step: Step, ledger: Ledger, worker: Worker | None = None) -> list
 
 def _tell(step: Step, worker: Worker) -> list[Finding]:
     findings = worker.observe(step.event, step.observation)
-    if isinstance(step.event, Schedule):
+    if isinstance(step.event, Schedule) or (
+        isinstance(step.event, Commit) and step.config.async_scheduling
+    ):
         findings = [*findings, *worker.check_published(step.after)]
     if isinstance(step.event, Schedule | Commit):
         findings = [*findings, *worker.check_view(step.after)]

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from blockstep.conformance.properties.amounts import (
     admitted_share,
     blocks_for,
+    ends_in_flight,
     running_blocks,
-    running_share,
+    share_of,
 )
 from blockstep.conformance.properties.check import Complaint, check, difference
 from blockstep.conformance.properties.ledger import Ledger, Life
 from blockstep.conformance.properties.queue_replay import (
     freed_blocks,
     hides_a_rollback,
+    in_policy_order,
+    is_passed_over,
     replay_schedule,
     victims_of,
 )
@@ -113,7 +117,8 @@ def _lasting(step: Step, ledger: Ledger, name: int) -> list[int]:
 def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Who is neither scheduled nor preempted is as before, also if its admission was tried.
 
-    One thing may happen to it: at a queue's head a compiled grammar turns it into a waiting one.
+    One thing may happen to it: at a queue's head a compiled grammar turns it into a waiting one,
+    or, if it runs and drafts stay with the worker, its placeholders for them are gone.
     """
     rows = {row.request_id for row in step.rows}
     for name, old in step.old.items():
@@ -122,7 +127,11 @@ def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Iterator
             continue
         if new is None:
             yield Complaint(f"{name!r} is gone, though a plan ends nobody")
-        elif _only_promoted(step, ledger, name) or name in step.plan.preempted_req_ids:
+        elif (
+            _only_promoted(step, ledger, name)
+            or _only_lost_drafts(step, name)
+            or name in step.plan.preempted_req_ids
+        ):
             continue
         else:
             yield Complaint(
@@ -143,16 +152,26 @@ def _only_promoted(step: Step, ledger: Ledger, name: RequestId) -> bool:
     )
 
 
+def _only_lost_drafts(step: Step, name: RequestId) -> bool:
+    old, new = step.old[name], step.new[name]
+    return (
+        step.config.async_scheduling
+        and old.status is Status.RUNNING
+        and new == replace(old, spec_token_ids=())
+    )
+
+
 @check("P7", Schedule)
 def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
-    """When nobody is scheduled or preempted, pool, queues and statistics are as before."""
+    """When nobody is scheduled or preempted, pool, queues and statistics are as before.
+
+    Under asynchronous scheduling who is passed over may change from one queue to the other.
+    """
     if step.plan.new or step.plan.cached or step.plan.preempted_req_ids:
         return
     before, after = step.before, step.after
-    for name in (
-        "ref_counts", "free_queue", "block_keys", "cached", "waiting", "skipped_waiting",
-        "running", "stats",
-    ):  # fmt: skip
+    queues = () if step.config.async_scheduling else ("waiting", "skipped_waiting")
+    for name in ("ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"):
         old, new = getattr(before, name), getattr(after, name)
         if old is not new and old != new:
             what = f"nobody was scheduled, but {name} changed"
@@ -217,7 +236,8 @@ def _need(step: Step, num_tokens: int, num_hits: int) -> int:
 def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """In running order, each gets what it asks for or what is left of the budget.
 
-    Left out are steps in which tokens were given back: how many is not seen.
+    Nothing, if its last output may be in flight already. Left out are steps in which tokens were
+    given back: how many is not seen.
     """
     config = step.config
     victims = victims_of(step, ledger)
@@ -234,10 +254,7 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Comp
                 # was not visited because the budget was gone; that much is let pass.
                 return
             continue
-        old = step.old[name]
-        known = ledger.lives[name].num_known
-        share = running_share(config, known, len(old.spec_token_ids), old.num_computed_tokens)
-        expected = max(min(share, left), 0)
+        expected = max(min(share_of(ledger, step.old[name]), left), 0)
         seen = rows[name].num_scheduled if name in rows else 0
         if seen != expected:
             yield Complaint(
@@ -245,6 +262,33 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Comp
                 (difference("num_scheduled_tokens", expected, seen),),
             )
         left -= seen
+
+
+@check("P15", Schedule)
+def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """No row for a request whose last output may be in flight: it would run for nothing.
+
+    Where exactly to stop is a policy: upstream's, which counts on every draft being rejected.
+    """
+    if not step.config.async_scheduling:
+        return
+    for row in step.running_rows:
+        if ends_in_flight(ledger, step.old[row.request_id]):
+            promised = ledger.placeholders(row.request_id)
+            yield Complaint(
+                f"{row.request_id!r} runs position {row.first} with {promised} tokens promised"
+            )
+
+
+@check("P13", Schedule)
+def nobody_is_admitted_while_its_tokens_are_in_flight(
+    step: Step, ledger: Ledger
+) -> Iterator[Complaint]:
+    """Who was preempted in flight waits for its tokens: else a position would be sampled twice."""
+    for row in step.admitted_rows:
+        promised = ledger.promised.get(row.request_id, 0)
+        if promised:
+            yield Complaint(f"{row.request_id!r} was admitted with {promised} tokens promised")
 
 
 @check("P15", Schedule)
@@ -271,9 +315,7 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Iter
         if name in victims:
             continue
         seen = rows[name].num_scheduled if name in rows else 0
-        old, known = step.old[name], ledger.lives[name].num_known
-        share = running_share(step.config, known, len(old.spec_token_ids), old.num_computed_tokens)
-        expected = max(min(share, left), 0)
+        expected = max(min(share_of(ledger, step.old[name]), left), 0)
         if (room < 0 or place[name] > last_gain) and seen != expected:
             yield Complaint(
                 f"{name!r} was not given what {victims} gave back",
@@ -341,18 +383,12 @@ def head_of_the_queue_is_admitted_when_it_fits(
 
 def next_in_line(step: Step, ledger: Ledger, snapshot: Snapshot) -> RequestId | None:
     """Who would be admitted next: the first in policy order that waits for nothing outside."""
-    skipped = [
+    ready = (
         name
-        for name in snapshot.skipped_waiting
-        if step.new[name].status is not Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        or ledger.lives[name].grammar_ready
-    ]
-    if step.config.policy is Policy.FCFS:
-        # What was skipped came earlier, so it goes first.
-        ready = skipped or list(snapshot.waiting)
-        return ready[0] if ready else None
-    heads = skipped[:1] + list(snapshot.waiting[:1])
-    return min(heads, key=lambda name: ledger.lives[name].order, default=None)
+        for name in in_policy_order(step.config, ledger, snapshot)
+        if not is_passed_over(ledger, step.new[name])
+    )
+    return next(ready, None)
 
 
 def _hits_now(step: Step, ledger: Ledger, life: Life) -> list[int]:
@@ -382,11 +418,9 @@ def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> list
     if not victims or step.config.policy is not Policy.FCFS:
         return None
     last = step.old[victims[-1]]
+    own_end = last.num_computed_tokens + share_of(ledger, last)
     given = len(freed_blocks(step.before, victims)) - len(freed_blocks(step.before, victims[:-1]))
-    known = ledger.lives[last.request_id].num_known
-    computed = last.num_computed_tokens
-    share = running_share(step.config, known, len(last.spec_token_ids), computed)
-    own_need = running_blocks(step.config, computed + share, len(last.block_tables[0]))
+    own_need = running_blocks(step.config, own_end, len(last.block_tables[0]))
     free = len(step.after.free_queue)
     if free - given < own_need:
         return None

@@ -84,10 +84,14 @@ def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Iterator[C
 
 @check("P12", Schedule, Commit, Abort, Reset)
 def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Iterator[Complaint]:
-    """No request has computed more than is known and in flight, or settled more than computed."""
+    """Computed is no more than known and promised, and exactly that by whoever is promised any.
+
+    Placeholders are what frames in flight promise, also to one preempted meanwhile. No block is
+    settled that is not computed and known.
+    """
     config = step.config
     size = config.block_size
-    flying = _drafts_in_flight(step, ledger)
+    promised = ledger.promised_after(step)
     for request in step.after.requests:
         life = ledger.lives.get(request.request_id)
         if life is None:
@@ -95,34 +99,24 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Iterator[C
             continue
         known = life.num_prompt + len(request.output_token_ids)
         computed = request.num_computed_tokens
-        # Who is not in flight has a token left to run: its last one, freshly sampled.
-        most = known + flying.get(request.request_id, -1)
+        owed = promised.get(request.request_id, 0)
+        # The last token is not computed yet: known, freshly sampled, or promised.
+        most = known + owed - 1
+        # All others are, once a row that samples is dispatched.
+        least = most if owed and request.status is Status.RUNNING else 0
         settled = request.num_cached_blocks[0]
         if (
-            not 0 <= computed <= most
-            or request.num_output_placeholders != 0
+            not least <= computed <= most
+            or request.num_output_placeholders != (owed if config.async_scheduling else 0)
             or len(request.block_tables[0]) * size < computed
             or not 0 <= settled <= min(computed, known) // size
             or len(request.spec_token_ids) > config.num_speculative_tokens
         ):
             yield Complaint(
                 f"the counters of {request.request_id!r} cannot be: {known} tokens known, "
-                f"at most {most} computed",
+                f"{owed} promised, {least} to {most} computed",
                 (difference("request", "", request),),
             )
-
-
-def _drafts_in_flight(step: Step, ledger: Ledger) -> dict[str, int]:
-    """Drafts in flight after the step of each request that is in flight."""
-    flying = {
-        row.request_id: len(row.drafts)
-        for frame_id, rows in ledger.frames.items()
-        if not (isinstance(step.event, Commit) and step.event.frame_id == frame_id)
-        for row in rows
-    }
-    if isinstance(step.event, Schedule):
-        flying.update((row.request_id, len(row.drafts)) for row in step.rows)
-    return flying
 
 
 @check("P12", Schedule, Commit, Abort, Reset)
@@ -143,11 +137,11 @@ def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Iterator[Complai
     """A row starts where its request stands, and moves it by the tokens that it runs."""
     for row in step.rows:
         new = step.new[row.request_id]
-        known = ledger.lives[row.request_id].num_known
+        flight = ledger.flight_row(row)
         pairs = [
             ("num_computed_tokens", row.end, new.num_computed_tokens),
-            ("is_prefill_chunk", row.end < known, new.is_prefill_chunk),
-            ("spec_token_ids", (), new.spec_token_ids),
+            ("is_prefill_chunk", not flight.samples, new.is_prefill_chunk),
+            ("spec_token_ids", ledger.drafts_after(flight), new.spec_token_ids),
             ("status", Status.RUNNING, new.status),
         ]
         if row in step.running_rows:
@@ -161,7 +155,10 @@ def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Iterator[Complai
 
 @check("P12", Schedule, Reset)
 def preempted_request_starts_again(step: Step, ledger: Ledger) -> Iterator[Complaint]:
-    """A preempted request keeps its outputs and history, and loses everything else."""
+    """A preempted request keeps its outputs and history, and loses everything else.
+
+    What frames in flight promise stays promised: their tokens are delivered all the same.
+    """
     for name in victims_of(step, ledger):
         old, new = step.old[name], step.new[name]
         if old.status is not Status.RUNNING:
@@ -177,6 +174,7 @@ def _preempted(request: RequestSnapshot) -> RequestSnapshot:
         request_id=request.request_id,
         status=Status.PREEMPTED,
         output_token_ids=request.output_token_ids,
+        num_output_placeholders=request.num_output_placeholders,
         is_prefill_chunk=request.is_prefill_chunk,
         num_cached_tokens=request.num_cached_tokens,
         num_preemptions=request.num_preemptions + 1,

@@ -9,6 +9,9 @@ from blockstep.conformance.properties.ledger import Ledger
 from blockstep.conformance.properties.queue_replay import (
     freed_blocks,
     hides_a_rollback,
+    in_policy_order,
+    is_passed_over,
+    passed_over,
     replay_schedule,
     victims_of,
 )
@@ -73,21 +76,16 @@ def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Iterato
 def admissions_follow_the_policy(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """Admitted are the first in policy order that wait for nothing outside, none left out.
 
-    FCFS takes skipped requests before waiting ones, for they came earlier. PRIORITY takes the
-    lowest (priority, arrival_time, request_id) of both.
+    They wait for a grammar or, preempted in flight, for their own tokens.
     """
     if not step.admitted_rows:
         return None
     admitted = [row.request_id for row in step.admitted_rows]
-    skipped = [
+    ready = [
         name
-        for name in step.before.skipped_waiting
-        if step.old[name].status is not Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        or ledger.lives[name].grammar_ready
+        for name in in_policy_order(step.config, ledger, step.before)
+        if not is_passed_over(ledger, step.old[name])
     ]
-    ready = [*skipped, *step.before.waiting]
-    if step.config.policy is Policy.PRIORITY:
-        ready.sort(key=lambda name: ledger.lives[name].order)
     return differing("order of admission", ready[: len(admitted)], admitted)
 
 
@@ -102,7 +100,10 @@ def running_keeps_its_order(step: Step, _ledger: Ledger) -> list[Complaint] | No
 
 @check("P16", Schedule, Reset)
 def queues_keep_their_order(step: Step, ledger: Ledger) -> Iterator[Complaint]:
-    """The admitted leave; the preempted come to the head, the first preempted furthest back."""
+    """The admitted leave; the preempted come to the head, the first preempted furthest back.
+
+    Who is passed over for its tokens in flight comes to the head of the skipped ones.
+    """
     victims = victims_of(step, ledger) if step.before.running else []
     if isinstance(step.event, Reset):
         # A forced reset preempts from the end of the running list under both policies.
@@ -115,6 +116,12 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     skipped = [name for name in old.skipped_waiting if name not in admitted]
     if step.config.policy is Policy.PRIORITY and victims:
         waiting.sort(key=lambda name: ledger.lives[name].order)
+    elif step.config.async_scheduling and isinstance(step.event, Schedule) and old.waiting:
+        moved = passed_over(step, ledger)
+        skipped = [*moved, *(name for name in skipped if name not in moved)]
+        waiting = [name for name in waiting if name not in moved]
+        if step.config.policy is Policy.PRIORITY:
+            skipped.sort(key=lambda name: ledger.lives[name].order)
     yield from differing("waiting", waiting, list(step.after.waiting)) or ()
     yield from differing("skipped_waiting", skipped, list(step.after.skipped_waiting)) or ()
 

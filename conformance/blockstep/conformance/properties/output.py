@@ -29,7 +29,6 @@ _KEPT_BY_COMMIT = attrgetter(
     "spec_token_ids",
     "is_prefill_chunk",
     "block_tables",
-    "num_cached_blocks",
     "num_cached_tokens",
     "num_preemptions",
     "grammar_ready",
@@ -191,16 +190,23 @@ def told_cached_tokens_are_those_of_the_first_hit(
 def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """After a commit, all but the last token of a request that sampled is computed.
 
-    Whatever drafts were rejected: as if exactly the accepted ones had been scheduled. A row that
-    is still in its prefill stands where its plan took it.
+    Whatever drafts were rejected: as if exactly the accepted ones had been scheduled. Tokens that
+    frames behind it promise count as known. A row that is still in its prefill stands where its
+    plan took it, or where later plans did.
     """
+    promised = ledger.promised_after(step)
     for flight in _flight(step, ledger):
         new = step.new.get(flight.request_id)
         if new is None or new.status is not Status.RUNNING:
             continue
         life = ledger.lives[flight.request_id]
         known = life.num_prompt + len(new.output_token_ids)
-        expected = known - 1 if flight.samples else flight.end
+        if flight.samples:
+            expected = known + promised.get(flight.request_id, 0) - 1
+        elif step.config.async_scheduling:
+            expected = step.old[flight.request_id].num_computed_tokens
+        else:
+            expected = flight.end
         if new.num_computed_tokens != expected:
             yield Complaint(
                 f"{flight.request_id!r} knows {known} tokens after the commit",
@@ -212,18 +218,27 @@ def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Iterator
 def commit_changes_only_outputs_and_computed_tokens(
     step: Step, ledger: Ledger
 ) -> Iterator[Complaint]:
-    """Who goes on keeps its blocks, its status and its history; who is not in the frame, all."""
-    in_frame = {row.request_id for row in _flight(step, ledger)}
+    """Who goes on keeps its blocks, its status and its history; who did not sample, all.
+
+    Under asynchronous scheduling one who runs may settle blocks too.
+    """
+    in_frame = {row.request_id for row in _flight(step, ledger) if row.samples}
     for name, new in step.new.items():
         old = step.old.get(name)
         if old is None or new is old:
             continue
-        if name not in in_frame or new.status is not Status.RUNNING:
-            computed_too = old.num_computed_tokens == new.num_computed_tokens
-        else:
-            computed_too = True
-        outputs_too = name in in_frame or old.output_token_ids == new.output_token_ids
-        if _KEPT_BY_COMMIT(old) != _KEPT_BY_COMMIT(new) or not (computed_too and outputs_too):
+        sampled = name in in_frame
+        runs = sampled and new.status is Status.RUNNING
+        if (
+            _KEPT_BY_COMMIT(old) != _KEPT_BY_COMMIT(new)
+            or (not runs and old.num_computed_tokens != new.num_computed_tokens)
+            or (not sampled and old.output_token_ids != new.output_token_ids)
+            or (not sampled and old.num_output_placeholders != new.num_output_placeholders)
+            or (
+                not (runs and step.config.async_scheduling)
+                and old.num_cached_blocks != new.num_cached_blocks
+            )
+        ):
             yield Complaint(f"a commit changed {name!r}", (difference("request", old, new),))
 
 
@@ -234,20 +249,29 @@ def _flight(step: Step, ledger: Ledger) -> tuple[FlightRow, ...]:
 
 @check("P24", Schedule)
 def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Iterator[Complaint]:
-    """A row carries a prefix of the drafts last attached to its request, after its known tokens."""
+    """A row carries a prefix of the drafts last attached to its request, after its known tokens.
+
+    Under asynchronous scheduling, after those promised too; and what is attached are placeholders
+    for what the worker proposed after the plan just before, if the request sampled in it.
+    """
     for row in step.rows:
         life = ledger.lives[row.request_id]
-        count = max(row.end - life.num_known, 0)
+        due = life.num_known + ledger.placeholders(row.request_id)
+        count = max(row.end - due, 0)
         if row.drafts != life.drafts[:count] or len(row.drafts) != count:
             yield Complaint(
-                f"{row.request_id!r} runs {count} tokens after its known ones",
+                f"{row.request_id!r} runs {count} tokens after those known and promised",
                 (difference("draft_token_ids", life.drafts[:count], row.drafts),),
             )
 
 
 @check("P24", Schedule, Commit, Drafts)
 def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Iterator[Complaint]:
-    """A state holds as drafts what was proposed last and taken, until it is scheduled."""
+    """A state holds as drafts what was proposed last and taken, until it is scheduled.
+
+    Under asynchronous scheduling: placeholders for as many drafts as there may be, from a plan in
+    which the request sampled to the next plan.
+    """
     proposed: dict[RequestId, TokenIds] = {}
     if isinstance(step.event, Drafts) and isinstance(step.observation, DraftsTaken):
         taken = step.observation.request_ids
@@ -255,7 +279,11 @@ def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> It
             row.request_id: row.token_ids for row in step.event.drafts if row.request_id in taken
         }
     elif isinstance(step.event, Schedule):
-        proposed = {row.request_id: () for row in step.rows}
+        if step.config.async_scheduling:
+            proposed = dict.fromkeys(step.new, ())
+        proposed.update(
+            (row.request_id, ledger.drafts_after(ledger.flight_row(row))) for row in step.rows
+        )
         proposed.update((name, ()) for name in step.plan.preempted_req_ids)
     for name, new in step.new.items():
         life = ledger.lives.get(name)

@@ -15,9 +15,13 @@ from blockstep.spec.vocabulary import (
     Abort,
     BlockId,
     Commit,
+    Outputs,
+    RequestId,
     RequestSnapshot,
     Reset,
     Schedule,
+    Status,
+    TokenIds,
 )
 
 
@@ -198,7 +202,8 @@ def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> list[Compl
         allowed.update(step.new[row.request_id].block_tables[0][first:end])
     for name in step.plan.preempted_req_ids:
         old_request = step.old[name]
-        filled = old_request.num_computed_tokens // step.config.block_size
+        known = ledger.lives[name].num_known
+        filled = min(old_request.num_computed_tokens, known) // step.config.block_size
         allowed.update(old_request.block_tables[0][:filled])
     return [
         Complaint(f"block {block} got a key, but no row fills it in this step")
@@ -207,7 +212,84 @@ def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> list[Compl
     ]
 
 
-@check("P3", Schedule)
+def verified_blocks(step: Step, ledger: Ledger) -> list[tuple[RequestId, int, tuple[BlockId, ...]]]:
+    """What a commit publishes: whose, from which index of its table on, which blocks.
+
+    The blocks of a request that runs and sampled, also if it ends by that, up to the one with its
+    last token: that one is not computed yet.
+    """
+    assert isinstance(step.event, Commit)
+    config = step.config
+    if not (config.async_scheduling and config.enable_prefix_caching):
+        return []
+    found = []
+    delivered = _delivered(step)
+    for flight in ledger.frames.get(step.event.frame_id, ()):
+        old, tokens = step.old.get(flight.request_id), delivered.get(flight.request_id, ())
+        if old is None or old.status is not Status.RUNNING or not tokens:
+            continue
+        known = ledger.lives[flight.request_id].num_known + len(tokens)
+        first = old.num_cached_blocks[0]
+        blocks = old.block_tables[0][first : max((known - 1) // config.block_size, first)]
+        found.append((flight.request_id, first, blocks))
+    return found
+
+
+def _delivered(step: Step) -> dict[RequestId, TokenIds]:
+    assert isinstance(step.observation, Outputs)
+    return {row.request_id: row.new_token_ids for row in step.observation.rows}
+
+
+@check("P3", Commit)
+def verified_full_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """Under asynchronous scheduling a commit makes findable what its tokens filled and verified.
+
+    When to publish is a policy, as for `computed_full_blocks_are_published`: here a plan runs
+    ahead of the tokens, so those are known only now.
+    """
+    keys = step.after.block_keys
+    for name, first, blocks in verified_blocks(step, ledger):
+        for block in blocks:
+            if keys[block] is None:
+                yield Complaint(f"{name!r} filled block {block}, which has no key")
+        new = step.new.get(name)
+        expected = (first + len(blocks),)
+        if new is not None and new.num_cached_blocks != expected:
+            yield Complaint(
+                f"{name!r} has settled the wrong number of blocks",
+                (difference("num_cached_blocks", expected, new.num_cached_blocks),),
+            )
+
+
+@check("P4", Commit)
+def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """A commit changes keys of those blocks only that it verified, and takes none away.
+
+    Nothing is published for a request that was preempted or ended meanwhile: its blocks are gone.
+    """
+    before, after = step.before.block_keys, step.after.block_keys
+    if not step.config.async_scheduling or (
+        after is before and step.after.cached is step.before.cached
+    ):
+        return
+    cached, published = dict(step.before.cached), set()
+    for _, _, blocks in verified_blocks(step, ledger):
+        for block in blocks:
+            key = after[block]
+            if before[block] is None and key is not None:
+                published.add(block)
+                cached[key] = (*cached.get(key, ()), block)
+    for block, (old, new) in enumerate(zip(before, after, strict=True)):
+        if new is not old and new != old and block not in published:
+            yield Complaint(
+                f"the commit did not verify block {block}, but changed its key",
+                (difference(f"block_keys[{block}]", old, new),),
+            )
+    if cached != step.after.cached:
+        yield Complaint("the cache map holds something else than was published, in order")
+
+
+@check("P3", Schedule, Commit)
 def held_block_carries_the_name_of_its_tokens(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """The key of a held block names the tokens of whoever holds it."""
     names = ledger.names
@@ -219,7 +301,7 @@ def held_block_carries_the_name_of_its_tokens(step: Step, ledger: Ledger) -> Ite
             )
 
 
-@check("P6", Schedule)
+@check("P6", Schedule, Commit)
 def held_block_carries_the_extra_keys_of_its_request(
     step: Step, ledger: Ledger
 ) -> Iterator[Complaint]:
@@ -239,6 +321,17 @@ def _misnamed(step: Step, ledger: Ledger) -> list[tuple[str, BlockId, int, int]]
     keys = step.after.block_keys
     of_key = ledger.names.of_key
     found = []
+    if isinstance(step.event, Commit):
+        delivered = _delivered(step) if step.config.async_scheduling else {}
+        for name, first, blocks in verified_blocks(step, ledger):
+            for index, block in enumerate(blocks, first):
+                key = keys[block]
+                if key is not None:
+                    expected = ledger.lives[name].block_name_with(delivered[name], index)
+                    seen = of_key(key)[-1]
+                    if expected != seen:
+                        found.append((name, block, expected, seen))
+        return found
     for row in step.rows:
         life = ledger.lives[row.request_id]
         first = 0

@@ -14,7 +14,16 @@ from dataclasses import dataclass, field
 
 from blockstep.conformance.properties.ledger import Ledger
 from blockstep.conformance.properties.step import PlannedRow, Step
-from blockstep.spec.vocabulary import BlockId, Policy, RequestId, Snapshot, Status
+from blockstep.spec.vocabulary import (
+    BlockId,
+    Config,
+    PauseState,
+    Policy,
+    RequestId,
+    RequestSnapshot,
+    Snapshot,
+    Status,
+)
 
 
 @dataclass(slots=True)
@@ -47,6 +56,54 @@ def victims_of(step: Step, ledger: Ledger) -> list[RequestId]:
     else:
         victims.sort(key=lambda name: ledger.lives[name].order, reverse=True)
     return victims
+
+
+def in_policy_order(config: Config, ledger: Ledger, snapshot: Snapshot) -> list[RequestId]:
+    """All who wait, in the order in which a plan meets them.
+
+    FCFS meets skipped requests before waiting ones, for they came earlier. PRIORITY meets the
+    lowest (priority, arrival_time, request_id) of both.
+    """
+    names = [*snapshot.skipped_waiting, *snapshot.waiting]
+    if config.policy is Policy.PRIORITY:
+        names.sort(key=lambda name: ledger.lives[name].order)
+    return names
+
+
+def is_passed_over(ledger: Ledger, request: RequestSnapshot) -> bool:
+    """Whether a request waits for something outside: its grammar, or its tokens in flight."""
+    if ledger.placeholders(request.request_id):
+        return True
+    return (
+        request.status is Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        and not ledger.lives[request.request_id].grammar_ready
+    )
+
+
+def passed_over(step: Step, ledger: Ledger) -> list[RequestId]:
+    """Whom a plan met at a queue's head and passed over, in the order in which it met them.
+
+    It met everybody up to the first whom it could have admitted and did not, as long as it had
+    budget and a place left.
+    """
+    before, config = step.before, step.config
+    if ledger.pause_state is not PauseState.UNPAUSED or step.plan.preempted_req_ids:
+        return []
+    left = config.max_num_batched_tokens - sum(row.num_scheduled for row in step.running_rows)
+    places = config.max_num_seqs - len(before.running)
+    admitted = {row.request_id: row.num_scheduled for row in step.admitted_rows}
+    met = []
+    for name in in_policy_order(config, ledger, before):
+        if left <= 0 or places <= 0:
+            break
+        if name in admitted:
+            left -= admitted[name]
+            places -= 1
+        elif is_passed_over(ledger, step.old[name]):
+            met.append(name)
+        else:
+            break
+    return met
 
 
 def hides_a_rollback(step: Step, victims: Sequence[RequestId]) -> bool:

@@ -105,7 +105,10 @@ def due_refusal(config: Config, event: object, ledger: Ledger) -> RejectCode | N
         case Commit(frame_id=frame_id, sampled=sampled):
             if frame_id not in ledger.frames:
                 return RejectCode.UNKNOWN_FRAME
-            return None if _answers(sampled, ledger.frames[frame_id]) else RejectCode.BAD_RESULT
+            if frame_id != next(iter(ledger.frames)):
+                return RejectCode.FRAME_OUT_OF_ORDER
+            frame = ledger.frames[frame_id]
+            return None if _answers(config, sampled, frame) else RejectCode.BAD_RESULT
         case Drafts(drafts=drafts):
             return None if _may_be_drafts(config, drafts) else RejectCode.BAD_DRAFTS
         case GrammarReady(request_id=request_id):
@@ -124,21 +127,26 @@ def _never_served(config: Config, request: Request) -> RejectCode | None:
     return None
 
 
-def _answers(sampled: Sequence[RowTokens], frame: Sequence[FlightRow]) -> bool:
-    """Whether rows answer a frame: each request once, and only what it can have sampled."""
+def _answers(config: Config, sampled: Sequence[RowTokens], frame: Sequence[FlightRow]) -> bool:
+    """Whether rows answer a frame: each request once, and only what it can have sampled.
+
+    Which drafts were accepted cannot be compared where only the worker knows them.
+    """
     tokens_of = {row.request_id: row.token_ids for row in sampled}
     if len(sampled) != len(frame) or tokens_of.keys() != {row.request_id for row in frame}:
         return False
     for row in frame:
         tokens = tokens_of[row.request_id]
         least, most = (1, 1 + len(row.drafts)) if row.samples else (0, 0)
-        if not least <= len(tokens) <= most or tokens[:-1] != row.drafts[: max(len(tokens) - 1, 0)]:
+        if not least <= len(tokens) <= most:
+            return False
+        if not config.async_scheduling and tokens[:-1] != row.drafts[: max(len(tokens) - 1, 0)]:
             return False
     return True
 
 
 def _may_be_drafts(config: Config, drafts: Sequence[RowTokens]) -> bool:
-    if config.spec_method is SpecMethod.NONE:
+    if config.spec_method is SpecMethod.NONE or config.async_scheduling:
         return False
     limit = config.num_speculative_tokens
     if any(len(row.token_ids) > limit for row in drafts):

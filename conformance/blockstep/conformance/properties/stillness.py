@@ -47,13 +47,21 @@ _STILL: dict[type, tuple[str, ...]] = {
 }
 """Fields of a state that an accepted event leaves alone, by type of event."""
 
+_STILL_ASYNC = {
+    **_STILL,
+    # What it may publish is said by `only_verified_blocks_are_published`.
+    Commit: tuple(name for name in _STILL[Commit] if name not in ("block_keys", "cached")),
+}
+"""Likewise under asynchronous scheduling, where a commit publishes blocks."""
+
 
 @check("P18", *_STILL)
 def event_leaves_alone_what_it_is_not_about(step: Step, _ledger: Ledger) -> list[Complaint] | None:
-    """An event changes only what it is about: a commit no key, an abort no frame, and so on."""
+    """An event changes only what it is about: an abort no frame, a pause no queue, and so on."""
     before, after = step.before, step.after
     found = []
-    for name in _STILL[type(step.event)]:
+    still = _STILL_ASYNC if step.config.async_scheduling else _STILL
+    for name in still[type(step.event)]:
         old, new = getattr(before, name), getattr(after, name)
         if old is not new and old != new:
             what = f"{type(step.event).__name__} changed {name}"
@@ -125,6 +133,20 @@ def reset_empties_the_cache(step: Step, _ledger: Ledger) -> list[Complaint] | No
     if keyed or step.after.cached:
         return [Complaint(f"blocks {keyed} still carry keys after the reset")]
     return None
+
+
+@check("P25", Commit)
+def answer_from_before_a_reset_publishes_nothing(
+    step: Step, ledger: Ledger
+) -> list[Complaint] | None:
+    """What a frame computed that was dispatched before the reset cannot be hit after it."""
+    assert isinstance(step.event, Commit)
+    before, after = step.before.block_keys, step.after.block_keys
+    if step.event.frame_id >= ledger.first_frame_since_reset or after is before:
+        return None
+    if after == before and step.after.cached == step.before.cached:
+        return None
+    return [Complaint(f"frame {step.event.frame_id}, planned before the reset, published a block")]
 
 
 @check("P25", Reset)

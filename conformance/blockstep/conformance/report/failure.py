@@ -9,6 +9,7 @@ import textwrap
 
 from blockstep.conformance.check import CheckOptions
 from blockstep.conformance.findings import Difference, Finding, FindingKind
+from blockstep.conformance.presets import MAX_DEPTH
 from blockstep.conformance.program import describe, describe_observation
 from blockstep.conformance.shrink import Shrunk
 from blockstep.spec.profiles import STRICT
@@ -63,6 +64,8 @@ def reproduce(options: CheckOptions, episode: int) -> str:
     policy = f" --policy {options.policy}" if options.policy else ""
     if options.profile != STRICT.name:
         policy += f" --profile {options.profile}"
+    if options.max_depth != MAX_DEPTH:
+        policy += f" --depth {options.max_depth}"
     return (
         f"blockstep check --engine {options.engine} --preset {options.preset}{policy} "
         f"--seed {options.seed} --episode {episode}"

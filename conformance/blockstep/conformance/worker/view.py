@@ -12,8 +12,23 @@ class RequestView:
     """One request as the worker sees it."""
 
     __slots__ = (
-        "block_size", "chain", "is_preempted", "items", "may_resume", "names", "num_computed",
-        "num_prompt", "pages", "request", "root", "table", "tokens",
+        "block_size",
+        "chain",
+        "is_preempted",
+        "items",
+        "may_resume",
+        "names",
+        "num_computed",
+        "num_promised",
+        "num_prompt",
+        "num_rejected",
+        "num_unreported",
+        "pages",
+        "proposal",
+        "request",
+        "root",
+        "table",
+        "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, names: PrefixNames) -> None:
@@ -27,6 +42,14 @@ class RequestView:
         self.num_prompt = len(self.tokens)
         self.num_computed = 0
         """Tokens whose KV exists once every plan so far has run."""
+        self.num_unreported = 0
+        """Tokens sampled in frames whose commit it has not heard of."""
+        self.num_promised = 0
+        """Tokens that those frames could have brought, all of their drafts accepted."""
+        self.num_rejected = 0
+        """Drafts rejected in those frames: so many positions is the scheduler ahead."""
+        self.proposal: TokenIds = ()
+        """Its drafts after the last plan, if it sampled in it and the scheduler is asynchronous."""
         self.table: list[int] = []
         self.chain: list[Name] = []
         """The name of each position, as far as it was needed."""
@@ -38,9 +61,14 @@ class RequestView:
         """A forced reset may have preempted it, of which no plan tells."""
 
     @property
+    def reported_token_ids(self) -> list[int]:
+        """Prompt and samples that the scheduler knows of."""
+        return self.tokens[: len(self.tokens) - self.num_unreported]
+
+    @property
     def output_token_ids(self) -> TokenIds:
-        """What it sampled so far."""
-        return tuple(self.tokens[self.num_prompt :])
+        """What it sampled and the scheduler knows of."""
+        return tuple(self.tokens[self.num_prompt : len(self.tokens) - self.num_unreported])
 
     def replace_tokens(self, tokens: Sequence[int]) -> None:
         """Take over the tokens that a plan sends."""

@@ -1,8 +1,10 @@
 """Worker: runs plans on tagged KV and says what is wrong with them (architecture D6).
 
-    plan -> drop the ended -> update views -> write every row -> read every row -> answer
+    plan -> drop the ended -> update views -> write every row -> read every row -> sample
 
-It decides by itself what each request holds, which rows sample and which drafts are right. Each
+It decides by itself what each request holds, which rows sample and which drafts are right. A plan
+runs when it is dispatched; its answer may be committed much later, and by then the worker is ahead
+of the scheduler by what the frames in flight have sampled, and by the drafts they rejected. Each
 slot of its KV remembers the exact prefix that it was written for; each attended slot is checked
 when it is read. So "wrong tokens" is seen in the step in which it happens.
 """
@@ -17,6 +19,7 @@ from blockstep.conformance.findings import Difference, Finding, FindingKind
 from blockstep.conformance.worker.names import BEFORE_RESET, NEVER_WRITTEN, Name, PrefixNames
 from blockstep.conformance.worker.view import RequestView
 from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
     BlockId,
     BlockTables,
     CachedRow,
@@ -53,6 +56,21 @@ class FrameRow:
     drafts: TokenIds
     samples: bool
     """The worker's own decision: all tokens it knows are computed once this has run."""
+    num_known: int
+    """Tokens it knew before."""
+    sampled: TokenIds = ()
+    is_astray: bool = False
+    """It read KV of something else."""
+
+    @property
+    def num_promised(self) -> int:
+        """Tokens that the row could bring."""
+        return 1 + len(self.drafts) if self.samples else 0
+
+    @property
+    def num_rejected(self) -> int:
+        """Drafts that were not accepted."""
+        return self.num_promised - len(self.sampled)
 
 
 class Worker:
@@ -68,8 +86,11 @@ class Worker:
         ]
         """The name of what each slot holds, by block id and slot."""
         self.last_plan: Plan | None = None
+        self.acceptance: tuple[int, ...] = (0,)
+        """How many drafts are right, by turns, where the worker keeps its drafts to itself."""
         self._frames: dict[FrameId, list[FrameRow]] = {}
-        self._answers: dict[FrameId, tuple[RowTokens, ...]] = {}
+        """Dispatched, and their commit not heard of."""
+        self._num_proposals = 0
         self._last_scheduled: set[RequestId] = set()
         self._checked: list[object] = [None] * config.num_blocks
         """The key for which a block was found right, until the block is written again."""
@@ -96,8 +117,9 @@ class Worker:
             return []
         self._findings = []
         self.last_plan = plan
-        for frame_id in list(self._answers):
-            self._settle(frame_id, self._answers[frame_id])
+        for frame_id in list(self._frames)[: 1 - self.config.max_frames_in_flight or None]:
+            # So many plans later it must have been committed, whether or not anybody says so.
+            self._settle(frame_id, self.answer(frame_id))
         for request_id in plan.finished_req_ids:
             self.views.pop(request_id, None)
         for request_id in plan.preempted_req_ids:
@@ -108,11 +130,30 @@ class Worker:
         self._write(rows)
         for row in rows:
             self._read(row)
-            row.view.cut_names(len(row.view.tokens))
-            row.view.num_computed = row.end
+        for view in self.views.values():
+            view.proposal = ()
+        for row in rows:
+            self._finish(row)
         if plan.rows:
             self._frames[plan.frame_id] = rows
         return self._findings
+
+    def _finish(self, row: FrameRow) -> None:
+        """Sample, and propose what may come next."""
+        view = row.view
+        view.cut_names(row.num_known)
+        if row.samples:
+            row.sampled = self._sample(row)
+        view.tokens.extend(row.sampled)
+        view.num_computed = row.end - row.num_rejected
+        view.num_unreported += len(row.sampled)
+        view.num_promised += row.num_promised
+        view.num_rejected += row.num_rejected
+        if row.samples and self.config.async_scheduling:
+            count, right = self.config.num_speculative_tokens, self.acceptance
+            num_right = right[self._num_proposals % len(right)]
+            self._num_proposals += 1
+            view.proposal = self._guess(view, count, num_right)
 
     def _preempt(self, request_id: RequestId) -> None:
         view = self.views.get(request_id)
@@ -143,22 +184,45 @@ class Worker:
         else:
             self._continue(row, view, blocks)
         self._take_tokens(row, view)
-        num_output = len(view.tokens) - view.num_prompt
+        num_output = len(view.output_token_ids) + view.num_promised
         if row.num_output_tokens != num_output:
             self._complain(
                 "plan_counts_the_outputs_of_the_worker",
                 f"{row.request_id!r}: {row.num_output_tokens} outputs in the plan",
                 Difference("num_output_tokens", str(num_output), str(row.num_output_tokens)),
             )
-        return self._start(row.request_id, view, row.num_scheduled_tokens, row.draft_token_ids)
+        drafts = self._fill_in(row, view)
+        return self._start(row.request_id, view, row.num_scheduled_tokens, drafts)
+
+    def _fill_in(self, row: CachedRow, view: RequestView) -> TokenIds:
+        """The drafts of a row, its placeholders replaced by what was proposed (P24)."""
+        drafts, proposal = row.draft_token_ids, view.proposal
+        if DRAFT_PLACEHOLDER not in drafts:
+            return drafts
+        if len(proposal) < len(drafts):
+            self._complain(
+                "placeholder_stands_for_a_draft_after_the_last_plan",
+                f"{row.request_id!r}: {len(drafts)} placeholders, {len(proposal)} drafts proposed",
+                property_id="P24",
+            )
+            # A token that nobody samples, as a worker might find in an old buffer.
+            return (*proposal, *drafts)[: len(drafts)]
+        return proposal[: len(drafts)]
 
     def _resume(self, row: CachedRow, view: RequestView, blocks: list[BlockId]) -> None:
         may_resume = view.is_preempted or view.may_resume or not self._hears_more_than_plans
         if not may_resume:
             self._complain("resumed_request_was_preempted", f"{row.request_id!r} was running")
+        if view.num_unreported:
+            self._complain(
+                "resumed_request_has_no_token_in_flight",
+                f"{row.request_id!r}: {view.num_unreported} of its tokens are not reported yet",
+                property_id="P13",
+            )
         view.is_preempted = view.may_resume = False
         view.table = blocks
         view.num_computed = row.num_computed_tokens
+        view.num_rejected = 0
 
     def _continue(self, row: CachedRow, view: RequestView, blocks: list[BlockId]) -> None:
         if view.is_preempted:
@@ -166,15 +230,14 @@ class Worker:
                 "preempted_request_returns_resumed", f"{row.request_id!r} holds no block here"
             )
         view.table.extend(blocks)
-        if row.num_computed_tokens != view.num_computed:
+        expected = view.num_computed + view.num_rejected
+        if row.num_computed_tokens != expected:
             self._complain(
                 "plan_counts_the_computed_tokens_of_the_worker",
                 f"{row.request_id!r}: {row.num_computed_tokens} computed in the plan",
-                Difference(
-                    "num_computed_tokens", str(view.num_computed), str(row.num_computed_tokens)
-                ),
+                Difference("num_computed_tokens", str(expected), str(row.num_computed_tokens)),
             )
-            view.num_computed = row.num_computed_tokens
+            view.num_computed = row.num_computed_tokens - view.num_rejected
 
     def _take_tokens(self, row: CachedRow, view: RequestView) -> None:
         sent = row.all_token_ids
@@ -184,13 +247,14 @@ class Worker:
                     "tokens_are_sent_after_a_gap",
                     f"{row.request_id!r} was not in the plan before, and its tokens are not sent",
                 )
-        elif list(sent) != view.tokens:
+        elif list(sent) != view.reported_token_ids:
             self._complain(
                 "sent_tokens_are_those_of_the_worker",
                 f"{row.request_id!r}: the tokens in the plan are not those it sampled",
-                Difference("all_token_ids", _shown(view.tokens), _shown(sent)),
+                Difference("all_token_ids", _shown(view.reported_token_ids), _shown(sent)),
             )
-            view.replace_tokens(sent)
+            if not view.num_unreported:
+                view.replace_tokens(sent)
 
     def _blocks(self, request_id: RequestId, tables: BlockTables) -> list[BlockId]:
         if len(tables) != 1:
@@ -228,7 +292,7 @@ class Worker:
         # Go on with as much of a wrong row as makes sense, to find what else is wrong.
         end = max(min(end, known + len(drafts), room), 0)
         first = min(first, end)
-        return FrameRow(view, first, end, drafts, samples=end >= known)
+        return FrameRow(view, first, end, drafts, samples=end >= known, num_known=known)
 
     # KV.
 
@@ -276,6 +340,7 @@ class Worker:
         if is_right and rest:
             is_right = kv[table[full]][:rest] == view.chain[full * size : row.end]
         if not is_right:
+            row.is_astray = True
             self._complain_read(row)
 
     def _complain_read(self, row: FrameRow) -> None:
@@ -320,23 +385,19 @@ class Worker:
     # Answers.
 
     def answer(self, frame_id: FrameId) -> tuple[RowTokens, ...]:
-        """What each row of a dispatched plan sampled, in plan order; () for an unknown frame.
-
-        A draft is right if it is the token that truly follows; after the right ones comes the
-        token that follows them.
-        """
-        if frame_id not in self._frames:
-            return ()
-        if frame_id not in self._answers:
-            self._answers[frame_id] = tuple(
-                RowTokens(row.view.request.request_id, self._sample(row) if row.samples else ())
-                for row in self._frames[frame_id]
-            )
-        return self._answers[frame_id]
+        """What each row of a dispatched plan sampled, in plan order; () for an unknown frame."""
+        return tuple(
+            RowTokens(row.view.request.request_id, row.sampled)
+            for row in self._frames.get(frame_id, ())
+        )
 
     def _sample(self, row: FrameRow) -> TokenIds:
+        """The right drafts, and the token that follows them.
+
+        A draft is right if it is the token that truly follows. Who has read wrong KV goes astray.
+        """
         text: list[int] = list(row.view.tokens) if row.drafts else row.view.tokens
-        sampled = [self.next_token(text)]
+        sampled = [self.next_token(text) ^ row.is_astray]
         for draft in row.drafts:
             if draft != sampled[-1]:
                 break
@@ -350,19 +411,24 @@ class Worker:
         self._settle(event.frame_id, event.sampled)
 
     def _settle(self, frame_id: FrameId, sampled: Sequence[RowTokens]) -> None:
+        """Catch up with a commit; what was committed instead of its answer counts more."""
         rows = self._frames.pop(frame_id, [])
-        self._answers.pop(frame_id, None)
         tokens_of = {row.request_id: row.token_ids for row in sampled}
         for row in rows:
-            tokens = tokens_of.get(row.view.request.request_id, ())
-            if tokens:
-                # Rejected drafts were computed for nothing: their slots will be written again.
-                row.view.num_computed -= len(row.drafts) - (len(tokens) - 1)
-                row.view.tokens.extend(tokens)
+            view = row.view
+            view.num_unreported -= len(row.sampled)
+            view.num_promised -= row.num_promised
+            view.num_rejected = max(view.num_rejected - row.num_rejected, 0)
+            tokens = tokens_of.get(view.request.request_id, ())
+            if tokens != row.sampled and len(view.tokens) == row.num_known + len(row.sampled):
+                view.replace_tokens([*view.tokens[: row.num_known], *tokens])
+                view.num_computed -= len(row.sampled) - len(tokens)
 
     def propose(self, request_id: RequestId, count: int, num_right: int) -> TokenIds:
         """`count` drafts for a request: the first `num_right` will be accepted, the next not."""
-        view = self.views.get(request_id)
+        return self._guess(self.views.get(request_id), count, num_right)
+
+    def _guess(self, view: RequestView | None, count: int, num_right: int) -> TokenIds:
         text = [0] if view is None else list(view.tokens)
         start = len(text)
         for index in range(count):
@@ -425,10 +491,14 @@ class Worker:
             pairs: list[tuple[str, object, object]] = [
                 ("output_token_ids", request.output_token_ids, view.output_token_ids)
             ]
+            if self.config.async_scheduling:
+                promised = request.num_output_placeholders
+                pairs.append(("num_output_placeholders", promised, view.num_promised))
             if request.status is Status.RUNNING:
+                computed = view.num_computed + view.num_rejected
                 pairs += (
                     ("block_tables", request.block_tables, (tuple(view.table),)),
-                    ("num_computed_tokens", request.num_computed_tokens, view.num_computed),
+                    ("num_computed_tokens", request.num_computed_tokens, computed),
                 )
             for name, state, seen in pairs:
                 if state != seen:

@@ -1,0 +1,41 @@
+"""The museum: defects that released engines had, planted in ours, and how they were caught.
+
+Each exhibit changes one method of the host engine, or a few that belong together. `check` must
+kill it, or the suite is blind to a defect that is known to happen. A repair that was tried upstream
+and was wrong is an exhibit of its own. The engine is loaded by name, as any foreign one would be.
+
+`exhibit` says what one is, the pages show them by theme, `hunt` kills them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from blockstep.conformance.museum import (
+    admission,
+    drafts,
+    identity,
+    output,
+    plan,
+    pool,
+    preemption,
+    promises,
+)
+from blockstep.conformance.museum.exhibit import Exhibit, collect
+from blockstep.conformance.registry import load_engine
+from blockstep.spec.vocabulary import Config
+
+__all__ = ["EXHIBITS", "Exhibit", "build"]
+
+_PAGES = (pool, admission, preemption, drafts, promises, output, plan, identity)
+
+EXHIBITS: Mapping[str, Exhibit] = collect(page.PAGE for page in _PAGES)
+"""All planted defects, by name."""
+
+
+def build(name: str) -> Callable[[Config], Any]:
+    """The engine with the defect `name`. Raises KeyError for an unknown name."""
+    chosen = EXHIBITS[name]
+    clean: Any = load_engine("host")
+    return type(f"Planted_{chosen.plant.__name__}", (clean,), chosen.plant(clean))

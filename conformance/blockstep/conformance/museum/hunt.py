@@ -1,0 +1,196 @@
+"""Hunt: each exhibit is checked like any engine, and must fall."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+from blockstep.conformance.check import CheckOptions, CheckResult, check
+from blockstep.conformance.findings import Finding, FindingKind
+from blockstep.conformance.museum.exhibit import Exhibit
+from blockstep.conformance.registry import MUSEUM
+
+SURVIVED = "SURVIVED"
+DIVERGENCE = "divergence"
+
+
+@dataclass(frozen=True, slots=True)
+class Fall:
+    """How one exhibit fell with one seed."""
+
+    seed: int
+    killed_by: str
+    """Property and sentence, or `divergence`, or `SURVIVED`."""
+    events: int
+    """Until the first finding; the whole budget for a survivor."""
+    seconds: float
+    shrunk: int | None
+    """Actions of the shortest program that shows it; None for a survivor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hunted:
+    """One exhibit and its falls, one for each seed."""
+
+    exhibit: Exhibit
+    falls: tuple[Fall, ...]
+
+    @property
+    def survived(self) -> bool:
+        """Whether one seed at least did not find it."""
+        return any(fall.killed_by == SURVIVED for fall in self.falls)
+
+
+@dataclass(frozen=True, slots=True)
+class Hunt:
+    """What to hunt with."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    max_events: int | None = None
+    """For each exhibit and seed."""
+    max_seconds: float | None = None
+    jobs: int = 1
+    """Processes side by side."""
+
+
+def kill(name: str, seed: int, max_events: int | None, max_seconds: float | None) -> Fall:
+    """Check one exhibit with one seed. Small arguments and result: they cross process borders."""
+    options = CheckOptions(
+        engine=f"{MUSEUM}{name}", seed=seed, max_events=max_events, max_seconds=max_seconds
+    )
+    result = check(options)
+    return Fall(seed, _killer(result), result.num_events, result.seconds, _num_shrunk(result))
+
+
+def run_hunt(
+    exhibits: Sequence[Exhibit],
+    hunt: Hunt,
+    on_progress: Callable[[float, str], None] = lambda _done, _text: None,
+) -> list[Hunted]:
+    """Kill each exhibit with each seed. With one job nothing leaves this process."""
+    tasks = [
+        (entry.name, seed, hunt.max_events, hunt.max_seconds)
+        for entry in exhibits
+        for seed in hunt.seeds
+    ]
+    falls: list[Fall] = []
+    for fall in _falls(tasks, hunt.jobs):
+        falls.append(fall)
+        on_progress(len(falls) / len(tasks), f"{len(falls):,} of {len(tasks):,} hunts")
+    size = len(hunt.seeds)
+    return [
+        Hunted(entry, tuple(falls[index * size : (index + 1) * size]))
+        for index, entry in enumerate(exhibits)
+    ]
+
+
+def _falls(tasks: Sequence[tuple[str, int, int | None, float | None]], jobs: int) -> Iterator[Fall]:
+    """The falls in order of the tasks."""
+    if jobs <= 1 or len(tasks) <= 1:
+        for task in tasks:
+            yield kill(*task)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context) as pool:
+        futures = [pool.submit(kill, *task) for task in tasks]
+        try:
+            for future in futures:
+                yield future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _killer(result: CheckResult) -> str:
+    return SURVIVED if result.first is None else name_of(result.first)
+
+
+def name_of(finding: Finding) -> str:
+    """What found it: a property with its sentence, or the comparison with the specification."""
+    if finding.kind is FindingKind.DIVERGENCE:
+        return DIVERGENCE
+    return f"{finding.property_id or finding.kind} {finding.sentence}"
+
+
+def _num_shrunk(result: CheckResult) -> int | None:
+    return None if result.failure is None else len(result.failure.program.actions)
+
+
+def row_of(hunted: Hunted) -> dict[str, object]:
+    """A row for a table that people read: one cell per number, with the seeds side by side."""
+    falls = hunted.falls
+    return {
+        **describe(hunted.exhibit),
+        "killed by": "; ".join(dict.fromkeys(fall.killed_by for fall in falls)),
+        "events": " / ".join(f"{fall.events:,}" for fall in falls),
+        "seconds": " / ".join(f"{fall.seconds:.1f}" for fall in falls),
+        "shrunk to": " / ".join("-" if fall.shrunk is None else str(fall.shrunk) for fall in falls),
+    }
+
+
+def json_of(hunted: Hunted) -> dict[str, object]:
+    """The same for programs: a list with one object per seed."""
+    return {
+        **describe(hunted.exhibit),
+        "survived": hunted.survived,
+        "seeds": [
+            {
+                "seed": fall.seed,
+                "killed by": fall.killed_by,
+                "events": fall.events,
+                "seconds": round(fall.seconds, 1),
+                "shrunk to": fall.shrunk,
+            }
+            for fall in hunted.falls
+        ],
+    }
+
+
+def describe(entry: Exhibit) -> dict[str, object]:
+    """What every list of the museum says of an exhibit."""
+    fix = f"wrong fix of {entry.wrong_fix_of}: " if entry.wrong_fix_of else ""
+    return {
+        "exhibit": entry.name,
+        "what is wrong": f"{fix}{entry.title}",
+        "upstream": entry.upstream,
+    }
+
+
+def summary(hunted: Sequence[Hunted]) -> str:
+    """One line for all: how many fell, and what it took."""
+    killed = [fall for entry in hunted for fall in entry.falls if fall.killed_by != SURVIVED]
+    num_falls = sum(len(entry.falls) for entry in hunted)
+    if not killed:
+        return f"0 of {num_falls} hunts killed"
+    events = [fall.events for fall in killed]
+    return (
+        f"{len(killed)} of {num_falls} hunts killed; events to kill: median "
+        f"{statistics.median_low(events):,}, most {max(events):,}"
+    )
+
+
+def museum_page(rows: Sequence[dict[str, object]], command: str, seeds: Sequence[int]) -> str:
+    """The museum as a page of the documentation."""
+    columns = [*rows[0]]
+    shown = " / ".join(map(str, seeds))
+    lines = [
+        "# Museum",
+        "",
+        "Defects of released engines, planted in ours one at a time. Each must be caught by a",
+        "named property or by a difference from the specification. If one survives, the",
+        "tools are blind to what is known to happen. Numbers without a name are vLLM's. A",
+        "wrong fix is a repair of another exhibit that was tried, or would suggest itself,",
+        "and does not hold.",
+        "",
+        f"Made by `{command} --markdown FILE`. Events and seconds run until the first finding,",
+        f"seconds with its shrinking; one number for each of the seeds {shown}.",
+        "",
+        "| " + " | ".join(columns) + " |",
+        "|" + "---|" * len(columns),
+    ]
+    for row in rows:
+        cells = (str(value).replace("|", "\\|") for value in row.values())
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"

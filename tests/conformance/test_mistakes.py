@@ -1,0 +1,68 @@
+"""Mistakes: each wrong answer is refused by spec and host engine, and changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from blockstep.conformance.driver import LockStep
+from blockstep.conformance.program import Action, Answer, Misanswer, Mistake, Propose, describe
+from blockstep.conformance.registry import load_engine
+from blockstep.spec import Config, Request, Schedule, SpecMethod, Submit
+from blockstep.spec.vocabulary import RejectCode
+
+CONFIG = Config(
+    num_blocks=12,
+    block_size=2,
+    max_model_len=16,
+    max_num_batched_tokens=6,
+    spec_method=SpecMethod.NGRAM,
+    num_speculative_tokens=2,
+)
+CODES = {
+    Mistake.TOO_EARLY: RejectCode.FRAME_OUT_OF_ORDER,
+    Mistake.AGAIN: RejectCode.UNKNOWN_FRAME,
+}
+
+
+def started(depth: int) -> LockStep:
+    """A decodes with drafts, B is in the middle of its prompt."""
+    config = replace(CONFIG, max_frames_in_flight=depth)
+    run = LockStep.start(config, load_engine("host"), keep_exchanges=True)
+    actions: list[Action] = [
+        Submit(Request("A", (1, 2), max_tokens=9)),
+        Schedule(),
+        Answer(),
+        Propose(((2, 1),)),
+        Submit(Request("B", (3, 4, 5, 6, 7, 8, 9), max_tokens=2)),
+        *[Schedule()] * depth,
+    ]
+    for action in actions:
+        assert run.perform(action) == []
+    return run
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("mistake", Mistake)
+def test_every_mistake_is_refused(mistake: Mistake, depth: int) -> None:
+    run = started(depth)
+    before = run.engine.snapshot()
+    num_events = run.num_events
+    assert run.perform(Misanswer(mistake)) == []
+    impossible = (mistake is Mistake.TOO_EARLY and depth == 1) or (
+        mistake is Mistake.WRONG_DRAFT and depth == 2
+    )
+    assert run.num_events == num_events + (not impossible)
+    assert run.engine.snapshot() == before
+    if not impossible:
+        answer = run.exchanges[-1].expected
+        assert getattr(answer, "code", None) is CODES.get(mistake, RejectCode.BAD_RESULT)
+
+
+def test_without_a_plan_there_is_nothing_to_be_wrong_about() -> None:
+    run = LockStep.start(CONFIG, load_engine("host"))
+    for mistake in Mistake:
+        assert run.perform(Misanswer(mistake)) == []
+        assert describe(Misanswer(mistake)).startswith("commit    ")
+    assert run.num_events == 0
