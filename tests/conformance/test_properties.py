@@ -11,10 +11,12 @@ import pytest
 from blockstep.conformance.presets import PRESETS, draw_swarm
 from blockstep.conformance.program import Answer, Hostile, Misanswer, Propose
 from blockstep.conformance.properties import CHECKS_OF, PROPERTIES, Ledger, Step, check_step
+from blockstep.conformance.registry import SpecEngine
 from blockstep.conformance.rules import SeededDraw, View, next_action
 from blockstep.conformance.tokens import token_function
 from blockstep.conformance.worker import Worker
 from blockstep.impl.host import HostEngine
+from blockstep.spec.profiles import get_profile
 from blockstep.spec.vocabulary import (
     Abort,
     Ack,
@@ -1166,6 +1168,45 @@ def test_preemption_again_needs_somebody_who_got_further() -> None:
     first = starving(5)
     assert first.step.plan.preempted_req_ids == ("B",)
     assert judge(after(first.step, running=("C",)), first.ledger) == []
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_two_that_preempt_each_other_by_turns_make_no_progress(depth: int) -> None:
+    """vLLM 0.19.1 of two equals preempts the older; the sentence sees it without a reference."""
+    config = Config(
+        num_blocks=6,
+        block_size=2,
+        max_model_len=12,
+        max_num_batched_tokens=4,
+        policy=Policy.PRIORITY,
+        enable_prefix_caching=False,
+        long_prefill_token_threshold=2,
+        scheduler_reserve_full_isl=False,
+        max_frames_in_flight=depth,
+    )
+    release = get_profile("vllm-0.19.1")
+    assert release is not None
+    engine, ledger = SpecEngine(config, release), Ledger(config)
+    worker = Worker(config, token_function(1, 50))
+    events: list[Event] = [Submit(request(name, *range(8))) for name in "AB"]
+    accused = 0
+    for index in range(60):
+        before = engine.snapshot()
+        flying = before.frames_in_flight
+        event: Event = Schedule()
+        if events:
+            event = events.pop()
+        elif len(flying) == depth:
+            event = Commit(flying[0], worker.answer(flying[0]))
+        step = Step(config, index, event, engine.apply(event), before, engine.snapshot())
+        worker.observe(step.event, step.observation)
+        if isinstance(event, Schedule):
+            judge = CHECKS["nobody_is_preempted_again_without_progress"]
+            accused += len(judge(step, ledger))
+            assert CHECKS["preemption_leaves_somebody_running"](step, ledger) == []
+        ledger.record(step)
+    assert accused > 5
+    assert all(each.num_preemptions > 5 for each in engine.snapshot().requests)
 
 
 def test_accepted_drafts_are_not_compared_where_only_the_worker_knows_them() -> None:

@@ -259,7 +259,9 @@ def check(
         else:
             failed = _failures(options, range(options.episode, options.episode + 1), make_engine)
             _adopt_shortest(result, options, failed, make_engine)
-    missing = missing_witnesses(result.witnesses, options.preset, options.policy)
+    missing = missing_witnesses(
+        result.witnesses, options.preset, options.policy, options.max_depth
+    )
     result.missing = tuple(name for name in missing if is_reachable(name, result.skipped))
     result.seconds = time.perf_counter() - started
     return result

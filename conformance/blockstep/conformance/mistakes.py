@@ -52,6 +52,8 @@ def _wrong_rows(
         return rows[1:]
     if mistake is Mistake.DOUBLE_ROW:
         return [*rows, rows[0]]
+    if mistake is Mistake.EXTRA_ROW:
+        return [*rows, RowTokens("nobody", rows[0].token_ids)]
     if mistake is Mistake.FOREIGN_ROW:
         return [*rows[1:], RowTokens("nobody", rows[0].token_ids)]
     drafts = {row.request_id: _drafts(row) for row in plan.rows}

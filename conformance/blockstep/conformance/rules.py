@@ -117,9 +117,7 @@ def draw_request(swarm: Swarm, draw: Draw, name: RequestId, index: int) -> Reque
         stop_token_ids=(draw.integer(0, swarm.vocabulary_size - 1),)
         if stops and draw.chance(20)
         else (),
-        repetition_detection=RepetitionDetection(draw.integer(1, 3), 1, draw.integer(2, 3))
-        if stops and draw.chance(20)
-        else None,
+        repetition_detection=draw_repetition(draw) if stops and draw.chance(30) else None,
         priority=draw_priority(draw, index) if priorities else 0,
         arrival_time=index // 2 if draw.chance(20) else index,
         adapter=draw.choice(("x", "y")) if keyed and draw.chance(30) else None,
@@ -128,6 +126,12 @@ def draw_request(swarm: Swarm, draw: Draw, name: RequestId, index: int) -> Reque
         skip_reading_prefix_cache=draw.chance(5),
         structured_output=Kind.GRAMMAR in kinds and draw.chance(40),
     )
+
+
+def draw_repetition(draw: Draw) -> RepetitionDetection:
+    """Patterns of one to three tokens; single ones left out now and then, or they come first."""
+    least = draw.integer(1, 2)
+    return RepetitionDetection(draw.integer(least, 3), least, draw.integer(2, 3))
 
 
 def draw_priority(draw: Draw, index: int) -> int:
@@ -142,6 +146,8 @@ def get_room(swarm: Swarm, draw: Draw) -> int:
         return config.max_model_len + 2
     slots = config.num_usable_blocks * config.block_size
     reserve = config.num_speculative_tokens + config.num_lookahead_tokens - 1
+    if draw.chance(10):
+        reserve = draw.integer(-2, reserve)  # about to fit, or just not
     return max(min(slots - reserve, config.max_model_len), 2)
 
 
@@ -181,8 +187,10 @@ def answer(_view: View, _draw: Draw) -> Action:
     return Answer()
 
 
-def misanswer(_view: View, draw: Draw) -> Action:
-    """The worker answers wrongly."""
+def misanswer(view: View, draw: Draw) -> Action:
+    """The worker answers wrongly; with drafts about, often in what it accepts."""
+    if view.swarm.config.num_speculative_tokens and draw.chance(30):
+        return Misanswer(Mistake.WRONG_DRAFT)
     return Misanswer(draw.choice(tuple(Mistake)))
 
 
@@ -265,7 +273,7 @@ RULES: Mapping[str, WeightedRule] = {
     "pause": WeightedRule(pause, 3, Kind.PAUSE),
     "reset": WeightedRule(reset, 2, Kind.RESET),
     "hostile": WeightedRule(hostile, 4, Kind.HOSTILE),
-    "misanswer": WeightedRule(misanswer, 4, Kind.HOSTILE),
+    "misanswer": WeightedRule(misanswer, 5, Kind.HOSTILE),
 }
 
 
