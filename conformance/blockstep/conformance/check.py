@@ -179,7 +179,7 @@ def play_episode(
     actions: list[Action] = []
     findings: list[Finding] = []
     for number in range(preset.num_actions + 1):
-        view.live, view.ended = run.live, run.ended
+        view.live, view.ended, view.texts = run.live, run.ended, run.texts
         view.frames_in_flight = [plan.frame_id for plan in run.plans]
         action = Drain() if number == preset.num_actions else next_action(view, draw)
         view.num_submitted += isinstance(action, Submit)
@@ -259,9 +259,7 @@ def check(
         else:
             failed = _failures(options, range(options.episode, options.episode + 1), make_engine)
             _adopt_shortest(result, options, failed, make_engine)
-    missing = missing_witnesses(
-        result.witnesses, options.preset, options.policy, options.max_depth
-    )
+    missing = missing_witnesses(result.witnesses, options.preset, options.policy, options.max_depth)
     result.missing = tuple(name for name in missing if is_reachable(name, result.skipped))
     result.seconds = time.perf_counter() - started
     return result

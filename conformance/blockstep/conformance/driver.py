@@ -12,6 +12,7 @@ nothing but the plans, whether one can live on them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -57,6 +58,7 @@ from blockstep.spec.vocabulary import (
     SetPause,
     Snapshot,
     Submit,
+    TokenIds,
 )
 from blockstep.spec.vocabulary import Commit as CommitEvent
 
@@ -71,6 +73,7 @@ NEEDED: Mapping[type, Capability] = {
 """What an engine must be able to do for an action to be tried on it."""
 
 
+TEXTS_MAX = 6
 EXPLICABLE = frozenset({FindingKind.PROPERTY, FindingKind.LIVENESS})
 """What a quirk can be the reason of."""
 
@@ -100,6 +103,10 @@ class LockStep:
     live: dict[RequestId, Request] = field(default_factory=dict)
     """Accepted by the spec and not ended."""
     ended: list[RequestId] = field(default_factory=list)
+    texts: deque[TokenIds] = field(default_factory=lambda: deque(maxlen=TEXTS_MAX))
+    """Prompt and outputs of those that ended last."""
+    said: dict[RequestId, TokenIds] = field(default_factory=dict)
+    """Outputs delivered to those in `live`."""
     plans: list[Plan] = field(default_factory=list)
     """In flight, oldest first."""
     last_plan: Plan | None = None
@@ -289,14 +296,20 @@ class LockStep:
                 self.last_commit = event
                 self.plans = [plan for plan in self.plans if plan.frame_id != frame_id]
                 self.sampled = tuple(row.request_id for row in sampled if row.token_ids)
+                for row in rows:
+                    self.said[row.request_id] = (
+                        self.said.get(row.request_id, ()) + row.new_token_ids
+                    )
                 self._end(row.request_id for row in rows if row.finish_reason is not None)
             case Abort(), Aborted(request_ids=request_ids):
                 self._end(request_ids)
 
     def _end(self, request_ids: Iterator[RequestId] | tuple[RequestId, ...]) -> None:
         for request_id in request_ids:
-            self.live.pop(request_id, None)
+            request, said = self.live.pop(request_id, None), self.said.pop(request_id, ())
             self.ended.append(request_id)
+            if request is not None and said:
+                self.texts.append(request.prompt_token_ids + said)
 
     def _keep(self, exchange: Exchange) -> None:
         if self.keep_exchanges:

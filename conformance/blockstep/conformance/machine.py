@@ -91,6 +91,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not findings, "\n".join(describe_finding(found) for found in findings)
         self.view.num_submitted += isinstance(action, Submit)
         self.view.live, self.view.ended = self.run.live, self.run.ended
+        self.view.texts = self.run.texts
         self.view.frames_in_flight = [plan.frame_id for plan in self.run.plans]
 
     @precondition(lambda self: self.is_possible("submit"))

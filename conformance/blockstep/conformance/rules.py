@@ -31,6 +31,7 @@ from blockstep.spec.vocabulary import (
     SetPause,
     SpecMethod,
     Submit,
+    TokenIds,
 )
 
 T = TypeVar("T")
@@ -70,6 +71,8 @@ class View:
     num_submitted: int = 0
     ended: list[RequestId] = field(default_factory=list)
     """Lately ended ids, to be named again by mistake."""
+    texts: Sequence[TokenIds] = ()
+    """What ended requests came to, prompt and outputs: the next turn of a talk begins with it."""
 
 
 Rule = Callable[[View, Draw], Action]
@@ -84,7 +87,7 @@ def submit(view: View, draw: Draw) -> Action:
         name = draw.choice(view.ended)
     elif view.ended and view.frames_in_flight and draw.chance(8):
         name = view.ended[-1]  # a frame may still name it
-    return Submit(draw_request(view.swarm, draw, name, view.num_submitted))
+    return Submit(draw_request(view.swarm, draw, name, view.num_submitted, view.texts))
 
 
 def request_name(index: int) -> RequestId:
@@ -93,11 +96,13 @@ def request_name(index: int) -> RequestId:
     return letter if index < 26 else f"{letter}{index // 26}"
 
 
-def draw_request(swarm: Swarm, draw: Draw, name: RequestId, index: int) -> Request:
-    """A request within the swarm's bounds, now and then beyond them."""
+def draw_request(
+    swarm: Swarm, draw: Draw, name: RequestId, index: int, texts: Sequence[TokenIds] = ()
+) -> Request:
+    """A request within the swarm's bounds, now and then beyond them; `texts` to go on from."""
     kinds = swarm.kinds
     room = get_room(swarm, draw)
-    prompt = draw_prompt(swarm, draw, max(room - 1, 1))
+    prompt = draw_prompt(swarm, draw, max(room - 1, 1), texts)
     stops = Kind.STOPS in kinds
     least, most = swarm.preset.max_output
     max_tokens = draw.integer(least, max(min(most, room - len(prompt)), least))
@@ -151,8 +156,16 @@ def get_room(swarm: Swarm, draw: Draw) -> int:
     return max(min(slots - reserve, config.max_model_len), 2)
 
 
-def draw_prompt(swarm: Swarm, draw: Draw, limit: int) -> tuple[int, ...]:
-    """Part of a hot sequence and a tail of its own, lengths around block boundaries."""
+def draw_prompt(
+    swarm: Swarm, draw: Draw, limit: int, texts: Sequence[TokenIds] = ()
+) -> tuple[int, ...]:
+    """Part of a hot sequence and a tail of its own, lengths around block boundaries.
+
+    Or the text of an earlier request with its outputs, whose blocks may still be cached.
+    """
+    if texts and draw.chance(15):
+        said = draw.choice(texts)[: limit - 1]
+        return said + draw.tokens(1, swarm.vocabulary_size)
     config = swarm.config
     length = draw.integer(1, limit)
     if draw.chance(60):
