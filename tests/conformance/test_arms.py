@@ -21,9 +21,9 @@ def test_a_clean_engine_answers_alike_in_every_arm(engine: str) -> None:
 @pytest.mark.parametrize(
     ("exhibit", "arms"),
     [
-        ("stale-key-after-reuse", {"caching"}),
+        ("stale-key-after-reuse", {"caching", "chunks", "pool"}),
         ("lost-rollback", {"drafts", "async"}),
-        ("salt-ignored", {"caching"}),
+        ("salt-ignored", {"caching", "chunks", "pool"}),
     ],
 )
 def test_a_planted_defect_makes_two_arms_differ(exhibit: str, arms: set[str]) -> None:

@@ -9,12 +9,15 @@ from blockstep.conformance.check import CheckResult, ExitCode
 from blockstep.conformance.witnesses import WITNESSES
 
 COLUMNS = 2
+WIDTH_MIN = 100
 
 
 def render_verdict(result: CheckResult, console: Console) -> None:
     """Print the witness table and one line of verdict."""
     options = result.options
     if options.episode is None:
+        if not console.is_terminal:
+            console.width = max(console.width, WIDTH_MIN)  # a file has room for all counts
         console.print(witness_table(result))
         canary = result.canary_killed_after
         console.print(
