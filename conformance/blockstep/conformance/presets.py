@@ -92,6 +92,8 @@ class Swarm:
     hot_prefixes: tuple[tuple[int, ...], ...]
     vocabulary_size: int
     """Token ids are below this; small, so that prefixes collide."""
+    is_storm: bool = False
+    """Whether everybody is in everybody's way (`draw_storm`)."""
 
 
 def draw_swarm(
@@ -99,7 +101,8 @@ def draw_swarm(
 ) -> Swarm:
     """Draw a swarm; `policy` fixes the policy, `max_depth` bounds the frames in flight."""
     config = draw_config(preset, draw, max_depth)
-    if draw.chance(20):
+    is_storm = draw.chance(20)
+    if is_storm:
         config = draw_storm(preset, config, draw)
     if policy is not None:
         config = replace(config, policy=policy)
@@ -117,14 +120,17 @@ def draw_swarm(
             draw.tokens(min(length, 256), vocabulary_size) for _ in range(preset.num_hot_prefixes)
         ),
         vocabulary_size=vocabulary_size,
+        is_storm=is_storm,
     )
 
 
 def draw_storm(preset: Preset, config: Config, draw: Draw) -> Config:
     """The config where everybody is in everybody's way: few blocks, few tokens, urgent latecomers.
 
-    Steps then preempt, and preempt those that they have planned for already (upstream #23347).
+    Steps then preempt, and preempt those that they have planned for already (upstream #23347). The
+    budget is two or three rows: what a victim gives back is wanted at once.
     """
+    tokens_per_row = draw.integer(1, 3)
     least, most = preset.block_size
     return replace(
         config,
@@ -133,8 +139,8 @@ def draw_storm(preset: Preset, config: Config, draw: Draw) -> Config:
         block_size=draw.integer(least, min(least + 1, most)),
         max_num_seqs=max(config.max_num_seqs, 4),
         enable_chunked_prefill=True,
-        max_num_batched_tokens=draw.integer(3, 8),
-        long_prefill_token_threshold=draw.integer(1, 4),
+        max_num_batched_tokens=draw.integer(2 * tokens_per_row, 3 * tokens_per_row),
+        long_prefill_token_threshold=tokens_per_row,
         scheduler_reserve_full_isl=False,
     )
 

@@ -123,7 +123,7 @@ def draw_request(
         if stops and draw.chance(20)
         else (),
         repetition_detection=draw_repetition(draw) if stops and draw.chance(30) else None,
-        priority=draw_priority(draw, index) if priorities else 0,
+        priority=draw_priority(swarm, draw, index) if priorities else 0,
         arrival_time=index // 2 if draw.chance(20) else index,
         adapter=draw.choice(("x", "y")) if keyed and draw.chance(30) else None,
         cache_salt=draw.choice(("x", "y")) if keyed and draw.chance(30) else None,
@@ -139,8 +139,10 @@ def draw_repetition(draw: Draw) -> RepetitionDetection:
     return RepetitionDetection(draw.integer(least, 3), least, draw.integer(2, 3))
 
 
-def draw_priority(draw: Draw, index: int) -> int:
+def draw_priority(swarm: Swarm, draw: Draw, index: int) -> int:
     """Often the later the more urgent: then victims stand ahead of those who need their blocks."""
+    if swarm.is_storm and draw.chance(70):
+        return -index
     return 3 - index % 4 if draw.chance(60) else draw.integer(0, 2)
 
 
@@ -257,6 +259,7 @@ def hostile(view: View, draw: Draw) -> Action:
             Hostile(Commit(draw.choice(frames), (row, row))),
             Hostile(Drafts((row,))),
             Hostile(Drafts((row, row))),
+            Hostile(Drafts(tuple(RowTokens(name, (token,)) for name in view.live))),
             Hostile(Drafts((RowTokens(row.request_id, (token,) * 9),))),
             Hostile(GrammarReady("nobody")),
             Hostile(Submit(Request("bad", ()))),
