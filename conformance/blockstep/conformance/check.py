@@ -7,26 +7,31 @@ its end. Everything follows from those three, so a failure is reproduced by nami
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from typing import cast
 
-from blockstep.conformance.driver import LockStep
+from blockstep.conformance.driver import LockStep, get_start
 from blockstep.conformance.engine import Capability, EngineFactory, is_async
 from blockstep.conformance.findings import Finding, FindingKind
 from blockstep.conformance.presets import MAX_DEPTH, PRESETS, TINY, draw_swarm
 from blockstep.conformance.program import Action, Drain, Program
 from blockstep.conformance.registry import load_engine
 from blockstep.conformance.rules import SeededDraw, View, next_action
+from blockstep.conformance.safety import Safety
 from blockstep.conformance.shrink import Shrunk, shrink
 from blockstep.conformance.witnesses import missing_witnesses
 from blockstep.spec.profiles import PROFILES, STRICT, Profile, get_profile
 from blockstep.spec.vocabulary import Config, Event, Observation, Policy, Submit
 
 CANARY = "blockstep.conformance.canary:CanaryEngine"
+SAFETY_CANARY = "blockstep.conformance.safety:SafetyCanary"
+"""The canary of a run that is not compared with the spec."""
 EPISODES_PER_BATCH = 8
 LONG_EPISODE = 150
 """Episodes of more actions than this are batches of their own."""
@@ -41,7 +46,7 @@ SITUATIONS_OF: Mapping[str, tuple[str, ...]] = {
 """Names, by their beginnings, of situations that need a capability."""
 EPISODES_COMPARED = 40
 """Episodes, from the first failing one on, in which a simpler failure is looked for."""
-SHORT_PROGRAM = 8
+SHORT_PROGRAM = 10
 """Actions of a shrunk program for which no shorter one is looked for."""
 SHRUNK_MAX = 3
 """Failures of one scope that are shrunk, at most."""
@@ -87,6 +92,8 @@ class CheckOptions:
     """Frames in flight, at most. An engine without `Capability.ASYNC` is given one at a time."""
     profile: str = STRICT.name
     """Release whose known quirks the spec follows; `strict` follows none."""
+    path: str | None = None
+    """A folder that is looked in first when the engine is imported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +125,19 @@ class CheckResult:
     """Findings that the quirks of the profile account for, by property."""
     missing: tuple[str, ...] = ()
     has_snapshot: bool = True
+    weaker: str | None = None
+    """The equivalence that the engine's factory declares; None: the strongest that it shows."""
     canary_killed_after: int | None = None
     """Events until the canary was caught; None if it survived, or was not asked for."""
     failed_episode: int | None = None
     failure: Shrunk | None = None
     first: Finding | None = None
     failing_program: Program | None = None
+
+    @property
+    def equivalence(self) -> str:
+        """By what the engine was held to the spec: `exact`, `plan` or `safety`."""
+        return self.weaker or ("exact" if self.has_snapshot else "plan")
 
     @property
     def exit_code(self) -> ExitCode:
@@ -153,6 +167,22 @@ def find_profile(name: str) -> Profile:
     return profile
 
 
+def load(options: CheckOptions) -> EngineFactory:
+    """The engine of the options, looked for in their folder first.
+
+    Raises:
+        EngineNotFoundError: if the engine cannot be loaded.
+    """
+    if options.path is not None and options.path not in sys.path:
+        sys.path.insert(0, options.path)
+    return load_engine(options.engine)
+
+
+def get_equivalence(make_engine: EngineFactory) -> Safety | None:
+    """The weaker equivalence that a factory declares; None for an engine to be compared."""
+    return cast("Safety | None", getattr(make_engine, "equivalence", None))
+
+
 def fit_depth(options: CheckOptions, make_engine: EngineFactory) -> CheckOptions:
     """The options with one frame in flight at a time, if the engine can have no more."""
     if options.max_depth == 1 or is_async(make_engine):
@@ -167,7 +197,10 @@ def play_episode(
     preset = PRESETS[options.preset]
     draw = SeededDraw(f"{options.preset}/{options.seed}/{index}")
     swarm = draw_swarm(preset, draw, options.policy, options.max_depth)
-    run = LockStep.start(
+    weaker = get_equivalence(make_engine)
+    if weaker is not None:
+        swarm = replace(swarm, config=weaker.fit_config(swarm.config))
+    run = get_start(make_engine)(
         swarm.config,
         make_engine,
         swarm.token_seed,
@@ -181,7 +214,7 @@ def play_episode(
     for number in range(preset.num_actions + 1):
         view.live, view.ended, view.texts = run.live, run.ended, run.texts
         view.frames_in_flight = [plan.frame_id for plan in run.plans]
-        action = Drain() if number == preset.num_actions else next_action(view, draw)
+        action = Drain() if number == preset.num_actions else run.fit(next_action(view, draw))
         view.num_submitted += isinstance(action, Submit)
         actions.append(action)
         findings = run.perform(action)
@@ -208,7 +241,7 @@ def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -
 
 def record_episode(options: CheckOptions) -> tuple[Config, list[tuple[Event, Observation]]]:
     """The config and the exchanges of one episode: what the engine answered to each event."""
-    make_engine = load_engine(options.engine)
+    make_engine = load(options)
     options = fit_depth(options, make_engine)
     run, _, _ = play_episode(options, options.episode or 0, make_engine, keep_exchanges=True)
     return run.config, [
@@ -218,7 +251,7 @@ def record_episode(options: CheckOptions) -> tuple[Config, list[tuple[Event, Obs
 
 def run_batch(options: CheckOptions, start: int, count: int) -> list[EpisodeResult]:
     """Some episodes in a row, stopping at the first that fails. Runs in a process of its own."""
-    make_engine = load_engine(options.engine)
+    make_engine = load(options)
     results: list[EpisodeResult] = []
     for index in range(start, start + count):
         results.append(run_episode(options, index, make_engine))
@@ -236,13 +269,15 @@ def check(
         EngineNotFoundError: if the engine cannot be loaded.
     """
     started = time.perf_counter()
-    make_engine = load_engine(options.engine)
+    make_engine = load(options)
     wanted, options = options, fit_depth(options, make_engine)
-    result = CheckResult(options)
+    weaker = get_equivalence(make_engine)
+    result = CheckResult(options, weaker=None if weaker is None else weaker.name)
     if options is not wanted:
         result.skipped[Capability.ASYNC] += 1
     if options.episode is None:
-        result.canary_killed_after = release_canary(options)
+        canary = CANARY if weaker is None else SAFETY_CANARY
+        result.canary_killed_after = release_canary(options, canary)
         batches = _run_batches(options, lambda: _spent(options, result, started))
     else:
         batches = iter([[run_episode(options, options.episode, make_engine)]])
@@ -259,8 +294,13 @@ def check(
         else:
             failed = _failures(options, range(options.episode, options.episode + 1), make_engine)
             _adopt_shortest(result, options, failed, make_engine)
-    missing = missing_witnesses(result.witnesses, options.preset, options.policy, options.max_depth)
-    result.missing = tuple(name for name in missing if is_reachable(name, result.skipped))
+    if weaker is None:
+        missing = missing_witnesses(
+            result.witnesses, options.preset, options.policy, options.max_depth
+        )
+        result.missing = tuple(name for name in missing if is_reachable(name, result.skipped))
+    else:
+        result.missing = tuple(name for name in weaker.situations if not result.witnesses[name])
     result.seconds = time.perf_counter() - started
     return result
 
@@ -280,23 +320,26 @@ def _add(result: CheckResult, episode: EpisodeResult) -> None:
 
 
 def _find_shortest(result: CheckResult, make_engine: EngineFactory) -> None:
-    """Shrink the failure, and others if it stays long: the shortest program is reported.
+    """Shrink the failure, or one like it that is shorter: what is reported should fit on a page.
 
-    What fails early shrinks to less, and what fails where everything is small to least of all. A
-    failure of the same property is preferred, but any is better than a long program.
+    What fails where everything is small shrinks to least, and soonest; so failures of the same
+    property are looked for at tiny scope first, then among the next episodes. If all stay long,
+    any failure at tiny scope will do.
     """
+    assert result.first is not None
     assert result.failed_episode is not None
-    start, options = result.failed_episode, result.options
-    alike = _failures(options, range(start, start + EPISODES_COMPARED), make_engine)
-    wanted = _kind_of(alike[0])
-    alike = [episode for episode in alike if _kind_of(episode) == wanted]
-    alike.sort(key=_length)
-    _adopt_shortest(result, options, alike[:SHRUNK_MAX], make_engine)
-    tiny = replace(options, preset=TINY.name)
-    if not _is_short(result) and tiny != options:
-        others = _failures(tiny, range(TINY_EPISODES), make_engine)
-        others.sort(key=lambda episode: (_kind_of(episode) != wanted, _length(episode)))
-        _adopt_shortest(result, tiny, others[:SHRUNK_MAX], make_engine)
+    wanted, options = (result.first.kind, result.first.property_id), result.options
+    start, tiny = result.failed_episode, replace(options, preset=TINY.name)
+    small = _failures(tiny, range(TINY_EPISODES), make_engine)
+    alike = [episode for episode in small if _kind_of(episode) == wanted]
+    _adopt_shortest(result, tiny, alike, make_engine)
+    if not _is_short(result):
+        following = _failures(options, range(start, start + EPISODES_COMPARED), make_engine)
+        alike = [episode for episode in following if _kind_of(episode) == wanted]
+        _adopt_shortest(result, options, alike, make_engine)
+    if not _is_short(result):
+        others = [episode for episode in small if _kind_of(episode) != wanted]
+        _adopt_shortest(result, tiny, others, make_engine)
 
 
 def _failures(
@@ -312,9 +355,9 @@ def _adopt_shortest(
     episodes: Sequence[EpisodeResult],
     make_engine: EngineFactory,
 ) -> None:
-    """Shrink these until one is short; report the shortest, unless what there is, is shorter."""
+    """Shrink the shortest of these until one stays short; report it, unless there is a shorter."""
     profile = find_profile(options.profile)
-    for episode in episodes:
+    for episode in sorted(episodes, key=_length)[:SHRUNK_MAX]:
         if _is_short(result):
             return
         assert episode.first is not None
@@ -377,11 +420,11 @@ def _run_batches(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def release_canary(options: CheckOptions) -> int | None:
+def release_canary(options: CheckOptions, engine: str = CANARY) -> int | None:
     """Events until the canary is caught; None if it survives."""
     num_events = 0
-    canary = replace(options, engine=CANARY, preset="tiny", profile=STRICT.name)
-    make_engine = load_engine(CANARY)
+    canary = replace(options, engine=engine, preset="tiny", profile=STRICT.name)
+    make_engine = load_engine(engine)
     for index in range(CANARY_EPISODES):
         episode = run_episode(canary, index, make_engine)
         num_events += episode.num_events

@@ -87,6 +87,12 @@ def check_command(
     depth: Annotated[
         int, typer.Option(min=1, help="Plans in flight at once, at most; drawn up to this.")
     ] = MAX_DEPTH,
+    path: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, file_okay=False, help="A folder to look in first for the engine."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Everything random follows from it.")] = 0,
     budget: Annotated[
         str, typer.Option(help="How long: a number of events (repeatable), or 60s, 5m.")
@@ -123,6 +129,7 @@ def check_command(
         jobs=jobs or os.cpu_count() or 1,
         max_depth=depth,
         profile=profile,
+        path=None if path is None else str(path.resolve()),
     )
     with _input_errors(), _progress(console, f"checking {engine}") as advance:
         result = check(options, lambda now: advance(*_check_progress(options, now)))
@@ -440,7 +447,8 @@ def museum_run_command(
     with _progress(console, "hunting") as advance:
         hunted = hunting.run_hunt(chosen, hunt, advance)
     rows = [hunting.row_of(entry) for entry in hunted]
-    console.print(_table(rows))
+    shown = ("exhibit", "events", "seconds", "shrunk to", "killed by")
+    console.print(_table([{name: row[name] for name in shown} for row in rows]))
     console.print(hunting.summary(hunted))
     _write_json(json_path, [hunting.json_of(entry) for entry in hunted])
     if markdown is not None:

@@ -13,8 +13,9 @@ nothing but the plans, whether one can live on them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from blockstep.conformance.compare import observation_differences, snapshot_differences
 from blockstep.conformance.engine import Capability, Engine, EngineFactory
@@ -121,6 +122,8 @@ class LockStep:
     has_failed: bool = False
     """Something was wrong; both sides no longer mean the same thing."""
     keep_exchanges: bool = False
+    equivalence: str = ""
+    """The weaker equivalence that the engine is held to; "" if it is compared with the spec."""
     known: dict[str, int] = field(default_factory=dict)
     """Findings that the quirks of the profile account for, by property."""
 
@@ -148,6 +151,10 @@ class LockStep:
         )
         run.before = engine.snapshot()
         return run
+
+    def fit(self, action: Action) -> Action:
+        """The action as this engine can be given it; a weaker equivalence may leave things out."""
+        return action
 
     def perform(self, action: Action) -> list[Finding]:
         """Do one action on both sides; returns what is wrong, [] if nothing.
@@ -177,8 +184,7 @@ class LockStep:
                 return self._answer(self.plans[0])
             case Misanswer(mistake=mistake):
                 answers = [self._answer(plan) for plan in self.plans]
-                wrong = make_mistake(mistake, self.config, self.plans, answers, self.last_commit)
-                return None if wrong is None or self._is_welcome(wrong) else wrong
+                return make_mistake(mistake, self.config, self.plans, answers, self.last_commit)
             case Propose(counts=counts) if self.config.async_scheduling:
                 self.worker.acceptance = tuple(right for _, right in counts)
                 return None
@@ -371,11 +377,17 @@ def drain_bound(live: Mapping[RequestId, Request]) -> int:
     return 20 + work * (1 + len(live))
 
 
+def get_start(make_engine: EngineFactory) -> Callable[..., LockStep]:
+    """`LockStep.start`, or that of the weaker equivalence that the factory declares."""
+    weaker = getattr(make_engine, "equivalence", None)
+    return LockStep.start if weaker is None else cast("Callable[..., LockStep]", weaker.start)
+
+
 def run_program(
     program: Program, make_engine: EngineFactory, profile: Profile = STRICT
 ) -> tuple[LockStep, list[Finding]]:
     """Run a program from the start until it ends or something is wrong."""
-    run = LockStep.start(
+    run = get_start(make_engine)(
         program.config,
         make_engine,
         program.token_seed,

@@ -44,6 +44,11 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
             "the unmodified scheduler of an installed vLLM (make vllm)",
         ),
         KnownEngine(
+            "nano_vllm",
+            "blockstep.conformance.adapters.nano_vllm:NanoVllm",
+            "the scheduler of a checkout of nano-vllm (--path CHECKOUT), by properties only",
+        ),
+        KnownEngine(
             "spec",
             "blockstep.conformance.registry:SpecEngine",
             "the specification held to itself; for trying out the tools",

@@ -27,7 +27,7 @@ from blockstep.spec.vocabulary import (
     Submit,
 )
 
-MAX_RUNS = 3000
+MAX_RUNS = 1200
 STRAIGHT_ROUNDS = 24
 OVERLAPPING_MAX = 3
 """Actions of a run that is tried at every place, at most."""
@@ -84,9 +84,10 @@ class Shrinker:
                 self._halve()
                 self._simplify_config()
                 self._remove_actions()
-                self._remove_pairs()
                 self._simplify_actions()
                 self._scale_down()
+                if self.best == before:
+                    self._remove_pairs()
                 if self.best == before:
                     break
             self._rename()

@@ -32,7 +32,8 @@ def render_failure(
     """The whole report of one failure, a trailing newline included."""
     findings = shrunk.findings
     run = shrunk.run
-    where = f"(engine {options.engine}, preset {options.preset}, seed {options.seed})"
+    how = f"equivalence {run.equivalence}, " if run.equivalence else ""
+    where = f"(engine {options.engine}, {how}preset {options.preset}, seed {options.seed})"
     headline = HEADLINES[findings[0].kind]
     lines = [f"blockstep check: {headline} at event {run.num_events} {where}", ""]
     for finding in findings:
@@ -66,8 +67,9 @@ def reproduce(options: CheckOptions, episode: int) -> str:
         policy += f" --profile {options.profile}"
     if options.max_depth != MAX_DEPTH:
         policy += f" --depth {options.max_depth}"
+    path = f" --path {options.path}" if options.path else ""
     return (
-        f"blockstep check --engine {options.engine} --preset {options.preset}{policy} "
+        f"blockstep check --engine {options.engine}{path} --preset {options.preset}{policy} "
         f"--seed {options.seed} --episode {episode}"
     )
 
@@ -111,6 +113,8 @@ def _render_answers(shrunk: Shrunk) -> list[str]:
     last = shrunk.run.exchanges[-1]
     expected, seen = describe_observation(last.expected), describe_observation(last.seen)
     event = type(last.event).__name__.lower()
+    if shrunk.run.equivalence:
+        return ["", *_wrapped(f"answer to {event}: {'it raised' if last.seen is None else seen}")]
     if last.expected == last.seen:
         return ["", *_wrapped(f"answer to {event}, both sides alike: {expected}")]
     return [

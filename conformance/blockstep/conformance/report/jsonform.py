@@ -22,7 +22,7 @@ def check_to_json(result: CheckResult) -> dict[str, object]:
         "episode": options.episode,
         "exit_code": int(result.exit_code),
         "conforms": result.exit_code == 0,
-        "equivalence": "exact" if result.has_snapshot else "plan",
+        "equivalence": result.equivalence,
         "num_events": result.num_events,
         "num_episodes": result.num_episodes,
         "seconds": round(result.seconds, 3),

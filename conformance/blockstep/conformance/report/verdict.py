@@ -36,9 +36,8 @@ def render_verdict(result: CheckResult, console: Console) -> None:
     for name in () if options.episode is not None else result.missing:
         console.print(f"not reached {name}: {WITNESSES[name]}")
     rate = result.num_events / result.seconds if result.seconds else 0.0
-    equivalence = "exact" if result.has_snapshot else "plan"
     console.print(
-        f"{verdict_word(result)}: engine {options.engine}, equivalence {equivalence}, "
+        f"{verdict_word(result)}: engine {options.engine}, equivalence {result.equivalence}, "
         f"profile {options.profile}, preset {options.preset}, "
         f"policy {options.policy or 'both'}, seed {options.seed}: "
         f"{result.num_events:,} events in {result.num_episodes:,} episodes, "
@@ -60,7 +59,7 @@ def verdict_word(result: CheckResult) -> str:
 
 def witness_table(result: CheckResult) -> Table:
     """How often each situation was reached, in columns read from top to bottom."""
-    names = [*WITNESSES]
+    names = [name for name in WITNESSES if result.weaker is None or result.witnesses[name]]
     height = -(-len(names) // COLUMNS)
     table = Table(
         title="situations reached (blockstep explain NAME says what one means)",

@@ -1,0 +1,466 @@
+"""Safety: an engine that decides differently is judged without a reference; nano-vllm is one.
+
+The engines here are toys: first come, first served, no sharing, whole prompts only. Set
+BLOCKSTEP_NANO_VLLM to a checkout of nano-vllm to try the adapter itself.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blockstep.conformance.check import (
+    SAFETY_CANARY,
+    CheckOptions,
+    ExitCode,
+    check,
+    play_episode,
+    release_canary,
+    run_batch,
+)
+from blockstep.conformance.driver import run_program
+from blockstep.conformance.engine import Capability
+from blockstep.conformance.findings import FindingKind
+from blockstep.conformance.program import Action, Answer, Drain, Program
+from blockstep.conformance.registry import EngineNotFoundError
+from blockstep.conformance.safety import JUDGED, Safety, SafetyRun, show_state
+from blockstep.conformance.witnesses import WITNESSES
+from blockstep.spec.vocabulary import (
+    Ack,
+    CachedRow,
+    Commit,
+    Config,
+    ConfigError,
+    Event,
+    FinishReason,
+    NewRow,
+    Observation,
+    OutputRow,
+    Outputs,
+    Plan,
+    RejectCode,
+    Rejected,
+    Request,
+    RequestId,
+    RequestSnapshot,
+    Schedule,
+    Snapshot,
+    Status,
+    Submit,
+)
+
+ROOT = Path(__file__).parents[2]
+ADAPTER = ROOT / "conformance/blockstep/conformance/adapters/nano_vllm.py"
+CHECKOUT = os.environ.get("BLOCKSTEP_NANO_VLLM")
+needs_nano_vllm = pytest.mark.skipif(
+    CHECKOUT is None, reason="BLOCKSTEP_NANO_VLLM names no checkout of nano-vllm"
+)
+
+
+def fit_config(config: Config) -> Config:
+    return Config(
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_model_len),
+        max_model_len=config.max_model_len,
+        enable_prefix_caching=False,
+    )
+
+
+def fit_request(request: Request, _config: Config) -> Request:
+    return Request(request.request_id, request.prompt_token_ids, request.max_tokens)
+
+
+class Toy:
+    """One request at a time, and it holds all blocks that it will ever need."""
+
+    equivalence = Safety(fit_config=fit_config, fit_request=fit_request, takes_abort=False)
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.queue: list[Request] = []
+        self.said: list[int] = []
+        self.blocks: tuple[int, ...] = ()
+        self.free = list(range(config.num_blocks - 1, 0, -1))
+        self.ended: tuple[RequestId, ...] = ()
+        self.num_plans = 0
+        self.is_in_flight = False
+
+    def capabilities(self) -> frozenset[str]:
+        return frozenset({Capability.SNAPSHOT})
+
+    def apply(self, event: Event) -> Observation:
+        match event:
+            case Submit(request=request):
+                self.queue.append(request)
+                return Ack()
+            case Schedule():
+                return self.plan()
+            case Commit(sampled=sampled):
+                self.is_in_flight = False
+                return self.deliver(sampled[0].token_ids)
+        raise NotImplementedError(event)
+
+    def plan(self) -> Plan:
+        ended, self.ended = self.ended, ()
+        self.num_plans += 1
+        plan = Plan(self.num_plans - 1, finished_req_ids=ended)
+        if not self.queue:
+            return plan
+        self.is_in_flight = True
+        return self.first(plan) if not self.said else self.next(plan)
+
+    def first(self, plan: Plan) -> Plan:
+        request = self.queue[0]
+        longest = len(request.prompt_token_ids) + request.max_tokens - 1
+        longest = min(longest, self.config.max_model_len - 1)
+        need = -(-longest // self.config.block_size)
+        self.blocks = tuple(self.free.pop() for _ in range(need))
+        row = NewRow(request, (self.blocks,), 0, len(request.prompt_token_ids))
+        return replace(plan, new=(row,))
+
+    def next(self, plan: Plan) -> Plan:
+        request, count = self.queue[0], len(self.said)
+        first = len(request.prompt_token_ids) + count - 1
+        row = CachedRow(request.request_id, False, ((),), None, first, count, 1)
+        return replace(plan, cached=(row,))
+
+    def deliver(self, token_ids: tuple[int, ...]) -> Outputs:
+        request = self.queue[0]
+        self.said += token_ids
+        known = len(request.prompt_token_ids) + len(self.said)
+        reason = None
+        if len(self.said) == request.max_tokens or known == self.config.max_model_len:
+            reason = FinishReason.LENGTH
+            self.end()
+        return Outputs((OutputRow(request.request_id, token_ids, reason),))
+
+    def end(self) -> None:
+        self.ended = (self.queue.pop(0).request_id,)
+        self.free += self.blocks
+        self.blocks, self.said = (), []
+
+    def snapshot(self) -> Snapshot | None:
+        requests = []
+        for index, request in enumerate(self.queue):
+            held = self.blocks if index == 0 else ()
+            computed = len(request.prompt_token_ids) + len(self.said) - 1 + self.is_in_flight
+            requests.append(
+                RequestSnapshot(
+                    request.request_id,
+                    Status.RUNNING if held else Status.WAITING,
+                    output_token_ids=tuple(self.said) if held else (),
+                    num_computed_tokens=computed if held else 0,
+                    block_tables=(held,),
+                )
+            )
+        if self.said == [] and self.is_in_flight:
+            requests[0] = replace(
+                requests[0], num_computed_tokens=len(self.queue[0].prompt_token_ids)
+            )
+        names = [request.request_id for request in self.queue]
+        return show_state(
+            sorted(requests, key=lambda request: request.request_id),
+            waiting=names[1:] if self.blocks else names,
+            running=names[:1] if self.blocks else [],
+            ref_counts=tuple(int(b in self.blocks) for b in range(self.config.num_blocks)),
+            free_queue=tuple(reversed(self.free)),
+            block_keys=(None,) * self.config.num_blocks,
+            num_frames_in_flight=int(self.is_in_flight),
+        )
+
+
+class Silent(Toy):
+    """Right, and shows no state."""
+
+    def capabilities(self) -> frozenset[str]:
+        return frozenset()
+
+    def snapshot(self) -> None:
+        return None
+
+
+class Leaks(Toy):
+    def end(self) -> None:
+        blocks = self.blocks
+        super().end()
+        del self.free[-len(blocks) :]
+
+
+class LeaksSilently(Leaks):
+    def capabilities(self) -> frozenset[str]:
+        return frozenset()
+
+    def snapshot(self) -> None:
+        return None
+
+
+class Repeats(Silent):
+    def deliver(self, token_ids: tuple[int, ...]) -> Outputs:
+        (row,) = super().deliver(token_ids).rows
+        return Outputs((replace(row, new_token_ids=(*row.new_token_ids, 0)),))
+
+
+class GoesOn(Silent):
+    """Says nothing of the end."""
+
+    def deliver(self, token_ids: tuple[int, ...]) -> Outputs:
+        (row,) = super().deliver(token_ids).rows
+        return Outputs((replace(row, finish_reason=None),))
+
+
+class Keeps(Silent):
+    """Delivers nothing."""
+
+    def deliver(self, token_ids: tuple[int, ...]) -> Outputs:
+        super().deliver(token_ids)
+        return Outputs()
+
+
+class Skips(Silent):
+    """Claims the first token of a prompt as computed."""
+
+    def first(self, plan: Plan) -> Plan:
+        (row,) = super().first(plan).new
+        if row.num_scheduled_tokens > 1:
+            row = replace(
+                row, num_computed_tokens=1, num_scheduled_tokens=row.num_scheduled_tokens - 1
+            )
+        return replace(plan, new=(row,))
+
+
+class Overspends(Silent):
+    """Built with a smaller budget than it keeps."""
+
+    equivalence = Safety(
+        fit_config=lambda config: replace(fit_config(config), max_num_batched_tokens=2),
+        fit_request=fit_request,
+        takes_abort=False,
+    )
+
+
+class Stalls(Silent):
+    """Plans nothing more once it has served one request."""
+
+    has_served = False
+
+    def plan(self) -> Plan:
+        return Plan(self.num_plans) if self.has_served else super().plan()
+
+    def end(self) -> None:
+        super().end()
+        self.has_served = True
+
+
+class Raises(Silent):
+    def deliver(self, token_ids: tuple[int, ...]) -> Outputs:
+        raise IndexError("list index out of range")
+
+
+class Mumbles(Silent):
+    def deliver(self, token_ids: tuple[int, ...]) -> Any:
+        super().deliver(token_ids)
+        return Ack()
+
+
+class Refuses(Silent):
+    """Takes prompts of up to two tokens only."""
+
+    def apply(self, event: Event) -> Observation:
+        if isinstance(event, Submit) and len(event.request.prompt_token_ids) > 2:
+            return Rejected(RejectCode.BAD_REQUEST, "too long for me")
+        return super().apply(event)
+
+
+def options(name: str, **changes: Any) -> CheckOptions:
+    plain = CheckOptions(engine=f"{__name__}:{name}", preset="tiny", max_events=1500)
+    return replace(plain, **changes)
+
+
+def run(make_engine: Any, *actions: Action) -> tuple[SafetyRun, list[Any]]:
+    config = Config(num_blocks=6, block_size=2, max_model_len=8, enable_prefix_caching=False)
+    config = replace(config, max_num_batched_tokens=64, max_num_seqs=4)
+    result, findings = run_program(Program(config, actions), make_engine)
+    assert isinstance(result, SafetyRun)
+    return result, findings
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This module by its name, however it was imported."""
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[Toy.__module__])
+
+
+@pytest.mark.parametrize("name", ["Toy", "Silent", "Refuses"])
+def test_an_engine_that_decides_differently_conforms(name: str) -> None:
+    result = check(options(name))
+    assert result.first is None, result.first
+    assert result.exit_code is ExitCode.CONFORMS
+    assert result.equivalence == "safety"
+    assert result.canary_killed_after
+
+
+def test_compared_with_the_spec_it_does_not() -> None:
+    class Compared(Toy):
+        equivalence = None  # type: ignore[assignment]
+
+    _, _, findings = play_episode(CheckOptions(preset="tiny", max_depth=1), 0, Compared)
+    assert findings
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "property_id"),
+    [
+        ("Leaks", FindingKind.PROPERTY, "P1"),
+        ("LeaksSilently", FindingKind.FAULT, ""),
+        ("Repeats", FindingKind.PROPERTY, "P13"),
+        ("GoesOn", FindingKind.PROPERTY, "P13"),
+        ("Keeps", FindingKind.PROPERTY, "P13"),
+        ("Skips", FindingKind.PROPERTY, "P3"),
+        ("Overspends", FindingKind.PROPERTY, "P9"),
+        ("Stalls", FindingKind.LIVENESS, "P10"),
+        ("Raises", FindingKind.FAULT, ""),
+        ("Mumbles", FindingKind.PROPERTY, "P18"),
+    ],
+)
+def test_a_wrong_one_is_caught(name: str, kind: FindingKind, property_id: str) -> None:
+    result = check(options(name))
+    assert result.failure is not None
+    kinds = {(found.kind, found.property_id) for found in result.failure.findings}
+    assert (kind, property_id) in kinds
+    assert len(result.failure.program.actions) <= 8
+    assert result.exit_code is (
+        ExitCode.LIVENESS if kind is FindingKind.LIVENESS else ExitCode.FAILED
+    )
+
+
+def test_what_is_left_out_of_a_request_is_reported() -> None:
+    result = check(options("Silent"))
+    assert {"stop_token_ids", "adapter", Capability.PAUSE} <= result.skipped.keys()
+
+
+def test_a_refused_request_is_counted_and_not_waited_for() -> None:
+    first, findings = run(Refuses, Submit(Request("A", (1, 2, 3), 2)), Drain())
+    assert (findings, first.live) == ([], {})
+    assert first.skipped["requests refused as bad_request"] == 1
+
+
+def test_an_engine_is_given_only_what_any_engine_must_take() -> None:
+    submit = Submit(Request("A", (1, 2), 2))
+    first, findings = run(
+        Toy,
+        submit,
+        submit,  # its id is in use
+        Submit(Request("B", (1,) * 8, 2)),  # longer than the model
+        Submit(Request("C", (1,), 2, cache_salt="x")),  # more than it understands
+        Schedule(),
+        Schedule(),  # one too many
+        Answer(),
+    )
+    assert findings == []
+    assert (first.num_events, list(first.live)) == (3, ["A"])
+
+
+def test_a_config_that_does_not_fit_is_refused() -> None:
+    config = Config(num_blocks=6, max_num_batched_tokens=8192)
+    with pytest.raises(ConfigError, match="enable_prefix_caching = True: is not a config of this"):
+        run_program(Program(config, ()), Toy)
+
+
+def test_without_its_situations_a_run_proves_nothing() -> None:
+    class Picky(Toy):
+        equivalence = replace(Toy.equivalence, situations=("prefix_hit",))
+
+    globals()["Picky"] = Picky
+    result = check(options("Picky", max_events=200))
+    assert result.missing == ("prefix_hit",)
+    assert result.exit_code is ExitCode.HARNESS
+
+
+def test_the_canary_of_this_equivalence_is_caught() -> None:
+    assert release_canary(CheckOptions(), SAFETY_CANARY)
+
+
+def test_situations_are_those_that_have_a_sentence() -> None:
+    result = check(options("Toy"))
+    assert result.witnesses.keys() <= WITNESSES.keys()
+
+
+def test_no_sentence_about_order_or_greed_is_judged() -> None:
+    assert {sentence.property_id for sentence in JUDGED} == {
+        *("P1", "P2", "P3", "P4", "P6", "P13", "P14"),
+    }
+
+
+# The folder of an engine.
+
+
+def test_an_engine_is_found_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "from blockstep.conformance.registry import SpecEngine as Engine\n"
+    (tmp_path / "engine_in_a_folder.py").write_text(source)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    there = CheckOptions(engine="engine_in_a_folder:Engine", preset="tiny", path=str(tmp_path))
+    with pytest.raises(EngineNotFoundError):
+        run_batch(replace(there, path=None), 0, 1)
+    (episode,) = run_batch(there, 0, 1)
+    assert episode.first is None
+
+
+def test_the_command_hands_the_folder_to_its_processes(tmp_path: Path) -> None:
+    source = "from blockstep.conformance.registry import SpecEngine as Engine\n"
+    (tmp_path / "engine_in_a_folder.py").write_text(source)
+    command = [
+        *(sys.executable, "-c", "from blockstep.conformance.cli import main; main()", "check"),
+        *("--engine", "engine_in_a_folder:Engine", "--path", str(tmp_path)),
+        *("--preset", "tiny", "--budget", "300", "--jobs", "2"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "engine engine_in_a_folder:Engine" in done.stdout, done.stderr
+
+
+# nano-vllm.
+
+
+def test_the_adapter_is_one_short_file() -> None:
+    assert len(ADAPTER.read_text().splitlines()) <= 200
+
+
+def nano(budget: int, seed: int, **changes: Any) -> Any:
+    return check(
+        CheckOptions(engine="nano_vllm", path=CHECKOUT, max_events=budget, seed=seed, **changes)
+    )
+
+
+@needs_nano_vllm
+def test_nano_vllm_is_held_to_the_properties() -> None:
+    result = nano(8_000, 0, preset="tiny")
+    assert result.equivalence == "safety"
+    assert result.first is None, result.first
+    assert result.missing == ()
+
+
+@needs_nano_vllm
+def test_decoding_rows_of_nano_vllm_may_exceed_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    nano(1, 0, preset="tiny", episode=0)  # puts the folder on the path
+    from blockstep.conformance.adapters.nano_vllm import NanoVllm
+
+    class AnyBudget(NanoVllm):
+        equivalence = replace(
+            NanoVllm.equivalence,
+            fit_config=lambda config: replace(
+                NanoVllm.equivalence.fit_config(config), max_num_seqs=config.max_num_seqs
+            ),
+        )
+
+    config = Config(num_blocks=6, block_size=2, max_num_batched_tokens=1, max_num_seqs=2)
+    submits = [Submit(Request(name, (0,), 2)) for name in "AB"]
+    steps = (Schedule(), Answer()) * 2
+    _, findings = run_program(Program(config, (*submits, *steps, Schedule())), AnyBudget)
+    assert [found.sentence for found in findings] == ["plan_stays_within_token_budget"]
