@@ -1,0 +1,473 @@
+"""The pytest plugin: an engine held to the spec as one test per property and per preset.
+
+Nothing happens without `--blockstep-engine`, and nothing of the conformance wing is imported.
+
+A preset is checked once in a session, in a child process (see `isolation`), when its first test
+is set up. Under xdist any worker may be the first, whatever `--dist` is: it holds a file lock while
+it checks, and leaves the outcome in a folder of the controller, where the others find it. A worker
+that would have to wait checks another preset meanwhile. Grouping the tests of a preset would do
+with less, but `--dist loadgroup` has to be asked for, and pytest 9 with xdist 3.8 does not group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+
+if TYPE_CHECKING:
+    from blockstep.conformance.check import CheckOptions
+    from blockstep.conformance.driver import LockStep
+    from blockstep.conformance.findings import Finding
+    from blockstep.conformance.isolation import Isolation
+    from blockstep.conformance.program import Action, Program
+    from blockstep.spec.vocabulary import Config
+
+NAME = "blockstep"
+PRESETS_DEFAULT = ("tiny", "small")
+FOLDER = "blockstep_folder"
+"""Key under which a worker of xdist is told where outcomes are kept."""
+ASPECTS = ("divergence", "fault", "liveness", "verdict")
+"""Tests of a preset that are not about one property."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options; all but the first mean nothing without it."""
+    group = parser.getgroup(NAME, "blockstep: hold a scheduler to its specification")
+    add = group.addoption
+    add("--blockstep-engine", metavar="ENGINE", help="module:attribute of a factory, or a name.")
+    add("--blockstep-profile", metavar="NAME", default="strict", help="Release to follow.")
+    add("--blockstep-budget", metavar="N|60s|5m", default="150000", help="How long, per preset.")
+    add(
+        "--blockstep-preset",
+        metavar="NAME",
+        action="append",
+        help="Scope of the runs; repeatable (default: tiny and small).",
+    )
+    add("--blockstep-seed", metavar="N", type=int, default=0, help="What is random follows it.")
+    add("--blockstep-depth", metavar="N", type=int, help="Plans in flight at once, at most.")
+    add("--blockstep-json", metavar="FILE", help="Write what the checks came to, as JSON.")
+    add(
+        "--blockstep-event-seconds",
+        metavar="N",
+        type=float,
+        default=10.0,
+        help="An engine that does not answer one event within so long hangs (default: 10).",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Look at the options, and at nothing else yet."""
+    if config.getoption("blockstep_engine") is None:
+        return
+    config.addinivalue_line("markers", f"{NAME}: made by --blockstep-engine, not from a file")
+    config.stash[CAMPAIGN] = Campaign(config)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the child, and forget the outcomes."""
+    campaign = config.stash.get(CAMPAIGN, None)
+    if campaign is not None:
+        campaign.close()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker of xdist where outcomes are kept."""
+    campaign = node.config.stash.get(CAMPAIGN, None)
+    if campaign is not None:
+        node.workerinput[FOLDER] = str(campaign.folder)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Beside whatever files there are, a session has our tests."""
+    report = yield
+    campaign = collector.config.stash.get(CAMPAIGN, None)
+    if campaign is not None and isinstance(collector, pytest.Session) and report.passed:
+        assert report.result is not None
+        report.result.append(EngineNode.from_parent(collector, name=NAME, nodeid=NAME))
+    return report
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Remember which presets are left when tests have been deselected."""
+    campaign = session.config.stash.get(CAMPAIGN, None)
+    if campaign is not None:
+        items = (item for item in session.items if isinstance(item, SubjectItem))
+        campaign.wanted = tuple(dict.fromkeys(item.preset for item in items))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A line or two for every preset that was checked: a green says what it rests on."""
+    campaign = terminalreporter.config.stash.get(CAMPAIGN, None)
+    lines = [] if campaign is None else [*campaign.sum_up()]
+    if lines:
+        terminalreporter.section(NAME)
+    for line in lines:
+        terminalreporter.line(line)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write `--blockstep-json`; under xdist, the controller does."""
+    campaign = session.config.stash.get(CAMPAIGN, None)
+    path = session.config.getoption("blockstep_json")
+    if campaign is None or path is None or hasattr(session.config, "workerinput"):
+        return
+    runs = [
+        {"preset": preset, "check": outcome["check"]} for preset, outcome in campaign.get_outcomes()
+    ]
+    value = {"format": "blockstep-pytest", "version": 1, "runs": runs}
+    Path(path).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+class Campaign:
+    """The checks of a session: options, outcomes, and the child that they are run in."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        from blockstep.conformance.isolation import Isolation  # noqa: PLC0415 - only if wanted
+
+        self.engine: str = config.getoption("blockstep_engine")
+        self.profile: str = config.getoption("blockstep_profile")
+        self.presets: Sequence[str] = tuple(
+            dict.fromkeys(config.getoption("blockstep_preset") or PRESETS_DEFAULT)
+        )
+        self.wanted: Sequence[str] = ()
+        """Presets of which tests are going to be run."""
+        self._options = _read_options(config, self.presets)
+        seconds: float = config.getoption("blockstep_event_seconds")
+        if seconds <= 0:
+            raise pytest.UsageError(f"--blockstep-event-seconds {seconds:g}: must be above 0")
+        json_path: str | None = config.getoption("blockstep_json")
+        if json_path is not None and not Path(json_path).parent.is_dir():
+            raise pytest.UsageError(f"--blockstep-json {json_path!r}: there is no such folder")
+        self.path = str(config.invocation_params.dir)
+        """Looked in first for the engine, as the command line looks into its folder."""
+        self.isolation: Isolation = Isolation(seconds, [self.path])
+        workerinput = getattr(config, "workerinput", None)
+        self._is_controller = workerinput is None
+        self.folder = Path(
+            tempfile.mkdtemp(prefix="blockstep-") if workerinput is None else workerinput[FOLDER]
+        )
+        self.folder.mkdir(parents=True, exist_ok=True)  # a worker may be on another machine
+
+    def close(self) -> None:
+        """End the child; the controller takes the outcomes away as well."""
+        self.isolation.close()
+        if self._is_controller:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def get_outcome(self, preset: str) -> dict[str, Any]:
+        """What the check of a preset came to: `check` and `text`, or `error`. Runs it once."""
+        for other in (preset, *self.wanted):
+            if (self.folder / f"{preset}.json").exists():
+                break
+            self._ensure(other, wait=False)
+        self._ensure(preset)
+        return self._load(preset)
+
+    def _ensure(self, preset: str, wait: bool = True) -> None:
+        """Check a preset unless that was done; without `wait`, also unless somebody is at it."""
+        from blockstep.conformance.isolation import locked  # noqa: PLC0415 - only if wanted
+
+        path = self.folder / f"{preset}.json"
+        with locked(self.folder / f"{preset}.lock", wait) as is_held:
+            if is_held and not path.exists():
+                draft = path.with_suffix(".draft")
+                draft.write_text(json.dumps(self._check(preset)), encoding="utf-8")
+                draft.rename(path)
+
+    def _load(self, preset: str) -> dict[str, Any]:
+        text = (self.folder / f"{preset}.json").read_text(encoding="utf-8")
+        return cast("dict[str, Any]", json.loads(text))
+
+    def _check(self, preset: str) -> dict[str, Any]:
+        from blockstep.conformance import isolation, registry  # noqa: PLC0415 - only if wanted
+
+        try:
+            outcome = self.isolation.check(self._options[preset])
+        except (registry.EngineNotFoundError, isolation.HarnessError, ValueError) as error:
+            return {"error": f"blockstep: {error}"}
+        return {"check": outcome.check, "text": outcome.text}
+
+    def get_outcomes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Those that there are, by preset. What could not be checked has none."""
+        for preset in self.presets:
+            if (self.folder / f"{preset}.json").exists():
+                outcome = self._load(preset)
+                if "error" not in outcome:
+                    yield preset, outcome
+
+    def sum_up(self) -> Iterator[str]:
+        """For every preset the verdict, or where to see the failure again."""
+        for preset, outcome in self.get_outcomes():
+            lines = outcome["text"].splitlines()
+            if outcome["check"]["failure"] is not None:
+                yield f"{preset}: {lines[0]}"
+                yield f"{preset}: {outcome['check']['failure']['reproduce']}"
+            else:
+                told = [line for line in lines if line.startswith(("not tried", "known"))]
+                yield from (f"{preset}: {line}" for line in (*told, lines[-1]))
+
+
+CAMPAIGN = pytest.StashKey[Campaign]()
+
+
+def _read_options(config: pytest.Config, presets: Sequence[str]) -> dict[str, CheckOptions]:
+    """The options of each check. Raises UsageError in the words of the command line."""
+    from blockstep.conformance import check as checking  # noqa: PLC0415 - only if wanted
+    from blockstep.conformance.presets import MAX_DEPTH, PRESETS  # noqa: PLC0415
+
+    for preset in presets:
+        if preset not in PRESETS:
+            known = ", ".join(PRESETS)
+            raise pytest.UsageError(f"--blockstep-preset {preset!r}: must be one of {known}")
+    profile: str = config.getoption("blockstep_profile")
+    try:
+        checking.find_profile(profile)
+    except ValueError as error:
+        raise pytest.UsageError(f"--blockstep-{error}") from None
+    seed: int = config.getoption("blockstep_seed")
+    depth: int | None = config.getoption("blockstep_depth")
+    if seed < 0:
+        raise pytest.UsageError(f"--blockstep-seed {seed}: must be 0 or above")
+    if depth is not None and depth < 1:
+        raise pytest.UsageError(f"--blockstep-depth {depth}: must be 1 or above")
+    max_events, max_seconds = _parse_budget(config.getoption("blockstep_budget"))
+    return {
+        preset: checking.CheckOptions(
+            engine=config.getoption("blockstep_engine"),
+            preset=preset,
+            seed=seed,
+            max_events=max_events,
+            max_seconds=max_seconds,
+            max_depth=depth or MAX_DEPTH,
+            profile=profile,
+        )
+        for preset in presets
+    }
+
+
+def _parse_budget(text: str) -> tuple[int | None, float | None]:
+    """As `--budget` of the command line, which says what is wrong and exits."""
+    import typer  # noqa: PLC0415 - only if wanted
+
+    from blockstep.conformance.cli import parse_budget  # noqa: PLC0415
+
+    words = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(words):
+            return parse_budget(text)
+    except typer.Exit:
+        said = words.getvalue().strip().removeprefix("blockstep: --")
+        raise pytest.UsageError(f"--blockstep-{said}") from None
+
+
+# The tests.
+
+
+class EngineNode(pytest.Collector):
+    """What is collected for the engine: a node for each preset."""
+
+    def collect(self) -> Iterator[PresetNode]:
+        """The presets, in the order in which they were asked for."""
+        for preset in self.config.stash[CAMPAIGN].presets:
+            yield PresetNode.from_parent(self, name=preset)
+
+
+class PresetNode(pytest.Collector):
+    """One preset: a test for each property, and those of `ASPECTS`."""
+
+    def collect(self) -> Iterator[SubjectItem]:
+        """The tests, in the order of the properties."""
+        from blockstep.conformance.properties import PROPERTIES  # noqa: PLC0415 - only if wanted
+
+        for entry in PROPERTIES:
+            name = f"{entry.id} {entry.name}"
+            yield SubjectItem.from_parent(self, name=name, subject=entry.id)
+        for aspect in ASPECTS:
+            yield SubjectItem.from_parent(self, name=aspect, subject=aspect)
+
+
+class FailedCheckError(Exception):
+    """Its text is the whole report: there is no traceback worth reading."""
+
+
+class SubjectItem(pytest.Item):
+    """One property, or one aspect, of an engine in one preset."""
+
+    def __init__(self, *, subject: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._subject = subject
+        self._outcome: dict[str, Any] = {}
+        self.add_marker(NAME)
+
+    @property
+    def preset(self) -> str:
+        """What the engine is checked in."""
+        assert self.parent is not None
+        return self.parent.name
+
+    def setup(self) -> None:
+        """Have the preset checked. What keeps it from being checked is an error of every test."""
+        self._outcome = self.config.stash[CAMPAIGN].get_outcome(self.preset)
+        if "error" in self._outcome:
+            pytest.fail(self._outcome["error"], pytrace=False)
+
+    def runtest(self) -> None:
+        """Pass, fail with the face of the failure, or be skipped for what was not judged."""
+        check, text = self._outcome["check"], self._outcome["text"]
+        known = check["findings_known"].get(self._subject, 0)
+        if known:
+            self.user_properties.append(("blockstep_findings_known", known))
+        if self._subject == "verdict":
+            for name in ("seed", "num_events", "num_episodes", "equivalence"):
+                self.user_properties.append((f"blockstep_{name}", check[name]))
+        word, reason = judge(self._subject, check)
+        if word == "failed":
+            raise FailedCheckError(text.rstrip("\n"))
+        if word == "skipped":
+            pytest.skip(reason)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """The text of a failed check as it is."""
+        if isinstance(excinfo.value, FailedCheckError):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        """It has no place in any file."""
+        return self.path, None, self.nodeid
+
+
+def judge(subject: str, check: dict[str, Any]) -> tuple[str, str]:
+    """(passed, failed or skipped; why it was skipped) of a property or aspect, by a check's JSON.
+
+    A check ends at its first finding, so what was not found by then has not been held to the end.
+    """
+    if check["failure"] is not None:
+        accused = set[str]()
+        for finding in check["failure"]["findings"]:
+            kind = finding["kind"] if finding["kind"] in ASPECTS else ""
+            accused |= {finding["property"] or kind or "verdict", kind}
+        if subject in accused:
+            return "failed", ""
+        return "skipped", f"the run ended at another finding: {_name(check['failure'])}"
+    if subject == "verdict":
+        return ("passed" if check["conforms"] else "failed"), ""
+    if not check["num_events"] or check["exit_code"] not in {0, 5}:
+        return "skipped", "the run came to no end"
+    equivalence = check["equivalence"]
+    if equivalence == "exact" or subject in {"fault", "liveness"}:
+        return "passed", ""
+    if subject == "divergence":
+        if equivalence == "plan":
+            return "passed", ""
+        return "skipped", f"not compared with the specification: equivalence {equivalence}"
+    return "skipped", f"judged in part only, and nothing found: equivalence {equivalence}"
+
+
+def _name(failure: dict[str, Any]) -> str:
+    first = failure["findings"][0]
+    return f"{first['property'] or first['kind']} {first['sentence']}"
+
+
+# The fixture.
+
+
+class Walk:
+    """A program of one's own, one action at a time. In this process, unlike `Bench.run`."""
+
+    def __init__(self, bench: Bench, run: LockStep) -> None:
+        self._bench = bench
+        self.run = run
+        """Both sides: `run.engine`, `run.plans` in flight, `run.live`, `run.last_plan`."""
+        self.actions: list[Action] = []
+
+    def perform(self, *actions: Action) -> None:
+        """Do these actions on both sides. Raises AssertionError with all that is wrong."""
+        __tracebackhide__ = True
+        for action in actions:
+            self.actions.append(action)
+            findings = self.run.perform(action)
+            if findings:
+                raise AssertionError(self._bench.render(self, findings))
+
+
+class Bench:
+    """What the fixture `blockstep` is: runs programs of one's own on the engine."""
+
+    def __init__(self, campaign: Campaign, nodeid: str) -> None:
+        self._campaign = campaign
+        self._nodeid = nodeid
+        self.engine = campaign.engine
+        self.profile = campaign.profile
+
+    def run(self, program: Program | Sequence[Action], config: Config | None = None) -> None:
+        """Run a program, or actions under a config, in a child process.
+
+        Raises:
+            AssertionError: with all that is wrong.
+        """
+        from blockstep.conformance.program import Program  # noqa: PLC0415 - only if wanted
+
+        __tracebackhide__ = True
+        if not isinstance(program, Program):
+            if config is None:
+                raise ValueError(
+                    "actions need a config: blockstep.run(actions, config=Config(...))"
+                )
+            program = Program(config, tuple(program))
+        elif config is not None:
+            raise ValueError("a Program has a config of its own: leave config out")
+        outcome = self._campaign.isolation.run(self.engine, program, self.profile)
+        if outcome.text:
+            raise AssertionError(f"{outcome.text}\n{self._reproduce()}")
+        for name, count in outcome.skipped.items():
+            pytest.skip(f"not tried: the engine lacks {name} ({count} actions left out)")
+
+    def lockstep(self, config: Config, token_seed: int = 0, vocabulary_size: int = 50) -> Walk:
+        """Both sides, to be given one action at a time; in this process."""
+        from blockstep.conformance.check import find_profile  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.driver import get_start  # noqa: PLC0415
+        from blockstep.conformance.registry import load_engine  # noqa: PLC0415
+
+        if self._campaign.path not in sys.path:
+            sys.path.insert(0, self._campaign.path)
+        make_engine = load_engine(self.engine)
+        profile = find_profile(self.profile)
+        start = get_start(make_engine)
+        run = start(config, make_engine, token_seed, vocabulary_size, True, profile)
+        return Walk(self, run)
+
+    def render(self, walk: Walk, findings: list[Finding]) -> str:
+        """The face of a failure, ending with how to see it again."""
+        from blockstep.conformance.isolation import render_program  # noqa: PLC0415
+        from blockstep.conformance.program import Program  # noqa: PLC0415
+
+        program = Program(walk.run.config, tuple(walk.actions))
+        return f"{render_program(self.engine, program, walk.run, findings)}\n{self._reproduce()}"
+
+    def _reproduce(self) -> str:
+        profile = "" if self.profile == "strict" else f" --blockstep-profile={self.profile}"
+        command = f"pytest '{self._nodeid}' --blockstep-engine={self.engine}{profile}"
+        return f"  reproduce  {command} -m 'not {NAME}'"
+
+
+@pytest.fixture
+def blockstep(request: pytest.FixtureRequest) -> Bench:
+    """Programs of one's own on the engine: `blockstep.run(...)`, `blockstep.lockstep(config)`."""
+    campaign = request.config.stash.get(CAMPAIGN, None)
+    if campaign is None:
+        pytest.skip("no engine: name one with --blockstep-engine")
+    return Bench(campaign, request.node.nodeid)

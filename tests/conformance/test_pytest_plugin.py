@@ -1,0 +1,354 @@
+"""The pytest plugin: pytest inside pytest, on engines that are right, wrong, and worse."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from typing import Any
+
+import pytest
+
+from blockstep.conformance.properties import PROPERTIES
+from blockstep.conformance.pytest_plugin import ASPECTS, judge
+
+pytest_plugins = ["pytester"]
+
+NUM_ITEMS = len(PROPERTIES) + len(ASPECTS)
+
+ENGINES = '''
+import os, time
+from dataclasses import replace
+from blockstep.conformance.registry import SpecEngine
+
+class Bad(SpecEngine):
+    """Loses a free block whenever the pool is half used."""
+    def snapshot(self):
+        snapshot = super().snapshot()
+        if 2 * len(snapshot.free_queue) >= self.state.config.num_usable_blocks:
+            return snapshot
+        return replace(snapshot, free_queue=snapshot.free_queue[1:])
+
+class Counting(SpecEngine):
+    count = 0
+    def apply(self, event):
+        type(self).count += 1
+        if type(self).count == 30:
+            self.fail()
+        return super().apply(event)
+
+class Crashing(Counting):
+    def fail(self):
+        os._exit(3)
+
+class Hanging(Counting):
+    def fail(self):
+        time.sleep(1000)
+
+class Silent(SpecEngine):
+    """Shows no state."""
+    def snapshot(self):
+        return None
+    def capabilities(self):
+        return super().capabilities() - {"snapshot"}
+
+class Seen(SpecEngine):
+    """Writes down that a run of it has begun."""
+    def snapshot(self):
+        if not getattr(self, "is_running", False):
+            self.is_running = True
+            with open("runs", "a") as file:
+                file.write("x")
+        return super().snapshot()
+
+class SeenBad(Bad, Seen):
+    pass
+'''
+
+PROGRAM = """
+from blockstep.conformance.program import Answer, Drain, Program
+from blockstep.spec.vocabulary import Config, Request, Schedule, Submit
+
+CONFIG = Config(num_blocks=4, block_size=2)
+ACTIONS = (Submit(Request("A", (1, 2, 3), max_tokens=2)), Schedule(), Answer(), Drain())
+
+def test_run(blockstep):
+    blockstep.run(ACTIONS, config=CONFIG)
+    blockstep.run(Program(CONFIG, ACTIONS))
+
+def test_walk(blockstep):
+    walk = blockstep.lockstep(CONFIG)
+    walk.perform(*ACTIONS[:2])
+    assert [row.request_id for row in walk.run.last_plan.rows] == ["A"]
+    walk.perform(*ACTIONS[2:])
+    assert not walk.run.live
+"""
+
+
+@pytest.fixture
+def inner(pytester: pytest.Pytester) -> pytest.Pytester:
+    pytester.makeini("[pytest]")
+    pytester.makepyfile(plugged_engines=ENGINES)
+    return pytester
+
+
+def run(inner: pytest.Pytester, engine: str, *args: str) -> pytest.RunResult:
+    name = engine if ":" in engine or engine == "spec" else f"plugged_engines:{engine}"
+    options = (f"--blockstep-engine={name}", "--blockstep-event-seconds=2", "-p", "no:randomly")
+    return inner.runpytest_subprocess(*options, *args, timeout=50)
+
+
+def read(inner: pytest.Pytester, name: str) -> Any:
+    return json.loads((inner.path / name).read_text())
+
+
+# Without an engine.
+
+
+def test_without_an_engine_nothing_is_collected_and_nothing_imported(
+    inner: pytest.Pytester,
+) -> None:
+    inner.makepyfile(
+        """
+        import sys
+        def test_imports():
+            ours = [name for name in sys.modules if name.startswith("blockstep.")]
+            assert ours == ["blockstep.conformance", "blockstep.conformance.pytest_plugin"], ours
+        def test_fixture(blockstep):
+            raise AssertionError("unreachable")
+        """
+    )
+    result = inner.runpytest_subprocess("-rs", "--strict-markers", "-W", "error")
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*no engine: name one with --blockstep-engine"])
+
+
+# Items.
+
+
+def test_a_right_engine_passes_in_every_preset_under_xdist(inner: pytest.Pytester) -> None:
+    """Each preset is checked once, whichever workers get its tests."""
+    args = ("-n", "2", "--blockstep-budget=12000", "--blockstep-seed=2", "-v", "-W", "error")
+    files = ("--blockstep-json=out.json", "--junitxml=out.xml")
+    result = run(inner, "Seen", *args, *files, "--strict-markers")
+    result.assert_outcomes(passed=2 * NUM_ITEMS)
+    result.stdout.fnmatch_lines(
+        [
+            "*PASSED blockstep::tiny::P1 pool conservation*",
+            "tiny: conforms: engine plugged_engines:Seen, equivalence exact, *",
+            "small: conforms: engine plugged_engines:Seen, equivalence exact, *",
+        ]
+    )
+    runs = read(inner, "out.json")["runs"]
+    assert [entry["preset"] for entry in runs] == ["tiny", "small"]
+    assert all(entry["check"]["conforms"] for entry in runs)
+    num_episodes = sum(entry["check"]["num_episodes"] for entry in runs)
+    assert len((inner.path / "runs").read_text()) == num_episodes, "a preset was checked twice"
+    cases = list(ET.parse(inner.path / "out.xml").iter("testcase"))
+    assert len(cases) == 2 * NUM_ITEMS
+    verdict = next(case for case in cases if case.get("name") == "verdict")
+    seen = {entry.get("name"): entry.get("value") for entry in verdict.iter("property")}
+    assert seen["blockstep_seed"] == "2"
+    assert int(seen["blockstep_num_events"] or 0) >= 12000
+
+
+def test_a_wrong_engine_fails_where_it_is_wrong_and_is_green_nowhere(
+    inner: pytest.Pytester,
+) -> None:
+    args = ("--blockstep-preset=tiny", "--blockstep-json=out.json", "--junitxml=out.xml", "-rsf")
+    result = run(inner, "Bad", "--blockstep-budget=3000", *args)
+    result.assert_outcomes(failed=3, skipped=NUM_ITEMS - 3)
+    result.stdout.fnmatch_lines(
+        [
+            "*blockstep::tiny::P1 pool conservation*",
+            "blockstep check: VIOLATION at event * (engine plugged_engines:Bad, preset tiny, *",
+            "  property    P1 every_block_is_free_or_held",
+            "  program   (shrunk from *",
+            "  reproduce  blockstep check --engine plugged_engines:Bad --preset tiny *",
+            "*the run ended at another finding: P1 every_block_is_free_or_held",
+            "FAILED blockstep::tiny::P1 pool conservation*",
+            "FAILED blockstep::tiny::P16 policy order*",
+            "FAILED blockstep::tiny::divergence*",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*Traceback*")
+    result.stdout.no_fnmatch_line("*pytest_plugin.py:*in runtest*")
+    failure = read(inner, "out.json")["runs"][0]["check"]["failure"]
+    assert failure["findings"][0]["property"] == "P1"
+    told = [case.text or "" for case in ET.parse(inner.path / "out.xml").iter("failure")]
+    assert len(told) == 3
+    assert all(text.startswith("blockstep check: VIOLATION") for text in told)
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ("Crashing", "*the engine's process ended with exit code 3 at: *"),
+        ("Hanging", "*the engine gave no answer within 2 s at: *"),
+    ],
+)
+def test_a_lost_engine_fails_one_test_and_not_the_session(
+    inner: pytest.Pytester, engine: str, told: str
+) -> None:
+    inner.makepyfile("def test_after(): pass")
+    result = run(inner, engine, "--blockstep-preset=tiny", "-rfs")
+    result.assert_outcomes(passed=1, failed=1, skipped=NUM_ITEMS - 1)
+    result.stdout.fnmatch_lines(
+        [
+            f"blockstep check: FAULT at event * (engine plugged_engines:{engine}, *",
+            told,
+            "  program   (as it ran, not shrunk)",
+            "  reproduce  blockstep check --engine * --preset tiny --seed 0 --episode *",
+            "FAILED blockstep::tiny::fault*",
+        ]
+    )
+
+
+def test_a_run_that_proves_nothing_fails_its_verdict(inner: pytest.Pytester) -> None:
+    """And a preset of which no test is wanted is not checked at all."""
+    args = ("--blockstep-budget=300", "--blockstep-json=out.json", "-k", "tiny")
+    result = run(inner, "spec", *args)
+    result.assert_outcomes(passed=NUM_ITEMS - 1, failed=1)
+    result.stdout.fnmatch_lines(["*tiny::verdict*", "NO VERDICT (situations not reached*"])
+    assert [entry["preset"] for entry in read(inner, "out.json")["runs"]] == ["tiny"]
+
+
+def test_what_was_judged_in_part_is_not_green(inner: pytest.Pytester) -> None:
+    result = run(inner, "Silent", "--blockstep-preset=tiny", "--blockstep-budget=300", "-rs")
+    result.assert_outcomes(passed=3, failed=1, skipped=len(PROPERTIES))
+    result.stdout.fnmatch_lines(["*judged in part only, and nothing found: equivalence plan"])
+
+
+def test_an_unknown_engine_is_an_error_of_every_test(inner: pytest.Pytester) -> None:
+    result = run(inner, "Nobody", "--blockstep-preset=tiny", "-k", "P4 or P5")
+    result.assert_outcomes(errors=2)
+    result.stdout.fnmatch_lines(["blockstep: engine 'plugged_engines:Nobody': cannot load*"])
+    result.stdout.no_fnmatch_line("*Traceback*")
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("--blockstep-preset=huge", "--blockstep-preset 'huge': must be one of tiny, small, real"),
+        ("--blockstep-profile=vllm-0", "--blockstep-profile 'vllm-0': must be one of strict*"),
+        ("--blockstep-budget=long", "--blockstep-budget 'long': must be a time*"),
+        ("--blockstep-seed=-1", "--blockstep-seed -1: must be 0 or above"),
+        ("--blockstep-depth=0", "--blockstep-depth 0: must be 1 or above"),
+        ("--blockstep-event-seconds=0", "--blockstep-event-seconds 0: must be above 0"),
+        ("--blockstep-json=no/out.json", "--blockstep-json 'no/out.json': there is no such folder"),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_said_before_anything_runs(
+    inner: pytest.Pytester, option: str, told: str
+) -> None:
+    result = inner.runpytest_inprocess("--blockstep-engine=spec", option)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: {told}"])
+
+
+def test_items_are_chosen_as_any_test_is(inner: pytest.Pytester) -> None:
+    inner.makepyfile("def test_own(): pass")
+    both = ("--collect-only", "-q", "--blockstep-engine=plugged_engines:Crashing")
+    for wanted, count in (("blockstep", 2 * NUM_ITEMS), ("not blockstep", 1)):
+        result = inner.runpytest_inprocess(*both, "-m", wanted)
+        assert len([line for line in result.outlines if "::" in line]) == count
+
+
+# Programs of one's own.
+
+
+def test_own_programs_pass_on_a_right_engine(inner: pytest.Pytester) -> None:
+    inner.makepyfile(PROGRAM)
+    run(inner, "spec", "-m", "not blockstep", "-W", "error").assert_outcomes(passed=2)
+
+
+def test_own_programs_fail_with_the_face_of_the_product(inner: pytest.Pytester) -> None:
+    inner.makepyfile(test_own=PROGRAM)
+    result = run(inner, "Bad", "-m", "not blockstep")
+    result.assert_outcomes(failed=2)
+    for name in ("test_run", "test_walk"):
+        result.stdout.fnmatch_lines(
+            [
+                "E*AssertionError: blockstep: VIOLATION at event 2 (engine plugged_engines:Bad)",
+                "E*property    P1 every_block_is_free_or_held",
+                "E*1  submit    A prompt=1,2,3 max_tokens=2",
+                f"E*reproduce  pytest 'test_own.py::{name}' --blockstep-engine=plugged_*:Bad*",
+            ]
+        )
+    result.stdout.no_fnmatch_line("*pytest_plugin.py*")
+
+
+def test_own_programs_outlive_an_engine_that_does_not(inner: pytest.Pytester) -> None:
+    inner.makepyfile(
+        PROGRAM.replace("Drain())", "*(Schedule(),) * 40)").replace("walk", "other")
+        + "\ndef test_after(): pass\n"
+    )
+    result = run(inner, "Crashing", "-m", "not blockstep", "-k", "test_run or test_after")
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["E*FAULT at event 30 (engine plugged_engines:Crashing)"])
+
+
+# The Hypothesis machine.
+
+MACHINE = """
+from blockstep.conformance.machine import machine
+TestEngine = machine("plugged_engines:{engine}", "tiny").TestCase
+"""
+CONFTEST = """
+from hypothesis import Phase, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
+
+shared = dict(database=DirectoryBasedExampleDatabase("examples"), stateful_step_count=10)
+settings.register_profile("few", max_examples=4, phases=[Phase.generate], **shared)
+settings.register_profile("again", phases=[Phase.reuse], **shared)
+"""
+
+
+def test_the_machine_keeps_to_the_hypothesis_profile(inner: pytest.Pytester) -> None:
+    inner.makeconftest(CONFTEST)
+    inner.makepyfile(MACHINE.format(engine="Seen"))
+    result = inner.runpytest_subprocess("--hypothesis-profile=few")
+    result.assert_outcomes(passed=1)
+    assert 4 <= len((inner.path / "runs").read_text()) < 20, (
+        "a few come to nothing; the default is 100"
+    )
+
+
+def test_the_machine_remembers_in_the_example_database(inner: pytest.Pytester) -> None:
+    inner.makeconftest(CONFTEST.replace("max_examples=4", "max_examples=200"))
+    inner.makepyfile(MACHINE.format(engine="SeenBad"))
+    inner.runpytest_subprocess("--hypothesis-profile=few").assert_outcomes(failed=1)
+    assert any((inner.path / "examples").rglob("*"))
+    (inner.path / "runs").unlink()
+    result = inner.runpytest_subprocess("--hypothesis-profile=again")
+    result.assert_outcomes(failed=1)
+    assert len((inner.path / "runs").read_text()) < 20, "it is replayed, not searched for"
+
+
+# What a check means for an item.
+
+
+def test_no_item_is_green_when_a_check_did_not_end_well() -> None:
+    check: dict[str, Any] = {
+        "failure": None, "conforms": False, "exit_code": 3, "num_events": 9, "equivalence": "exact",
+    }  # fmt: skip
+    subjects = [*(entry.id for entry in PROPERTIES), *ASPECTS]
+    assert {judge(subject, check)[0] for subject in subjects} == {"failed", "skipped"}
+    spec = {"kind": "spec", "property": "", "sentence": "spec_asserts_nothing_false"}
+    check["failure"] = {"findings": [spec]}
+    assert [name for name in subjects if judge(name, check)[0] == "failed"] == ["verdict"]
+    assert {judge(subject, check)[0] for subject in subjects} == {"failed", "skipped"}
+
+
+def test_a_stall_fails_its_property_and_liveness() -> None:
+    stall = {"kind": "liveness", "property": "P10", "sentence": "every_request_ends"}
+    check = {"failure": {"findings": [stall]}}
+    subjects = [*(entry.id for entry in PROPERTIES), *ASPECTS]
+    assert [name for name in subjects if judge(name, check)[0] == "failed"] == ["P10", "liveness"]
+
+
+def test_without_comparison_divergence_is_not_green() -> None:
+    check = {
+        "failure": None, "conforms": True, "exit_code": 0, "num_events": 9, "equivalence": "safety",
+    }  # fmt: skip
+    assert judge("divergence", check)[0] == judge("P1", check)[0] == "skipped"
+    assert judge("verdict", check)[0] == judge("liveness", check)[0] == "passed"
