@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import count
 
 import pytest
+from typer.testing import CliRunner
 
 from blockstep.conformance.check import (
     CheckOptions,
@@ -15,6 +16,7 @@ from blockstep.conformance.check import (
     play_episode,
     release_canary,
 )
+from blockstep.conformance.cli import app
 from blockstep.conformance.engine import ALL_CAPABILITIES
 from blockstep.conformance.findings import FindingKind
 from blockstep.conformance.museum import EXHIBITS, build
@@ -28,6 +30,7 @@ from blockstep.spec.vocabulary import (
     Observation,
     Policy,
     Rejected,
+    Snapshot,
     config_problems,
 )
 
@@ -160,3 +163,27 @@ def test_an_engine_that_refuses_nothing_gets_nothing_to_refuse() -> None:
     result = check(CheckOptions(engine=f"{__name__}:Meek", max_events=60_000))
     assert result.exit_code is ExitCode.CONFORMS, (result.first, result.missing)
     assert result.skipped["rejection"] > 0
+
+
+class Moody(SpecEngine):
+    """It loses a block of every answer, until it has been caught once."""
+
+    num_built = 0
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        Moody.num_built += 1
+
+    def snapshot(self) -> Snapshot:
+        snapshot = super().snapshot()
+        if Moody.num_built > 2:
+            return snapshot
+        return replace(snapshot, free_queue=snapshot.free_queue[1:])
+
+
+def test_a_finding_that_does_not_come_back_is_told_as_such() -> None:
+    Moody.num_built = 0
+    args = ["check", "--engine", f"{__name__}:Moody", "--budget", "500", "--jobs", "1"]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 1
+    assert result.output.startswith("blockstep check: NOT DETERMINISTIC: ")

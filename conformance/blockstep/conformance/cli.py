@@ -148,6 +148,14 @@ def report_check(result: CheckResult, console: Console) -> None:
         episode = result.failed_episode or 0
         text = render_failure(result.failure, result.options, episode, before)
         console.print(text, markup=False, soft_wrap=True, end="")
+    elif result.first is not None:
+        console.print(
+            f"blockstep check: NOT DETERMINISTIC: {result.first.sentence}: {result.first.message}\n"
+            "  The finding did not come back when its episode was played again: the engine reads a\n"
+            "  clock, an unseeded generator, or the order of a set.",
+            markup=False,
+            soft_wrap=True,
+        )
     else:
         render_verdict(result, console)
 
