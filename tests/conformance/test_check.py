@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from dataclasses import replace
 from itertools import count
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from blockstep.conformance.check import (
@@ -22,7 +24,9 @@ from blockstep.conformance.findings import FindingKind
 from blockstep.conformance.museum import EXHIBITS, build
 from blockstep.conformance.presets import PRESETS, draw_config
 from blockstep.conformance.registry import SpecEngine
+from blockstep.conformance.report.verdict import render_verdict
 from blockstep.conformance.rules import SeededDraw
+from blockstep.conformance.witnesses import missing_witnesses
 from blockstep.spec.profiles import get_profile
 from blockstep.spec.vocabulary import (
     Config,
@@ -30,6 +34,7 @@ from blockstep.spec.vocabulary import (
     Observation,
     Policy,
     Rejected,
+    Reset,
     Snapshot,
     config_problems,
 )
@@ -187,3 +192,28 @@ def test_a_finding_that_does_not_come_back_is_told_as_such() -> None:
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 1
     assert result.output.startswith("blockstep check: NOT DETERMINISTIC: ")
+
+
+class Shallow(SpecEngine):
+    """An engine that says how deep a check may go, what cannot come up, and what it declines."""
+
+    max_depth = 2
+    out_of_reach = ("skip_ahead",)
+
+    def declines(self, event: Event) -> str | None:
+        return "a known defect" if isinstance(event, Reset) else None
+
+
+def test_an_engine_may_narrow_a_check_and_the_report_says_so() -> None:
+    result = check(CheckOptions(engine=f"{__name__}:Shallow", preset="tiny", max_events=600))
+    assert result.first is None
+    assert result.options.max_depth == 2
+    assert result.skipped.keys() == {"a known defect"}
+    plain = missing_witnesses(result.witnesses, "tiny", None, 2)
+    assert result.missing == tuple(name for name in plain if name != "skip_ahead")
+    assert "skip_ahead" in missing_witnesses(Counter(), "tiny", None, 2)
+    console = Console(record=True, width=100, file=io.StringIO())
+    render_verdict(result, console)
+    assert f"left out    a known defect: {result.skipped['a known defect']} times" in (
+        console.export_text()
+    )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from blockstep.conformance.driver import LockStep, drain_bound, run_program
+from blockstep.conformance.engine import Declining
 from blockstep.conformance.findings import FindingKind
 from blockstep.conformance.program import Answer, Drain, Hostile, Program, Propose, describe
 from blockstep.conformance.registry import SpecEngine
@@ -137,6 +138,62 @@ def test_what_an_engine_cannot_do_is_counted_and_not_tried() -> None:
     assert run.perform(Hostile(Schedule())) == []
     assert run.skipped == {"reset": 1, "rejection": 1}
     assert run.num_events == 0
+
+
+class Shy(SpecEngine):
+    """Declines some kinds of events, and to plan more than `num_plans` times."""
+
+    shuns: tuple[type, ...] = ()
+    num_plans = 1000
+
+    def declines(self, event: Event) -> str | None:
+        is_late = isinstance(event, Schedule) and self.state.next_frame_id >= self.num_plans
+        return "a known defect" if isinstance(event, self.shuns) or is_late else None
+
+
+def test_what_an_engine_declines_neither_side_is_given() -> None:
+    class Engine(Shy):
+        shuns = (Reset,)
+
+    assert isinstance(Engine(CONFIG), Declining)
+    assert not isinstance(SpecEngine(CONFIG), Declining)
+    run = LockStep.start(CONFIG, Engine, keep_exchanges=True)
+    for action in (Submit(Request("A", (1, 2, 3), max_tokens=3)), Schedule()):
+        assert run.perform(action) == []
+    before = run.spec.state
+    assert run.perform(Reset(reset_running_requests=True)) == []
+    assert run.spec.state is before
+    assert run.engine.snapshot() == run.before
+    assert run.skipped == {"a known defect": 1}
+    assert run.num_events == len(run.exchanges) == 2
+    assert run.perform(Drain()) == []
+    assert run.live == {}, "nothing else is declined"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("shunned", [Schedule, Commit])
+def test_a_drain_ends_where_all_that_is_left_is_declined(shunned: type, depth: int) -> None:
+    class Engine(Shy):
+        shuns = (shunned,)
+
+    run = LockStep.start(replace(CONFIG, max_frames_in_flight=depth), Engine)
+    assert run.perform(Submit(Request("A", (1, 2, 3), max_tokens=3))) == []
+    assert run.perform(Drain()) == []
+    assert run.live.keys() == {"A"}
+    assert 0 < run.skipped["a known defect"] < 4
+    assert run.perform(Abort(("A",))) == []
+    assert run.perform(Drain()) == [], "a frame may stay in flight"
+
+
+def test_where_a_plan_is_declined_the_oldest_frame_is_answered() -> None:
+    class Engine(Shy):
+        num_plans = 2
+
+    run = LockStep.start(replace(CONFIG, max_frames_in_flight=3), Engine)
+    for action in (Submit(Request("A", (1, 2, 3), max_tokens=3)), Drain()):
+        assert run.perform(action) == []
+    assert len(run.said["A"]) == 2
+    assert run.plans == []
 
 
 def test_an_engine_without_snapshots_is_held_to_its_answers() -> None:

@@ -17,22 +17,27 @@ from blockstep.conformance.adapters.vllm_names import (
     get_lora_name,
     get_release_problem,
 )
-from blockstep.conformance.check import CheckOptions, run_episode
+from blockstep.conformance.check import CheckOptions, fit_depth, run_episode
 from blockstep.conformance.driver import LockStep, run_program
-from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, EngineFault
+from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, is_async
 from blockstep.conformance.findings import FindingKind
 from blockstep.conformance.program import Action, Answer, Drain, Program, Propose
 from blockstep.conformance.registry import EngineNotFoundError, load_engine
+from blockstep.conformance.witnesses import WITNESSES
 from blockstep.spec.profiles import STRICT, Profile, Quirk, get_profile
 from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
     Abort,
     Aborted,
     BlockKey,
+    Commit,
     Config,
     MultiModalItem,
+    Plan,
     Policy,
     Request,
     Reset,
+    RowTokens,
     Schedule,
     SpecMethod,
     Submit,
@@ -121,6 +126,11 @@ def build(config: Config) -> Engine:
     return load_engine("vllm")(config)
 
 
+def plans_of(run: LockStep) -> list[Plan]:
+    """What the engine planned, in order."""
+    return [exchange.seen for exchange in run.exchanges if isinstance(exchange.seen, Plan)]
+
+
 def follow(profile: Profile, config: Config, *actions: Action) -> tuple[LockStep, str]:
     """Do these on both sides, where the only token is 0; the kinds of what is wrong."""
     program = Program(config, actions, vocabulary_size=1)
@@ -133,17 +143,36 @@ def test_it_is_an_engine_that_says_what_it_lacks() -> None:
     engine = build(Config(num_blocks=9))
     assert isinstance(engine, Engine)
     assert ALL_CAPABILITIES - engine.capabilities() == {"rejection", "statistics"}
+    assert is_async(load_engine("vllm"))
 
 
 @needs_vllm
-def test_it_has_one_plan_at_a_time() -> None:
-    with pytest.raises(EngineFault, match="max_frames_in_flight is 2"):
-        build(Config(num_blocks=9, max_frames_in_flight=2))
+@pytest.mark.parametrize("num_drafts", range(5))
+def test_plans_run_ahead_of_their_answers(num_drafts: int) -> None:
+    """Drafts stay with the worker: what the plans carry are placeholders."""
+    config = Config(
+        num_blocks=17, block_size=2, max_model_len=24, max_frames_in_flight=2,
+        spec_method=SpecMethod.EAGLE if num_drafts else SpecMethod.NONE,
+        num_speculative_tokens=num_drafts,
+    )  # fmt: skip
+    actions = (
+        Submit(Request("A", (0, 0, 0), max_tokens=9)), Propose(((num_drafts, num_drafts // 2),)),
+        Schedule(), Schedule(), Submit(Request("B", (0, 0, 0, 0, 0), max_tokens=4)), Drain(),
+    )  # fmt: skip
+    release = get_profile("vllm-0.19.1")
+    assert release is not None
+    run, wrong = follow(release, config, *actions)
+    assert wrong == ""
+    assert run.skipped == {}
+    assert not run.live
+    rows = [row for plan in plans_of(run) for row in plan.cached]
+    drafts = {token for row in rows for token in row.draft_token_ids}
+    assert drafts == ({DRAFT_PLACEHOLDER} if num_drafts else set())
 
 
 @needs_vllm
 def test_it_runs_beside_the_spec() -> None:
-    options = CheckOptions(engine="vllm", profile="vllm-0.19.1", preset="tiny")
+    options = CheckOptions(engine="vllm", profile="vllm-0.19.1", preset="tiny", max_depth=2)
     results = [run_episode(options, index, build) for index in range(30)]
     assert [result.first for result in results if result.first is not None] == []
     assert all(result.has_snapshot for result in results)
@@ -232,6 +261,30 @@ SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
             Schedule(),
         ),
     ),
+    Quirk.PLACEHOLDERS_OUTLIVE_A_GAP: (
+        Config(
+            num_blocks=9, max_num_batched_tokens=2, max_frames_in_flight=2,
+            spec_method=SpecMethod.NGRAM, num_speculative_tokens=1,
+        ),
+        (
+            Submit(Request("A", (0,), max_tokens=8)),
+            Submit(Request("B", (0,), max_tokens=8)),
+            Schedule(), Schedule(), Abort(("A",)), Schedule(), Answer(), Schedule(), Answer(),
+        ),
+    ),
+    Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT: (
+        Config(
+            num_blocks=8, block_size=1, max_model_len=7, max_frames_in_flight=2,
+            policy=Policy.PRIORITY, enable_prefix_caching=False,
+        ),
+        (
+            Submit(Request("A", (1, 2), max_tokens=2, priority=9)),
+            Schedule(), Answer(),
+            Submit(Request("B", (3, 4), max_tokens=4)),
+            Submit(Request("C", (5, 6), max_tokens=4)),
+            Schedule(), Schedule(), Answer(), Answer(),
+        ),
+    ),
 }  # fmt: skip
 """For each known defect a program that shows it in the release."""
 
@@ -246,3 +299,90 @@ def test_a_known_defect_shows_and_its_quirk_follows_it(quirk: Quirk) -> None:
     assert release is not None
     _, wrong = follow(release, config, *actions)
     assert wrong == ""
+
+
+DECLINED: dict[str, tuple[Config, tuple[Action, ...], str]] = {
+    "reset at the end": (
+        Config(num_blocks=9, block_size=1, max_model_len=4),
+        (
+            Submit(Request("A", (0, 0, 0), max_tokens=4, min_tokens=4)),
+            Schedule(), Answer(), Reset(reset_running_requests=True), Schedule(), Answer(),
+            Schedule(), Answer(),
+        ),
+        "min_tokens at the model length",
+    ),
+    "preempted at the end": (
+        Config(
+            num_blocks=9, block_size=1, max_model_len=7, enable_prefix_caching=False,
+            scheduler_reserve_full_isl=False,
+        ),
+        (
+            Submit(Request("B", (1,), max_tokens=6)),
+            Submit(Request("A", (1, 2, 3, 4, 5), max_tokens=8, min_tokens=8)),
+            *(Schedule(), Answer()) * 9,
+        ),
+        "min_tokens at the model length",
+    ),
+    "forced reset": (
+        Config(num_blocks=9, block_size=1, max_model_len=4, max_frames_in_flight=2),
+        (
+            Submit(Request("A", (0, 0), max_tokens=9)),
+            Schedule(), Schedule(), Reset(reset_running_requests=True), Answer(), Answer(),
+        ),
+        "forced reset under asynchronous scheduling (#42043)",
+    ),
+    "resumed too early": (
+        Config(
+            num_blocks=6, block_size=1, max_model_len=6, max_frames_in_flight=2,
+            enable_prefix_caching=False,
+        ),
+        (
+            Submit(Request("A", (1, 2, 3), max_tokens=1)),
+            Submit(Request("B", (4, 5), max_tokens=3)),
+            Schedule(), Schedule(), Schedule(), Answer(), Schedule(), Answer(), Answer(),
+        ),
+        "resumed before its tokens (#47900)",
+    ),
+}  # fmt: skip
+"""Programs in which the release raises an AssertionError, and the reason why it is spared them."""
+
+
+@needs_vllm
+@pytest.mark.parametrize(("config", "actions", "reason"), DECLINED.values(), ids=DECLINED)
+def test_where_the_release_would_raise_it_is_not_given_the_event(
+    config: Config, actions: tuple[Action, ...], reason: str
+) -> None:
+    with pytest.raises(AssertionError):  # what it would come to
+        play_alone(build(config), actions)
+    release = get_profile("vllm-0.19.1")
+    assert release is not None
+    run, wrong = follow(release, config, *actions, Drain())
+    assert wrong == ""
+    assert run.skipped.keys() == {reason}
+
+
+@needs_vllm
+def test_what_it_puts_out_of_reach_is_a_situation() -> None:
+    assert set(WITNESSES) > importlib.import_module(ADAPTER).OUT_OF_REACH
+
+
+@needs_vllm
+def test_no_more_plans_are_in_flight_than_vllm_has() -> None:
+    assert fit_depth(CheckOptions(engine="vllm"), load_engine("vllm")).max_depth == 2
+    shallow = CheckOptions(engine="vllm", max_depth=1)
+    assert fit_depth(shallow, load_engine("vllm")) is shallow
+
+
+def play_alone(engine: Engine, actions: tuple[Action, ...]) -> None:
+    """Do these on the engine alone; every row that can sample samples 0."""
+    plans: list[Plan] = []
+    for action in actions:
+        if isinstance(action, Answer):
+            plan = plans.pop(0)
+            rows = tuple(RowTokens(row.request_id, (0,)) for row in plan.rows)
+            engine.apply(Commit(plan.frame_id, rows))
+        else:
+            assert isinstance(action, Submit | Schedule | Reset)
+            answer = engine.apply(action)
+            if isinstance(answer, Plan) and answer.rows:
+                plans.append(answer)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from blockstep.spec import Config, MultiModalItem, Oracle, Policy, Request
+from blockstep.spec import Config, MultiModalItem, Oracle, Plan, Policy, Request, SpecMethod
 from blockstep.spec.profiles import PROFILES, QUIRKS, STRICT, Profile, Quirk, get_profile
-from blockstep.spec.vocabulary import RequestId
+from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, Outputs, RequestId
 
 
 def both(config: Config, quirk: Quirk) -> tuple[Oracle, Oracle]:
@@ -101,3 +101,49 @@ def test_output_blocks_name_the_last_item(quirk: str | None, expected: int) -> N
     steps(oracle, 3, token=1)
     # The second block of A: four ones, the cat and the dog; B has no cat.
     assert hit(oracle, Request("B", (1,) * 9, max_tokens=1, items=items[1:])) == expected
+
+
+def answer(oracle: Oracle, plan: Plan, token: int = 50) -> Outputs:
+    """Commit `plan`: every row that can sample samples `token`."""
+    (frame,) = (frame for frame in oracle.state.frames if frame.frame_id == plan.frame_id)
+    return oracle.commit(plan, {row.request_id: [token] for row in frame.rows if row.samples})
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_placeholders_outlive_a_gap(quirk: bool) -> None:
+    """Upstream #46899: what was proposed before the gap is gone, and is dispatched all the same."""
+    config = Config(
+        num_blocks=9,
+        max_num_batched_tokens=2,
+        spec_method=SpecMethod.NGRAM,
+        num_speculative_tokens=1,
+        max_frames_in_flight=2,
+    )
+    oracle = both(config, Quirk.PLACEHOLDERS_OUTLIVE_A_GAP)[quirk]
+    oracle.submit(Request("A", (1,), max_tokens=8, eos_token_id=0))
+    oracle.submit(Request("B", (2,), max_tokens=8))
+    first, second = oracle.schedule(), oracle.schedule()
+    assert [row.request_id for row in second.rows] == ["A"], "A and its draft leave B out"
+    expected = (DRAFT_PLACEHOLDER,) if quirk else ()
+    assert oracle.state.requests["B"].spec_token_ids == expected
+    oracle.commit(first, {"A": [0], "B": [5]})
+    (row,) = oracle.schedule().rows
+    assert row.request_id == "B"
+    assert row.draft_token_ids == expected  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, ["B", "C"]), (True, ["B"])])
+def test_a_victim_without_a_row_shifts_the_next(quirk: bool, expected: list[RequestId]) -> None:
+    config = Config(
+        num_blocks=8, block_size=1, max_model_len=7, max_frames_in_flight=2,
+        policy=Policy.PRIORITY, enable_prefix_caching=False,
+    )  # fmt: skip
+    oracle = both(config, Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT)[quirk]
+    oracle.submit(Request("A", (1, 2), max_tokens=2, priority=9))
+    answer(oracle, oracle.schedule())
+    oracle.submit(Request("B", (3, 4), max_tokens=4))
+    oracle.submit(Request("C", (5, 6), max_tokens=4))
+    oracle.schedule()
+    plan = oracle.schedule()  # A has its last token in flight, and B needs a block
+    assert plan.preempted_req_ids == ("A",)
+    assert [row.request_id for row in plan.rows] == expected

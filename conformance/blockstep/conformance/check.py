@@ -184,10 +184,11 @@ def get_equivalence(make_engine: EngineFactory) -> Safety | None:
 
 
 def fit_depth(options: CheckOptions, make_engine: EngineFactory) -> CheckOptions:
-    """The options with one frame in flight at a time, if the engine can have no more."""
-    if options.max_depth == 1 or is_async(make_engine):
+    """The options with no more frames in flight than the engine can have, or says it should."""
+    if options.max_depth == 1:
         return options
-    return replace(options, max_depth=1)
+    depth = getattr(make_engine, "max_depth", MAX_DEPTH) if is_async(make_engine) else 1
+    return options if options.max_depth <= depth else replace(options, max_depth=depth)
 
 
 def play_episode(
@@ -273,7 +274,7 @@ def check(
     wanted, options = options, fit_depth(options, make_engine)
     weaker = get_equivalence(make_engine)
     result = CheckResult(options, weaker=None if weaker is None else weaker.name)
-    if options is not wanted:
+    if options.max_depth == 1 < wanted.max_depth:
         result.skipped[Capability.ASYNC] += 1
     if options.episode is None:
         canary = CANARY if weaker is None else SAFETY_CANARY
@@ -298,7 +299,10 @@ def check(
         missing = missing_witnesses(
             result.witnesses, options.preset, options.policy, options.max_depth
         )
-        result.missing = tuple(name for name in missing if is_reachable(name, result.skipped))
+        beyond: Container[str] = getattr(make_engine, "out_of_reach", ())
+        result.missing = tuple(
+            name for name in missing if name not in beyond and is_reachable(name, result.skipped)
+        )
     else:
         result.missing = tuple(name for name in weaker.situations if not result.witnesses[name])
     result.seconds = time.perf_counter() - started

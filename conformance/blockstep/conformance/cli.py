@@ -151,8 +151,8 @@ def report_check(result: CheckResult, console: Console) -> None:
     elif result.first is not None:
         console.print(
             f"blockstep check: NOT DETERMINISTIC: {result.first.sentence}: {result.first.message}\n"
-            "  The finding did not come back when its episode was played again: the engine reads a\n"
-            "  clock, an unseeded generator, or the order of a set.",
+            "  The finding did not come back when its episode was played again: the engine reads\n"
+            "  a clock, an unseeded generator, or the order of a set.",
             markup=False,
             soft_wrap=True,
         )

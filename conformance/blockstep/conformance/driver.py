@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from blockstep.conformance.compare import observation_differences, snapshot_differences
-from blockstep.conformance.engine import Capability, Engine, EngineFactory
+from blockstep.conformance.engine import Capability, Declining, Engine, EngineFactory
 from blockstep.conformance.findings import Difference, Finding, FindingKind
 from blockstep.conformance.liveness import Watch
 from blockstep.conformance.mistakes import make_mistake
@@ -115,7 +115,7 @@ class LockStep:
     sampled: tuple[RequestId, ...] = ()
     """Requests that sampled in the last answered plan, for `Propose`."""
     skipped: dict[str, int] = field(default_factory=dict)
-    """Actions not tried because the engine lacks a capability."""
+    """Actions not tried because the engine lacks a capability, and events that it declines."""
     before: Snapshot | None = None
     capabilities: frozenset[str] = frozenset()
     num_events: int = 0
@@ -220,7 +220,14 @@ class LockStep:
         return Drafts(rows) if rows else None
 
     def apply(self, event: Event) -> list[Finding]:
-        """Give one event to both sides and check everything that can be checked."""
+        """Give one event to both sides and check everything that can be checked.
+
+        What the engine declines neither side is given, and it does not count as an event.
+        """
+        reason = self.engine.declines(event) if isinstance(self.engine, Declining) else None
+        if reason is not None:
+            self._skip(reason)
+            return []
         self.num_events += 1
         try:
             expected = self.spec.apply(event)
@@ -270,8 +277,8 @@ class LockStep:
             return snapshot
         return replace(snapshot, stats=self.spec.snapshot().stats)
 
-    def _skip(self, needed: Capability) -> None:
-        self.skipped[needed] = self.skipped.get(needed, 0) + 1
+    def _skip(self, reason: str) -> None:
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
     def _diverge(
         self, event: Event, expected: Observation, seen: object, after: Snapshot | None
@@ -324,7 +331,8 @@ class LockStep:
     def _drain(self) -> list[Finding]:
         """Heal everything, then step until all requests have ended, within a bound (P10, P11).
 
-        The pipeline is kept as full as it may be, for that is how engines run.
+        The pipeline is kept as full as it may be, for that is how engines run. Where the engine
+        declines all that is left to do, the drain ends, and nobody is to blame.
         """
         findings = self.perform(SetPause(PauseState.UNPAUSED))
         for name, request in list(self.live.items()):
@@ -334,9 +342,12 @@ class LockStep:
         for _ in range(bound):
             if findings or not self.live:
                 return findings or self._answer_all()
+            num_before = self.num_events
             findings, why = self._drain_step(watch)
             if why:
                 return self._unexplained([watch.stall(self.live, why)])
+            if self.num_events == num_before:
+                return []
         if self.live and not findings:
             return self._unexplained([watch.stall(self.live, f"{bound} steps did not end them")])
         return findings
@@ -347,9 +358,12 @@ class LockStep:
         Returns what is wrong, and why nothing can ever come of it, or "".
         """
         while len(self.plans) < self.config.max_frames_in_flight:
+            num_before = self.num_events
             findings = self.apply(Schedule())
             if findings:
                 return findings, ""
+            if self.num_events == num_before:
+                break  # declined
             plan = self.last_plan
             assert plan is not None, "an accepted Schedule is answered with a plan"
             why = watch.see(plan, bool(self.plans), self.before)
@@ -362,7 +376,9 @@ class LockStep:
     def _answer_all(self) -> list[Finding]:
         """Commit what is still in flight, though nobody waits for it any more."""
         findings: list[Finding] = []
-        while self.plans and not findings:
+        num_before = -1
+        while self.plans and not findings and self.num_events > num_before:
+            num_before = self.num_events
             findings = self.perform(Answer())
         return findings
 

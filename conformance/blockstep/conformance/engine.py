@@ -53,6 +53,22 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class Declining(Protocol):
+    """An engine with defects so well known that it is spared what would end a run later on.
+
+    Where an engine takes an event and breaks only some steps after it, lock-step could neither go
+    on nor say anything new. What it declines is counted in the report, by the defect.
+    """
+
+    def declines(self, event: Event) -> str | None:
+        """The known defect because of which the event must not be given to it now, or None.
+
+        Asked before every event, and changes nothing.
+        """
+        ...
+
+
 EngineFactory: TypeAlias = Callable[[Config], Engine]
 
 

@@ -18,6 +18,8 @@ class Quirk(StrEnum):
     EQUALS_PREEMPT_THE_FIRST = "equals_preempt_the_first"
     MIN_TOKENS_MASK_LENGTH = "min_tokens_mask_length"
     OUTPUT_BLOCKS_NAME_THE_LAST_ITEM = "output_blocks_name_the_last_item"
+    PLACEHOLDERS_OUTLIVE_A_GAP = "placeholders_outlive_a_gap"
+    VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT = "victim_without_a_row_shifts_the_next"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,24 @@ QUIRKS: tuple[QuirkStory, ...] = (
         "0.19.1",
         "blocks of 4; a prompt of 7 tokens with one item at 4 and another at 5, one output: a "
         "request with another first item hits the second block",
+    ),
+    QuirkStory(
+        Quirk.PLACEHOLDERS_OUTLIVE_A_GAP,
+        "draft placeholders of a request that a plan leaves out stay, and are dispatched later",
+        ("P24",),
+        "#46899",
+        "0.19.1",
+        "asynchronous, a budget of 2, one draft; two requests have sampled: the plan of the first "
+        "and its draft leaves the second out, and the next one has a draft for it",
+    ),
+    QuirkStory(
+        Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT,
+        "a victim that the step had passed over makes the step pass over another request",
+        ("P15",),
+        "not found upstream",
+        "0.19.1",
+        "PRIORITY, asynchronous; of three requests the first has its last token in flight, so it "
+        "has no row, and is preempted for the second: the third gets no row in that step",
     ),
 )
 

@@ -158,9 +158,15 @@ def process_running_phase(step: Step) -> None:
             victim_index = select_victim(
                 config.policy, step.running, step.requests, step.state.quirks
             )
+            num_rows = len(step.rows)
             victim_id = process_preemption(step, victim_index)
             if victim_id == request.request_id:
                 return
+            if (
+                Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT in step.state.quirks
+                and len(step.rows) == num_rows
+            ):
+                continue  # upstream counts back only for a victim that had a row
             if victim_index < index:
                 index -= 1
         process_grant(step, request, num_new, granted)
@@ -416,10 +422,13 @@ def process_promises(step: Step, rows: list[FrameRow]) -> None:
     Source: vLLM 0.19.1 `AsyncScheduler._update_after_schedule`; P12, P24.
     """
     promising = {row.request_id: 1 + len(row.draft_token_ids) for row in rows if row.samples}
+    planned = {row.request_id for row in rows}
     placeholders = (DRAFT_PLACEHOLDER,) * step.state.config.num_speculative_tokens
     for request_id in step.running:
         request = step.requests[request_id]
         num_promised = promising.get(request_id, 0)
+        if Quirk.PLACEHOLDERS_OUTLIVE_A_GAP in step.state.quirks and request_id not in planned:
+            continue
         step.requests[request_id] = replace(
             request,
             num_output_placeholders=request.num_output_placeholders + num_promised,

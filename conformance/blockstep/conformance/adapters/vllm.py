@@ -1,8 +1,9 @@
 """VllmEngine: the unmodified scheduler of vLLM 0.19.1 behind the Engine protocol.
 
-One KV-cache group of full attention, synchronous, and no worker: what a worker would answer comes
-in as events. Nothing is patched, and answers are translated without repair. Three things are done
-to what goes in:
+One KV-cache group of full attention, and no worker: what a worker would answer comes in as events.
+Where several frames may be in flight it is vLLM's `AsyncScheduler`; drafts then stay with the
+worker, and plans carry placeholders for them. Nothing is patched, and answers are translated
+without repair. Three things are done to what goes in:
 
 * adapters are renamed, so that they cannot be taken for salts (`VllmEngine.separate_names`);
 * several ids are aborted one at a time, because `finish_requests` goes through a set of strings,
@@ -72,9 +73,20 @@ except ImportError as error:
     require_release(error)
     raise
 
+FORCED_RESET = "forced reset under asynchronous scheduling (#42043)"
+RESUMED_TOO_EARLY = "resumed before its tokens (#47900)"
+PAST_THE_END = "min_tokens at the model length"
+
+OUT_OF_REACH = {
+    "draft_placeholders_dropped",  # it keeps them: quirk `placeholders_outlive_a_gap`
+    "admitted_past_a_stale_one",  # `RESUMED_TOO_EARLY`
+    "passed_over_for_its_tokens",  # `RESUMED_TOO_EARLY`
+    "reset_forced_with_two_frames_in_flight",  # `FORCED_RESET`
+}
+
 
 class VllmEngine:
-    """vLLM's scheduler as a system under test."""
+    """vLLM's scheduler, synchronous or not, as a system under test."""
 
     separate_names: bool = True
     """Whether LoRA names get a prefix: the only renaming of what goes in.
@@ -84,12 +96,13 @@ class VllmEngine:
     False shows it.
     """
 
+    max_depth: int = 2
+    """Plans in flight that a check may have: as many as vLLM has without pipeline parallelism."""
+
+    out_of_reach: frozenset[str] = frozenset(OUT_OF_REACH)
+    """Situations that a check does not require, because they cannot come up."""
+
     def __init__(self, config: Config) -> None:
-        if config.max_frames_in_flight != 1:
-            raise EngineFault(
-                f"max_frames_in_flight is {config.max_frames_in_flight}; the synchronous scheduler "
-                "of vLLM has one plan at a time: set it to 1"
-            )
         self.config = config
         self.scheduler = build_scheduler(config)
         self.block_pool = self.scheduler.kv_cache_manager.block_pool
@@ -104,7 +117,7 @@ class VllmEngine:
         self.collisions: list[tuple[BlockKey, BlockKey]] = []
         """Different contents of one digest: vLLM takes them for the same."""
         self.frames: dict[FrameId, SchedulerOutput] = {}
-        """In flight, oldest first."""
+        """In flight, oldest first. vLLM numbers nothing: a plan comes back with its answer."""
         self.next_frame_id: FrameId = 0
         self.lora_ids: dict[str, int] = {}
 
@@ -136,6 +149,29 @@ class VllmEngine:
             case Reset(reset_running_requests=flag):
                 return ResetDone(self.scheduler.reset_prefix_cache(reset_running_requests=flag))
         raise EngineFault(f"no such event: {event!r}")
+
+    def declines(self, event: Event) -> str | None:
+        """The defect that would make the scheduler raise, or lose count, some steps later."""
+        match event:
+            case Reset(reset_running_requests=True):
+                # One frame of each is thrown away, in flight or not.
+                if self.config.async_scheduling:
+                    return FORCED_RESET
+                return PAST_THE_END if any(map(self._is_full, self.scheduler.running)) else None
+            case Schedule():
+                waiting = [*self.scheduler.waiting, *self.scheduler.skipped_waiting]
+                # vLLM's own loop answers the oldest plan first, so that this one is not made.
+                if any(request.num_output_placeholders for request in waiting):
+                    return RESUMED_TOO_EARLY
+                return PAST_THE_END if any(map(self._is_full, waiting)) else None
+        return None
+
+    def _is_full(self, request: VllmRequest) -> bool:
+        """Whether it is as long as the model allows and lives; only `min_tokens` does that.
+
+        Computed anew, it is planned with -1 tokens next, and the commit of that plan raises.
+        """
+        return bool(request.num_tokens >= self.config.max_model_len)
 
     # events
 
@@ -221,7 +257,10 @@ class VllmEngine:
         return Outputs(tuple(row for core in answer.values() for row in get_output_rows(core)))
 
     def _drafts(self, drafts: tuple[RowTokens, ...]) -> DraftsTaken:
-        """Source: `update_draft_token_ids`, which answers nothing: attached is what it kept."""
+        """Source: `update_draft_token_ids`, which answers nothing: attached is what it kept.
+
+        Synchronous only: the specification refuses drafts when the worker keeps them.
+        """
         handed = {row.request_id: list(row.token_ids) for row in drafts}
         self.scheduler.update_draft_token_ids(DraftTokenIds([*handed], [*handed.values()]))
         requests = self.scheduler.requests

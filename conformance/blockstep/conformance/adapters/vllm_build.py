@@ -42,6 +42,7 @@ try:
     )
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.request import Request as VllmRequest
@@ -114,12 +115,17 @@ def get_model_config() -> ModelConfig:
 
 
 def build_scheduler(config: Config) -> Scheduler:
-    """The scheduler of vLLM for `config`: one group of full attention, synchronous."""
+    """The scheduler of vLLM for `config`: one group of full attention.
+
+    It is the asynchronous one where several frames may be in flight, as in vLLM itself
+    (`SchedulerConfig.get_scheduler_cls`).
+    """
     layer = FullAttentionSpec(
         block_size=config.block_size, num_kv_heads=1, head_size=1, dtype=torch.float16
     )
     vllm_config = build_vllm_config(config)
-    return Scheduler(
+    make_scheduler = AsyncScheduler if config.async_scheduling else Scheduler
+    return make_scheduler(
         vllm_config=vllm_config,
         kv_cache_config=KVCacheConfig(config.num_blocks, [], [KVCacheGroupSpec(["layer"], layer)]),
         structured_output_manager=StructuredOutputManager(vllm_config),
@@ -143,7 +149,7 @@ def build_vllm_config(config: Config) -> VllmConfig:
         enable_chunked_prefill=config.enable_chunked_prefill,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         policy=config.policy.value,
-        async_scheduling=False,
+        async_scheduling=config.async_scheduling,
         scheduler_reserve_full_isl=config.scheduler_reserve_full_isl,
     )
     caching = CacheConfig(

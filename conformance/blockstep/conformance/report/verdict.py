@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from blockstep.conformance.check import CheckResult, ExitCode
+from blockstep.conformance.engine import ALL_CAPABILITIES
 from blockstep.conformance.witnesses import WITNESSES
 
 COLUMNS = 2
@@ -26,9 +27,9 @@ def render_verdict(result: CheckResult, console: Console) -> None:
             else "canary      ALIVE: a broken engine was not noticed, so no verdict is worth much"
         )
     for name, count in sorted(result.skipped.items()):
-        console.print(
-            f"not tried   {name}: the engine lacks it ({count} actions left out)", soft_wrap=True
-        )
+        lacks = f"not tried   {name}: the engine lacks it ({count} actions left out)"
+        left_out = f"left out    {name}: {count} times"
+        console.print(lacks if name in ALL_CAPABILITIES else left_out, soft_wrap=True)
     if not result.has_snapshot:
         console.print("not tried   state and properties: the engine shows no snapshots")
     for name, count in sorted(result.known.items()):
