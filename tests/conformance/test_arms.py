@@ -49,7 +49,7 @@ def test_every_arm_makes_a_valid_config() -> None:
     from blockstep.conformance.arms import draw_workload
 
     for episode in range(50):
-        swarm, _ = draw_workload(CheckOptions(), episode, True)
+        swarm, _ = draw_workload(CheckOptions(), episode)
         for arm in ARMS:
             changed = arm.change(swarm.config)
             assert changed != swarm.config

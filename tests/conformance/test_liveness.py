@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from blockstep.conformance.driver import run_program
 from blockstep.conformance.findings import FindingKind
@@ -27,13 +28,10 @@ EQUALS = (
 )
 
 
-class Release(SpecEngine):
-    """The specification with the quirks of a release."""
-
-    def __init__(self, config: Config) -> None:
-        profile = get_profile("vllm-0.19.1")
-        assert profile is not None
-        super().__init__(config, profile)
+RELEASE = get_profile("vllm-0.19.1")
+assert RELEASE is not None
+Release = partial(SpecEngine, profile=RELEASE)
+"""The specification with the quirks of a release."""
 
 
 def test_a_state_that_returns_is_known_by_its_cycle() -> None:
@@ -55,9 +53,8 @@ def test_a_state_that_returns_is_known_by_its_cycle() -> None:
 
 
 def test_under_its_profile_the_livelock_of_a_release_is_known() -> None:
-    profile = get_profile("vllm-0.19.1")
-    assert profile is not None
-    run, findings = run_program(Program(CONFIG, (*EQUALS, Drain())), Release, profile)
+    assert RELEASE is not None
+    run, findings = run_program(Program(CONFIG, (*EQUALS, Drain())), Release, RELEASE)
     assert findings == []
     assert run.known["P10"] >= 1
 

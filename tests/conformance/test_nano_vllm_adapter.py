@@ -25,7 +25,7 @@ from blockstep.conformance.check import (
     run_batch,
 )
 from blockstep.conformance.driver import run_program
-from blockstep.conformance.engine import Capability
+from blockstep.conformance.engine import Capability, EngineFault
 from blockstep.conformance.findings import FindingKind
 from blockstep.conformance.program import Action, Answer, Drain, Program
 from blockstep.conformance.registry import EngineNotFoundError
@@ -106,7 +106,7 @@ class Toy:
             case Commit(sampled=sampled):
                 self.is_in_flight = False
                 return self.deliver(sampled[0].token_ids)
-        raise NotImplementedError(event)
+        raise EngineFault(f"not implemented: {event}")
 
     def plan(self) -> Plan:
         ended, self.ended = self.ended, ()

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from blockstep.conformance.check import CheckOptions
-from blockstep.conformance.engine import Capability, Engine, EngineFactory, is_async
+from blockstep.conformance.check import CheckOptions, fit_depth
+from blockstep.conformance.engine import Capability, Engine, EngineFactory
 from blockstep.conformance.presets import PRESETS, Kind, Swarm, draw_swarm
 from blockstep.conformance.rules import SeededDraw, draw_request, request_name
 from blockstep.conformance.tokens import token_function
@@ -134,10 +134,11 @@ def compare_arms(
     on_progress: Callable[[int], None] = lambda _done: None,
 ) -> ArmsResult:
     """Play workloads drawn from the seed under each arm, until answers differ or all are played."""
+    options = fit_depth(options, make_engine)
     arms, not_tried = usable_arms(make_engine)
     result = ArmsResult({arm.name: 0 for arm in arms}, not_tried=not_tried)
     for episode in range(num_episodes):
-        swarm, requests = draw_workload(options, episode, is_async(make_engine))
+        swarm, requests = draw_workload(options, episode)
         plain = run_workload(make_engine, swarm, swarm.config, requests)
         result.num_episodes += 1
         on_progress(result.num_episodes)
@@ -160,13 +161,10 @@ def usable_arms(make_engine: EngineFactory) -> tuple[list[Arm], tuple[str, ...]]
     return [arm for arm in ARMS if arm.name not in missing], missing
 
 
-def draw_workload(
-    options: CheckOptions, episode: int, may_be_async: bool
-) -> tuple[Swarm, tuple[Request, ...]]:
+def draw_workload(options: CheckOptions, episode: int) -> tuple[Swarm, tuple[Request, ...]]:
     """A config and requests; everything follows from preset, seed and episode."""
     draw = SeededDraw(f"arms/{options.preset}/{options.seed}/{episode}")
-    depth = options.max_depth if may_be_async else 1
-    swarm = draw_swarm(PRESETS[options.preset], draw, options.policy, depth)
+    swarm = draw_swarm(PRESETS[options.preset], draw, options.policy, options.max_depth)
     # Every drawn config must still be one when an arm has changed it.
     config = replace(swarm.config, enable_chunked_prefill=True)
     swarm = replace(swarm, config=config, kinds=swarm.kinds - {Kind.GRAMMAR})

@@ -41,7 +41,7 @@ from blockstep.conformance.registry import (
     load_engine,
 )
 from blockstep.conformance.report.arms import arms_to_json, render_arms
-from blockstep.conformance.report.failure import render_failure
+from blockstep.conformance.report.failure import NOT_AGAIN, render_failure
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.report.verdict import render_verdict
 from blockstep.conformance.traces import TraceError, write_trace
@@ -151,8 +151,7 @@ def report_check(result: CheckResult, console: Console) -> None:
     elif result.first is not None:
         console.print(
             f"blockstep check: NOT DETERMINISTIC: {result.first.sentence}: {result.first.message}\n"
-            "  The finding did not come back when its episode was played again: the engine reads\n"
-            "  a clock, an unseeded generator, or the order of a set.",
+            f"  {NOT_AGAIN}",
             markup=False,
             soft_wrap=True,
         )

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Self, cast
 
 from blockstep.conformance.compare import observation_differences, snapshot_differences
 from blockstep.conformance.engine import Capability, Declining, Engine, EngineFactory
@@ -118,6 +118,8 @@ class LockStep:
     """Actions not tried because the engine lacks a capability, and events that it declines."""
     before: Snapshot | None = None
     capabilities: frozenset[str] = frozenset()
+    declines: Callable[[Event], str | None] | None = None
+    """Why the engine is not to be given an event, if it ever declines one."""
     num_events: int = 0
     has_failed: bool = False
     """Something was wrong; both sides no longer mean the same thing."""
@@ -136,7 +138,7 @@ class LockStep:
         vocabulary_size: int = 50,
         keep_exchanges: bool = False,
         profile: Profile = STRICT,
-    ) -> LockStep:
+    ) -> Self:
         """Build both sides. What the engine raises while it is built passes through."""
         engine = make_engine(config)
         run = cls(
@@ -150,6 +152,8 @@ class LockStep:
             keep_exchanges=keep_exchanges,
         )
         run.before = engine.snapshot()
+        if isinstance(engine, Declining):
+            run.declines = engine.declines
         return run
 
     def fit(self, action: Action) -> Action:
@@ -224,7 +228,7 @@ class LockStep:
 
         What the engine declines neither side is given, and it does not count as an event.
         """
-        reason = self.engine.declines(event) if isinstance(self.engine, Declining) else None
+        reason = None if self.declines is None else self.declines(event)
         if reason is not None:
             self._skip(reason)
             return []

@@ -42,12 +42,13 @@ from blockstep.conformance.program import Program, describe, describe_event
 from blockstep.conformance.registry import EngineNotFoundError, load_engine
 from blockstep.conformance.report.failure import (
     HEADLINES,
+    NOT_AGAIN,
     WIDTH,
     describe_config,
     render_failure,
     reproduce,
 )
-from blockstep.conformance.report.jsonform import check_to_json, difference_to_json
+from blockstep.conformance.report.jsonform import check_to_json, finding_to_json
 from blockstep.conformance.report.verdict import render_verdict
 from blockstep.conformance.shrink import Shrunk
 from blockstep.spec.profiles import STRICT
@@ -76,9 +77,6 @@ LAST_WORDS_MAX = 12
 """Lines of the child's standard error that are shown, at most."""
 DUMPS = ("Fatal Python error", "Windows fatal exception", "Current thread", "Stack (most")
 """How faulthandler begins to say where a thread is."""
-NOT_AGAIN = (
-    "this was seen once, and not when the program ran again: the engine is not deterministic"
-)
 WATCHED = "blockstep_watched_engine"
 """Name of the module, made in the child, that holds the factory of the watched engine."""
 INDENT = " " * 14
@@ -361,17 +359,6 @@ def _do_program(job: ProgramJob, watched: WatchedFactory) -> Json:
     run, findings = run_program(job.program, watched, find_profile(job.profile))
     text = render_program(job.engine, job.program, run, findings) if findings else ""
     return {"kind": "program", "text": text, "skipped": run.skipped}
-
-
-def finding_to_json(finding: Finding) -> Json:
-    """A finding as docs/reference/json.md has it."""
-    return {
-        "kind": str(finding.kind),
-        "property": finding.property_id,
-        "sentence": finding.sentence,
-        "message": finding.message,
-        "differences": [difference_to_json(difference) for difference in finding.differences],
-    }
 
 
 def render_program(engine: str, program: Program, run: LockStep, findings: list[Finding]) -> str:

@@ -25,12 +25,9 @@ from blockstep.conformance.driver import Exchange, LockStep, _fault
 from blockstep.conformance.engine import Capability, EngineFactory
 from blockstep.conformance.findings import Difference, Finding, FindingKind
 from blockstep.conformance.program import Action, Hostile, Misanswer
-from blockstep.conformance.properties import Check, Ledger, Step, output, pool
+from blockstep.conformance.properties import ANSWER_TYPES, Check, Step, output, pool
 from blockstep.conformance.properties.output import cut_at_stop
 from blockstep.conformance.registry import SpecEngine
-from blockstep.conformance.tokens import token_function
-from blockstep.conformance.witnesses import Witnesses
-from blockstep.conformance.worker import Worker
 from blockstep.spec.profiles import STRICT, Profile
 from blockstep.spec.transition import transition
 from blockstep.spec.vocabulary import (
@@ -45,7 +42,6 @@ from blockstep.spec.vocabulary import (
     ConfigError,
     ConfigProblem,
     Drafts,
-    DraftsTaken,
     Event,
     FinishReason,
     GrammarReady,
@@ -59,11 +55,8 @@ from blockstep.spec.vocabulary import (
     Request,
     RequestId,
     RequestSnapshot,
-    Reset,
-    ResetDone,
     RowTokens,
     Schedule,
-    SetPause,
     Snapshot,
     Stats,
     Submit,
@@ -100,16 +93,6 @@ might have been scheduled (P15), the counters (P12, P21), refusals (P7, P18), pa
 P25), and what a plan must repeat of the state (P26), which the worker judges by living on it.
 """
 
-_ANSWERS: dict[type, type] = {
-    Submit: Ack,
-    Schedule: Plan,
-    Commit: Outputs,
-    Drafts: DraftsTaken,
-    Abort: Aborted,
-    GrammarReady: Ack,
-    SetPause: Ack,
-    Reset: ResetDone,
-}
 _NO_FEATURES = {"max_tokens", "arrival_time"}
 """Fields that every engine has: a length, and a place in the order of arrival."""
 
@@ -155,20 +138,10 @@ class Safety:
             rule = "is not a config of this engine"
             fix = f"use {getattr(fitting, name)!r}"
             raise ConfigError([ConfigProblem(name, getattr(config, name), rule, fix)])
-        engine = make_engine(config)
-        run = SafetyRun(
-            config=config,
-            engine=engine,
-            worker=Worker(config, token_function(token_seed, vocabulary_size)),
-            spec=SpecEngine(config, profile),
-            ledger=Ledger(config),
-            witnesses=Witnesses(),
-            capabilities=engine.capabilities(),
-            keep_exchanges=keep_exchanges,
-            equivalence=self.name,
-            scope=self,
+        run = SafetyRun.start(
+            config, make_engine, token_seed, vocabulary_size, keep_exchanges, profile
         )
-        run.before = engine.snapshot()
+        run.equivalence, run.scope = self.name, self
         return run
 
     def fit(self, action: Action, config: Config) -> tuple[Action, tuple[str, ...]]:
@@ -288,7 +261,7 @@ class SafetyRun(LockStep):
             what = f"requests refused as {seen.code}"
             self.skipped[what] = self.skipped.get(what, 0) + 1
             return []
-        due = _ANSWERS[type(event)]
+        due = ANSWER_TYPES[type(event)]
         if type(seen) is not due:
             what = f"{type(event).__name__} was answered with {type(seen).__name__}"
             return [_finding("P18", "answer_is_of_the_kind_of_the_event", what)]

@@ -49,6 +49,7 @@ from blockstep.spec.vocabulary import (
 )
 
 __all__ = [
+    "ANSWER_TYPES",
     "CHECKS_OF",
     "PROPERTIES",
     "Check",
@@ -328,7 +329,7 @@ CHECKS_OF: dict[type, tuple[Check, ...]] = {
 }
 """The checks that judge an accepted event, by its type; under `Rejected` those of a refusal."""
 
-_ANSWER_TYPE: dict[type, type] = {
+ANSWER_TYPES: dict[type, type] = {
     Submit: Ack,
     Schedule: Plan,
     Commit: Outputs,
@@ -338,6 +339,7 @@ _ANSWER_TYPE: dict[type, type] = {
     SetPause: Ack,
     Reset: ResetDone,
 }
+"""What an accepted event is answered with."""
 
 
 def check_step(step: Step, ledger: Ledger, worker: Worker | None = None) -> list[Finding]:
@@ -350,7 +352,7 @@ def check_step(step: Step, ledger: Ledger, worker: Worker | None = None) -> list
         kind: type = Rejected
     else:
         kind = type(step.event)
-        due = _ANSWER_TYPE.get(kind)
+        due = ANSWER_TYPES.get(kind)
         if due is None or type(step.observation) is not due:
             return [_wrong_answer(step)]
     findings = [] if worker is None else _tell(step, worker)

@@ -24,6 +24,10 @@ HEADLINES = {
 }
 WIDTH = 100
 MAX_DIFFERENCES = 12
+NOT_AGAIN = (
+    "this was seen once, and not when the program ran again: the engine is not deterministic"
+)
+"""Said of a finding that does not come back."""
 
 
 def render_failure(

@@ -42,7 +42,7 @@ def _failure(result: CheckResult) -> dict[str, object] | None:
     return {
         "episode": result.failed_episode,
         "event": result.failure.run.num_events,
-        "findings": [_finding(finding) for finding in result.failure.findings],
+        "findings": [finding_to_json(finding) for finding in result.failure.findings],
         "config": describe_config(program.config),
         "program": [describe(action) for action in program.actions],
         "num_shrink_runs": result.failure.num_runs,
@@ -50,7 +50,8 @@ def _failure(result: CheckResult) -> dict[str, object] | None:
     }
 
 
-def _finding(finding: Finding) -> dict[str, object]:
+def finding_to_json(finding: Finding) -> dict[str, object]:
+    """A finding as docs/reference/json.md has it."""
     return {
         "kind": str(finding.kind),
         "property": finding.property_id,

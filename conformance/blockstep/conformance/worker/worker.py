@@ -130,8 +130,9 @@ class Worker:
         self._write(rows)
         for row in rows:
             self._read(row)
-        for view in self.views.values():
-            view.proposal = ()
+        if self.config.async_scheduling:
+            for view in self.views.values():
+                view.proposal = ()
         for row in rows:
             self._finish(row)
         if plan.rows:
