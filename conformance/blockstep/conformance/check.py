@@ -46,6 +46,8 @@ SITUATIONS_OF: Mapping[str, tuple[str, ...]] = {
 """Names, by their beginnings, of situations that need a capability."""
 EPISODES_COMPARED = 40
 """Episodes, from the first failing one on, in which a simpler failure is looked for."""
+EPISODES_COMPARED_MAX = 500
+"""The same, where nothing else was short."""
 SHORT_PROGRAM = 10
 """Actions of a shrunk program for which no shorter one is looked for."""
 SHRUNK_MAX = 3
@@ -328,7 +330,7 @@ def _find_shortest(result: CheckResult, make_engine: EngineFactory) -> None:
 
     What fails where everything is small shrinks to least, and soonest; so failures of the same
     property are looked for at tiny scope first, then among the next episodes. If all stay long,
-    any failure at tiny scope will do.
+    any failure at tiny scope will do, or any of many more episodes.
     """
     assert result.first is not None
     assert result.failed_episode is not None
@@ -344,6 +346,9 @@ def _find_shortest(result: CheckResult, make_engine: EngineFactory) -> None:
     if not _is_short(result):
         others = [episode for episode in small if _kind_of(episode) != wanted]
         _adopt_shortest(result, tiny, others, make_engine)
+    if not _is_short(result):
+        later = range(start + EPISODES_COMPARED, start + EPISODES_COMPARED_MAX)
+        _adopt_shortest(result, options, _failures(options, later, make_engine), make_engine)
 
 
 def _failures(

@@ -107,6 +107,8 @@ def draw_swarm(
     if policy is not None:
         config = replace(config, policy=policy)
     kinds = frozenset(kind for kind in Kind if draw.chance(60))
+    if is_storm:
+        kinds = kinds - {Kind.PAUSE, Kind.RESET} | {Kind.DRAFTS}
     if config.spec_method is SpecMethod.NONE:
         kinds -= {Kind.DRAFTS}
     vocabulary_size = draw.choice((2, 3, 5, 50))
@@ -127,19 +129,25 @@ def draw_swarm(
 def draw_storm(preset: Preset, config: Config, draw: Draw) -> Config:
     """The config where everybody is in everybody's way: few blocks, few tokens, urgent latecomers.
 
-    Steps then preempt, and preempt those that they have planned for already (upstream #23347). The
-    budget is two or three rows: what a victim gives back is wanted at once.
+    Steps then preempt, and preempt those that they have planned for already (upstream #23347).
+    Blocks are of several tokens, so that not all need another in the same step. What a victim
+    gives back must be wanted at once: the budget is two or three rows, or one token a row while
+    drafts ask for more.
     """
     tokens_per_row = draw.integer(1, 3)
+    budget = draw.integer(2 * tokens_per_row, 3 * tokens_per_row + 1)
+    if config.num_speculative_tokens:
+        tokens_per_row, budget = 0, draw.integer(3, 6)
     least, most = preset.block_size
+    crowd = preset.num_requests_max
     return replace(
         config,
         policy=Policy.PRIORITY,
-        num_blocks=draw.integer(8, 16),
-        block_size=draw.integer(least, min(least + 1, most)),
-        max_num_seqs=max(config.max_num_seqs, 4),
+        num_blocks=1 + draw.integer(crowd * 2 // 3, crowd * 3 // 2),
+        block_size=draw.integer(min(least + 1, most), most),
+        max_num_seqs=max(config.max_num_seqs, 6),
         enable_chunked_prefill=True,
-        max_num_batched_tokens=draw.integer(2 * tokens_per_row, 3 * tokens_per_row),
+        max_num_batched_tokens=budget,
         long_prefill_token_threshold=tokens_per_row,
         scheduler_reserve_full_isl=False,
     )

@@ -82,7 +82,7 @@ def submit(view: View, draw: Draw) -> Action:
     """A new request, most often with a prompt that shares a prefix with others."""
     if view.swarm.kinds >= {Kind.HOSTILE} and view.live and draw.chance(4):
         return Submit(draw.choice(list(view.live.values())))
-    name = request_name(view.num_submitted)
+    name = request_name(shuffled(view.num_submitted))
     if view.ended and draw.chance(8):
         name = draw.choice(view.ended)
     elif view.ended and view.frames_in_flight and draw.chance(8):
@@ -96,13 +96,19 @@ def request_name(index: int) -> RequestId:
     return letter if index < 26 else f"{letter}{index // 26}"
 
 
+def shuffled(index: int) -> int:
+    """The index of a name: each 26 in no order, so that no order can follow from names unseen."""
+    return index - index % 26 + index * 11 % 26
+
+
 def draw_request(
     swarm: Swarm, draw: Draw, name: RequestId, index: int, texts: Sequence[TokenIds] = ()
 ) -> Request:
     """A request within the swarm's bounds, now and then beyond them; `texts` to go on from."""
     kinds = swarm.kinds
     room = get_room(swarm, draw)
-    prompt = draw_prompt(swarm, draw, max(room - 1, 1), texts)
+    most = 2 * swarm.config.block_size if swarm.is_storm else room  # many fit, and then they grow
+    prompt = draw_prompt(swarm, draw, max(min(room - 1, most), 1), texts)
     stops = Kind.STOPS in kinds
     least, most = swarm.preset.max_output
     max_tokens = draw.integer(least, max(min(most, room - len(prompt)), least))

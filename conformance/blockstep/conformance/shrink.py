@@ -229,12 +229,14 @@ class Shrinker:
             self._try(replace(self.best, config=config))
 
     def _rename(self) -> None:
-        """Call the requests A, B, C in order of submission."""
-        names: dict[RequestId, RequestId] = {}
-        for action in self.best.actions:
-            if isinstance(action, Submit):
-                names.setdefault(action.request.request_id, request_name(len(names)))
-        self._try(self._with(tuple(_renamed(action, names) for action in self.best.actions)))
+        """Call the requests A, B, C in order of submission, or of their names: these break ties."""
+        names = dict.fromkeys(
+            action.request.request_id for action in self.best.actions if isinstance(action, Submit)
+        )
+        for order in (list(names), sorted(names)):
+            plain = {name: request_name(index) for index, name in enumerate(order)}
+            if self._try(self._with(tuple(_renamed(each, plain) for each in self.best.actions))):
+                return
 
 
 def _renamed(action: Action, names: dict[RequestId, RequestId]) -> Action:
