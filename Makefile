@@ -14,16 +14,11 @@ BASE := $(VENV)/.base
 DEV := $(VENV)/.dev
 MEASURE := $(VENV)/.measure
 
-# The release of vLLM that `make vllm` runs.
+# The release of vLLM that `make vllm` runs: one of adapters/vllm_releases.py.
 VLLM ?= 0.19.1
 VLLM_VENV := .venv-vllm-$(VLLM)
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_DONE := $(VLLM_VENV)/.done
-# What importing its scheduler needs. Its declared dependencies would bring several GB of CUDA.
-VLLM_NEEDS := numpy cachetools psutil requests tqdm regex 'transformers<5' tokenizers safetensors \
-	pydantic prometheus_client pillow cloudpickle msgspec pyzmq cbor2 pyyaml einops pybase64 aiohttp \
-	openai openai-harmony diskcache gguf py-cpuinfo uvloop llguidance xgrammar setuptools
-
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
@@ -110,12 +105,14 @@ $(MEASURE): pyproject.toml | $(DEV)
 # first and vLLM alone: its declared dependencies would bring CUDA libraries of its own choice.
 $(VLLM_DONE): pyproject.toml | $(BASE)
 	@$(BIN)/python -c 'import sys; \
-		from blockstep.conformance.adapters.vllm_names import get_release_problem; \
+		from blockstep.conformance.adapters.vllm_releases import get_release_problem; \
 		sys.exit(get_release_problem("$(VLLM)"))'
 	@$(call create_venv,$(VLLM_VENV))
 	@echo "setup: torch and vllm $(VLLM), about 3 GB: this takes minutes"
 	@$(VLLM_BIN)/python -m pip install -q torch==2.13.0
 	@$(VLLM_BIN)/python -m pip install -q --no-deps 'vllm==$(VLLM)'
-	@$(VLLM_BIN)/python -m pip install -q $(VLLM_NEEDS)
+	@$(BIN)/python -c 'from blockstep.conformance.adapters.vllm_releases import RELEASES; \
+		print(*RELEASES["$(VLLM)"].packages, sep="\n")' > $(VLLM_VENV)/packages.txt
+	@$(VLLM_BIN)/python -m pip install -q -r $(VLLM_VENV)/packages.txt
 	@$(VLLM_BIN)/python -m pip install -qq -e .
 	@touch $@

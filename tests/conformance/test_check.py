@@ -188,10 +188,11 @@ class Moody(SpecEngine):
 
 def test_a_finding_that_does_not_come_back_is_told_as_such() -> None:
     Moody.num_built = 0
-    args = ["check", "--engine", f"{__name__}:Moody", "--budget", "500", "--jobs", "1"]
+    args = ["check", "--engine", f"{__name__}:Moody", "--budget", "500", "--in-process"]
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 1
-    assert result.output.startswith("blockstep check: NOT DETERMINISTIC: ")
+    assert result.output.startswith("blockstep check: DIVERGENCE at event 1 ")
+    assert "seen once, and not when the program ran again" in result.output
 
 
 class Shallow(SpecEngine):
@@ -205,7 +206,8 @@ class Shallow(SpecEngine):
 
 
 def test_an_engine_may_narrow_a_check_and_the_report_says_so() -> None:
-    result = check(CheckOptions(engine=f"{__name__}:Shallow", preset="tiny", max_events=600))
+    engine = f"{__name__}:Shallow"
+    result = check(CheckOptions(engine, preset="tiny", profile="sparing", max_events=600))
     assert result.first is None
     assert result.options.max_depth == 2
     assert result.skipped.keys() == {"a known defect"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ from blockstep.conformance.cli import app, parse_budget
 from blockstep.conformance.traces import read_trace, write_trace
 from blockstep.spec.vocabulary import Ack, Plan
 
-COMMANDS = ("check", "replay", "validate", "properties", "engines", "explain", "museum")
+COMMANDS = (
+    *("check", "hunt", "prove", "arms", "replay", "validate"),
+    *("properties", "engines", "explain", "quirks", "museum"),
+)
 
 
 def blockstep(*args: object) -> Result:
@@ -79,10 +83,156 @@ def test_json_on_standard_output_is_all_there_is() -> None:
     assert json.loads(result.stdout)["conforms"]
 
 
+ENGINES = """
+import os, signal, time
+from dataclasses import replace
+from blockstep.conformance import check
+from blockstep.conformance.canary import CanaryEngine
+from blockstep.conformance.registry import SpecEngine
+from blockstep.spec.vocabulary import Abort
+
+class Failing(SpecEngine):
+    def apply(self, event):
+        if isinstance(event, Abort):
+            self.fail()
+        return super().apply(event)
+
+class Aborting(Failing):
+    def fail(self):
+        os.abort()
+
+class Exiting(Failing):
+    def fail(self):
+        os._exit(0)
+
+class Raising(Failing):
+    def fail(self):
+        raise KeyError("no such request")
+
+class Hanging(Failing):
+    def fail(self):
+        print("waiting for a lock", flush=True)
+        while True:
+            pass
+
+class Stubborn(Failing):
+    def fail(self):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            time.sleep(1)
+
+class NeverBuilt(SpecEngine):
+    def __init__(self, config):
+        while True:
+            pass
+
+class Meddling(SpecEngine):
+    def capabilities(self):
+        check.draw_swarm = None
+        return super().capabilities()
+"""
+
+
+def check_engine(folder: Path, name: str, *args: object) -> Result:
+    (folder / "cli_engines.py").write_text(ENGINES)
+    engine = ("check", "--engine", f"cli_engines:{name}", "--path", folder, "--preset", "tiny")
+    return blockstep(*engine, "--event-seconds", 1, *args)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_an_engine_that_conforms_does_so_in_processes_of_its_own(tmp_path: Path, jobs: int) -> None:
+    args = ("--budget", 12_000, "--seed", 2, "--jobs", jobs)
+    result = check_engine(tmp_path, "SpecEngine", *args)
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1].startswith("conforms: engine cli_engines:SpecEngine, ")
+    assert "situations reached" in result.output
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "headline", "says"),
+    [
+        ("CanaryEngine", "VIOLATION", "P1 every_block_is_free_or_held"),
+        ("Raising", "FAULT", "the engine raised KeyError: 'no such request'"),
+        ("Aborting", "FAULT", "the engine's process was ended by SIGABRT at: abort "),
+        ("Exiting", "FAULT", "the engine's process ended with exit code 0 at: abort "),
+        ("Hanging", "FAULT", "the engine gave no answer within 1 s at: abort "),
+        ("Stubborn", "FAULT", "the engine gave no answer within 1 s at: abort "),
+    ],
+)
+def test_an_engine_that_fails_fails_no_campaign(
+    tmp_path: Path, name: str, headline: str, says: str, jobs: int
+) -> None:
+    started = time.monotonic()
+    result = check_engine(tmp_path, name, "--budget", 3000, "--jobs", jobs)
+    assert time.monotonic() - started < 30
+    assert result.exit_code == 1
+    lines = result.output.splitlines()
+    assert lines[0].startswith(f"blockstep check: {headline} at event ")
+    assert f"(engine cli_engines:{name}, preset tiny, seed 0)" in lines[0]
+    assert says in " ".join(result.output.split())
+    again = f"blockstep check --engine cli_engines:{name} --path {tmp_path} --preset tiny --seed 0"
+    assert f"  reproduce  {again} --episode " in result.output
+    if name in {"Aborting", "Hanging", "Stubborn"}:  # where it was, in its own words
+        assert 'cli_engines.py", line ' in result.output
+
+
+def test_an_engine_that_is_never_built_is_told_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockstep.conformance.isolation.BUILD_SECONDS", 4.0)
+    result = check_engine(tmp_path, "NeverBuilt")
+    assert result.exit_code == 1
+    told = " ".join(result.output.split())
+    assert "FAULT at event 0 (engine cli_engines:NeverBuilt, " in told
+    assert "the engine gave no answer within 4 s while being built" in told
+    assert "in __init__" in told
+
+
+def test_json_of_an_engine_that_hangs(tmp_path: Path) -> None:
+    result = check_engine(tmp_path, "Hanging", "--json", "-", "--jobs", 1)
+    told = json.loads(result.stdout)
+    failure = told["failure"]
+    assert (result.exit_code, told["exit_code"], told["conforms"]) == (1, 1, False)
+    assert (told["format"], told["engine"]) == ("blockstep-check", "cli_engines:Hanging")
+    assert [finding["kind"] for finding in failure["findings"]] == ["fault"]
+    assert len(failure["program"]) == failure["event"] > 0
+    assert failure["program"][-1].startswith("abort")
+    # What it says is said again.
+    again = blockstep(*failure["reproduce"].split()[1:])
+    assert failure["findings"][0]["message"] in " ".join(again.output.split())
+
+
+def test_a_run_in_this_process_is_the_same_run(tmp_path: Path) -> None:
+    there, here = (
+        check_engine(tmp_path, "Raising", *args) for args in ((), ("--in-process", "--jobs", "2"))
+    )
+    assert here.exit_code == there.exit_code == 1
+    assert here.output == there.output
+
+
+def test_an_episode_of_an_isolated_engine_is_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    args = ("--episode", 2, "--record", path)
+    assert check_engine(tmp_path, "SpecEngine", *args).exit_code == 0
+    assert blockstep("validate", path).exit_code == 0
+    again = ("--seed", 5, "--episode", 0, "--record", tmp_path / "lost.jsonl")
+    lost = check_engine(tmp_path, "Aborting", *again)
+    assert lost.exit_code == 1
+    assert "lost.jsonl: nothing to write: the engine's process was ended" in lost.output
+
+
+def test_a_check_that_fails_by_itself_proves_nothing(tmp_path: Path) -> None:
+    result = check_engine(tmp_path, "Meddling", "--jobs", 1)
+    assert result.exit_code == 5
+    assert "blockstep: the check itself failed: Traceback" in result.output
+
+
 @pytest.mark.parametrize(
     ("args", "says"),
     [
         (("check", "--engine", "nowhere"), "neither one of"),
+        (("check", "--event-seconds", "0"), "must be above 0"),
         (("check", "--engine", "no.such.module:make"), "cannot load"),
         (("check", "--engine", "json:nothing"), "cannot load"),
         (("check", "--engine", "json:__name__"), "not callable"),

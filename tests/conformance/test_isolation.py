@@ -10,17 +10,28 @@ from pathlib import Path
 
 import pytest
 
-from blockstep.conformance.check import CANARY, CheckOptions, check, play_episode
-from blockstep.conformance.isolation import Isolation, say
+from blockstep.conformance.check import CANARY, CheckOptions, ExitCode, check, play_episode
+from blockstep.conformance.isolation import JOURNAL_BYTES, Isolation, Journal, LostError, say
 from blockstep.conformance.program import Answer, Drain, Program
 from blockstep.conformance.registry import EngineNotFoundError, SpecEngine
+from blockstep.conformance.report.failure import tell_failure
 from blockstep.conformance.report.jsonform import check_to_json
-from blockstep.spec.vocabulary import Config, Event, Observation, Request, Schedule, Submit
+from blockstep.conformance.validate import validate
+from blockstep.spec.vocabulary import (
+    Config,
+    Event,
+    Observation,
+    Request,
+    Reset,
+    Schedule,
+    Submit,
+)
 
 ENGINES = '''
-import ctypes, os, subprocess, sys, time
+import ctypes, os, signal, subprocess, sys, time
 from blockstep.conformance.canary import CanaryEngine
 from blockstep.conformance.registry import SpecEngine
+from blockstep.spec.vocabulary import Abort, Reset
 
 class Counting(SpecEngine):
     """Breaks at an event, counted over all runs of the process."""
@@ -72,8 +83,50 @@ class Unbuildable(SpecEngine):
 class ExitingWhileShrunk(CanaryEngine, Exiting):
     at = 300
 
-class ExitingWhenSeenAgain(CanaryEngine, Exiting):
-    at = 97
+class ExitingWhenSeenAgain(CanaryEngine):
+    """Ends its process where it is wrong, in whatever process, but for the first time."""
+    def snapshot(self):
+        snapshot = super().snapshot()
+        if snapshot != SpecEngine.snapshot(self):
+            if os.path.exists(os.environ["SEEN_FILE"]):
+                os._exit(3)
+            open(os.environ["SEEN_FILE"], "w").close()
+        return snapshot
+
+class AbortingAtAbort(SpecEngine):
+    def apply(self, event):
+        if isinstance(event, Abort):
+            os.abort()
+        return super().apply(event)
+
+class Named(str):
+    pass
+
+class Declining(SpecEngine):
+    """Says how deep a check may go, and what it declines, by a name of a type of its own."""
+    max_depth = 2
+
+    def declines(self, event):
+        return Named("a known defect") if isinstance(event, Reset) else None
+
+class Reluctant:
+    __hash__ = None
+
+    def __eq__(self, other):
+        time.sleep(1000)
+
+class Late(SpecEngine):
+    """Answers with something that hangs when it is compared."""
+    def apply(self, event):
+        return Reluctant()
+
+class Unserious(Raising):
+    """Ignores whoever asks it to end, and closes what it is spoken to through."""
+    def fail(self):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.closerange(0, 100)
+        while True:
+            pass
 '''
 
 
@@ -90,7 +143,7 @@ def options(name: str, max_events: int = 3000) -> CheckOptions:
 
 def test_a_check_in_a_child_says_what_a_check_says(isolation: Isolation) -> None:
     wanted = CheckOptions("spec", preset="tiny", max_events=2000)
-    here, there = check_to_json(check(wanted)), isolation.check(wanted).check
+    here, there = check_to_json(check(wanted)), check_to_json(isolation.check(wanted))
     assert here | {"seconds": 0} == there | {"seconds": 0}
 
 
@@ -107,16 +160,20 @@ def test_a_lost_engine_is_a_fault_with_its_program(
     isolation: Isolation, name: str, how: str
 ) -> None:
     started = time.monotonic()
-    outcome = isolation.check(options(name))
+    result = isolation.check(options(name))
     assert time.monotonic() - started < 20
-    failure = outcome.check["failure"]
-    assert outcome.check["exit_code"] == 1
+    told, text = check_to_json(result), tell_failure(result)
+    failure = told["failure"]
+    assert told["exit_code"] == 1
     assert [finding["kind"] for finding in failure["findings"]] == ["fault"]
     assert failure["findings"][0]["message"].startswith(how)
     assert failure["program"] == play(options(name), failure["episode"])[: failure["event"]]
-    assert outcome.text.startswith("blockstep check: FAULT at event ")
-    assert f"reproduce  {failure['reproduce']}" in outcome.text
-    assert failure["reproduce"].endswith(f"--seed 5 --episode {failure['episode']}")
+    assert told["num_events"] == 1000
+    assert told["num_episodes"] == failure["episode"] + 1
+    assert text.startswith("blockstep check: FAULT at event ")
+    assert f"reproduce  {failure['reproduce']}" in text
+    again = f"--seed 5 --episode {failure['episode']} --event-seconds 1"
+    assert failure["reproduce"].endswith(again)
 
 
 def play(options: CheckOptions, episode: int) -> list[str]:
@@ -134,7 +191,7 @@ def play(options: CheckOptions, episode: int) -> list[str]:
 
 def test_a_hanging_or_faulting_engine_says_where_it_is(isolation: Isolation) -> None:
     for name in ("Hanging", "Faulting"):
-        told = isolation.check(options(name)).text
+        told = tell_failure(isolation.check(options(name)))
         assert "isolated_engines.py" in told
         assert "driver.py" not in told
 
@@ -163,55 +220,130 @@ def is_running(pid: int) -> bool:
 
 
 def test_what_an_engine_raises_in_an_event_is_a_finding_as_ever(isolation: Isolation) -> None:
-    outcome = isolation.check(options("Raising"))
-    assert outcome.check["exit_code"] == 1
-    finding = outcome.check["failure"]["findings"][0]
+    result = isolation.check(options("Raising"))
+    assert result.exit_code is ExitCode.FAILED
+    finding = check_to_json(result)["failure"]["findings"][0]
     assert (finding["kind"], finding["sentence"]) == ("fault", "engine_raises_nothing")
-    assert "not deterministic" in outcome.text
+    assert "not deterministic" in tell_failure(result)
 
 
 def test_an_engine_that_cannot_be_built_is_a_fault(isolation: Isolation) -> None:
-    outcome = isolation.check(options("Unbuildable"))
-    assert outcome.check["exit_code"] == 1
+    result = isolation.check(options("Unbuildable"))
+    assert result.exit_code is ExitCode.FAILED
     message = "the engine raised TypeError: which config? while being built"
-    assert outcome.check["failure"]["findings"][0]["message"] == message
-    assert message in outcome.text
+    assert check_to_json(result)["failure"]["findings"][0]["message"] == message
+    assert message in tell_failure(result)
 
 
 def test_an_engine_lost_while_its_failure_is_shrunk_is_reported_with_it(
     isolation: Isolation,
 ) -> None:
-    outcome = isolation.check(options("ExitingWhileShrunk"))
-    kinds = [finding["kind"] for finding in outcome.check["failure"]["findings"]]
-    assert kinds[0] == "property"
-    assert kinds[-1] == "fault"
-    assert "VIOLATION" in outcome.text
-    assert "then, while this was being shrunk: the engine's process ended" in outcome.text
+    result = isolation.check(options("ExitingWhileShrunk"))
+    failure, text = check_to_json(result)["failure"], tell_failure(result)
+    kinds = [finding["kind"] for finding in failure["findings"]]
+    assert (kinds[0], kinds[-1]) == ("property", "fault")
+    assert text.startswith("blockstep check: VIOLATION at event ")
+    assert "then, while this was being shrunk: the engine's process ended" in text
 
 
-def test_an_engine_lost_before_its_failure_was_seen_again_is_reported_with_it(
-    isolation: Isolation, tmp_path: Path
+def test_an_engine_that_is_lost_whenever_its_failure_is_seen_again_is_reported_with_it(
+    isolation: Isolation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = check(CheckOptions(CANARY, preset="tiny", seed=5, max_events=3000))
-    at = f"at = {found.num_events + 1}"
-    module = tmp_path / "isolated_engines.py"
-    module.write_text(module.read_text().replace("at = 97", at))
-    outcome = isolation.check(options("ExitingWhenSeenAgain"))
-    kinds = [finding["kind"] for finding in outcome.check["failure"]["findings"]]
-    assert kinds == ["property", "fault"]
-    assert outcome.check["failure"]["episode"] == outcome.check["num_episodes"] - 1
-    assert "seen in the same episode before: P1 " in outcome.text
+    monkeypatch.setenv("SEEN_FILE", str(tmp_path / "seen"))
+    result = isolation.check(options("ExitingWhenSeenAgain"))
+    failure = check_to_json(result)["failure"]
+    assert [finding["kind"] for finding in failure["findings"]] == ["property", "fault"]
+    assert failure["episode"] == result.num_episodes - 1
+    assert "seen in the same episode before: P1 " in tell_failure(result)
 
 
 def test_what_an_engine_prints_and_reads_is_its_own_business(isolation: Isolation) -> None:
-    outcome = isolation.check(options("Chatty", 300))
-    assert outcome.check["failure"] is None
-    assert outcome.check["num_events"] >= 300
+    result = isolation.check(options("Chatty", 300))
+    assert result.first is None
+    assert result.num_events >= 300
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_an_engine_declares_is_heard_and_jobs_change_nothing(
+    isolation: Isolation, jobs: int
+) -> None:
+    wanted = replace(options("Declining"), preset="small", profile="sparing", jobs=jobs)
+    seen: list[int] = []
+    there = isolation.check(wanted, lambda now: seen.append(now.num_events))
+    assert seen == sorted(set(seen))
+    assert seen[-1] == there.num_events
+    assert there.options.max_depth == 2
+    assert there.skipped.keys() == {"a known defect"}
+    here = check_to_json(check(replace(wanted, engine=f"{__name__}:Declining", jobs=1)))
+    same = {"seconds": 0, "engine": ""}
+    assert check_to_json(there) | same == here | same
+
+
+class Declining(SpecEngine):
+    """As the one above."""
+
+    max_depth = 2
+
+    def declines(self, event: Event) -> str | None:
+        return "a known defect" if isinstance(event, Reset) else None
+
+
+def test_the_first_lost_episode_is_told_however_many_run_side_by_side(
+    isolation: Isolation,
+) -> None:
+    """Here an engine fails by what it is given, and not by how often it was asked."""
+    found = [
+        check_to_json(isolation.check(replace(options("AbortingAtAbort"), jobs=jobs)))
+        for jobs in (1, 2)
+    ]
+    assert found[0] | {"seconds": 0} == found[1] | {"seconds": 0}
+    assert "was ended by SIGABRT at: " in found[0]["failure"]["findings"][0]["message"]
+
+
+def test_what_hangs_between_two_calls_hangs_no_check(
+    isolation: Isolation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockstep.conformance.isolation.BUILD_SECONDS", 4.0)
+    result = isolation.check(options("Late"))
+    assert result.first is not None
+    assert result.first.message == "the engine gave no answer within 4 s between two calls"
+
+
+def test_an_engine_that_neither_speaks_nor_listens_is_ended(isolation: Isolation) -> None:
+    result = isolation.check(options("Unserious"))
+    assert result.first is not None
+    assert result.first.message.startswith("the engine closed the files of its process at: ")
+
+
+def test_a_record_of_an_engine_that_does_not_live_is_none(
+    isolation: Isolation, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    isolation.record(replace(options("Chatty"), episode=0), path)
+    assert validate(path).conforms
+    with pytest.raises(LostError, match="SIGABRT"):
+        isolation.record(replace(options("AbortingAtAbort"), episode=0), tmp_path / "no.jsonl")
+    assert not (tmp_path / "no.jsonl").exists()
 
 
 def test_an_unknown_engine_is_named(isolation: Isolation) -> None:
     with pytest.raises(EngineNotFoundError, match="isolated_engines:Nobody"):
         isolation.check(options("Nobody"))
+
+
+def test_a_journal_has_room_for_a_long_run_and_forgets_the_one_before(tmp_path: Path) -> None:
+    def read() -> list[str]:
+        return (tmp_path / "journal").read_bytes().rstrip(b"\0").decode().split("\n")
+
+    journal = Journal(tmp_path / "journal")
+    journal.begin("first")
+    for number in range(JOURNAL_BYTES):
+        journal.enter(f"event {number}")
+        journal.leave()
+    assert len(read()) == JOURNAL_BYTES + 2
+    journal.begin("second")
+    journal.enter("in two\nlines")
+    assert read() == ['[2, "second"]', "in two lines"]
 
 
 PROGRAM = Program(

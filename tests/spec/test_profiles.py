@@ -4,9 +4,33 @@ from __future__ import annotations
 
 import pytest
 
-from blockstep.spec import Config, MultiModalItem, Oracle, Plan, Policy, Request, SpecMethod
-from blockstep.spec.profiles import PROFILES, QUIRKS, STRICT, Profile, Quirk, get_profile
-from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, Outputs, RequestId
+from blockstep.spec import (
+    Config,
+    Drafts,
+    MultiModalItem,
+    Oracle,
+    Plan,
+    Policy,
+    Request,
+    Reset,
+    SpecMethod,
+)
+from blockstep.spec.profiles import (
+    PROFILES,
+    QUIRKS,
+    RELEASES,
+    STRICT,
+    Profile,
+    Quirk,
+    get_profile,
+)
+from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
+    FinishReason,
+    Outputs,
+    RequestId,
+    RowTokens,
+)
 
 
 def both(config: Config, quirk: Quirk) -> tuple[Oracle, Oracle]:
@@ -32,11 +56,19 @@ def hit(oracle: Oracle, request: Request) -> int:
 
 def test_every_quirk_has_a_story_and_a_profile() -> None:
     assert {story.quirk for story in QUIRKS} == set(Quirk)
-    assert all(story.property_ids and story.upstream and story.program for story in QUIRKS)
+    assert all(story.title and story.upstream and story.program for story in QUIRKS)
+    assert len(QUIRKS) == len(Quirk)
     assert get_profile("strict") is STRICT
     assert STRICT.quirks == frozenset()
     assert get_profile("no such") is None
     assert set().union(*(profile.quirks for profile in PROFILES)) == set(Quirk)
+
+
+@pytest.mark.parametrize("profile", RELEASES, ids=lambda profile: profile.name)
+def test_a_quirk_was_seen_in_the_releases_that_have_it(profile: Profile) -> None:
+    seen = {story.quirk for story in QUIRKS if profile.name[5:] in story.seen_in.split()}
+    assert seen <= profile.quirks
+    assert profile.spares
 
 
 def test_unwritten_keys_stay() -> None:
@@ -147,3 +179,201 @@ def test_a_victim_without_a_row_shifts_the_next(quirk: bool, expected: list[Requ
     plan = oracle.schedule()  # A has its last token in flight, and B needs a block
     assert plan.preempted_req_ids == ("A",)
     assert [row.request_id for row in plan.rows] == expected
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, 0), (True, 4)])
+def test_items_named_without_place(quirk: bool, expected: int) -> None:
+    """Upstream #36708."""
+    config = Config(num_blocks=9, block_size=4, max_model_len=16)
+    oracle = both(config, Quirk.ITEMS_NAMED_WITHOUT_PLACE)[quirk]
+    oracle.submit(Request("A", (1,) * 8, max_tokens=1, items=(MultiModalItem("cat", 0, 1),)))
+    steps(oracle, 1)
+    other = Request("B", (1,) * 8, max_tokens=1, items=(MultiModalItem("cat", 1, 1),))
+    assert hit(oracle, other) == expected
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, 0), (True, 2)])
+def test_nothing_reserved(quirk: bool, expected: int) -> None:
+    config = Config(num_blocks=7, block_size=1, max_model_len=7, max_num_batched_tokens=3)
+    oracle = both(config, Quirk.NOTHING_RESERVED)[quirk]
+    oracle.submit(Request("A", (1,), max_tokens=6))
+    steps(oracle, 3)
+    oracle.submit(Request("B", (2, 3, 4, 5), max_tokens=1))
+    amounts = {row.request_id: row.num_scheduled_tokens for row in oracle.schedule().rows}
+    assert amounts.get("B", 0) == expected
+
+
+def test_what_is_passed_over_waits() -> None:
+    """In a queue of its own; in that of all others; there, in turns."""
+    config = Config(num_blocks=9)
+    reversing = {Quirk.ONE_WAITING_QUEUE, Quirk.PASSED_OVER_COME_BACK_REVERSED}
+    quirks: list[set[Quirk]] = [set(), {Quirk.ONE_WAITING_QUEUE}, reversing]
+    found = []
+    for some in quirks:
+        oracle = Oracle(config, Profile("some", frozenset(some)))
+        oracle.submit(Request("A", (1,), structured_output=True))
+        oracle.submit(Request("B", (2,), structured_output=True))
+        oracle.schedule()
+        found.append((oracle.state.waiting, oracle.state.skipped_waiting))
+    assert found == [((), ("A", "B")), (("A", "B"), ()), (("B", "A"), ())]
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, ()), (True, (7,))])
+def test_drafts_outlive_preemption(quirk: bool, expected: tuple[int, ...]) -> None:
+    config = Config(
+        num_blocks=6, block_size=1, max_num_seqs=2, max_num_batched_tokens=2, max_model_len=8,
+        spec_method=SpecMethod.NGRAM, num_speculative_tokens=1,
+    )  # fmt: skip
+    oracle = both(config, Quirk.DRAFTS_OUTLIVE_PREEMPTION)[quirk]
+    oracle.submit(Request("A", (1,), max_tokens=4))
+    oracle.submit(Request("B", (2,), max_tokens=2))
+    steps(oracle, 1)
+    oracle.apply(Drafts((RowTokens("A", (6,)), RowTokens("B", (7,)))))
+    oracle.commit(oracle.schedule(), {"A": [6, 5]})
+    assert oracle.schedule().preempted_req_ids == ("B",)
+    assert oracle.state.requests["B"].spec_token_ids == expected
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, 0), (True, 2)])
+def test_cached_tokens_of_the_last_hit(quirk: bool, expected: int) -> None:
+    config = Config(
+        num_blocks=8, block_size=1, max_model_len=8, max_num_batched_tokens=3,
+        scheduler_reserve_full_isl=False,
+    )  # fmt: skip
+    oracle = both(config, Quirk.CACHED_TOKENS_OF_THE_LAST_HIT)[quirk]
+    oracle.submit(Request("A", (9, 9), max_tokens=4))
+    steps(oracle, 1)
+    oracle.submit(Request("B", (1, 2, 3, 4, 5, 6), max_tokens=1))
+    steps(oracle, 3)
+    assert oracle.state.requests["B"].num_preemptions == 1
+    oracle.abort("A")
+    oracle.schedule()
+    assert oracle.state.requests["B"].num_cached_tokens == expected
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, 3), (True, 5)])
+def test_admitted_with_lookahead(quirk: bool, expected: int) -> None:
+    config = Config(
+        num_blocks=20, block_size=1, spec_method=SpecMethod.EAGLE, num_speculative_tokens=2,
+        max_model_len=16,
+    )  # fmt: skip
+    oracle = both(config, Quirk.ADMITTED_WITH_LOOKAHEAD)[quirk]
+    oracle.submit(Request("A", (1, 2, 3), max_tokens=4))
+    (row,) = oracle.schedule().new
+    assert len(row.block_ids[0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("quirk", "caching", "expected"),
+    [
+        (None, True, (3, 4, 2, 1)),
+        (Quirk.UNNAMED_BLOCKS_FIRST, True, (2, 3, 4, 1)),
+        (Quirk.UNNAMED_BLOCKS_FIRST, False, (3, 4, 2, 1)),
+        (Quirk.UNCACHED_BLOCKS_FIRST, True, (3, 4, 2, 1)),
+        (Quirk.UNCACHED_BLOCKS_FIRST, False, (2, 1, 3, 4)),
+    ],
+)
+def test_where_freed_blocks_go(
+    quirk: Quirk | None, caching: bool, expected: tuple[int, ...]
+) -> None:
+    config = Config(num_blocks=5, block_size=2, max_model_len=8, enable_prefix_caching=caching)
+    oracle = Oracle(config, Profile("some", frozenset({quirk} if quirk else ())))
+    oracle.submit(Request("A", (1, 2, 3)))
+    oracle.schedule()
+    oracle.abort("A")
+    assert oracle.state.pool.free_queue == expected
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, ["A"]), (True, [])])
+def test_frames_hold_the_preempted(quirk: bool, expected: list[RequestId]) -> None:
+    config = Config(num_blocks=9, max_num_batched_tokens=2, max_frames_in_flight=2)
+    oracle = both(config, Quirk.FRAMES_HOLD_THE_PREEMPTED)[quirk]
+    oracle.submit(Request("A", (1, 2, 3)))
+    plan = oracle.schedule()  # a chunk of the prompt, which does not sample
+    oracle.apply(Reset(reset_running_requests=True))
+    assert [row.request_id for row in oracle.schedule().rows] == expected
+    oracle.commit(plan, {})
+    if quirk:
+        assert [row.request_id for row in oracle.schedule().rows] == ["A"]
+
+
+@pytest.mark.parametrize(("quirk", "delivered"), [(False, 1), (True, 0)])
+def test_reset_drops_tokens(quirk: bool, delivered: int) -> None:
+    """Upstream #42043: sampled again, and delivered then."""
+    config = Config(num_blocks=9, max_frames_in_flight=2)
+    oracle = both(config, Quirk.RESET_DROPS_TOKENS)[quirk]
+    oracle.submit(Request("A", (1, 2)))
+    plan = oracle.schedule()
+    oracle.apply(Reset(reset_running_requests=True))
+    assert oracle.state.requests["A"].num_output_placeholders == 1 - quirk
+    assert len(oracle.schedule().rows) == quirk, "what waits for no token is resumed at once"
+    assert len(answer(oracle, plan).rows) == delivered
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, ()), (True, ("A",))])
+def test_reset_names_its_victims(quirk: bool, expected: tuple[RequestId, ...]) -> None:
+    oracle = both(Config(num_blocks=9), Quirk.RESET_NAMES_ITS_VICTIMS)[quirk]
+    oracle.submit(Request("A", (1, 2)))
+    steps(oracle, 1)
+    oracle.apply(Reset(reset_running_requests=True))
+    assert oracle.schedule().preempted_req_ids == expected
+    assert oracle.state.reset_req_ids == ()
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, 2), (True, 6)])
+def test_lone_request_has_no_threshold(quirk: bool, expected: int) -> None:
+    config = Config(num_blocks=20, long_prefill_token_threshold=2)
+    oracle = both(config, Quirk.LONE_REQUEST_HAS_NO_THRESHOLD)[quirk]
+    oracle.submit(Request("A", (1,) * 6))
+    plan = oracle.schedule()
+    assert plan.rows[0].num_scheduled_tokens == expected
+    answer(oracle, plan)
+    oracle.submit(Request("B", (2,) * 6))
+    amounts = {row.request_id: row.num_scheduled_tokens for row in oracle.schedule().rows}
+    assert amounts["B"] == 2
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, []), (True, ["B"])])
+def test_self_victim_lets_others_run(quirk: bool, expected: list[RequestId]) -> None:
+    config = Config(
+        num_blocks=5, block_size=2, max_model_len=8, policy=Policy.PRIORITY,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    oracle = both(config, Quirk.SELF_VICTIM_LETS_OTHERS_RUN)[quirk]
+    oracle.submit(Request("A", (1, 2, 3), max_tokens=3, priority=9))
+    steps(oracle, 1)
+    oracle.submit(Request("B", (4, 5, 6), max_tokens=3))
+    steps(oracle, 1)
+    plan = oracle.schedule()  # A needs a block, none is left, and nobody ranks behind it
+    assert plan.preempted_req_ids == ("A",)
+    assert [row.request_id for row in plan.rows] == expected
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, None), (True, FinishReason.STOP)])
+def test_stop_tokens_ignore_min_tokens(quirk: bool, expected: FinishReason | None) -> None:
+    oracle = both(Config(num_blocks=9), Quirk.STOP_TOKENS_IGNORE_MIN_TOKENS)[quirk]
+    oracle.submit(Request("A", (1,), max_tokens=9, min_tokens=3, eos_token_id=5))
+    (row,) = answer(oracle, oracle.schedule(), token=5).rows
+    assert row.finish_reason is expected
+
+
+@pytest.mark.parametrize(
+    ("quirk", "expected"), [(False, FinishReason.STOP), (True, FinishReason.LENGTH)]
+)
+def test_length_comes_before_stop(quirk: bool, expected: FinishReason) -> None:
+    oracle = both(Config(num_blocks=9), Quirk.LENGTH_COMES_BEFORE_STOP)[quirk]
+    oracle.submit(Request("A", (1,), max_tokens=1, eos_token_id=5))
+    (row,) = answer(oracle, oracle.schedule(), token=5).rows
+    assert row.finish_reason is expected
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, ["A"]), (True, ["A", "C"])])
+def test_too_long_is_passed_over(quirk: bool, expected: list[RequestId]) -> None:
+    config = Config(
+        num_blocks=9, block_size=1, max_model_len=5, max_num_batched_tokens=5,
+        enable_chunked_prefill=False,
+    )  # fmt: skip
+    oracle = both(config, Quirk.TOO_LONG_IS_PASSED_OVER)[quirk]
+    for name, prompt in (("A", (1, 2, 3)), ("B", (4, 5, 6)), ("C", (7,))):
+        oracle.submit(Request(name, prompt, max_tokens=1))
+    assert [row.request_id for row in oracle.schedule().rows] == expected

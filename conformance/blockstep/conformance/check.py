@@ -9,14 +9,15 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections import Counter, deque
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import cast
+from typing import Protocol, cast
 
-from blockstep.conformance.driver import LockStep, get_start
+from blockstep.conformance.driver import LockStep, get_start, run_program
 from blockstep.conformance.engine import Capability, EngineFactory, is_async
 from blockstep.conformance.findings import Finding, FindingKind
 from blockstep.conformance.presets import MAX_DEPTH, PRESETS, TINY, draw_swarm
@@ -25,7 +26,7 @@ from blockstep.conformance.registry import load_engine
 from blockstep.conformance.rules import SeededDraw, View, next_action
 from blockstep.conformance.safety import Safety
 from blockstep.conformance.shrink import Shrunk, shrink
-from blockstep.conformance.witnesses import missing_witnesses
+from blockstep.conformance.witnesses import WITNESSES, missing_witnesses
 from blockstep.spec.profiles import PROFILES, STRICT, Profile, get_profile
 from blockstep.spec.vocabulary import Config, Event, Observation, Policy, Submit
 
@@ -99,6 +100,15 @@ class CheckOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """A failure as it is told where it was seen: it crosses process borders, a run does not."""
+
+    failure: Mapping[str, object]
+    """As docs/reference/json.md has it."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeResult:
     """What one episode came to. Small: it crosses process borders."""
 
@@ -109,8 +119,10 @@ class EpisodeResult:
     known: dict[str, int]
     has_snapshot: bool
     program: Program | None = None
-    """The program, if it failed."""
+    """The program, if it failed; None if its engine did not live to say so."""
     first: Finding | None = None
+    told: Told | None = None
+    """The failure of an engine that did not live."""
 
 
 @dataclass(slots=True)
@@ -133,8 +145,11 @@ class CheckResult:
     """Events until the canary was caught; None if it survived, or was not asked for."""
     failed_episode: int | None = None
     failure: Shrunk | None = None
+    """The first failure, or a shorter one like it; without findings if it did not come back."""
     first: Finding | None = None
     failing_program: Program | None = None
+    told: Told | None = None
+    """Instead of `failure`, if it was seen in another process."""
 
     @property
     def equivalence(self) -> str:
@@ -158,6 +173,34 @@ def is_reachable(witness: str, skipped: Container[str]) -> bool:
         capability in skipped and witness.startswith(starts)
         for capability, starts in SITUATIONS_OF.items()
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an engine's factory says of a check. Small: it crosses process borders."""
+
+    max_depth: int
+    weaker: str | None
+    situations: tuple[str, ...]
+    """What a check by the weaker equivalence must reach."""
+    out_of_reach: frozenset[str]
+    """Situations that cannot come up with this engine."""
+
+
+class Place(Protocol):
+    """Where an engine is run: in this process, or in one that it may take with it."""
+
+    def look(self, options: CheckOptions) -> Facts:
+        """What the engine says of itself."""
+        ...
+
+    def run_batch(self, options: CheckOptions, start: int, count: int) -> list[EpisodeResult]:
+        """Some episodes in a row, stopping at the first that fails."""
+        ...
+
+    def open_pool(self, jobs: int) -> AbstractContextManager[Executor]:
+        """Where so many batches are run side by side. What is not done at its end is dropped."""
+        ...
 
 
 def find_profile(name: str) -> Profile:
@@ -242,9 +285,11 @@ def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -
     )
 
 
-def record_episode(options: CheckOptions) -> tuple[Config, list[tuple[Event, Observation]]]:
+def record_episode(
+    options: CheckOptions, make_engine: EngineFactory | None = None
+) -> tuple[Config, list[tuple[Event, Observation]]]:
     """The config and the exchanges of one episode: what the engine answered to each event."""
-    make_engine = load(options)
+    make_engine = make_engine or load(options)
     options = fit_depth(options, make_engine)
     run, _, _ = play_episode(options, options.episode or 0, make_engine, keep_exchanges=True)
     return run.config, [
@@ -253,7 +298,7 @@ def record_episode(options: CheckOptions) -> tuple[Config, list[tuple[Event, Obs
 
 
 def run_batch(options: CheckOptions, start: int, count: int) -> list[EpisodeResult]:
-    """Some episodes in a row, stopping at the first that fails. Runs in a process of its own."""
+    """Some episodes in a row, stopping at the first that fails."""
     make_engine = load(options)
     results: list[EpisodeResult] = []
     for index in range(start, start + count):
@@ -263,51 +308,93 @@ def run_batch(options: CheckOptions, start: int, count: int) -> list[EpisodeResu
     return results
 
 
+def look(options: CheckOptions, make_engine: EngineFactory) -> Facts:
+    """What the engine says of itself. Builds one, to ask it."""
+    weaker = get_equivalence(make_engine)
+    beyond: Container[str] = getattr(make_engine, "out_of_reach", ())
+    return Facts(
+        max_depth=fit_depth(options, make_engine).max_depth,
+        weaker=None if weaker is None else str(weaker.name),
+        situations=() if weaker is None else weaker.situations,
+        out_of_reach=frozenset(name for name in WITNESSES if name in beyond),
+    )
+
+
+class InProcess:
+    """The place of engines that are trusted: this process, or others like it for several jobs."""
+
+    def look(self, options: CheckOptions) -> Facts:
+        """What the engine says of itself."""
+        return look(options, load(options))
+
+    def run_batch(self, options: CheckOptions, start: int, count: int) -> list[EpisodeResult]:
+        """Some episodes in a row."""
+        return run_batch(options, start, count)
+
+    @contextmanager
+    def open_pool(self, jobs: int) -> Iterator[Executor]:
+        """Processes of their own."""
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            try:
+                yield pool
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+
 def check(
     options: CheckOptions, on_progress: Callable[[CheckResult], None] = lambda _result: None
 ) -> CheckResult:
-    """Check an engine. With a budget in events the result depends on nothing but the options.
+    """Check an engine in this process. `Isolation.check` does so in others.
+
+    With a budget in events the result depends on nothing but the options.
 
     Raises:
         EngineNotFoundError: if the engine cannot be loaded.
     """
     started = time.perf_counter()
-    make_engine = load(options)
-    wanted, options = options, fit_depth(options, make_engine)
-    weaker = get_equivalence(make_engine)
-    result = CheckResult(options, weaker=None if weaker is None else weaker.name)
+    result = search(options, InProcess(), on_progress)
+    if result.first is not None:
+        shrink_first(result, load(options))
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def search(
+    options: CheckOptions, place: Place, on_progress: Callable[[CheckResult], None]
+) -> CheckResult:
+    """Play episodes until the budget is spent or something is wrong, which is not shrunk yet.
+
+    Raises:
+        EngineNotFoundError: if the engine cannot be loaded.
+    """
+    started = time.perf_counter()
+    facts = place.look(options)
+    wanted, options = options, replace(options, max_depth=facts.max_depth)
+    result = CheckResult(options, weaker=facts.weaker)
     if options.max_depth == 1 < wanted.max_depth:
         result.skipped[Capability.ASYNC] += 1
     if options.episode is None:
-        canary = CANARY if weaker is None else SAFETY_CANARY
+        canary = CANARY if facts.weaker is None else SAFETY_CANARY
         result.canary_killed_after = release_canary(options, canary)
-        batches = _run_batches(options, lambda: _spent(options, result, started))
-    else:
-        batches = iter([[run_episode(options, options.episode, make_engine)]])
-    for batch in batches:
-        for episode in batch:
-            _add(result, episode)
-        result.seconds = time.perf_counter() - started
-        on_progress(result)
-        if result.first is not None:
-            break
-    if result.first is not None:
-        if options.episode is None:
-            _find_shortest(result, make_engine)
-        else:
-            failed = _failures(options, range(options.episode, options.episode + 1), make_engine)
-            _adopt_shortest(result, options, failed, make_engine)
-    if weaker is None:
+    with closing(_run_batches(options, place, lambda: _spent(options, result, started))) as batches:
+        for batch in batches:
+            for episode in batch:
+                _add(result, episode)
+            result.seconds = time.perf_counter() - started
+            on_progress(result)
+            if result.first is not None:
+                break
+    if facts.weaker is None:
         missing = missing_witnesses(
             result.witnesses, options.preset, options.policy, options.max_depth
         )
-        beyond: Container[str] = getattr(make_engine, "out_of_reach", ())
         result.missing = tuple(
-            name for name in missing if name not in beyond and is_reachable(name, result.skipped)
+            name
+            for name in missing
+            if name not in facts.out_of_reach and is_reachable(name, result.skipped)
         )
     else:
-        result.missing = tuple(name for name in weaker.situations if not result.witnesses[name])
-    result.seconds = time.perf_counter() - started
+        result.missing = tuple(name for name in facts.situations if not result.witnesses[name])
     return result
 
 
@@ -320,9 +407,29 @@ def _add(result: CheckResult, episode: EpisodeResult) -> None:
     result.skipped.update(episode.skipped)
     result.known.update(episode.known)
     result.has_snapshot &= episode.has_snapshot
-    if episode.first is not None and episode.program is not None:
+    if episode.first is not None:
         result.first, result.failed_episode = episode.first, episode.index
-        result.failing_program = episode.program
+        result.failing_program, result.told = episode.program, episode.told
+
+
+def shrink_first(result: CheckResult, make_engine: EngineFactory) -> None:
+    """Make the first failure short, or show it as it is if it does not come back."""
+    options = result.options
+    if options.episode is None:
+        _find_shortest(result, make_engine)
+    else:
+        failed = _failures(options, range(options.episode, options.episode + 1), make_engine)
+        _adopt_shortest(result, options, failed, make_engine)
+    if result.failure is None:
+        see_again(result, make_engine)
+
+
+def see_again(result: CheckResult, make_engine: EngineFactory) -> None:
+    """Show the first failure as it is: run its program once more, whatever comes of it."""
+    assert result.failing_program is not None
+    program = result.failing_program
+    run, findings = run_program(program, make_engine, find_profile(result.options.profile))
+    result.failure = Shrunk(program, run, findings, 0)
 
 
 def _find_shortest(result: CheckResult, make_engine: EngineFactory) -> None:
@@ -402,31 +509,27 @@ def _spent(options: CheckOptions, result: CheckResult, started: float) -> bool:
 
 
 def _run_batches(
-    options: CheckOptions, is_spent: Callable[[], bool]
-) -> Iterator[list[EpisodeResult]]:
+    options: CheckOptions, place: Place, is_spent: Callable[[], bool]
+) -> Generator[list[EpisodeResult], None, None]:
     """Batches in order of their episodes, computed side by side when `jobs` > 1."""
+    if options.episode is not None:
+        yield place.run_batch(options, options.episode, 1)
+        return
     size = 1 if PRESETS[options.preset].num_actions > LONG_EPISODE else EPISODES_PER_BATCH
     if options.jobs <= 1:
         start = 0
         while not is_spent():
-            yield run_batch(options, start, size)
+            yield place.run_batch(options, start, size)
             start += size
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
-        pending: dict[int, Future[list[EpisodeResult]]] = {}
-        next_start, next_out = 0, 0
-        try:
-            while not is_spent():
-                while len(pending) < 2 * options.jobs:
-                    future = pool.submit(run_batch, options, next_start, size)
-                    pending[next_start] = future
-                    next_start += size
-                wait([pending[next_out]], return_when=FIRST_COMPLETED)
-                yield pending.pop(next_out).result()
-                next_out += size
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    with place.open_pool(options.jobs) as pool:
+        pending: deque[Future[list[EpisodeResult]]] = deque()
+        next_start = 0
+        while not is_spent():
+            while len(pending) < 2 * options.jobs:
+                pending.append(pool.submit(place.run_batch, options, next_start, size))
+                next_start += size
+            yield pending.popleft().result()
 
 
 def release_canary(options: CheckOptions, engine: str = CANARY) -> int | None:

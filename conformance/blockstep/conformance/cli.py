@@ -29,10 +29,20 @@ from blockstep.conformance.check import (
     record_episode,
 )
 from blockstep.conformance.explain import NotExplainedError, explain_moment, explain_name
+from blockstep.conformance.hunt import get_workarounds, hunt
+from blockstep.conformance.isolation import (
+    BUILD_SECONDS,
+    EVENT_SECONDS,
+    HarnessError,
+    Isolation,
+    LostError,
+    RefusedError,
+)
 from blockstep.conformance.museum import EXHIBITS, Exhibit
 from blockstep.conformance.museum import hunt as hunting
 from blockstep.conformance.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.properties import PROPERTIES
+from blockstep.conformance.prove.command import prove_command
 from blockstep.conformance.registry import (
     KNOWN_ENGINES,
     MUSEUM,
@@ -41,7 +51,8 @@ from blockstep.conformance.registry import (
     load_engine,
 )
 from blockstep.conformance.report.arms import arms_to_json, render_arms
-from blockstep.conformance.report.failure import NOT_AGAIN, render_failure
+from blockstep.conformance.report.failure import tell_failure
+from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.report.verdict import render_verdict
 from blockstep.conformance.traces import TraceError, write_trace
@@ -62,10 +73,29 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+app.command("prove")(prove_command)
+
 SECONDS_BETWEEN_LINES = 10.0
+TRUSTED = frozenset({"host", "spec"})
+"""Engines that are checked in this process, as the museum is: nothing of ours hangs or crashes."""
+INPUT_ERRORS = (EngineNotFoundError, TraceError, ConfigError, RefusedError, NotExplainedError)
 
 JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Also write the result to this file ('-': stdout).")
+]
+DepthOption = Annotated[
+    int, typer.Option(min=1, help="Plans in flight at once, at most; drawn up to this.")
+]
+FolderOption = Annotated[
+    Path | None,
+    typer.Option(exists=True, file_okay=False, help="A folder to look in first for the engine."),
+]
+EventSecondsOption = Annotated[
+    float,
+    typer.Option(
+        help="An engine that does not answer one event within so long hangs; importing and "
+        f"building it may take {BUILD_SECONDS:g}."
+    ),
 ]
 EngineOption = Annotated[
     str, typer.Option("--engine", help="host, spec, museum:NAME, or module:attribute of a factory.")
@@ -84,15 +114,8 @@ def check_command(
     profile: Annotated[
         str, typer.Option(help="Release whose known quirks are followed (blockstep quirks).")
     ] = STRICT.name,
-    depth: Annotated[
-        int, typer.Option(min=1, help="Plans in flight at once, at most; drawn up to this.")
-    ] = MAX_DEPTH,
-    path: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, file_okay=False, help="A folder to look in first for the engine."
-        ),
-    ] = None,
+    depth: DepthOption = MAX_DEPTH,
+    path: FolderOption = None,
     seed: Annotated[int, typer.Option(min=0, help="Everything random follows from it.")] = 0,
     budget: Annotated[
         str, typer.Option(help="How long: a number of events (repeatable), or 60s, 5m.")
@@ -104,6 +127,15 @@ def check_command(
     record: Annotated[
         Path | None, typer.Option(help="With --episode: write the run as a trace.")
     ] = None,
+    event_seconds: EventSecondsOption = EVENT_SECONDS,
+    in_process: Annotated[
+        bool,
+        typer.Option(
+            "--in-process",
+            help="Run the engine in this process, one job at a time: for a debugger. It is run in "
+            "processes of its own otherwise, unless it is one of ours.",
+        ),
+    ] = False,
     json_path: JsonOption = None,
 ) -> None:
     """Drive an engine and the spec through random programs and compare after every event.
@@ -117,6 +149,8 @@ def check_command(
         _usage(f"--profile {profile!r}: must be one of {', '.join(p.name for p in PROFILES)}")
     if record is not None and episode is None:
         _usage("--record: needs --episode, for a trace is one run")
+    if not event_seconds > 0:
+        _usage(f"--event-seconds {event_seconds:g}: must be above 0")
     max_events, max_seconds = parse_budget(budget)
     options = CheckOptions(
         engine=engine,
@@ -126,37 +160,46 @@ def check_command(
         max_events=max_events,
         max_seconds=max_seconds,
         episode=episode,
-        jobs=jobs or os.cpu_count() or 1,
+        jobs=1 if in_process else jobs or os.cpu_count() or 1,
         max_depth=depth,
         profile=profile,
         path=None if path is None else str(path.resolve()),
     )
-    with _input_errors(), _progress(console, f"checking {engine}") as advance:
-        result = check(options, lambda now: advance(*_check_progress(options, now)))
-    report_check(result, console)
-    if record is not None:
-        with _input_errors():
-            write_trace(record, *record_episode(options))
+    is_trusted = in_process or engine in TRUSTED or engine.startswith(MUSEUM)
+    with _input_errors(), Isolation(event_seconds) as isolation:
+        result = _check(options, None if is_trusted else isolation, record, console)
     _write_json(json_path, check_to_json(result))
     raise typer.Exit(result.exit_code)
 
 
+def _check(
+    options: CheckOptions, isolation: Isolation | None, record: Path | None, console: Console
+) -> CheckResult:
+    """Check and report, in this process or in isolation; then record the run if it is wanted."""
+    run_check = check if isolation is None else isolation.check
+    with _progress(console, f"checking {options.engine}") as advance:
+        result = run_check(options, lambda now: advance(*_check_progress(options, now)))
+    report_check(result, console)
+    if record is not None and isolation is None:
+        write_trace(record, *record_episode(options))
+    elif record is not None and isolation is not None:
+        _record_isolated(isolation, options, record)
+    return result
+
+
 def report_check(result: CheckResult, console: Console) -> None:
     """The failure, or the verdict."""
-    if result.failure is not None and result.failing_program is not None:
-        before = len(result.failing_program.actions)
-        episode = result.failed_episode or 0
-        text = render_failure(result.failure, result.options, episode, before)
-        console.print(text, markup=False, soft_wrap=True, end="")
-    elif result.first is not None:
-        console.print(
-            f"blockstep check: NOT DETERMINISTIC: {result.first.sentence}: {result.first.message}\n"
-            f"  {NOT_AGAIN}",
-            markup=False,
-            soft_wrap=True,
-        )
-    else:
+    if result.first is None:
         render_verdict(result, console)
+    else:
+        console.print(tell_failure(result), markup=False, soft_wrap=True, end="")
+
+
+def _record_isolated(isolation: Isolation, options: CheckOptions, record: Path) -> None:
+    try:
+        isolation.record(options, record)
+    except LostError as lost:
+        typer.echo(f"blockstep: --record {record}: nothing to write: {lost}", err=True)
 
 
 def parse_budget(text: str) -> tuple[int | None, float | None]:
@@ -398,6 +441,47 @@ def quirks_command(json_path: JsonOption = None) -> None:
     _write_json(json_path, rows)
 
 
+@app.command("hunt")
+def hunt_command(
+    engine: EngineOption = "host",
+    profile: Annotated[
+        str, typer.Option(help="Release whose quirks may account for what is found; strict: all.")
+    ] = STRICT.name,
+    depth: DepthOption = MAX_DEPTH,
+    seed: Annotated[int, typer.Option(min=0, help="Everything random follows from it.")] = 0,
+    budget: Annotated[int, typer.Option(min=1, help="Events in each scope.")] = 100_000,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Also write a page of the documentation.")
+    ] = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Find every distinct defect of an engine, each with a short program, and name the known ones.
+
+    Goes on where a check stops: what was found is forgiven and the same episode played again.
+    Exits 1 if anything was found.
+
+    Example: blockstep hunt --engine vllm --profile vllm-0.19.1
+    """
+    console = Console(highlight=False, stderr=json_path == Path("-"))
+    if get_profile(profile) is None:
+        _usage(f"--profile {profile!r}: must be one of {', '.join(p.name for p in PROFILES)}")
+    options = CheckOptions(
+        engine=engine, seed=seed, max_events=budget, max_depth=depth, profile=profile
+    )
+    with _input_errors(), _progress(console, f"hunting in {engine}") as advance:
+        make_engine = load_engine(engine)
+        result = hunt(options, make_engine, advance)
+    workarounds = get_workarounds(make_engine)
+    console.print(render_hunt(result, workarounds), markup=False, soft_wrap=True, end="")
+    _write_json(json_path, hunt_to_json(result, workarounds))
+    if markdown is not None:
+        follows = "" if profile == STRICT.name else f" --profile {profile}"
+        deep = "" if depth == MAX_DEPTH else f" --depth {depth}"
+        command = f"blockstep hunt --engine {engine}{follows}{deep} --seed {seed} --budget {budget}"
+        _write(markdown, render_hunt_page(result, workarounds, command))
+    raise typer.Exit(ExitCode.FAILED if result.defects else ExitCode.CONFORMS)
+
+
 museum_app = typer.Typer(
     help="List the planted defects; `blockstep museum run` kills them.",
     rich_markup_mode=None,
@@ -530,8 +614,11 @@ def _input_errors() -> Iterator[None]:
     """Bad input ends with its own words and exit code 2, never with a traceback."""
     try:
         yield
-    except (EngineNotFoundError, TraceError, ConfigError, NotExplainedError) as error:
+    except INPUT_ERRORS as error:
         _usage(str(error))
+    except HarnessError as error:
+        typer.echo(f"blockstep: the check itself failed: {error}", err=True)
+        raise typer.Exit(ExitCode.HARNESS) from None
 
 
 def _usage(message: str) -> NoReturn:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self, cast
 
 from blockstep.conformance.compare import observation_differences, snapshot_differences
-from blockstep.conformance.engine import Capability, Declining, Engine, EngineFactory
+from blockstep.conformance.engine import Capability, Declining, Engine, EngineFactory, Judging
 from blockstep.conformance.findings import Difference, Finding, FindingKind
 from blockstep.conformance.liveness import Watch
 from blockstep.conformance.mistakes import make_mistake
@@ -50,6 +50,7 @@ from blockstep.spec.vocabulary import (
     Outputs,
     PauseState,
     Plan,
+    RejectCode,
     Rejected,
     Request,
     RequestId,
@@ -118,6 +119,8 @@ class LockStep:
     """Actions not tried because the engine lacks a capability, and events that it declines."""
     before: Snapshot | None = None
     capabilities: frozenset[str] = frozenset()
+    judges: frozenset[RejectCode] = frozenset()
+    """What the engine is given although the spec refuses it so."""
     declines: Callable[[Event], str | None] | None = None
     """Why the engine is not to be given an event, if it ever declines one."""
     num_events: int = 0
@@ -152,7 +155,11 @@ class LockStep:
             keep_exchanges=keep_exchanges,
         )
         run.before = engine.snapshot()
-        if isinstance(engine, Declining):
+        if Capability.REJECTION in run.capabilities:
+            run.judges = frozenset(RejectCode)
+        elif isinstance(engine, Judging):
+            run.judges = engine.judges
+        if profile.spares and isinstance(engine, Declining):
             run.declines = engine.declines
         return run
 
@@ -237,7 +244,7 @@ class LockStep:
             expected = self.spec.apply(event)
         except AssertionError as error:
             return [_spec_finding(error)]
-        if isinstance(expected, Rejected) and Capability.REJECTION not in self.capabilities:
+        if isinstance(expected, Rejected) and expected.code not in self.judges:
             self._skip(Capability.REJECTION)
             return []
         try:

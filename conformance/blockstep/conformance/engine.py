@@ -6,7 +6,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from blockstep.spec.vocabulary import Config, Event, Observation, Snapshot
+from blockstep.spec.vocabulary import Config, Event, Observation, RejectCode, Snapshot
 
 
 class Capability(StrEnum):
@@ -67,6 +67,18 @@ class Declining(Protocol):
         Asked before every event, and changes nothing.
         """
         ...
+
+
+@runtime_checkable
+class Judging(Protocol):
+    """An engine that refuses nothing in general, but must see to some things itself.
+
+    Without `Capability.REJECTION` an engine is given only what the spec accepts: bad input is its
+    front end's business. What no front end can know, it is given all the same, and should refuse.
+    """
+
+    judges: frozenset[RejectCode]
+    """Refusals that it is held to."""
 
 
 EngineFactory: TypeAlias = Callable[[Config], Engine]

@@ -1,12 +1,12 @@
-"""Isolation: a check, or one program, in a process of its own, which may hang or die.
+"""Isolation: an engine in a process of its own, which may hang or die.
 
-    parent  -- jobs ---------------->  child: spec, worker and properties beside a watched engine
-            <- messages, JSON lines -
+    parent  -- jobs, pickled ------->  child: spec, worker and properties beside a watched engine
+            <- answers, pickled -----
             <- journal, a text file -         every event, before the engine is given it
 
 The engine has control while the last line of the journal has no end. A child whose engine keeps
 control for too long is killed, and what the journal says is the program so far. Spec and engine
-share the child, so that nothing but text crosses a border and a run is as fast as without it.
+share the child, so that no event crosses a border and a run is as fast as without it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import mmap
 import os
 import pickle
 import queue
@@ -25,32 +26,43 @@ import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from io import StringIO
 from pathlib import Path
-from types import ModuleType
-from typing import Any, BinaryIO, TextIO, TypeAlias
+from typing import Any, BinaryIO, NoReturn, TypeAlias, TypeVar, TypeVarTuple, cast
 
-from rich.console import Console
-
-from blockstep.conformance.check import CheckOptions, CheckResult, ExitCode, check, find_profile
+from blockstep.conformance.check import (
+    CheckOptions,
+    CheckResult,
+    EpisodeResult,
+    Facts,
+    Told,
+    find_profile,
+    load,
+    look,
+    record_episode,
+    run_episode,
+    search,
+    see_again,
+    shrink_first,
+)
 from blockstep.conformance.driver import LockStep, run_program
-from blockstep.conformance.engine import Engine, EngineFactory
+from blockstep.conformance.engine import Declining, Engine, EngineFactory, Judging
 from blockstep.conformance.findings import Finding, FindingKind
 from blockstep.conformance.program import Program, describe, describe_event
-from blockstep.conformance.registry import EngineNotFoundError, load_engine
+from blockstep.conformance.registry import EngineNotFoundError
 from blockstep.conformance.report.failure import (
     HEADLINES,
-    NOT_AGAIN,
     WIDTH,
     describe_config,
     render_failure,
     reproduce,
+    tell_failure,
 )
-from blockstep.conformance.report.jsonform import check_to_json, finding_to_json
-from blockstep.conformance.report.verdict import render_verdict
+from blockstep.conformance.report.jsonform import failure_to_json, finding_to_json
 from blockstep.conformance.shrink import Shrunk
+from blockstep.conformance.traces import TraceError, write_trace
 from blockstep.spec.profiles import STRICT
 from blockstep.spec.vocabulary import (
     Commit,
@@ -70,28 +82,30 @@ else:
 EVENT_SECONDS = 10.0
 """An engine may keep control for so long, unless told otherwise."""
 BUILD_SECONDS = 120.0
-"""The same while it is imported or built, which may bring half of a framework."""
+"""The same while it is imported or built, which may bring half of a framework.
+
+And between two calls, where no engine has any business, but may have left something that hangs.
+"""
 LINES_MAX = 60
 """Events of a program that was not shrunk that are shown, at most; the last ones."""
 LAST_WORDS_MAX = 12
 """Lines of the child's standard error that are shown, at most."""
+JOURNAL_BYTES = 1 << 16
+"""Length of a journal at first."""
+LOOKS_PER_SECOND = 5.0
+"""How often a journal is looked at, at least."""
 DUMPS = ("Fatal Python error", "Windows fatal exception", "Current thread", "Stack (most")
 """How faulthandler begins to say where a thread is."""
-WATCHED = "blockstep_watched_engine"
-"""Name of the module, made in the child, that holds the factory of the watched engine."""
 INDENT = " " * 14
 ASIDE = "("
 """How a line of the journal begins that is not an event."""
 
-Json: TypeAlias = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a check came to: its JSON (docs/reference/json.md) and its words for people."""
-
-    check: Json
-    text: str
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+Job: TypeAlias = tuple[Callable[..., object], CheckOptions, tuple[object, ...]]
+"""To be done in a child: a function, and what it is given beside the engine."""
+Answer: TypeAlias = tuple[str, Any]
+"""`done` and a value, or what went wrong and how it is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,46 +118,39 @@ class ProgramOutcome:
     """Actions not tried, by the capability that the engine lacks."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckJob:
-    """To be done in the child: a check."""
-
-    options: CheckOptions
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramJob:
-    """To be done in the child: one program."""
-
-    engine: str
-    program: Program
-    profile: str = STRICT.name
-
-
 class HarnessError(Exception):
     """The child failed for a reason that is not the engine's."""
+
+
+class RefusedError(ValueError):
+    """Bad input, in the words of who refused it in the child."""
 
 
 # The child.
 
 
 class Journal:
-    """What the engine is doing, written before it does it."""
+    """What the engine is doing, written before it does it.
+
+    The file is mapped into memory, so that a line costs no call of the system, and is there for
+    the parent all the same when this process is killed. Behind its end are zeros.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self.num_runs = 0
-        """Engines whose state was asked for: what `is_async` builds is never run."""
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT)
+        self._num_begun = 0
+        self._end = 0
+        self._grow(JOURNAL_BYTES)
 
-    def clear(self) -> None:
-        """Another job."""
-        os.ftruncate(self._file, 0)
-        self.num_runs = 0
+    def begin(self, header: str = "") -> None:
+        """Forget all there is: another job, or another engine, of which this is the config.
 
-    def begin(self, config: Config) -> None:
-        """Forget the last engine; another one is about to be built."""
-        os.ftruncate(self._file, 0)
-        self._write(json.dumps([self.num_runs + 1, describe_config(config)]) + "\n")
+        The number makes two beginnings differ, however alike they are.
+        """
+        self._map[: self._end] = bytes(self._end)
+        self._end = 0
+        self._num_begun += 1
+        self._write(json.dumps([self._num_begun, header]) + "\n")
 
     def enter(self, what: str) -> None:
         """The engine gets control."""
@@ -154,7 +161,16 @@ class Journal:
         self._write("\n")
 
     def _write(self, text: str) -> None:
-        os.write(self._file, text.encode(errors="replace"))
+        told = text.encode(errors="replace")
+        end = self._end + len(told)
+        if end > len(self._map):
+            self._grow(2 * end)
+        self._map[self._end : end] = told
+        self._end = end
+
+    def _grow(self, num_bytes: int) -> None:
+        os.ftruncate(self._file, num_bytes)
+        self._map = mmap.mmap(self._file, num_bytes)
 
 
 class WatchedEngine:
@@ -166,66 +182,56 @@ class WatchedEngine:
     def __init__(self, engine: Engine, watched: WatchedFactory) -> None:
         self._engine = engine
         self._watched = watched
-        self._is_running = False
+        if isinstance(engine, Judging):
+            self.judges = engine.judges
+        if isinstance(engine, Declining):
+            self.declines = self._declines
+
+    def _declines(self, event: Event) -> str | None:
+        assert isinstance(self._engine, Declining)
+        return self._watched.call("(saying what it declines)", self._engine.declines, event)
 
     def apply(self, event: Event) -> Observation:
         """As the engine does."""
-        with self._watched.calling(say(event)):
-            return self._engine.apply(event)
+        return self._watched.call(say(event), self._engine.apply, event)
 
     def snapshot(self) -> Snapshot | None:
-        """As the engine does; the first one counts the run."""
-        self._watched.journal.num_runs += not self._is_running
-        self._is_running = True
-        with self._watched.calling("(showing its state)"):
-            return self._engine.snapshot()
+        """As the engine does."""
+        return self._watched.call("(showing its state)", self._engine.snapshot)
 
     def capabilities(self) -> frozenset[str]:
         """As the engine does."""
-        with self._watched.calling("(naming its capabilities)"):
-            return self._engine.capabilities()
+        return self._watched.call("(naming its capabilities)", self._engine.capabilities)
 
 
 class WatchedFactory:
-    """A factory of watched engines; declares whatever equivalence the engine's own declares."""
+    """A factory of watched engines; declares whatever the engine's own declares."""
 
     def __init__(self, make_engine: EngineFactory, journal: Journal) -> None:
         self._make_engine = make_engine
         self.journal = journal
         self.error: Exception | None = None
         """What the engine raised last."""
-        if hasattr(make_engine, "equivalence"):
-            self.equivalence = make_engine.equivalence
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._make_engine, name)
 
     def __call__(self, config: Config) -> WatchedEngine:
         """Build one."""
-        self.journal.begin(config)
-        with self.calling("(being built)"):
-            return WatchedEngine(self._make_engine(config), self)
+        self.journal.begin(describe_config(config))
+        return WatchedEngine(self.call("(being built)", self._make_engine, config), self)
 
-    def calling(self, what: str) -> _Call:
-        """Around a call of the engine."""
-        return _Call(self, what)
-
-
-class _Call:
-    """A context manager without a generator: it is entered twice for every event."""
-
-    __slots__ = ("_watched", "_what")
-
-    def __init__(self, watched: WatchedFactory, what: str) -> None:
-        self._watched = watched
-        self._what = what
-
-    def __enter__(self) -> None:
-        self._watched.journal.enter(self._what)
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, Exception):
-            self._watched.error = error
-        elif error is not None:
-            return
-        self._watched.journal.leave()
+    def call(self, what: str, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        """What a function of the engine returns, or raises."""
+        self.journal.enter(what)
+        try:
+            value = function(*args)
+        except Exception as error:
+            self.error = error
+            self.journal.leave()
+            raise
+        self.journal.leave()
+        return value
 
 
 def say(event: Event) -> str:
@@ -241,9 +247,9 @@ def serve(folder: str) -> None:
 
     The engine's own output goes to standard error, and its standard input is empty.
     """
-    jobs: queue.SimpleQueue[CheckJob | ProgramJob] = queue.SimpleQueue()
+    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     source = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    answers = os.fdopen(os.dup(1), "wb")
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115, PTH123 - until the end
     os.dup2(sys.stdin.fileno(), 0)
     os.dup2(2, 1)
@@ -254,7 +260,9 @@ def serve(folder: str) -> None:
     journal = Journal(Path(folder) / "journal")
     try:
         while True:
-            _send(answers, _do(jobs.get(), journal, answers))
+            for answer in _do(jobs.get(), journal):
+                answers.write(pickle.dumps(answer))
+                answers.flush()
     except SystemExit as error:
         os._exit(error.code if isinstance(error.code, int) else 1)
     except BaseException:
@@ -262,7 +270,7 @@ def serve(folder: str) -> None:
         os._exit(1)
 
 
-def _take_jobs(source: BinaryIO, jobs: queue.SimpleQueue[CheckJob | ProgramJob]) -> None:
+def _take_jobs(source: BinaryIO, jobs: queue.SimpleQueue[Job]) -> None:
     """A thread, so that the child ends with its parent even while its engine hangs."""
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -270,95 +278,77 @@ def _take_jobs(source: BinaryIO, jobs: queue.SimpleQueue[CheckJob | ProgramJob])
     os._exit(0)
 
 
-def _send(answers: TextIO, message: Json) -> None:
-    answers.write(json.dumps(message) + "\n")
-    answers.flush()
-
-
-def _do(job: CheckJob | ProgramJob, journal: Journal, answers: TextIO) -> Json:
-    """The last message about a job."""
-    journal.clear()
+def _do(job: Job, journal: Journal) -> Iterator[Answer]:
+    """The answers to a job, of which the last one is no `part`."""
+    function, options, args = job
+    os.ftruncate(2, 0)
+    journal.begin()
     watched: WatchedFactory | None = None
     try:
-        engine = job.options.engine if isinstance(job, CheckJob) else job.engine
         journal.enter("(being imported)")
-        make_engine = load_engine(engine)
+        make_engine = load(options)
         journal.leave()
         watched = WatchedFactory(make_engine, journal)
-        if isinstance(job, ProgramJob):
-            return _do_program(job, watched)
-        return _do_check(job, watched, answers)
+        value = function(options, watched, *args)
+        if isinstance(value, Iterator):
+            for part in value:
+                yield "part", part
+            value = None
+        yield "done", value
     except EngineNotFoundError as error:
-        return {"kind": "not found", "message": str(error)}
-    except ConfigError as error:
-        return {"kind": "config", "message": str(error)}
+        yield "not found", str(error)
+    except (ConfigError, TraceError) as error:
+        yield "refused", str(error)
     except Exception as error:
         if watched is None or error is watched.error:
             traceback.print_exc()
-            return {"kind": "raised", "message": f"{type(error).__name__}: {error}"}
-        return {"kind": "harness", "message": traceback.format_exc()}
+            yield "raised", f"{type(error).__name__}: {error}"
+        else:
+            yield "harness", traceback.format_exc()
 
 
-def _do_check(job: CheckJob, watched: WatchedFactory, answers: TextIO) -> Json:
-    module = ModuleType(WATCHED)
-    vars(module)["make"] = watched
-    sys.modules[WATCHED] = module
-
-    def tell(result: CheckResult) -> None:
-        plain = replace(result, options=job.options)
-        told = {
-            "kind": "progress",
-            "check": check_to_json(plain),
-            "runs": watched.journal.num_runs,
-            "failed_episode": result.failed_episode,
-            "first": None if result.first is None else finding_to_json(result.first),
-        }
-        _send(answers, told)
-        if result.first is not None:
-            outcome = _to_outcome(_with_program_as_it_is(result, watched), job)
-            _send(answers, told | {"check": outcome.check, "text": outcome.text})
-
-    result = check(replace(job.options, engine=f"{WATCHED}:make"), tell)
-    if result.first is not None and result.failure is None:
-        result = _with_program_as_it_is(result, watched)
-    outcome = _to_outcome(result, job)
-    return {"kind": "result", "check": outcome.check, "text": outcome.text}
+def _play(
+    options: CheckOptions, make_engine: EngineFactory, indices: Sequence[int]
+) -> Iterator[EpisodeResult]:
+    for index in indices:
+        episode = run_episode(options, index, make_engine)
+        yield replace(episode, skipped=_plain(episode.skipped))
+        if episode.first is not None:
+            return
 
 
-def _with_program_as_it_is(result: CheckResult, watched: WatchedFactory) -> CheckResult:
-    """The result with a failure in it that was not shrunk.
-
-    Shrinking may end this process. And it finds nothing to shrink if the engine failed once and
-    will not again.
-    """
-    assert result.first is not None
-    assert result.failing_program is not None
-    program = result.failing_program
-    run, findings = run_program(program, watched, find_profile(result.options.profile))
-    return replace(result, failure=Shrunk(program, run, findings, 0))
+def _plain(skipped: dict[str, int]) -> dict[str, int]:
+    """Counts by names that are nothing but text: an engine may name a defect with a type of its."""
+    return {str(name): count for name, count in skipped.items()}
 
 
-def _to_outcome(result: CheckResult, job: CheckJob) -> Outcome:
-    options = replace(result.options, engine=job.options.engine)
-    result = replace(result, options=options)
-    failure, program = result.failure, result.failing_program
-    if failure is None or program is None:
-        words = StringIO()
-        render_verdict(result, Console(file=words, width=100, highlight=False))
-        _, canary, rest = words.getvalue().rpartition("\ncanary ")
-        return Outcome(check_to_json(result), f"{canary.lstrip()}{rest}")
-    assert result.first is not None
-    note = "" if failure.findings else f"\n  {NOT_AGAIN}\n"
-    failure = replace(failure, findings=failure.findings or [result.first])
-    result = replace(result, failure=failure)
-    text = render_failure(failure, options, result.failed_episode or 0, len(program.actions))
-    return Outcome(check_to_json(result), text + note)
+def _shrink(_options: CheckOptions, make_engine: EngineFactory, result: CheckResult) -> CheckResult:
+    shrink_first(result, make_engine)
+    return _tell(result)
 
 
-def _do_program(job: ProgramJob, watched: WatchedFactory) -> Json:
-    run, findings = run_program(job.program, watched, find_profile(job.profile))
-    text = render_program(job.engine, job.program, run, findings) if findings else ""
-    return {"kind": "program", "text": text, "skipped": run.skipped}
+def _see_again(
+    _options: CheckOptions, make_engine: EngineFactory, result: CheckResult
+) -> CheckResult:
+    see_again(result, make_engine)
+    return _tell(result)
+
+
+def _tell(result: CheckResult) -> CheckResult:
+    """The result with its failure as words: the run behind it is of no use elsewhere."""
+    failure = failure_to_json(result)
+    assert failure is not None
+    return replace(result, failure=None, told=Told(failure, tell_failure(result)))
+
+
+def _record(options: CheckOptions, make_engine: EngineFactory, path: Path) -> None:
+    write_trace(path, *record_episode(options, make_engine))
+
+
+def _run(options: CheckOptions, make_engine: EngineFactory, program: Program) -> ProgramOutcome:
+    run, findings = run_program(program, make_engine, find_profile(options.profile))
+    text = render_program(options.engine, program, run, findings) if findings else ""
+    return ProgramOutcome(text, _plain(run.skipped))
 
 
 def render_program(engine: str, program: Program, run: LockStep, findings: list[Finding]) -> str:
@@ -376,39 +366,42 @@ def render_program(engine: str, program: Program, run: LockStep, findings: list[
 
 
 @dataclass(frozen=True, slots=True)
-class _Loss:
+class Loss:
     """What became of a child, or of an engine that could not even be built."""
 
     message: str
-    run: int = 0
-    """Number of the run in its job, from 1; 0 before the first."""
     config: str = ""
     events: tuple[str, ...] = ()
     last_words: tuple[str, ...] = ()
 
+    @property
+    def finding(self) -> Finding:
+        """A finding of kind FAULT."""
+        return Finding(FindingKind.FAULT, "", "engine_answers_every_call", self.message)
 
-class _LostError(Exception):
+
+class LostError(Exception):
     """The child is gone, or its engine is of no use."""
 
-    def __init__(self, loss: _Loss) -> None:
+    def __init__(self, loss: Loss) -> None:
         super().__init__(loss.message)
         self.loss = loss
 
 
 class Isolation:
-    """A child that does one job after another; a new one follows where it had to be killed."""
+    """A place (see `check.Place`) of children: each does one job after another.
+
+    There are as many as there were threads that asked at once, and a new one follows where one had
+    to be killed.
+    """
 
     def __init__(self, event_seconds: float = EVENT_SECONDS, path: Sequence[str] = ()) -> None:
         """`path` is looked in first for the engine, then where this process looks."""
         self._event_seconds = event_seconds
         self._path = [*path, *sys.path]
         self._folder = tempfile.TemporaryDirectory(prefix="blockstep-")
-        self._journal = Path(self._folder.name) / "journal"
-        self._errors = Path(self._folder.name) / "stderr"
-        self._child: subprocess.Popen[bytes] | None = None
-        self._reader: threading.Thread | None = None
-        self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._progress: Json | None = None
+        self._idle: list[_Child] = []
+        self._busy: list[_Child] = []
 
     def __enter__(self) -> Isolation:
         return self
@@ -417,171 +410,325 @@ class Isolation:
         self.close()
 
     def close(self) -> None:
-        """End the child and forget everything about it."""
-        self._stop()
+        """End the children and forget everything about them."""
+        while self._idle:
+            self._idle.pop().stop()
         self._folder.cleanup()
 
-    def check(self, options: CheckOptions) -> Outcome:
-        """Check an engine, as `check.check` does; all in one child, so `jobs` is 1.
+    def check(
+        self,
+        options: CheckOptions,
+        on_progress: Callable[[CheckResult], None] = lambda _result: None,
+    ) -> CheckResult:
+        """Check an engine, as `check.check` does; whatever becomes of it is in the result.
 
         Raises:
             EngineNotFoundError: if the engine cannot be loaded.
+            RefusedError: if the engine cannot be built with a config that was drawn.
             HarnessError: if the check itself failed.
         """
+        started = time.perf_counter()
         try:
-            message = self._ask(CheckJob(replace(options, jobs=1)))
-        except _LostError as lost:
-            return _outcome_of_loss(options, lost.loss, self._progress)
-        return Outcome(message["check"], message["text"])
+            result = search(options, self, on_progress)
+        except LostError as lost:  # nobody could even be asked
+            episode = options.episode or 0
+            result = CheckResult(options, first=lost.loss.finding, failed_episode=episode)
+            result.told = self._tell_loss(options, episode, lost.loss)
+        if result.first is not None and result.told is None:
+            result = self._shrink(result)
+        result.seconds = time.perf_counter() - started
+        return result
+
+    def _shrink(self, result: CheckResult) -> CheckResult:
+        """The result with its failure told: shrunk, or else as it was, or else what is known."""
+        try:
+            return self._call(_shrink, result.options, result)
+        except LostError as lost:
+            loss = lost.loss
+        try:
+            told = self._call(_see_again, result.options, result).told
+            assert told is not None
+            findings = cast("list[object]", told.failure["findings"])
+            failure = {**told.failure, "findings": [*findings, finding_to_json(loss.finding)]}
+            again = f"\n  then, while this was being shrunk: {loss.message}\n"
+            told = Told(failure, told.text + again)
+        except LostError as lost:
+            assert result.failed_episode is not None
+            told = self._tell_loss(result.options, result.failed_episode, lost.loss, result.first)
+        return replace(result, told=told)
+
+    def record(self, options: CheckOptions, path: Path) -> None:
+        """Write an episode as a trace.
+
+        Raises:
+            LostError: if the engine did not live to its end.
+            RefusedError: if the file cannot be written.
+        """
+        self._call(_record, options, path.resolve())
 
     def run(self, engine: str, program: Program, profile: str = STRICT.name) -> ProgramOutcome:
         """Run one program, as `driver.run_program` does.
 
         Raises:
             EngineNotFoundError: if the engine cannot be loaded.
-            ValueError: if the engine cannot be built with the config of the program.
+            RefusedError: if the engine cannot be built with the config of the program.
             HarnessError: if the run itself failed.
         """
         try:
-            message = self._ask(ProgramJob(engine, program, profile))
-        except _LostError as lost:
+            return self._call(_run, CheckOptions(engine, profile=profile), program)
+        except LostError as lost:
             return ProgramOutcome(_face("blockstep", f"engine {engine}", lost.loss), {})
-        return ProgramOutcome(message["text"], message["skipped"])
 
-    def _ask(self, job: CheckJob | ProgramJob) -> Json:
-        """The last message about a job."""
-        self._progress = None
+    def look(self, options: CheckOptions) -> Facts:
+        """What the engine says of itself."""
+        return self._call(look, options)
+
+    def run_batch(self, options: CheckOptions, start: int, count: int) -> list[EpisodeResult]:
+        """Some episodes in a row, stopping at the first that fails, or is not survived."""
+        results: list[EpisodeResult] = []
         try:
-            child = self._child or self._start()
-            assert child.stdin is not None
-            with contextlib.suppress(OSError):  # a dead child answers nothing, and that is noticed
-                pickle.dump(job, child.stdin)
-                child.stdin.flush()
-            while (message := self._next_message(child))["kind"] == "progress":
-                self._progress = message
-        except BaseException:
-            self._stop()
-            raise
-        match message["kind"]:
-            case "not found":
-                raise EngineNotFoundError(message["message"])
-            case "config":
-                raise ValueError(message["message"])
-            case "harness":
-                raise HarnessError(message["message"])
-            case "raised":
-                raise _LostError(self._read_loss(f"the engine raised {message['message']}"))
-        return message
+            self._call(_play, options, range(start, start + count), on_part=results.append)
+        except LostError as lost:
+            results.append(self._lose_episode(options, start + len(results), lost.loss))
+        return results
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        """A fresh interpreter, not a fork: nothing of this process is in the engine's way."""
-        code = (
-            f"import sys; sys.path[:] = {self._path!r}; "
-            f"from blockstep.conformance.isolation import serve; serve({self._folder.name!r})"
+    def _lose_episode(self, options: CheckOptions, index: int, loss: Loss) -> EpisodeResult:
+        return EpisodeResult(
+            index=index,
+            num_events=len(loss.events),
+            witnesses={},
+            skipped={},
+            known={},
+            has_snapshot=True,
+            first=loss.finding,
+            told=self._tell_loss(options, index, loss),
         )
-        self._journal.unlink(missing_ok=True)
-        with self._errors.open("wb") as errors:
-            child = subprocess.Popen(  # noqa: S603 - our own interpreter, our own code
+
+    @contextlib.contextmanager
+    def open_pool(self, jobs: int) -> Iterator[Executor]:
+        """A thread for each child that may be busy."""
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                yield pool
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for child in tuple(self._busy):
+                    child.kill()
+
+    def _call(
+        self,
+        function: Callable[[CheckOptions, EngineFactory, *Ts], T],
+        options: CheckOptions,
+        *args: *Ts,
+        on_part: Callable[[Any], None] = lambda _part: None,
+    ) -> T:
+        """What the function comes to in a child, where it is given the watched engine.
+
+        What it yields goes to `on_part` as it comes.
+        """
+        child = self._take_child()
+        self._busy.append(child)
+        try:
+            value = child.ask((function, options, args), on_part)
+        except (EngineNotFoundError, RefusedError):
+            self._idle.append(child)
+            raise
+        except BaseException:
+            child.stop()
+            raise
+        else:
+            self._idle.append(child)
+            return cast("T", value)
+        finally:
+            self._busy.remove(child)
+
+    def _take_child(self) -> _Child:
+        with contextlib.suppress(IndexError):
+            while True:
+                child = self._idle.pop()
+                if not child.is_killed:
+                    return child
+                child.stop()
+        folder = tempfile.mkdtemp(dir=self._folder.name)
+        return _Child(Path(folder), self._path, self._event_seconds)
+
+    def _tell_loss(
+        self, options: CheckOptions, episode: int, loss: Loss, first: Finding | None = None
+    ) -> Told:
+        """The failure of an engine that was lost; behind what had been found already, if it was."""
+        again = reproduce(options, episode)
+        if self._event_seconds != EVENT_SECONDS:
+            again += f" --event-seconds {self._event_seconds:g}"
+        where = f"engine {options.engine}, preset {options.preset}, seed {options.seed}"
+        text = _face("blockstep check", where, loss)
+        if first is not None:
+            name = f"{first.property_id or first.kind} {first.sentence}"
+            text += f"\n  seen in the same episode before: {name}: {first.message}\n"
+        findings = [loss.finding] if first is None else [first, loss.finding]
+        failure = {
+            "episode": episode,
+            "event": len(loss.events),
+            "findings": [finding_to_json(finding) for finding in findings],
+            "config": loss.config,
+            "program": list(loss.events),
+            "num_shrink_runs": 0,
+            "reproduce": again,
+        }
+        return Told(failure, f"{text}\n  reproduce  {again}\n")
+
+
+class _Child:
+    """A process that does one job after another, until it is lost."""
+
+    def __init__(self, folder: Path, path: Sequence[str], event_seconds: float) -> None:
+        """A fresh interpreter, not a fork: nothing of this process is in the engine's way."""
+        self.is_killed = False
+        self._event_seconds = event_seconds
+        self._journal = folder / "journal"
+        self._errors = folder / "stderr"
+        code = (
+            f"import sys; sys.path[:] = {list(path)!r}; "
+            f"from blockstep.conformance.isolation import serve; serve({str(folder)!r})"
+        )
+        with self._errors.open("ab") as errors:
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter, our own code
                 [sys.executable, "-c", code],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 start_new_session=True,
             )
-        self._lines = queue.SimpleQueue()
-        self._reader = threading.Thread(target=_read_lines, args=(child, self._lines), daemon=True)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._jobs = self._process.stdin
+        self._output = self._process.stdout
+        self._answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read_answers, daemon=True)
         self._reader.start()
-        self._child = child
-        return child
 
-    def _next_message(self, child: subprocess.Popen[bytes]) -> Json:
-        """The next message; raises `_LostError` if none can be waited for any more."""
-        since, before = time.monotonic(), self._look()
+    def ask(self, job: Job, on_part: Callable[[Any], None]) -> object:
+        """What the job comes to.
+
+        Raises:
+            LostError: if nothing will come of it; then the child is to be stopped.
+            EngineNotFoundError, RefusedError, HarnessError: as was said in the child.
+        """
+        with contextlib.suppress(OSError):  # a dead child answers nothing, and that is noticed
+            pickle.dump(job, self._jobs)
+            self._jobs.flush()
+        while (answer := self._wait_for_answer())[0] == "part":
+            on_part(answer[1])
+        kind, value = answer
+        match kind:
+            case "not found":
+                raise EngineNotFoundError(value)
+            case "refused":
+                raise RefusedError(value)
+            case "harness":
+                raise HarnessError(value)
+            case "raised":
+                self._lose(f"the engine raised {value}", has_raised=True)
+        return cast("object", value)
+
+    def _read_answers(self) -> None:
+        try:
+            while True:
+                self._answers.put(_Unpickler(self._output).load())
+        except (EOFError, OSError, ValueError, pickle.UnpicklingError):  # it ended, or was stopped
+            self._answers.put(None)
+        except Exception as error:
+            self._answers.put(("harness", f"the answer of the child cannot be read: {error}"))
+
+    def _wait_for_answer(self) -> Answer:
+        """The next answer; raises `LostError` if none can be waited for any more."""
+        since, before = time.monotonic(), None
         while True:
-            has_ended = child.poll() is not None
+            has_ended = self._process.poll() is not None
             with contextlib.suppress(queue.Empty):
-                line = self._lines.get(timeout=min(0.2, self._event_seconds / 10))
-                if line is not None:
-                    message: Json = json.loads(line)
-                    return message
+                seconds = min(1 / LOOKS_PER_SECOND, self._event_seconds / 10)
+                answer = self._answers.get(timeout=seconds)
+                if answer is not None:
+                    return answer
                 has_ended = True
             if has_ended:
-                raise _LostError(self._read_loss(_say_how_it_ended(child.wait())))
+                self._lose(self._say_how_it_ended())
             if (now := self._look()) != before:
                 since, before = time.monotonic(), now
                 continue
-            seconds = self._get_limit(_last_line(now[1]))
-            if seconds is not None and time.monotonic() - since > seconds:
-                self._ask_where(child)
-                raise _LostError(self._read_loss(f"the engine gave no answer within {seconds:g} s"))
+            seconds = self._get_limit(now.rpartition("\n")[2])
+            if time.monotonic() - since > seconds:
+                self._ask_where()
+                self._lose(f"the engine gave no answer within {seconds:g} s")
 
-    def _look(self) -> tuple[int, bytes]:
-        """When the journal was written last, and how it ends."""
-        try:
-            with self._journal.open("rb") as journal:
-                state = os.fstat(journal.fileno())
-                journal.seek(max(state.st_size - 4096, 0))
-                return state.st_mtime_ns, journal.read()
-        except FileNotFoundError:
-            return 0, b""
+    def _look(self) -> str:
+        """The journal; "" before there is one."""
+        if not self._journal.is_file():
+            return ""
+        return self._journal.read_bytes().rstrip(b"\0").decode(errors="replace")
 
-    def _get_limit(self, line: str | None) -> float | None:
-        """For how long the engine may do this; None if it does nothing."""
-        if line is None:
-            return None
-        is_slow = line in {"(being imported)", "(being built)"}
+    def _get_limit(self, doing: str) -> float:
+        """For how long the engine may do this, or we whatever we do while it does nothing, ""."""
+        is_slow = doing in {"", "(being imported)", "(being built)"}
         return max(self._event_seconds, BUILD_SECONDS) if is_slow else self._event_seconds
 
-    def _ask_where(self, child: subprocess.Popen[bytes]) -> None:
+    def _ask_where(self) -> None:
         """Have a hanging child write where it is to its standard error."""
         if sys.platform != "win32":
-            child.send_signal(signal.SIGUSR1)
+            self._process.send_signal(signal.SIGUSR1)
             time.sleep(0.2)
 
-    def _read_loss(self, how: str) -> _Loss:
-        text = self._journal.read_text(errors="replace") if self._journal.is_file() else ""
-        last_words = _find_last_words(self._errors.read_text(errors="replace"))
-        header, _, rest = text.partition("\n")
-        if not header.startswith("["):
-            where = header.rstrip()
-            return _Loss(f"{how}{_say_where(where)}", last_words=last_words)
-        run, config = json.loads(header)
-        lines = rest.split("\n")
-        where = lines[-1] or (lines[-2] if "raised" in how and len(lines) > 1 else "")
+    def _lose(self, how: str, has_raised: bool = False) -> NoReturn:
+        header, *lines = self._look().split("\n")
+        if has_raised:
+            while lines and not lines[-1]:
+                lines.pop()
+        where = lines[-1] if lines else ""
         events = tuple(line for line in lines if line and not line.startswith(ASIDE))
-        return _Loss(f"{how}{_say_where(where)}", run, config, events, last_words)
+        last_words = _find_last_words(self._errors.read_text(errors="replace"))
+        config = json.loads(header)[1] if header else ""
+        raise LostError(Loss(f"{how}{_say_where(where)}", config, events, last_words))
 
-    def _stop(self) -> None:
-        """Kill the child with all that it has started."""
-        child, self._child = self._child, None
-        if child is None:
-            return
+    def _say_how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return "the engine closed the files of its process"
+        if code >= 0:
+            return f"the engine's process ended with exit code {code}"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        return f"the engine's process was ended by {name}"
+
+    def kill(self) -> None:
+        """End the process with all that it has started, at once."""
+        self.is_killed = True
         with contextlib.suppress(OSError):
             if sys.platform == "win32":
-                child.kill()
+                self._process.kill()
             else:
-                os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        assert child.stdin is not None
-        assert child.stdout is not None
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """The same, and wait for its end."""
+        self.kill()
+        self._process.wait()
         with contextlib.suppress(OSError):
-            child.stdin.close()
-        if self._reader is not None:
-            self._reader.join()
-        child.stdout.close()
+            self._jobs.close()
+        self._reader.join(timeout=1.0)
+        if not self._reader.is_alive():  # else a process that got away holds the other end
+            self._output.close()
 
 
-def _read_lines(child: subprocess.Popen[bytes], lines: queue.SimpleQueue[bytes | None]) -> None:
-    assert child.stdout is not None
-    for line in child.stdout:
-        lines.put(line)
-    lines.put(None)
+class _Unpickler(pickle.Unpickler):
+    """Reads what a child has written, and imports nothing for it: that could be the engine."""
 
-
-def _last_line(text: bytes) -> str | None:
-    """The unfinished last line: what the engine is doing; None if it does nothing."""
-    line = text.rpartition(b"\n")[2]
-    return line.decode(errors="replace") if line else None
+    def find_class(self, module: str, name: str) -> Any:
+        """A class, if its module is here already."""
+        if module not in sys.modules:
+            raise HarnessError(f"{module}.{name} is of no module of ours")
+        return super().find_class(module, name)
 
 
 def _find_last_words(errors: str) -> tuple[str, ...]:
@@ -595,16 +742,6 @@ def _find_last_words(errors: str) -> tuple[str, ...]:
     return tuple(words[: min([LAST_WORDS_MAX, *ours])])
 
 
-def _say_how_it_ended(code: int) -> str:
-    if code >= 0:
-        return f"the engine's process ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"the engine's process was ended by {name}"
-
-
 def _say_where(line: str) -> str:
     if not line:
         return " between two calls"
@@ -613,48 +750,7 @@ def _say_where(line: str) -> str:
     return f" at: {' '.join(line.split())}"
 
 
-def _outcome_of_loss(options: CheckOptions, loss: _Loss, progress: Json | None) -> Outcome:
-    """A finding of kind FAULT; behind what had been found already, if anything had."""
-    told = finding_to_json(
-        Finding(FindingKind.FAULT, "", "engine_answers_every_call", loss.message)
-    )
-    base: Json = check_to_json(CheckResult(options)) if progress is None else progress["check"]
-    base |= {"exit_code": int(ExitCode.FAILED), "conforms": False}
-    if progress is not None and base["failure"] is not None:
-        base["failure"]["findings"].append(told)
-        text = f"{progress['text']}\n  then, while this was being shrunk: {loss.message}\n"
-        return Outcome(base, text)
-    first = None if progress is None else progress["first"]
-    episode = _find_episode(loss, progress)
-    again = reproduce(options, episode)
-    base["num_events"] += len(loss.events)
-    base["failure"] = {
-        "episode": episode,
-        "event": len(loss.events),
-        "findings": [told] if first is None else [first, told],
-        "config": loss.config,
-        "program": list(loss.events),
-        "num_shrink_runs": 0,
-        "reproduce": again,
-    }
-    where = f"engine {options.engine}, preset {options.preset}, seed {options.seed}"
-    text = _face("blockstep check", where, loss)
-    if first is not None:
-        name = f"{first['property'] or first['kind']} {first['sentence']}"
-        text += f"\n  seen in the same episode before: {name}: {first['message']}\n"
-    return Outcome(base, f"{text}\n  reproduce  {again}\n")
-
-
-def _find_episode(loss: _Loss, progress: Json | None) -> int:
-    """The episode in which a child was lost: each is one run, until something is found."""
-    if progress is None:
-        return max(loss.run - 1, 0)
-    if progress["failed_episode"] is not None:
-        return int(progress["failed_episode"])
-    return int(progress["check"]["num_episodes"] + max(loss.run - progress["runs"] - 1, 0))
-
-
-def _face(command: str, where: str, loss: _Loss) -> str:
+def _face(command: str, where: str, loss: Loss) -> str:
     """The face of a failure (see `report.failure`) that nobody lived to shrink."""
     headline = HEADLINES[FindingKind.FAULT]
     lines = [

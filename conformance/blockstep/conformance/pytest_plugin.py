@@ -193,12 +193,16 @@ class Campaign:
 
     def _check(self, preset: str) -> dict[str, Any]:
         from blockstep.conformance import isolation, registry  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.report.failure import tell_failure  # noqa: PLC0415
+        from blockstep.conformance.report.jsonform import check_to_json  # noqa: PLC0415
+        from blockstep.conformance.report.verdict import verdict_text  # noqa: PLC0415
 
         try:
-            outcome = self.isolation.check(self._options[preset])
+            result = self.isolation.check(self._options[preset])
         except (registry.EngineNotFoundError, isolation.HarnessError, ValueError) as error:
             return {"error": f"blockstep: {error}"}
-        return {"check": outcome.check, "text": outcome.text}
+        text = verdict_text(result) if result.first is None else tell_failure(result)
+        return {"check": check_to_json(result), "text": text}
 
     def get_outcomes(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Those that there are, by preset. What could not be checked has none."""

@@ -184,7 +184,8 @@ class Shrinker:
         """Let all plans be in flight at once, so that no answer is needed between them."""
         actions = tuple(action for action in self.best.actions if not isinstance(action, Answer))
         depth = sum(isinstance(action, Schedule) for action in actions)
-        if len(actions) < len(self.best.actions) and depth > 1:
+        most = getattr(self._make_engine, "max_depth", depth)
+        if len(actions) < len(self.best.actions) and 1 < depth <= most:
             config = replace(self.best.config, max_frames_in_flight=depth)
             self._try(replace(self.best, config=config, actions=actions))
 

@@ -55,7 +55,7 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     for row in frame.rows:
         request = requests.get(row.request_id)
         tokens = sampled[row.request_id]
-        if request is None or not tokens:
+        if request is None or not tokens or row.is_dropped:
             continue
         request = get_fulfilled(state.config, request, len(row.draft_token_ids))
         request = get_rolled_back(request, len(row.draft_token_ids), len(tokens))
@@ -68,7 +68,7 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
         if output.finish_reason is None:
             requests[row.request_id] = request
         else:
-            pool = release_slots(pool, request)
+            pool = release_slots(pool, request, state.frees_unnamed_first)
             del requests[row.request_id]
             ended.append(row.request_id)
     frames = tuple(f for f in state.frames if f.frame_id != frame.frame_id)
@@ -199,11 +199,15 @@ def compute_stop(
     text_may_stop = len(outputs) >= asked.min_tokens
     if Quirk.MIN_TOKENS_MASK_LENGTH in quirks and not text_may_stop:
         return None, None
-    if text_may_stop and last == asked.eos_token_id:
+    is_at_length = num_known >= max_model_len or len(outputs) >= asked.max_tokens
+    if Quirk.LENGTH_COMES_BEFORE_STOP in quirks and is_at_length:
+        return FinishReason.LENGTH, None
+    token_may_stop = text_may_stop or Quirk.STOP_TOKENS_IGNORE_MIN_TOKENS in quirks
+    if token_may_stop and last == asked.eos_token_id:
         return FinishReason.STOP, None
-    if text_may_stop and last in asked.stop_token_ids:
+    if token_may_stop and last in asked.stop_token_ids:
         return FinishReason.STOP, last
-    if num_known >= max_model_len or len(outputs) >= asked.max_tokens:
+    if is_at_length:
         return FinishReason.LENGTH, None
     detection = asked.repetition_detection
     if text_may_stop and detection is not None and is_repeating(outputs, detection):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import free_blocks, get_num_free_blocks, withdraw_all
+from blockstep.spec.profiles import Quirk
 from blockstep.spec.queues import process_prepend
 from blockstep.spec.schedule import get_preempted
 from blockstep.spec.state import State
@@ -44,10 +45,17 @@ def process_forced_preemption(state: State) -> State:
     requests = state.requests.to_dict()
     waiting = list(state.waiting)
     for request_id in reversed(state.running):
-        pool = free_blocks(pool, requests[request_id].block_table)
-        requests[request_id] = get_preempted(requests[request_id])
+        table = requests[request_id].block_table
+        pool = free_blocks(pool, table, state.frees_unnamed_first)
+        requests[request_id] = get_preempted(requests[request_id], state.quirks)
         process_prepend(state.config.policy, waiting, request_id, requests)
     preemptions = state.stats.preemptions + len(state.running)
+    if Quirk.RESET_DROPS_TOKENS in state.quirks:
+        state = get_without_tokens_in_flight(state)
+        for request_id in state.running:
+            requests[request_id] = replace(requests[request_id], num_output_placeholders=0)
+    if Quirk.RESET_NAMES_ITS_VICTIMS in state.quirks:
+        state = replace(state, reset_req_ids=(*state.reset_req_ids, *state.running))
     return replace(
         state,
         pool=pool,
@@ -57,3 +65,21 @@ def process_forced_preemption(state: State) -> State:
         prev_scheduled_req_ids=(),
         stats=replace(state.stats, preemptions=preemptions),
     )
+
+
+def get_without_tokens_in_flight(state: State) -> State:
+    """The state in which what runs gets no token any more from the frames in flight.
+
+    Source: vLLM 0.27.0 `_preempt_request`, when run.
+    """
+    frames = tuple(
+        replace(
+            frame,
+            rows=tuple(
+                replace(row, is_dropped=row.is_dropped or row.request_id in state.running)
+                for row in frame.rows
+            ),
+        )
+        for frame in state.frames
+    )
+    return replace(state, frames=frames)

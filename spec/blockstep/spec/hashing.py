@@ -27,7 +27,11 @@ def get_item_keys(request: Request, start: int, end: int) -> tuple[tuple[str, in
 
 
 def compute_block_key(
-    request: Request, token_ids: TokenIds, index: int, parent: BlockKey | None
+    request: Request,
+    token_ids: TokenIds,
+    index: int,
+    parent: BlockKey | None,
+    quirks: frozenset[Quirk] = frozenset(),
 ) -> BlockKey:
     """The key of block `index` of a request, whose content is `token_ids` (block-size many).
 
@@ -35,12 +39,15 @@ def compute_block_key(
     Source: seed 001 "Block Hash Computation"; seed 003 section 1.2; P6.
     """
     start = index * len(token_ids)
+    items = get_item_keys(request, start, start + len(token_ids))
+    if Quirk.ITEMS_NAMED_WITHOUT_PLACE in quirks:
+        items = tuple((identifier, 0) for identifier, _ in items)
     return BlockKey(
         parent,
         token_ids,
         adapter=request.adapter,
         cache_salt=request.cache_salt if index == 0 else None,
-        items=get_item_keys(request, start, start + len(token_ids)),
+        items=items,
     )
 
 
@@ -55,11 +62,12 @@ def extend_block_keys(
     num_full_blocks = request.num_known_tokens // block_size
     keys = list(request.block_keys)
     asked = request.request
-    if Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM in quirks and request.output_token_ids:
-        asked = replace(asked, items=asked.items[-1:])
     for index in range(len(keys), num_full_blocks):
+        is_after_output = index > 0 and bool(request.output_token_ids)
+        if is_after_output and Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM in quirks:
+            asked = replace(asked, items=asked.items[-1:])
         tokens = get_tokens(request, index * block_size, (index + 1) * block_size)
-        keys.append(compute_block_key(asked, tokens, index, keys[-1] if keys else None))
+        keys.append(compute_block_key(asked, tokens, index, keys[-1] if keys else None, quirks))
     return tuple(keys)
 
 

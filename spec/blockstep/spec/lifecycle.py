@@ -7,6 +7,7 @@ from dataclasses import replace
 from blockstep.spec.commit import forget
 from blockstep.spec.hashing import extend_block_keys
 from blockstep.spec.maps import FrozenMap
+from blockstep.spec.profiles import Quirk
 from blockstep.spec.queues import is_blocked, process_append
 from blockstep.spec.slots import compute_max_slots, compute_num_blocks, is_servable, release_slots
 from blockstep.spec.state import RequestState, State
@@ -74,7 +75,8 @@ def process_submit(state: State, request: Request) -> tuple[State, Ack] | Reject
     requests = state.requests.to_dict()
     requests[request.request_id] = entry
     waiting, skipped = list(state.waiting), list(state.skipped_waiting)
-    queue = skipped if is_blocked(entry) else waiting
+    has_two_queues = Quirk.ONE_WAITING_QUEUE not in state.quirks
+    queue = skipped if is_blocked(entry) and has_two_queues else waiting
     process_append(state.config.policy, queue, request.request_id, requests)
     # observe
     return replace(
@@ -117,7 +119,7 @@ def process_abort(state: State, request_ids: tuple[RequestId, ...]) -> tuple[Sta
     for request_id in request_ids:
         request = requests.pop(request_id, None)
         if request is not None:
-            pool = release_slots(pool, request)
+            pool = release_slots(pool, request, state.frees_unnamed_first)
             ended.append(request_id)
     # observe
     state = replace(state, requests=FrozenMap(requests))

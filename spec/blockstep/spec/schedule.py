@@ -31,6 +31,7 @@ from blockstep.spec.vocabulary import (
     NewRow,
     PauseState,
     Plan,
+    Policy,
     RejectCode,
     Rejected,
     RequestId,
@@ -161,7 +162,7 @@ def process_running_phase(step: Step) -> None:
             num_rows = len(step.rows)
             victim_id = process_preemption(step, victim_index)
             if victim_id == request.request_id:
-                return
+                break
             if (
                 Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT in step.state.quirks
                 and len(step.rows) == num_rows
@@ -169,6 +170,13 @@ def process_running_phase(step: Step) -> None:
                 continue  # upstream counts back only for a victim that had a row
             if victim_index < index:
                 index -= 1
+        if granted is None:
+            # It preempted itself, so it is no longer there; the next one has its place.
+            if Quirk.SELF_VICTIM_LETS_OTHERS_RUN not in step.state.quirks:
+                return
+            if config.policy is Policy.FCFS:
+                return
+            continue
         process_grant(step, request, num_new, granted)
         index += 1
 
@@ -186,10 +194,20 @@ def get_num_running_tokens(step: Step, request: RequestState) -> int:
     return compute_num_running_tokens(
         request.num_known_tokens + num_placeholders + len(request.spec_token_ids),
         num_computed,
-        config.long_prefill_token_threshold,
+        get_threshold(step.state),
         step.budget,
         config.max_model_len,
     )
+
+
+def get_threshold(state: State) -> int:
+    """The most tokens of a long prefill that a step computes; 0: as many as there are.
+
+    Source: seed 001 "For Running Requests".
+    """
+    if Quirk.LONE_REQUEST_HAS_NO_THRESHOLD in state.quirks and len(state.requests) == 1:
+        return 0
+    return state.config.long_prefill_token_threshold
 
 
 def process_grant(
@@ -237,27 +255,28 @@ def process_preemption(step: Step, victim_index: int) -> RequestId:
     # pool, requests
     victim = step.requests[victim_id]
     if Quirk.UNWRITTEN_KEYS_STAY in step.state.quirks:
-        step.pool = release_slots(step.pool, victim)
+        step.pool = release_slots(step.pool, victim, step.state.frees_unnamed_first)
     else:
         step.pool = revoke_slots(step.pool, victim, step.state.config.block_size)
-    step.requests[victim_id] = get_preempted(victim)
+    step.requests[victim_id] = get_preempted(victim, step.state.quirks)
     step.stats = replace(step.stats, preemptions=step.stats.preemptions + 1)
     process_prepend(step.state.config.policy, step.waiting, victim_id, step.requests)
     return victim_id
 
 
-def get_preempted(request: RequestState) -> RequestState:
+def get_preempted(request: RequestState, quirks: frozenset[Quirk] = frozenset()) -> RequestState:
     """The request after it lost its blocks: it recomputes everything, but keeps its outputs.
 
     It keeps its placeholders, too: frames in flight still deliver its tokens, and until they have
     it is not admitted again. Dropping the frames' tokens, or their count, is what upstream does in
     turns (#47900, #48245). Source: seed 001 "Preemption Policy -- Recomputation Only in V1"; P12.
     """
+    keeps_drafts = Quirk.DRAFTS_OUTLIVE_PREEMPTION in quirks
     return replace(
         request,
         status=Status.PREEMPTED,
         num_computed_tokens=0,
-        spec_token_ids=(),
+        spec_token_ids=request.spec_token_ids if keeps_drafts else (),
         block_table=(),
         num_cached_blocks=0,
         num_preemptions=request.num_preemptions + 1,
@@ -285,14 +304,47 @@ def process_waiting_phase(step: Step) -> None:
                 continue
             request = replace(request, status=Status.WAITING)
             step.requests[request.request_id] = request
-        if request.num_output_placeholders > 0:
+        if request.num_output_placeholders > 0 or is_held_by_a_frame(step.state, request):
             passed_over.append(queue.pop(0))
             continue
         if not process_admission(step, request):
+            if is_passed_over_as_too_long(step, request):
+                passed_over.append(queue.pop(0))
+                continue
             break
         queue.pop(0)
+    has_two_queues = Quirk.ONE_WAITING_QUEUE not in step.state.quirks
+    if Quirk.PASSED_OVER_COME_BACK_REVERSED in step.state.quirks:
+        passed_over.reverse()
     for request_id in reversed(passed_over):
-        process_prepend(config.policy, step.skipped, request_id, step.requests)
+        queue = step.skipped if has_two_queues else step.waiting
+        process_prepend(config.policy, queue, request_id, step.requests)
+
+
+def is_held_by_a_frame(state: State, request: RequestState) -> bool:
+    """Whether a preempted request waits until every frame with a row of it was answered.
+
+    Only with a quirk: a row that does not sample has nothing to wait for.
+    Source: vLLM 0.27.0 `schedule`, when run; upstream #48245.
+    """
+    return Quirk.FRAMES_HOLD_THE_PREEMPTED in state.quirks and any(
+        row.request_id == request.request_id and not row.is_dropped
+        for frame in state.frames
+        for row in frame.rows
+    )
+
+
+def is_passed_over_as_too_long(step: Step, request: RequestState) -> bool:
+    """Whether a prompt that the budget cannot take in one piece holds nobody up; only a quirk.
+
+    Source: vLLM 0.11.0 `schedule`, when run.
+    """
+    config = step.state.config
+    if config.enable_chunked_prefill or Quirk.TOO_LONG_IS_PASSED_OVER not in step.state.quirks:
+        return False
+    num_hit = len(get_prefix_hit(config, step.pool, request)) * config.block_size
+    threshold = get_threshold(step.state)
+    return compute_num_waiting_tokens(request.num_known_tokens, num_hit, threshold) > step.budget
 
 
 def process_admission(step: Step, request: RequestState) -> bool:
@@ -306,21 +358,26 @@ def process_admission(step: Step, request: RequestState) -> bool:
     hit = get_prefix_hit(config, step.pool, request)
     num_hit = len(hit) * config.block_size
     num_known = request.num_known_tokens
-    num_new = compute_num_waiting_tokens(num_known, num_hit, config.long_prefill_token_threshold)
+    num_new = compute_num_waiting_tokens(num_known, num_hit, get_threshold(step.state))
     if not config.enable_chunked_prefill and num_new > step.budget:
         return False
     num_new = min(num_new, step.budget)
-    if config.scheduler_reserve_full_isl:
+    if config.scheduler_reserve_full_isl and Quirk.NOTHING_RESERVED not in step.state.quirks:
         num_slots = min(num_known, config.max_model_len)
         if not can_hold(step.pool, num_slots, config.block_size, 0, hit):
             return False
-    granted = allocate_slots(config, step.pool, request, num_new, hit=hit)
+    num_lookahead = 0
+    if Quirk.ADMITTED_WITH_LOOKAHEAD in step.state.quirks:
+        num_lookahead = config.num_lookahead_tokens
+    granted = allocate_slots(config, step.pool, request, num_new, num_lookahead, hit)
     if granted is None:
         return False
     # pool
     step.pool, after = granted
     # requests
     first_hit = num_hit if request.num_cached_tokens < 0 else request.num_cached_tokens
+    if Quirk.CACHED_TOKENS_OF_THE_LAST_HIT in step.state.quirks and not request.output_token_ids:
+        first_hit = num_hit
     step.requests[request.request_id] = replace(
         after, status=Status.RUNNING, num_computed_tokens=num_hit, num_cached_tokens=first_hit
     )
@@ -374,7 +431,7 @@ def get_plan(step: Step) -> Plan:
         new=tuple(new),
         cached=(*cached, *resumed),
         finished_req_ids=step.state.finished_req_ids,
-        preempted_req_ids=tuple(sorted(step.preempted)),
+        preempted_req_ids=tuple(sorted({*step.preempted, *step.state.reset_req_ids})),
     )
 
 
@@ -409,6 +466,7 @@ def process_advance(step: Step, plan: Plan) -> State:
         next_frame_id=plan.frame_id + 1,
         finished_req_ids=(),
         prev_scheduled_req_ids=tuple(sorted(row.request_id for row in step.rows)),
+        reset_req_ids=(),
         stats=step.stats,
     )
 
@@ -428,6 +486,8 @@ def process_promises(step: Step, rows: list[FrameRow]) -> None:
         request = step.requests[request_id]
         num_promised = promising.get(request_id, 0)
         if Quirk.PLACEHOLDERS_OUTLIVE_A_GAP in step.state.quirks and request_id not in planned:
+            continue
+        if Quirk.DRAFTS_OUTLIVE_PREEMPTION in step.state.quirks and num_promised == 0:
             continue
         step.requests[request_id] = replace(
             request,

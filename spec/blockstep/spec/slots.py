@@ -151,9 +151,9 @@ def publish_slots(pool: Pool, request: RequestState, num_full: int) -> tuple[Poo
     return pool, replace(request, num_cached_blocks=num_cached_blocks)
 
 
-def release_slots(pool: Pool, request: RequestState) -> Pool:
+def release_slots(pool: Pool, request: RequestState, unnamed_first: bool = False) -> Pool:
     """Free every block of a request that ends. Source: seed 001 "Deallocation"; P1."""
-    return free_blocks(pool, request.block_table)
+    return free_blocks(pool, request.block_table, unnamed_first)
 
 
 def revoke_slots(pool: Pool, request: RequestState, block_size: int) -> Pool:

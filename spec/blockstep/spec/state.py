@@ -78,6 +78,8 @@ class FrameRow:
     draft_token_ids: TokenIds
     samples: bool
     """Whether the step reaches the last token that will be known, so that the worker samples."""
+    is_dropped: bool = False
+    """Whether what it sampled is not delivered; only ever by a quirk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +110,18 @@ class State:
     next_frame_id: FrameId = 0
     finished_req_ids: tuple[RequestId, ...] = ()
     prev_scheduled_req_ids: tuple[RequestId, ...] = ()
+    reset_req_ids: tuple[RequestId, ...] = ()
+    """Preempted by a reset since the last plan, where the next one names them; only by a quirk."""
     stats: Stats = NO_STATS
     quirks: frozenset[Quirk] = frozenset()
     """Known deviations to follow; none in the specification proper (see `profiles`)."""
+
+    @property
+    def frees_unnamed_first(self) -> bool:
+        """Whether free blocks without a key are taken before all others; only by a quirk."""
+        has_names = self.config.enable_prefix_caching
+        quirk = Quirk.UNNAMED_BLOCKS_FIRST if has_names else Quirk.UNCACHED_BLOCKS_FIRST
+        return quirk in self.quirks
 
 
 def initial_state(config: Config, profile: Profile = STRICT) -> State:

@@ -1,4 +1,4 @@
-"""Building a scheduler of vLLM 0.19.1, and its requests, without a model, weights or tokenizer.
+"""Building a scheduler of vLLM, and its requests, without a model, weights or tokenizer.
 
 Nothing of vLLM is patched; what it takes from a model is given to it as plain values:
 
@@ -7,14 +7,15 @@ Nothing of vLLM is patched; what it takes from a model is given to it as plain v
 * speculation is a small stand-in for `SpeculativeConfig`; a compiled grammar accepts everything.
 * adapters are LoRA names.
 
-Importing this module imports vLLM, which takes seconds, and sets two variables of the environment
-unless they are set: `VLLM_LOGGING_LEVEL`, and `PYTHONHASHSEED`, from which vLLM seeds the root of
-its hash chain (at random if there is none).
+Importing this module imports vLLM, which takes seconds, and sets variables of the environment
+unless they are set: `VLLM_LOGGING_LEVEL`, `PYTHONHASHSEED`, from which vLLM seeds the root of
+its hash chain (at random if there is none), and those that the release asks for.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
 import tempfile
@@ -24,34 +25,40 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from blockstep.conformance.adapters.vllm_names import get_lora_name, require_release
+from blockstep.conformance.adapters.vllm_names import get_lora_name
+from blockstep.conformance.adapters.vllm_releases import require_release
 from blockstep.spec.vocabulary import Config, Request, SpecMethod
+
+RELEASE = require_release()
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("PYTHONHASHSEED", "0")
+for name, value in RELEASE.environment:
+    os.environ.setdefault(name, value)
 
 try:
     import torch
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.lora.request import LoRARequest
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-    from vllm.sampling_params import (
-        RepetitionDetectionParams,
-        SamplingParams,
-        StructuredOutputsParams,
-    )
-    from vllm.utils.hashing import sha256
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.request import Request as VllmRequest
     from vllm.v1.structured_output import StructuredOutputManager
+    from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+    if RELEASE.has_repetition_detection:
+        from vllm.sampling_params import RepetitionDetectionParams
+    if RELEASE.has_hashing_module:
+        from vllm.utils.hashing import sha256
+    else:
+        from vllm.utils import sha256
 except ImportError as error:
     require_release(error)
     raise
-
-require_release()
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -72,10 +79,16 @@ Hasher: TypeAlias = Callable[[VllmRequest], list[bytes]]
 
 @dataclass
 class Speculation:
-    """Stands in for `SpeculativeConfig`: the attributes that the scheduler reads."""
+    """Stands in for `SpeculativeConfig`: the attributes that schedulers read."""
 
     method: str
     num_speculative_tokens: int
+    num_speculative_tokens_per_batch_size: None = None
+    """Newer releases may choose the number by batch size."""
+    disable_eagle_block_drop: bool = False
+    disable_lookahead_block_hashes: bool = True
+    max_num_new_slots_for_drafting: int = 0
+    """Input slots of a proposer beyond the tokens of a plan."""
 
     def use_eagle(self) -> bool:
         """Whether hits lose their last block, and lookahead slots are kept."""
@@ -85,7 +98,16 @@ class Speculation:
         """Whether lookahead slots are kept."""
         return self.method == SpecMethod.DRAFT_MODEL
 
+    def __getattr__(self, name: str) -> Callable[[], bool]:
+        """Whether it is another method: `use_...`, which newer releases ask one by one."""
+        if name.endswith("_eagle_block_drop"):
+            return self.use_eagle
+        if name.startswith("use"):
+            return lambda: False
+        raise AttributeError(name)
 
+
+@StructuredOutputGrammar.register
 class AnyGrammar:
     """A compiled grammar that every token satisfies (`StructuredOutputGrammar`)."""
 
@@ -102,10 +124,19 @@ class AnyGrammar:
         return False
 
 
+def fit_keywords(function: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
+    """Those of the keywords that this release of `function` has.
+
+    What the release is then not told must be in its profile, or declined (`VllmEngine.declines`).
+    """
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in keywords.items() if name in known}
+
+
 @cache
 def get_model_config() -> ModelConfig:
     """A two-layer Llama without weights or tokenizer; built once, since it takes a while."""
-    # 0.19.1 keeps the root of its hash chain in a global; without a root it hashes nothing.
+    # vLLM keeps the root of its hash chain in a global; without a root it hashes nothing.
     init_none_hash(sha256)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
@@ -125,12 +156,14 @@ def build_scheduler(config: Config) -> Scheduler:
     )
     vllm_config = build_vllm_config(config)
     make_scheduler = AsyncScheduler if config.async_scheduling else Scheduler
-    return make_scheduler(
+    keywords = fit_keywords(
+        Scheduler,
         vllm_config=vllm_config,
         kv_cache_config=KVCacheConfig(config.num_blocks, [], [KVCacheGroupSpec(["layer"], layer)]),
         structured_output_manager=StructuredOutputManager(vllm_config),
         block_size=config.block_size,
     )
+    return make_scheduler(**keywords)
 
 
 def build_vllm_config(config: Config) -> VllmConfig:
@@ -138,20 +171,23 @@ def build_vllm_config(config: Config) -> VllmConfig:
     model = copy.copy(get_model_config())
     model.max_model_len = config.max_model_len
     budget = config.max_num_batched_tokens
-    scheduling = SchedulerConfig(
+    keywords = fit_keywords(
+        SchedulerConfig,
         max_num_seqs=config.max_num_seqs,
         # It refuses a budget below the model length or `max_num_seqs`; what a step may really
-        # hold, it reads from `max_num_scheduled_tokens`.
+        # hold, it reads from `max_num_scheduled_tokens`, where there is such a thing.
         max_num_batched_tokens=max(budget, config.max_model_len, config.max_num_seqs),
         max_num_scheduled_tokens=budget,
         max_model_len=config.max_model_len,
         is_encoder_decoder=False,
         enable_chunked_prefill=config.enable_chunked_prefill,
-        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        # Newer releases refuse one above the model length, where it says the same.
+        long_prefill_token_threshold=min(config.long_prefill_token_threshold, config.max_model_len),
         policy=config.policy.value,
         async_scheduling=config.async_scheduling,
         scheduler_reserve_full_isl=config.scheduler_reserve_full_isl,
     )
+    scheduling = SchedulerConfig(**keywords)
     caching = CacheConfig(
         block_size=config.block_size, enable_prefix_caching=config.enable_prefix_caching
     )
@@ -162,6 +198,8 @@ def build_vllm_config(config: Config) -> VllmConfig:
         cache_config=caching,
         device_config=DeviceConfig("cpu"),
     )
+    if not RELEASE.has_step_budget:
+        built.scheduler_config.max_num_batched_tokens = budget  # when it has been looked at
     if config.spec_method is not SpecMethod.NONE:
         # Set afterwards: a real `SpeculativeConfig` wants the weights of a proposer.
         stand_in: Any = Speculation(config.spec_method, config.num_speculative_tokens)
@@ -214,22 +252,26 @@ def build_request(
     if request.adapter is not None:
         number = lora_ids.setdefault(request.adapter, len(lora_ids) + 1)
         lora = LoRARequest(get_lora_name(request.adapter, separate_names), number, "-")
-    return VllmRequest(
+    keywords = fit_keywords(
+        VllmRequest,
         request_id=request.request_id,
         prompt_token_ids=list(request.prompt_token_ids),
         sampling_params=sampling,
         pooling_params=None,
+        eos_token_id=request.eos_token_id,
         arrival_time=float(request.arrival_time),
         lora_request=lora,
         cache_salt=request.cache_salt,
         priority=request.priority,
         block_hasher=with_items(hasher, request) if hasher is not None else None,
     )
+    return VllmRequest(**keywords)
 
 
 def _build_sampling(request: Request) -> SamplingParams:
     detection = request.repetition_detection
-    sampling = SamplingParams(
+    keywords = fit_keywords(
+        SamplingParams,
         max_tokens=request.max_tokens,
         min_tokens=request.min_tokens,
         stop_token_ids=list(request.stop_token_ids),
@@ -243,6 +285,7 @@ def _build_sampling(request: Request) -> SamplingParams:
         if request.structured_output
         else None,
     )
-    # The way that the front end takes: the constructor has no end-of-sequence token.
+    sampling = SamplingParams(**keywords)
+    # The way that the front end takes: where it stands, `Request` has no end-of-sequence token.
     sampling.update_from_generation_config({}, request.eos_token_id)
     return sampling

@@ -1,56 +1,11 @@
-"""What the adapter of vLLM can say without vLLM: its releases, and what a digest stands for."""
+"""What the adapter of vLLM can say without vLLM: what a digest stands for, and names."""
 
 from __future__ import annotations
 
-from importlib import metadata
-
+from blockstep.conformance.adapters.vllm_releases import Release
 from blockstep.spec.vocabulary import BlockKey, Request, TokenIds
 
-RELEASES: tuple[str, ...] = ("0.19.1",)
-"""Releases that the adapter was written against and run with; arguments and fields drift."""
 ADAPTER_PREFIX = "adapter:"
-
-
-def get_release_problem(version: str | None) -> str | None:
-    """Why this version of vLLM cannot be held to the spec; None if it can. None: not installed.
-
-    A local part (`0.19.1+cpu`) says how it was built, and is ignored.
-    """
-    if version is not None and version.split("+")[0] in RELEASES:
-        return None
-    found = "vLLM is not installed" if version is None else f"vLLM {version} is not supported"
-    return (
-        f"{found}; the adapter follows {' and '.join(RELEASES)}: "
-        f"`make vllm VLLM={RELEASES[-1]}` installs it beside .venv and runs the check there"
-    )
-
-
-def get_installed_version() -> str | None:
-    """The version of vLLM in this environment, or None. Does not import it, which takes seconds."""
-    try:
-        return metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def require_release(error: ImportError | None = None) -> None:
-    """Raise what a user can act on if vLLM is missing, of another release, or broken.
-
-    Args:
-        error: What importing it raised, if anything.
-
-    Raises:
-        ImportError: in one sentence; `load_engine` hands it on.
-    """
-    version = get_installed_version()
-    problem = get_release_problem(version)
-    if problem is None and error is not None:
-        problem = (
-            f"vLLM {version} is installed but cannot be imported ({error}): "
-            "`make vllm` makes an environment with what its scheduler needs"
-        )
-    if problem is not None:
-        raise ImportError(problem) from error
 
 
 def get_lora_name(adapter: str, separate_names: bool) -> str:
@@ -59,6 +14,7 @@ def get_lora_name(adapter: str, separate_names: bool) -> str:
 
 
 def compute_block_key(
+    release: Release,
     request: Request,
     parent: BlockKey | None,
     token_ids: TokenIds,
@@ -71,11 +27,13 @@ def compute_block_key(
         items         |--- a ---|   |--- b ---|
         blocks    |  [(a,2)]  | [(a,-6),(b,2)] | ...       offsets count from the block's start
 
-    Once the request has output, 0.19.1 looks at its last item alone
-    (`_gen_mm_extra_hash_keys` with `start_mm_idx` -1), so that is what the digest names.
+    Once the request has output, some releases look at its last item alone, but for the first block
+    (`_gen_mm_extra_hash_keys` with `start_mm_idx` -1), so that is what the digest names. Where the
+    place of an item is no part of the digest, every offset is 0.
     Source: `generate_block_hash_extra_keys`.
 
     Args:
+        release: Whose digest it is.
         request: As it was submitted.
         parent: The key of the block before; None for the first.
         token_ids: The tokens of this block, exactly block-size many.
@@ -83,14 +41,15 @@ def compute_block_key(
         is_after_output: Whether it was hashed when the request had output already.
     """
     end = start + len(token_ids)
-    items = request.items[-1:] if is_after_output else request.items
+    only_last = is_after_output and start > 0 and not release.has_all_items
+    items = request.items[-1:] if only_last else request.items
     return BlockKey(
         parent,
         token_ids,
         adapter=request.adapter,
         cache_salt=request.cache_salt if parent is None else None,
         items=tuple(
-            (item.identifier, item.offset - start)
+            (item.identifier, item.offset - start if release.has_offsets else 0)
             for item in items
             if item.offset < end and start < item.offset + item.length
         ),

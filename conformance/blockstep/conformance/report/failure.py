@@ -6,8 +6,9 @@ Plain text on purpose: it is read in CI logs, pasted into issues, and compared b
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
 
-from blockstep.conformance.check import CheckOptions
+from blockstep.conformance.check import CheckOptions, CheckResult
 from blockstep.conformance.findings import Difference, Finding, FindingKind
 from blockstep.conformance.presets import MAX_DEPTH
 from blockstep.conformance.program import describe, describe_observation
@@ -28,6 +29,19 @@ NOT_AGAIN = (
     "this was seen once, and not when the program ran again: the engine is not deterministic"
 )
 """Said of a finding that does not come back."""
+
+
+def tell_failure(result: CheckResult) -> str:
+    """The whole report of the first failure of a check, a trailing newline included."""
+    if result.told is not None:
+        return result.told.text
+    assert result.failure is not None
+    assert result.first is not None
+    assert result.failing_program is not None
+    note = "" if result.failure.findings else f"\n  {NOT_AGAIN}\n"
+    shrunk = replace(result.failure, findings=result.failure.findings or [result.first])
+    before = len(result.failing_program.actions)
+    return render_failure(shrunk, result.options, result.failed_episode or 0, before) + note
 
 
 def render_failure(

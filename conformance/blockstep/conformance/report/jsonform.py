@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from blockstep.conformance.check import CheckResult
 from blockstep.conformance.findings import Difference, Finding
 from blockstep.conformance.program import describe
 from blockstep.conformance.report.failure import describe_config, reproduce
 
 
-def check_to_json(result: CheckResult) -> dict[str, object]:
+def check_to_json(result: CheckResult) -> dict[str, Any]:
     """A plain structure of dicts, lists, strings and numbers."""
     options = result.options
     return {
@@ -31,18 +34,22 @@ def check_to_json(result: CheckResult) -> dict[str, object]:
         "witnesses_missing": list(result.missing),
         "findings_known": dict(sorted(result.known.items())),
         "capabilities_missing": dict(sorted(result.skipped.items())),
-        "failure": _failure(result),
+        "failure": failure_to_json(result),
     }
 
 
-def _failure(result: CheckResult) -> dict[str, object] | None:
-    if result.failure is None or result.failed_episode is None:
+def failure_to_json(result: CheckResult) -> Mapping[str, object] | None:
+    """The first failure as docs/reference/json.md has it; None if there is none."""
+    if result.told is not None:
+        return result.told.failure
+    if result.failure is None or result.first is None or result.failed_episode is None:
         return None
     program = result.failure.program
+    findings = result.failure.findings or [result.first]
     return {
         "episode": result.failed_episode,
         "event": result.failure.run.num_events,
-        "findings": [finding_to_json(finding) for finding in result.failure.findings],
+        "findings": [finding_to_json(finding) for finding in findings],
         "config": describe_config(program.config),
         "program": [describe(action) for action in program.actions],
         "num_shrink_runs": result.failure.num_runs,

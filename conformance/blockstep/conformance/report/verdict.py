@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from io import StringIO
+
 from rich.console import Console
 from rich.table import Table
 
@@ -20,6 +22,19 @@ def render_verdict(result: CheckResult, console: Console) -> None:
         if not console.is_terminal:
             console.width = max(console.width, WIDTH_MIN)  # a file has room for all counts
         console.print(witness_table(result))
+    _render_lines(result, console)
+
+
+def verdict_text(result: CheckResult) -> str:
+    """The same without the table, as text."""
+    words = StringIO()
+    _render_lines(result, Console(file=words, width=WIDTH_MIN, highlight=False))
+    return words.getvalue()
+
+
+def _render_lines(result: CheckResult, console: Console) -> None:
+    options = result.options
+    if options.episode is None:
         canary = result.canary_killed_after
         console.print(
             f"canary      caught after {canary} events"

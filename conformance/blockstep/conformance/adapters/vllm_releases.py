@@ -1,0 +1,186 @@
+"""The releases of vLLM that the adapter follows, and what each has: one table, oldest first.
+
+Each entry says what changed since the one before it, so the table reads as a history. It says what
+the adapter must know to hand an event over and to read the answer; what a release *decides*
+otherwise is in its profile (`blockstep.spec.profiles`). Nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import metadata
+from types import MappingProxyType
+
+PACKAGES: tuple[str, ...] = (
+    "numpy", "cachetools", "psutil", "requests", "tqdm", "regex", "tokenizers", "safetensors",
+    "pydantic", "prometheus_client", "pillow", "cloudpickle", "msgspec", "pyzmq", "cbor2", "pyyaml",
+    "einops", "pybase64", "aiohttp", "openai", "openai-harmony", "diskcache", "gguf", "py-cpuinfo",
+    "uvloop", "llguidance", "xgrammar", "setuptools",
+)  # fmt: skip
+"""What importing the scheduler of any release needs. vLLM's own list would bring several GB."""
+SINCE_0_18 = (*PACKAGES, "transformers<5")
+UP_TO_0_16 = (
+    *SINCE_0_18, "setproctitle", "blake3", "mistral_common", "opentelemetry-api", "tiktoken",
+    "fastapi",
+)  # fmt: skip
+SINCE_0_27 = (
+    *PACKAGES, "transformers>=5", "setproctitle", "blake3", "mistral_common", "opentelemetry-api",
+    "tiktoken", "fastapi", "partial-json-parser",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """What one release has and lacks. The defaults are those of the oldest."""
+
+    version: str
+    packages: tuple[str, ...]
+    """What importing its scheduler needs, beside torch."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables of the environment that it is run with."""
+    has_async: bool = False
+    """Whether its asynchronous scheduler can be held to the spec."""
+    has_pause: bool = False
+    """`set_pause_state`."""
+    has_forced_reset: bool = False
+    """`reset_prefix_cache(reset_running_requests=True)`."""
+    has_sound_async_reset: bool = False
+    """Whether a forced reset under asynchronous scheduling leaves nothing behind (#42043)."""
+    has_sound_preemption: bool = False
+    """Whether what is preempted waits until its tokens in flight have come (#48245)."""
+    has_draft_models: bool = False
+    """Whether a draft model may propose; its KV needs slots ahead."""
+    has_drafts: bool = False
+    """Whether its plans with drafts can be told as ours."""
+    masks_stops: bool = False
+    """Whether the scheduler holds stop tokens off until `min_tokens`, and not the sampler alone."""
+    has_skipped_waiting: bool = False
+    """A queue of its own for what was passed over."""
+    has_repetition_detection: bool = False
+    """`SamplingParams.repetition_detection`."""
+    has_plain_grammar: bool = False
+    """Whether plans are made without the bitmask of a compiled grammar, which needs a backend."""
+    has_cache_opt_out: bool = False
+    """`SamplingParams.skip_reading_prefix_cache`."""
+    has_hashing_module: bool = False
+    """`vllm.utils.hashing`, which was `vllm.utils`."""
+    has_step_budget: bool = False
+    """`SchedulerConfig.max_num_scheduled_tokens`: a budget below the model length."""
+    has_prefill_stats: bool = False
+    """Cached tokens are told once, with the first output, and not kept in the request."""
+    has_offsets: bool = False
+    """Whether the place of an item in its block is part of the block's digest (#36708)."""
+    has_all_items: bool = False
+    """Whether a block that outputs complete is named by all of its items, not the last alone."""
+    has_tagged_names: bool = False
+    """Whether a digest tells an adapter from a salt of the same name."""
+    has_chunk_flag: bool = False
+    """`Request.is_prefill_chunk`."""
+    has_sound_priority: bool = False
+    """Whether PRIORITY can be run: the first release compares requests of one rank, and plans a
+    victim that was in the step already (#23347, #28558)."""
+    has_told_preemptions: bool = False
+    """Whether plans tell who was preempted, and the outputs that the worker may have missed."""
+
+    @property
+    def profile(self) -> str:
+        """The name of its profile."""
+        return f"vllm-{self.version}"
+
+
+def _build_table() -> Mapping[str, Release]:
+    r0110 = Release("0.11.0", UP_TO_0_16)
+    r0120 = replace(
+        r0110,
+        version="0.12.0",
+        has_async=True,
+        has_forced_reset=True,
+        has_hashing_module=True,
+        has_cache_opt_out=True,
+        has_sound_priority=True,
+        has_drafts=True,
+        masks_stops=True,
+        has_plain_grammar=True,
+        has_told_preemptions=True,
+    )
+    r0141 = replace(r0120, version="0.14.1")
+    r0160 = replace(r0141, version="0.16.0", has_chunk_flag=True, has_draft_models=True)
+    r0181 = replace(
+        r0160,
+        version="0.18.1",
+        packages=SINCE_0_18,
+        has_pause=True,
+        has_skipped_waiting=True,
+        has_repetition_detection=True,
+        has_step_budget=True,
+    )
+    r0191 = replace(r0181, version="0.19.1", has_offsets=True)
+    r0202 = replace(r0191, version="0.20.2", has_prefill_stats=True)
+    r0230 = replace(r0202, version="0.23.0", environment=(("VLLM_USE_V2_MODEL_RUNNER", "0"),))
+    r0270 = replace(
+        r0230,
+        version="0.27.0",
+        packages=SINCE_0_27,
+        has_sound_async_reset=True,
+        has_sound_preemption=True,
+        has_drafts=False,
+    )
+    r0330 = replace(
+        r0270,
+        version="0.33.0",
+        has_skipped_waiting=False,
+        masks_stops=False,
+        has_all_items=True,
+        has_tagged_names=True,
+    )
+    table = (r0110, r0120, r0141, r0160, r0181, r0191, r0202, r0230, r0270, r0330)
+    return MappingProxyType({release.version: release for release in table})
+
+
+RELEASES: Mapping[str, Release] = _build_table()
+REFERENCE = "0.19.1"
+"""The release whose rules the specification follows where nothing else decides."""
+
+
+def get_installed_version() -> str | None:
+    """The version of vLLM in this environment, or None. Does not import it, which takes seconds."""
+    try:
+        return metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def get_release_problem(version: str | None) -> str | None:
+    """Why this version of vLLM cannot be held to the spec; None if it can. None: not installed.
+
+    A local part (`0.19.1+cpu`) says how it was built, and is ignored.
+    """
+    if version is not None and version.split("+")[0] in RELEASES:
+        return None
+    found = "vLLM is not installed" if version is None else f"vLLM {version} is not supported"
+    return (
+        f"{found}; the adapter follows {', '.join(RELEASES)}: "
+        f"`make vllm VLLM={REFERENCE}` installs it beside .venv and runs the check there"
+    )
+
+
+def require_release(error: ImportError | None = None) -> Release:
+    """The release that is installed, or what a user can act on if there is none, or a broken one.
+
+    Args:
+        error: What importing it raised, if anything.
+
+    Raises:
+        ImportError: in one sentence; `load_engine` hands it on.
+    """
+    version = get_installed_version()
+    problem = get_release_problem(version)
+    if problem is None and error is not None:
+        problem = (
+            f"vLLM {version} is installed but cannot be imported ({error}): "
+            f"`make vllm VLLM={version}` makes an environment with what its scheduler needs"
+        )
+    if version is None or problem is not None:
+        raise ImportError(problem) from error
+    return RELEASES[version.split("+")[0]]

@@ -1,0 +1,111 @@
+"""Harness: states with numbers in the place of contents, for the specification's own functions.
+
+A token's value decides nothing when a step is planned; how many there are does. `Tokens` is a
+tuple that has any length one likes, so the counters of a state can be symbolic while its shape (who
+runs, which blocks they hold) is concrete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.spec.maps import FrozenMap
+from blockstep.spec.pool import Pool
+from blockstep.spec.schedule import process_schedule
+from blockstep.spec.state import RequestState, State
+from blockstep.spec.vocabulary import (
+    BlockId,
+    BlockKey,
+    Config,
+    Plan,
+    Rejected,
+    Request,
+    Status,
+)
+
+MANY = 1_000_000
+"""Output tokens that nobody asks for: a request that does not end."""
+
+
+class Tokens(tuple[int, ...]):
+    """Some tokens of which only the number counts, and the last one if anybody looks."""
+
+    number: int
+
+    def __new__(cls, number: int, last: int = 1) -> Tokens:
+        """`number` tokens; whoever looks at one sees `last`."""
+        self = super().__new__(cls, (last,))
+        self.number = number
+        return self
+
+    def __len__(self) -> int:
+        return self.number
+
+
+def key_of(block_id: BlockId) -> BlockKey:
+    """A key of its own for each block."""
+    return BlockKey(None, (block_id,))
+
+
+def build_pool(
+    ref_counts: tuple[int, ...], free_queue: tuple[BlockId, ...], published: tuple[BlockId, ...]
+) -> Pool:
+    """A pool whose published blocks carry keys of their own."""
+    return Pool(
+        ref_counts=ref_counts,
+        block_keys=tuple(key_of(b) if b in published else None for b in range(len(ref_counts))),
+        free_queue=free_queue,
+        cached=FrozenMap({key_of(block_id): (block_id,) for block_id in published}),
+    )
+
+
+def is_conserved(pool: Pool) -> bool:
+    """Whether each block but the null block is either queued once, or held."""
+    return sorted(pool.free_queue) == [
+        block_id for block_id in range(1, len(pool.ref_counts)) if pool.ref_counts[block_id] == 0
+    ]
+
+
+def build_request(
+    name: str, num_prompt: int, num_outputs: int = 0, max_tokens: int = MANY
+) -> RequestState:
+    """A waiting request of so many tokens."""
+    asked = Request(name, Tokens(num_prompt), max_tokens=max_tokens)
+    return RequestState(asked, Status.WAITING, output_token_ids=Tokens(num_outputs))
+
+
+def build_runner(
+    name: str, num_known: int, num_computed: int, block_table: tuple[BlockId, ...] = ()
+) -> RequestState:
+    """A running request, all of its known tokens in its prompt."""
+    return replace(
+        build_request(name, num_known),
+        status=Status.RUNNING,
+        output_token_ids=(),
+        num_computed_tokens=num_computed,
+        block_table=block_table,
+    )
+
+
+def build_state(
+    config: Config, running: tuple[RequestState, ...], waiting: tuple[RequestState, ...] = ()
+) -> State:
+    """A state of these requests; blocks that none of them holds are free, in order of their ids."""
+    holders = [0] * config.num_blocks
+    for block_id in (block_id for request in running for block_id in request.block_table):
+        holders[block_id] += 1
+    free = tuple(block_id for block_id in range(1, config.num_blocks) if not holders[block_id])
+    return State(
+        config,
+        build_pool(tuple(holders), free, published=()),
+        FrozenMap({request.request_id: request for request in (*running, *waiting)}),
+        waiting=tuple(request.request_id for request in waiting),
+        running=tuple(request.request_id for request in running),
+    )
+
+
+def schedule(state: State) -> tuple[State, Plan]:
+    """One whole step of the specification."""
+    result = process_schedule(state)
+    assert not isinstance(result, Rejected), "the pipeline has room"
+    return result

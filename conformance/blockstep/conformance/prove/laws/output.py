@@ -1,0 +1,301 @@
+"""Output: what ends a request, and what names its blocks. PYTEST_DONT_REWRITE.
+
+Tokens are symbolic here where a rule looks at them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.conformance.prove.harness import Tokens, build_request
+from blockstep.conformance.prove.law import Room, instead
+from blockstep.spec.commit import compute_stop, get_extended, is_repeating
+from blockstep.spec.hashing import extend_block_keys, get_item_keys, get_tokens
+from blockstep.spec.profiles import Quirk
+from blockstep.spec.state import RequestState
+from blockstep.spec.vocabulary import (
+    BlockKey,
+    FinishReason,
+    MultiModalItem,
+    OutputRow,
+    RepetitionDetection,
+    Request,
+    TokenIds,
+)
+
+ROOM = Room("output")
+_compute_stop = compute_stop  # twins of these names call the right ones
+_extend_block_keys = extend_block_keys
+_get_extended = get_extended
+_get_item_keys = get_item_keys
+_is_repeating = is_repeating
+
+Stop = tuple[FinishReason | None, int | None]
+
+
+# Mistakes.
+
+
+def min_tokens_hold_off_the_length(
+    request: RequestState,
+    outputs: TokenIds,
+    num_known: int,
+    max_model_len: int,
+    quirks: frozenset[Quirk] = frozenset(),
+) -> Stop:
+    """Below min_tokens not even the length ends a request."""
+    quirks |= {Quirk.MIN_TOKENS_MASK_LENGTH}
+    return _compute_stop(request, outputs, num_known, max_model_len, quirks)
+
+
+def length_is_reached_one_token_late(
+    request: RequestState,
+    outputs: TokenIds,
+    num_known: int,
+    max_model_len: int,
+    quirks: frozenset[Quirk] = frozenset(),
+) -> Stop:
+    """Greater than, instead of at least."""
+    is_long = num_known > max_model_len or len(outputs) > request.request.max_tokens
+    return (FinishReason.LENGTH, None) if is_long else (None, None)
+
+
+def min_tokens_count_the_token_before(
+    request: RequestState,
+    outputs: TokenIds,
+    num_known: int,
+    max_model_len: int,
+    quirks: frozenset[Quirk] = frozenset(),
+) -> Stop:
+    """Less than, instead of at most: one token more is demanded."""
+    later = replace(request.request, min_tokens=request.request.min_tokens + 1)
+    return _compute_stop(replace(request, request=later), outputs, num_known, max_model_len, quirks)
+
+
+def all_sampled_tokens_are_delivered(
+    request: RequestState,
+    tokens: TokenIds,
+    max_model_len: int,
+    quirks: frozenset[Quirk] = frozenset(),
+) -> tuple[RequestState, OutputRow]:
+    """The stop is looked for in the last token only, behind accepted drafts."""
+    grown = replace(request, output_token_ids=request.output_token_ids + tokens[:-1])
+    after, row = _get_extended(grown, tokens[-1:], max_model_len, quirks)
+    return after, replace(row, new_token_ids=tokens)
+
+
+def token_that_ends_is_not_delivered(
+    request: RequestState,
+    tokens: TokenIds,
+    max_model_len: int,
+    quirks: frozenset[Quirk] = frozenset(),
+) -> tuple[RequestState, OutputRow]:
+    """The stop token itself is dropped with those behind it."""
+    after, row = _get_extended(request, tokens, max_model_len, quirks)
+    if row.finish_reason is not None:
+        row = replace(row, new_token_ids=row.new_token_ids[:-1])
+    return after, row
+
+
+def two_copies_always_suffice(outputs: TokenIds, detection: RepetitionDetection) -> bool:
+    """The demanded number of copies is ignored."""
+    return _is_repeating(outputs, replace(detection, min_count=2))
+
+
+def offset_is_left_out(request: Request, start: int, end: int) -> tuple[tuple[str, int], ...]:
+    """An item is named, but not where it lies in the block."""
+    return tuple((name, 0) for name, _ in _get_item_keys(request, start, end))
+
+
+def item_names_only_the_block_it_starts_in(
+    request: Request, start: int, end: int
+) -> tuple[tuple[str, int], ...]:
+    """The blocks in its middle carry placeholder tokens and no name."""
+    return tuple(
+        (item.identifier, item.offset - start)
+        for item in request.items
+        if start <= item.offset < end
+    )
+
+
+def last_item_names_the_blocks_of_outputs(
+    request: RequestState, block_size: int, quirks: frozenset[Quirk] = frozenset()
+) -> tuple[BlockKey, ...]:
+    """Once there are outputs, a new key has the last item in it and no other."""
+    quirks |= {Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM}
+    return _extend_block_keys(request, block_size, quirks)
+
+
+def outputs_start_over_in_each_block(request: RequestState, start: int, end: int) -> TokenIds:
+    """Outputs are counted from the block instead of from the end of the prompt."""
+    prompt, outputs = request.request.prompt_token_ids, request.output_token_ids
+    return prompt[start:end] + outputs[: max(end - max(len(prompt), start), 0)]
+
+
+# Ends.
+
+
+@ROOM.law(
+    "P9",
+    "P10",
+    "P13",
+    witness=(5, 20, 20, 30, 100),
+    twins=(
+        instead(compute_stop, length_is_reached_one_token_late),
+        instead(compute_stop, min_tokens_hold_off_the_length, theirs="not found upstream"),
+    ),
+)
+def check_length_ends_a_request_whatever_min_tokens_says(
+    num_prompt: int, num_outputs: int, max_tokens: int, min_tokens: int, max_model_len: int
+) -> bool:
+    """It could be neither scheduled nor ended otherwise: position max_model_len - 1 never runs."""
+    assert 1 <= num_prompt and 1 <= num_outputs and 1 <= max_tokens and 0 <= min_tokens
+    assert 2 <= max_model_len
+    request = build_request("a", num_prompt, num_outputs, max_tokens)
+    request = replace(request, request=replace(request.request, min_tokens=min_tokens))
+    num_known = num_prompt + num_outputs
+    reason, _ = compute_stop(request, request.output_token_ids, num_known, max_model_len)
+    is_long = num_known >= max_model_len or num_outputs >= max_tokens
+    assert reason is (FinishReason.LENGTH if is_long else None)
+    return True
+
+
+@ROOM.law(
+    "P13",
+    witness=(7, 7, 9, 3, 2),
+    twins=(instead(compute_stop, min_tokens_count_the_token_before),),
+)
+def check_text_ends_a_request_from_min_tokens_on(
+    last: int, eos: int, stop: int, num_outputs: int, min_tokens: int
+) -> bool:
+    """The end of the sequence before a stop token; with either nothing of the length is asked."""
+    assert 0 <= last and 0 <= eos and 0 <= stop and 1 <= num_outputs < 1000 and 0 <= min_tokens
+    request = build_request("a", 1)
+    asked = replace(
+        request.request, eos_token_id=eos, stop_token_ids=(stop,), min_tokens=min_tokens
+    )
+    outputs = Tokens(num_outputs, last)
+    reason, token = compute_stop(replace(request, request=asked), outputs, num_outputs + 1, 8192)
+    ends = num_outputs >= min_tokens and last in (eos, stop)
+    assert (reason is FinishReason.STOP) == ends
+    assert token == (stop if ends and last != eos else None)
+    return True
+
+
+@ROOM.law(
+    "P13",
+    witness=(1, 7, 2, 7),
+    twins=(
+        instead(get_extended, all_sampled_tokens_are_delivered),
+        instead(get_extended, token_that_ends_is_not_delivered),
+    ),
+)
+def check_nothing_is_delivered_behind_the_token_that_ends(
+    first: int, second: int, third: int, eos: int
+) -> bool:
+    """Three tokens at once, accepted drafts: up to the first end of sequence, that one included."""
+    assert 0 <= first and 0 <= second and 0 <= third and 0 <= eos
+    request = build_request("a", 1)
+    request = replace(
+        request, request=replace(request.request, eos_token_id=eos), output_token_ids=()
+    )
+    tokens = (first, second, third)
+    after, row = get_extended(request, tokens, 8192)
+    num_taken = 1 if first == eos else 2 if second == eos else 3
+    assert row.new_token_ids == tokens[:num_taken]
+    assert after.output_token_ids == row.new_token_ids
+    assert (row.finish_reason is FinishReason.STOP) == (eos in tokens)
+    return True
+
+
+@ROOM.law(
+    "P13",
+    witness=(4, 4, 4),
+    twins=(instead(is_repeating, two_copies_always_suffice),),
+)
+def check_three_copies_are_three_equal_tokens(first: int, second: int, third: int) -> bool:
+    """Of a pattern of one token, where three copies are demanded."""
+    assert 0 <= first and 0 <= second and 0 <= third
+    is_over = is_repeating((9, first, second, third), RepetitionDetection(1, min_count=3))
+    assert is_over == (first == second == third)
+    return True
+
+
+# Names of blocks.
+
+
+@ROOM.law(
+    "P6",
+    witness=(3, 4, 0, 4),
+    twins=(instead(get_item_keys, item_names_only_the_block_it_starts_in),),
+)
+def check_item_names_exactly_the_blocks_that_it_overlaps(
+    offset: int, length: int, index: int, block_size: int
+) -> bool:
+    """A block shares a token with the item, or it does not name it."""
+    assert 0 <= offset and 1 <= length and 0 <= index and 1 <= block_size
+    request = Request("a", (1,), items=(MultiModalItem("image", offset, length),))
+    start = index * block_size
+    named = get_item_keys(request, start, start + block_size)
+    shared = min(offset + length, start + block_size) - max(offset, start)
+    assert (len(named) == 1) == (shared > 0)
+    return True
+
+
+@ROOM.law(
+    "P6",
+    witness=(0, 1, 2, 4),
+    twins=(instead(get_item_keys, offset_is_left_out),),
+)
+def check_one_item_at_two_places_of_a_block_has_two_names(
+    offset: int, other_offset: int, length: int, block_size: int
+) -> bool:
+    """The tokens under it are placeholders, the same in both: only the offset tells them apart."""
+    assert 0 <= offset < block_size and 0 <= other_offset < block_size and 1 <= length
+    first = Request("a", (1,), items=(MultiModalItem("image", offset, length),))
+    second = Request("b", (1,), items=(MultiModalItem("image", other_offset, length),))
+    same = get_item_keys(first, 0, block_size) == get_item_keys(second, 0, block_size)
+    assert same == (offset == other_offset)
+    return True
+
+
+@ROOM.law(
+    "P3",
+    witness=(2, 5),
+    twins=(instead(get_tokens, outputs_start_over_in_each_block),),
+)
+def check_tokens_of_a_block_are_those_of_prompt_and_outputs_in_one(start: int, end: int) -> bool:
+    """Wherever the prompt ends."""
+    assert 0 <= start <= end <= 6
+    request = replace(
+        build_request("a", 1),
+        request=Request("a", (10, 11, 12)),
+        output_token_ids=(13, 14, 15),
+    )
+    tokens = get_tokens(request, start, end)
+    assert tokens == (10, 11, 12, 13, 14, 15)[start:end]
+    return True
+
+
+@ROOM.law(
+    "P3",
+    "P6",
+    witness=(4, 6),
+    twins=(
+        instead(
+            extend_block_keys, last_item_names_the_blocks_of_outputs, theirs="not found upstream"
+        ),
+    ),
+)
+def check_block_that_an_output_completes_names_every_item_in_it(
+    offset: int, next_offset: int
+) -> bool:
+    """Blocks of four, a prompt of seven with two items in its second block, and one output."""
+    assert 4 <= offset < next_offset <= 6
+    items = (MultiModalItem("x", offset, 1), MultiModalItem("y", next_offset, 1))
+    asked = Request("a", (1, 1, 1, 1, 1, 1, 1), items=items)
+    request = replace(build_request("a", 1), request=asked, output_token_ids=(2,))
+    keys = extend_block_keys(request, 4)
+    assert len(keys) == 2
+    assert keys[1].items == (("x", offset - 4), ("y", next_offset - 4))
+    return True

@@ -1,0 +1,293 @@
+"""Promises: tokens that frames in flight will bring. PYTEST_DONT_REWRITE.
+
+The law behind all others: a running request with placeholders p has computed k + p - 1 tokens, all
+that will be known but the last. A plan keeps it, and so does the commit of every frame.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.conformance.prove.harness import (
+    build_request,
+    build_runner,
+    build_state,
+    schedule,
+)
+from blockstep.conformance.prove.law import Room, instead
+from blockstep.spec.commit import get_fulfilled, get_rolled_back
+from blockstep.spec.profiles import Quirk
+from blockstep.spec.schedule import (
+    Step,
+    compute_num_running_tokens,
+    get_preempted,
+    is_past_max_tokens,
+    process_promises,
+    process_waiting_phase,
+)
+from blockstep.spec.state import FrameRow, RequestState
+from blockstep.spec.vocabulary import Config, SpecMethod, Status
+
+ROOM = Room("promises")
+_get_preempted = get_preempted  # twins of these names call the right ones
+_process_promises = process_promises
+_process_waiting_phase = process_waiting_phase
+
+DRAFTS = (-1, -1)
+"""Placeholders for what only the worker knows."""
+CONFIG = Config(
+    num_blocks=4,
+    block_size=1_000_000,
+    max_model_len=900_000,
+    enable_prefix_caching=False,
+    max_frames_in_flight=2,
+    spec_method=SpecMethod.NGRAM,
+    num_speculative_tokens=2,
+)
+
+
+# Mistakes.
+
+
+def drafts_are_not_promised(step: Step, rows: list[FrameRow]) -> None:
+    """A row promises its own token only."""
+    _process_promises(step, [replace(row, draft_token_ids=()) for row in rows])
+
+
+def prefill_chunks_promise_as_well(step: Step, rows: list[FrameRow]) -> None:
+    """Every row is taken to sample."""
+    _process_promises(step, [replace(row, samples=True) for row in rows])
+
+
+def placeholders_outlive_a_gap(step: Step, rows: list[FrameRow]) -> None:
+    """Who is left out of a plan keeps its draft placeholders."""
+    before = step.state
+    step.state = replace(before, quirks=frozenset({Quirk.PLACEHOLDERS_OUTLIVE_A_GAP}))
+    _process_promises(step, rows)
+    step.state = before
+
+
+def only_the_own_token_is_delivered(
+    config: Config, request: RequestState, num_drafts: int
+) -> RequestState:
+    """The drafts of the row stay promised."""
+    return replace(request, num_output_placeholders=request.num_output_placeholders - 1)
+
+
+def preemption_forgets_what_is_in_flight(
+    request: RequestState, quirks: frozenset[Quirk] = frozenset()
+) -> RequestState:
+    """The counter is zeroed, and the frames then deliver more than was promised."""
+    return replace(_get_preempted(request), num_output_placeholders=0)
+
+
+def preemption_discards_one_frame(
+    request: RequestState, quirks: frozenset[Quirk] = frozenset()
+) -> RequestState:
+    """The latest frame is written off, as if there were never two."""
+    num_placeholders = max(request.num_output_placeholders - 1, 0)
+    return replace(_get_preempted(request), num_output_placeholders=num_placeholders)
+
+
+def admission_does_not_wait_for_tokens_in_flight(step: Step) -> None:
+    """A preempted request comes back with its old placeholders still standing."""
+    standing = {name: request.num_output_placeholders for name, request in step.requests.items()}
+    for name in (*step.waiting, *step.skipped):
+        step.requests[name] = replace(step.requests[name], num_output_placeholders=0)
+    _process_waiting_phase(step)
+    for name, num_placeholders in standing.items():
+        step.requests[name] = replace(step.requests[name], num_output_placeholders=num_placeholders)
+
+
+def nobody_is_past_its_last_token(
+    num_computed: int, num_placeholders: int, num_prompt: int, max_tokens: int
+) -> bool:
+    """A row is planned behind the last token, and thrown away when it comes."""
+    return False
+
+
+def promised_tokens_are_no_gap(
+    num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
+) -> int:
+    """Cut to what the last frame left: never more than one token."""
+    return min(num_with_spec - num_computed, 1, budget, max_model_len - 1 - num_computed)
+
+
+def build_promised(
+    num_known: int, num_placeholders: int, name: str = "a", block: int = 1
+) -> RequestState:
+    """A running request that obeys the law, with draft placeholders attached."""
+    return replace(
+        build_runner(name, num_known, num_known + num_placeholders - 1, (block,)),
+        num_output_placeholders=num_placeholders,
+        spec_token_ids=DRAFTS,
+    )
+
+
+# A plan.
+
+
+@ROOM.law(
+    "P12",
+    witness=(20, 3, 5),
+    twins=(
+        instead(process_promises, drafts_are_not_promised),
+        instead(process_promises, prefill_chunks_promise_as_well),
+    ),
+)
+def check_plan_keeps_computed_one_behind_everything_promised(
+    num_known: int, num_placeholders: int, budget: int
+) -> bool:
+    """However much of its drafts the budget leaves; without placeholders a prefill may be cut."""
+    assert 1 <= num_known and 0 <= num_placeholders and 1 <= budget
+    assert num_known + num_placeholders < 1000
+    config = replace(CONFIG, max_num_batched_tokens=budget)
+    request = build_promised(num_known, num_placeholders)
+    if num_placeholders == 0:
+        request = replace(request, num_computed_tokens=0, spec_token_ids=())
+    after, _ = schedule(build_state(config, (request,)))
+    now = after.requests["a"]
+    assert num_placeholders <= now.num_output_placeholders <= num_placeholders + 3
+    assert (
+        now.num_output_placeholders == 0
+        or now.num_computed_tokens == num_known + now.num_output_placeholders - 1
+    )
+    return True
+
+
+@ROOM.law(
+    "P15",
+    witness=(20, 3, 8),
+    twins=(instead(compute_num_running_tokens, promised_tokens_are_no_gap),),
+)
+def check_request_with_a_promise_runs_its_next_token_and_all_drafts(
+    num_known: int, num_placeholders: int, budget: int
+) -> bool:
+    """It need not wait for the frame in flight, as far as the budget goes."""
+    assert 1 <= num_known and 1 <= num_placeholders and 1 <= budget
+    assert num_known + num_placeholders < 1000
+    config = replace(CONFIG, max_num_batched_tokens=budget)
+    _, plan = schedule(build_state(config, (build_promised(num_known, num_placeholders),)))
+    assert [row.num_scheduled_tokens for row in plan.rows] == [min(1 + len(DRAFTS), budget)]
+    return True
+
+
+@ROOM.law(
+    "P24",
+    witness=(20, 30, 2),
+    twins=(instead(process_promises, placeholders_outlive_a_gap, theirs="#46899"),),
+)
+def check_request_left_out_of_a_plan_has_no_drafts_in_the_next(
+    num_known: int, num_known_behind: int, budget: int
+) -> bool:
+    """The worker proposes nothing where it runs nothing; who sampled has room for new drafts."""
+    assert 1 <= num_known < 1000 and 1 <= num_known_behind < 1000 and 1 <= budget
+    config = replace(CONFIG, max_num_batched_tokens=budget)
+    first = build_promised(num_known, 1)
+    second = build_promised(num_known_behind, 1, "b", block=2)
+    after, plan = schedule(build_state(config, (first, second)))
+    planned = {row.request_id for row in plan.rows}
+    assert after.requests["a"].spec_token_ids == DRAFTS
+    assert after.requests["b"].spec_token_ids == (DRAFTS if "b" in planned else ())
+    return True
+
+
+@ROOM.law(
+    "P13",
+    "P15",
+    witness=(5, 2, 2, 4),
+    twins=(instead(is_past_max_tokens, nobody_is_past_its_last_token),),
+)
+def check_no_row_is_planned_behind_the_last_token(
+    num_prompt: int, num_outputs: int, num_placeholders: int, max_tokens: int
+) -> bool:
+    """Exactly those run on that may still need a token when the frame in flight is rejected."""
+    assert 1 <= num_prompt < 1000 and 0 <= num_outputs < max_tokens < 1000
+    assert 1 <= num_placeholders < 1000
+    request = build_promised(num_prompt + num_outputs, num_placeholders)
+    request = replace(
+        build_request("a", num_prompt, num_outputs, max_tokens),
+        status=Status.RUNNING,
+        num_computed_tokens=request.num_computed_tokens,
+        num_output_placeholders=num_placeholders,
+        block_table=(1,),
+    )
+    _, plan = schedule(build_state(CONFIG, (request,)))
+    assert bool(plan.rows) == (num_outputs + 1 < max_tokens)
+    return True
+
+
+# The commit of a frame.
+
+
+@ROOM.law(
+    "P12",
+    "P14",
+    witness=(20, 7, 3, 2),
+    twins=(instead(get_fulfilled, only_the_own_token_is_delivered),),
+)
+def check_commit_keeps_computed_one_behind_everything_promised(
+    num_known: int, num_placeholders: int, num_drafts: int, num_sampled: int
+) -> bool:
+    """However many of its drafts were rejected, and whatever else is in flight."""
+    assert 1 <= num_known and 0 <= num_drafts and 1 + num_drafts <= num_placeholders
+    assert 1 <= num_sampled <= num_drafts + 1
+    before = build_promised(num_known, num_placeholders)
+    after = get_rolled_back(get_fulfilled(CONFIG, before, num_drafts), num_drafts, num_sampled)
+    assert after.num_output_placeholders == num_placeholders - 1 - num_drafts
+    assert after.num_computed_tokens == num_known + num_sampled + after.num_output_placeholders - 1
+    return True
+
+
+# Preemption with frames in flight.
+
+
+@ROOM.law(
+    "P12",
+    "P13",
+    witness=(20, 2, 0),
+    twins=(
+        instead(get_preempted, preemption_forgets_what_is_in_flight),
+        instead(get_preempted, preemption_discards_one_frame),
+    ),
+)
+def check_frames_of_a_preempted_request_deliver_exactly_what_was_promised(
+    num_known: int, num_drafts: int, num_drafts_later: int
+) -> bool:
+    """Two frames in flight when it lost its blocks: both deliver, and nothing is owed then."""
+    assert 1 <= num_known and 0 <= num_drafts and 0 <= num_drafts_later
+    running = build_promised(num_known, 2 + num_drafts + num_drafts_later)
+    request = get_fulfilled(CONFIG, get_preempted(running), num_drafts)
+    request = get_fulfilled(CONFIG, request, num_drafts_later)
+    assert request.num_output_placeholders == 0
+    assert request.num_computed_tokens == 0
+    return True
+
+
+@ROOM.law(
+    "P12",
+    "P13",
+    witness=(20, 0, 30),
+    twins=(
+        instead(
+            process_waiting_phase,
+            admission_does_not_wait_for_tokens_in_flight,
+            theirs="#47900, #48245",
+        ),
+    ),
+)
+def check_row_of_a_resumed_request_samples_exactly_when_its_known_tokens_are_computed(
+    num_known: int, num_placeholders: int, budget: int
+) -> bool:
+    """That is when the worker samples, which knows no placeholders."""
+    assert 1 <= num_known < 1000 and 0 <= num_placeholders < 1000 and 1 <= budget
+    config = replace(CONFIG, max_num_batched_tokens=budget)
+    request = replace(
+        build_request("a", num_known),
+        status=Status.PREEMPTED,
+        num_output_placeholders=num_placeholders,
+    )
+    after, _ = schedule(build_state(config, (), (request,)))
+    for row in (row for frame in after.frames for row in frame.rows):
+        assert row.samples == (after.requests["a"].num_computed_tokens >= num_known)
+    return True

@@ -1,0 +1,297 @@
+"""Runner: one verdict for each law, decided by CrossHair through its API.
+
+The verdicts guard against every way to a wrong green that we know of. CrossHair's command line
+passes over what it cannot analyse and ends with 0; here that is BROKEN. It takes all leading
+asserts for assumptions, so a law without a later one is BROKEN. It confirms a law whose
+assumptions nothing satisfies; the witness of each law is run, or it is VACUOUS. Its counterexamples
+are run again in plain Python, and one that breaks nothing is SPURIOUS. And pytest's rewriting of
+asserts would make it give up, so a law whose module was rewritten is BROKEN.
+"""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.util import find_spec
+
+from blockstep.conformance.prove.law import Check, Law, Twin
+from blockstep.conformance.prove.smallest import (
+    Arguments,
+    Outcome,
+    find_first_line,
+    find_smallest,
+    try_law,
+)
+
+SECONDS_MAX = 300.0
+"""CPU seconds for one law, or for one twin; then it is UNKNOWN."""
+NEEDED = ("crosshair", "z3")
+CALL = re.compile(r"when calling (?P<call>.*?)(?: \(which returns .*\))?$", re.DOTALL)
+
+
+class Verdict(StrEnum):
+    """What is known of a law."""
+
+    CONFIRMED = "CONFIRMED"
+    """It holds for all integers: every path was followed to its end."""
+    REFUTED = "REFUTED"
+    """It does not: the counterexample breaks it in plain Python, too."""
+    SPURIOUS = "SPURIOUS"
+    """CrossHair's counterexample breaks nothing. A real one may be behind it: rewrite the law."""
+    UNKNOWN = "UNKNOWN"
+    """Time was up, or a path could not be decided."""
+    VACUOUS = "VACUOUS"
+    """Its witness does not satisfy its assumptions: it may speak of nothing."""
+    BROKEN = "BROKEN"
+    """It has not the shape of a law, or CrossHair could not run it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What CrossHair said."""
+
+    verdict: Verdict
+    detail: str = ""
+    seconds: float = 0.0
+    """CPU time."""
+    num_paths: int = 0
+    arguments: Arguments = ()
+    """Of the counterexample, as small as can be."""
+
+
+@dataclass(frozen=True, slots=True)
+class TwinProof:
+    """One twin and what came of it."""
+
+    name: str
+    theirs: str
+    """Upstream number, where the mistake is vLLM 0.19.1's own rule."""
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """One law and what came of it."""
+
+    name: str
+    sentence: str
+    property_ids: tuple[str, ...]
+    witness: str
+    answer: Answer
+    twins: tuple[TwinProof, ...]
+
+    @property
+    def seconds(self) -> float:
+        """CPU time for the law and its twins."""
+        return self.answer.seconds + sum(twin.answer.seconds for twin in self.twins)
+
+    @property
+    def problem(self) -> str:
+        """What is not as it should be; "" if nothing."""
+        if self.answer.verdict is not Verdict.CONFIRMED:
+            return f"{self.answer.verdict}: {self.answer.detail}"
+        if not self.twins:
+            return "no twin: nothing shows that a mistake would be noticed"
+        for twin in self.twins:
+            if twin.answer.verdict is not Verdict.REFUTED:
+                answer = twin.answer
+                return f"twin '{twin.name}' is {answer.verdict}: {answer.detail}"
+        return ""
+
+
+class NotInstalledError(Exception):
+    """CrossHair or z3 cannot be imported."""
+
+
+class UnansweredError(Exception):
+    """Laws were asked for, and not each of them was answered once."""
+
+
+def require_crosshair() -> None:
+    """Raises NotInstalledError, with the line that installs it, where CrossHair is missing."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise NotInstalledError(
+            f"{' and '.join(missing)} cannot be imported; install the solver with: "
+            "python -m pip install 'blockstep[symbolic]' "
+            "(in a checkout: python -m pip install -e '.[symbolic]')"
+        )
+
+
+def prove_laws(
+    laws: Sequence[Law],
+    jobs: int = 1,
+    on_progress: Callable[[float, str], None] = lambda _done, _text: None,
+) -> list[Proof]:
+    """A proof for each law, in their order. With one job nothing leaves this process.
+
+    With several, the laws must be those of `laws.LAWS`: each process looks them up by name.
+
+    Raises:
+        NotInstalledError: CrossHair is missing.
+        UnansweredError: an answer is missing, or there is one too many.
+    """
+    require_crosshair()
+    proofs: dict[str, Proof] = {}
+    for proof in _proofs(laws, jobs):
+        proofs[proof.name] = proof
+        on_progress(len(proofs) / len(laws), f"{len(proofs)} of {len(laws)} laws, {proof.name}")
+    asked = [law.name for law in laws]
+    if sorted(proofs) != sorted(asked):
+        raise UnansweredError(f"asked for {sorted(asked)}, answered {sorted(proofs)}")
+    return [proofs[name] for name in asked]
+
+
+def _proofs(laws: Sequence[Law], jobs: int) -> Iterator[Proof]:
+    if jobs <= 1 or len(laws) <= 1:
+        yield from map(prove_law, laws)
+        return
+    slow_first = sorted(laws, key=lambda law: not law.is_slow)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(laws)), mp_context=context) as pool:
+        futures = {pool.submit(prove_by_name, law.name): law for law in slow_first}
+        try:
+            for future in as_completed(futures):
+                yield _read(futures[future], future)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _read(law: Law, future: Future[Proof]) -> Proof:
+    try:
+        return future.result()
+    except Exception as error:
+        answer = Answer(Verdict.BROKEN, f"its process failed: {type(error).__name__}: {error}")
+        return Proof(law.name, law.sentence, law.property_ids, "", answer, ())
+
+
+def prove_by_name(name: str) -> Proof:
+    """Prove a law of `laws.LAWS`. Raises KeyError for an unknown name."""
+    from blockstep.conformance.prove.laws import LAWS  # noqa: PLC0415
+
+    return prove_law(LAWS[name])
+
+
+def prove_law(law: Law, seconds_max: float = SECONDS_MAX) -> Proof:
+    """The verdict on a law and on each of its twins."""
+    answer = _ask_after_witness(law, seconds_max)
+    is_askable = answer.verdict is not Verdict.BROKEN
+    twins = tuple(
+        TwinProof(twin.name, twin.theirs, _ask(law.check, seconds_max, twin))
+        for twin in law.twins
+        if is_askable
+    )
+    witness = show_call(law.check, law.witness)
+    return Proof(law.name, law.sentence, law.property_ids, witness, answer, twins)
+
+
+def show_call(check: Check, arguments: Arguments) -> str:
+    """Arguments by name: `num_tokens=33, block_size=16`."""
+    names = check.__code__.co_varnames
+    return ", ".join(f"{name}={value}" for name, value in zip(names, arguments, strict=False))
+
+
+def _ask_after_witness(law: Law, seconds_max: float) -> Answer:
+    problem = get_shape_problem(law.check)
+    if problem:
+        return Answer(Verdict.BROKEN, problem)
+    match try_law(law.check, law.witness):
+        case Outcome.NOT_ASSUMED:
+            shown = show_call(law.check, law.witness)
+            return Answer(Verdict.VACUOUS, f"the witness {shown} does not satisfy its assumptions")
+        case Outcome.FAILS:
+            shown = show_call(law.check, law.witness)
+            return Answer(Verdict.REFUTED, f"broken by {shown}", arguments=law.witness)
+        case Outcome.HOLDS:
+            return _ask(law.check, seconds_max)
+
+
+def get_shape_problem(check: Check) -> str:
+    """Why CrossHair would misread this law, or "" if it would not."""
+    module: Mapping[str, object] = vars(sys.modules[check.__module__])
+    if "@pytest_ar" in module:
+        return "pytest has rewritten the asserts of its module: keep laws out of test modules"
+    try:
+        find_first_line(check)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _ask(check: Check, seconds_max: float, twin: Twin | None = None) -> Answer:
+    """What CrossHair says of a law, or of a law with a mistake planted."""
+    with nullcontext() if twin is None else twin.planted():
+        return _analyze(check, seconds_max)
+
+
+def _analyze(check: Check, seconds_max: float) -> Answer:
+    # Importing CrossHair takes a second and changes how icontract behaves: only here, and late.
+    from crosshair.core_and_libs import (  # noqa: PLC0415
+        AnalysisKind,
+        MessageType,
+        analyze_function,
+    )
+    from crosshair.options import AnalysisOptionSet  # noqa: PLC0415
+    from crosshair.util import CrossHairInternal  # noqa: PLC0415
+
+    stats: Counter[str] = Counter()
+    options = AnalysisOptionSet(
+        analysis_kind=[AnalysisKind.asserts],
+        per_condition_timeout=seconds_max,
+        report_all=True,
+        stats=stats,
+    )
+    start = time.process_time()
+    try:
+        checkables = analyze_function(check, options)
+        messages = [message for part in checkables for message in part.analyze()]
+    except (Exception, CrossHairInternal) as error:
+        return Answer(Verdict.BROKEN, f"CrossHair failed: {type(error).__name__}: {error}")
+    seconds, num_paths = time.process_time() - start, stats["num_paths"]
+    text = "; ".join(message.message for message in messages)
+    states = {message.state for message in messages}
+    if states & {MessageType.POST_FAIL, MessageType.POST_ERR, MessageType.EXEC_ERR}:
+        return _replay(check, messages[-1].message, seconds, num_paths)
+    if states == {MessageType.CONFIRMED}:
+        verdict = Verdict.CONFIRMED
+    elif states == {MessageType.CANNOT_CONFIRM}:
+        verdict = Verdict.UNKNOWN
+    else:
+        verdict = Verdict.BROKEN
+    return Answer(verdict, text or "CrossHair passed over it", seconds, num_paths)
+
+
+def _replay(check: Check, message: str, seconds: float, num_paths: int) -> Answer:
+    """A counterexample, run in plain Python and then made small."""
+    arguments = parse_arguments(check, message)
+    if arguments is None or try_law(check, arguments) is not Outcome.FAILS:
+        return Answer(Verdict.SPURIOUS, f"does not fail in Python: {message}", seconds, num_paths)
+    smallest = find_smallest(check, arguments)
+    detail = f"broken by {show_call(check, smallest)}"
+    return Answer(Verdict.REFUTED, detail, seconds, num_paths, smallest)
+
+
+def parse_arguments(check: Check, message: str) -> Arguments | None:
+    """The arguments in CrossHair's words, or None where they are no plain values."""
+    found = CALL.search(message)
+    if found is None:
+        return None
+    try:
+        call = ast.parse(found["call"], mode="eval").body
+        if not isinstance(call, ast.Call):
+            return None
+        names = check.__code__.co_varnames[: check.__code__.co_argcount]
+        values = dict(zip(names, map(ast.literal_eval, call.args), strict=False))
+        values |= {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        return tuple(values[name] for name in names)
+    except (KeyError, SyntaxError, ValueError):
+        return None

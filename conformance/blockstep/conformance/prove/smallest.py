@@ -1,0 +1,146 @@
+"""Smallest: what a law says of concrete integers, and the smallest ones that break it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from enum import Enum
+from functools import cache
+from itertools import islice, product
+from types import TracebackType
+
+from blockstep.conformance.prove.law import Check
+
+NUM_TRIED_MAX = 100_000
+"""Tuples of arguments tried at most, in order to be sure that none is smaller."""
+NUM_HELD_MAX = 3_000
+"""Of those, how many may satisfy the assumptions: a law about whole plans takes a millisecond."""
+
+Arguments = tuple[int, ...]
+
+
+class Outcome(Enum):
+    """What a law says of concrete arguments."""
+
+    HOLDS = "holds"
+    NOT_ASSUMED = "not assumed"
+    """They do not satisfy its assumptions: it says nothing of them."""
+    FAILS = "fails"
+    """A guarantee is broken, or a function raised."""
+
+
+def try_law(check: Check, arguments: Arguments) -> Outcome:
+    """Run a law in plain Python."""
+    try:
+        done = check(*arguments)
+    except AssertionError as error:
+        line = _line_within(check, error.__traceback__)
+        return Outcome.FAILS if line >= find_first_line(check) else Outcome.NOT_ASSUMED
+    except Exception:
+        return Outcome.FAILS
+    return Outcome.HOLDS if done is True else Outcome.FAILS
+
+
+def _line_within(check: Check, trace: TracebackType | None) -> int:
+    line = 0
+    while trace is not None:
+        if trace.tb_frame.f_code is check.__code__:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line
+
+
+@cache
+def find_first_line(check: Check) -> int:
+    """The line of its first statement that is no assumption.
+
+    Raises:
+        ValueError: it has not the shape of a law (see `law`); the words say why.
+    """
+    lines, start = inspect.getsourcelines(check)
+    definition = ast.parse(textwrap.dedent("".join(lines))).body[0]
+    if not isinstance(definition, ast.FunctionDef):
+        raise ValueError("it must be a function of a module, written with def")
+    body = [part for part in definition.body if not _is_docstring(part)]
+    kinds = [type(part) for part in body]
+    num_assumptions = next((i for i, kind in enumerate(kinds) if kind is not ast.Assert), len(body))
+    if num_assumptions == 0:
+        raise ValueError("it must start with its assumptions: asserts")
+    rest = [node for part in body[num_assumptions:] for node in ast.walk(part)]
+    if not any(isinstance(node, ast.Assert) for node in rest):
+        raise ValueError("no guarantee: leading asserts are assumptions, all of them")
+    last = body[-1]
+    if not isinstance(last, ast.Return) or ast.unparse(last) != "return True":
+        raise ValueError("it must end with: return True")
+    if any(isinstance(node, ast.Return) and node is not last for node in rest):
+        raise ValueError("it must not return before its end: put the condition into an assumption")
+    return start + body[num_assumptions].lineno - 1
+
+
+def _is_docstring(part: ast.stmt) -> bool:
+    return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
+
+
+def find_smallest(check: Check, failing: Arguments) -> Arguments:
+    """Arguments that break the law: those of the least sum, where so many can be tried.
+
+    First each argument is lowered as far as the law stays broken. Then everything smaller is tried,
+    from nothing upwards.
+    """
+    lowered = _lower(check, failing)
+    smaller = (
+        arguments
+        for total in range(sum(map(abs, lowered)) + 1)
+        for arguments in _all_of_size(total, lowered)
+    )
+    num_held = 0
+    for arguments in islice(smaller, NUM_TRIED_MAX):
+        outcome = try_law(check, arguments)
+        if outcome is Outcome.FAILS:
+            return arguments
+        num_held += outcome is Outcome.HOLDS
+        if num_held == NUM_HELD_MAX:
+            break
+    return lowered
+
+
+def _lower(check: Check, failing: Arguments) -> Arguments:
+    best = failing
+    changed = True
+    while changed:
+        changed = False
+        for smaller in _smaller(best):
+            if try_law(check, smaller) is Outcome.FAILS:
+                best, changed = smaller, True
+                break
+    return best
+
+
+def _smaller(arguments: Arguments) -> Iterator[Arguments]:
+    """With one or two arguments lowered, boldly first."""
+    for index, value in enumerate(arguments):
+        if value > 0 and not isinstance(value, bool):
+            for smaller in (0, value // 2, value - 1):
+                yield (*arguments[:index], smaller, *arguments[index + 1 :])
+    for first, second in product(range(len(arguments)), repeat=2):
+        if first < second and arguments[first] > 0 and arguments[second] > 0:
+            lowered = list(arguments)
+            for index in (first, second):
+                if not isinstance(lowered[index], bool):
+                    lowered[index] -= 1
+            if tuple(lowered) != arguments:
+                yield tuple(lowered)
+
+
+def _all_of_size(total: int, like: Arguments) -> Iterator[Arguments]:
+    """All arguments of this sum that are not negative; truth values where `like` has them."""
+    if not like:
+        if total == 0:
+            yield ()
+        return
+    for first in (False, True) if isinstance(like[0], bool) else range(total + 1):
+        if first <= total:
+            for rest in _all_of_size(total - first, like[1:]):
+                yield (first, *rest)

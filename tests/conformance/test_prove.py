@@ -1,0 +1,295 @@
+"""`blockstep prove`: every law holds, every mistake is noticed, and the runner is not fooled."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from blockstep.conformance.prove import laws as all_laws
+from blockstep.conformance.prove import runner
+from blockstep.conformance.prove.command import prove_command
+from blockstep.conformance.prove.law import Law, Room
+from blockstep.conformance.prove.laws import LAWS
+from blockstep.conformance.prove.runner import (
+    Proof,
+    UnansweredError,
+    Verdict,
+    get_shape_problem,
+    parse_arguments,
+    prove_law,
+    prove_laws,
+)
+from blockstep.conformance.prove.smallest import Outcome, find_smallest, try_law
+
+HOUSE = Path(__file__).resolve().parents[2]
+NEEDS = "needs the extra [symbolic]: python -m pip install -e '.[symbolic]' (make test does it)"
+solver = pytest.mark.skipif(importlib.util.find_spec("crosshair") is None, reason=NEEDS)
+
+
+def load_toys() -> ModuleType:
+    """The toy laws, loaded so that pytest leaves their asserts alone."""
+    file = Path(__file__).with_name("toy_laws.py")
+    spec = importlib.util.spec_from_file_location("toy_laws", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["toy_laws"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+TOYS: dict[str, Law] = {law.name.removeprefix("toys."): law for law in load_toys().ROOM.laws}
+
+
+# The laws.
+
+
+@solver
+@pytest.mark.parametrize("name", [law.name for law in LAWS.values() if not law.is_slow])
+def test_law_is_confirmed_and_its_mistakes_are_refuted(name: str) -> None:
+    assert prove_law(LAWS[name]).problem == ""
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_law_has_property_witness_and_twin(name: str) -> None:
+    law = LAWS[name]
+    assert law.property_ids
+    assert all(re.fullmatch(r"P\d+", one) for one in law.property_ids)
+    assert law.twins
+    assert law.check.__doc__
+    assert get_shape_problem(law.check) == ""
+    assert try_law(law.check, law.witness) is Outcome.HOLDS
+
+
+def test_there_are_many_laws_and_each_has_a_name_of_its_own() -> None:
+    laws = [law for room in all_laws.ROOMS for law in room.laws]
+    assert len(laws) == len(LAWS) >= 60
+
+
+def test_every_law_of_a_room_is_asked() -> None:
+    for room in all_laws.ROOMS:
+        module = sys.modules[room.laws[0].check.__module__]
+        checks = [name for name in vars(module) if name.startswith("check_")]
+        assert [law.check.__name__ for law in room.laws] == checks
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_mistake_can_be_called_as_what_it_replaces(name: str) -> None:
+    for twin in LAWS[name].twins:
+        right: Any = twin.right
+        wrong: Any = twin.wrong
+        if not isinstance(right, property):
+            named = [*inspect.signature(right).parameters]
+            assert [*inspect.signature(wrong).parameters] == named, twin.name
+
+
+def test_planted_mistake_is_taken_out_again() -> None:
+    law = LAWS["slots.blocks_hold_the_tokens_and_none_is_to_spare"]
+    for twin in law.twins:
+        with twin.planted():
+            assert try_law(law.check, (2, 2)) is not try_law(law.check, (1, 2))
+        assert try_law(law.check, (2, 2)) is try_law(law.check, (1, 2)) is Outcome.HOLDS
+
+
+# The verdicts.
+
+
+def prove_toy(name: str) -> Proof:
+    return prove_law(TOYS[name], seconds_max=3.0)
+
+
+@solver
+@pytest.mark.parametrize(
+    ("name", "verdict", "words"),
+    [
+        ("confirmed", Verdict.CONFIRMED, ""),
+        ("refuted", Verdict.REFUTED, "broken by number=1"),
+        ("refuted_by_its_witness", Verdict.REFUTED, "broken by number=3"),
+        ("vacuous", Verdict.VACUOUS, "witness number=1"),
+        ("unknown", Verdict.UNKNOWN, ""),
+        ("spurious", Verdict.SPURIOUS, "does not fail in Python"),
+        ("broken_all_leading", Verdict.BROKEN, "no guarantee"),
+        ("broken_nothing_leading", Verdict.BROKEN, "start with its assumptions"),
+        ("broken_early_return", Verdict.BROKEN, "return before its end"),
+        ("broken_without_return", Verdict.BROKEN, "return True"),
+        ("broken_engine", Verdict.BROKEN, "CrossHair failed"),
+    ],
+)
+def test_each_kind_of_law_gets_its_verdict(name: str, verdict: Verdict, words: str) -> None:
+    answer = prove_toy(name).answer
+    assert answer.verdict is verdict
+    assert words in answer.detail
+
+
+@solver
+def test_only_a_confirmed_law_with_refuted_twins_is_as_it_should_be() -> None:
+    assert prove_toy("confirmed").problem == ""
+    assert "no twin" in Proof("a", "a", (), "", prove_toy("confirmed").answer, ()).problem
+    assert "CONFIRMED" in prove_toy("twin_survives").problem
+    assert "BROKEN: CrossHair failed" in prove_toy("twin_cannot_be_run").problem
+    assert prove_toy("refuted").problem.startswith("REFUTED")
+
+
+@solver
+def test_mistake_that_fails_inside_the_function_is_noticed() -> None:
+    proof = prove_toy("fails_inside")
+    assert proof.problem == ""
+    assert [twin.answer.arguments for twin in proof.twins] == [(10,), (0,)]
+
+
+def test_law_in_a_rewritten_module_is_broken() -> None:
+    room = Room("here")
+
+    @room.law("P1", witness=(1,), twins=())
+    def check_here(number: int) -> bool:
+        assert number > 0
+        more = number + 1
+        assert more > number
+        return True
+
+    proof = prove_law(room.laws[0])
+    assert proof.answer.verdict is Verdict.BROKEN
+    assert "rewritten" in proof.answer.detail
+
+
+@solver
+def test_every_law_asked_is_answered_once() -> None:
+    with pytest.raises(UnansweredError):
+        prove_laws([TOYS["confirmed"], TOYS["confirmed"]])
+
+
+@solver
+def test_processes_answer_as_one_does() -> None:
+    laws = [law for law in LAWS.values() if law.name.startswith("slots.no_")]
+    assert len(laws) >= 2
+    told: list[float] = []
+    proofs = prove_laws(laws, jobs=2, on_progress=lambda done, _: told.append(done))
+    assert [proof.name for proof in proofs] == [law.name for law in laws]
+    assert all(proof.problem == "" for proof in proofs)
+    assert told[-1] == 1.0
+
+
+@solver
+def test_process_that_cannot_prove_is_broken() -> None:
+    proofs = prove_laws([TOYS["confirmed"], TOYS["refuted"]], jobs=2)  # no process knows the toys
+    assert {proof.answer.verdict for proof in proofs} == {Verdict.BROKEN}
+    assert all("process failed" in proof.answer.detail for proof in proofs)
+
+
+# Small counterexamples.
+
+
+def test_smallest_arguments_are_found() -> None:
+    assert find_smallest(TOYS["refuted"].check, (1235,)) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        ("AssertionError:  when calling check_unknown(1, 2)", (1, 2)),
+        ("when calling check_unknown(1, whole=-2) (which returns True)", (1, -2)),
+        ("when calling check_unknown(1, int())", None),
+        ("when calling check_unknown(1)", None),
+        ("when calling (", None),
+        ("it went wrong", None),
+    ],
+)
+def test_arguments_are_read_from_a_counterexample(
+    message: str, arguments: tuple[int, ...] | None
+) -> None:
+    assert parse_arguments(TOYS["unknown"].check, message) == arguments
+
+
+# The command.
+
+
+def prove(*args: object) -> Result:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(prove_command)
+    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "200"})
+
+
+@solver
+def test_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
+    file, page = tmp_path / "laws.json", tmp_path / "laws.md"
+    result = prove("--law", "slots.longest_hit", "--json", file, "--markdown", page)
+    assert result.exit_code == 0
+    assert "1 of 1 laws confirmed, 2 of 2 twins refuted" in result.stdout
+    assert "#30320" in result.stdout
+    written = json.loads(file.read_text())
+    assert (written["format"], written["version"], written["exit_code"]) == (
+        "blockstep-prove",
+        1,
+        0,
+    )
+    assert [twin["broken_by"] for twin in written["laws"][0]["twins"]] == [[1, 1], [3, 2]]
+    assert (
+        "| full hit leaves nothing to compute | #30320 (hits of a connector) |" in page.read_text()
+    )
+
+
+@solver
+def test_json_goes_to_stdout_alone() -> None:
+    result = prove("--law", "slots.no_slot", "--json", "-", "--jobs", "1")
+    assert json.loads(result.stdout)["laws"][0]["verdict"] == "CONFIRMED"
+
+
+@solver
+def test_command_fails_when_a_law_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_laws, "LAWS", {"toys.refuted": TOYS["refuted"]})
+    result = prove("--jobs", "1")
+    assert result.exit_code == 1
+    assert "toys.refuted: REFUTED: broken by number=1" in result.stderr
+
+
+@solver
+def test_unanswered_law_is_a_fault_of_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_proofs", lambda laws, jobs: iter(()))
+    assert prove("--law", "slots.no_slot").exit_code == 5
+
+
+@solver
+def test_unknown_law_is_a_usage_error() -> None:
+    result = prove("--law", "slot.")
+    assert result.exit_code == 2
+    assert "the rooms are counts, slots" in result.stderr
+
+
+@solver
+def test_page_that_cannot_be_written_is_a_usage_error(tmp_path: Path) -> None:
+    result = prove("--law", "slots.no_slot", "--markdown", tmp_path / "none" / "laws.md")
+    assert result.exit_code == 2
+    assert "cannot write" in result.stderr
+
+
+def test_missing_solver_is_named_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(runner, "find_spec", lambda name: None)
+    result = prove()
+    assert result.exit_code == 2
+    assert "pip install 'blockstep[symbolic]'" in result.stderr
+
+
+def test_tests_run_with_the_pinned_solvers() -> None:
+    project = tomllib.loads((HOUSE / "pyproject.toml").read_text())
+    pinned = project["project"]["optional-dependencies"]["symbolic"]
+    assert all("==" in line for line in pinned)
+    assert set(pinned) < set(project["dependency-groups"]["test"])
+
+
+def test_page_in_the_docs_has_every_law() -> None:
+    page = (HOUSE / "docs" / "reference" / "laws.md").read_text()
+    told = re.findall(r"^\| \*\*(.*?)\.\*\*", page, flags=re.MULTILINE)
+    assert told == [law.sentence for law in LAWS.values()]

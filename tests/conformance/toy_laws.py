@@ -1,0 +1,159 @@
+"""Laws of every kind of verdict, for `test_prove.py`.
+
+They stand in a file that pytest does not collect: it rewrites the asserts of those that it does.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal
+
+from blockstep.conformance.prove.law import Room, instead_in
+
+ROOM = Room("toys")
+HERE = sys.modules[__name__]
+
+
+def half(number: int) -> int:
+    return number // 2
+
+
+def half_is_rounded_up(number: int) -> int:
+    return -(-number // 2)
+
+
+def half_is_asserted_to_be_small(number: int) -> int:
+    assert number < 10
+    return number // 2
+
+
+def half_is_not_to_be_had(number: int) -> int:
+    raise LookupError("no half")
+
+
+def half_is_shown_in_an_error(number: int) -> int:
+    raise LookupError(number)
+
+
+MISTAKE = instead_in(HERE, "half", half_is_rounded_up)
+
+
+@ROOM.law("P1", witness=(3,), twins=(MISTAKE,))
+def check_confirmed(number: int) -> bool:
+    """Two halves are no more than the whole."""
+    assert number >= 0
+    pieces = 2 * half(number)
+    assert pieces <= number
+    return True
+
+
+@ROOM.law("P1", witness=(4,), twins=())
+def check_refuted(number: int) -> bool:
+    assert number >= 0
+    pieces = 2 * half(number)
+    assert pieces == number
+    return True
+
+
+@ROOM.law("P1", witness=(3,), twins=())
+def check_refuted_by_its_witness(number: int) -> bool:
+    assert number >= 0
+    pieces = 2 * half(number)
+    assert pieces == number
+    return True
+
+
+@ROOM.law("P1", witness=(1,), twins=())
+def check_vacuous(number: int) -> bool:
+    assert 0 < number < 0
+    copy = number
+    assert copy == 12345
+    return True
+
+
+@ROOM.law("P1", witness=(1, 3), twins=())
+def check_unknown(part: int, whole: int) -> bool:
+    assert 0 <= part <= whole
+    assert whole >= 1
+    share = part / whole
+    assert share <= 1.0
+    return True
+
+
+@ROOM.law("P1", witness=((1,), (2,)), twins=())  # type: ignore[arg-type]
+def check_spurious(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
+    assert len(first) == 1
+    assert len(second) == 1
+    assert first != second
+    one, other = first[0], second[0]
+    assert one != other
+    return True
+
+
+@ROOM.law("P1", witness=(2000,), twins=(MISTAKE,))
+def check_broken_all_leading(number: int) -> bool:
+    assert number > 0
+    assert number > 1000
+    return True
+
+
+@ROOM.law("P1", witness=(1,), twins=())
+def check_broken_nothing_leading(number: int) -> bool:
+    more = number + 1
+    assert more > number
+    return True
+
+
+@ROOM.law("P1", witness=(1,), twins=())
+def check_broken_early_return(number: int) -> bool:
+    assert number > 0
+    if number > 1:
+        return True
+    assert number == 1
+    return True
+
+
+@ROOM.law("P1", witness=(1,), twins=())
+def check_broken_without_return(number: int) -> bool:  # type: ignore[return]
+    assert number > 0
+    more = number + 1
+    assert more > number
+
+
+@ROOM.law("P1", witness=("a",), twins=())  # type: ignore[arg-type]
+def check_broken_engine(letter: Literal["a", "b"]) -> bool:
+    assert len(letter) == 1
+    copy = letter
+    assert copy in ("a", "b")
+    return True
+
+
+@ROOM.law("P1", witness=(3,), twins=(instead_in(HERE, "half", half),))
+def check_twin_survives(number: int) -> bool:
+    assert number >= 0
+    pieces = 2 * half(number)
+    assert pieces <= number
+    return True
+
+
+@ROOM.law(
+    "P1",
+    witness=(3,),
+    twins=(
+        instead_in(HERE, "half", half_is_asserted_to_be_small),
+        instead_in(HERE, "half", half_is_not_to_be_had),
+    ),
+)
+def check_fails_inside(number: int) -> bool:
+    assert number >= 0
+    pieces = 2 * half(number)
+    assert pieces <= number
+    return True
+
+
+@ROOM.law("P1", witness=(3,), twins=(instead_in(HERE, "half", half_is_shown_in_an_error),))
+def check_twin_cannot_be_run(number: int) -> bool:
+    assert number >= 0
+    pieces = 2 * half(number)
+    assert pieces <= number
+    return True
