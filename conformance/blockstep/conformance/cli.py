@@ -29,6 +29,7 @@ from blockstep.conformance.check import (
     record_episode,
 )
 from blockstep.conformance.explain import NotExplainedError, explain_moment, explain_name
+from blockstep.conformance.explore.command import explore_command, vectors_app
 from blockstep.conformance.hunt import get_workarounds, hunt
 from blockstep.conformance.isolation import (
     BUILD_SECONDS,
@@ -74,6 +75,8 @@ app = typer.Typer(
 )
 
 app.command("prove")(prove_command)
+app.command("explore")(explore_command)
+app.add_typer(vectors_app, name="vectors")
 
 SECONDS_BETWEEN_LINES = 10.0
 TRUSTED = frozenset({"host", "spec"})

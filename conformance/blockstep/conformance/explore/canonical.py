@@ -1,0 +1,168 @@
+"""Canonical: two states that nothing can ever tell apart have the same digest.
+
+Left out is what only grows and decides nothing: statistics, counts of preemptions, frame ids.
+Renamed, in order of appearance, is what has a name but no meaning:
+
+    block ids      free queue, head first, then block tables: each block is in one of the two
+    request ids    running, waiting, skipped, then frames, then the rest; within a class
+    tokens         outputs, drafts, then keys; those that no request names
+
+Requests stand in exactly one queue each and blocks in the free queue or in a table, so the order
+of appearance follows from the state alone, and no permutation has to be searched.
+"""
+
+from __future__ import annotations
+
+import marshal
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from typing import Any, TypeAlias
+
+from blockstep.conformance.explore.world import World
+from blockstep.spec.state import RequestState, State
+from blockstep.spec.vocabulary import BlockKey, PauseState, RequestId, Status, TokenId, TokenIds
+
+Form: TypeAlias = tuple[Any, ...]
+"""Nested tuples of ints and strings."""
+Digest: TypeAlias = int
+"""64 bits of BLAKE2. Among two million states the chance of a mix-up is one in nine million."""
+
+_STATUSES = {status: index for index, status in enumerate(Status)}
+_PAUSES = {pause_state: index for index, pause_state in enumerate(PauseState)}
+_NO_KEY = ((), ())
+
+LEFT_OUT = frozenset(
+    {
+        "config", "quirks", "stats", "next_frame_id",  # of State: fixed, or only growing
+        "request", "request_id", "num_preemptions", "block_keys",  # of RequestState, FrameRow
+        "frame_id",  # of Frame
+    }
+)  # fmt: skip
+"""Fields that are no part of a digest: fixed, growing, or following from others."""
+
+
+class Canonicaliser:
+    """Takes digests of the states of one world."""
+
+    def __init__(self, world: World) -> None:
+        self._classes = world.classes
+        self._is_named = len(set(world.classes.values())) == len(world.classes)
+        self._free_tokens = world.free_tokens
+        self._contents: dict[BlockKey, tuple[TokenIds, Form]] = {}
+
+    def digest(self, state: State) -> Digest:
+        """Equal exactly for states of the same future."""
+        # Version 2 of marshal writes equal values equally, whether or not they are one object.
+        data = marshal.dumps(self.form(state), 2)
+        return int.from_bytes(blake2b(data, digest_size=8).digest(), "big")
+
+    def form(self, state: State) -> Form:
+        """Everything that matters, in canonical names: nested tuples of ints and strings."""
+        labels: Mapping[RequestId, Any] = self._classes if self._is_named else self._label(state)
+        pool = state.pool
+        places = {block_id: place for place, block_id in enumerate(pool.free_queue)}
+        order = (*state.running, *state.waiting, *state.skipped_waiting)
+        requests: list[Form] = []
+        for name in order:
+            request = state.requests[name]
+            for block_id in request.block_table:
+                if block_id not in places:
+                    places[block_id] = len(places)
+            requests.append(_request_form(request, labels[name], places))
+        contents = [
+            _NO_KEY if key is None else self._content(key)
+            for key in (pool.block_keys[block_id] for block_id in places)
+        ]
+        frames: Form = tuple(
+            tuple(
+                (labels[row.request_id], row.draft_token_ids, row.samples, row.is_dropped)
+                for row in frame.rows
+            )
+            for frame in state.frames
+        )
+        if self._free_tokens:
+            requests, frames, contents = self._rename_tokens(requests, frames, contents)
+        equals = [blocks for blocks in pool.cached.values() if len(blocks) > 1]
+        return (
+            _PAUSES[state.pause_state],
+            (len(state.running), len(state.waiting), len(pool.free_queue)),
+            tuple(requests),
+            tuple(pool.ref_counts[block_id] for block_id in places),
+            tuple(contents),
+            tuple(sorted(tuple(places[block_id] for block_id in blocks) for blocks in equals)),
+            frames,
+            _labelled(labels, state.finished_req_ids),
+            _labelled(labels, state.prev_scheduled_req_ids),
+            _labelled(labels, state.reset_req_ids),
+        )
+
+    def _label(self, state: State) -> dict[RequestId, tuple[int, int]]:
+        """A request's class, and how many of its class appear before it."""
+        rows = (row.request_id for frame in state.frames for row in frame.rows)
+        appear = dict.fromkeys((*state.running, *state.waiting, *state.skipped_waiting, *rows))
+        sets = (state.finished_req_ids, state.prev_scheduled_req_ids, state.reset_req_ids)
+        rest = {name for names in sets for name in names if name not in appear}
+        # Of these nothing is left but in which sets they are, so ids may break the ties.
+        appear |= dict.fromkeys(
+            sorted(rest, key=lambda name: ([name in names for names in sets], name))
+        )
+        counts: dict[int, int] = {}
+        labels = {}
+        for name in appear:
+            kind = self._classes[name]
+            labels[name] = (kind, counts.get(kind, 0))
+            counts[kind] = counts.get(kind, 0) + 1
+        return labels
+
+    def _content(self, key: BlockKey) -> tuple[TokenIds, Form]:
+        """All tokens up to the block's end, and what else the chain of keys says."""
+        found = self._contents.get(key)
+        if found is None:
+            chain = key.chain()
+            tokens = tuple(token for link in chain for token in link.token_ids)
+            extras = [(link.adapter or "", link.cache_salt or "", link.items) for link in chain]
+            plain = all(extra == ("", "", ()) for extra in extras)
+            found = self._contents[key] = (tokens, () if plain else tuple(extras))
+        return found
+
+    def _rename_tokens(
+        self, requests: list[Form], frames: Form, contents: list[tuple[TokenIds, Form]]
+    ) -> tuple[list[Form], Form, list[tuple[TokenIds, Form]]]:
+        names: dict[TokenId, TokenId] = {}
+        free = self._free_tokens
+
+        def renamed(tokens: TokenIds) -> TokenIds:
+            for token in tokens:
+                if token in free and token not in names:
+                    names[token] = -2 - len(names)
+            return tuple(names.get(token, token) for token in tokens)
+
+        return (
+            [(label, renamed(outputs), renamed(drafts), *rest)
+             for label, outputs, drafts, *rest in requests],
+            tuple(
+                tuple((label, renamed(drafts), *rest) for label, drafts, *rest in rows)
+                for rows in frames
+            ),
+            [(renamed(tokens), extras) for tokens, extras in contents],
+        )  # fmt: skip
+
+
+def _request_form(request: RequestState, label: object, places: dict[int, int]) -> Form:
+    return (
+        label,
+        request.output_token_ids,
+        request.spec_token_ids,
+        _STATUSES[request.status],
+        request.num_computed_tokens,
+        request.num_output_placeholders,
+        request.is_prefill_chunk,
+        tuple(places[block_id] for block_id in request.block_table),
+        request.num_cached_blocks,
+        request.num_cached_tokens,
+        request.grammar_ready,
+    )
+
+
+def _labelled(labels: Mapping[RequestId, Any], names: Iterable[RequestId]) -> Form:
+    return tuple(sorted(labels[name] for name in names))

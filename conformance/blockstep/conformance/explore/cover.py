@@ -1,0 +1,107 @@
+"""Cover: few short programs that do everything that a world lets happen.
+
+Every transition is a set of things done: branches of the specification's code, situations of
+`witnesses`, and kinds of answer. A walk keeps the first transition that does something new, so its
+way there is a shortest one; of these programs a greedy choice is kept that does all of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, TypeAlias
+
+from blockstep.conformance.explore.probe import Moment, StateMemo, count_witnesses
+from blockstep.spec.state import State
+from blockstep.spec.transition import transition
+from blockstep.spec.vocabulary import Event, Rejected
+
+Deeds: TypeAlias = frozenset[str]
+
+_SPEC = str(Path(transition.__code__.co_filename).parent)
+_VOCABULARY = str(Path(_SPEC) / "vocabulary")
+
+
+class Tracer:
+    """Runs transitions and says which branches of the specification they took.
+
+    A branch is a step from one line to another inside one function; which ones there are depends
+    on the version of Python. A debugger or a coverage tool is put aside meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[CodeType, str] = {}
+        self._last: dict[FrameType, int] = {}
+        self._arcs: set[str] = set()
+        self._memo = StateMemo()
+
+    def apply(self, state: State, event: Event) -> tuple[Moment, Deeds]:
+        """The transition and all that it does."""
+        self._arcs, self._last = set(), {}
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            result = transition(state, event)
+        finally:
+            sys.settrace(before)
+        if isinstance(result, Rejected):
+            moment = Moment(state, event, state, result)
+        else:
+            moment = Moment(state, event, result.state, result.observation)
+        answer = f"{type(event).__name__} -> {type(moment.observation).__name__}"
+        return moment, frozenset({answer, *self._arcs, *count_witnesses(moment, self._memo)})
+
+    def _enter(self, frame: FrameType, _what: str, _argument: Any) -> Callable[..., Any] | None:
+        code = frame.f_code
+        name = self._names.get(code)
+        if name is None:
+            path = code.co_filename
+            is_rule = path.startswith(_SPEC) and not path.startswith(_VOCABULARY)
+            name = self._names[code] = f"{Path(path).stem}.{code.co_name}" if is_rule else ""
+        if not name:
+            return None
+        self._last[frame] = 0
+        return self._step
+
+    def _step(self, frame: FrameType, what: str, _argument: Any) -> Callable[..., Any]:
+        if what == "line":
+            line = frame.f_lineno
+            self._arcs.add(f"{self._names[frame.f_code]}:{self._last[frame]}-{line}")
+            self._last[frame] = line
+        elif what == "return":
+            self._arcs.add(f"{self._names[frame.f_code]}:{self._last.pop(frame, 0)}-end")
+        return self._step
+
+
+def trace_program(start: State, events: Iterable[Event]) -> Deeds:
+    """Everything that a program does."""
+    tracer, deeds, state = Tracer(), set[str](), start
+    for event in events:
+        moment, done = tracer.apply(state, event)
+        deeds |= done
+        state = moment.after
+    return frozenset(deeds)
+
+
+def choose(programs: Sequence[tuple[int, Deeds]]) -> list[int]:
+    """Indices of programs that together do all that all do; each is (length, deeds).
+
+    Greedy: most new deeds first, of those the shortest, of those the first. What turns out not to
+    be needed is dropped again. So few, not provably fewest.
+    """
+    left = set[str]().union(*(deeds for _, deeds in programs))
+    chosen: list[int] = []
+    while left:
+        best = max(
+            range(len(programs)),
+            key=lambda i: (len(programs[i][1] & left), -programs[i][0], -i),
+        )
+        chosen.append(best)
+        left -= programs[best][1]
+    for index in list(reversed(chosen)):
+        others = set[str]().union(*(programs[i][1] for i in chosen if i != index))
+        if programs[index][1] <= others:
+            chosen.remove(index)
+    return sorted(chosen)

@@ -1,0 +1,79 @@
+"""Liveness: no fair cycle of states without progress (P10).
+
+Progress is a token delivered. Once nothing comes from outside, only Schedule and Commit are left,
+and a fair run takes each of them again and again while it is possible. So there must be no cycle
+of Schedules and of Commits that deliver nothing, while somebody unpaused could go on. A Schedule
+that changes nothing while a frame is in flight is left out: the commit of that frame is due.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from blockstep.conformance.explore.canonical import Digest
+from blockstep.conformance.explore.probe import Moment
+from blockstep.spec.queues import is_blocked
+from blockstep.spec.vocabulary import Commit, Outputs, PauseState, Plan, Schedule
+
+
+def get_no_progress(moment: Moment, is_loop: bool) -> bool:
+    """Whether a transition may be part of a cycle that must not be."""
+    state = moment.before
+    match moment.event, moment.observation:
+        case Schedule(), Plan():
+            if is_loop and state.frames:
+                return False
+        case Commit(), Outputs(rows=rows):
+            if rows:
+                return False
+        case _:
+            return False
+    return state.pause_state is PauseState.UNPAUSED and any(
+        request.grammar_ready or not is_blocked(request) for request in state.requests.values()
+    )
+
+
+def find_cycle(stalls: Iterable[Iterable[Digest]]) -> list[Digest]:
+    """The states of a shortest cycle among these transitions, or [].
+
+    Each item lists sources and targets by turns. States that lead nowhere are taken away until
+    only those are left that lead round.
+    """
+    ways: dict[Digest, list[Digest]] = {}
+    sources: dict[Digest, list[Digest]] = {}
+    for pairs in stalls:
+        digests = iter(pairs)
+        for source, target in zip(digests, digests, strict=True):
+            ways.setdefault(source, []).append(target)
+            sources.setdefault(target, []).append(source)
+    num_ways = {source: len(targets) for source, targets in ways.items()}
+    dead = [target for target in sources if target not in ways]
+    while dead:
+        for source in sources.get(dead.pop(), ()):
+            num_ways[source] -= 1
+            if num_ways[source] == 0:
+                dead.append(source)
+    left = sorted(digest for digest, count in num_ways.items() if count)
+    cycles = (_shortest_cycle(ways, set(left), digest) for digest in left[:1000])
+    return min((cycle for cycle in cycles if cycle), key=len, default=[])
+
+
+def _shortest_cycle(
+    ways: dict[Digest, list[Digest]], left: set[Digest], start: Digest
+) -> list[Digest]:
+    """The states of a shortest cycle through `start`, from there on; [] if there is none."""
+    before: dict[Digest, Digest] = {}
+    queue = deque([start])
+    while queue:
+        digest = queue.popleft()
+        for target in ways[digest]:
+            if target == start:
+                cycle = [digest]
+                while cycle[-1] != start:
+                    cycle.append(before[cycle[-1]])
+                return cycle[::-1]
+            if target in left and target not in before:
+                before[target] = digest
+                queue.append(target)
+    return []

@@ -1,0 +1,204 @@
+"""Probe: what is looked for in every transition of a walk.
+
+Properties are judged as on any step, except that a walk has no past: it comes to each state once.
+What the `Ledger` would remember is read off the state before, so the sentences that speak of older
+history say nothing here: who was preempted since when, and what a reset came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from blockstep.conformance.compare import observation_differences, snapshot_differences
+from blockstep.conformance.engine import Capability, Engine
+from blockstep.conformance.findings import Difference
+from blockstep.conformance.properties import FlightRow, Ledger, Life, Step, check_step
+from blockstep.conformance.witnesses import WITNESSES, situations
+from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec.profiles import Quirk
+from blockstep.spec.snapshots import get_snapshot
+from blockstep.spec.state import State
+from blockstep.spec.transition import transition
+from blockstep.spec.vocabulary import (
+    Drafts,
+    Event,
+    GrammarReady,
+    Observation,
+    Rejected,
+    RequestId,
+    Reset,
+    SetPause,
+    Snapshot,
+)
+
+NEEDED: Mapping[type, Capability] = {
+    Drafts: Capability.DRAFTS,
+    SetPause: Capability.PAUSE,
+    Reset: Capability.RESET,
+    GrammarReady: Capability.GRAMMAR,
+}
+"""What an engine must be able to do to be given an event."""
+
+Hits: TypeAlias = list[str]
+"""What was found in a transition, a line each."""
+
+OF_THE_PAST = frozenset(
+    {
+        "commit_for_preempted",
+        "ended_while_preempted",
+        "ended_while_stale",
+        "resumed_after_stale_tokens",
+        "row_of_an_ended_request_ignored",
+        "commit_for_aborted",
+        "stale_tokens_delivered",
+    }
+)
+"""Witnesses that no single step can tell: they depend on what happened long before."""
+JUDGED_WITNESSES = tuple(name for name in WITNESSES if name not in OF_THE_PAST)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One transition of the spec."""
+
+    before: State
+    event: Event
+    after: State
+    """`before` itself if the event was refused."""
+    observation: Observation
+
+
+Probe: TypeAlias = Callable[[Moment], Hits]
+
+
+def get_ledger(state: State) -> Ledger:
+    """What a ledger would know in this state, as far as the state tells."""
+    ledger = Ledger(state.config)
+    for name, request in state.requests.items():
+        life = ledger.lives[name] = Life(request.request, ledger.names)
+        life.tokens.extend(request.output_token_ids)
+        life.drafts = request.spec_token_ids
+        life.num_cached_tokens = request.num_cached_tokens
+        life.grammar_ready = request.grammar_ready
+    behind: dict[RequestId, int] = {}
+    for frame in reversed(state.frames):
+        rows = []
+        for row in frame.rows:
+            known = state.requests.get(row.request_id)
+            computed = 0 if known is None else known.num_computed_tokens
+            end = max(computed - behind.get(row.request_id, 0), 0)
+            flight = FlightRow(row.request_id, end, row.draft_token_ids, row.samples)
+            behind[row.request_id] = behind.get(row.request_id, 0) + flight.num_promised
+            rows.append(flight)
+        ledger.frames[frame.frame_id] = tuple(rows)
+    ledger.frames = dict(reversed(ledger.frames.items()))
+    ledger.promised = {name: count for name, count in behind.items() if count}
+    ledger.ended = set(state.finished_req_ids)
+    ledger.scheduled = set(state.prev_scheduled_req_ids)
+    ledger.pause_state = state.pause_state
+    return ledger
+
+
+class StateMemo:
+    """Snapshot and ledger of the state that is being expanded, made once for all of its events."""
+
+    def __init__(self) -> None:
+        self._state: State | None = None
+        self._snapshot: Snapshot | None = None
+        self._ledger: Ledger | None = None
+
+    def step(self, moment: Moment) -> tuple[Step, Ledger]:
+        """The transition as a step, and what was known before it."""
+        before = moment.before
+        if self._state is not before or self._snapshot is None or self._ledger is None:
+            self._state, self._snapshot = before, get_snapshot(before)
+            self._ledger = get_ledger(before)
+        snapshot = self._snapshot
+        after = snapshot if moment.after is before else get_snapshot(moment.after)
+        step = Step(before.config, 1, moment.event, moment.observation, snapshot, after)
+        return step, self._ledger
+
+
+class PropertyProbe:
+    """Invariants of the state, and the properties of the step that led to it."""
+
+    def __init__(self) -> None:
+        self._memo = StateMemo()
+
+    def __call__(self, moment: Moment) -> Hits:
+        """What is wrong with a transition and the state that it leads to."""
+        step, ledger = self._memo.step(moment)
+        hits = [
+            f"{finding.property_id} {finding.sentence}: {finding.message}"
+            for finding in check_step(step, ledger)
+        ]
+        if moment.after is not moment.before:
+            hits += [f"invariant {name}" for name in get_broken_invariants(moment.after)]
+        return hits
+
+
+class WitnessProbe:
+    """A named situation."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._memo = StateMemo()
+
+    def __call__(self, moment: Moment) -> Hits:
+        """The name, if a transition is that situation."""
+        step, ledger = self._memo.step(moment)
+        return [self._name] if self._name in situations(step, ledger) else []
+
+
+class QuirkProbe:
+    """Where the specification with a quirk answers otherwise, or comes to another state.
+
+    Up to there both have come the same way, so the quirk is switched on in the state before.
+    """
+
+    def __init__(self, quirk: Quirk) -> None:
+        self._quirks = frozenset({quirk})
+
+    def __call__(self, moment: Moment) -> Hits:
+        """What differs."""
+        before = moment.before
+        result = transition(replace(before, quirks=self._quirks), moment.event)
+        if isinstance(result, Rejected):
+            seen: Observation = result
+            after = before
+        else:
+            seen, after = result.observation, replace(result.state, quirks=before.quirks)
+        differences = list(observation_differences(moment.observation, seen))
+        if after != moment.after:
+            differences += snapshot_differences(get_snapshot(moment.after), get_snapshot(after))
+            differences = differences or [Difference("state", "of the spec", "of the quirk")]
+        return [f"{d.field}: spec {d.expected}, quirk {d.seen}" for d in differences]
+
+
+def compare(engine: Engine, moment: Moment, capabilities: frozenset[str]) -> Hits:
+    """Give an engine that stands in the state before the event; how it differs after it."""
+    try:
+        seen = engine.apply(moment.event)
+        after = engine.snapshot()
+    except Exception as error:
+        return [f"the engine raised {type(error).__name__}: {error}"]
+    expected = get_snapshot(moment.after)
+    if after is not None and Capability.STATISTICS not in capabilities:
+        after = replace(after, stats=expected.stats)
+    differences = list(observation_differences(moment.observation, seen))
+    if after is not None:
+        differences += snapshot_differences(expected, after)
+    return [f"{d.field}: spec {d.expected}, engine {d.seen}" for d in differences]
+
+
+def is_for(capabilities: frozenset[str], observation: Observation) -> bool:
+    """Whether an engine is given an event that the spec has answered so."""
+    return Capability.REJECTION in capabilities or not isinstance(observation, Rejected)
+
+
+def count_witnesses(moment: Moment, memo: StateMemo) -> Iterator[str]:
+    """The situations that a transition is, without those of the past."""
+    step, ledger = memo.step(moment)
+    return (name for name in situations(step, ledger) if name not in OF_THE_PAST)

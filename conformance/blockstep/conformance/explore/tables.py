@@ -1,0 +1,165 @@
+"""Tables: the shortest program for each quirk and each planted defect, over several worlds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from blockstep.conformance.explore.walk import MAX_STATES, PathStep, Task, walk
+from blockstep.conformance.explore.world import World
+from blockstep.conformance.museum import EXHIBITS
+from blockstep.conformance.program import describe, describe_event
+from blockstep.conformance.registry import MUSEUM
+from blockstep.spec.profiles import Profile, Quirk
+from blockstep.spec.vocabulary import Commit, Drafts, Event
+
+NOWHERE = "-"
+FIRST_LIMITS = (200, 2_000)
+"""States of a walk while nothing has been found anywhere."""
+
+
+def _be_silent(_text: str) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Shortest:
+    """The shortest program that shows something, if any world has one."""
+
+    name: str
+    world: str = NOWHERE
+    path: tuple[PathStep, ...] = ()
+    cycle: tuple[PathStep, ...] = ()
+    found: tuple[str, ...] = ()
+
+    @property
+    def length(self) -> int | None:
+        """Events until it shows; a cycle counts once."""
+        return len(self.path) + len(self.cycle) if self.found else None
+
+
+def find_shortest(name: str, tasks: Iterable[Task], jobs: int = 1) -> Shortest:
+    """The shortest program over all tasks, the first of equals.
+
+    All worlds are walked a little way first. Once one of them has a program, the others are walked
+    only as deep as would be shorter still.
+    """
+    tasks = list(tasks)
+    best = Shortest(name)
+    for limit in (*FIRST_LIMITS, MAX_STATES):
+        best = _find_in_passing(best, tasks, jobs, limit)
+        if best.found:
+            return _find_in_passing(best, tasks, jobs, MAX_STATES)
+    return best
+
+
+def _find_in_passing(best: Shortest, tasks: Iterable[Task], jobs: int, limit: int) -> Shortest:
+    """The shortest program after one walk for each task, of at most `limit` states."""
+    for task in tasks:
+        task = replace(task, max_states=min(task.max_states, limit))
+        if best.length is not None:
+            task = replace(task, max_depth=best.length - 2)
+        walked = walk(task, jobs)
+        here = Shortest(best.name, task.world.name, walked.path, walked.cycle, walked.found)
+        if here.length is not None and (best.length is None or here.length < best.length):
+            best = here
+    return best
+
+
+def tell_event(event: Event) -> str:
+    """One line for an event."""
+    return describe_event(event) if isinstance(event, Commit | Drafts) else describe(event)
+
+
+def tell_program(path: Sequence[PathStep]) -> list[str]:
+    """A line for each event."""
+    return [tell_event(step.event) for step in path]
+
+
+def quirk_rows(
+    worlds: Sequence[World],
+    max_states: int,
+    jobs: int,
+    names: Sequence[str] = (),
+    advance: Callable[[str], None] = _be_silent,
+) -> list[dict[str, object]]:
+    """For each quirk: when it first differs from the specification, and breaks a property."""
+    rows: list[dict[str, object]] = []
+    for quirk in Quirk:
+        if names and quirk not in names:
+            continue
+        advance(quirk)
+        profile = Profile(quirk, frozenset({quirk}))
+        differs = find_shortest(
+            quirk,
+            (Task(world, properties=False, quirk=quirk, max_states=max_states) for world in worlds),
+            jobs,
+        )
+        breaks = find_shortest(
+            quirk, (Task(world, profile, max_states=max_states) for world in worlds), jobs
+        )
+        rows.append(
+            {
+                "quirk": str(quirk),
+                "differs after": _length(differs),
+                "in": differs.world,
+                "violates after": _length(breaks),
+                "in world": breaks.world,
+                "property": _sentence(breaks),
+            }
+        )
+    return rows
+
+
+def museum_rows(
+    worlds: Sequence[World],
+    max_states: int,
+    jobs: int,
+    names: Sequence[str] = (),
+    advance: Callable[[str], None] = _be_silent,
+) -> list[dict[str, object]]:
+    """For each planted defect: the shortest program on which it differs.
+
+    Raises:
+        EngineNotFoundError: a name is of no exhibit.
+    """
+    rows: list[dict[str, object]] = []
+    for name in names or EXHIBITS:
+        advance(name)
+        engine = f"{MUSEUM}{name}"
+        tasks = (
+            Task(world, properties=False, engine=engine, max_states=max_states) for world in worlds
+        )
+        shortest = find_shortest(name, tasks, jobs)
+        rows.append(
+            {
+                "defect": name,
+                "events": _length(shortest),
+                "world": shortest.world,
+                "first difference": _sentence(shortest),
+                "program": "; ".join(tell_program(shortest.path)),
+            }
+        )
+    return rows
+
+
+def _length(shortest: Shortest) -> int | str:
+    return NOWHERE if shortest.length is None else shortest.length
+
+
+def _sentence(shortest: Shortest) -> str:
+    return shortest.found[0].split(":")[0] if shortest.found else NOWHERE
+
+
+def render_table(rows: Sequence[dict[str, object]], markdown: bool = False) -> str:
+    """Rows of one kind, columns named by the keys; programs are left to JSON."""
+    if not rows:
+        return "nothing to show\n"
+    columns = [name for name in rows[0] if name != "program"]
+    cells = [columns, *([str(row[name]) for name in columns] for row in rows)]
+    if markdown:
+        cells.insert(1, ["---"] * len(columns))
+        return "".join(f"| {' | '.join(c.replace('|', '/') for c in row)} |\n" for row in cells)
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,361 @@
+"""Vectors: programs with the right answers, in a file that needs no Python to be read.
+
+::
+
+    {"format":"blockstep-vectors","version":1,"spec":"0.1.0","preset":"loop","programs":2,"sha256":"..."}
+    {"format":"blockstep-trace","version":1,"config":{"num_blocks":3,...}}
+    {"program":1,"steps":2}
+    {"event":{"type":"Submit","request":{...}},"observation":{"type":"Ack"}}
+    {"snapshot":{"pause_state":"unpaused","waiting":["A"],...}}
+    ...
+
+The second line and the steps are those of a recorded run (`traces`); behind each step stands the
+state after it. The manifest holds the SHA-256 of everything below it, so a file that was changed
+is told from one that an engine fails. Described in docs/reference/vectors.md.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from blockstep.conformance.compare import observation_differences, snapshot_differences
+from blockstep.conformance.engine import Capability, Engine, EngineFactory
+from blockstep.conformance.explore.probe import NEEDED
+from blockstep.conformance.findings import Difference
+from blockstep.conformance.program import describe_event
+from blockstep.conformance.traces import TraceError, TraceStep, read_lines, recorded
+from blockstep.spec.oracle import Oracle
+from blockstep.spec.vocabulary import (
+    BlockKey,
+    Config,
+    Event,
+    Observation,
+    PauseState,
+    Rejected,
+    RequestSnapshot,
+    Snapshot,
+    Stats,
+)
+
+VECTORS_FORMAT = "blockstep-vectors"
+VECTORS_VERSION = 1
+
+
+class _Link(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """What one block of a chain adds to a key."""
+
+    token_ids: tuple[int, ...]
+    adapter: str | None = None
+    cache_salt: str | None = None
+    items: tuple[tuple[str, int], ...] = ()
+
+
+class _State(msgspec.Struct, forbid_unknown_fields=True):
+    """A snapshot in JSON; fields as in the vocabulary but for keys."""
+
+    pause_state: PauseState
+    waiting: tuple[str, ...]
+    skipped_waiting: tuple[str, ...]
+    running: tuple[str, ...]
+    requests: tuple[RequestSnapshot, ...]
+    ref_counts: tuple[int, ...]
+    free_queue: tuple[int, ...]
+    block_keys: tuple[tuple[_Link, ...] | None, ...]
+    """The chain of each block's key, first block first."""
+    cached: tuple[tuple[int, ...], ...]
+    """Findable blocks: those of one key together, in order of publication."""
+    frames_in_flight: tuple[int, ...]
+    next_frame_id: int
+    finished_req_ids: tuple[str, ...]
+    prev_scheduled_req_ids: tuple[str, ...]
+    stats: Stats
+
+
+class _StateLine(msgspec.Struct, forbid_unknown_fields=True):
+    snapshot: _State
+
+
+class _ProgramLine(msgspec.Struct, forbid_unknown_fields=True):
+    program: int
+    steps: int
+
+
+class _AnyManifest(msgspec.Struct):
+    format: str
+    version: int
+
+
+class Manifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """The first line of a file of vectors."""
+
+    format: str
+    version: int
+    spec: str
+    """Version of Blockstep that filled the file."""
+    preset: str
+    programs: int
+    sha256: str
+    """Of all lines below, each with its line feed."""
+
+
+@dataclass(frozen=True, slots=True)
+class VectorStep:
+    """One event, and what is right after it."""
+
+    event: Event
+    observation: Observation
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """A file of vectors."""
+
+    manifest: Manifest
+    config: Config
+    programs: tuple[tuple[VectorStep, ...], ...]
+
+
+# --- writing
+
+
+def write_vectors(
+    path: Path, preset: str, config: Config, programs: Sequence[Sequence[Event]]
+) -> Manifest:
+    """Play each program on the specification and write down its answers; gzipped for ".gz".
+
+    Raises:
+        TraceError: the file cannot be written, or an event holds a value of a wrong type.
+    """
+    lines = [recorded._header_line(path, config)]
+    for number, events in enumerate(programs, 1):
+        lines.append(_encode(_ProgramLine(number, len(events))))
+        oracle = Oracle(config)
+        for event in events:
+            answer = oracle.apply(event)
+            if isinstance(answer, Rejected):
+                answer = Rejected(answer.code)  # its wording is nobody's business
+            lines.append(recorded._step_line(path, 0, event, answer))
+            lines.append(_encode(_StateLine(_to_json(oracle.snapshot()))))
+    body = b"".join(lines)
+    manifest = Manifest(
+        VECTORS_FORMAT,
+        VECTORS_VERSION,
+        version("blockstep"),
+        preset,
+        len(programs),
+        sha256(body).hexdigest(),
+    )
+    data = _encode(manifest) + body
+    try:
+        path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise TraceError(
+            path, 0, f"cannot be written ({reason})", "vectors need a place", "check the path"
+        ) from None
+    return manifest
+
+
+def _encode(value: object) -> bytes:
+    return msgspec.json.encode(value) + b"\n"
+
+
+def _to_json(snapshot: Snapshot) -> _State:
+    return _State(
+        block_keys=tuple(None if key is None else _to_links(key) for key in snapshot.block_keys),
+        cached=tuple(sorted(snapshot.cached.values())),
+        **{
+            name: getattr(snapshot, name)
+            for name in _State.__struct_fields__
+            if name not in ("block_keys", "cached")
+        },
+    )
+
+
+def _to_links(key: BlockKey) -> tuple[_Link, ...]:
+    return tuple(
+        _Link(link.token_ids, link.adapter, link.cache_salt, link.items) for link in key.chain()
+    )
+
+
+# --- reading
+
+
+def read_vectors(path: Path) -> Vectors:
+    """The vectors at `path`, gzipped or plain. Raises `TraceError`."""
+    lines = [text for _, text in read_lines(path)]
+    manifest = _read_manifest(path, lines[0] if lines else "")
+    body = "".join(f"{text}\n" for text in lines[1:]).encode("utf-8")
+    if sha256(body).hexdigest() != manifest.sha256:
+        raise TraceError(
+            path,
+            1,
+            f"the lines below hash to {sha256(body).hexdigest()[:12]}...",
+            f"the manifest promises {manifest.sha256[:12]}...: the file was changed",
+            "fetch it again, or fill it again with `blockstep vectors fill`",
+        )
+    if len(lines) < 2:
+        raise _bad(path, 2, "no line with the config", "the config stands below the manifest")
+    config = recorded._read_header(path, lines[1])
+    numbered = iter(list(enumerate(lines, 1))[2:])
+    programs = tuple(_read_programs(path, numbered))
+    if len(programs) != manifest.programs:
+        raise _bad(
+            path, 1, f"{len(programs)} programs", f"the manifest promises {manifest.programs}"
+        )
+    return Vectors(manifest, config, programs)
+
+
+def _read_manifest(path: Path, text: str) -> Manifest:
+    rule = f'the first line of vectors is {{"format":"{VECTORS_FORMAT}",...}}'
+    try:
+        found = msgspec.json.decode(text, type=_AnyManifest)
+        if found.format != VECTORS_FORMAT:
+            raise _bad(path, 1, f"format {found.format!r}", rule)
+        if found.version != VECTORS_VERSION:
+            raise _bad(
+                path,
+                1,
+                f"version {found.version}",
+                f"this blockstep reads version {VECTORS_VERSION}",
+            )
+        return msgspec.json.decode(text, type=Manifest)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise _bad(path, 1, str(error), rule) from None
+
+
+def _read_programs(
+    path: Path, lines: Iterator[tuple[int, str]]
+) -> Iterator[tuple[VectorStep, ...]]:
+    for line, text in lines:
+        try:
+            head = msgspec.json.decode(text, type=_ProgramLine)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise _bad(path, line, str(error), 'a program starts with {"program":N,...}') from None
+        steps = []
+        for _ in range(head.steps):
+            pair = list(zip(range(2), lines, strict=False))
+            if len(pair) < 2:
+                raise _bad(
+                    path, line, "the file ends", f"program {head.program} has {head.steps} steps"
+                )
+            (_, (at, step_text)), (_, (_, state_text)) = pair
+            step: TraceStep = recorded._read_step(path, at, step_text)
+            snapshot = _read_state(path, at + 1, state_text)
+            steps.append(VectorStep(step.event, step.observation, snapshot))
+        yield tuple(steps)
+
+
+def _read_state(path: Path, line: int, text: str) -> Snapshot:
+    rule = "behind each step stands the state after it"
+    try:
+        state = msgspec.json.decode(text, type=_StateLine).snapshot
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise _bad(path, line, str(error), rule) from None
+    keys = [None if links is None else _from_links(links) for links in state.block_keys]
+    cached = {}
+    for blocks in state.cached:
+        key = keys[blocks[0]] if blocks and 0 <= blocks[0] < len(keys) else None
+        if key is None:
+            raise _bad(path, line, f"cached blocks {list(blocks)}", "findable blocks carry a key")
+        cached[key] = blocks
+    fields: dict[str, Any] = {name: getattr(state, name) for name in _State.__struct_fields__}
+    return Snapshot(**{**fields, "block_keys": tuple(keys), "cached": cached})
+
+
+def _from_links(links: tuple[_Link, ...]) -> BlockKey | None:
+    key: BlockKey | None = None
+    for link in links:
+        key = BlockKey(key, link.token_ids, link.adapter, link.cache_salt, link.items)
+    return key
+
+
+def _bad(path: Path, line: int, found: str, rule: str) -> TraceError:
+    fix = "fill the file again with `blockstep vectors fill`, or upgrade blockstep"
+    return TraceError(path, line, found, rule, fix)
+
+
+# --- consuming
+
+
+@dataclass(slots=True)
+class Consumed:
+    """How an engine fared."""
+
+    num_programs: int = 0
+    """Played to their end, or to the first difference."""
+    num_events: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Events that it was not given, by the capability that it lacks."""
+    program: int = 0
+    """The first program that failed, from 1; 0 if none did."""
+    step: int = 0
+    """Its step that failed, from 1."""
+    event: str = ""
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def conforms(self) -> bool:
+        """Whether every answer and every state was right."""
+        return not self.differences
+
+
+def consume(vectors: Vectors, make_engine: EngineFactory) -> Consumed:
+    """Play all programs on an engine up to the first difference.
+
+    What the engine cannot do ends a program early; what it does not refuse it is not given.
+    """
+    result = Consumed()
+    for number, steps in enumerate(vectors.programs, 1):
+        engine = make_engine(vectors.config)
+        capabilities = engine.capabilities()
+        if vectors.config.async_scheduling and Capability.ASYNC not in capabilities:
+            result.skipped[Capability.ASYNC] = sum(map(len, vectors.programs))
+            return result
+        for count, step in enumerate(steps, 1):
+            lacking = _lacking(step, capabilities)
+            if lacking is not None:
+                result.skipped[lacking] = result.skipped.get(lacking, 0) + 1
+                if lacking is Capability.REJECTION:
+                    continue
+                break
+            result.num_events += 1
+            result.differences = _differences(engine, step, capabilities)
+            if result.differences:
+                result.program, result.step = number, count
+                result.event = describe_event(step.event)
+                return result
+        result.num_programs += 1
+    return result
+
+
+def _lacking(step: VectorStep, capabilities: frozenset[str]) -> Capability | None:
+    if isinstance(step.observation, Rejected):
+        return None if Capability.REJECTION in capabilities else Capability.REJECTION
+    needed = NEEDED.get(type(step.event))
+    return needed if needed is not None and needed not in capabilities else None
+
+
+def _differences(
+    engine: Engine, step: VectorStep, capabilities: frozenset[str]
+) -> tuple[Difference, ...]:
+    try:
+        seen = engine.apply(step.event)
+        after = engine.snapshot()
+    except Exception as error:
+        return (Difference("exception", "none", f"{type(error).__name__}: {error}"),)
+    differences = observation_differences(step.observation, seen)
+    if after is not None:
+        if Capability.STATISTICS not in capabilities:
+            after = replace(after, stats=step.snapshot.stats)
+        differences += snapshot_differences(step.snapshot, after)
+    return differences

@@ -1,0 +1,496 @@
+"""Walk: visit every state of a world, breadth first, each once.
+
+    level n  --expand-->  candidates  --by digest, to the shard that owns it-->  level n + 1
+
+States are dealt out to shards by digest; each shard remembers those it has seen, and with several
+jobs each shard is a process. A state is represented by the first way to it: of the least digest
+among the states before, then of the first event. Nothing depends on the number of shards then.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, Protocol
+
+from blockstep.conformance.engine import ALL_CAPABILITIES, Engine
+from blockstep.conformance.explore.canonical import Canonicaliser, Digest
+from blockstep.conformance.explore.copies import Copies, Kept
+from blockstep.conformance.explore.cover import Tracer
+from blockstep.conformance.explore.liveness import find_cycle, get_no_progress
+from blockstep.conformance.explore.probe import (
+    NEEDED,
+    Hits,
+    Moment,
+    Probe,
+    PropertyProbe,
+    QuirkProbe,
+    WitnessProbe,
+    compare,
+    is_for,
+)
+from blockstep.conformance.explore.world import Counts, World, get_events
+from blockstep.conformance.registry import load_engine
+from blockstep.spec.profiles import STRICT, Profile, Quirk
+from blockstep.spec.state import State, initial_state
+from blockstep.spec.transition import transition
+from blockstep.spec.vocabulary import Event, Observation, Rejected, Schedule, Submit
+
+OUT_OF_NOTHING = "only after events in this state that must change nothing"
+SPEC_IS_WRONG = "the specification failed an assertion of its own"
+MAX_STATES = 3_000_000
+"""About a quarter of a kilobyte each, in all shards together."""
+
+
+class LostShardError(Exception):
+    """A process of a walk has died, so the walk proves nothing."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to do in a world."""
+
+    world: World
+    profile: Profile = STRICT
+    """Quirks that the spec follows."""
+    properties: bool = True
+    """Judge every transition by the properties, and look for cycles without progress."""
+    witness: str = ""
+    """Stop where this situation is reached."""
+    quirk: Quirk | None = None
+    """Stop where the specification with this quirk goes another way."""
+    engine: str = ""
+    """Give every event in every state to this engine, and compare."""
+    edges: bool = False
+    """Keep the graph."""
+    deeds: bool = False
+    """Keep the first transitions that do something new (see `cover`); slow."""
+    max_states: int = MAX_STATES
+    max_depth: int = 1_000_000
+    """Events on the way to a state that is still expanded, at most."""
+
+
+class Candidate(NamedTuple):
+    """A state that may be new."""
+
+    digest: Digest
+    parent: Digest
+    number: int
+    """Of the event, among those of its parent."""
+    blob: bytes
+    """Pickled: the state, and an engine that stands in it."""
+
+
+class Hit(NamedTuple):
+    """Something that was looked for."""
+
+    parent: Digest
+    number: int
+    lines: Hits
+
+
+class Edge(NamedTuple):
+    """One transition between two states."""
+
+    source: Digest
+    event: Event
+    target: Digest
+    sketch: str
+    """The target, in a few words."""
+
+
+class Novelty(NamedTuple):
+    """A transition that does something that none before it did."""
+
+    parent: Digest
+    number: int
+
+
+@dataclass(slots=True)
+class Level:
+    """What one shard found at one depth."""
+
+    outboxes: list[list[Candidate]]
+    transitions: int = 0
+    refused: int = 0
+    hits: list[Hit] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    novelties: list[Novelty] = field(default_factory=list)
+
+
+class Shard:
+    """The states whose digests leave one remainder; used by one level after the other."""
+
+    def __init__(self, task: Task, index: int, num_shards: int) -> None:
+        self._task = task
+        self._index = index
+        self._num_shards = num_shards
+        self._digest = Canonicaliser(task.world).digest
+        self._probes: list[Probe] = [PropertyProbe()] if task.properties else []
+        if task.witness:
+            self._probes.append(WitnessProbe(task.witness))
+        if task.quirk is not None:
+            self._probes.append(QuirkProbe(task.quirk))
+        self._capabilities = ALL_CAPABILITIES
+        self._copies: Copies | None = None
+        if task.engine:
+            make_engine = load_engine(task.engine)
+            trial: list[Event] = [Submit(request) for request in task.world.requests]
+            self._copies = Copies(make_engine, task.world.config, [*trial, Schedule()])
+            self._capabilities = make_engine(task.world.config).capabilities()
+        self._tracer = Tracer() if task.deeds else None
+        self._done: set[str] = set()
+        self._parents: dict[Digest, Digest] = {}
+        self._frontier: list[tuple[Digest, bytes]] = []
+        self._sent: set[Digest] = set()
+        """States of other shards that they have been told of."""
+        self._stalls = array("Q")
+        """Transitions without progress, source and target by turns."""
+
+    def start(self) -> None:
+        """Take the initial state, if it is of this shard."""
+        state = initial_state(self._task.world.config, self._task.profile)
+        digest = self._digest(state)
+        if digest % self._num_shards == self._index:
+            kept = () if self._copies is None else self._copies.start()
+            self.absorb([Candidate(digest, digest, -1, _pack(state, kept))])
+
+    def absorb(self, candidates: list[Candidate]) -> int:
+        """Take the new ones of these states as the next level; returns how many there are."""
+        new: dict[Digest, Candidate] = {}
+        for candidate in sorted(candidates, key=lambda found: found[:3]):
+            if candidate.digest not in self._parents:
+                new.setdefault(candidate.digest, candidate)
+        for digest, candidate in new.items():
+            self._parents[digest] = candidate.parent
+        self._frontier = [(digest, candidate.blob) for digest, candidate in new.items()]
+        return len(new)
+
+    def expand(self) -> Level:
+        """Try every event in every state of the level."""
+        level = Level([[] for _ in range(self._num_shards)])
+        sent: set[Digest] = set()
+        for digest, blob in self._frontier:
+            self._expand_state(level, sent, digest, blob)
+        self._frontier = []
+        return level
+
+    def _expand_state(self, level: Level, sent: set[Digest], digest: Digest, blob: bytes) -> None:
+        state, kept = _unpack(blob)
+        engine: Engine | None = None
+        for number, event in enumerate(get_events(self._task.world, state)):
+            needed = NEEDED.get(type(event))
+            if needed is not None and needed not in self._capabilities:
+                continue
+            try:
+                moment = self._apply(level, state, event, (digest, number))
+            except AssertionError as error:
+                level.hits.append(Hit(digest, number, [f"{SPEC_IS_WRONG}: {error}"]))
+                continue
+            hits = [line for probe in self._probes for line in probe(moment)]
+            if self._copies is not None and is_for(self._capabilities, moment.observation):
+                is_fresh = engine is None
+                engine = engine or self._copies.revive(kept)
+                differences = compare(engine, moment, self._capabilities)
+                if differences and not is_fresh:
+                    fresh = compare(self._copies.revive(kept), moment, self._capabilities)
+                    differences = fresh or [f"{OUT_OF_NOTHING}: {line}" for line in differences]
+                hits += differences
+            if hits:
+                level.hits.append(Hit(digest, number, hits))
+            if moment.after is state and isinstance(moment.observation, Rejected):
+                level.refused += 1
+                continue  # `engine` still stands here, and is used again
+            level.transitions += 1
+            moved, engine = engine, None
+            target = digest if moment.after is state else self._digest(moment.after)
+            if self._task.edges:
+                level.edges.append(Edge(digest, event, target, sketch(moment.after)))
+            if self._task.properties and get_no_progress(moment, target == digest):
+                self._stalls.extend((digest, target))
+            if target == digest or target in self._parents or target in sent:
+                continue
+            owner = target % self._num_shards
+            if owner != self._index:
+                if target in self._sent:
+                    continue
+                self._sent.add(target)
+            sent.add(target)
+            after: Kept = ()
+            if self._copies is not None and moved is not None:
+                after = self._copies.keep(moved, kept, event)
+            blob = _pack(moment.after, after)
+            level.outboxes[owner].append(Candidate(target, digest, number, blob))
+
+    def _apply(self, level: Level, state: State, event: Event, place: tuple[Digest, int]) -> Moment:
+        if self._tracer is None:
+            return _apply(state, event)
+        moment, deeds = self._tracer.apply(state, event)
+        if not deeds <= self._done:
+            self._done |= deeds
+            level.novelties.append(Novelty(*place))
+        return moment
+
+    def parent(self, digest: Digest) -> Digest | None:
+        """Where the shortest way to a state comes from; itself for the initial state."""
+        return self._parents.get(digest)
+
+    def stalls(self) -> array[int]:
+        """Transitions without progress, source and target by turns."""
+        return self._stalls
+
+
+def _apply(state: State, event: Event) -> Moment:
+    result = transition(state, event)
+    if isinstance(result, Rejected):
+        return Moment(state, event, state, result)
+    return Moment(state, event, result.state, result.observation)
+
+
+def _pack(state: State, kept: Kept) -> bytes:
+    return pickle.dumps((state, kept), pickle.HIGHEST_PROTOCOL)
+
+
+def _unpack(blob: bytes) -> tuple[State, Kept]:
+    state, kept = pickle.loads(blob)  # noqa: S301 - written by a shard of this very walk
+    return state, kept
+
+
+@dataclass(frozen=True, slots=True)
+class PathStep:
+    """One event on the way to what was found."""
+
+    event: Event
+    observation: Observation | None
+    """None if the specification failed an assertion."""
+
+
+@dataclass(slots=True)
+class Walked:
+    """What a walk has come to."""
+
+    task: Task
+    counts: Counts
+    is_complete: bool
+    """Every state was visited."""
+    seconds: float
+    found: tuple[str, ...] = ()
+    """What was looked for and found first, or is wrong: lines for a reader."""
+    path: tuple[PathStep, ...] = ()
+    """The shortest way there."""
+    cycle: tuple[PathStep, ...] = ()
+    """A cycle without progress that starts where `path` ends."""
+    edges: list[Edge] = field(default_factory=list)
+    programs: list[tuple[Event, ...]] = field(default_factory=list)
+    """The ways to what was done for the first time, that included."""
+
+
+def walk(
+    task: Task, jobs: int = 1, on_progress: Callable[[int, int, int], None] = lambda *_: None
+) -> Walked:
+    """Visit every state of `task.world`, or all up to the first level where something is found.
+
+    `on_progress` is told states, transitions and depth after each level.
+
+    Raises:
+        EngineNotFoundError: `task.engine` cannot be loaded.
+        LostShardError: a process of the walk died.
+    """
+    started = time.perf_counter()
+    with _shards(task, jobs) as shards:
+        states, transitions, refused, depth = 0, 0, 0, -1
+        edges: list[Edge] = []
+        hits: list[Hit] = []
+        novelties: list[Novelty] = []
+        shards.call("start")
+        num_new = 1
+        while (
+            num_new and not hits and states + num_new <= task.max_states and depth < task.max_depth
+        ):
+            states += num_new
+            depth += 1
+            levels: list[Level] = shards.call("expand")
+            transitions += sum(level.transitions for level in levels)
+            refused += sum(level.refused for level in levels)
+            hits = [hit for level in levels for hit in level.hits]
+            edges += [edge for level in levels for edge in level.edges]
+            novelties += [found for level in levels for found in level.novelties]
+            inboxes = [[c for level in levels for c in level.outboxes[i]] for i in range(jobs)]
+            num_new = sum(shards.call("absorb", inboxes))
+            on_progress(states, transitions, depth)
+        programs = [
+            tuple(step.event for step in _path(task, shards, found.parent, found.number))
+            for found in novelties
+        ]
+        found: tuple[str, ...] = ()
+        path: tuple[PathStep, ...] = ()
+        cycle: tuple[PathStep, ...] = ()
+        if hits:
+            first = min(hits)
+            found = tuple(first.lines)
+            path = _path(task, shards, first.parent, first.number)
+        elif not num_new and task.properties:
+            digests = find_cycle(shards.call("stalls"))
+            if digests:
+                found = ("P10 a cycle of states without progress, nothing due from outside",)
+                path = _path(task, shards, digests[0])
+                cycle = _follow(task, _last_state(task, path), [*digests[1:], digests[0]])
+    return Walked(
+        task=task,
+        counts=Counts(states, transitions, refused, depth),
+        is_complete=not num_new,
+        seconds=time.perf_counter() - started,
+        found=found,
+        path=path,
+        cycle=cycle,
+        edges=edges,
+        programs=programs,
+    )
+
+
+def sketch(state: State) -> str:
+    """A state in a few words: who stands where with how much, and what lies about."""
+    words = []
+    for name, request in state.requests.items():
+        runs = f"runs {request.num_computed_tokens}/{request.num_known_tokens}"
+        words.append(f"{name} {runs if name in state.running else request.status}")
+    words += [f"{len(state.frames)} in flight"] if state.frames else []
+    words += [f"{' '.join(state.finished_req_ids)} ended"] if state.finished_req_ids else []
+    words += [f"{len(state.pool.cached)} cached"] if state.pool.cached else []
+    return "\n".join(words) or "empty"
+
+
+# --- the way to a state
+
+
+def _path(task: Task, shards: _Shards, digest: Digest, number: int = -1) -> tuple[PathStep, ...]:
+    """The representative way to a state, and there the event of this number, if one is given."""
+    digests: list[Digest] = []
+    while True:
+        parents = shards.call("parent", [digest] * shards.num_shards)
+        parent = next(parent for parent in parents if parent is not None)
+        if parent == digest:
+            break
+        digests.append(digest)
+        digest = parent
+    start = initial_state(task.world.config, task.profile)
+    steps = _follow(task, start, digests[::-1])
+    if number < 0:
+        return steps
+    state = _last_state(task, steps)
+    event = list(get_events(task.world, state))[number]
+    try:
+        return (*steps, PathStep(event, _apply(state, event).observation))
+    except AssertionError:
+        return (*steps, PathStep(event, None))
+
+
+def _follow(task: Task, state: State, digests: list[Digest]) -> tuple[PathStep, ...]:
+    """The first events that lead from `state` to a state of each digest in turn."""
+    digest_of = Canonicaliser(task.world).digest
+    steps = []
+    for digest in digests:
+        for event in get_events(task.world, state):
+            moment = _apply(state, event)
+            if digest_of(moment.after) == digest and not isinstance(moment.observation, Rejected):
+                steps.append(PathStep(event, moment.observation))
+                state = moment.after
+                break
+        else:
+            raise AssertionError("a state on a path has a way to the next one")
+    return tuple(steps)
+
+
+def _last_state(task: Task, steps: tuple[PathStep, ...]) -> State:
+    state = initial_state(task.world.config, task.profile)
+    for step in steps:
+        state = _apply(state, step.event).after
+    return state
+
+
+# --- shards in this process, or each in one of its own
+
+
+class _Shards(Protocol):
+    num_shards: int
+
+    def call(self, method: str, arguments: Sequence[Any] | None = None) -> list[Any]:
+        """Call a method of every shard, each with its argument; the answers, in order."""
+        ...
+
+
+class _Local:
+    num_shards = 1
+
+    def __init__(self, task: Task) -> None:
+        self._shard = Shard(task, 0, 1)
+
+    def call(self, method: str, arguments: Sequence[Any] | None = None) -> list[Any]:
+        return [getattr(self._shard, method)(*([] if arguments is None else arguments))]
+
+
+class _Processes:
+    def __init__(self, task: Task, jobs: int) -> None:
+        self.num_shards = jobs
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self.processes = []
+        for index in range(jobs):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, task, index, jobs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self.processes.append(process)
+
+    def call(self, method: str, arguments: Sequence[Any] | None = None) -> list[Any]:
+        try:
+            for index, pipe in enumerate(self._pipes):
+                pipe.send((method, [] if arguments is None else [arguments[index]]))
+            answers = [pipe.recv() for pipe in self._pipes]
+        except (EOFError, OSError):
+            raise LostShardError("a process of the walk died; is there memory for it?") from None
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self.processes:
+            process.terminate()
+            process.join()
+
+
+def _serve(pipe: Connection, task: Task, index: int, num_shards: int) -> None:
+    """The loop of a process: one shard, called until the other end hangs up."""
+    shard: Shard | None = None
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            shard = shard or Shard(task, index, num_shards)
+            pipe.send(getattr(shard, method)(*arguments))
+        except Exception as error:
+            pipe.send(error)
+
+
+@contextmanager
+def _shards(task: Task, jobs: int) -> Iterator[_Shards]:
+    if jobs == 1:
+        yield _Local(task)
+        return
+    processes = _Processes(task, jobs)
+    try:
+        yield processes
+    finally:
+        processes.close()

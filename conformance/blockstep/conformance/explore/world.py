@@ -1,0 +1,178 @@
+"""World: a scope so small that every state of it can be visited.
+
+A world is a config, the few requests that may ever be submitted, the tokens that may be sampled,
+and the signals that may come. An id is free again once its request has ended, so a run never ends,
+but there are finitely many states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+from blockstep.spec.state import Frame, State
+from blockstep.spec.vocabulary import (
+    Abort,
+    Commit,
+    Config,
+    Drafts,
+    Event,
+    GrammarReady,
+    PauseState,
+    Policy,
+    Request,
+    RequestId,
+    Reset,
+    RowTokens,
+    Schedule,
+    SetPause,
+    SpecMethod,
+    Submit,
+    TokenId,
+    TokenIds,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What there is in a world, once all of it has been visited."""
+
+    states: int
+    """Distinct ones, after symmetry reduction; the initial one included."""
+    transitions: int
+    """Accepted events over all states."""
+    refused: int
+    """Refused events over all states."""
+    depth: int
+    """Events on the shortest way to the farthest state."""
+
+
+@dataclass(frozen=True)
+class World:
+    """A named scope. Every event that its fields allow is tried in every state."""
+
+    name: str
+    summary: str
+    config: Config
+    requests: tuple[Request, ...]
+    """Those that may be submitted; each again once it has ended."""
+    vocabulary: tuple[TokenId, ...] = (0,)
+    """What may be sampled, and proposed as a draft."""
+    aborts: bool = False
+    resets: tuple[bool, ...] = ()
+    """Values of `reset_running_requests` to be tried."""
+    pauses: tuple[PauseState, ...] = ()
+    expected: Counts | None = None
+    """What a complete walk must count; a change of the specification shows up here."""
+
+    @cached_property
+    def classes(self) -> dict[RequestId, int]:
+        """The class of each request: those of one class are interchangeable.
+
+        Ids take part in a decision under PRIORITY only, where they break ties.
+        """
+        models: list[Request] = []
+        classes: dict[RequestId, int] = {}
+        for request in self.requests:
+            model = replace(request, request_id="")
+            if self.config.policy is Policy.PRIORITY or model not in models:
+                models.append(model)
+                classes[request.request_id] = len(models) - 1
+            else:
+                classes[request.request_id] = models.index(model)
+        return classes
+
+    @cached_property
+    def free_tokens(self) -> frozenset[TokenId]:
+        """Interchangeable tokens: no request names them. Empty if there is only one."""
+        named: set[TokenId | None] = set()
+        for request in self.requests:
+            named |= {*request.prompt_token_ids, *request.stop_token_ids, request.eos_token_id}
+        free = frozenset(self.vocabulary).difference(named)
+        return free if len(free) > 1 else frozenset()
+
+    @cached_property
+    def signals(self) -> tuple[Event, ...]:
+        """Events that do not depend on the state: what clients and operators may do."""
+        events: list[Event] = [Submit(request) for request in self.requests]
+        events += [GrammarReady(r.request_id) for r in self.requests if r.structured_output]
+        if self.aborts:
+            events += [Abort((request.request_id,)) for request in self.requests]
+        events += [Reset(forced) for forced in self.resets]
+        events += [SetPause(pause_state) for pause_state in self.pauses]
+        return tuple(events)
+
+    @cached_property
+    def mistakes(self) -> tuple[Event, ...]:
+        """Events that must be refused in every state, whatever it is; for vectors."""
+        config = self.config
+        longest = (0,) * config.max_model_len
+        too_many = (0,) * (config.num_speculative_tokens + 1)
+        events: list[Event] = [
+            Submit(Request("X", longest)),
+            Submit(Request("X", ())),
+            Submit(Request("X", (0,), max_tokens=0)),
+            Commit(-1, ()),
+            GrammarReady("X"),
+            Drafts((RowTokens("X", too_many),)),
+        ]
+        return tuple(events)
+
+    @cached_property
+    def proposals(self) -> tuple[TokenIds, ...]:
+        """Drafts that may be handed in for one request."""
+        config = self.config
+        if config.spec_method is SpecMethod.NONE or config.async_scheduling:
+            return ()
+        counts = range(1, config.num_speculative_tokens + 1)
+        return tuple(tokens for n in counts for tokens in product(self.vocabulary, repeat=n))
+
+
+def get_events(world: World, state: State) -> Iterator[Event]:
+    """All events to be tried in `state`, always in the same order."""
+    yield from world.signals
+    yield Schedule()
+    if world.proposals:
+        for request_id in state.requests:
+            for tokens in world.proposals:
+                yield Drafts((RowTokens(request_id, tokens),))
+    if state.frames:
+        yield from get_answers(world, state.frames[0])
+        yield from get_wrong_answers(state)
+    yield Commit(state.next_frame_id, ())
+
+
+def get_answers(world: World, frame: Frame) -> Iterator[Commit]:
+    """Every right answer to a frame: each number of accepted drafts, each token after them."""
+    choices: list[list[TokenIds]] = []
+    for row in frame.rows:
+        if not row.samples:
+            choices.append([()])
+            continue
+        drafts = [world.vocabulary if d < 0 else (d,) for d in row.draft_token_ids]
+        choices.append(
+            [
+                tokens
+                for accepted in range(len(drafts) + 1)
+                for tokens in product(*drafts[:accepted], world.vocabulary)
+            ]
+        )
+    for answer in product(*choices):
+        pairs = zip(frame.rows, answer, strict=True)
+        yield Commit(frame.frame_id, tuple(RowTokens(row.request_id, got) for row, got in pairs))
+
+
+def get_wrong_answers(state: State) -> Iterator[Commit]:
+    """Answers that must be refused: of a later frame, of too few rows, too long, too short."""
+    frame = state.frames[0]
+    for later in state.frames[1:]:
+        yield Commit(later.frame_id, tuple(RowTokens(row.request_id, (0,)) for row in later.rows))
+    yield Commit(frame.frame_id, ())
+    longest = max(len(row.draft_token_ids) for row in frame.rows) + 2
+    yield Commit(
+        frame.frame_id, tuple(RowTokens(row.request_id, (0,) * longest) for row in frame.rows)
+    )
+    if any(row.samples for row in frame.rows):
+        yield Commit(frame.frame_id, tuple(RowTokens(row.request_id, ()) for row in frame.rows))

@@ -1,0 +1,392 @@
+"""Exploring: what a walk visits, what it finds, and that nothing depends on how it is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from blockstep.conformance.explore.canonical import LEFT_OUT, Canonicaliser
+from blockstep.conformance.explore.command import explore_command
+from blockstep.conformance.explore.copies import Copies
+from blockstep.conformance.explore.liveness import find_cycle
+from blockstep.conformance.explore.presets import WORLDS
+from blockstep.conformance.explore.probe import JUDGED_WITNESSES, get_ledger
+from blockstep.conformance.explore.walk import (
+    OUT_OF_NOTHING,
+    LostShardError,
+    Task,
+    _Processes,
+    walk,
+)
+from blockstep.conformance.explore.world import World, get_events
+from blockstep.conformance.properties import Ledger, Step
+from blockstep.conformance.registry import SpecEngine, load_engine
+from blockstep.spec.pool import Pool
+from blockstep.spec.profiles import Profile, Quirk
+from blockstep.spec.snapshots import get_snapshot
+from blockstep.spec.state import Frame, FrameRow, RequestState, State, initial_state
+from blockstep.spec.transition import transition
+from blockstep.spec.vocabulary import (
+    Commit,
+    Config,
+    Event,
+    Observation,
+    Plan,
+    Policy,
+    Rejected,
+    Request,
+    RowTokens,
+    Schedule,
+    Submit,
+)
+
+QUICK = ("loop", "equals", "endings", "pair")
+"""Worlds of a second at most."""
+
+
+def play(world: World, *events: Event) -> State:
+    state = initial_state(world.config)
+    for event in events:
+        result = transition(state, event)
+        assert not isinstance(result, Rejected), result
+        state = result.state
+    return state
+
+
+def sampled(frame_id: int, *rows: tuple[str, tuple[int, ...]]) -> Commit:
+    return Commit(frame_id, tuple(RowTokens(name, tokens) for name, tokens in rows))
+
+
+def explore(*args: object) -> Result:
+    app = typer.Typer()
+    app.command()(explore_command)
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_counts_are_those_committed_and_every_property_holds(name: str) -> None:
+    walked = walk(Task(WORLDS[name]))
+    assert walked.is_complete
+    assert walked.found == ()
+    assert walked.counts == WORLDS[name].expected
+
+
+@pytest.mark.parametrize("name", ["loop", "equals", "endings"])
+def test_the_host_agrees_on_every_event_in_every_state(name: str) -> None:
+    walked = walk(Task(WORLDS[name], properties=False, engine="host"))
+    assert walked.is_complete
+    assert walked.found == ()
+    assert walked.counts == WORLDS[name].expected
+
+
+def test_every_world_has_a_valid_config_and_committed_counts() -> None:
+    for world in WORLDS.values():
+        initial_state(world.config)
+        assert world.expected is not None
+    assert len({world.summary for world in WORLDS.values()}) == len(WORLDS)
+
+
+def test_several_processes_visit_and_find_the_same() -> None:
+    world = WORLDS["equals"]
+    assert walk(Task(world), jobs=2).counts == walk(Task(world)).counts
+    task = Task(world, properties=False, engine="museum:forward-frees")
+    alone, together = walk(task), walk(task, jobs=2)
+    assert alone.found == together.found != ()
+    assert alone.path == together.path
+
+
+def test_a_walk_stops_before_it_has_too_many_states() -> None:
+    walked = walk(Task(WORLDS["pair"], max_states=100))
+    assert not walked.is_complete
+    assert walked.counts.states == 83
+    assert walked.found == ()
+
+
+def test_a_process_that_dies_is_told_as_such() -> None:
+    shards = _Processes(Task(WORLDS["loop"]), 2)
+    for process in shards.processes:
+        process.kill()
+        process.join()
+    with pytest.raises(LostShardError, match="died"):
+        shards.call("start")
+    shards.close()
+
+
+# --- symmetry
+
+
+def test_a_digest_speaks_of_every_field_of_a_state() -> None:
+    known = {
+        "pool", "requests", "waiting", "skipped_waiting", "running", "pause_state", "frames",
+        "finished_req_ids", "prev_scheduled_req_ids", "reset_req_ids",
+        "status", "output_token_ids", "num_computed_tokens", "num_output_placeholders",
+        "spec_token_ids", "is_prefill_chunk", "block_table", "num_cached_blocks",
+        "num_cached_tokens", "grammar_ready",
+        "rows", "draft_token_ids", "samples", "is_dropped",
+        "ref_counts", "free_queue", "cached",
+    }  # fmt: skip
+    fields = {
+        field.name
+        for kind in (State, RequestState, Frame, FrameRow, Pool)
+        for field in dataclasses.fields(kind)
+    }
+    assert fields == known | LEFT_OUT
+
+
+def test_what_has_a_name_but_no_meaning_is_renamed() -> None:
+    world = World(
+        "twins",
+        "",
+        Config(num_blocks=5, block_size=1, max_model_len=4),
+        (Request("A", (0, 0), max_tokens=2), Request("B", (0, 0), max_tokens=2)),
+        vocabulary=(5, 6),
+    )
+    digest = Canonicaliser(world).digest
+    left = play(world, Submit(world.requests[0]), Schedule(), sampled(0, ("A", (5,))))
+    right = play(world, Submit(world.requests[1]), Schedule(), sampled(0, ("B", (6,))))
+    assert left != right
+    assert digest(left) == digest(right)
+    assert digest(left) != digest(play(world, Submit(world.requests[0]), Schedule()))
+
+
+def test_ids_mean_something_under_priority_and_tokens_where_a_request_names_them() -> None:
+    world = World(
+        "ranks",
+        "",
+        Config(num_blocks=5, block_size=1, max_model_len=4, policy=Policy.PRIORITY),
+        (Request("A", (0,), max_tokens=2), Request("B", (0,), max_tokens=2)),
+        vocabulary=(0, 1),
+    )
+    digest = Canonicaliser(world).digest
+    starts = [play(world, Submit(request), Schedule()) for request in world.requests]
+    assert digest(starts[0]) != digest(starts[1])
+    answers = [transition(starts[0], sampled(0, ("A", (token,)))) for token in (0, 1)]
+    assert len({digest(a.state) for a in answers if not isinstance(a, Rejected)}) == 2
+
+
+def test_time_leaves_no_trace() -> None:
+    world = WORLDS["loop"]
+    digest = Canonicaliser(world).digest
+    once = play(world, Schedule())
+    assert digest(once) == digest(play(world, Schedule(), Schedule()))
+    assert once != play(world, Schedule(), Schedule())
+
+
+def test_blocks_are_told_apart_by_what_they_carry_and_when_they_are_taken() -> None:
+    world = WORLDS["pair"]
+    digest = Canonicaliser(world).digest
+    a = world.requests[0]
+    one = play(world, Submit(a), Schedule())
+    other = play(world, Submit(dataclasses.replace(a, prompt_token_ids=(0, 1, 0))), Schedule())
+    assert digest(one) != digest(other)
+
+
+# --- what is judged
+
+
+@pytest.mark.parametrize("name", ["endings", "gap", "guesses"])
+def test_the_ledger_of_a_state_is_what_a_run_would_have_kept(name: str) -> None:
+    """As far as a state tells: what is checked here is what the properties rely on."""
+    world = WORLDS[name]
+    ledger, state = Ledger(world.config), initial_state(world.config)
+    index = 0
+    for turn in range(300):
+        events = [e for e in get_events(world, state) if not isinstance(e, Submit) or turn % 3]
+        index = (index * 31 + 7 + turn) % len(events)
+        result = transition(state, events[index])
+        if isinstance(result, Rejected):
+            continue
+        before, after = get_snapshot(state), get_snapshot(result.state)
+        ledger.record(Step(world.config, 1, events[index], result.observation, before, after))
+        state = result.state
+        read = get_ledger(state)
+        assert {n: (life.tokens, life.drafts) for n, life in read.lives.items()} == {
+            n: (life.tokens, life.drafts) for n, life in ledger.lives.items()
+        }
+        assert {n: life.num_cached_tokens for n, life in read.lives.items()} == {
+            n: life.num_cached_tokens for n, life in ledger.lives.items()
+        }
+        assert {
+            frame: [(row.request_id, row.drafts, row.samples) for row in rows]
+            for frame, rows in read.frames.items()
+        } == {
+            frame: [(row.request_id, row.drafts, row.samples) for row in rows]
+            for frame, rows in ledger.frames.items()
+        }
+        assert read.promised == ledger.promised
+        assert read.ended == ledger.ended
+        assert read.scheduled == ledger.scheduled
+
+
+def test_a_quirk_is_found_with_its_property() -> None:
+    quirk = Quirk.MIN_TOKENS_MASK_LENGTH
+    walked = walk(Task(WORLDS["endings"], Profile(quirk, frozenset({quirk}))))
+    assert any(line.startswith("P") for line in walked.found)
+    assert len(walked.path) == 5
+
+
+def test_a_quirk_goes_another_way_before_it_breaks_a_property() -> None:
+    quirk = Quirk.MIN_TOKENS_MASK_LENGTH
+    walked = walk(Task(WORLDS["endings"], properties=False, quirk=quirk))
+    assert "quirk" in walked.found[0]
+    assert isinstance(walked.path[-1].event, Commit)
+
+
+def test_two_that_preempt_each_other_for_ever_are_a_cycle() -> None:
+    quirk = Quirk.EQUALS_PREEMPT_THE_FIRST
+    task = Task(WORLDS["equals"], Profile(quirk, frozenset({quirk})))
+    assert any(line.startswith(("P10", "P16")) for line in walk(task).found)
+
+
+def test_a_cycle_is_found_among_ways_that_lead_nowhere() -> None:
+    assert find_cycle([[1, 2, 2, 3], [3, 4]]) == []
+    assert find_cycle([[1, 2, 2, 3, 3, 2], [4, 5, 5, 6, 6, 4, 7, 4]]) == [2, 3]
+    assert find_cycle([[9, 9]]) == [9]
+
+
+def test_the_shortest_way_to_a_situation_is_shown() -> None:
+    result = explore("--preset", "pair", "--witness", "prefix_hit")
+    assert result.exit_code == 0
+    assert "prefix_hit: after 3 events (preset pair)" in result.output
+    missing = explore("--preset", "loop", "--witness", "preempted")
+    assert missing.exit_code == 5
+    assert "not reached" in missing.output
+
+
+def test_situations_are_those_of_the_other_commands() -> None:
+    assert {"preempted_twice", "prefix_hit", "skip_ahead"} <= set(JUDGED_WITNESSES)
+
+
+# --- engines
+
+
+class Grudging(SpecEngine):
+    """Plans nothing any more once it has refused something."""
+
+    def apply(self, event: Event) -> Observation:
+        if isinstance(event, Schedule) and getattr(self, "grudge", False):
+            return Plan(0)
+        answer = super().apply(event)
+        self.grudge = isinstance(answer, Rejected)
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        ("touch-leaves-block-queued", "pair"),
+        ("forward-frees", "pair"),
+        ("leak-on-abort", "equals"),
+        ("length-off-by-one", "loop"),
+        ("items-in-few-bits", "items"),
+    ],
+)
+def test_planted_defects_fall_by_a_short_program(name: str, world: str) -> None:
+    task = Task(WORLDS[world], properties=False, engine=f"museum:{name}")
+    walked = walk(task)
+    assert walked.found
+    assert len(walked.path) <= 8
+    engine = load_engine(f"museum:{name}")(WORLDS[world].config)
+    state = initial_state(WORLDS[world].config)
+    for step in walked.path:
+        result = transition(state, step.event)
+        answer = engine.apply(step.event)
+        state = state if isinstance(result, Rejected) else result.state
+    assert engine.snapshot() != get_snapshot(state) or answer != walked.path[-1].observation
+
+
+@pytest.mark.parametrize("engine", ["host", "museum:forward-frees"])
+def test_a_kept_engine_stands_where_it_stood(engine: str) -> None:
+    config, request = WORLDS["pair"].config, WORLDS["pair"].requests[0]
+    copies = Copies(load_engine(engine), config)
+    first = copies.revive(copies.start())
+    first.apply(Submit(request))
+    kept = copies.keep(first, copies.start(), Submit(request))
+    assert isinstance(kept, bytes)
+    twin = copies.revive(kept)
+    first.apply(Schedule())
+    assert twin.snapshot() != first.snapshot()
+    twin.apply(Schedule())
+    assert twin.snapshot() == first.snapshot()
+
+
+def test_a_defect_that_needs_a_refused_event_is_told_as_such() -> None:
+    walked = walk(Task(WORLDS["loop"], properties=False, engine=f"{__name__}:Grudging"))
+    assert walked.found
+    assert walked.found[0].startswith(OUT_OF_NOTHING)
+
+
+def test_an_engine_that_cannot_be_pickled_is_driven_there() -> None:
+    class Stubborn(load_engine("host")):  # type: ignore[misc]
+        def __reduce__(self) -> str:
+            raise TypeError("not me")
+
+    copies = Copies(Stubborn, WORLDS["pair"].config)
+    request = WORLDS["pair"].requests[0]
+    engine = copies.revive(copies.start())
+    engine.apply(Submit(request))
+    kept = copies.keep(engine, copies.start(), Submit(request))
+    assert kept == (Submit(request),)
+    assert copies.revive(kept).snapshot() == engine.snapshot()
+
+
+# --- the command
+
+
+def test_the_command_says_what_it_visited(tmp_path: Path) -> None:
+    result = explore("--preset", "loop", "--engine", "host", "--json", tmp_path / "out.json")
+    assert result.exit_code == 0
+    assert "loop: 8 states, 11 transitions" in result.output
+    assert "host agrees on every event in every state" in result.output
+    [row] = json.loads((tmp_path / "out.json").read_text())
+    assert (row["format"], row["counts"]["states"], row["found"]) == ("blockstep-explore", 8, [])
+
+
+def test_the_command_shows_the_program_of_a_defect() -> None:
+    result = explore("--preset", "pair", "--engine", "museum:touch-leaves-block-queued")
+    assert result.exit_code == 1
+    assert "found after 6 events" in result.output
+    assert "schedule" in result.output
+
+
+def test_the_command_refuses_what_it_does_not_know() -> None:
+    assert explore("--preset", "nowhere").exit_code == 2
+    assert explore("--preset", "loop", "--profile", "nobody").exit_code == 2
+    assert explore("--preset", "loop", "--engine", "museum:nothing").exit_code == 2
+    assert explore("--witness", "nothing").exit_code == 2
+    assert explore("--witness", "stale_tokens_delivered").exit_code == 2
+    assert explore("--preset", "pair", "--svg", "x.svg").exit_code == 2
+
+
+def test_too_many_states_are_no_verdict() -> None:
+    result = explore("--preset", "pair", "--max-states", 100)
+    assert result.exit_code == 5
+    assert "--max-states 100" in result.output
+
+
+def test_pictures_show_every_state(tmp_path: Path) -> None:
+    svg, dot = tmp_path / "loop.svg", tmp_path / "loop.dot"
+    result = explore("--preset", "loop", "--svg", svg, "--dot", dot, "--json", tmp_path / "g.json")
+    assert result.exit_code == 0, result.output
+    assert svg.read_text().count("<rect") == 8
+    assert dot.read_text().count("->") == 9
+    assert len(json.loads((tmp_path / "g.json").read_text())["states"]) == 8
+
+
+def test_tables_are_made_by_the_command(tmp_path: Path) -> None:
+    page = tmp_path / "table.md"
+    result = explore(
+        "--museum", "--preset", "loop", "--name", "length-off-by-one", "--markdown", page
+    )
+    assert result.exit_code == 0, result.output
+    assert "length-off-by-one" in result.output
+    assert page.read_text().startswith("| defect | events |")
+    quirk = "min_tokens_mask_length"
+    result = explore("--quirks", "--preset", "endings", "--name", quirk)
+    assert result.exit_code == 0, result.output
+    assert quirk in result.output

@@ -1,0 +1,178 @@
+"""Vectors: what is written covers the walk; what is read is refused or played, never a crash."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from blockstep.conformance.explore.command import vectors_app
+from blockstep.conformance.explore.cover import choose, trace_program
+from blockstep.conformance.explore.fill import fill
+from blockstep.conformance.explore.presets import WORLDS
+from blockstep.conformance.explore.vectors import consume, read_vectors
+from blockstep.conformance.explore.walk import Task, walk
+from blockstep.conformance.registry import load_engine
+from blockstep.conformance.traces import TraceError
+from blockstep.spec.state import initial_state
+from blockstep.spec.vocabulary import Rejected
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vectors") / "endings.jsonl"
+    fill(path, WORLDS["endings"], 20_000)
+    return path
+
+
+def vectors(*args: object) -> Result:
+    return CliRunner().invoke(vectors_app, [str(arg) for arg in args])
+
+
+def reworked(path: Path, to: Path, change: tuple[str, str]) -> Path:
+    """The file with `change` made below the manifest, and a manifest that fits again."""
+    manifest, body = path.read_text().split("\n", 1)
+    assert change[0] in body
+    body = body.replace(*change, 1)
+    fields = json.loads(manifest) | {"sha256": sha256(body.encode()).hexdigest()}
+    to.write_text(json.dumps(fields) + "\n" + body)
+    return to
+
+
+def test_few_programs_do_all_that_the_walk_did(filled: Path) -> None:
+    world = WORLDS["endings"]
+    start = initial_state(world.config)
+    walked = walk(Task(world, properties=False, deeds=True))
+    met = set[str]().union(*(trace_program(start, events) for events in walked.programs))
+    programs = [[step.event for step in steps] for steps in read_vectors(filled).programs]
+    done = set[str]().union(*(trace_program(start, events) for events in programs))
+    assert met <= done
+    assert len(programs) < len(walked.programs)
+    assert any("compute_stop" in deed for deed in met)
+    assert {"stop_repetition", "stop_eos", "min_tokens_held_back_a_stop"} <= met
+
+
+def test_filling_twice_gives_the_same_bytes(tmp_path: Path) -> None:
+    once, again, zipped = (tmp_path / name for name in ("1.jsonl", "2.jsonl", "3.jsonl.gz"))
+    for path in (once, again, zipped):
+        assert fill(path, WORLDS["loop"], 20_000).is_complete
+    assert once.read_bytes() == again.read_bytes()
+    assert zipped.stat().st_size < once.stat().st_size
+    assert read_vectors(zipped) == read_vectors(once)
+
+
+def test_what_must_be_refused_is_among_them(filled: Path) -> None:
+    steps = [step for program in read_vectors(filled).programs for step in program]
+    codes = {step.observation.code for step in steps if isinstance(step.observation, Rejected)}
+    assert {"bad_request", "prompt_too_long", "bad_result", "unknown_frame"} <= codes
+    assert {"malformed_event", "duplicate_request", "bad_drafts"} <= codes
+
+
+@pytest.mark.parametrize("engine", ["host", "spec"])
+def test_a_right_engine_conforms(filled: Path, engine: str) -> None:
+    result = consume(read_vectors(filled), load_engine(engine))
+    assert result.conforms
+    assert result.num_programs == read_vectors(filled).manifest.programs
+    assert result.skipped == {}
+
+
+def test_a_wrong_engine_is_told_its_program_and_step(filled: Path) -> None:
+    result = vectors("consume", filled, "--engine", "museum:min-tokens-masks-length")
+    assert result.exit_code == 1
+    assert "DIVERGENCE in program" in result.output
+
+
+def test_an_engine_is_not_given_what_it_cannot_do(filled: Path) -> None:
+    class Modest(load_engine("host")):  # type: ignore[misc]
+        def capabilities(self) -> frozenset[str]:
+            return frozenset({"snapshot"})
+
+        def snapshot(self) -> None:
+            return None
+
+    result = consume(read_vectors(filled), Modest)
+    assert result.conforms
+    assert result.skipped["rejection"] > 0
+    assert result.num_events > 0
+
+
+def test_the_greedy_choice_drops_what_is_not_needed() -> None:
+    programs = [
+        (3, frozenset("ab")),
+        (1, frozenset("c")),
+        (9, frozenset("abcd")),
+        (2, frozenset("cd")),
+    ]
+    assert choose(programs) == [2]
+    assert choose(programs[:2]) == [0, 1]
+    assert choose([]) == []
+
+
+# --- files that are not as they should be
+
+
+def test_a_changed_file_is_refused(filled: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed.jsonl"
+    changed.write_text(filled.read_text().replace('"max_tokens":3', '"max_tokens":2', 1))
+    with pytest.raises(TraceError, match="the file was changed"):
+        read_vectors(changed)
+    result = vectors("consume", changed)
+    assert result.exit_code == 2
+    assert "manifest promises" in result.output
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (('"type":"Schedule"', '"type":"Shedule"'), "Invalid value"),
+        (('{"program":1,', '{"program":"one",'), "a program starts with"),
+        (('{"snapshot":{', '{"snapshot":{"more":1,'), "behind each step stands the state"),
+        (('"num_blocks":', '"num_blocks":-'), "num_blocks"),
+        (('"cached":[],"frames', '"cached":[[77]],"frames'), "findable blocks carry a key"),
+        (('{"program":2,', '{"program":2,"more":1,'), "a program starts with"),
+    ],
+)
+def test_a_wrong_line_is_refused_with_its_rule(
+    filled: Path, tmp_path: Path, change: tuple[str, str], said: str
+) -> None:
+    with pytest.raises(TraceError, match=said):
+        read_vectors(reworked(filled, tmp_path / "wrong.jsonl", change))
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    for text in ("", "{}", '{"format":"blockstep-trace","version":1}', "[1]", "null\n"):
+        other.write_text(text)
+        with pytest.raises(TraceError, match="first line of vectors"):
+            read_vectors(other)
+    other.write_text('{"format":"blockstep-vectors","version":2}')
+    with pytest.raises(TraceError, match="reads version 1"):
+        read_vectors(other)
+    assert vectors("consume", tmp_path / "nowhere.jsonl").exit_code == 2
+    assert vectors("fill", tmp_path / "no" / "where.jsonl", "--preset", "loop").exit_code == 2
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_whatever_is_in_a_file_it_is_read_or_refused(
+    filled: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    """Bytes are changed below a manifest that fits, so that the reader gets to see them."""
+    manifest, _, body = filled.read_bytes().partition(b"\n")
+    at = data.draw(st.integers(0, len(body)))
+    until = data.draw(st.integers(at, min(at + 40, len(body))))
+    body = body[:at] + data.draw(st.binary(max_size=12)) + body[until:]
+    digest = sha256(body).hexdigest()
+    fields = json.loads(manifest) | {"sha256": digest}
+    path = tmp_path / "fuzz.jsonl"
+    path.write_bytes(json.dumps(fields).encode() + b"\n" + body)
+    with suppress(TraceError):
+        consume(read_vectors(path), load_engine("host"))
