@@ -13,6 +13,7 @@ from blockstep.conformance.findings import FindingKind
 from blockstep.conformance.program import Answer, Drain, Hostile, Program, Propose, describe
 from blockstep.conformance.registry import SpecEngine
 from blockstep.spec import Abort, Commit, Config, Request, Reset, Schedule, SpecMethod, Submit
+from blockstep.spec.profiles import SPARING
 from blockstep.spec.vocabulary import Event, Observation, Plan, Snapshot
 
 CONFIG = Config(num_blocks=8, block_size=2, max_model_len=16)
@@ -134,7 +135,7 @@ def test_what_an_engine_cannot_do_is_counted_and_not_tried() -> None:
             return frozenset({"snapshot"})
 
     run = LockStep.start(CONFIG, Engine)
-    assert run.perform(Reset()) == []
+    assert run.perform(Reset(reset_running_requests=False)) == []
     assert run.perform(Hostile(Schedule())) == []
     assert run.skipped == {"reset": 1, "rejection": 1}
     assert run.num_events == 0
@@ -157,7 +158,7 @@ def test_what_an_engine_declines_neither_side_is_given() -> None:
 
     assert isinstance(Engine(CONFIG), Declining)
     assert not isinstance(SpecEngine(CONFIG), Declining)
-    run = LockStep.start(CONFIG, Engine, keep_exchanges=True)
+    run = LockStep.start(CONFIG, Engine, keep_exchanges=True, profile=SPARING)
     for action in (Submit(Request("A", (1, 2, 3), max_tokens=3)), Schedule()):
         assert run.perform(action) == []
     before = run.spec.state
@@ -170,13 +171,23 @@ def test_what_an_engine_declines_neither_side_is_given() -> None:
     assert run.live == {}, "nothing else is declined"
 
 
+def test_under_strict_nothing_is_spared() -> None:
+    class Engine(Shy):
+        shuns = (Reset,)
+
+    run = LockStep.start(CONFIG, Engine)
+    assert run.perform(Reset(reset_running_requests=False)) == []
+    assert run.num_events == 1
+    assert run.skipped == {}
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("shunned", [Schedule, Commit])
 def test_a_drain_ends_where_all_that_is_left_is_declined(shunned: type, depth: int) -> None:
     class Engine(Shy):
         shuns = (shunned,)
 
-    run = LockStep.start(replace(CONFIG, max_frames_in_flight=depth), Engine)
+    run = LockStep.start(replace(CONFIG, max_frames_in_flight=depth), Engine, profile=SPARING)
     assert run.perform(Submit(Request("A", (1, 2, 3), max_tokens=3))) == []
     assert run.perform(Drain()) == []
     assert run.live.keys() == {"A"}
@@ -189,7 +200,7 @@ def test_where_a_plan_is_declined_the_oldest_frame_is_answered() -> None:
     class Engine(Shy):
         num_plans = 2
 
-    run = LockStep.start(replace(CONFIG, max_frames_in_flight=3), Engine)
+    run = LockStep.start(replace(CONFIG, max_frames_in_flight=3), Engine, profile=SPARING)
     for action in (Submit(Request("A", (1, 2, 3), max_tokens=3)), Drain()):
         assert run.perform(action) == []
     assert len(run.said["A"]) == 2
