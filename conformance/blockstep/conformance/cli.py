@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from blockstep.conformance import replay as replaying
@@ -28,16 +25,24 @@ from blockstep.conformance.check import (
     exit_code_of,
     record_episode,
 )
-from blockstep.conformance.explain import NotExplainedError, explain_moment, explain_name
+from blockstep.conformance.console import (
+    EngineOption,
+    JsonOption,
+    input_errors,
+    progress,
+    require_profile,
+    usage,
+    write,
+    write_json,
+)
+from blockstep.conformance.explain import explain_moment, explain_name
 from blockstep.conformance.explore.command import explore_command, vectors_app
 from blockstep.conformance.hunt import get_workarounds, hunt
 from blockstep.conformance.isolation import (
     BUILD_SECONDS,
     EVENT_SECONDS,
-    HarnessError,
     Isolation,
     LostError,
-    RefusedError,
 )
 from blockstep.conformance.museum import EXHIBITS, Exhibit
 from blockstep.conformance.museum import hunt as hunting
@@ -56,10 +61,10 @@ from blockstep.conformance.report.failure import tell_failure
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.report.verdict import render_verdict
-from blockstep.conformance.traces import TraceError, write_trace
+from blockstep.conformance.traces import write_trace
 from blockstep.conformance.validate import render_validation, validate, validation_to_json
 from blockstep.conformance.workloads import load
-from blockstep.spec.profiles import PROFILES, QUIRKS, STRICT, get_profile
+from blockstep.spec.profiles import PROFILES, QUIRKS, STRICT
 from blockstep.spec.vocabulary import Config, ConfigError, Policy, config_problems
 
 app = typer.Typer(
@@ -78,14 +83,9 @@ app.command("prove")(prove_command)
 app.command("explore")(explore_command)
 app.add_typer(vectors_app, name="vectors")
 
-SECONDS_BETWEEN_LINES = 10.0
 TRUSTED = frozenset({"host", "spec"})
 """Engines that are checked in this process, as the museum is: nothing of ours hangs or crashes."""
-INPUT_ERRORS = (EngineNotFoundError, TraceError, ConfigError, RefusedError, NotExplainedError)
 
-JsonOption = Annotated[
-    Path | None, typer.Option("--json", help="Also write the result to this file ('-': stdout).")
-]
 DepthOption = Annotated[
     int, typer.Option(min=1, help="Plans in flight at once, at most; drawn up to this.")
 ]
@@ -99,9 +99,6 @@ EventSecondsOption = Annotated[
         help="An engine that does not answer one event within so long hangs; importing and "
         f"building it may take {BUILD_SECONDS:g}."
     ),
-]
-EngineOption = Annotated[
-    str, typer.Option("--engine", help="host, spec, museum:NAME, or module:attribute of a factory.")
 ]
 
 
@@ -147,13 +144,12 @@ def check_command(
     """
     console = Console(highlight=False, stderr=json_path == Path("-"))
     if preset not in PRESETS:
-        _usage(f"--preset {preset!r}: must be one of {', '.join(PRESETS)}")
-    if get_profile(profile) is None:
-        _usage(f"--profile {profile!r}: must be one of {', '.join(p.name for p in PROFILES)}")
+        usage(f"--preset {preset!r}: must be one of {', '.join(PRESETS)}")
+    require_profile(profile)
     if record is not None and episode is None:
-        _usage("--record: needs --episode, for a trace is one run")
+        usage("--record: needs --episode, for a trace is one run")
     if not event_seconds > 0:
-        _usage(f"--event-seconds {event_seconds:g}: must be above 0")
+        usage(f"--event-seconds {event_seconds:g}: must be above 0")
     max_events, max_seconds = parse_budget(budget)
     options = CheckOptions(
         engine=engine,
@@ -169,9 +165,9 @@ def check_command(
         path=None if path is None else str(path.resolve()),
     )
     is_trusted = in_process or engine in TRUSTED or engine.startswith(MUSEUM)
-    with _input_errors(), Isolation(event_seconds) as isolation:
+    with input_errors(), Isolation(event_seconds) as isolation:
         result = _check(options, None if is_trusted else isolation, record, console)
-    _write_json(json_path, check_to_json(result))
+    write_json(json_path, check_to_json(result))
     raise typer.Exit(result.exit_code)
 
 
@@ -180,7 +176,7 @@ def _check(
 ) -> CheckResult:
     """Check and report, in this process or in isolation; then record the run if it is wanted."""
     run_check = check if isolation is None else isolation.check
-    with _progress(console, f"checking {options.engine}") as advance:
+    with progress(console, f"checking {options.engine}") as advance:
         result = run_check(options, lambda now: advance(*_check_progress(options, now)))
     report_check(result, console)
     if record is not None and isolation is None:
@@ -210,7 +206,7 @@ def parse_budget(text: str) -> tuple[int | None, float | None]:
     match = re.fullmatch(r"\s*([\d_,]+(?:\.\d+)?)\s*(s|m|h|events?|)\s*", text)
     number = float(match[1].replace("_", "").replace(",", "")) if match else 0.0
     if match is None or number <= 0:
-        _usage(f"--budget {text!r}: must be a time (60s, 5m) or a number of events (200000)")
+        usage(f"--budget {text!r}: must be a time (60s, 5m) or a number of events (200000)")
     unit = match[2]
     if unit in {"s", "m", "h"}:
         return None, number * {"s": 1, "m": 60, "h": 3600}[unit]
@@ -234,10 +230,10 @@ def arms_command(
     """
     console = Console(highlight=False, stderr=json_path == Path("-"))
     if preset not in PRESETS:
-        _usage(f"--preset {preset!r}: must be one of {', '.join(PRESETS)}")
+        usage(f"--preset {preset!r}: must be one of {', '.join(PRESETS)}")
     options = CheckOptions(engine=engine, preset=preset, seed=seed)
     started = time.perf_counter()
-    with _input_errors(), _progress(console, f"comparing {engine}") as advance:
+    with input_errors(), progress(console, f"comparing {engine}") as advance:
         result = compare_arms(
             options,
             load_engine(engine),
@@ -246,7 +242,7 @@ def arms_command(
         )
     seconds = time.perf_counter() - started
     console.print(render_arms(result, options, seconds), markup=False, soft_wrap=True, end="")
-    _write_json(json_path, arms_to_json(result, options))
+    write_json(json_path, arms_to_json(result, options))
     if result.contrast is not None:
         raise typer.Exit(ExitCode.FAILED)
     raise typer.Exit(ExitCode.CONFORMS if any(result.num_compared.values()) else ExitCode.HARNESS)
@@ -291,7 +287,7 @@ def replay_command(
         "policy": policy,
         "enable_prefix_caching": caching,
     }
-    with _input_errors():
+    with input_errors():
         workload = load(trace, limit=limit)
         preset = replaying.REPLAY_PRESETS[workload.format]
         config = replay_config(preset.config, wanted)
@@ -299,7 +295,7 @@ def replay_command(
         if cadence is None:
             cadence = default_cadence(config) if spec else 0
         make_engine = load_engine(engine)
-        with _progress(console, f"replaying {trace.name}") as advance:
+        with progress(console, f"replaying {trace.name}") as advance:
             report = replaying.replay(
                 workload,
                 config,
@@ -313,7 +309,7 @@ def replay_command(
                 ),
             )
     replaying.render(report, console)
-    _write_json(json_path, report.to_json())
+    write_json(json_path, report.to_json())
     if report.finding is None:
         console.print(
             f"conforms: engine {engine}, in lock-step with the spec"
@@ -345,10 +341,10 @@ def validate_command(
 ) -> None:
     """Hold a recorded run to the spec: does the spec give every recorded answer?"""
     console = Console(highlight=False, stderr=json_path == Path("-"))
-    with _input_errors():
+    with input_errors():
         result = validate(trace)
     console.print(render_validation(trace, result), markup=False, soft_wrap=True, end="")
-    _write_json(json_path, validation_to_json(result))
+    write_json(json_path, validation_to_json(result))
     raise typer.Exit(ExitCode.CONFORMS if result.conforms else ExitCode.FAILED)
 
 
@@ -365,7 +361,7 @@ def properties_command(json_path: JsonOption = None) -> None:
             entry.id, entry.name, f"{entry.statement}\n{checks}" if checks else entry.statement
         )
     console.print(table)
-    _write_json(
+    write_json(
         json_path,
         [
             {
@@ -387,7 +383,7 @@ def engines_command(json_path: JsonOption = None) -> None:
     console.print(_table(rows))
     console.print("any other: --engine module:attribute, a factory from Config to Engine")
     console.print(f"planted defects: --engine {MUSEUM}NAME (see blockstep museum)")
-    _write_json(json_path, rows)
+    write_json(json_path, rows)
 
 
 def _engine_row(name: str) -> dict[str, object]:
@@ -417,10 +413,10 @@ def explain_command(
 ) -> None:
     """Say in words what a property demands, what a rule does, or what a recorded state means."""
     console = Console(highlight=False, stderr=json_path == Path("-"))
-    with _input_errors():
+    with input_errors():
         text = explain_moment(Path(what), at) if Path(what).is_file() else explain_name(what)
     console.print(text, markup=False, soft_wrap=True, end="")
-    _write_json(json_path, {"what": what, "at": at, "text": text})
+    write_json(json_path, {"what": what, "at": at, "text": text})
 
 
 @app.command("quirks")
@@ -441,7 +437,7 @@ def quirks_command(json_path: JsonOption = None) -> None:
     console.print(_table(rows))
     for profile in PROFILES:
         console.print(f"profile {profile.name}: {', '.join(sorted(profile.quirks)) or 'none'}")
-    _write_json(json_path, rows)
+    write_json(json_path, rows)
 
 
 @app.command("hunt")
@@ -466,22 +462,21 @@ def hunt_command(
     Example: blockstep hunt --engine vllm --profile vllm-0.19.1
     """
     console = Console(highlight=False, stderr=json_path == Path("-"))
-    if get_profile(profile) is None:
-        _usage(f"--profile {profile!r}: must be one of {', '.join(p.name for p in PROFILES)}")
+    require_profile(profile)
     options = CheckOptions(
         engine=engine, seed=seed, max_events=budget, max_depth=depth, profile=profile
     )
-    with _input_errors(), _progress(console, f"hunting in {engine}") as advance:
+    with input_errors(), progress(console, f"hunting in {engine}") as advance:
         make_engine = load_engine(engine)
         result = hunt(options, make_engine, advance)
     workarounds = get_workarounds(make_engine)
     console.print(render_hunt(result, workarounds), markup=False, soft_wrap=True, end="")
-    _write_json(json_path, hunt_to_json(result, workarounds))
+    write_json(json_path, hunt_to_json(result, workarounds))
     if markdown is not None:
         follows = "" if profile == STRICT.name else f" --profile {profile}"
         deep = "" if depth == MAX_DEPTH else f" --depth {depth}"
         command = f"blockstep hunt --engine {engine}{follows}{deep} --seed {seed} --budget {budget}"
-        _write(markdown, render_hunt_page(result, workarounds, command))
+        write(markdown, render_hunt_page(result, workarounds, command))
     raise typer.Exit(ExitCode.FAILED if result.defects else ExitCode.CONFORMS)
 
 
@@ -498,14 +493,14 @@ def museum_command(context: typer.Context, json_path: JsonOption = None) -> None
     """List the planted defects; `blockstep museum run` kills them."""
     if context.invoked_subcommand is not None:
         if json_path is not None:
-            _usage("--json: belongs behind the command, as in `blockstep museum run --json FILE`")
+            usage("--json: belongs behind the command, as in `blockstep museum run --json FILE`")
         return
     console = Console(highlight=False, stderr=json_path == Path("-"))
     rows: list[dict[str, object]] = [
         {**hunting.describe(entry), "speaks": entry.properties} for entry in EXHIBITS.values()
     ]
     console.print(_table(rows))
-    _write_json(json_path, rows)
+    write_json(json_path, rows)
 
 
 @museum_app.command("run")
@@ -538,17 +533,17 @@ def museum_run_command(
         jobs=jobs or os.cpu_count() or 1,
     )
     chosen = [_exhibit(name) for name in names or EXHIBITS]
-    with _progress(console, "hunting") as advance:
+    with progress(console, "hunting") as advance:
         hunted = hunting.run_hunt(chosen, hunt, advance)
     rows = [hunting.row_of(entry) for entry in hunted]
     shown = ("exhibit", "events", "seconds", "shrunk to", "killed by")
     console.print(_table([{name: row[name] for name in shown} for row in rows]))
     console.print(hunting.summary(hunted))
-    _write_json(json_path, [hunting.json_of(entry) for entry in hunted])
+    write_json(json_path, [hunting.json_of(entry) for entry in hunted])
     if markdown is not None:
         given = " ".join([*(names or ()), *(f"--seed {number}" for number in hunt.seeds)])
         command = f"blockstep museum run {given} --budget {budget}"
-        _write(markdown, hunting.museum_page(rows, command, hunt.seeds))
+        write(markdown, hunting.museum_page(rows, command, hunt.seeds))
     survivors = [entry.exhibit.name for entry in hunted if entry.survived]
     if survivors:
         typer.echo(f"blockstep: survived: {', '.join(survivors)}", err=True)
@@ -557,7 +552,7 @@ def museum_run_command(
 
 def _exhibit(name: str) -> Exhibit:
     if name not in EXHIBITS:
-        _usage(f"museum run {name!r}: no such exhibit; `blockstep museum` lists them")
+        usage(f"museum run {name!r}: no such exhibit; `blockstep museum` lists them")
     return EXHIBITS[name]
 
 
@@ -582,68 +577,6 @@ def _check_progress(options: CheckOptions, now: CheckResult) -> tuple[float, str
     elif options.max_seconds:
         done = now.seconds / options.max_seconds
     return min(done, 1.0), f"{now.num_events:,} events, {now.num_episodes:,} episodes"
-
-
-@contextmanager
-def _progress(console: Console, title: str) -> Iterator[Callable[[float, str], None]]:
-    """A bar on a terminal; elsewhere a plain line now and then, so that a log shows life."""
-    if not console.is_terminal:
-        yield _plain_progress(title)
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(title, total=1.0)
-        yield lambda done, text: progress.update(
-            task, completed=done, description=f"{title}: {text}"
-        )
-
-
-def _plain_progress(title: str) -> Callable[[float, str], None]:
-    """Lines on standard error, at most one in `SECONDS_BETWEEN_LINES`."""
-    last = time.monotonic()
-
-    def advance(done: float, text: str) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= SECONDS_BETWEEN_LINES:
-            last = now
-            typer.echo(f"{title}: {done:.0%}, {text}", err=True)
-
-    return advance
-
-
-@contextmanager
-def _input_errors() -> Iterator[None]:
-    """Bad input ends with its own words and exit code 2, never with a traceback."""
-    try:
-        yield
-    except INPUT_ERRORS as error:
-        _usage(str(error))
-    except HarnessError as error:
-        typer.echo(f"blockstep: the check itself failed: {error}", err=True)
-        raise typer.Exit(ExitCode.HARNESS) from None
-
-
-def _usage(message: str) -> NoReturn:
-    typer.echo(f"blockstep: {message}", err=True)
-    raise typer.Exit(ExitCode.USAGE)
-
-
-def _write_json(path: Path | None, value: object) -> None:
-    if path is None:
-        return
-    text = json.dumps(value, indent=2) + "\n"
-    if str(path) == "-":
-        sys.stdout.write(text)
-    else:
-        _write(path, text)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        _usage(f"{path}: cannot write: {error.strerror}")
 
 
 def main() -> None:

@@ -11,16 +11,18 @@ from typing import Annotated
 import typer
 
 from blockstep.conformance.check import ExitCode
-from blockstep.conformance.explore import pictures
-from blockstep.conformance.explore.console import (
+from blockstep.conformance.console import (
     EngineOption,
     JsonOption,
+    end,
     input_errors,
-    make_progress,
+    plain_progress,
+    require_profile,
     usage,
     write,
     write_json,
 )
+from blockstep.conformance.explore import pictures
 from blockstep.conformance.explore.fill import fill
 from blockstep.conformance.explore.presets import WORLDS
 from blockstep.conformance.explore.probe import JUDGED_WITNESSES, OF_THE_PAST
@@ -43,7 +45,7 @@ from blockstep.conformance.explore.walk import (
 )
 from blockstep.conformance.explore.world import World
 from blockstep.conformance.registry import load_engine
-from blockstep.spec.profiles import PROFILES, STRICT, Profile, get_profile
+from blockstep.spec.profiles import STRICT, Profile
 
 JobsOption = Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")]
 MarkdownOption = Annotated[
@@ -92,15 +94,14 @@ def explore_command(
     """
     jobs = jobs or os.cpu_count() or 1
     worlds = _worlds(preset)
-    follows = get_profile(profile)
-    if follows is None:
-        usage(f"--profile {profile!r}: must be one of {', '.join(p.name for p in PROFILES)}")
+    follows = require_profile(profile)
     if list_presets:
         _list_worlds(json_path, markdown)
     elif quirks or museum:
         make_rows = quirk_rows if quirks else museum_rows
+        advance = plain_progress("exploring")
         with input_errors():
-            rows = make_rows(worlds, max_states, jobs, name or (), make_progress("exploring"))
+            rows = make_rows(worlds, max_states, jobs, name or (), lambda text: advance(None, text))
         _echo(render_table(rows), json_path)
         write_json(json_path, rows)
         if markdown is not None:
@@ -142,11 +143,11 @@ def _echo(text: str, json_path: Path | None) -> None:
 
 
 def _progress_of(world: World) -> Callable[[int, int, int], None]:
-    advance = make_progress(f"exploring {world.name}")
+    advance = plain_progress(f"exploring {world.name}")
     whole = "" if world.expected is None else f" of {world.expected.states:,}"
 
     def tell(states: int, transitions: int, depth: int) -> None:
-        advance(f"{states:,}{whole} states, {transitions:,} transitions, depth {depth}")
+        advance(None, f"{states:,}{whole} states, {transitions:,} transitions, depth {depth}")
 
     return tell
 
@@ -159,8 +160,7 @@ def _explore(tasks: Sequence[Task], jobs: int, json_path: Path | None) -> None:
             with input_errors():
                 walked = walk(task, jobs, _progress_of(task.world))
         except LostShardError as lost:
-            typer.echo(f"blockstep: {lost}", err=True)
-            raise typer.Exit(ExitCode.HARNESS) from None
+            end(ExitCode.HARNESS, str(lost))
         _echo(render_walked(walked), json_path)
         results.append(walked_to_json(walked))
         now = exit_code_of(walked)

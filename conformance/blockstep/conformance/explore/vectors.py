@@ -135,7 +135,7 @@ def write_vectors(
     Raises:
         TraceError: the file cannot be written, or an event holds a value of a wrong type.
     """
-    lines = [recorded._header_line(path, config)]
+    lines = [recorded.header_line(path, config)]
     for number, events in enumerate(programs, 1):
         lines.append(_encode(_ProgramLine(number, len(events))))
         oracle = Oracle(config)
@@ -143,7 +143,7 @@ def write_vectors(
             answer = oracle.apply(event)
             if isinstance(answer, Rejected):
                 answer = Rejected(answer.code)  # its wording is nobody's business
-            lines.append(recorded._step_line(path, 0, event, answer))
+            lines.append(recorded.step_line(path, 0, event, answer))
             lines.append(_encode(_StateLine(_to_json(oracle.snapshot()))))
     body = b"".join(lines)
     manifest = Manifest(
@@ -205,7 +205,7 @@ def read_vectors(path: Path) -> Vectors:
         )
     if len(lines) < 2:
         raise _bad(path, 2, "no line with the config", "the config stands below the manifest")
-    config = recorded._read_header(path, lines[1])
+    config = recorded.read_header(path, lines[1])
     numbered = iter(list(enumerate(lines, 1))[2:])
     programs = tuple(_read_programs(path, numbered))
     if len(programs) != manifest.programs:
@@ -249,7 +249,7 @@ def _read_programs(
                     path, line, "the file ends", f"program {head.program} has {head.steps} steps"
                 )
             (_, (at, step_text)), (_, (_, state_text)) = pair
-            step: TraceStep = recorded._read_step(path, at, step_text)
+            step: TraceStep = recorded.read_step(path, at, step_text)
             snapshot = _read_state(path, at + 1, state_text)
             steps.append(VectorStep(step.event, step.observation, snapshot))
         yield tuple(steps)

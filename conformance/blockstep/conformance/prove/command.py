@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from blockstep.conformance.check import ExitCode
+from blockstep.conformance.console import JsonOption, end, plain_progress, write, write_json
 from blockstep.conformance.prove.law import Law
 from blockstep.conformance.prove.runner import (
     NotInstalledError,
@@ -31,8 +29,6 @@ from blockstep.conformance.prove.table import (
     summarize,
 )
 
-SECONDS_BETWEEN_LINES = 10.0
-
 
 def prove_command(
     law: Annotated[
@@ -46,10 +42,7 @@ def prove_command(
     markdown: Annotated[
         Path | None, typer.Option(help="Also write the table as a page of the documentation.")
     ] = None,
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", help="Also write the result to this file ('-': stdout)."),
-    ] = None,
+    json_path: JsonOption = None,
 ) -> None:
     """Prove laws of the specification for all integers, and refute the mistakes beside them.
 
@@ -62,28 +55,26 @@ def prove_command(
     try:
         require_crosshair()
     except NotInstalledError as error:
-        _end(ExitCode.USAGE, str(error))
+        end(ExitCode.USAGE, str(error))
     # Late, because it loads the engine on the host.
     from blockstep.conformance.prove.laws import LAWS  # noqa: PLC0415
 
     chosen = choose_laws(list(LAWS.values()), law or [], prove_all)
     start = time.monotonic()
     try:
-        proofs = prove_laws(chosen, jobs or os.cpu_count() or 1, _plain_progress())
+        proofs = prove_laws(chosen, jobs or os.cpu_count() or 1, plain_progress("proving"))
     except UnansweredError as error:
-        _end(ExitCode.HARNESS, str(error))
+        end(ExitCode.HARNESS, str(error))
     seconds = time.monotonic() - start
     problems = [f"{proof.name}: {proof.problem}" for proof in proofs if proof.problem]
     code = ExitCode.FAILED if problems else ExitCode.CONFORMS
     show_proofs(console, proofs, seconds)
-    if json_path is not None:
-        text = json.dumps(proofs_to_json(proofs, code, seconds), indent=2) + "\n"
-        _write(json_path, text)
+    write_json(json_path, proofs_to_json(proofs, code, seconds))
     if markdown is not None:
         command = " ".join(
             ("blockstep prove", *(["--all"] * prove_all), *(f"--law {name}" for name in law or []))
         )
-        _write(markdown, laws_page(proofs, LAWS, command))
+        write(markdown, laws_page(proofs, LAWS, command))
     for problem in problems:
         typer.echo(f"blockstep: {problem}", err=True)
     raise typer.Exit(code)
@@ -94,7 +85,7 @@ def choose_laws(laws: list[Law], prefixes: list[str], prove_all: bool) -> list[L
     for prefix in prefixes:
         if not any(law.name.startswith(prefix) for law in laws):
             rooms = ", ".join(dict.fromkeys(law.room for law in laws))
-            _end(ExitCode.USAGE, f"--law {prefix!r}: no law begins so; the rooms are {rooms}")
+            end(ExitCode.USAGE, f"--law {prefix!r}: no law begins so; the rooms are {rooms}")
     if prefixes:
         return [law for law in laws if law.name.startswith(tuple(prefixes))]
     return [law for law in laws if prove_all or not law.is_slow]
@@ -107,32 +98,3 @@ def show_proofs(console: Console, proofs: list[Proof], seconds: float) -> None:
         console.print()
         console.print(build_theirs_table(proofs))
     console.print(summarize(proofs, seconds))
-
-
-def _plain_progress() -> Callable[[float, str], None]:
-    """Lines on standard error, at most one in `SECONDS_BETWEEN_LINES`."""
-    last = time.monotonic()
-
-    def advance(done: float, text: str) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= SECONDS_BETWEEN_LINES:
-            last = now
-            typer.echo(f"proving: {done:.0%}, {text}", err=True)
-
-    return advance
-
-
-def _write(path: Path, text: str) -> None:
-    if str(path) == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        _end(ExitCode.USAGE, f"{path}: cannot write: {error.strerror}")
-
-
-def _end(code: ExitCode, message: str) -> NoReturn:
-    typer.echo(f"blockstep: {message}", err=True)
-    raise typer.Exit(code)

@@ -69,9 +69,9 @@ def write_trace(
     path = Path(path)
     count = 0
     with _created(path) as file:
-        file.write(_header_line(path, config))
+        file.write(header_line(path, config))
         for event, observation in steps:
-            file.write(_step_line(path, count + 2, event, observation))
+            file.write(step_line(path, count + 2, event, observation))
             count += 1
         file.write(msgspec.json.encode({"end": {"steps": count}}) + b"\n")
     return count
@@ -82,7 +82,7 @@ def read_trace(path: Path | str) -> Trace:
     path = Path(path)
     lines = read_lines(path)
     _, header = next(lines, (0, ""))
-    config = _read_header(path, header)
+    config = read_header(path, header)
     return Trace(config, tuple(_read_steps(path, lines)))
 
 
@@ -211,18 +211,20 @@ def _created(path: Path) -> Iterator[IO[bytes]]:
             yield zipped  # type: ignore[misc]
 
 
-def _header_line(path: Path, config: Config) -> bytes:
+def header_line(path: Path, config: Config) -> bytes:
+    """The first line of a run. Raises `TraceError` if it would not be read back."""
     row = {"format": TRACE_FORMAT, "version": TRACE_VERSION, "config": config}
-    return _checked_line(path, 1, row, config, lambda text: _read_header(path, text))
+    return _checked_line(path, 1, row, config, lambda text: read_header(path, text))
 
 
-def _step_line(path: Path, line: int, event: Event, observation: Observation) -> bytes:
+def step_line(path: Path, line: int, event: Event, observation: Observation) -> bytes:
+    """The line of a step. Raises `TraceError` if it would not be read back."""
     row = {
         "event": _tagged(path, line, "event", event, EVENT_TYPES),
         "observation": _tagged(path, line, "observation", observation, OBSERVATION_TYPES),
     }
     expected = TraceStep(event, observation)
-    return _checked_line(path, line, row, expected, lambda text: _read_step(path, line, text))
+    return _checked_line(path, line, row, expected, lambda text: read_step(path, line, text))
 
 
 def _tagged(
@@ -280,7 +282,8 @@ _ANY_HEADER = msgspec.json.Decoder(_AnyHeader)
 _END_LINE = msgspec.json.Decoder(_EndLine)
 
 
-def _read_header(path: Path, text: str) -> Config:
+def read_header(path: Path, text: str) -> Config:
+    """The config of a first line. Raises `TraceError`."""
     try:
         header = _ANY_HEADER.decode(text)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -316,10 +319,11 @@ def _read_steps(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[TraceS
         if text.startswith('{"end"'):
             _check_end(path, line, text, count, lines)
             return
-        yield _read_step(path, line, text)
+        yield read_step(path, line, text)
 
 
-def _read_step(path: Path, line: int, text: str) -> TraceStep:
+def read_step(path: Path, line: int, text: str) -> TraceStep:
+    """The step of a line. Raises `TraceError`."""
     try:
         return _CODEC.step(text)
     except (msgspec.MsgspecError, RecursionError) as error:
