@@ -1,1 +1,30 @@
-"""Triton kernels with a torch reference beside each; they know no scheduler. Not built yet."""
+"""The data plane: Triton kernels over paged KV memory, a torch reference beside each.
+
+They know no scheduler. Tensors on the CPU go to the torch reference, tensors on a CUDA device to
+Triton; `use_backend` overrides that. Every argument is checked before anything runs: a wrong shape,
+dtype, device or layout is a ValueError or TypeError that names the argument, the rule and the fix.
+
+Words, the same everywhere: a *block* holds `block_size` tokens of one layer; a *slot* is the place
+of one token, `slot = block_id * block_size + offset`. Ids, slots and positions are int64 (block ids
+inside a block table int32), counts and offsets of a step int32.
+"""
+
+from blockstep.kernels.attention import paged_attention
+from blockstep.kernels.blocks import copy_blocks, gather_blocks, scatter_blocks
+from blockstep.kernels.cache import reshape_and_cache
+from blockstep.kernels.dispatch import use_backend
+from blockstep.kernels.rejection import rejection_sample
+from blockstep.kernels.step import commit_step, merge_drafts, prepare_step
+
+__all__ = [
+    "commit_step",
+    "copy_blocks",
+    "gather_blocks",
+    "merge_drafts",
+    "paged_attention",
+    "prepare_step",
+    "rejection_sample",
+    "reshape_and_cache",
+    "scatter_blocks",
+    "use_backend",
+]

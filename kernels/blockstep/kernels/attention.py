@@ -1,0 +1,241 @@
+"""Paged attention: one entry for prefill chunks, decodes and drafts, mixed in one batch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from blockstep.kernels.arguments import (
+    CACHES,
+    FLOATS,
+    HEAD_SIZES,
+    Arguments,
+    check_offsets,
+    check_positive,
+    check_range,
+)
+from blockstep.kernels.cache import check_scales, from_cache
+from blockstep.kernels.dispatch import find_kernels
+
+NUM_GATHERED_MAX = 1 << 25
+"""Elements of keys that the reference gathers at once; more sequences go in several groups."""
+
+
+class Rules(NamedTuple):
+    """What is the same for all sequences of a call."""
+
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    k_scale: float
+    v_scale: float
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of each token to its sequence's slots; `[num_tokens, num_heads, head_size]`.
+
+    The tokens of sequence `s` are rows `query_start_loc[s]` to `query_start_loc[s + 1]` of `query`,
+    the last of them at position `seq_lens[s] - 1`; their own keys are already in the cache:
+
+        position   0 ............ num_computed ............ seq_len
+                   |-- in the cache before --|-- this step --|
+        token i of the step sees  0 .. num_computed + i, the last `sliding_window` of them
+
+    query: `[num_tokens, num_heads, head_size]`, float32, float16 or bfloat16, heads grouped by KV
+    head: head `h` reads KV head `h // (num_heads // num_kv_heads)`. key_cache, value_cache: as in
+    `reshape_and_cache`, the query's dtype or float8_e4m3fn with scales. block_tables: `[num_seqs,
+    max_blocks]` int32; entries past a sequence's last block are not read, nor are those wholly
+    before its window. query_start_loc: `[num_seqs + 1]` int32. seq_lens: `[num_seqs]` int32,
+    computed tokens and this step's. Rows of `query` past the last sequence are padding: what is
+    written there is not said. soft_cap: `soft_cap * tanh(score / soft_cap)`.
+
+    max_query_len, max_seq_len: upper bounds known to the host; they size the launch on a GPU, and
+    without them it is sized by the shapes. Bound for decodes: the bytes of the KV that is read.
+
+    Raises:
+        TypeError, ValueError: a wrong dtype, shape, device, layout or number; on the CPU also
+            lengths that contradict each other and block ids outside the cache.
+    """
+    rules = Rules(scale, sliding_window, soft_cap, k_scale, v_scale)
+    check_arguments(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, rules)
+    if out is None:
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    else:
+        arguments = Arguments()
+        arguments.check("query", query, "num_tokens num_heads head_size", *FLOATS)
+        arguments.check("out", out, "num_tokens num_heads head_size", query.dtype, rows=True)
+    for name, bound in (("max_query_len", max_query_len), ("max_seq_len", max_seq_len)):
+        if bound is not None and bound < 1:
+            raise ValueError(f"{name}: must be at least 1, but is {bound}; leave it out")
+    if query.numel() == 0 or seq_lens.numel() == 0:
+        return out
+    if kernels := find_kernels("attention", query):
+        kernels.launch_paged_attention(
+            query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, rules,
+            max_query_len, max_seq_len, out,
+        )  # fmt: skip
+        return out
+    attend_grouped(
+        query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, rules, out
+    )
+    return out
+
+
+def check_arguments(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    rules: Rules,
+) -> None:
+    """All that can be wrong with a call, before anything is launched."""
+    arguments = Arguments()
+    arguments.check("query", query, "num_tokens num_heads head_size", *FLOATS, rows=True)
+    dims = "num_blocks block_size num_kv_heads head_size"
+    arguments.check("key_cache", key_cache, dims, query.dtype, CACHES[-1], rows=True)
+    arguments.check("value_cache", value_cache, dims, key_cache.dtype, rows=True)
+    arguments.check("block_tables", block_tables, "num_seqs max_blocks", torch.int32, rows=True)
+    arguments.check("query_start_loc", query_start_loc, "num_seqs+1", torch.int32, rows=True)
+    arguments.check("seq_lens", seq_lens, "num_seqs", torch.int32, rows=True)
+    if arguments["head_size"] not in HEAD_SIZES:
+        raise ValueError(
+            f"query: head_size must be one of {HEAD_SIZES}, but is {arguments['head_size']}; "
+            f"pad the heads with zeros"
+        )
+    num_heads, num_kv_heads = arguments["num_heads"], arguments["num_kv_heads"]
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"query: num_heads must be a multiple of num_kv_heads, but {num_heads} is not one of "
+            f"{num_kv_heads}; pass the cache that belongs to this model"
+        )
+    check_positive("scale", rules.scale)
+    check_scales(key_cache, rules.k_scale, rules.v_scale)
+    if rules.soft_cap is not None:
+        check_positive("soft_cap", rules.soft_cap)
+    if rules.sliding_window is not None and rules.sliding_window < 1:
+        raise ValueError(
+            f"sliding_window: must be at least 1, but is {rules.sliding_window}; "
+            f"None means no window"
+        )
+    if query.is_cuda or arguments["num_seqs"] == 0:
+        return
+    capacity = arguments["max_blocks"] * arguments["block_size"]
+    last = int(query_start_loc[-1])
+    check_offsets("query_start_loc", query_start_loc, min(last, query.shape[0]), "the tokens")
+    check_range("seq_lens", seq_lens, 0, capacity + 1, "what a row of block_tables can hold,")
+    if bool((query_start_loc.diff() > seq_lens).any()):
+        raise ValueError(
+            "seq_lens: must count this step's tokens too, but is less than the query's length of "
+            "a sequence; pass computed + scheduled tokens"
+        )
+
+
+def attend_grouped(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    rules: Rules,
+    out: Tensor,
+) -> None:
+    """The torch reference: sequences with equally many tokens at once, so all decodes together."""
+    starts = query_start_loc.tolist()
+    groups: dict[int, list[int]] = {}
+    for row, (start, stop) in enumerate(pairwise(starts)):
+        groups.setdefault(stop - start, []).append(row)
+    groups.pop(0, None)
+    lengths = seq_lens.tolist()
+    slot_elements = key_cache.shape[2] * key_cache.shape[3]
+    for query_len, members in groups.items():
+        for rows in split_by_memory(members, lengths, slot_elements):
+            index = torch.tensor(rows, device=query.device)
+            tokens = query_start_loc[index, None] + torch.arange(query_len, device=query.device)
+            out[tokens] = attend(
+                query[tokens], key_cache, value_cache, block_tables[index], seq_lens[index], rules
+            )
+
+
+def split_by_memory(rows: list[int], lengths: list[int], slot_elements: int) -> list[list[int]]:
+    """Groups of sequences of like length whose gathered keys stay below `NUM_GATHERED_MAX`."""
+    groups: list[list[int]] = []
+    longest = 0
+    for row in sorted(rows, key=lambda row: -lengths[row]):
+        fits = groups and (len(groups[-1]) + 1) * longest * slot_elements <= NUM_GATHERED_MAX
+        if fits and 2 * lengths[row] >= longest:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+            longest = max(1, lengths[row])
+    return groups
+
+
+def attend(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    rules: Rules,
+) -> Tensor:
+    """Attention of sequences with equally many tokens; `query` is `[S, query_len, heads, size]`.
+
+    The heads of one KV head become rows of one product, so that no key is repeated. Slots that a
+    sequence does not have are read at its last position and masked: a cache may hold NaN where
+    nothing was written, and 0 * NaN is no 0.
+    """
+    num_seqs, query_len, num_heads, head_size = query.shape
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    device = query.device
+    last = seq_lens.long()[:, None] - 1
+    first = torch.zeros_like(last)
+    if rules.sliding_window is not None:
+        first = (last - query_len - rules.sliding_window + 2).clamp(min=0)
+    keys = first + torch.arange(int((last - first).max()) + 1, device=device)
+    at = torch.minimum(keys, last)
+    blocks = block_tables.gather(1, at // block_size).long()
+    check_range("block_tables", blocks, 0, key_cache.shape[0], "ids of blocks of the cache")
+    where = (blocks, at % block_size)
+    key = from_cache(key_cache[where], query.dtype, rules.k_scale).transpose(1, 2)
+    value = from_cache(value_cache[where], query.dtype, rules.v_scale).transpose(1, 2)
+
+    position = last - query_len + 1 + torch.arange(query_len, device=device)
+    visible = keys[:, None] <= position[..., None]
+    if rules.sliding_window is not None:
+        visible &= keys[:, None] > position[..., None] - rules.sliding_window
+    group = num_heads // num_kv_heads
+    folded = query.view(num_seqs, query_len, num_kv_heads, group, head_size)
+    folded = folded.permute(0, 2, 3, 1, 4).reshape(num_seqs, num_kv_heads, -1, head_size)
+    mask = visible[:, None].repeat(1, 1, group, 1)
+    if rules.soft_cap is None:
+        attended = scaled_dot_product_attention(folded, key, value, mask, scale=rules.scale)
+    else:
+        scores = (folded @ key.transpose(2, 3)).float() * rules.scale
+        scores = rules.soft_cap * torch.tanh(scores / rules.soft_cap)
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        attended = weights.to(value.dtype) @ value
+    unfolded = attended.view(num_seqs, num_kv_heads, group, query_len, head_size)
+    return unfolded.permute(0, 3, 1, 2, 4).reshape(query.shape)

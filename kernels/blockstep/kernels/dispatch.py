@@ -1,0 +1,56 @@
+"""Which of the two implementations runs: the torch reference or the Triton kernel.
+
+Triton is imported when a kernel is first needed, so that a CPU can serve without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+
+Backend: TypeAlias = Literal["torch", "triton"]
+_chosen: ContextVar[Backend | None] = ContextVar("blockstep_kernels_backend", default=None)
+
+
+@contextmanager
+def use_backend(backend: Backend) -> Iterator[None]:
+    """Inside the `with`, run this implementation whatever the device of the tensors.
+
+    `"torch"` runs the reference, on CUDA tensors too. `"triton"` on CPU tensors needs Triton's
+    interpreter: `TRITON_INTERPRET=1` in the environment before the first kernel is imported.
+
+    Raises:
+        ValueError: `backend` is neither.
+    """
+    if backend not in ("torch", "triton"):
+        raise ValueError(f"backend: must be 'torch' or 'triton', but is {backend!r}; name one")
+    token = _chosen.set(backend)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def find_kernels(concept: str, tensor: Tensor) -> ModuleType | None:
+    """The module of a concept's Triton kernels if they shall run on this tensor, else None.
+
+    Raises:
+        ModuleNotFoundError: they shall run, and Triton is not installed.
+    """
+    if (_chosen.get() or ("triton" if tensor.is_cuda else "torch")) == "torch":
+        return None
+    try:
+        return importlib.import_module(f"blockstep.kernels.{concept}_triton")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ModuleNotFoundError(
+            "tensors on a GPU need Triton, which is not installed; install 'blockstep[gpu]'",
+            name="triton",
+        ) from error

@@ -1,0 +1,33 @@
+"""Every test of a kernel runs on both implementations, on whatever device there is.
+
+Without a GPU the Triton kernels are interpreted, on CPU tensors; with one they are compiled. Triton
+reads `TRITON_INTERPRET` when a kernel is decorated, so it is set before any kernel is imported, and
+what needs the compiler (`test_compiled.py`) runs it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from blockstep.kernels import use_backend
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def device() -> str:
+    """Where tensors of a test live."""
+    return DEVICE
+
+
+@pytest.fixture(params=["torch"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The implementation under test."""
+    with use_backend(request.param):
+        yield request.param

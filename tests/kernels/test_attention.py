@@ -1,0 +1,165 @@
+"""Paged attention against float64, both implementations, and what a call may not be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernel_support.oracle import Batch, attention
+
+from blockstep.kernels import paged_attention
+
+FP8 = torch.float8_e4m3fn
+BATCHES = {
+    "one token of one sequence": Batch((1,), (1,)),
+    "one token, last block partial": Batch((1,), (37,)),
+    "one token, last block full": Batch((1,), (32,)),
+    "decodes, ragged": Batch((1, 1, 1, 1), (5, 64, 17, 1)),
+    "prefill": Batch((19,), (19,)),
+    "chunk in the middle of a block": Batch((9,), (30,)),
+    "mixed": Batch((1, 17, 5, 1), (33, 17, 40, 2)),
+    "a sequence without tokens": Batch((3, 0, 1), (3, 20, 18)),
+    "drafts": Batch((4, 4, 1), (20, 36, 9)),
+    "multi-head": Batch((1, 6), (20, 6), num_kv_heads=4),
+    "multi-query": Batch((1, 6), (20, 6), num_kv_heads=1),
+    "seven heads to one": Batch((1, 6), (20, 6), num_heads=14),
+    "window": Batch((1, 17, 5), (70, 17, 40), rules={"sliding_window": 7}),
+    "window of one": Batch((1, 5), (40, 5), rules={"sliding_window": 1}),
+    "window of a block": Batch((20,), (50,), rules={"sliding_window": 16}),
+    "soft cap": Batch((1, 9), (40, 9), rules={"soft_cap": 0.5}),
+    "soft cap and window": Batch((1, 9), (40, 9), rules={"soft_cap": 2.0, "sliding_window": 4}),
+    "head size 64": Batch((1, 5), (40, 9), head_size=64),
+    "head size 80": Batch((1, 5), (40, 9), head_size=80),
+    "head size 128": Batch((1, 5), (40, 9), head_size=128),
+    "head size 256": Batch((1, 3), (20, 9), head_size=256),
+    "block size 1": Batch((1, 5), (7, 9), block_size=1),
+    "block size 8": Batch((1, 5), (20, 9), block_size=8),
+    "block size 3": Batch((1, 5), (20, 9), block_size=3),
+    "block size 128": Batch((1, 5), (140, 9), block_size=128),
+    "float16": Batch((1, 5), (40, 9), dtype=torch.float16),
+    "bfloat16": Batch((1, 5), (40, 9), dtype=torch.bfloat16),
+    "fp8 cache": Batch((1, 5), (40, 9), cache_dtype=FP8, rules={"k_scale": 0.5, "v_scale": 2.0}),
+    "fp8 cache, bfloat16": Batch((1, 5), (40, 9), dtype=torch.bfloat16, cache_dtype=FP8),
+}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def check_against_oracle(batch: Batch, device: str, **bounds: int) -> None:
+    arguments, rules = batch.make()
+    expected = attention(*arguments, **rules)
+    moved, rules = batch.make(device)
+    out = paged_attention(*moved, **{**rules, **bounds})
+    assert out.dtype == batch.dtype
+    tolerance = TOLERANCE[batch.dtype]
+    torch.testing.assert_close(out.double().cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
+def test_attention_is_what_float64_says(backend: str, device: str, batch: Batch) -> None:
+    check_against_oracle(batch, device)
+
+
+def test_bounds_of_the_host_change_nothing(backend: str, device: str) -> None:
+    check_against_oracle(BATCHES["mixed"], device, max_query_len=17, max_seq_len=40)
+
+
+@pytest.mark.parametrize("seq_len", [1, 300, 513])
+def test_a_long_decode_is_split(backend: str, device: str, seq_len: int) -> None:
+    check_against_oracle(Batch((1, 1), (seq_len, 200)), device, max_query_len=1, max_seq_len=8192)
+
+
+def test_a_long_decode_is_split_inside_a_window(backend: str, device: str) -> None:
+    batch = Batch((1, 1), (513, 20), rules={"sliding_window": 40})
+    check_against_oracle(batch, device, max_query_len=1, max_seq_len=8192)
+
+
+@pytest.mark.parametrize("query_lens", [(), (0, 0)])
+def test_nothing_to_attend(backend: str, device: str, query_lens: tuple[int, ...]) -> None:
+    arguments, rules = Batch(query_lens, (8,) * len(query_lens)).make(device)
+    assert paged_attention(*arguments, **rules).shape == (0, 4, 16)
+
+
+def test_strides_and_padding_of_the_query(backend: str, device: str) -> None:
+    """Query, key and value as slices of one projection, caches as slices of one allocation."""
+    arguments, rules = Batch((1, 5), (40, 9)).make()
+    expected = attention(*arguments, **rules)
+    query, key_cache, value_cache, *others = (x.to(device) for x in arguments)
+    fused = torch.full((9, 8, 16), float("nan"), device=device)
+    fused[:6, :4] = query
+    caches = torch.stack([key_cache, value_cache], 1)
+    out = torch.zeros(9, 4, 16, device=device)
+    done = paged_attention(fused[:, :4], caches[:, 0], caches[:, 1], *others, **rules, out=out)
+    assert done is out
+    torch.testing.assert_close(out[:6].double().cpu(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_many_decodes_go_in_several_groups(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """The reference bounds its memory; the groups do not show in the result."""
+    monkeypatch.setattr("blockstep.kernels.attention.NUM_GATHERED_MAX", 2 * 40 * 32)
+    check_against_oracle(Batch((1,) * 6, (40, 40, 40, 3, 40, 9)), device)
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "list": ({"query": [1.0]}, TypeError, "query: must be a torch.Tensor, but is list"),
+    "double": ({"query": torch.zeros(6, 4, 16).double()}, TypeError, "query: must be float32 or"),
+    "mixed dtypes": (
+        {"query": torch.zeros(6, 4, 16).half()}, TypeError, "key_cache: must be float16 or float8",
+    ),
+    "rank": ({"query": torch.zeros(6, 64)}, ValueError, "query: must have 3 dimensions"),
+    "head size": (
+        {"query": torch.zeros(6, 4, 8)}, ValueError, "head_size.* must be 8 as in query",
+    ),
+    "heads": ({"query": torch.zeros(6, 3, 16)}, ValueError, "multiple of num_kv_heads"),
+    "offsets": (
+        {"query_start_loc": torch.tensor([0, 6], dtype=torch.int32)}, ValueError,
+        "query_start_loc: dimension 0",
+    ),
+    "descending": (
+        {"query_start_loc": torch.tensor([0, 5, 4], dtype=torch.int32)}, ValueError,
+        "query_start_loc: must ascend from 0",
+    ),
+    "too long": (
+        {"seq_lens": torch.tensor([49, 9], dtype=torch.int32)}, ValueError,
+        r"seq_lens: must hold what a row of block_tables can hold, in 0 <= x < 49, but holds 49",
+    ),
+    "too short": (
+        {"seq_lens": torch.tensor([40, 4], dtype=torch.int32)}, ValueError,
+        "seq_lens: must count this step's tokens too",
+    ),
+    "stale table": (
+        {"block_tables": torch.full((2, 3), 99, dtype=torch.int32)}, ValueError,
+        "block_tables: must hold ids of blocks of the cache",
+    ),
+    "layout": (
+        {"query": torch.zeros(6, 16, 4).transpose(1, 2)}, ValueError,
+        r"query: its last dimension must be contiguous.*pass query.contiguous\(\)",
+    ),
+    "device": (
+        {"seq_lens": torch.zeros(2, dtype=torch.int32, device="meta")}, ValueError,
+        "seq_lens: must be on the device of query",
+    ),
+    "scale": ({"scale": 0.0}, ValueError, "scale: must be positive"),
+    "soft cap": ({"soft_cap": -1.0}, ValueError, "soft_cap: must be positive"),
+    "window": ({"sliding_window": 0}, ValueError, "sliding_window: must be at least 1"),
+    "k_scale": ({"k_scale": 2.0}, ValueError, "k_scale: must be 1 unless the cache is float8"),
+    "out": ({"out": torch.zeros(5, 4, 16)}, ValueError, "out: dimension 0"),
+    "bound": ({"max_seq_len": 0}, ValueError, "max_seq_len: must be at least 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "message"), WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_call_is_refused(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    names = ("query", "key_cache", "value_cache", "block_tables", "query_start_loc", "seq_lens")
+    arguments, rules = Batch((1, 5), (40, 9)).make()
+    call = {**dict(zip(names, arguments, strict=True)), **rules, **change}
+    with pytest.raises(error, match=message):
+        paged_attention(**call)
+
+
+def test_a_head_size_that_no_kernel_has_is_refused() -> None:
+    arguments, rules = Batch((1,), (4,), head_size=24).make()
+    with pytest.raises(ValueError, match=r"head_size must be one of .* but is 24"):
+        paged_attention(*arguments, **rules)
