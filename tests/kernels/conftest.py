@@ -12,12 +12,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from kernel_support.interpreter import speed_up
 
 from blockstep.kernels import use_backend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
+    speed_up()
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def device() -> str:
     return DEVICE
 
 
-@pytest.fixture(params=["torch"])
+@pytest.fixture(params=["torch", "triton"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """The implementation under test."""
     with use_backend(request.param):

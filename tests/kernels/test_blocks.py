@@ -40,6 +40,16 @@ def test_pairs_are_copied_in_sequence(
     assert [cache.float().tolist() for cache in caches] == expected
 
 
+def test_independent_pairs_are_copied_at_once(backend: str, device: str) -> None:
+    cache = make_cache(torch.float16, device, 3, 2, 10)
+    expected = cache.tolist()
+    pairs = [(0, 5), (0, 6), (3, 2)]
+    for source, destination in pairs:
+        expected[destination] = expected[source]
+    copy_blocks([cache], torch.tensor(pairs, device=device), independent=True)
+    assert cache.tolist() == expected
+
+
 def test_a_cache_may_be_a_slice_of_an_allocation(backend: str, device: str) -> None:
     both = make_cache(torch.float32, device, 2, 4, 2, 16)
     before = both.clone()
@@ -74,6 +84,9 @@ def test_a_wrong_call_is_refused() -> None:
     cache = torch.zeros(8, 4, 2, 16)
     with pytest.raises(ValueError, match=r"pairs: must hold ids .* 0 <= x < 8, but holds 8"):
         copy_blocks([cache], torch.tensor([[0, 8]]))
+    for pairs in ([[0, 1], [1, 2]], [[0, 1], [2, 1]]):
+        with pytest.raises(ValueError, match="leave out independent"):
+            copy_blocks([cache], torch.tensor(pairs), independent=True)
     with pytest.raises(ValueError, match=r"pairs: dimension 1 .* must be 2 as in the layout"):
         copy_blocks([cache], torch.tensor([[0, 1, 2]]))
     with pytest.raises(ValueError, match=r"caches\[1\]: dimension 0"):

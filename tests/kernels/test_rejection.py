@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockstep.kernels import rejection_sample
+from blockstep.kernels import rejection_sample, use_backend
 from blockstep.kernels.noise import compute_mix, compute_uniform, to_int64
 
 
@@ -73,6 +73,26 @@ def test_the_lowest_id_wins_among_equals(backend: str, device: str) -> None:
 
 def test_nothing_to_sample(backend: str, device: str) -> None:
     assert sample(make([], 5, device, [])) == []
+
+
+@pytest.mark.parametrize("with_probs", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_both_implementations_draw_the_same(
+    device: str, with_probs: bool, dtype: torch.dtype
+) -> None:
+    """Greedy and drawn rows mixed, with masked tokens; equal seeds give equal tokens."""
+    call = make([2, 0, 3, 1, 0, 2], 1100, device, [0.0, 0.7, 1.0, 2.0, 0.0, 0.3], seed=4)
+    call["target_logits"][:, ::3] = float("-inf")
+    call["target_logits"] = call["target_logits"].to(dtype)
+    call["draft_token_ids"][2:5] = call["target_logits"].argmax(-1)[4:7]
+    if with_probs:
+        draw = torch.Generator().manual_seed(5)
+        call["draft_probs"] = torch.randn(8, 1100, generator=draw).softmax(-1).to(device)
+    drawn = []
+    for backend in ("torch", "triton"):
+        with use_backend(backend):
+            drawn.append(sample(call))
+    assert drawn[0] == drawn[1]
 
 
 def test_a_row_does_not_depend_on_its_batch(backend: str, device: str) -> None:

@@ -39,7 +39,7 @@ def test_a_step_is_what_a_loop_says(
     persistent = torch.full((num_rows,), 99, dtype=torch.int32)
     persistent[slice(None) if order is None else order] = ints(computed, "cpu")
     total = sum(scheduled)
-    gathered = torch.zeros(len(computed), 80, dtype=torch.int32, device=device)
+    gathered = torch.full((len(computed), 80), -5, dtype=torch.int32, device=device)
     made = prepare_step(
         tables.to(device), persistent.to(device), ints(scheduled, device), block_size,
         row_indices=None if order is None else order.to(device), num_tokens=total + padding,
@@ -47,6 +47,7 @@ def test_a_step_is_what_a_loop_says(
     )  # fmt: skip
 
     positions, slots, starts = [], [], [0]
+    expected = torch.full((len(computed), 80), -5, dtype=torch.int32)
     of_step = tables if order is None else tables[order]
     for s, (first, count) in enumerate(zip(computed, scheduled, strict=True)):
         for position in range(first, first + count):
@@ -54,11 +55,13 @@ def test_a_step_is_what_a_loop_says(
             block = int(of_step[s, position // block_size])
             slots.append(block * block_size + position % block_size)
         starts.append(starts[-1] + count)
+        used = -(-(first + count) // block_size)
+        expected[s, :used] = of_step[s, :used]
     assert made.positions.tolist() == positions + [0] * padding
     assert made.slot_mapping.tolist() == slots + [-1] * padding
     assert made.query_start_loc.tolist() == starts
     assert made.seq_lens.tolist() == [c + n for c, n in zip(computed, scheduled, strict=True)]
-    assert torch.equal(gathered.cpu(), of_step)
+    assert torch.equal(gathered.cpu(), expected)
     dtypes = [tensor.dtype for tensor in made]
     assert dtypes == [torch.int64, torch.int64, torch.int32, torch.int32]
 

@@ -16,17 +16,19 @@ more than bytes, and one kernel moves all blocks. The figure is a first choice: 
 """
 
 
-def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
+def copy_blocks(caches: Sequence[Tensor], pairs: Tensor, *, independent: bool = False) -> None:
     """Copy whole blocks inside each cache, in place, pair after pair (copy-on-write).
 
     caches: key and value caches of any layers, each `[num_blocks, ...]` with contiguous blocks, on
     one device, `num_blocks` the same for all. pairs: `[num_pairs, 2]` int64, `(source,
     destination)`. The meaning is sequential: the source of a pair is read after all earlier pairs
-    were written, so `(0, 1), (1, 2)` puts block 0 into both. Bound: twice the bytes copied.
+    were written, so `(0, 1), (1, 2)` puts block 0 into both. independent: the caller's promise that
+    no destination is named twice or is a source, as with fresh blocks for copy-on-write; then a GPU
+    copies all pairs at once. Bound: twice the bytes copied.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or layout; on the CPU also an id outside
-            the cache.
+            the cache, and a promise that does not hold.
     """
     arguments = Arguments()
     arguments.check("pairs", pairs, "num_pairs 2", torch.int64)
@@ -35,9 +37,16 @@ def copy_blocks(caches: Sequence[Tensor], pairs: Tensor) -> None:
     if not caches or pairs.numel() == 0:
         return
     check_range("pairs", pairs, 0, arguments["num_blocks"], "ids of blocks of the caches")
+    if independent and not pairs.is_cuda:
+        destinations = pairs[:, 1].unique()
+        if len(destinations) < len(pairs) or bool(torch.isin(pairs[:, 0], destinations).any()):
+            raise ValueError(
+                "pairs: a destination is named twice or is a source, so the order of the pairs "
+                "matters; leave out independent"
+            )
     if kernels := find_kernels("blocks", pairs):
         for cache in caches:
-            kernels.launch_copy_blocks(cache, pairs)
+            kernels.launch_copy_blocks(cache, pairs, independent=independent)
         return
     for source, destination in pairs.tolist():
         for cache in caches:

@@ -50,7 +50,8 @@ def prepare_step(
     each sequence; without it, sequence `s` is row `s` and `num_seqs` is `num_rows`. num_tokens: how
     many tokens the outputs have room for, at least those scheduled; the rest is padding. Without it
     the sum is used, which on a GPU waits for the device. out_block_tables: `[num_seqs, max_blocks]`
-    int32, receives the rows of the block table in the order of the step, for `paged_attention`.
+    int32, receives the rows of the block table in the order of the step, for `paged_attention`: the
+    blocks of each sequence's `seq_len` tokens; what lies beyond them stays as it is.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or layout; on the CPU also a row outside
@@ -89,7 +90,11 @@ def prepare_step(
         block_tables = block_tables[row_indices]
         num_computed_tokens = num_computed_tokens[row_indices]
     if out_block_tables is not None:
-        out_block_tables.copy_(block_tables)
+        ends = num_computed_tokens + num_scheduled_tokens + block_size - 1
+        used = (
+            torch.arange(block_tables.shape[1], device=ends.device) < (ends // block_size)[:, None]
+        )
+        out_block_tables.copy_(torch.where(used, block_tables, out_block_tables))
     return compute_step(
         block_tables, num_computed_tokens, num_scheduled_tokens, block_size, num_tokens
     )

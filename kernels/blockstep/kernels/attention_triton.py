@@ -1,0 +1,265 @@
+"""The Triton kernels of paged attention: one tile of queries against its keys, tile by tile."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blockstep.kernels.attention import Rules
+
+LOG2_E = 1.4426950408889634
+NUM_KEYS_PER_SPLIT_MIN = 256
+"""A split shorter than this costs more to merge than it saves."""
+NUM_SPLITS_MAX = 64
+
+
+@triton.jit
+def find_sequence(query_start_loc, num_seqs, tile, BLOCK_Q: tl.constexpr):
+    """The sequence that tile of queries belongs to; sequence `s` begins at `start // BLOCK_Q + s`.
+
+    So each sequence has room for all its tiles, and at most one tile too many, which ends at once.
+    """
+    low = 0
+    high = num_seqs
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def attention_kernel(
+    out, partial, partial_log, query, key_cache, value_cache, block_tables, query_start_loc,
+    seq_lens, num_seqs, num_splits, scale, window, soft_cap, v_scale,
+    query_token, query_head, out_token, out_head, key_block, key_slot, key_head,
+    value_block, value_slot, value_head, table_stride,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, ONE_TILE: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (tile of queries, KV head, split): `BLOCK_Q` tokens by `GROUP` heads.
+
+        keys of the tile   first ... | split 0 | split 1 | ... | last query's own
+        within a split     TILE keys at a time, gathered slot by slot through the block table
+
+    `scale` holds log2(e) and the scale of the keys; softmax is computed in base 2.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    if ONE_TILE:
+        sequence = tile
+        local = 0
+    else:
+        sequence = find_sequence(query_start_loc, num_seqs, tile, BLOCK_Q)
+        local = (tile - tl.load(query_start_loc + sequence) // BLOCK_Q - sequence) * BLOCK_Q
+    start = tl.load(query_start_loc + sequence)
+    query_len = tl.load(query_start_loc + sequence + 1) - start
+    if local < query_len:
+        context = tl.load(seq_lens + sequence) - query_len
+        m = tl.arange(0, BLOCK_M)
+        step = local + m // GROUP
+        dim = tl.arange(0, SIZE)
+        is_row = (m < BLOCK_Q * GROUP) & (step < query_len)
+        in_head = dim < HEAD_SIZE
+        token = (start + step).to(tl.int64)
+        of_query = head * GROUP + m % GROUP
+        q = tl.load(
+            query + token[:, None] * query_token + of_query[:, None] * query_head + dim[None, :],
+            mask=is_row[:, None] & in_head[None, :], other=0.0,
+        )  # fmt: skip
+        if UPCAST:
+            q = q.to(tl.float32)
+        position = context + step
+        first = 0
+        if WINDOW:
+            first = tl.maximum(context + local - window + 1, 0)
+        last = context + tl.minimum(local + BLOCK_Q, query_len)
+        if SPLIT:
+            num_tiles = (last - first + TILE - 1) // TILE
+            share = (num_tiles + num_splits - 1) // num_splits * TILE
+            first = first + split * share
+            last = tl.minimum(last, first + share)
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        weighted = tl.zeros((BLOCK_M, SIZE), tl.float32)
+        table = block_tables + sequence.to(tl.int64) * table_stride
+        for begin in range(first, last, TILE):
+            key_at = begin + tl.arange(0, TILE)
+            in_range = key_at < last
+            block = tl.load(table + key_at // BLOCK_SIZE, mask=in_range, other=0).to(tl.int64)
+            slot = key_at % BLOCK_SIZE
+            from_key = block * key_block + slot * key_slot + head * key_head
+            from_value = block * value_block + slot * value_slot + head * value_head
+            k = tl.load(
+                key_cache + from_key[None, :] + dim[:, None],
+                mask=in_range[None, :] & in_head[:, None], other=0.0,
+            )  # fmt: skip
+            v = tl.load(
+                value_cache + from_value[:, None] + dim[None, :],
+                mask=in_range[:, None] & in_head[None, :], other=0.0,
+            )  # fmt: skip
+            scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale
+            if SOFT_CAP:
+                # tanh(x) = 1 - 2 / (exp(2 x) + 1); float32 has no number between tanh(15) and 1.
+                ratio = tl.clamp(scores / soft_cap, -15.0, 15.0)
+                scores = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 * ratio) + 1.0))
+            visible = in_range[None, :] & (key_at[None, :] <= position[:, None])
+            if WINDOW:
+                visible = visible & (key_at[None, :] > position[:, None] - window)
+            scores = tl.where(visible, scores, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - base[:, None])
+            shrink = tl.exp2(top - base)
+            total = total * shrink + tl.sum(weights, 1)
+            v = v.to(q.dtype)
+            weighted = weighted * shrink[:, None]
+            weighted += tl.dot(weights.to(q.dtype), v, input_precision=PRECISION)
+            top = higher
+        weighted = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
+        if SPLIT:
+            at = (token * (tl.num_programs(1) * GROUP) + of_query) * num_splits + split
+            tl.store(
+                partial_log + at, top + tl.log2(tl.where(total == 0.0, 1.0, total)), mask=is_row
+            )
+            tl.store(partial + at[:, None] * SIZE + dim[None, :], weighted, mask=is_row[:, None])
+        else:
+            to = token[:, None] * out_token + of_query[:, None] * out_head + dim[None, :]
+            tl.store(out + to, weighted * v_scale, mask=is_row[:, None] & in_head[None, :])
+
+
+@triton.jit
+def merge_kernel(
+    out, partial, partial_log, num_splits, v_scale, out_token, out_head,
+    HEAD_SIZE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Program (token, head): its splits, weighted by the sums of their exponentials."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dim = tl.arange(0, SIZE)
+    row = (token * tl.num_programs(1) + head) * num_splits
+    top = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    weighted = tl.zeros((SIZE,), tl.float32)
+    for split in range(num_splits):
+        log = tl.load(partial_log + row + split)
+        part = tl.load(partial + (row + split) * SIZE + dim)
+        higher = tl.maximum(top, log)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp2(top - base)
+        weight = tl.exp2(log - base)
+        total = total * shrink + weight
+        weighted = weighted * shrink + part * weight
+        top = higher
+    weighted = weighted / tl.where(total == 0.0, 1.0, total) * v_scale
+    tl.store(out + token * out_token + head * out_head + dim, weighted, mask=dim < HEAD_SIZE)
+
+
+class Tiling(NamedTuple):
+    """How work is cut: rows of queries, keys at a time, warps, stages of prefetching."""
+
+    block_m: int
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiling(size: int, group: int, element_size: int, max_query_len: int | None) -> Tiling:
+    """The tiling for heads padded to `size`; decodes take the smallest tile that holds a group.
+
+    The sizes are those that fit the registers of sm_90a (tests/kernels/test_compiled.py). They were
+    not tuned on a GPU.
+    """
+    few = int(max(16, triton.next_power_of_2(group)))
+    if max_query_len is not None and max_query_len * group <= 2 * few:
+        block_m = int(max(16, triton.next_power_of_2(max_query_len * group)))
+    else:
+        block_m = max(64, few)
+    if element_size == 4:
+        return Tiling(min(block_m, 32) if few <= 32 else few, 32, 4, 1)
+    if size >= 256:
+        return Tiling(block_m, 32, 4 if block_m < 64 else 8, 2)
+    return Tiling(block_m, 64, 4, 3 if block_m < 64 else 2)
+
+
+def choose_num_splits(num_programs: int, max_seq_len: int, num_processors: int) -> int:
+    """Splits that give each multiprocessor two programs, if the sequences are long enough."""
+    wanted = triton.cdiv(2 * num_processors, num_programs)
+    possible = triton.cdiv(max_seq_len, NUM_KEYS_PER_SPLIT_MIN)
+    return int(max(1, min(wanted, possible, NUM_SPLITS_MAX)))
+
+
+def launch_paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    rules: Rules,
+    max_query_len: int | None,
+    max_seq_len: int | None,
+    out: Tensor,
+) -> None:
+    """A grid sized by the batch; short queries of few sequences split their keys."""
+    num_tokens, num_heads, head_size = query.shape
+    num_seqs, block_size, num_kv_heads = len(seq_lens), key_cache.shape[1], key_cache.shape[2]
+    group, size = num_heads // num_kv_heads, triton.next_power_of_2(head_size)
+    tiling = choose_tiling(size, group, query.element_size(), max_query_len)
+    block_q = tiling.block_m // group
+    one_tile = max_query_len is not None and max_query_len <= block_q
+    num_tiles = num_seqs if one_tile else num_tokens // block_q + num_seqs
+    longest = block_tables.shape[1] * block_size if max_seq_len is None else max_seq_len
+    num_splits = 1
+    if one_tile:
+        num_splits = choose_num_splits(
+            num_tiles * num_kv_heads, longest, count_processors(query.device)
+        )
+    partial = partial_log = out
+    if num_splits > 1:
+        shape = (num_tokens, num_heads, num_splits)
+        partial = torch.empty((*shape, size), dtype=torch.float32, device=query.device)
+        partial_log = torch.empty(shape, dtype=torch.float32, device=query.device)
+    attention_kernel[(num_tiles, num_kv_heads, num_splits)](
+        out, partial, partial_log, query, key_cache, value_cache, block_tables, query_start_loc,
+        seq_lens, num_seqs, num_splits, rules.scale * rules.k_scale * LOG2_E,
+        rules.sliding_window or 0, (rules.soft_cap or 0.0) * LOG2_E, rules.v_scale,
+        *query.stride()[:2], *out.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
+        block_tables.stride(0), GROUP=group, HEAD_SIZE=head_size, SIZE=size, BLOCK_SIZE=block_size,
+        BLOCK_Q=block_q, BLOCK_M=tiling.block_m, TILE=tiling.tile, ONE_TILE=one_tile,
+        SPLIT=num_splits > 1, WINDOW=rules.sliding_window is not None,
+        SOFT_CAP=rules.soft_cap is not None, UPCAST=needs_upcast(query),
+        PRECISION=choose_precision(query.dtype), num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )  # fmt: skip
+    if num_splits > 1:
+        merge_kernel[(num_tokens, num_heads)](
+            out, partial, partial_log, num_splits, rules.v_scale, *out.stride()[:2],
+            HEAD_SIZE=head_size, SIZE=size, num_warps=2,
+        )  # fmt: skip
+
+
+def needs_upcast(query: Tensor) -> bool:
+    """The interpreter takes the bits of a bfloat16 for an integer; arithmetic must be float32."""
+    return query.dtype == torch.bfloat16 and not query.is_cuda
+
+
+def choose_precision(dtype: torch.dtype) -> str:
+    """float32 in three products of tf32, which the tensor cores do, to about float32's accuracy."""
+    return "tf32x3" if dtype == torch.float32 else "ieee"
+
+
+def count_processors(device: torch.device) -> int:
+    """Multiprocessors of the device; interpreted, those of an H100."""
+    if device.type != "cuda":
+        return 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

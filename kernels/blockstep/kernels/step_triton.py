@@ -1,0 +1,170 @@
+"""The Triton kernels of a step's metadata. None reads what it wrote, so none needs a barrier."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from blockstep.kernels.step import StepInputs
+
+SIZE = 256
+"""Elements that a program handles at once."""
+
+
+@triton.jit
+def prepare_kernel(
+    positions, slot_mapping, query_start_loc, seq_lens, out_tables, block_tables, num_computed,
+    num_scheduled, row_indices, num_seqs, num_tokens, table_stride, out_stride,
+    BLOCK_SIZE: tl.constexpr, BY_ROW: tl.constexpr, GATHER: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence); the one after the last writes the total and the padding.
+
+    Each sums up what is scheduled before it by itself: that is a few loads from the L2 cache, where
+    an order among programs would cost a second launch.
+    """
+    sequence = tl.program_id(0)
+    before = tl.zeros((SIZE,), tl.int32)
+    for start in range(0, sequence, SIZE):
+        other = start + tl.arange(0, SIZE)
+        before += tl.load(num_scheduled + other, mask=other < sequence, other=0)
+    first = tl.sum(before, 0)
+    tl.store(query_start_loc + sequence, first)
+    if sequence == num_seqs:
+        for start in range(first, num_tokens, SIZE):
+            token = start + tl.arange(0, SIZE)
+            zero = tl.zeros((SIZE,), tl.int64)
+            tl.store(positions + token, zero, mask=token < num_tokens)
+            tl.store(slot_mapping + token, zero - 1, mask=token < num_tokens)
+    else:
+        row = sequence.to(tl.int64)
+        if BY_ROW:
+            row = tl.load(row_indices + sequence)
+        computed = tl.load(num_computed + row)
+        scheduled = tl.load(num_scheduled + sequence)
+        tl.store(seq_lens + sequence, computed + scheduled)
+        table = block_tables + row * table_stride
+        for start in range(0, scheduled, SIZE):
+            step = start + tl.arange(0, SIZE)
+            mask = step < scheduled
+            position = computed + step
+            block = tl.load(table + position // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
+            slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+            tl.store(positions + first + step, position.to(tl.int64), mask=mask)
+            tl.store(slot_mapping + first + step, slot, mask=mask)
+        if GATHER:
+            num_blocks = (computed + scheduled + BLOCK_SIZE - 1) // BLOCK_SIZE
+            for start in range(0, num_blocks, SIZE):
+                index = start + tl.arange(0, SIZE)
+                mask = index < num_blocks
+                block = tl.load(table + index, mask=mask, other=0)
+                tl.store(out_tables + sequence.to(tl.int64) * out_stride + index, block, mask=mask)
+
+
+@triton.jit
+def merge_kernel(
+    input_ids, logits_rows, query_start_loc, last_token_ids, draft_token_ids, cu_num_drafts,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """Program (sequence): its last token and its drafts, and the rows whose logits decide."""
+    sequence = tl.program_id(0)
+    first = tl.load(cu_num_drafts + sequence)
+    count = tl.load(cu_num_drafts + sequence + 1) - first + 1
+    row = tl.load(query_start_loc + sequence + 1) - count
+    last = tl.load(last_token_ids + sequence)
+    for start in range(0, count, SIZE):
+        step = start + tl.arange(0, SIZE)
+        mask = step < count
+        tl.store(logits_rows + first + sequence + step, (row + step).to(tl.int64), mask=mask)
+        draft = tl.load(draft_token_ids + first + step - 1, mask=mask & (step > 0), other=0)
+        token = tl.where(step == 0, last, draft)
+        tl.store(input_ids + row + step, token, mask=mask & (last >= 0))
+
+
+@triton.jit
+def commit_kernel(
+    num_computed, last_token_ids, num_scheduled, token_ids, num_sampled, cu_num_drafts, row_indices,
+    num_seqs, token_stride, BY_ROW: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Program (part): `SIZE` sequences, each its own row."""
+    sequence = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    mask = sequence < num_seqs
+    row = sequence.to(tl.int64)
+    if BY_ROW:
+        row = tl.load(row_indices + sequence, mask=mask, other=0)
+    sampled = tl.load(num_sampled + sequence, mask=mask, other=0)
+    drafts = tl.load(cu_num_drafts + sequence + 1, mask=mask, other=0)
+    drafts -= tl.load(cu_num_drafts + sequence, mask=mask, other=0)
+    rejected = tl.where(sampled > 0, drafts + 1 - sampled, 0)
+    scheduled = tl.load(num_scheduled + sequence, mask=mask, other=0)
+    computed = tl.load(num_computed + row, mask=mask, other=0)
+    tl.store(num_computed + row, computed + scheduled - rejected, mask=mask)
+    has_token = mask & (sampled > 0)
+    at = sequence.to(tl.int64) * token_stride + sampled - 1
+    token = tl.load(token_ids + at, mask=has_token, other=0)
+    tl.store(last_token_ids + row, token, mask=has_token)
+
+
+def launch_prepare_step(
+    block_tables: Tensor,
+    num_computed_tokens: Tensor,
+    num_scheduled_tokens: Tensor,
+    block_size: int,
+    row_indices: Tensor | None,
+    num_tokens: int,
+    out_block_tables: Tensor | None,
+) -> StepInputs:
+    """One launch, sized by the sequences of the step."""
+    num_seqs, device = len(num_scheduled_tokens), block_tables.device
+    made = StepInputs(
+        torch.empty(num_tokens, dtype=torch.int64, device=device),
+        torch.empty(num_tokens, dtype=torch.int64, device=device),
+        torch.empty(num_seqs + 1, dtype=torch.int32, device=device),
+        torch.empty(num_seqs, dtype=torch.int32, device=device),
+    )
+    gathered = block_tables if out_block_tables is None else out_block_tables
+    prepare_kernel[(num_seqs + 1,)](
+        *made, gathered, block_tables, num_computed_tokens, num_scheduled_tokens,
+        num_scheduled_tokens if row_indices is None else row_indices,
+        num_seqs, num_tokens, block_tables.stride(0), gathered.stride(0),
+        BLOCK_SIZE=block_size, BY_ROW=row_indices is not None, GATHER=out_block_tables is not None,
+        SIZE=SIZE, num_warps=2,
+    )  # fmt: skip
+    return made
+
+
+def launch_merge_drafts(
+    input_ids: Tensor,
+    query_start_loc: Tensor,
+    last_token_ids: Tensor,
+    draft_token_ids: Tensor,
+    cu_num_drafts: Tensor,
+) -> Tensor:
+    """One program per sequence."""
+    num_seqs = len(last_token_ids)
+    rows = torch.empty(len(draft_token_ids) + num_seqs, dtype=torch.int64, device=input_ids.device)
+    if num_seqs:
+        merge_kernel[(num_seqs,)](
+            input_ids, rows, query_start_loc, last_token_ids, draft_token_ids, cu_num_drafts,
+            SIZE=32, num_warps=1,
+        )  # fmt: skip
+    return rows
+
+
+def launch_commit_step(
+    num_computed_tokens: Tensor,
+    last_token_ids: Tensor,
+    num_scheduled_tokens: Tensor,
+    token_ids: Tensor,
+    num_sampled: Tensor,
+    cu_num_drafts: Tensor,
+    row_indices: Tensor | None,
+) -> None:
+    """One program per `SIZE` sequences."""
+    num_seqs = len(num_scheduled_tokens)
+    commit_kernel[(triton.cdiv(num_seqs, SIZE),)](
+        num_computed_tokens, last_token_ids, num_scheduled_tokens, token_ids, num_sampled,
+        cu_num_drafts, num_scheduled_tokens if row_indices is None else row_indices,
+        num_seqs, token_ids.stride(0), BY_ROW=row_indices is not None, SIZE=SIZE, num_warps=4,
+    )  # fmt: skip
