@@ -185,7 +185,9 @@ def choose_tiling(size: int, group: int, element_size: int, max_query_len: int |
     else:
         block_m = max(64, few)
     if element_size == 4:
-        return Tiling(min(block_m, 32) if few <= 32 else few, 32, 4, 1)
+        if size >= 256:
+            return Tiling(few, 16, 8, 1)
+        return Tiling(max(few, min(block_m, 32)), 32, 4, 1)
     if size >= 256:
         return Tiling(block_m, 32, 4 if block_m < 64 else 8, 2)
     return Tiling(block_m, 64, 4, 3 if block_m < 64 else 2)

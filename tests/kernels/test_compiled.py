@@ -1,0 +1,59 @@
+"""The fourth tier: what is launched is compiled for an H100, on any machine.
+
+Triton interprets in this process, so the compiler runs in its own. A spilled register, or one
+too many, is a failure. `KERNELS_EVERY=1` compiles the whole matrix of head sizes, groups and rules
+(about ten minutes) instead of one of each kind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import kernel_support
+import pytest
+from kernel_support.compiled import Compiled
+
+EVERY = os.environ.get("KERNELS_EVERY") == "1"
+REGISTERS_MAX = {
+    # 64 let 1,024 threads live on a multiprocessor: enough to hide the latency of memory.
+    "scatter_kernel": 64, "move_kernel": 64, "copy_in_sequence_kernel": 64,
+    "prepare_kernel": 64, "merge_kernel": 64, "commit_kernel": 64, "finish_kernel": 64,
+    "decide_kernel": 128,  # eight warps, two programs on a multiprocessor
+    "attention_kernel": 255,  # all there are; the accumulator lives in registers
+}  # fmt: skip
+SHARED_MAX = 227 * 1024
+
+
+def compile_apart(which: str) -> list[Compiled]:
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    support = str(Path(kernel_support.__path__[0]).parent)
+    paths = [support, *filter(None, sys.path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "kernel_support.compiled", which, *(["--every"] if EVERY else [])],
+        env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [Compiled(**one) for one in json.loads(done.stdout)]
+
+
+@pytest.mark.parametrize(
+    ("which", "kernels"),
+    [
+        ("attention", {"attention_kernel", "merge_kernel"}),
+        ("others", {*REGISTERS_MAX} - {"attention_kernel"}),
+    ],
+)
+def test_every_kernel_fits_an_h100(which: str, kernels: set[str]) -> None:
+    found = compile_apart(which)
+    assert {compiled.kernel for compiled in found} == kernels
+    spilled = [compiled for compiled in found if compiled.stack > 0]
+    assert not spilled
+    too_many = [c for c in found if c.registers > REGISTERS_MAX[c.kernel] or c.shared > SHARED_MAX]
+    assert not too_many

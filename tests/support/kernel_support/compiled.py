@@ -1,0 +1,255 @@
+"""Every kernel that the public functions launch, compiled for an H100 on a machine without one.
+
+    python -m kernel_support.compiled attention    (TRITON_INTERPRET unset)
+
+Nothing is configured here a second time: the public functions are called, what they would launch is
+recorded with its arguments, and that is compiled as a launch would (an integer of 1 is a constant,
+multiples of 16 are known to be such). Prints a JSON list of `Compiled`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from kernel_support.oracle import Batch
+
+TYPES = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the assembler says of one kernel."""
+
+    call: str
+    kernel: str
+    registers: int
+    stack: int
+    """Bytes of stack: where registers are spilled to."""
+    shared: int
+    """Bytes of shared memory."""
+    seconds: float
+
+
+@dataclass
+class Recorder:
+    """Stands in for a kernel, and keeps what it is launched with."""
+
+    kernel: Any
+    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **named: self.launches.append((self.kernel, args, named))
+
+
+def record(modules: list[ModuleType], call: Callable[[], object]) -> list[Any]:
+    """The launches of a call."""
+    from triton.runtime.jit import JITFunction
+
+    launches: list[Any] = []
+    replaced = []
+    for module in modules:
+        for name, kernel in list(vars(module).items()):
+            if isinstance(kernel, JITFunction) and name.endswith("_kernel"):
+                replaced.append((module, name, kernel))
+                setattr(module, name, Recorder(kernel, launches))
+    try:
+        call()
+    finally:
+        for module, name, kernel in replaced:
+            setattr(module, name, kernel)
+    assert launches, "the call launched nothing"
+    return launches
+
+
+def compile_launch(
+    call: str, kernel: Any, args: tuple[Any, ...], named: dict[str, Any]
+) -> Compiled:
+    """Compile one launch for sm_90a, and read its resources from the binary."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
+    values = {**dict(zip(kernel.arg_names, args, strict=False)), **named}
+    signature, constants, attributes = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        value = values[name]
+        if name in named or (isinstance(value, int) and value == 1):
+            signature[name] = "constexpr"
+            constants[(index,)] = value
+            continue
+        signature[name] = describe(value)
+        number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        if isinstance(number, int) and number % 16 == 0:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    start = time.perf_counter()
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    seconds = time.perf_counter() - start
+    registers, stack = read_resources(compiled.asm["cubin"])
+    return Compiled(
+        call, kernel.fn.__name__, registers, stack, compiled.metadata.shared, round(seconds, 2)
+    )
+
+
+def describe(value: object) -> str:
+    """The type of an argument, as Triton writes it."""
+    if isinstance(value, torch.Tensor):
+        return TYPES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    assert isinstance(value, int)
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def read_resources(cubin: bytes) -> tuple[int, int]:
+    """Registers per thread and bytes of stack."""
+    from triton.backends import nvidia
+
+    tool = Path(next(iter(nvidia.__path__))) / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found, said
+    return int(found[1]), int(found[2])
+
+
+# The calls.
+
+Call = tuple[str, Callable[[], object]]
+HALF, BRAIN, SINGLE, FP8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+
+KINDS: dict[str, dict[str, int]] = {
+    "prefill": {}, "decode": {"max_query_len": 1, "max_seq_len": 64},
+    "split": {"max_query_len": 1, "max_seq_len": 8192},
+    "drafts": {"max_query_len": 4, "max_seq_len": 8192},
+}  # fmt: skip
+RULES: list[dict[str, Any]] = [{}, {"sliding_window": 64}, {"soft_cap": 30.0}]
+BOTH: dict[str, Any] = {"sliding_window": 64, "soft_cap": 30.0}
+
+
+def list_attention(*, every: bool) -> Iterator[Call]:
+    """By default one head size for each that tilings differ by; else all, and all groups."""
+    from blockstep.kernels.arguments import HEAD_SIZES
+
+    if every:
+        dtypes = [(query, cache) for query in (BRAIN, HALF, SINGLE) for cache in (None, FP8)]
+        sizes = [size for size in HEAD_SIZES if size >= 64]
+        yield from attention_calls(dtypes, sizes, [4], [{}], list(KINDS))
+        yield from attention_calls([(BRAIN, None)], [128], [1, 7, 8, 16, 64], RULES, list(KINDS))
+        yield from attention_calls([(SINGLE, None)], [256], [1, 7, 16], RULES, list(KINDS))
+    else:
+        yield from attention_calls([(BRAIN, None)], [128], [8], [BOTH], list(KINDS))
+        dtypes = [(BRAIN, None), (SINGLE, None), (BRAIN, FP8)]
+        yield from attention_calls(dtypes, [64, 128, 256], [4], [{}], ["prefill", "split"])
+
+
+def attention_calls(
+    dtypes: list[Any], sizes: list[int], groups: list[int], rules: list[Any], kinds: list[str]
+) -> Iterator[Call]:
+    """The product of what is given."""
+    from blockstep.kernels import paged_attention
+
+    for (dtype, cache), size, group, rule, kind in product(dtypes, sizes, groups, rules, kinds):
+        length = KINDS[kind].get("max_query_len", 40)
+        batch = Batch((length,), (64,), 2 * group, 2, size, 16, dtype, cache, dict(rule))
+        name = f"{kind} {dtype} {cache} head_size={size} group={group} {rule}".replace("torch.", "")
+        arguments, named = batch.make()
+        yield name, partial(paged_attention, *arguments, **{**named, **KINDS[kind]})
+
+
+def list_others(*, every: bool) -> Iterator[Call]:
+    """Everything but attention."""
+    from blockstep.kernels import (
+        commit_step,
+        copy_blocks,
+        gather_blocks,
+        merge_drafts,
+        prepare_step,
+        rejection_sample,
+        reshape_and_cache,
+        scatter_blocks,
+    )
+
+    caches = [(BRAIN, BRAIN), (HALF, FP8), (BRAIN, FP8), (SINGLE, FP8), (SINGLE, SINGLE)]
+    for dtype, cache in [*caches, (SINGLE, HALF)]:
+        tokens, blocks = torch.zeros(4, 8, 128, dtype=dtype), torch.zeros(4, 16, 8, 128).to(cache)
+        slots, pairs = torch.arange(4), torch.tensor([[0, 1], [2, 3]])
+        yield (
+            f"reshape_and_cache {dtype} {cache}",
+            partial(reshape_and_cache, tokens, tokens, blocks, blocks, slots),
+        )
+        small, ids, staging = blocks[:, :1], torch.arange(2), blocks[:2, :1].clone()
+        yield f"copy_blocks {cache}", partial(copy_blocks, [blocks], pairs)
+        yield f"copied at once {cache}", partial(copy_blocks, [blocks], pairs, independent=True)
+        yield f"gather_blocks {cache}", partial(gather_blocks, small, ids, staging)
+        yield f"scatter_blocks {cache}", partial(scatter_blocks, staging, ids, small)
+    tables, ones = torch.zeros(32, 64, dtype=torch.int32), torch.ones(32, dtype=torch.int32)
+    rows, starts = torch.arange(32), torch.arange(33, dtype=torch.int32)
+    none = torch.zeros(0, dtype=torch.int64)
+    for row, out in ((None, None), (rows, tables)):
+        yield (
+            f"prepare_step rows={row is not None}",
+            partial(prepare_step, tables, ones, ones, 16, row_indices=row, out_block_tables=out),
+        )
+        yield (
+            f"commit_step rows={row is not None}",
+            partial(
+                commit_step, ones, rows, ones, rows[:, None], ones, starts * 0, row_indices=row
+            ),
+        )
+    yield "merge_drafts", partial(merge_drafts, rows, starts, rows, none, starts * 0)
+    for dtype, probs in product((SINGLE, HALF, BRAIN), (None, torch.zeros(32, 4096))):
+        yield (
+            f"rejection_sample {dtype} probs={probs is not None}",
+            partial(
+                rejection_sample, torch.zeros(64, 4096, dtype=dtype), rows, starts,
+                temperature=ones.float(), seeds=rows, positions=rows, draft_probs=probs,
+            ),
+        )  # fmt: skip
+
+
+LISTS = {"attention": list_attention, "others": list_others}
+
+
+def compile_all(which: str, *, every: bool = False) -> list[Compiled]:
+    """Compile what the calls of a list launch, each kernel once."""
+    from blockstep.kernels import use_backend
+    from blockstep.kernels import attention_triton, blocks_triton, cache_triton  # isort: skip
+    from blockstep.kernels import rejection_triton, step_triton  # isort: skip
+
+    # What a GPU would be given: the tensors here are on the CPU, which is where the upcast is for.
+    attention_triton.needs_upcast = lambda query: False
+    modules = [attention_triton, blocks_triton, cache_triton, rejection_triton, step_triton]
+    done = []
+    with use_backend("triton"):
+        for name, call in LISTS[which](every=every):
+            done += [compile_launch(name, *launch) for launch in record(modules, call)]
+    return done
+
+
+if __name__ == "__main__":
+    found = compile_all(sys.argv[1], every="--every" in sys.argv)
+    sys.stdout.write(json.dumps([asdict(compiled) for compiled in found]) + "\n")
