@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from kernel_support.interpreter import speed_up
+from kernel_support.sanitizers import sanitize
 
 from blockstep.kernels import use_backend
 
@@ -30,6 +31,11 @@ def device() -> str:
 
 @pytest.fixture(params=["torch", "triton"])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The implementation under test."""
+    """The implementation under test; an interpreted kernel is watched by the sanitizer."""
     with use_backend(request.param):
-        yield request.param
+        if request.param == "torch" or DEVICE == "cuda":
+            yield request.param
+            return
+        with sanitize() as sanitizer:
+            yield request.param
+        assert sanitizer.findings == []

@@ -63,7 +63,8 @@ def paged_attention(
 
     query: `[num_tokens, num_heads, head_size]`, float32, float16 or bfloat16, heads grouped by KV
     head: head `h` reads KV head `h // (num_heads // num_kv_heads)`. key_cache, value_cache: as in
-    `reshape_and_cache`, the query's dtype or float8_e4m3fn with scales. block_tables: `[num_seqs,
+    `reshape_and_cache`, the query's dtype or float8_e4m3fn with scales (then a GPU computes a
+    float32 query in bfloat16). block_tables: `[num_seqs,
     max_blocks]` int32; entries past a sequence's last block are not read, nor are those wholly
     before its window. query_start_loc: `[num_seqs + 1]` int32. seq_lens: `[num_seqs]` int32,
     computed tokens and this step's. Rows of `query` past the last sequence are padding: what is

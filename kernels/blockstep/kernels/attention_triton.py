@@ -42,7 +42,7 @@ def attention_kernel(
     value_block, value_slot, value_head, table_stride,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, ONE_TILE: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of queries, KV head, split): `BLOCK_Q` tokens by `GROUP` heads.
@@ -75,9 +75,7 @@ def attention_kernel(
         q = tl.load(
             query + token[:, None] * query_token + of_query[:, None] * query_head + dim[None, :],
             mask=is_row[:, None] & in_head[None, :], other=0.0,
-        )  # fmt: skip
-        if UPCAST:
-            q = q.to(tl.float32)
+        ).to(COMPUTE)  # fmt: skip
         position = context + step
         first = 0
         if WINDOW:
@@ -107,7 +105,7 @@ def attention_kernel(
                 value_cache + from_value[:, None] + dim[None, :],
                 mask=in_range[:, None] & in_head[None, :], other=0.0,
             )  # fmt: skip
-            scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scale
+            scores = tl.dot(q, k.to(COMPUTE), input_precision=PRECISION) * scale
             if SOFT_CAP:
                 # tanh(x) = 1 - 2 / (exp(2 x) + 1); float32 has no number between tanh(15) and 1.
                 ratio = tl.clamp(scores / soft_cap, -15.0, 15.0)
@@ -121,9 +119,8 @@ def attention_kernel(
             weights = tl.exp2(scores - base[:, None])
             shrink = tl.exp2(top - base)
             total = total * shrink + tl.sum(weights, 1)
-            v = v.to(q.dtype)
             weighted = weighted * shrink[:, None]
-            weighted += tl.dot(weights.to(q.dtype), v, input_precision=PRECISION)
+            weighted += tl.dot(weights.to(COMPUTE), v.to(COMPUTE), input_precision=PRECISION)
             top = higher
         weighted = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
         if SPLIT:
@@ -171,6 +168,8 @@ class Tiling(NamedTuple):
     tile: int
     num_warps: int
     num_stages: int
+    precision: str = "ieee"
+    """How float32 factors are multiplied; others are exact."""
 
 
 def choose_tiling(size: int, group: int, element_size: int, max_query_len: int | None) -> Tiling:
@@ -180,17 +179,19 @@ def choose_tiling(size: int, group: int, element_size: int, max_query_len: int |
     not tuned on a GPU.
     """
     few = int(max(16, triton.next_power_of_2(group)))
+    if element_size == 4:
+        # Three products of tf32 on the tensor cores have about the accuracy of one of float32. They
+        # hold a row of queries twice in registers, which 256 dimensions do not leave room for.
+        if size >= 256:
+            return Tiling(few, 16, 8, 1)
+        return Tiling(few, 16, 8 if size >= 128 else 4, 1, "tf32x3")
     if max_query_len is not None and max_query_len * group <= 2 * few:
         block_m = int(max(16, triton.next_power_of_2(max_query_len * group)))
     else:
         block_m = max(64, few)
-    if element_size == 4:
-        if size >= 256:
-            return Tiling(few, 16, 8, 1)
-        return Tiling(max(few, min(block_m, 32)), 32, 4, 1)
     if size >= 256:
         return Tiling(block_m, 32, 4 if block_m < 64 else 8, 2)
-    return Tiling(block_m, 64, 4, 3 if block_m < 64 else 2)
+    return Tiling(block_m, 64, 4, 3 if block_m < 32 else 2)
 
 
 def choose_num_splits(num_programs: int, max_seq_len: int, num_processors: int) -> int:
@@ -216,7 +217,8 @@ def launch_paged_attention(
     num_tokens, num_heads, head_size = query.shape
     num_seqs, block_size, num_kv_heads = len(seq_lens), key_cache.shape[1], key_cache.shape[2]
     group, size = num_heads // num_kv_heads, triton.next_power_of_2(head_size)
-    tiling = choose_tiling(size, group, query.element_size(), max_query_len)
+    compute = choose_compute(query, key_cache)
+    tiling = choose_tiling(size, group, compute.primitive_bitwidth // 8, max_query_len)
     block_q = tiling.block_m // group
     one_tile = max_query_len is not None and max_query_len <= block_q
     num_tiles = num_seqs if one_tile else num_tokens // block_q + num_seqs
@@ -239,8 +241,8 @@ def launch_paged_attention(
         block_tables.stride(0), GROUP=group, HEAD_SIZE=head_size, SIZE=size, BLOCK_SIZE=block_size,
         BLOCK_Q=block_q, BLOCK_M=tiling.block_m, TILE=tiling.tile, ONE_TILE=one_tile,
         SPLIT=num_splits > 1, WINDOW=rules.sliding_window is not None,
-        SOFT_CAP=rules.soft_cap is not None, UPCAST=needs_upcast(query),
-        PRECISION=choose_precision(query.dtype), num_warps=tiling.num_warps,
+        SOFT_CAP=rules.soft_cap is not None, COMPUTE=compute,
+        PRECISION=tiling.precision, num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )  # fmt: skip
     if num_splits > 1:
@@ -250,14 +252,24 @@ def launch_paged_attention(
         )  # fmt: skip
 
 
-def needs_upcast(query: Tensor) -> bool:
-    """The interpreter takes the bits of a bfloat16 for an integer; arithmetic must be float32."""
-    return query.dtype == torch.bfloat16 and not query.is_cuda
+def choose_compute(query: Tensor, cache: Tensor) -> tl.dtype:
+    """The dtype of the factors of both products; sums are always float32.
+
+    An fp8 cache would waste float32, and bfloat16 has its range. The interpreter takes the bits of
+    a bfloat16 for an integer, so there it is float32.
+    """
+    if not is_compiled(query):
+        return tl.float16 if query.dtype == torch.float16 else tl.float32
+    if query.dtype == torch.float16:
+        return tl.float16
+    if query.dtype == torch.float32 and cache.dtype == torch.float32:
+        return tl.float32
+    return tl.bfloat16
 
 
-def choose_precision(dtype: torch.dtype) -> str:
-    """float32 in three products of tf32, which the tensor cores do, to about float32's accuracy."""
-    return "tf32x3" if dtype == torch.float32 else "ieee"
+def is_compiled(query: Tensor) -> bool:
+    """Whether this is for a GPU."""
+    return bool(query.is_cuda)
 
 
 def count_processors(device: torch.device) -> int:

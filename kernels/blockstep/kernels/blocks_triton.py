@@ -17,7 +17,8 @@ def copy_in_sequence_kernel(
     """Program (part): this part of every pair, one pair after the other.
 
     Parts never meet, so the order of pairs is kept without any order among programs. Inside a
-    program the barriers keep it: what one warp wrote another may read, or be about to overwrite.
+    program the barrier keeps it: what one warp wrote another may read in the next pair, and what
+    one has yet to read another may overwrite.
     """
     element = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     mask = element < NUMEL
@@ -25,7 +26,6 @@ def copy_in_sequence_kernel(
         source = tl.load(pairs + 2 * pair)
         destination = tl.load(pairs + 2 * pair + 1)
         moved = tl.load(cache + source * stride + element, mask=mask)
-        tl.debug_barrier()
         tl.store(cache + destination * stride + element, moved, mask=mask)
         tl.debug_barrier()
 

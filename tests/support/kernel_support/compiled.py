@@ -240,8 +240,8 @@ def compile_all(which: str, *, every: bool = False) -> list[Compiled]:
     from blockstep.kernels import attention_triton, blocks_triton, cache_triton  # isort: skip
     from blockstep.kernels import rejection_triton, step_triton  # isort: skip
 
-    # What a GPU would be given: the tensors here are on the CPU, which is where the upcast is for.
-    attention_triton.needs_upcast = lambda query: False
+    # The tensors here are on the CPU, and what is asked is what a GPU would be given.
+    attention_triton.is_compiled = lambda query: True
     modules = [attention_triton, blocks_triton, cache_triton, rejection_triton, step_triton]
     done = []
     with use_backend("triton"):

@@ -1,0 +1,182 @@
+"""The third tier checked: a mistake planted in a kernel is found, in each kernel one at least.
+
+That the kernels as they stand are clean is seen by every test that runs one interpreted: the
+fixture `backend` puts it under the sanitizer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_support.oracle import Batch
+from kernel_support.sanitizers import sanitize
+
+import blockstep.kernels
+from blockstep.kernels import (
+    commit_step,
+    copy_blocks,
+    gather_blocks,
+    merge_drafts,
+    paged_attention,
+    prepare_step,
+    rejection_sample,
+    reshape_and_cache,
+    use_backend,
+)
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="looks at interpreted kernels")
+
+
+def scatter() -> None:
+    tokens, caches = torch.zeros(4, 1, 80), torch.zeros(2, 2, 4, 1, 80)
+    slots = torch.tensor([0, -1, 5, 7])
+    reshape_and_cache(tokens, tokens, caches[:, 0], caches[:, 1], slots)
+
+
+def copy_chain() -> None:
+    copy_blocks([torch.zeros(4, 33)], torch.tensor([[0, 1], [1, 2]]))
+
+
+def gather() -> None:
+    gather_blocks(torch.zeros(4, 33), torch.tensor([3, 1]), torch.zeros(2, 33))
+
+
+def prepare() -> None:
+    numbers = torch.tensor([3, 1], dtype=torch.int32)
+    tables = torch.zeros(2, 2, dtype=torch.int32)
+    prepare_step(tables, numbers, numbers, 4, out_block_tables=tables.clone(), num_tokens=6)
+
+
+def merge() -> None:
+    starts, drafts = torch.tensor([0, 3, 5], dtype=torch.int32), torch.tensor([7])
+    ends = torch.tensor([0, 1, 1], dtype=torch.int32)
+    merge_drafts(torch.zeros(5, dtype=torch.int64), starts, torch.tensor([1, -1]), drafts, ends)
+
+
+def commit() -> None:
+    ints = torch.ones(3, dtype=torch.int32)
+    tokens = torch.ones(3, 1, dtype=torch.int64)
+    commit_step(ints, tokens[:, 0].clone(), ints, tokens, ints, torch.zeros(4, dtype=torch.int32))
+
+
+def sample() -> None:
+    rejection_sample(
+        torch.zeros(4, 9), torch.tensor([4, 5]), torch.tensor([0, 2, 2], dtype=torch.int32),
+        temperature=torch.tensor([1.0, 0.0]), seeds=torch.zeros(2, dtype=torch.int64),
+        positions=torch.zeros(2, dtype=torch.int64),
+    )  # fmt: skip
+
+
+def attend() -> None:
+    arguments, rules = Batch((1, 5), (21, 9), head_size=80, block_size=4).make()
+    paged_attention(*arguments, **rules)
+
+
+def attend_split() -> None:
+    arguments, rules = Batch((1, 1), (300, 9), head_size=80).make()
+    paged_attention(*arguments, **{**rules, "max_query_len": 1, "max_seq_len": 4096})
+
+
+PLANTED = {
+    "scatter writes past a token": (
+        "cache", scatter, "mask = element < NUM_HEADS * HEAD_SIZE", "mask = element >= 0",
+        "OUT-OF-BOUNDS scatter_kernel",
+    ),
+    "scatter writes padding": ("cache", scatter, "if slot >= 0:", "if slot >= -1:", "OUT-OF"),
+    "scatter takes the keys' strides for values": (
+        "cache", scatter, "block * value_block", "block * value_block + key_head", "OUT-OF-BOUNDS",
+    ),
+    "copy without its barrier": (
+        "blocks", copy_chain, "        tl.debug_barrier()\n", "",
+        "NO-BARRIER WRITE-READ copy_in_sequence_kernel",
+    ),
+    "copy past a block": (
+        "blocks", copy_chain, "mask = element < NUMEL", "mask = element >= 0",
+        "NO-BARRIER READ-WRITE copy_in_sequence_kernel",
+    ),
+    "gather past a block": (
+        "blocks", gather, "mask = element < NUMEL", "mask = element >= 0", "BETWEEN-PROGRAMS WRITE",
+    ),
+    "step writes into its neighbour": (
+        "step", prepare, "mask = step < scheduled", "mask = step <= scheduled",
+        "BETWEEN-PROGRAMS WRITE-WRITE prepare_kernel",
+    ),
+    "step gathers too many blocks": (
+        "step", prepare, "mask = index < num_blocks", "mask = index >= 0", "OUT-OF-BOUNDS prepare",
+    ),
+    "drafts before the first": (
+        "step", merge, "mask=mask & (step > 0)", "mask=mask", "OUT-OF-BOUNDS merge_kernel",
+    ),
+    "drafts one too late": (
+        "step", merge, "+ 1) - first + 1\n", "+ 1) - first + 2\n", "BETWEEN-PROGRAMS WRITE-WRITE",
+    ),
+    "commit past the last sequence": (
+        "step", commit, "mask = sequence < num_seqs", "mask = sequence >= 0",
+        "OUT-OF-BOUNDS commit_kernel",
+    ),
+    "sampling past the vocabulary": (
+        "rejection", sample, "mask=token < vocab_size", "mask=token >= 0",
+        "OUT-OF-BOUNDS find_best",
+    ),
+    "sampling past the last token": (
+        "rejection", sample, "mask=step < width", "mask=step >= 0", "finish_kernel",
+    ),
+    "attention past the head": (
+        "attention", attend, "in_head = dim < HEAD_SIZE", "in_head = dim >= 0",
+        "OUT-OF-BOUNDS attention_kernel",
+    ),
+    "attention past the sequence": (
+        "attention", attend, "in_range = key_at < last", "in_range = key_at >= 0",
+        "OUT-OF-BOUNDS attention_kernel",
+    ),
+    "attention takes its neighbour's queries": (
+        "attention", attend, " & (step < query_len)", "", "BETWEEN-PROGRAMS WRITE-WRITE attention",
+    ),
+    "splits merge past the head": (
+        "attention", attend_split, "mask=dim < HEAD_SIZE", "mask=dim >= 0",
+        "BETWEEN-PROGRAMS WRITE-WRITE merge_kernel",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("concept", "call", "old", "new", "finding"), PLANTED.values(), ids=PLANTED.keys()
+)
+def test_a_planted_mistake_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, concept: str, call: Callable[[], None],
+    old: str, new: str, finding: str,
+) -> None:  # fmt: skip
+    name = f"{concept}_triton"
+    source = (Path(blockstep.kernels.__path__[0]) / f"{name}.py").read_text()
+    assert old in source
+    file = tmp_path / f"{name}.py"
+    file.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(f"planted_{name}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    planted = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(planted)
+    with use_backend("triton"):
+        with sanitize() as clean:
+            call()
+        monkeypatch.setitem(sys.modules, f"blockstep.kernels.{name}", planted)
+        with sanitize() as sanitizer:
+            call()
+    assert clean.findings == []
+    assert [found for found in sanitizer.findings if finding in found], sanitizer.findings
+
+
+def test_a_promise_of_independence_is_checked() -> None:
+    """On the CPU the promise is refused when it does not hold; here the kernel alone is asked."""
+    from blockstep.kernels import blocks_triton
+
+    with sanitize() as sanitizer:
+        pairs = torch.tensor([[0, 1], [1, 2]])
+        blocks_triton.launch_copy_blocks(torch.zeros(4, 8), pairs, independent=True)
+    assert len(sanitizer.findings) == 1
+    assert sanitizer.findings[0].startswith("BETWEEN-PROGRAMS WRITE-READ move_kernel")

@@ -1,0 +1,185 @@
+"""What the interpreter lets pass and a GPU does not: addresses out of bounds, and missing order.
+
+The interpreter runs programs one after the other and each on one thread, and reads whatever memory
+an address points to. Here every load and store of interpreted kernels is looked at. Kernels with
+atomics are refused, since what they order is not known here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who touched an address last, and where in the source."""
+
+    program: tuple[int, int, int]
+    since: int
+    """Number of barriers before it, over all programs."""
+    pointers: int | None
+    """What identifies a vector of pointers; None for a scalar."""
+    line: str
+
+
+@dataclass
+class Sanitizer:
+    """Of one launch at a time: what each load and store touched."""
+
+    findings: list[str] = field(default_factory=list)
+    """Each once: `KIND line before -> line after`."""
+    tensors: list[Any] = field(default_factory=list)
+    """Arguments of the launch."""
+    allowed: Any = None
+    """Their addresses, in order; made at the first access."""
+    program: tuple[int, int, int] = (0, 0, 0)
+    barriers: int = 0
+    log: list[tuple[Access, bool, Any]] = field(default_factory=list)
+    """Of the launch: each access, whether it is a store, and its addresses."""
+
+    def start_program(self, *index: int) -> None:
+        """A barrier orders one program only, and so does its start."""
+        self.program = index  # type: ignore[assignment]
+        self.barriers += 1
+
+    def find(self, kind: str, before: str, after: str) -> None:
+        """Note a finding."""
+        finding = f"{kind} {before} -> {after}" if before else f"{kind} {after}"
+        if finding not in self.findings:
+            self.findings.append(finding)
+
+    def access(self, pointers: Any, mask: Any, *, is_store: bool) -> Any:
+        """One load or store of a vector of pointers, or of a scalar; the mask of what may happen.
+
+        What is out of bounds does not happen: it would be the memory of this process.
+        """
+        if self.allowed is None:
+            self.allowed = np.unique(np.concatenate([list_addresses(x) for x in self.tensors]))
+        line = find_line()
+        active = np.broadcast_to(mask.data.astype(bool), pointers.data.shape)
+        inside = active & is_in(pointers.data, self.allowed)
+        if (active & ~inside).any():
+            self.find("OUT-OF-BOUNDS", "", line)
+        vector = hash(pointers.data.tobytes()) if pointers.data.size > 1 else None
+        now = Access(self.program, self.barriers, vector, line)
+        self.log.append((now, is_store, pointers.data[inside]))
+        return type(mask)(inside, mask.dtype)
+
+    def finish_launch(self) -> None:
+        """Judge what was logged. Launches are ordered: nothing is carried over."""
+        stores = [addresses for _, is_store, addresses in self.log if is_store]
+        written = np.unique(np.concatenate([np.zeros(0, np.uint64), *stores]))
+        reads: dict[int, Access] = {}
+        writes: dict[int, Access] = {}
+        for now, is_store, addresses in self.log:
+            if is_store and len(np.unique(addresses)) < addresses.size:
+                self.find("WRITTEN-TWICE", "", now.line)
+            for address in addresses[is_in(addresses, written)].tolist():
+                before, read = writes.get(address), reads.get(address)
+                if before is not None:
+                    self.compare("WRITE-WRITE" if is_store else "WRITE-READ", before, now)
+                if is_store and read is not None:
+                    self.compare("READ-WRITE", read, now)
+                (writes if is_store else reads)[address] = now
+        self.tensors, self.log, self.allowed = [], [], None
+
+    def compare(self, kind: str, before: Access, now: Access) -> None:
+        """Two accesses of one address, of which one is a write."""
+        if before.program != now.program:
+            self.find(f"BETWEEN-PROGRAMS {kind}", before.line, now.line)
+        elif before.since == now.since:
+            # Scalars are written by one thread, in order. What is read and then written through the
+            # same vector of pointers was needed for what is written.
+            one_thread = kind == "WRITE-WRITE" and now.pointers is None is before.pointers
+            in_place = kind == "READ-WRITE" and now.pointers is not None
+            if not one_thread and not (in_place and now.pointers == before.pointers):
+                self.find(f"NO-BARRIER {kind}", before.line, now.line)
+
+
+def find_line() -> str:
+    """The line of a kernel that is being interpreted."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if "triton/" not in name and name != __file__:
+            break
+        frame = frame.f_back
+    return f"{frame.f_code.co_name}:{frame.f_lineno}"
+
+
+def list_addresses(tensor: Any) -> Any:
+    """The addresses of the elements of a tensor, exactly: a slice has gaps."""
+    offsets: Any = np.zeros(1, np.uint64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        offsets = (offsets[:, None] + np.arange(size, dtype=np.uint64) * np.uint64(stride)).ravel()
+    return np.uint64(tensor.data_ptr()) + offsets * np.uint64(tensor.element_size())
+
+
+def is_in(addresses: Any, ordered: Any) -> Any:
+    """Which addresses are among these."""
+    if ordered.size == 0:
+        return np.zeros(addresses.shape, bool)
+    return ordered[np.searchsorted(ordered, addresses).clip(max=ordered.size - 1)] == addresses
+
+
+@contextmanager
+def sanitize() -> Iterator[Sanitizer]:
+    """Look at every access of the kernels interpreted inside the `with`."""
+    from triton.runtime import interpreter
+
+    sanitizer = Sanitizer()
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    load, store = builder.create_masked_load, builder.create_masked_store
+    barrier, start, convert = (
+        builder.create_barrier,
+        builder.set_grid_idx,
+        interpreter._implicit_cvt,
+    )
+    call = executor.__call__
+
+    def sanitized_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        mask = sanitizer.access(pointers, mask, is_store=False)
+        return load(self, pointers, mask, *others)
+
+    def sanitized_store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        mask = sanitizer.access(pointers, mask, is_store=True)
+        return store(self, pointers, value, mask, *others)
+
+    def counted_barrier(self: Any) -> Any:
+        sanitizer.barriers += 1
+        return barrier(self)
+
+    def started(self: Any, *index: int) -> Any:
+        sanitizer.start_program(*index)
+        return start(self, *index)
+
+    def converted(value: Any) -> Any:
+        if hasattr(value, "data_ptr"):
+            sanitizer.tensors.append(value)
+        return convert(value)
+
+    def called(self: Any, *args: Any, **named: Any) -> Any:
+        done = call(self, *args, **named)
+        sanitizer.finish_launch()
+        return done
+
+    def refused(self: Any, *args: Any) -> Any:
+        raise NotImplementedError("the sanitizer does not know what atomics order")
+
+    with (
+        patch.multiple(
+            builder, create_masked_load=sanitized_load, create_masked_store=sanitized_store,
+            create_barrier=counted_barrier, set_grid_idx=started, create_atomic_cas=refused,
+            create_atomic_rmw=refused,
+        ),
+        patch.object(interpreter, "_implicit_cvt", converted),
+        patch.object(executor, "__call__", called),
+    ):  # fmt: skip
+        yield sanitizer
