@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help check test lint docs bench mutation coverage vllm clean
+.PHONY: help check test lint docs bench gpu mutation coverage vllm clean
 
 # A Python to build .venv with: `make PYTHON=python3.12 check` to choose one yourself.
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
@@ -42,10 +42,23 @@ docs: $(DEV) ## Build the documentation into docs/_build/html
 	@$(BIN)/sphinx-build -q -W --keep-going -n -b html -d docs/_build/doctrees docs docs/_build/html
 	@echo "docs: docs/_build/html/index.html"
 
-bench: $(DEV) ## Run every benchmark
-	@set -- $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)); \
+bench: $(DEV) ## Run every benchmark (that of the kernels is part of `make gpu`)
+	@set -- $(filter-out benchmarks/_% benchmarks/kernels.py,$(wildcard benchmarks/*.py)); \
 	if [ $$# -eq 0 ]; then echo "make bench: no benchmark in benchmarks/" >&2; exit 1; fi; \
 	for script do echo "== $$script"; $(BIN)/python "$$script" $(ARGS) || exit; done
+
+# With the Python that has torch for this GPU, pytest and triton: .venv may hold torch for CPUs.
+GPU_PYTHON ?= python3
+GPU_RUN = PYTHONPATH=spec:impl:kernels:conformance $(GPU_PYTHON)
+gpu: ## Run the kernels compiled on a GPU: tests, compute-sanitizer, times (GPU_PYTHON=python3)
+	@$(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit(2)' || \
+		{ echo "make gpu: $(GPU_PYTHON) sees no CUDA device through torch; nothing was run" >&2; exit 2; }
+	@$(GPU_RUN) -m pytest tests/kernels $(ARGS)
+	@if command -v compute-sanitizer >/dev/null; then \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --target-processes all --error-exitcode 1 \
+			env $(GPU_RUN) -m pytest -q tests/kernels -k 'not million and not law and not compiled'; \
+	else echo "make gpu: compute-sanitizer is not installed; that check was left out" >&2; fi
+	@$(GPU_RUN) benchmarks/kernels.py
 
 mutation: $(MEASURE) ## Mutate engine and specification and see who notices (an hour; see its page)
 	@$(BIN)/python -m benchmarks.mutation $(ARGS)
