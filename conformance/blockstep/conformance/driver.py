@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self, cast
+from typing import Self, TypeAlias, cast
 
 from blockstep.conformance.compare import observation_differences, snapshot_differences
 from blockstep.conformance.engine import Capability, Declining, Engine, EngineFactory, Judging
@@ -35,7 +35,7 @@ from blockstep.conformance.properties import Ledger, Step, check_step
 from blockstep.conformance.registry import SpecEngine
 from blockstep.conformance.tokens import token_function
 from blockstep.conformance.witnesses import Witnesses
-from blockstep.conformance.worker import Worker
+from blockstep.conformance.worker import NextToken, Worker
 from blockstep.spec.drafts import can_take_drafts
 from blockstep.spec.profiles import STRICT, Profile
 from blockstep.spec.transition import transition
@@ -75,6 +75,8 @@ NEEDED: Mapping[type, Capability] = {
 """What an engine must be able to do for an action to be tried on it."""
 
 
+MakeWorker: TypeAlias = Callable[[Config, NextToken], Worker]
+"""A factory of engines may have one, as `make_worker`: its plans are run by such a worker then."""
 TEXTS_MAX = 6
 EXPLICABLE = frozenset({FindingKind.PROPERTY, FindingKind.LIVENESS})
 """What a quirk can be the reason of."""
@@ -144,10 +146,11 @@ class LockStep:
     ) -> Self:
         """Build both sides. What the engine raises while it is built passes through."""
         engine = make_engine(config)
+        make_worker: MakeWorker = getattr(make_engine, "make_worker", Worker)
         run = cls(
             config=config,
             engine=engine,
-            worker=Worker(config, token_function(token_seed, vocabulary_size)),
+            worker=make_worker(config, token_function(token_seed, vocabulary_size)),
             spec=SpecEngine(config, profile),
             ledger=Ledger(config),
             witnesses=Witnesses(),

@@ -39,6 +39,11 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
             "our engine on the CPU: struct of arrays, O(1) per block operation",
         ),
         KnownEngine(
+            "host-kernels",
+            "blockstep.conformance.dataplane:HOST",
+            "our engine, its plans carried out by our kernels on real paged memory",
+        ),
+        KnownEngine(
             "vllm",
             "blockstep.conformance.adapters.vllm:VllmEngine",
             "the unmodified scheduler of an installed vLLM (make vllm)",

@@ -27,7 +27,8 @@ NEVER_WRITTEN: Name = -1
 BEFORE_RESET: Name = -2
 """Held by a slot last written before the last reset of the cache."""
 
-_NOT_FROM_TOKENS: Name = -3
+GARBLED: Name = -3
+"""Held by a slot of real memory in which no name can be read."""
 MEMO_SIZE_MAX = 200_000
 
 
@@ -111,6 +112,8 @@ class PrefixNames:
             return "never written"
         if name == BEFORE_RESET:
             return "written before the last reset"
+        if name == GARBLED:
+            return "garbled"
         tokens: list[str] = []
         while self._parents[name] >= 0 and len(tokens) < count:
             tokens.append(str(self._tokens[name]))

@@ -1,0 +1,109 @@
+"""The data plane: our kernels carry out plans on real memory, and planted faults are seen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from blockstep.conformance.check import CheckOptions, run_episode
+from blockstep.conformance.cli import app
+from blockstep.conformance.dataplane import HOST, OnKernels, memory
+from blockstep.conformance.dataplane.faults import FAULTS
+from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.findings import Finding
+from blockstep.conformance.worker.names import BEFORE_RESET, GARBLED, NEVER_WRITTEN
+
+TINY = CheckOptions(preset="tiny")
+NAMES = [0, 1, 5, BEFORE_RESET, 300, 70_000, NEVER_WRITTEN, 12_345_678]
+SLOT, MOVED, ATTENTION = (
+    "slot_holds_what_the_plan_writes",
+    "moved_block_is_the_one_meant",
+    "attention_reads_the_slots_of_the_block_table",
+)
+SEEN_BY = {
+    "shifted-slots": SLOT,
+    "wrong-block-at-boundary": SLOT,
+    "stale-rows": SLOT,
+    "swapped-keys-and-values": SLOT,
+    "last-token-not-written": SLOT,
+    "copied-in-any-order": MOVED,
+    "copied-backwards": MOVED,
+    "keys-copied-only": MOVED,
+    "swapped-in-elsewhere": MOVED,
+    "blind-to-itself": ATTENTION,
+    "heads-interleaved": ATTENTION,
+}
+
+
+def first_finding(make_engine: EngineFactory, episodes: range) -> Finding | None:
+    for index in episodes:
+        found = run_episode(TINY, index, make_engine).first
+        if found is not None:
+            return found
+    return None
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+)
+def test_a_name_survives_every_type_of_cache(dtype: torch.dtype) -> None:
+    keys, values = (
+        torch.from_numpy(part).to(dtype).float().numpy() for part in memory.spell(NAMES)
+    )
+    assert memory.read(keys, values) == NAMES
+
+
+def test_what_is_half_of_one_name_is_none() -> None:
+    keys, values = memory.spell([7, 7, 7, 7, 7])
+    keys[0], values[0] = values[0].copy(), keys[0].copy()
+    keys[1] = keys[1, ::-1]
+    values[2] = 0
+    keys[3, 1, 9] += 1
+    keys[4] = np.nan
+    assert memory.read(keys, values) == [GARBLED] * 5
+
+
+def test_names_beyond_the_digits_are_refused() -> None:
+    with pytest.raises(OverflowError, match="16777216 can be spelled"):
+        memory.spell([16**6])
+
+
+def test_our_kernels_do_what_the_plans_say() -> None:
+    num_events, reached = 0, set[str]()
+    for index in range(12):
+        episode = run_episode(CheckOptions(preset="small"), index, HOST)
+        assert episode.first is None
+        num_events += episode.num_events
+        reached |= episode.witnesses.keys()
+    assert num_events > 1_000
+    assert {"preempted", "prefix_hit", "drafts_scheduled", "reset_forced"} <= reached
+
+
+def test_every_fault_is_expected_by_name() -> None:
+    assert SEEN_BY.keys() == FAULTS.keys()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault: str) -> None:
+    found = first_finding(OnKernels(fault=fault), range(20))
+    assert found is not None
+    assert found.sentence == SEEN_BY[fault]
+
+
+def test_what_the_engine_gets_wrong_is_seen_in_the_memory() -> None:
+    found = first_finding(OnKernels("museum:salt-ignored"), range(200))
+    assert found is not None
+    assert found.property_id in {"P6", "P3"}
+
+
+def test_the_command_checks_kernels(tmp_path: Path) -> None:
+    path = tmp_path / "check.json"
+    arguments = "check --engine host-kernels --preset tiny --episode 3 --jobs 1 --in-process --json"
+    result = CliRunner().invoke(app, [*arguments.split(), str(path)])
+    assert result.exit_code == 0, result.output
+    assert json.loads(path.read_text())["engine"] == "host-kernels"
