@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +102,33 @@ def test_what_the_engine_gets_wrong_is_seen_in_the_memory() -> None:
     found = first_finding(OnKernels("museum:salt-ignored"), range(200))
     assert found is not None
     assert found.property_id in {"P6", "P3"}
+
+
+INTERPRETED = """
+from blockstep.conformance.check import CheckOptions, run_episode
+from blockstep.conformance.dataplane import OnKernels
+from blockstep.kernels import use_backend
+
+tiny = CheckOptions(preset="tiny")
+with use_backend("triton"):
+    assert run_episode(tiny, 0, OnKernels(device="cpu")).first is None
+    found = run_episode(tiny, 0, OnKernels(device="cpu", fault="shifted-slots")).first
+print(found.sentence)
+"""
+
+
+def test_the_triton_kernels_do_what_the_plans_say() -> None:
+    """Interpreted, in a process of its own: Triton reads the variable when it is imported."""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", INTERPRETED],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == SLOT
 
 
 def test_the_command_checks_kernels(tmp_path: Path) -> None:
