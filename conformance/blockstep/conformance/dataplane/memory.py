@@ -46,7 +46,7 @@ def spell(names: Sequence[Name]) -> tuple[Array, Array]:
 def _spell(numbers: npt.NDArray[np.int64], kind: int) -> Array:
     """A mark that tells kind and head, the digits, and the digits again in another order."""
     digits = numbers[:, None] // BASE ** np.arange(DIGITS) % BASE
-    vectors = np.zeros((len(numbers), NUM_KV_HEADS, HEAD_SIZE), dtype=np.float32)
+    vectors: Array = np.zeros((len(numbers), NUM_KV_HEADS, HEAD_SIZE), dtype=np.float32)
     vectors[:, :, 0] = kind + np.arange(NUM_KV_HEADS)
     again = (digits[:, _PLACES % DIGITS] + (kind + _HEADS) * (_PLACES // DIGITS)) % BASE
     vectors[:, :, 1:] = again
