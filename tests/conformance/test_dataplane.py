@@ -23,7 +23,8 @@ from blockstep.conformance.worker.names import BEFORE_RESET, GARBLED, NEVER_WRIT
 
 TINY = CheckOptions(preset="tiny")
 NAMES = [0, 1, 5, BEFORE_RESET, 300, 70_000, NEVER_WRITTEN, 12_345_678]
-SLOT, MOVED, ATTENTION = (
+TOKENS, SLOT, MOVED, ATTENTION = (
+    "step_runs_the_tokens_of_the_plan",
     "slot_holds_what_the_plan_writes",
     "moved_block_is_the_one_meant",
     "attention_reads_the_slots_of_the_block_table",
@@ -32,6 +33,7 @@ SEEN_BY = {
     "shifted-slots": SLOT,
     "wrong-block-at-boundary": SLOT,
     "stale-rows": SLOT,
+    "drafts-before-the-last": TOKENS,
     "swapped-keys-and-values": SLOT,
     "last-token-not-written": SLOT,
     "copied-in-any-order": MOVED,

@@ -61,6 +61,20 @@ class StaleRows(Wrapped):
         return self._kernels.prepare_step(stale, *args, **kwargs)
 
 
+class DraftsBeforeTheLast(Wrapped):
+    """The drafts of a row stand before the token that they follow."""
+
+    def merge_drafts(
+        self, ids: torch.Tensor, start: Any, last: Any, drafts: torch.Tensor, ends: torch.Tensor
+    ) -> Any:
+        """Right for rows without drafts, and where all of a row's tokens are alike."""
+        rows = self._kernels.merge_drafts(ids, start, last, drafts, ends)
+        for first, stop, end in zip(ends[:-1], ends[1:], start[1:], strict=True):
+            part = slice(int(end) - int(stop - first) - 1, int(end))
+            ids[part] = ids[part].roll(-1)
+        return rows
+
+
 class SwappedKeysAndValues(Wrapped):
     """Values are written as keys, and keys as values."""
 
@@ -141,6 +155,7 @@ FAULTS: Final[Mapping[str, Callable[[Kernels], Any]]] = {
     "shifted-slots": ShiftedSlots,
     "wrong-block-at-boundary": WrongBlockAtBoundary,
     "stale-rows": StaleRows,
+    "drafts-before-the-last": DraftsBeforeTheLast,
     "swapped-keys-and-values": SwappedKeysAndValues,
     "last-token-not-written": LastTokenNotWritten,
     "copied-in-any-order": CopiedInAnyOrder,

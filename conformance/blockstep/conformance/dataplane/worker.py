@@ -1,7 +1,8 @@
 """DataPlaneWorker: the model worker, its KV kept in real memory by the kernels under test.
 
-    plan -> rows of a persistent batch -> prepare_step -> reshape_and_cache -> every slot is read
-                                                      `-> paged_attention  -> every row is redone
+    plan -> rows of a persistent batch -> prepare_step -> merge_drafts      -> tokens compared
+                                                      `-> reshape_and_cache -> every slot is read
+                                                      `-> paged_attention   -> every row is redone
 
 The worker above it says what each slot must hold, from nothing but the plans. Besides, blocks are
 copied, swapped out and swapped in, from step to step, in a corner of the memory that no plan names:
@@ -32,6 +33,8 @@ SCALE = 0.01
 """Of the scores of attention: keys are digits, and no slot should outweigh all the others."""
 TOLERANCE = 1e-3
 """Of the outputs of attention, which are means of digits: less than one slot's share in one."""
+BLANK = -7
+"""Stands where `merge_drafts` has to put a token."""
 NUM_SPARE_BLOCKS = 6
 """Blocks after those of the config, for copies and swaps."""
 NUM_MOVED = 4
@@ -44,6 +47,7 @@ class Kernels(Protocol):
     """The kernels under test, as `blockstep.kernels` describes them. A module will do."""
 
     prepare_step: Any
+    merge_drafts: Any
     reshape_and_cache: Any
     paged_attention: Any
     copy_blocks: Any
@@ -97,6 +101,7 @@ class DataPlaneWorker(Worker):
             (len(rows), self.config.num_blocks), dtype=torch.int32, device=self.device
         )
         step = self._prepare(rows, tables)
+        self._compare_tokens(rows, step.query_start_loc)
         keys, values = memory.spell(
             [name for row in rows for name in row.view.chain[row.first : row.end]]
         )
@@ -185,6 +190,35 @@ class DataPlaneWorker(Worker):
 
     # Comparison.
 
+    def _compare_tokens(self, rows: Sequence[FrameRow], query_start_loc: torch.Tensor) -> None:
+        """The last known token and the drafts of each row must get to where they run."""
+        expected: list[int] = []
+        given: list[int] = []
+        counts = [1 + len(row.drafts) if row.samples else 0 for row in rows]
+        for row, count in zip(rows, counts, strict=True):
+            tokens = [*row.view.tokens[: row.num_known], *row.drafts][row.first : row.end]
+            expected += tokens
+            given += tokens[: len(tokens) - count] + [BLANK] * count
+        last = [row.view.tokens[row.num_known - 1] if row.samples else -1 for row in rows]
+        drafts = [row.drafts if row.samples else () for row in rows]
+        input_ids = self._whole(given)
+        self.kernels.merge_drafts(
+            input_ids,
+            query_start_loc,
+            self._whole(last),
+            self._whole([token for own in drafts for token in own]),
+            self._whole([0, *map(len, drafts)]).cumsum(0).int(),
+        )
+        seen = input_ids.tolist()
+        if seen != expected:
+            at = next(index for index, token in enumerate(expected) if token != seen[index])
+            self._complain(
+                "step_runs_the_tokens_of_the_plan",
+                f"token {at} of {len(expected)} in the step is another one",
+                Difference(f"input_ids[{at}]", str(expected[at]), str(seen[at])),
+                property_id="P24",
+            )
+
     def _compare(self) -> None:
         """Every slot must hold what was to be written or moved there, and nothing else changed."""
         size = self.config.block_size
@@ -262,6 +296,9 @@ class DataPlaneWorker(Worker):
             Difference("attention", f"within {TOLERANCE:g}", f"off by {np.nanmax(error):.2g}"),
             property_id="P3",
         )
+
+    def _whole(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
     def _tensor(self, values: npt.NDArray[np.float32]) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)
