@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from blockstep.spec import (
@@ -161,7 +163,7 @@ def test_placeholders_outlive_a_gap(quirk: bool) -> None:
     oracle.commit(first, {"A": [0], "B": [5]})
     (row,) = oracle.schedule().rows
     assert row.request_id == "B"
-    assert row.draft_token_ids == expected  # type: ignore[union-attr]
+    assert row.draft_token_ids == expected
 
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, ["B", "C"]), (True, ["B"])])
@@ -377,3 +379,79 @@ def test_too_long_is_passed_over(quirk: bool, expected: list[RequestId]) -> None
     for name, prompt in (("A", (1, 2, 3)), ("B", (4, 5, 6)), ("C", (7,))):
         oracle.submit(Request(name, prompt, max_tokens=1))
     assert [row.request_id for row in oracle.schedule().rows] == expected
+
+
+def padded(quirks: set[Quirk], config: Config, *requests: Request) -> tuple[Oracle, Plan]:
+    """The plan in which the last of these is admitted, while the others decode."""
+    oracle = Oracle(config, Profile("some", frozenset(quirks)))
+    for request in requests[:-1]:
+        oracle.submit(request)
+        steps(oracle, 1)
+    oracle.submit(requests[-1])
+    return oracle, oracle.schedule()
+
+
+PADDING = Config(
+    num_blocks=12, block_size=1, max_model_len=8, spec_method=SpecMethod.NGRAM,
+    num_speculative_tokens=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("quirk", "budget", "expected"), [(False, 9, 1), (True, 9, 3), (False, 3, 1), (True, 3, 0)]
+)
+def test_admitted_with_padding(quirk: bool, budget: int, expected: int) -> None:
+    """Upstream #45237: the same shape for all rows, or no row."""
+    config = replace(PADDING, max_num_batched_tokens=budget)
+    quirks = {Quirk.ADMITTED_WITH_PADDING} if quirk else set()
+    requests = Request("A", (1,), max_tokens=4), Request("B", (2,), max_tokens=4)
+    oracle, plan = padded(quirks, config, *requests)
+    assert sum(row.num_scheduled_tokens for row in plan.new) == expected
+    assert all(row.draft_token_ids == (DRAFT_PLACEHOLDER,) * (expected - 1) for row in plan.new)
+    answer(oracle, plan)
+    if expected:
+        assert oracle.state.requests["B"].num_computed_tokens == 1, "they are rejected"
+
+
+def test_nobody_is_padded_beside_a_prompt() -> None:
+    config = replace(PADDING, max_num_batched_tokens=6, long_prefill_token_threshold=3)
+    requests = Request("A", (1, 2, 3, 4, 5)), Request("B", (2,), max_tokens=4)
+    _, plan = padded({Quirk.ADMITTED_WITH_PADDING}, config, *requests)
+    assert [row.num_scheduled_tokens for row in plan.rows] == [1, 2]
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, [1]), (True, [])])
+def test_padding_waits_at_the_end(quirk: bool, expected: list[int]) -> None:
+    """Upstream #53962."""
+    quirks = {Quirk.ADMITTED_WITH_PADDING, Quirk.PADDING_WAITS_AT_THE_END}
+    requests = Request("A", (1, 2), max_tokens=2), Request("B", (1, 2, 3), max_tokens=1)
+    quirks = quirks if quirk else {Quirk.ADMITTED_WITH_PADDING}
+    _, plan = padded(quirks, replace(PADDING, max_model_len=4), *requests)
+    assert [row.num_scheduled_tokens for row in plan.new] == expected
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, set()), (True, {"B"})])
+def test_a_hit_is_company_enough(quirk: bool, expected: set[RequestId]) -> None:
+    """Upstream #55126: then it may be that nobody goes for whose sake it would wait."""
+    quirks = {Quirk.ADMITTED_WITH_PADDING} | ({Quirk.HIT_IS_COMPANY_ENOUGH} if quirk else set())
+    requests = Request("A", (1,), max_tokens=1), Request("B", (1, 2), max_tokens=1)
+    oracle, plan = padded(quirks, replace(PADDING, max_num_batched_tokens=2), *requests)
+    assert {row.request_id for row in plan.rows} == {"B"} - expected
+    if plan.rows:
+        answer(oracle, plan)
+    steps(oracle, 50)
+    assert set(oracle.state.requests) == expected, "it waits for ever"
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, 2), (True, 3)])
+def test_drafts_publish_at_commit(quirk: bool, expected: int) -> None:
+    config = Config(
+        num_blocks=9, block_size=2, max_model_len=16, spec_method=SpecMethod.NGRAM,
+        num_speculative_tokens=1,
+    )  # fmt: skip
+    oracle = both(config, Quirk.DRAFTS_PUBLISH_AT_COMMIT)[quirk]
+    oracle.submit(Request("A", (1, 2, 3, 4), max_tokens=8))
+    steps(oracle, 1)
+    oracle.apply(Drafts((RowTokens("A", (6,)),)))
+    oracle.commit(oracle.schedule(), {"A": [6, 7]})
+    assert oracle.state.requests["A"].num_cached_blocks == expected

@@ -198,7 +198,7 @@ class LockStep:
                 return self._answer(self.plans[0])
             case Misanswer(mistake=mistake):
                 answers = [self._answer(plan) for plan in self.plans]
-                return make_mistake(mistake, self.config, self.plans, answers, self.last_commit)
+                return make_mistake(mistake, self.plans, answers, self.last_commit)
             case Propose(counts=counts) if self.config.async_scheduling:
                 self.worker.acceptance = tuple(right for _, right in counts)
                 return None

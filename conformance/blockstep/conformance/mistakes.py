@@ -11,10 +11,8 @@ from dataclasses import replace
 
 from blockstep.conformance.program import Mistake
 from blockstep.spec.vocabulary import (
-    CachedRow,
+    DRAFT_PLACEHOLDER,
     Commit,
-    Config,
-    NewRow,
     Plan,
     RowTokens,
     TokenIds,
@@ -23,7 +21,6 @@ from blockstep.spec.vocabulary import (
 
 def make_mistake(
     mistake: Mistake,
-    config: Config,
     plans: Sequence[Plan],
     answers: Sequence[Commit],
     last: Commit | None,
@@ -40,13 +37,11 @@ def make_mistake(
     if mistake is Mistake.TOO_EARLY:
         return answers[-1] if len(answers) > 1 else None
     right = answers[0]
-    rows = _wrong_rows(mistake, config, plans[0], right)
+    rows = _wrong_rows(mistake, plans[0], right)
     return None if rows is None else replace(right, sampled=tuple(rows))
 
 
-def _wrong_rows(
-    mistake: Mistake, config: Config, plan: Plan, right: Commit
-) -> list[RowTokens] | None:
+def _wrong_rows(mistake: Mistake, plan: Plan, right: Commit) -> list[RowTokens] | None:
     rows = list(right.sampled)
     if mistake is Mistake.MISSING_ROW:
         return rows[1:]
@@ -56,17 +51,15 @@ def _wrong_rows(
         return [*rows, RowTokens("nobody", rows[0].token_ids)]
     if mistake is Mistake.FOREIGN_ROW:
         return [*rows[1:], RowTokens("nobody", rows[0].token_ids)]
-    drafts = {row.request_id: _drafts(row) for row in plan.rows}
+    drafts = {row.request_id: row.draft_token_ids for row in plan.rows}
     for index, row in enumerate(rows):
-        tokens = _wrong_tokens(mistake, config, row, drafts[row.request_id])
+        tokens = _wrong_tokens(mistake, row, drafts[row.request_id])
         if tokens is not None:
             return [*rows[:index], RowTokens(row.request_id, tokens), *rows[index + 1 :]]
     return None
 
 
-def _wrong_tokens(
-    mistake: Mistake, config: Config, row: RowTokens, drafts: TokenIds
-) -> TokenIds | None:
+def _wrong_tokens(mistake: Mistake, row: RowTokens, drafts: TokenIds) -> TokenIds | None:
     """What the row brings instead; None if this mistake needs another row."""
     tokens = row.token_ids
     if mistake is Mistake.PREFILL_TOKEN:
@@ -77,10 +70,6 @@ def _wrong_tokens(
         return ()
     if mistake is Mistake.LONG_ROW:
         return (*tokens, *(0,) * (2 + len(drafts) - len(tokens)))
-    if drafts and not config.async_scheduling:
+    if drafts and DRAFT_PLACEHOLDER not in drafts:  # which might stand for any token
         return (drafts[0] ^ 1, *tokens[1:], 0)[: 1 + len(drafts)]
     return None
-
-
-def _drafts(row: NewRow | CachedRow) -> TokenIds:
-    return row.draft_token_ids if isinstance(row, CachedRow) else ()

@@ -201,10 +201,10 @@ def _planned(row: NewRow | CachedRow) -> str:
     first = row.num_computed_tokens
     last = first + row.num_scheduled_tokens - 1
     if isinstance(row, NewRow):
-        kind, tables, drafts = "new", row.block_ids, 0
+        kind, tables = "new", row.block_ids
     else:
-        kind = "resumed" if row.resumed else "runs"
-        tables, drafts = row.new_block_ids, len(row.draft_token_ids)
+        kind, tables = "resumed" if row.resumed else "runs", row.new_block_ids
+    drafts = len(row.draft_token_ids)
     blocks = " ".join(str(block_id) for table in tables for block_id in table)
     positions = f"position {first}" if first == last else f"positions {first}-{last}"
     return (

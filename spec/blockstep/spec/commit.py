@@ -119,7 +119,10 @@ def publish_verified(state: State, pool: Pool, request: RequestState) -> tuple[P
     but the last are computed by now. A preempted request has no block to publish.
     Source: vLLM 0.19.1 `AsyncScheduler._update_request_with_output`; P4.
     """
-    if not state.config.async_scheduling or request.status is not Status.RUNNING:
+    is_due = state.config.async_scheduling or (
+        Quirk.DRAFTS_PUBLISH_AT_COMMIT in state.quirks and state.config.num_speculative_tokens > 0
+    )
+    if not is_due or request.status is not Status.RUNNING:
         return pool, request
     num_verified = request.num_known_tokens - 1
     return publish_slots(pool, request, num_verified // state.config.block_size)

@@ -37,6 +37,10 @@ class Quirk(StrEnum):
     STOP_TOKENS_IGNORE_MIN_TOKENS = "stop_tokens_ignore_min_tokens"
     LENGTH_COMES_BEFORE_STOP = "length_comes_before_stop"
     TOO_LONG_IS_PASSED_OVER = "too_long_is_passed_over"
+    ADMITTED_WITH_PADDING = "admitted_with_padding"
+    PADDING_WAITS_AT_THE_END = "padding_waits_at_the_end"
+    HIT_IS_COMPANY_ENOUGH = "hit_is_company_enough"
+    DRAFTS_PUBLISH_AT_COMMIT = "drafts_publish_at_commit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ QUIRKS: tuple[QuirkStory, ...] = (
         "draft placeholders of a request that a plan leaves out stay, and are dispatched later",
         ("P24",),
         "#46899",
-        "0.12.0 0.19.1 0.20.2 0.23.0",
+        "0.12.0 0.19.1 0.20.2 0.23.0 0.27.0 0.33.0",
         "asynchronous, a budget of 2, one draft; two requests have sampled: the plan of the first "
         "and its draft leaves the second out, and the next one has a draft for it",
     ),
@@ -166,7 +170,7 @@ QUIRKS: tuple[QuirkStory, ...] = (
         "a request is admitted with the slots for lookahead, which it does not need yet",
         ("P8", "P15"),
         "not found upstream",
-        "0.23.0",
+        "0.23.0 0.27.0 0.33.0",
         "a draft head and 2 drafts, blocks of 1: a prompt of 3 tokens takes 5 blocks",
     ),
     QuirkStory(
@@ -252,6 +256,42 @@ QUIRKS: tuple[QuirkStory, ...] = (
         "no chunked prefill, a budget of 5; prompts of 3, 3 and 1 tokens: the first and the third "
         "are admitted",
     ),
+    QuirkStory(
+        Quirk.ADMITTED_WITH_PADDING,
+        "who is admitted with one token to compute gets drafts that nobody proposed, or waits",
+        ("P15", "P24"),
+        "#45237 (merged)",
+        "0.27.0 0.33.0",
+        "two drafts; one request decodes when a prompt of 1 token comes: it is planned with 3 "
+        "tokens, the last two placeholders; with a budget of 2 left it is not admitted",
+    ),
+    QuirkStory(
+        Quirk.PADDING_WAITS_AT_THE_END,
+        "who is padded waits where the padding goes beyond the model length",
+        ("P15",),
+        "#53962 (fixed in 0.33.0)",
+        "0.27.0",
+        "max_model_len 4, two drafts; one request decodes, one with 2 tokens of its 3 cached "
+        "comes: it is not admitted while the other one runs",
+    ),
+    QuirkStory(
+        Quirk.HIT_IS_COMPANY_ENOUGH,
+        "who has a hit is padded also where nobody runs",
+        ("P10", "P15", "P24"),
+        "#55126 (merged)",
+        "0.33.0",
+        "two drafts, a budget of 2, blocks of 1; a prompt of 2 tokens, the first one cached: it "
+        "wants 3 tokens, and is never admitted",
+    ),
+    QuirkStory(
+        Quirk.DRAFTS_PUBLISH_AT_COMMIT,
+        "with drafts a synchronous commit publishes the blocks that it fills",
+        ("P7",),
+        "not found upstream",
+        "0.33.0",
+        "one draft, blocks of 2; the commit of a prompt of 4 tokens and of two accepted ones names "
+        "the third block, which the next plan would",
+    ),
 )
 
 
@@ -268,16 +308,20 @@ class Profile:
 STRICT = Profile("strict", spares=False)
 SPARING = Profile("sparing")
 """No quirk is followed, but what an engine declines is left out."""
-COMMON = frozenset({Quirk.UNWRITTEN_KEYS_STAY, Quirk.EQUALS_PREEMPT_THE_FIRST})
-"""What all releases have that schedule by PRIORITY."""
+COMMON = frozenset(
+    {
+        Quirk.UNWRITTEN_KEYS_STAY,
+        Quirk.EQUALS_PREEMPT_THE_FIRST,
+        Quirk.PLACEHOLDERS_OUTLIVE_A_GAP,
+    }
+)
+"""What all releases have that schedule by PRIORITY, and asynchronously."""
 UP_TO_0_27 = COMMON | {
     Quirk.MIN_TOKENS_MASK_LENGTH,
     Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM,
     Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT,
 }
-UP_TO_0_23 = UP_TO_0_27 | {Quirk.PLACEHOLDERS_OUTLIVE_A_GAP}
-"""Drafts of later releases are not followed."""
-UP_TO_0_18 = UP_TO_0_23 | {Quirk.ITEMS_NAMED_WITHOUT_PLACE, Quirk.NOTHING_RESERVED}
+UP_TO_0_18 = UP_TO_0_27 | {Quirk.ITEMS_NAMED_WITHOUT_PLACE, Quirk.NOTHING_RESERVED}
 UP_TO_0_16 = UP_TO_0_18 | {Quirk.ONE_WAITING_QUEUE}
 SINCE_0_27 = frozenset(
     {
@@ -285,6 +329,8 @@ SINCE_0_27 = frozenset(
         Quirk.FRAMES_HOLD_THE_PREEMPTED,
         Quirk.RESET_DROPS_TOKENS,
         Quirk.RESET_NAMES_ITS_VICTIMS,
+        Quirk.ADMITTED_WITH_LOOKAHEAD,
+        Quirk.ADMITTED_WITH_PADDING,
     }
 )
 RELEASES: tuple[Profile, ...] = (
@@ -305,13 +351,13 @@ RELEASES: tuple[Profile, ...] = (
     Profile("vllm-0.14.1", UP_TO_0_16),
     Profile("vllm-0.16.0", UP_TO_0_16),
     Profile("vllm-0.18.1", UP_TO_0_18),
-    Profile("vllm-0.19.1", UP_TO_0_23),
-    Profile("vllm-0.20.2", UP_TO_0_23 | {Quirk.CACHED_TOKENS_OF_THE_LAST_HIT}),
+    Profile("vllm-0.19.1", UP_TO_0_27),
+    Profile("vllm-0.20.2", UP_TO_0_27 | {Quirk.CACHED_TOKENS_OF_THE_LAST_HIT}),
     Profile(
         "vllm-0.23.0",
-        UP_TO_0_23 | {Quirk.CACHED_TOKENS_OF_THE_LAST_HIT, Quirk.ADMITTED_WITH_LOOKAHEAD},
+        UP_TO_0_27 | {Quirk.CACHED_TOKENS_OF_THE_LAST_HIT, Quirk.ADMITTED_WITH_LOOKAHEAD},
     ),
-    Profile("vllm-0.27.0", UP_TO_0_27 | SINCE_0_27),
+    Profile("vllm-0.27.0", UP_TO_0_27 | SINCE_0_27 | {Quirk.PADDING_WAITS_AT_THE_END}),
     Profile(
         "vllm-0.33.0",
         COMMON
@@ -322,6 +368,8 @@ RELEASES: tuple[Profile, ...] = (
             Quirk.LONE_REQUEST_HAS_NO_THRESHOLD,
             Quirk.SELF_VICTIM_LETS_OTHERS_RUN,
             Quirk.STOP_TOKENS_IGNORE_MIN_TOKENS,
+            Quirk.HIT_IS_COMPANY_ENOUGH,
+            Quirk.DRAFTS_PUBLISH_AT_COMMIT,
         },
     ),
 )

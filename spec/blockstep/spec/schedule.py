@@ -358,7 +358,11 @@ def process_admission(step: Step, request: RequestState) -> bool:
     hit = get_prefix_hit(config, step.pool, request)
     num_hit = len(hit) * config.block_size
     num_known = request.num_known_tokens
-    num_new = compute_num_waiting_tokens(num_known, num_hit, get_threshold(step.state))
+    num_padding = get_num_padding(step, num_known, num_hit)
+    if num_padding is None:
+        return False
+    num_wanted = num_known + num_padding
+    num_new = compute_num_waiting_tokens(num_wanted, num_hit, get_threshold(step.state))
     if not config.enable_chunked_prefill and num_new > step.budget:
         return False
     num_new = min(num_new, step.budget)
@@ -390,10 +394,34 @@ def process_admission(step: Step, request: RequestState) -> bool:
             prefix_cache_hits=step.stats.prefix_cache_hits + num_hit,
         )
     # observe
+    drafts = (DRAFT_PLACEHOLDER,) * compute_num_drafts(num_hit, num_new, num_known)
     step.rows.append(
-        Scheduled(request.request_id, num_hit, num_new, after.block_table, status=request.status)
+        Scheduled(request.request_id, num_hit, num_new, after.block_table, drafts, request.status)
     )
     return True
+
+
+def get_num_padding(step: Step, num_known: int, num_hit: int) -> int | None:
+    """Placeholder drafts that a request is admitted with; None if it is to wait for their sake.
+
+    None of them was proposed, so only a quirk has any: where a request has one token to compute,
+    and those that run are decoding, its row gets the shape of theirs.
+    Source: vLLM 0.27.0, 0.33.0 `schedule`, when run; upstream #45237, #53962, #55126.
+    """
+    config, quirks = step.state.config, step.state.quirks
+    num_drafts = config.num_speculative_tokens
+    if Quirk.ADMITTED_WITH_PADDING not in quirks or num_drafts == 0 or num_known - num_hit != 1:
+        return 0
+    running = [step.requests[row.request_id] for row in step.rows if row.status is Status.RUNNING]
+    is_company = bool(running) or (Quirk.HIT_IS_COMPANY_ENOUGH in quirks and num_hit > 0)
+    if not is_company or any(request.is_prefill_chunk for request in running):
+        return 0
+    has_budget = 1 + num_drafts <= step.budget
+    if Quirk.PADDING_WAITS_AT_THE_END in quirks:
+        return num_drafts if has_budget and num_known + num_drafts <= config.max_model_len else None
+    if num_known + num_drafts >= config.max_model_len:
+        return 0
+    return num_drafts if has_budget else None
 
 
 def get_plan(step: Step) -> Plan:

@@ -93,6 +93,8 @@ NO_GRAMMAR = "a grammar: the release wants its bitmask when it plans"
 NO_PRIORITY = "PRIORITY: the release compares requests, and keeps a victim's row (#23347, #28558)"
 NO_DRAFT_MODELS = "a config with a draft model: the release has none"
 NO_DRAFTS = "a config with drafts: not followed in this release"
+PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
+PADDED_TO_THE_END = "a plan behind padding to the model length (#53962)"
 
 WORKAROUNDS = {
     "separate_names": "an adapter and a salt of one name give a block the same digest (P6)",
@@ -270,7 +272,30 @@ class VllmEngine:
                     request.num_output_placeholders for request in waiting
                 ):
                     return RESUMED_TOO_EARLY
-                return PAST_THE_END if any(map(self._is_full, waiting)) else None
+                if any(map(self._is_full, waiting)):
+                    return PAST_THE_END
+                return self._get_padding_problem(waiting)
+        return None
+
+    def _get_padding_problem(self, waiting: Iterable[VllmRequest]) -> str | None:
+        """Why a plan may raise, or not be what the worker needs, for the padding of drafts.
+
+        Either some of a row's tokens would be cut off, and none of its drafts; or a row that was
+        padded as far as the model length has not been answered, and is planned with -1 tokens.
+        """
+        if not RELEASE.pads_drafts or self.config.num_speculative_tokens == 0:
+            return None
+        num_tokens, size = 1 + self.config.num_speculative_tokens, self.config.block_size
+        if 0 < self.config.long_prefill_token_threshold < num_tokens and any(
+            # A hit is whole blocks; which blocks of this very step it may find is not known.
+            request.num_tokens % size == 1 % size
+            and (self.config.enable_prefix_caching or request.num_tokens == 1)
+            for request in waiting
+        ):
+            return PADDED_PAST_THE_THRESHOLD
+        end = self.config.max_model_len
+        if any(request.num_computed_tokens >= end for request in self.scheduler.running):
+            return PADDED_TO_THE_END
         return None
 
     def _get_lack(self, request: Request) -> str | None:
@@ -349,16 +374,19 @@ class VllmEngine:
         """Source: `NewRequestData`."""
         rows = []
         for new in output.scheduled_new_reqs:
-            if output.scheduled_spec_decode_tokens.get(new.req_id):
-                raise EngineFault(f"new request {new.req_id!r} is planned with drafts")
-            rows.append(
-                NewRow(
-                    request=self.submitted[new.req_id],
-                    block_ids=tuple(map(tuple, new.block_ids)),
-                    num_computed_tokens=new.num_computed_tokens,
-                    num_scheduled_tokens=output.num_scheduled_tokens[new.req_id],
-                )
+            row = NewRow(
+                request=self.submitted[new.req_id],
+                block_ids=tuple(map(tuple, new.block_ids)),
+                num_computed_tokens=new.num_computed_tokens,
+                num_scheduled_tokens=output.num_scheduled_tokens[new.req_id],
             )
+            drafts = tuple(output.scheduled_spec_decode_tokens.get(new.req_id, ()))
+            if drafts != row.draft_token_ids:
+                raise EngineFault(
+                    f"new request {new.req_id!r} is planned with {row.num_scheduled_tokens} tokens "
+                    f"from position {row.num_computed_tokens}, the last of them drafts: {drafts}"
+                )
+            rows.append(row)
         return tuple(rows)
 
     def _cached_rows(self, output: SchedulerOutput) -> tuple[CachedRow, ...]:
@@ -449,13 +477,17 @@ class VllmEngine:
         Synchronous only: the specification refuses drafts when the worker keeps them.
         """
         handed = {row.request_id: list(row.token_ids) for row in drafts}
-        self.scheduler.update_draft_token_ids(DraftTokenIds([*handed], [*handed.values()]))
         requests = self.scheduler.requests
+        before = {name: requests[name].spec_token_ids for name in handed if name in requests}
+        self.scheduler.update_draft_token_ids(DraftTokenIds([*handed], [*handed.values()]))
+        # A list of its own, or, where a grammar looked at it, maybe a copy; but another one.
         return DraftsTaken(
             tuple(
                 name
                 for name, token_ids in handed.items()
-                if name in requests and requests[name].spec_token_ids is token_ids
+                if name in before
+                and requests[name].spec_token_ids is not before[name]
+                and requests[name].spec_token_ids == token_ids
             )
         )
 

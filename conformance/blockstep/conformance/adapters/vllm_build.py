@@ -116,7 +116,7 @@ class AnyGrammar:
         return True
 
     def validate_tokens(self, tokens: list[int]) -> list[int]:
-        """The drafts that satisfy it: the very list, so that it can be recognized."""
+        """The drafts that satisfy it."""
         return tokens
 
     def is_terminated(self) -> bool:

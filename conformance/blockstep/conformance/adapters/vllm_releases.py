@@ -53,6 +53,8 @@ class Release:
     """Whether a draft model may propose; its KV needs slots ahead."""
     has_drafts: bool = False
     """Whether its plans with drafts can be told as ours."""
+    pads_drafts: bool = False
+    """Whether who is admitted with one token may get placeholders for drafts (#45237)."""
     masks_stops: bool = False
     """Whether the scheduler holds stop tokens off until `min_tokens`, and not the sampler alone."""
     has_skipped_waiting: bool = False
@@ -124,7 +126,7 @@ def _build_table() -> Mapping[str, Release]:
         packages=SINCE_0_27,
         has_sound_async_reset=True,
         has_sound_preemption=True,
-        has_drafts=False,
+        pads_drafts=True,
     )
     r0330 = replace(
         r0270,

@@ -121,7 +121,7 @@ class Step:
             row.num_scheduled_tokens,
             table[num_hits:],
             table[:num_hits],
-            () if isinstance(row, NewRow) else row.draft_token_ids,
+            row.draft_token_ids,
         )
 
     @cached_property

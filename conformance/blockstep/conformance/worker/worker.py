@@ -172,7 +172,7 @@ class Worker:
         self.views[row.request_id] = view
         view.table = self._blocks(row.request_id, row.block_ids)
         view.num_computed = row.num_computed_tokens
-        return self._start(row.request_id, view, row.num_scheduled_tokens, ())
+        return self._start(row.request_id, view, row.num_scheduled_tokens, self._fill_in(row, view))
 
     def _start_cached(self, row: CachedRow) -> FrameRow | None:
         view = self.views.get(row.request_id)
@@ -195,7 +195,7 @@ class Worker:
         drafts = self._fill_in(row, view)
         return self._start(row.request_id, view, row.num_scheduled_tokens, drafts)
 
-    def _fill_in(self, row: CachedRow, view: RequestView) -> TokenIds:
+    def _fill_in(self, row: NewRow | CachedRow, view: RequestView) -> TokenIds:
         """The drafts of a row, its placeholders replaced by what was proposed (P24)."""
         drafts, proposal = row.draft_token_ids, view.proposal
         if DRAFT_PLACEHOLDER not in drafts:
@@ -224,6 +224,7 @@ class Worker:
         view.table = blocks
         view.num_computed = row.num_computed_tokens
         view.num_rejected = 0
+        view.proposal = ()  # for the position at which it was preempted
 
     def _continue(self, row: CachedRow, view: RequestView, blocks: list[BlockId]) -> None:
         if view.is_preempted:

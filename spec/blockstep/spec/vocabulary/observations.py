@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from blockstep.spec.vocabulary.request import (
+    DRAFT_PLACEHOLDER,
     BlockTables,
     FinishReason,
     FrameId,
@@ -76,6 +77,15 @@ class NewRow:
     def request_id(self) -> RequestId:
         """The id of `request`."""
         return self.request.request_id
+
+    @property
+    def draft_token_ids(self) -> TokenIds:
+        """A placeholder for each scheduled token past the prompt; there are some only by a quirk.
+
+        Nobody has proposed for a new request, so it is for none of them to be accepted.
+        """
+        end = self.num_computed_tokens + self.num_scheduled_tokens
+        return (DRAFT_PLACEHOLDER,) * max(end - len(self.request.prompt_token_ids), 0)
 
 
 @dataclass(frozen=True, slots=True)
