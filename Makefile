@@ -114,18 +114,19 @@ $(MEASURE): pyproject.toml | $(DEV)
 	@$(BIN)/python -m pip install -qq --group measure
 	@touch $@
 
-# A release that the adapter does not know is refused before anything is downloaded. torch comes
-# first and vLLM alone: its declared dependencies would bring CUDA libraries of its own choice.
+# A release that the adapter does not know is refused before anything is downloaded. vLLM comes last
+# and alone: its declared dependencies would bring CUDA libraries of its own choice, and whatever is
+# installed after it makes pip list those that are not there as if something had gone wrong.
 $(VLLM_DONE): pyproject.toml | $(BASE)
 	@$(BIN)/python -c 'import sys; \
 		from blockstep.conformance.adapters.vllm_releases import get_release_problem; \
 		sys.exit(get_release_problem("$(VLLM)"))'
 	@$(call create_venv,$(VLLM_VENV))
-	@echo "setup: torch and vllm $(VLLM), about 3 GB: this takes minutes"
-	@$(VLLM_BIN)/python -m pip install -q torch==2.13.0
-	@$(VLLM_BIN)/python -m pip install -q --no-deps 'vllm==$(VLLM)'
+	@echo "setup: torch, vllm $(VLLM) and what its scheduler imports, about 3 GB: this takes minutes"
 	@$(BIN)/python -c 'from blockstep.conformance.adapters.vllm_releases import RELEASES; \
 		print(*RELEASES["$(VLLM)"].packages, sep="\n")' > $(VLLM_VENV)/packages.txt
+	@$(VLLM_BIN)/python -m pip install -q torch==2.13.0
 	@$(VLLM_BIN)/python -m pip install -q -r $(VLLM_VENV)/packages.txt
 	@$(VLLM_BIN)/python -m pip install -qq -e .
+	@$(VLLM_BIN)/python -m pip install -q --no-deps 'vllm==$(VLLM)'
 	@touch $@

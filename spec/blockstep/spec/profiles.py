@@ -286,7 +286,7 @@ QUIRKS: tuple[QuirkStory, ...] = (
     QuirkStory(
         Quirk.DRAFTS_PUBLISH_AT_COMMIT,
         "with drafts a synchronous commit publishes the blocks that it fills",
-        ("P7",),
+        ("P14", "P18"),
         "not found upstream",
         "0.33.0",
         "one draft, blocks of 2; the commit of a prompt of 4 tokens and of two accepted ones names "
