@@ -13,7 +13,7 @@ from blockstep.conformance.findings import FindingKind
 from blockstep.conformance.program import Answer, Drain, Hostile, Program, Propose, describe
 from blockstep.conformance.registry import SpecEngine
 from blockstep.spec import Abort, Commit, Config, Request, Reset, Schedule, SpecMethod, Submit
-from blockstep.spec.profiles import SPARING
+from blockstep.spec.profiles import SPARING, Profile, Quirk
 from blockstep.spec.vocabulary import Event, Observation, Plan, Snapshot
 
 CONFIG = Config(num_blocks=8, block_size=2, max_model_len=16)
@@ -233,6 +233,25 @@ def test_drafts_are_proposed_for_those_who_sampled() -> None:
     assert len(plan.cached[0].draft_token_ids) == 2
     assert run.perform(Answer()) == []
     assert len(run.spec.state.requests["A"].output_token_ids) == 3, "one draft was right"
+
+
+def test_a_run_goes_on_behind_a_quirk_and_counts_what_it_reached() -> None:
+    """A reset drops tokens that the worker has sampled; it follows the plan that says so."""
+    quirks = {Quirk.RESET_DROPS_TOKENS, Quirk.RESET_NAMES_ITS_VICTIMS}
+    profile = Profile("dropping", frozenset(quirks))
+    program = Program(
+        Config(num_blocks=9, max_frames_in_flight=2),
+        (
+            Submit(Request("A", (1, 2), max_tokens=5)), Schedule(),
+            Reset(reset_running_requests=True), Schedule(), Answer(), Schedule(), Answer(), Drain(),
+        ),
+    )  # fmt: skip
+    run, findings = run_program(program, lambda config: SpecEngine(config, profile), profile)
+    assert findings == []
+    assert not run.live
+    assert run.known["P13"] > 0
+    assert run.witnesses.counts["reset_forced_in_flight"] == 1
+    assert run.witnesses.counts["rejected_bad_result"] == 0
 
 
 def test_the_bound_grows_with_the_work() -> None:

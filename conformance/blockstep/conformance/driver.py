@@ -262,16 +262,17 @@ class LockStep:
         if not isinstance(seen, Observation):
             return findings
         if after is None:
-            findings = [*self.worker.observe(event, seen), *findings]
+            findings = self._unexplained([*self.worker.observe(event, seen), *findings])
         elif self.before is not None:
             step = Step(self.config, self.num_events, event, seen, self.before, after)
             findings = [*check_step(step, self.ledger, self.worker), *findings]
-            if not findings:
+            findings = self._unexplained(findings)
+            if not findings:  # what a quirk does was reached as well
                 self.witnesses.observe(step, self.ledger)
             self.ledger.record(step)
         self.before = after
         self._follow(event, expected)
-        return self._unexplained(findings)
+        return findings
 
     def _unexplained(self, findings: list[Finding]) -> list[Finding]:
         """What is left when the quirks of the profile have spoken.

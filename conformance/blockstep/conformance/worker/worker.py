@@ -192,8 +192,22 @@ class Worker:
                 f"{row.request_id!r}: {row.num_output_tokens} outputs in the plan",
                 Difference("num_output_tokens", str(num_output), str(row.num_output_tokens)),
             )
+        if row.resumed and view.num_unreported and row.all_token_ids is not None:
+            view = self._disown(row.all_token_ids, view)
         drafts = self._fill_in(row, view)
         return self._start(row.request_id, view, row.num_scheduled_tokens, drafts)
+
+    def _disown(self, tokens: TokenIds, view: RequestView) -> RequestView:
+        """The request without what its frames in flight sampled: the plan goes on without it.
+
+        That is complained of already. Their answers will not be delivered, so they are left with
+        the old view; otherwise no later row of the request would be what the plan means by it.
+        """
+        fresh = RequestView(view.request, self.names)
+        fresh.replace_tokens(tokens)
+        fresh.table, fresh.num_computed = view.table, view.num_computed
+        self.views[view.request.request_id] = fresh
+        return fresh
 
     def _fill_in(self, row: NewRow | CachedRow, view: RequestView) -> TokenIds:
         """The drafts of a row, its placeholders replaced by what was proposed (P24)."""
