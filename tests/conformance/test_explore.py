@@ -302,8 +302,8 @@ def test_planted_defects_fall_by_a_short_program(name: str, world: str) -> None:
 
 @pytest.mark.parametrize("engine", ["host", "museum:forward-frees"])
 def test_a_kept_engine_stands_where_it_stood(engine: str) -> None:
-    config, request = WORLDS["pair"].config, WORLDS["pair"].requests[0]
-    copies = Copies(load_engine(engine), config)
+    request = WORLDS["pair"].requests[0]
+    copies = Copies(load_engine(engine), WORLDS["pair"])
     first = copies.revive(copies.start())
     first.apply(Submit(request))
     kept = copies.keep(first, copies.start(), Submit(request))
@@ -326,7 +326,7 @@ def test_an_engine_that_cannot_be_pickled_is_driven_there() -> None:
         def __reduce__(self) -> str:
             raise TypeError("not me")
 
-    copies = Copies(Stubborn, WORLDS["pair"].config)
+    copies = Copies(Stubborn, WORLDS["pair"])
     request = WORLDS["pair"].requests[0]
     engine = copies.revive(copies.start())
     engine.apply(Submit(request))

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from blockstep.spec.state import RequestState, State
 from blockstep.spec.vocabulary import RequestSnapshot, Snapshot
 
 
-def get_snapshot(state: State) -> Snapshot:
-    """The canonical snapshot of `state`. Source: architecture D1."""
-    requests = state.requests
+def get_snapshot(
+    state: State, show: Callable[[RequestState], RequestSnapshot] | None = None
+) -> Snapshot:
+    """The canonical snapshot of `state`. Source: architecture D1.
+
+    `show` is for who shows many states and remembers requests: it must equal
+    `get_request_snapshot`.
+    """
+    requests, show = state.requests, show or get_request_snapshot
     return Snapshot(
         pause_state=state.pause_state,
         waiting=state.waiting,
         skipped_waiting=state.skipped_waiting,
         running=state.running,
-        requests=tuple(get_request_snapshot(requests[name]) for name in sorted(requests)),
+        requests=tuple(show(requests[name]) for name in sorted(requests)),
         ref_counts=state.pool.ref_counts,
         free_queue=state.pool.free_queue,
         block_keys=state.pool.block_keys,

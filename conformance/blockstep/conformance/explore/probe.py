@@ -16,10 +16,9 @@ from blockstep.conformance.engine import Capability, Engine
 from blockstep.conformance.findings import Difference
 from blockstep.conformance.properties import FlightRow, Ledger, Life, Step, check_step
 from blockstep.conformance.witnesses import WITNESSES, situations
-from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import Quirk
-from blockstep.spec.snapshots import get_snapshot
-from blockstep.spec.state import State
+from blockstep.spec.snapshots import get_request_snapshot, get_snapshot
+from blockstep.spec.state import RequestState, State
 from blockstep.spec.transition import transition
 from blockstep.spec.vocabulary import (
     Drafts,
@@ -28,6 +27,7 @@ from blockstep.spec.vocabulary import (
     Observation,
     Rejected,
     RequestId,
+    RequestSnapshot,
     Reset,
     SetPause,
     Snapshot,
@@ -102,49 +102,73 @@ def get_ledger(state: State) -> Ledger:
 
 
 class StateMemo:
-    """Snapshot and ledger of the state that is being expanded, made once for all of its events."""
+    """What is made of the state that is being expanded, and of the moment that is looked at.
+
+    Requests that a transition leaves alone are the same objects in both snapshots, so that nobody
+    compares them field by field.
+    """
 
     def __init__(self) -> None:
         self._state: State | None = None
-        self._snapshot: Snapshot | None = None
+        self._requests: dict[int, RequestSnapshot] = {}
+        """Of the requests of that state, by `id`: the state keeps them alive."""
         self._ledger: Ledger | None = None
+        self._moment: Moment | None = None
+        self._before: Snapshot | None = None
+        self._after: Snapshot | None = None
+
+    def snapshot_after(self, moment: Moment) -> Snapshot:
+        """The state after a moment."""
+        if self._moment is moment and self._after is not None:
+            return self._after
+        before = self._snapshot_before(moment.before)
+        after = before
+        if moment.after is not moment.before:
+            after = get_snapshot(moment.after, self._show)
+        self._moment, self._after = moment, after
+        return after
 
     def step(self, moment: Moment) -> tuple[Step, Ledger]:
         """The transition as a step, and what was known before it."""
-        before = moment.before
-        if self._state is not before or self._snapshot is None or self._ledger is None:
-            self._state, self._snapshot = before, get_snapshot(before)
-            self._ledger = get_ledger(before)
-        snapshot = self._snapshot
-        after = snapshot if moment.after is before else get_snapshot(moment.after)
-        step = Step(before.config, 1, moment.event, moment.observation, snapshot, after)
-        return step, self._ledger
+        state = moment.before
+        after = self.snapshot_after(moment)
+        before = self._snapshot_before(state)
+        self._ledger = self._ledger or get_ledger(state)
+        return Step(state.config, 1, moment.event, moment.observation, before, after), self._ledger
+
+    def _snapshot_before(self, state: State) -> Snapshot:
+        if self._state is not state or self._before is None:
+            self._state, self._ledger, self._moment = state, None, None
+            self._before = get_snapshot(state)
+            shown = {request.request_id: request for request in self._before.requests}
+            self._requests = {id(request): shown[name] for name, request in state.requests.items()}
+        return self._before
+
+    def _show(self, request: RequestState) -> RequestSnapshot:
+        return self._requests.get(id(request)) or get_request_snapshot(request)
 
 
 class PropertyProbe:
-    """Invariants of the state, and the properties of the step that led to it."""
+    """The properties of a step."""
 
-    def __init__(self) -> None:
-        self._memo = StateMemo()
+    def __init__(self, memo: StateMemo) -> None:
+        self._memo = memo
 
     def __call__(self, moment: Moment) -> Hits:
-        """What is wrong with a transition and the state that it leads to."""
+        """What is wrong with a transition."""
         step, ledger = self._memo.step(moment)
-        hits = [
+        return [
             f"{finding.property_id} {finding.sentence}: {finding.message}"
             for finding in check_step(step, ledger)
         ]
-        if moment.after is not moment.before:
-            hits += [f"invariant {name}" for name in get_broken_invariants(moment.after)]
-        return hits
 
 
 class WitnessProbe:
     """A named situation."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, memo: StateMemo) -> None:
         self._name = name
-        self._memo = StateMemo()
+        self._memo = memo
 
     def __call__(self, moment: Moment) -> Hits:
         """The name, if a transition is that situation."""
@@ -177,14 +201,15 @@ class QuirkProbe:
         return [f"{d.field}: spec {d.expected}, quirk {d.seen}" for d in differences]
 
 
-def compare(engine: Engine, moment: Moment, capabilities: frozenset[str]) -> Hits:
+def compare(
+    engine: Engine, moment: Moment, expected: Snapshot, capabilities: frozenset[str]
+) -> Hits:
     """Give an engine that stands in the state before the event; how it differs after it."""
     try:
         seen = engine.apply(moment.event)
         after = engine.snapshot()
     except Exception as error:
         return [f"the engine raised {type(error).__name__}: {error}"]
-    expected = get_snapshot(moment.after)
     if after is not None and Capability.STATISTICS not in capabilities:
         after = replace(after, stats=expected.stats)
     differences = list(observation_differences(moment.observation, seen))

@@ -10,7 +10,6 @@ among the states before, then of the first event. Nothing depends on the number 
 from __future__ import annotations
 
 import multiprocessing
-import pickle
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from blockstep.conformance.engine import ALL_CAPABILITIES, Engine
 from blockstep.conformance.explore.canonical import Canonicaliser, Digest
-from blockstep.conformance.explore.copies import Copies, Kept
+from blockstep.conformance.explore.copies import Copies, Kept, Packer, get_constants
 from blockstep.conformance.explore.cover import Tracer
 from blockstep.conformance.explore.liveness import find_cycle, get_no_progress
 from blockstep.conformance.explore.probe import (
@@ -31,16 +30,18 @@ from blockstep.conformance.explore.probe import (
     Probe,
     PropertyProbe,
     QuirkProbe,
+    StateMemo,
     WitnessProbe,
     compare,
     is_for,
 )
 from blockstep.conformance.explore.world import Counts, World, get_events
 from blockstep.conformance.registry import load_engine
+from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import STRICT, Profile, Quirk
 from blockstep.spec.state import State, initial_state
 from blockstep.spec.transition import transition
-from blockstep.spec.vocabulary import Event, Observation, Rejected, Schedule, Submit
+from blockstep.spec.vocabulary import Event, Observation, Rejected
 
 OUT_OF_NOTHING = "only after events in this state that must change nothing"
 SPEC_IS_WRONG = "the specification failed an assertion of its own"
@@ -83,8 +84,10 @@ class Candidate(NamedTuple):
     parent: Digest
     number: int
     """Of the event, among those of its parent."""
-    blob: bytes
-    """Pickled: the state, and an engine that stands in it."""
+    state: State | bytes
+    """Packed on its way to another shard."""
+    kept: Kept
+    """An engine that stands in it."""
 
 
 class Hit(NamedTuple):
@@ -117,6 +120,7 @@ class Level:
     """What one shard found at one depth."""
 
     outboxes: list[list[Candidate]]
+    """States of other shards; its own stay where they are."""
     transitions: int = 0
     refused: int = 0
     hits: list[Hit] = field(default_factory=list)
@@ -132,22 +136,25 @@ class Shard:
         self._index = index
         self._num_shards = num_shards
         self._digest = Canonicaliser(task.world).digest
-        self._probes: list[Probe] = [PropertyProbe()] if task.properties else []
+        self._memo = StateMemo()
+        self._probes: list[Probe] = [PropertyProbe(self._memo)] if task.properties else []
         if task.witness:
-            self._probes.append(WitnessProbe(task.witness))
+            self._probes.append(WitnessProbe(task.witness, self._memo))
         if task.quirk is not None:
             self._probes.append(QuirkProbe(task.quirk))
         self._capabilities = ALL_CAPABILITIES
         self._copies: Copies | None = None
         if task.engine:
             make_engine = load_engine(task.engine)
-            trial: list[Event] = [Submit(request) for request in task.world.requests]
-            self._copies = Copies(make_engine, task.world.config, [*trial, Schedule()])
+            self._copies = Copies(make_engine, task.world)
             self._capabilities = make_engine(task.world.config).capabilities()
         self._tracer = Tracer() if task.deeds else None
         self._done: set[str] = set()
         self._parents: dict[Digest, Digest] = {}
-        self._frontier: list[tuple[Digest, bytes]] = []
+        self._packer = Packer(get_constants(task.world))
+        self._frontier: list[Candidate] = []
+        self._found: list[Candidate] = []
+        """States of this shard for the next level."""
         self._sent: set[Digest] = set()
         """States of other shards that they have been told of."""
         self._stalls = array("Q")
@@ -159,30 +166,33 @@ class Shard:
         digest = self._digest(state)
         if digest % self._num_shards == self._index:
             kept = () if self._copies is None else self._copies.start()
-            self.absorb([Candidate(digest, digest, -1, _pack(state, kept))])
+            self.absorb([Candidate(digest, digest, -1, state, kept)])
 
     def absorb(self, candidates: list[Candidate]) -> int:
         """Take the new ones of these states as the next level; returns how many there are."""
         new: dict[Digest, Candidate] = {}
-        for candidate in sorted(candidates, key=lambda found: found[:3]):
+        for candidate in sorted([*self._found, *candidates], key=lambda found: found[:3]):
             if candidate.digest not in self._parents:
                 new.setdefault(candidate.digest, candidate)
         for digest, candidate in new.items():
             self._parents[digest] = candidate.parent
-        self._frontier = [(digest, candidate.blob) for digest, candidate in new.items()]
+        self._frontier, self._found = list(new.values()), []
         return len(new)
 
     def expand(self) -> Level:
         """Try every event in every state of the level."""
         level = Level([[] for _ in range(self._num_shards)])
         sent: set[Digest] = set()
-        for digest, blob in self._frontier:
-            self._expand_state(level, sent, digest, blob)
+        for found in self._frontier:
+            packed = found.state
+            state = self._packer.unpack(packed) if isinstance(packed, bytes) else packed
+            self._expand_state(level, sent, found.digest, state, found.kept)
         self._frontier = []
         return level
 
-    def _expand_state(self, level: Level, sent: set[Digest], digest: Digest, blob: bytes) -> None:
-        state, kept = _unpack(blob)
+    def _expand_state(
+        self, level: Level, sent: set[Digest], digest: Digest, state: State, kept: Kept
+    ) -> None:
         engine: Engine | None = None
         for number, event in enumerate(get_events(self._task.world, state)):
             needed = NEEDED.get(type(event))
@@ -193,40 +203,58 @@ class Shard:
             except AssertionError as error:
                 level.hits.append(Hit(digest, number, [f"{SPEC_IS_WRONG}: {error}"]))
                 continue
-            hits = [line for probe in self._probes for line in probe(moment)]
+            lines = [line for probe in self._probes for line in probe(moment)]
             if self._copies is not None and is_for(self._capabilities, moment.observation):
                 is_fresh = engine is None
                 engine = engine or self._copies.revive(kept)
-                differences = compare(engine, moment, self._capabilities)
+                differences = self._compare(engine, moment)
                 if differences and not is_fresh:
-                    fresh = compare(self._copies.revive(kept), moment, self._capabilities)
+                    fresh = self._compare(self._copies.revive(kept), moment)
                     differences = fresh or [f"{OUT_OF_NOTHING}: {line}" for line in differences]
-                hits += differences
-            if hits:
-                level.hits.append(Hit(digest, number, hits))
+                lines += differences
             if moment.after is state and isinstance(moment.observation, Rejected):
-                level.refused += 1
-                continue  # `engine` still stands here, and is used again
-            level.transitions += 1
-            moved, engine = engine, None
-            target = digest if moment.after is state else self._digest(moment.after)
-            if self._task.edges:
-                level.edges.append(Edge(digest, event, target, sketch(moment.after)))
-            if self._task.properties and get_no_progress(moment, target == digest):
-                self._stalls.extend((digest, target))
-            if target == digest or target in self._parents or target in sent:
-                continue
-            owner = target % self._num_shards
-            if owner != self._index:
-                if target in self._sent:
-                    continue
-                self._sent.add(target)
-            sent.add(target)
-            after: Kept = ()
-            if self._copies is not None and moved is not None:
-                after = self._copies.keep(moved, kept, event)
-            blob = _pack(moment.after, after)
-            level.outboxes[owner].append(Candidate(target, digest, number, blob))
+                level.refused += 1  # `engine` still stands here, and is used again
+            else:
+                level.transitions += 1
+                target = digest if moment.after is state else self._digest(moment.after)
+                self._record(level, moment, digest, target)
+                if self._is_new(sent, target):
+                    if self._task.properties:
+                        lines += [
+                            f"invariant {name}" for name in get_broken_invariants(moment.after)
+                        ]
+                    after: Kept = ()
+                    if self._copies is not None and engine is not None:
+                        after = self._copies.keep(engine, kept, event)
+                    self._send(level, Candidate(target, digest, number, moment.after, after))
+                engine = None
+            if lines:
+                level.hits.append(Hit(digest, number, lines))
+
+    def _record(self, level: Level, moment: Moment, source: Digest, target: Digest) -> None:
+        if self._task.edges:
+            level.edges.append(Edge(source, moment.event, target, sketch(moment.after)))
+        if self._task.properties and get_no_progress(moment, target == source):
+            self._stalls.extend((source, target))
+
+    def _is_new(self, sent: set[Digest], target: Digest) -> bool:
+        """Whether this shard has not come to a state before, on this level or an earlier one."""
+        if target in self._parents or target in sent or target in self._sent:
+            return False
+        (sent if target % self._num_shards == self._index else self._sent).add(target)
+        return True
+
+    def _send(self, level: Level, found: Candidate) -> None:
+        owner = found.digest % self._num_shards
+        if owner == self._index:
+            self._found.append(found)
+        else:
+            assert isinstance(found.state, State), "it has just been found"
+            packed = self._packer.pack(found.state)
+            level.outboxes[owner].append(found._replace(state=packed))
+
+    def _compare(self, engine: Engine, moment: Moment) -> Hits:
+        return compare(engine, moment, self._memo.snapshot_after(moment), self._capabilities)
 
     def _apply(self, level: Level, state: State, event: Event, place: tuple[Digest, int]) -> Moment:
         if self._tracer is None:
@@ -251,15 +279,6 @@ def _apply(state: State, event: Event) -> Moment:
     if isinstance(result, Rejected):
         return Moment(state, event, state, result)
     return Moment(state, event, result.state, result.observation)
-
-
-def _pack(state: State, kept: Kept) -> bytes:
-    return pickle.dumps((state, kept), pickle.HIGHEST_PROTOCOL)
-
-
-def _unpack(blob: bytes) -> tuple[State, Kept]:
-    state, kept = pickle.loads(blob)  # noqa: S301 - written by a shard of this very walk
-    return state, kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -358,7 +358,8 @@ def check_step(step: Step, ledger: Ledger, worker: Worker | None = None) -> list
     findings = [] if worker is None else _tell(step, worker)
     for sentence in CHECKS_OF[kind]:
         try:
-            findings += sentence(step, ledger)
+            for complaint in sentence.judge(step, ledger) or ():
+                findings.append(sentence.finding(*complaint))
         except Exception as error:
             # Plan and states contradict each other so much that the sentence has no meaning.
             what = f"the step makes no sense: {type(error).__name__}: {error}"
