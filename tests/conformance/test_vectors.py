@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -12,16 +13,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
+from blockstep.conformance.explore.canonical import Canonicaliser
 from blockstep.conformance.explore.command import vectors_app
-from blockstep.conformance.explore.cover import choose, trace_program
+from blockstep.conformance.explore.cover import Tracer, choose, trace_program
 from blockstep.conformance.explore.fill import fill
 from blockstep.conformance.explore.presets import WORLDS
 from blockstep.conformance.explore.vectors import consume, read_vectors
 from blockstep.conformance.explore.walk import Task, walk
+from blockstep.conformance.explore.world import World, get_events
 from blockstep.conformance.registry import load_engine
 from blockstep.conformance.traces import TraceError
 from blockstep.spec.state import initial_state
-from blockstep.spec.vocabulary import Rejected
+from blockstep.spec.vocabulary import Event, Rejected
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +48,47 @@ def reworked(path: Path, to: Path, change: tuple[str, str]) -> Path:
     return to
 
 
-def test_few_programs_do_all_that_the_walk_did(filled: Path) -> None:
-    world = WORLDS["endings"]
+def deeds_of(world: World, programs: Iterable[Iterable[Event]]) -> set[str]:
     start = initial_state(world.config)
+    return set[str]().union(*(trace_program(start, events) for events in programs))
+
+
+@pytest.mark.parametrize("name", ["equals", "whole", "seats", "endings"])
+def test_few_programs_take_every_branch_that_the_walk_took(name: str, tmp_path: Path) -> None:
+    """A vector is a program; what the walk met is what it met in any of its transitions."""
+    world, path = WORLDS[name], tmp_path / "filled.jsonl"
     walked = walk(Task(world, properties=False, deeds=True))
-    met = set[str]().union(*(trace_program(start, events) for events in walked.programs))
-    programs = [[step.event for step in steps] for steps in read_vectors(filled).programs]
-    done = set[str]().union(*(trace_program(start, events) for events in programs))
-    assert met <= done
+    assert walked.is_complete
+    met = deeds_of(world, walked.programs)
+    fill(path, world, 20_000)
+    programs = [[step.event for step in steps] for steps in read_vectors(path).programs]
+    assert met <= deeds_of(world, programs)
     assert len(programs) < len(walked.programs)
-    assert any("compute_stop" in deed for deed in met)
-    assert {"stop_repetition", "stop_eos", "min_tokens_held_back_a_stop"} <= met
+
+
+def test_all_that_a_walk_does_is_met() -> None:
+    """Each transition of a complete walk does nothing that its programs do not do."""
+    world = WORLDS["seats"]
+    met = deeds_of(world, walk(Task(world, properties=False, deeds=True)).programs)
+    digest, tracer = Canonicaliser(world).digest, Tracer()
+    seen, left = set[int](), [initial_state(world.config)]
+    while left:
+        state = left.pop()
+        for event in get_events(world, state):
+            moment, done = tracer.apply(state, event)
+            assert done <= met
+            if digest(moment.after) not in seen:
+                seen.add(digest(moment.after))
+                left.append(moment.after)
+    assert world.expected is not None
+    assert len(seen) == world.expected.states
+
+
+def test_what_can_end_a_request_is_covered(filled: Path) -> None:
+    programs = [[step.event for step in steps] for steps in read_vectors(filled).programs]
+    done = deeds_of(WORLDS["endings"], programs)
+    assert any("compute_stop" in deed for deed in done)
+    assert {"stop_repetition", "stop_eos", "min_tokens_held_back_a_stop"} <= done
 
 
 def test_filling_twice_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -71,7 +104,9 @@ def test_what_must_be_refused_is_among_them(filled: Path) -> None:
     steps = [step for program in read_vectors(filled).programs for step in program]
     codes = {step.observation.code for step in steps if isinstance(step.observation, Rejected)}
     assert {"bad_request", "prompt_too_long", "bad_result", "unknown_frame"} <= codes
-    assert {"malformed_event", "duplicate_request", "bad_drafts"} <= codes
+    assert {"malformed_event", "duplicate_request", "bad_drafts", "not_structured"} <= codes
+    [*_, last] = read_vectors(filled).programs
+    assert sum(not isinstance(step.observation, Rejected) for step in last) == 1
 
 
 @pytest.mark.parametrize("engine", ["host", "spec"])

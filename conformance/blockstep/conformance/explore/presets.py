@@ -20,6 +20,8 @@ from blockstep.spec.vocabulary import (
 )
 
 _LONG, _SHORT, _ONE = (0, 0, 0), (0, 0), (0,)
+_LIKE_0 = (193,)
+"""The first token whose block, alone, has a SHA-256 that begins like that of token 0."""
 
 WORLDS: Mapping[str, World] = {
     world.name: world
@@ -136,6 +138,85 @@ WORLDS: Mapping[str, World] = {
                 Request("C", _SHORT, max_tokens=1, skip_reading_prefix_cache=True),
             ),
             expected=Counts(480, 919, 1_801, 10),
+        ),
+        World(
+            "whole",
+            "no chunked prefill: a prompt waits for a budget that holds it; repetition, or none",
+            Config(
+                num_blocks=9,
+                block_size=1,
+                max_num_seqs=3,
+                max_num_batched_tokens=4,
+                max_model_len=4,
+                enable_prefix_caching=False,
+                enable_chunked_prefill=False,
+            ),
+            (
+                Request("A", _SHORT, max_tokens=2),
+                Request("B", _LONG, max_tokens=1),
+                Request("C", _ONE, max_tokens=3, repetition_detection=RepetitionDetection(1)),
+            ),
+            vocabulary=(0, 1),
+            expected=Counts(317, 775, 1_427, 9),
+        ),
+        World(
+            "seats",
+            "PRIORITY, one seat; and two tokens whose digests begin with the same byte",
+            Config(
+                num_blocks=4,
+                block_size=1,
+                max_num_seqs=1,
+                max_num_batched_tokens=3,
+                max_model_len=4,
+                policy=Policy.PRIORITY,
+            ),
+            (
+                Request("A", _ONE, max_tokens=2, priority=1),
+                Request("B", _LONG, max_tokens=1),
+                Request("C", _LIKE_0 * 2, max_tokens=1),
+            ),
+            expected=Counts(184, 428, 700, 12),
+        ),
+        World(
+            "shared",
+            "a victim that shares a block, and one that finds its own after two chunks",
+            Config(
+                num_blocks=6,
+                block_size=1,
+                max_num_seqs=3,
+                max_num_batched_tokens=5,
+                max_model_len=5,
+                long_prefill_token_threshold=2,
+                scheduler_reserve_full_isl=False,
+            ),
+            (
+                Request("A", _ONE, max_tokens=2),
+                Request("B", (1, 1, 1, 1), max_tokens=1),
+                Request("C", _SHORT, max_tokens=2),
+            ),
+            expected=Counts(1_500, 2_704, 6_446, 18),
+        ),
+        World(
+            "rows",
+            "PRIORITY, no caching: whose row is taken back, and who gets what it leaves",
+            Config(
+                num_blocks=7,
+                block_size=1,
+                max_num_seqs=3,
+                max_num_batched_tokens=4,
+                max_model_len=6,
+                policy=Policy.PRIORITY,
+                enable_prefix_caching=False,
+                long_prefill_token_threshold=2,
+                scheduler_reserve_full_isl=False,
+            ),
+            (
+                Request("A", _ONE, max_tokens=4, priority=2),
+                Request("B", _LONG, max_tokens=1, priority=1),
+                Request("C", (0, 0, 0, 0), max_tokens=1),
+            ),
+            aborts=True,
+            expected=Counts(1_437, 6_961, 7_287, 26),
         ),
         World(
             "signals",

@@ -10,10 +10,12 @@ from blockstep.conformance.explore.world import World
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.program import describe, describe_event
 from blockstep.conformance.registry import MUSEUM
-from blockstep.spec.profiles import Profile, Quirk
+from blockstep.spec.profiles import QUIRKS, Profile, Quirk
 from blockstep.spec.vocabulary import Commit, Drafts, Event
 
 NOWHERE = "-"
+UNBROKEN = "none: it is only another behaviour"
+_BROKEN_BY = {story.quirk: story.property_ids for story in QUIRKS}
 FIRST_LIMITS = (200, 2_000)
 """States of a walk while nothing has been found anywhere."""
 
@@ -105,7 +107,7 @@ def quirk_rows(
                 "in": differs.world,
                 "violates after": _length(breaks),
                 "in world": breaks.world,
-                "property": _sentence(breaks),
+                "property": _broken(breaks, _BROKEN_BY[quirk]),
             }
         )
     return rows
@@ -149,6 +151,14 @@ def _length(shortest: Shortest) -> int | str:
 
 def _sentence(shortest: Shortest) -> str:
     return shortest.found[0].split(":")[0] if shortest.found else NOWHERE
+
+
+def _broken(shortest: Shortest, property_ids: Sequence[str]) -> str:
+    """The sentence that falls; of several one of those properties that the quirk's story names."""
+    if not shortest.found and not property_ids:
+        return UNBROKEN
+    expected = (line for line in shortest.found if line.split()[0] in property_ids)
+    return next(expected, "").split(":")[0] or _sentence(shortest)
 
 
 def render_table(rows: Sequence[dict[str, object]], markdown: bool = False) -> str:

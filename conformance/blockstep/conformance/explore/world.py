@@ -106,10 +106,14 @@ class World:
 
     @cached_property
     def mistakes(self) -> tuple[Event, ...]:
-        """Events that must be refused in every state, whatever it is; for vectors."""
+        """A program of events that must be refused, for vectors.
+
+        But for one: the first request comes in, so that something wrong can be said of it.
+        """
         config = self.config
         longest = (0,) * config.max_model_len
         too_many = (0,) * (config.num_speculative_tokens + 1)
+        known = self.requests[0]
         events: list[Event] = [
             Submit(Request("X", longest)),
             Submit(Request("X", ())),
@@ -117,7 +121,12 @@ class World:
             Commit(-1, ()),
             GrammarReady("X"),
             Drafts((RowTokens("X", too_many),)),
+            Drafts((RowTokens("X", ()), RowTokens("X", ()))),
+            Submit(known),
+            Submit(known),
         ]
+        if not known.structured_output:
+            events.append(GrammarReady(known.request_id))
         return tuple(events)
 
     @cached_property
