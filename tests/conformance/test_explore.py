@@ -16,6 +16,7 @@ from blockstep.conformance.explore.copies import Copies
 from blockstep.conformance.explore.liveness import find_cycle
 from blockstep.conformance.explore.presets import WORLDS
 from blockstep.conformance.explore.probe import JUDGED_WITNESSES, get_ledger
+from blockstep.conformance.explore.tables import NOWHERE, UNBROKEN
 from blockstep.conformance.explore.walk import (
     OUT_OF_NOTHING,
     LostShardError,
@@ -24,10 +25,11 @@ from blockstep.conformance.explore.walk import (
     walk,
 )
 from blockstep.conformance.explore.world import World, get_events
+from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.properties import Ledger, Step
 from blockstep.conformance.registry import SpecEngine, load_engine
 from blockstep.spec.pool import Pool
-from blockstep.spec.profiles import Profile, Quirk
+from blockstep.spec.profiles import QUIRKS, Profile, Quirk
 from blockstep.spec.snapshots import get_snapshot
 from blockstep.spec.state import Frame, FrameRow, RequestState, State, initial_state
 from blockstep.spec.transition import transition
@@ -45,7 +47,8 @@ from blockstep.spec.vocabulary import (
     Submit,
 )
 
-QUICK = ("loop", "equals", "endings", "pair")
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "small-worlds.md"
+QUICK = ("loop", "equals", "endings", "pair", "tail", "whole", "seats", "shared", "rows")
 """Worlds of a second at most."""
 
 
@@ -76,7 +79,7 @@ def test_counts_are_those_committed_and_every_property_holds(name: str) -> None:
     assert walked.counts == WORLDS[name].expected
 
 
-@pytest.mark.parametrize("name", ["loop", "equals", "endings"])
+@pytest.mark.parametrize("name", ["loop", "equals", "endings", "whole", "seats", "shared"])
 def test_the_host_agrees_on_every_event_in_every_state(name: str) -> None:
     walked = walk(Task(WORLDS[name], properties=False, engine="host"))
     assert walked.is_complete
@@ -230,6 +233,41 @@ def test_a_quirk_is_found_with_its_property() -> None:
     assert len(walked.path) == 5
 
 
+@pytest.mark.parametrize(
+    ("quirk", "world", "length", "sentence"),
+    [
+        (Quirk.TOO_LONG_IS_PASSED_OVER, "whole", 3, "P16 queues_keep_their_order"),
+        (
+            Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM,
+            "tail",
+            4,
+            "P6 held_block_carries_the_extra_keys_of_its_request",
+        ),
+        (Quirk.CACHED_TOKENS_OF_THE_LAST_HIT, "shared", 7, "P21 first_hit_is_remembered"),
+        (Quirk.NOTHING_RESERVED, "names", 3, "P8 admission_leaves_room_for_the_whole_prompt"),
+    ],
+)
+def test_a_quirk_breaks_what_its_story_says(
+    quirk: Quirk, world: str, length: int, sentence: str
+) -> None:
+    walked = walk(Task(WORLDS[world], Profile(quirk, frozenset({quirk}))))
+    assert walked.found[0].startswith(sentence)
+    assert len(walked.path) == length
+    [story] = [story for story in QUIRKS if story.quirk == quirk]
+    assert sentence.split()[0] in story.property_ids
+
+
+def test_what_is_only_another_behaviour_breaks_nothing() -> None:
+    """A quirk whose story names no property goes another way, and breaks none in any state."""
+    quirk = Quirk.SELF_VICTIM_LETS_OTHERS_RUN
+    for name in ("equals", "rows"):
+        differs = walk(Task(WORLDS[name], properties=False, quirk=quirk))
+        assert differs.found
+        walked = walk(Task(WORLDS[name], Profile(quirk, frozenset({quirk}))))
+        assert walked.is_complete
+        assert walked.found == ()
+
+
 def test_a_quirk_goes_another_way_before_it_breaks_a_property() -> None:
     quirk = Quirk.MIN_TOKENS_MASK_LENGTH
     walked = walk(Task(WORLDS["endings"], properties=False, quirk=quirk))
@@ -277,20 +315,31 @@ class Grudging(SpecEngine):
 
 
 @pytest.mark.parametrize(
-    ("name", "world"),
+    ("name", "world", "length"),
     [
-        ("touch-leaves-block-queued", "pair"),
-        ("forward-frees", "pair"),
-        ("leak-on-abort", "equals"),
-        ("length-off-by-one", "loop"),
-        ("items-in-few-bits", "items"),
+        ("touch-leaves-block-queued", "pair", 6),
+        ("forward-frees", "pair", 3),
+        ("leak-on-abort", "equals", 3),
+        ("length-off-by-one", "loop", 3),
+        ("items-in-few-bits", "items", 2),
+        ("row-of-victim-stays", "victims", 8),
+        ("last-key-withdrawn", "victims", 8),
+        ("drafts-of-victim-dispatched", "victims", 10),
+        ("full-until-someone-ends", "whole", 5),
+        ("seat-preemption", "seats", 5),
+        ("told-one-token-more", "seats", 8),
+        ("digest-in-one-byte", "seats", 5),
+        ("passed-over-blocks-counted", "shared", 6),
+        ("place-not-corrected", "rows", 8),
+        ("budget-not-restored", "rows", 8),
+        ("uncached-chunk-repeats", "rows", 2),
     ],
 )
-def test_planted_defects_fall_by_a_short_program(name: str, world: str) -> None:
+def test_planted_defects_fall_by_a_shortest_program(name: str, world: str, length: int) -> None:
     task = Task(WORLDS[world], properties=False, engine=f"museum:{name}")
     walked = walk(task)
     assert walked.found
-    assert len(walked.path) <= 8
+    assert len(walked.path) == length
     engine = load_engine(f"museum:{name}")(WORLDS[world].config)
     state = initial_state(WORLDS[world].config)
     for step in walked.path:
@@ -390,3 +439,49 @@ def test_tables_are_made_by_the_command(tmp_path: Path) -> None:
     result = explore("--quirks", "--preset", "endings", "--name", quirk)
     assert result.exit_code == 0, result.output
     assert quirk in result.output
+
+
+# --- the page
+
+
+def rows_of(page: Path, head: str) -> dict[str, list[str]]:
+    """The rows of a table of a page by their first cell."""
+    lines = page.read_text().splitlines()
+    rows = {}
+    for line in lines[lines.index(head) + 2 :]:
+        if not line.startswith("|"):
+            break
+        first, *others = (cell.strip() for cell in line.strip("|").split("|"))
+        rows[first] = others
+    return rows
+
+
+def test_the_page_shows_the_worlds_as_they_are_counted() -> None:
+    rows = rows_of(PAGE, "| world | states | transitions | refused | depth | what |")
+    assert list(rows) == list(WORLDS)
+    for name, cells in rows.items():
+        assert WORLDS[name].expected is not None
+        numbers = dataclasses.astuple(WORLDS[name].expected)  # type: ignore[arg-type]
+        assert cells == [*(f"{number:,}" for number in numbers), WORLDS[name].summary]
+
+
+def test_the_page_has_the_shortest_program_of_every_quirk() -> None:
+    head = "| quirk | differs after | in | violates after | in world | property |"
+    rows = rows_of(PAGE, head)
+    assert list(rows) == [str(quirk) for quirk in Quirk]
+    for story in QUIRKS:
+        differs, there, violates, world, sentence = rows[story.quirk]
+        assert int(differs) > 0
+        assert there in WORLDS
+        if story.property_ids:
+            assert int(violates) >= int(differs)
+            assert world in WORLDS
+            assert sentence.split()[0] in story.property_ids
+        else:
+            assert (violates, world, sentence) == (NOWHERE, NOWHERE, UNBROKEN)
+
+
+def test_the_page_has_the_shortest_program_of_every_planted_defect() -> None:
+    rows = rows_of(PAGE, "| defect | events | world | first difference |")
+    assert list(rows) == list(EXHIBITS)
+    assert all(int(events) > 0 and world in WORLDS for events, world, _ in rows.values())

@@ -123,6 +123,26 @@ WORLDS: Mapping[str, World] = {
             expected=Counts(1_984, 3_637, 8_419, 24),
         ),
         World(
+            "tail",
+            "a second block that two items of the prompt and an output fill",
+            Config(
+                num_blocks=4,
+                block_size=3,
+                max_num_seqs=1,
+                max_num_batched_tokens=5,
+                max_model_len=8,
+            ),
+            (
+                Request(
+                    "A",
+                    (0, 0, 0, 0, 0),
+                    max_tokens=2,
+                    items=(MultiModalItem("x", 3, 1), MultiModalItem("z", 4, 1)),
+                ),
+            ),
+            expected=Counts(16, 21, 43, 12),
+        ),
+        World(
             "names",
             "blocks of equal tokens that an adapter or a salt keeps apart, and who must not look",
             Config(
