@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 from hashlib import sha256
@@ -209,5 +210,33 @@ def test_whatever_is_in_a_file_it_is_read_or_refused(
     fields = json.loads(manifest) | {"sha256": digest}
     path = tmp_path / "fuzz.jsonl"
     path.write_bytes(json.dumps(fields).encode() + b"\n" + body)
+    with suppress(TraceError):
+        consume(read_vectors(path), load_engine("host"))
+
+
+VALUES = [b"null", b"-1", b"9" * 30, b"1e999", b"{}", b"[]", b'"A"', b'"\\ud800"', b"\xff", b"["]
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_whatever_value_is_in_a_file_it_is_read_or_refused(
+    filled: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    """A value of the manifest or below it is another one; below it the manifest fits again."""
+    manifest, _, body = filled.read_bytes().partition(b"\n")
+    in_manifest = data.draw(st.booleans())
+    part = manifest if in_manifest else body[:20_000]
+    spans = [found.span(1) for found in re.finditer(rb'[:\[,]("[^"]*"|-?\d+|null|\[\])', part)]
+    start, end = data.draw(st.sampled_from(spans))
+    changed = part[:start] + data.draw(st.sampled_from(VALUES)) + part[end:]
+    path = tmp_path / "fuzz.jsonl"
+    if in_manifest:
+        path.write_bytes(changed + b"\n" + body)
+    else:
+        body = changed + body[20_000:]
+        fields = json.loads(manifest) | {"sha256": sha256(body).hexdigest()}
+        path.write_bytes(json.dumps(fields).encode() + b"\n" + body)
     with suppress(TraceError):
         consume(read_vectors(path), load_engine("host"))
