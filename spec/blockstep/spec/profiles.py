@@ -57,6 +57,13 @@ class QuirkStory:
     """Releases in which it was seen by running them; others were not tried."""
     program: str
     """A small program that shows it, in words."""
+    upon: tuple[Quirk, ...] = ()
+    """What it changes, and says nothing without."""
+
+    @property
+    def smallest_profile(self) -> Profile:
+        """The least that has this quirk and can show it."""
+        return Profile(self.quirk, frozenset({self.quirk, *self.upon}))
 
 
 QUIRKS: tuple[QuirkStory, ...] = (
@@ -273,6 +280,7 @@ QUIRKS: tuple[QuirkStory, ...] = (
         "0.27.0",
         "max_model_len 4, two drafts; one request decodes, one with 2 tokens of its 3 cached "
         "comes: it is not admitted while the other one runs",
+        upon=(Quirk.ADMITTED_WITH_PADDING,),
     ),
     QuirkStory(
         Quirk.HIT_IS_COMPANY_ENOUGH,
@@ -282,6 +290,7 @@ QUIRKS: tuple[QuirkStory, ...] = (
         "0.33.0",
         "two drafts, a budget of 2, blocks of 1; a prompt of 2 tokens, the first one cached: it "
         "wants 3 tokens, and is never admitted",
+        upon=(Quirk.ADMITTED_WITH_PADDING,),
     ),
     QuirkStory(
         Quirk.DRAFTS_PUBLISH_AT_COMMIT,

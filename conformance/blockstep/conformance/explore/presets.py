@@ -334,6 +334,36 @@ WORLDS: Mapping[str, World] = {
             expected=Counts(5_885, 39_078, 19_498, 22),
         ),
         World(
+            "alone",
+            "one request with room for drafts that finds its own first block again",
+            Config(
+                num_blocks=4,
+                block_size=1,
+                max_num_seqs=1,
+                max_num_batched_tokens=2,
+                max_model_len=5,
+                spec_method=SpecMethod.NGRAM,
+                num_speculative_tokens=2,
+            ),
+            (Request("A", _SHORT, max_tokens=1),),
+            expected=Counts(12, 31, 27, 8),
+        ),
+        World(
+            "brink",
+            "two requests, and more drafts than the model length has room for",
+            Config(
+                num_blocks=5,
+                block_size=1,
+                max_num_seqs=2,
+                max_num_batched_tokens=5,
+                max_model_len=3,
+                spec_method=SpecMethod.NGRAM,
+                num_speculative_tokens=3,
+            ),
+            (Request("A", _ONE, max_tokens=2), Request("B", _ONE, max_tokens=2)),
+            expected=Counts(109, 673, 342, 11),
+        ),
+        World(
             "gap",
             "two plans in flight, drafts with the worker, a budget for one of two",
             Config(

@@ -183,12 +183,12 @@ class QuirkProbe:
     """
 
     def __init__(self, quirk: Quirk) -> None:
-        self._quirks = frozenset({quirk})
+        self._quirk = quirk
 
     def __call__(self, moment: Moment) -> Hits:
         """What differs."""
         before = moment.before
-        result = transition(replace(before, quirks=self._quirks), moment.event)
+        result = transition(replace(before, quirks=before.quirks | {self._quirk}), moment.event)
         if isinstance(result, Rejected):
             seen: Observation = result
             after = before

@@ -10,12 +10,11 @@ from blockstep.conformance.explore.world import World
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.program import describe, describe_event
 from blockstep.conformance.registry import MUSEUM
-from blockstep.spec.profiles import QUIRKS, Profile, Quirk
+from blockstep.spec.profiles import QUIRKS, Profile
 from blockstep.spec.vocabulary import Commit, Drafts, Event
 
 NOWHERE = "-"
 UNBROKEN = "none: it is only another behaviour"
-_BROKEN_BY = {story.quirk: story.property_ids for story in QUIRKS}
 FIRST_LIMITS = (200, 2_000)
 """States of a walk while nothing has been found anywhere."""
 
@@ -87,16 +86,22 @@ def quirk_rows(
 ) -> list[dict[str, object]]:
     """For each quirk: when it first differs from the specification, and breaks a property."""
     rows: list[dict[str, object]] = []
-    for quirk in Quirk:
+    for story in QUIRKS:
+        quirk, profile = story.quirk, story.smallest_profile
         if names and quirk not in names:
             continue
         advance(quirk)
-        profile = Profile(quirk, frozenset({quirk}))
+        without = Profile("without", frozenset(story.upon))
         differs = find_shortest(
             quirk,
-            (Task(world, properties=False, quirk=quirk, max_states=max_states) for world in worlds),
+            (
+                Task(world, without, properties=False, quirk=quirk, max_states=max_states)
+                for world in worlds
+            ),
             jobs,
         )
+        if story.upon:  # what breaks without it is not its doing
+            worlds = [w for w in worlds if not walk(Task(w, without, max_states=max_states)).found]
         breaks = find_shortest(
             quirk, (Task(world, profile, max_states=max_states) for world in worlds), jobs
         )
@@ -107,7 +112,7 @@ def quirk_rows(
                 "in": differs.world,
                 "violates after": _length(breaks),
                 "in world": breaks.world,
-                "property": _broken(breaks, _BROKEN_BY[quirk]),
+                "property": _broken(breaks, story.property_ids),
             }
         )
     return rows
