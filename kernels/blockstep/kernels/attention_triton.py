@@ -183,7 +183,7 @@ def choose_tiling(size: int, group: int, element_size: int, max_query_len: int |
         # Three products of tf32 on the tensor cores have about the accuracy of one of float32. They
         # hold a row of queries twice in registers, which 256 dimensions do not leave room for.
         if size >= 256:
-            return Tiling(few, 16, 8, 1)
+            return Tiling(few, 16, 4, 1)
         return Tiling(few, 16, 8 if size >= 128 else 4, 1, "tf32x3")
     if max_query_len is not None and max_query_len * group <= 2 * few:
         block_m = int(max(16, triton.next_power_of_2(max_query_len * group)))
@@ -191,7 +191,7 @@ def choose_tiling(size: int, group: int, element_size: int, max_query_len: int |
         block_m = max(64, few)
     if size >= 256:
         return Tiling(block_m, 32, 4 if block_m < 64 else 8, 2)
-    return Tiling(block_m, 64, 4, 3 if block_m < 32 else 2)
+    return Tiling(block_m, 32 if block_m == 32 else 64, 4, 3 if block_m < 64 else 2)
 
 
 def choose_num_splits(num_programs: int, max_seq_len: int, num_processors: int) -> int:
