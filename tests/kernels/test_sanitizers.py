@@ -132,7 +132,7 @@ PLANTED = {
     ),
     "attention past the sequence": (
         "attention", attend, "in_range = key_at < last", "in_range = key_at >= 0",
-        "OUT-OF-BOUNDS attention_kernel",
+        "OUT-OF-BOUNDS load_tile",
     ),
     "attention takes its neighbour's queries": (
         "attention", attend, " & (step < query_len)", "", "BETWEEN-PROGRAMS WRITE-WRITE attention",

@@ -35,6 +35,62 @@ def find_sequence(query_start_loc, num_seqs, tile, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
+def load_tile(
+    key_cache, value_cache, table, key_at, in_range, head, dim, in_head,
+    key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Keys `[size, tile]` and values `[tile, size]`, slot by slot; 0 where there is none.
+
+    Masked, not multiplied away: a slot that was never written may hold NaN.
+    """
+    block = tl.load(table + key_at // BLOCK_SIZE, mask=in_range, other=0).to(tl.int64)
+    slot = key_at % BLOCK_SIZE
+    from_key = block * key_block + slot * key_slot + head * key_head
+    from_value = block * value_block + slot * value_slot + head * value_head
+    k = tl.load(
+        key_cache + from_key[None, :] + dim[:, None],
+        mask=in_range[None, :] & in_head[:, None], other=0.0,
+    )  # fmt: skip
+    v = tl.load(
+        value_cache + from_value[:, None] + dim[None, :],
+        mask=in_range[:, None] & in_head[None, :], other=0.0,
+    )  # fmt: skip
+    return k, v
+
+
+@triton.jit
+def compute_scores(
+    q, k, key_at, position, in_range, scale, window, soft_cap, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores times log2(e), -inf where a query does not see a key."""
+    scores = tl.dot(q, k.to(COMPUTE), input_precision=PRECISION) * scale
+    if SOFT_CAP:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1); float32 has no number between tanh(15) and 1.
+        ratio = tl.clamp(scores / soft_cap, -15.0, 15.0)
+        scores = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 * ratio) + 1.0))
+    visible = in_range[None, :] & (key_at[None, :] <= position[:, None])
+    if WINDOW:
+        visible = visible & (key_at[None, :] > position[:, None] - window)
+    return tl.where(visible, scores, float("-inf"))
+
+
+@triton.jit
+def add_tile(
+    top, total, weighted, scores, v, COMPUTE: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """The running maximum, sum of exponentials and weighted values, with one more tile."""
+    higher = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(top - base)
+    total = total * shrink + tl.sum(weights, 1)
+    weighted = weighted * shrink[:, None]
+    weighted += tl.dot(weights.to(COMPUTE), v.to(COMPUTE), input_precision=PRECISION)
+    return higher, total, weighted
+
+
+@triton.jit
 def attention_kernel(
     out, partial, partial_log, query, key_cache, value_cache, block_tables, query_start_loc,
     seq_lens, num_seqs, num_splits, scale, window, soft_cap, v_scale,
@@ -52,31 +108,25 @@ def attention_kernel(
 
     `scale` holds log2(e) and the scale of the keys; softmax is computed in base 2.
     """
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
-    if ONE_TILE:
-        sequence = tile
-        local = 0
-    else:
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence = tile
+    local = 0
+    if not ONE_TILE:
         sequence = find_sequence(query_start_loc, num_seqs, tile, BLOCK_Q)
         local = (tile - tl.load(query_start_loc + sequence) // BLOCK_Q - sequence) * BLOCK_Q
     start = tl.load(query_start_loc + sequence)
     query_len = tl.load(query_start_loc + sequence + 1) - start
     if local < query_len:
         context = tl.load(seq_lens + sequence) - query_len
-        m = tl.arange(0, BLOCK_M)
+        m, dim = tl.arange(0, BLOCK_M), tl.arange(0, SIZE)
         step = local + m // GROUP
-        dim = tl.arange(0, SIZE)
         is_row = (m < BLOCK_Q * GROUP) & (step < query_len)
         in_head = dim < HEAD_SIZE
+        mask = is_row[:, None] & in_head[None, :]
         token = (start + step).to(tl.int64)
         of_query = head * GROUP + m % GROUP
-        q = tl.load(
-            query + token[:, None] * query_token + of_query[:, None] * query_head + dim[None, :],
-            mask=is_row[:, None] & in_head[None, :], other=0.0,
-        ).to(COMPUTE)  # fmt: skip
-        position = context + step
+        at = token[:, None] * query_token + of_query[:, None] * query_head + dim[None, :]
+        q = tl.load(query + at, mask=mask, other=0.0).to(COMPUTE)
         first = 0
         if WINDOW:
             first = tl.maximum(context + local - window + 1, 0)
@@ -93,45 +143,24 @@ def attention_kernel(
         for begin in range(first, last, TILE):
             key_at = begin + tl.arange(0, TILE)
             in_range = key_at < last
-            block = tl.load(table + key_at // BLOCK_SIZE, mask=in_range, other=0).to(tl.int64)
-            slot = key_at % BLOCK_SIZE
-            from_key = block * key_block + slot * key_slot + head * key_head
-            from_value = block * value_block + slot * value_slot + head * value_head
-            k = tl.load(
-                key_cache + from_key[None, :] + dim[:, None],
-                mask=in_range[None, :] & in_head[:, None], other=0.0,
+            k, v = load_tile(
+                key_cache, value_cache, table, key_at, in_range, head, dim, in_head,
+                key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE,
             )  # fmt: skip
-            v = tl.load(
-                value_cache + from_value[:, None] + dim[None, :],
-                mask=in_range[:, None] & in_head[None, :], other=0.0,
+            scores = compute_scores(
+                q, k, key_at, context + step, in_range, scale, window, soft_cap,
+                WINDOW, SOFT_CAP, COMPUTE, PRECISION,
             )  # fmt: skip
-            scores = tl.dot(q, k.to(COMPUTE), input_precision=PRECISION) * scale
-            if SOFT_CAP:
-                # tanh(x) = 1 - 2 / (exp(2 x) + 1); float32 has no number between tanh(15) and 1.
-                ratio = tl.clamp(scores / soft_cap, -15.0, 15.0)
-                scores = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 * ratio) + 1.0))
-            visible = in_range[None, :] & (key_at[None, :] <= position[:, None])
-            if WINDOW:
-                visible = visible & (key_at[None, :] > position[:, None] - window)
-            scores = tl.where(visible, scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(scores - base[:, None])
-            shrink = tl.exp2(top - base)
-            total = total * shrink + tl.sum(weights, 1)
-            weighted = weighted * shrink[:, None]
-            weighted += tl.dot(weights.to(COMPUTE), v.to(COMPUTE), input_precision=PRECISION)
-            top = higher
-        weighted = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
+            top, total, weighted = add_tile(top, total, weighted, scores, v, COMPUTE, PRECISION)
+        sums = tl.where(total == 0.0, 1.0, total)
+        weighted = weighted / sums[:, None]
         if SPLIT:
             at = (token * (tl.num_programs(1) * GROUP) + of_query) * num_splits + split
-            tl.store(
-                partial_log + at, top + tl.log2(tl.where(total == 0.0, 1.0, total)), mask=is_row
-            )
+            tl.store(partial_log + at, top + tl.log2(sums), mask=is_row)
             tl.store(partial + at[:, None] * SIZE + dim[None, :], weighted, mask=is_row[:, None])
         else:
             to = token[:, None] * out_token + of_query[:, None] * out_head + dim[None, :]
-            tl.store(out + to, weighted * v_scale, mask=is_row[:, None] & in_head[None, :])
+            tl.store(out + to, weighted * v_scale, mask=mask)
 
 
 @triton.jit
