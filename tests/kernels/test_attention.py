@@ -94,6 +94,16 @@ def test_strides_and_padding_of_the_query(backend: str, device: str) -> None:
     torch.testing.assert_close(out[:6].double().cpu(), expected, atol=2e-5, rtol=2e-5)
 
 
+def test_blocks_before_the_window_are_not_read(backend: str, device: str) -> None:
+    """They may be freed, and their place in the table may hold anything."""
+    arguments, rules = Batch((1, 3), (70, 40), rules={"sliding_window": 7}).make()
+    expected = attention(*arguments, **rules)
+    tables = arguments[3]
+    tables[0, :4], tables[1, :1] = 2**30, -1
+    out = paged_attention(*(x.to(device) for x in arguments), **rules)
+    torch.testing.assert_close(out.double().cpu(), expected, atol=2e-5, rtol=2e-5)
+
+
 def test_many_decodes_go_in_several_groups(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """The reference bounds its memory; the groups do not show in the result."""
     monkeypatch.setattr("blockstep.kernels.attention.NUM_GATHERED_MAX", 2 * 40 * 32)

@@ -21,8 +21,10 @@ from blockstep.kernels.arguments import (
 from blockstep.kernels.cache import check_scales, from_cache
 from blockstep.kernels.dispatch import find_kernels
 
-NUM_GATHERED_MAX = 1 << 25
-"""Elements of keys that the reference gathers at once; more sequences go in several groups."""
+NUM_GATHERED_MAX = 1 << 19
+"""Elements of keys that the reference gathers at once; more sequences go in several groups. These
+few MiB stay in the CPU's cache, and an allocator hands them out again instead of asking for pages.
+"""
 
 
 class Rules(NamedTuple):
@@ -219,9 +221,11 @@ def attend(
     at = torch.minimum(keys, last)
     blocks = block_tables.gather(1, at // block_size).long()
     check_range("block_tables", blocks, 0, key_cache.shape[0], "ids of blocks of the cache")
-    where = (blocks, at % block_size)
-    key = from_cache(key_cache[where], query.dtype, rules.k_scale).transpose(1, 2)
-    value = from_cache(value_cache[where], query.dtype, rules.v_scale).transpose(1, 2)
+    key, value = (
+        gather_slots(cache, blocks, at % block_size) for cache in (key_cache, value_cache)
+    )
+    key = from_cache(key, query.dtype, rules.k_scale).transpose(1, 2)
+    value = from_cache(value, query.dtype, rules.v_scale).transpose(1, 2)
 
     position = last - query_len + 1 + torch.arange(query_len, device=device)
     visible = keys[:, None] <= position[..., None]
@@ -240,3 +244,12 @@ def attend(
         attended = weights.to(value.dtype) @ value
     unfolded = attended.view(num_seqs, num_kv_heads, group, query_len, head_size)
     return unfolded.permute(0, 3, 1, 2, 4).reshape(query.shape)
+
+
+def gather_slots(cache: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
+    """`[..., num_kv_heads, head_size]`: what is in these slots."""
+    if not cache.is_contiguous():
+        return cache[blocks, offsets]
+    slots = (blocks * cache.shape[1] + offsets).view(-1)
+    rows = cache.view(-1, cache.shape[2] * cache.shape[3]).index_select(0, slots)
+    return rows.view(*blocks.shape, *cache.shape[2:])
