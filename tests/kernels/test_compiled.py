@@ -17,6 +17,7 @@ import kernel_support
 import pytest
 from kernel_support.compiled import Compiled
 
+pytest.importorskip("triton")
 EVERY = os.environ.get("KERNELS_EVERY") == "1"
 REGISTERS_MAX = {
     # 64 let 1,024 threads live on a multiprocessor: enough to hide the latency of memory.

@@ -29,6 +29,7 @@ from blockstep.kernels import (
     use_backend,
 )
 
+pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="looks at interpreted kernels")
 
 
