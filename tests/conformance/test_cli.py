@@ -15,7 +15,7 @@ from blockstep.conformance.traces import read_trace, write_trace
 from blockstep.spec.vocabulary import Ack, Plan
 
 COMMANDS = (
-    *("check", "hunt", "prove", "explore", "vectors", "arms", "replay", "validate"),
+    *("check", "hunt", "prove", "explore", "vectors", "generate", "arms", "replay", "validate"),
     *("properties", "engines", "explain", "quirks", "museum"),
 )
 

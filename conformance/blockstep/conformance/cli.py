@@ -37,6 +37,7 @@ from blockstep.conformance.console import (
 )
 from blockstep.conformance.explain import explain_moment, explain_name
 from blockstep.conformance.explore.command import explore_command, vectors_app
+from blockstep.conformance.generate import generate_command
 from blockstep.conformance.hunt import get_workarounds, hunt
 from blockstep.conformance.isolation import (
     BUILD_SECONDS,
@@ -81,6 +82,7 @@ app = typer.Typer(
 
 app.command("prove")(prove_command)
 app.command("explore")(explore_command)
+app.command("generate")(generate_command)
 app.add_typer(vectors_app, name="vectors")
 
 TRUSTED = frozenset({"host", "spec"})

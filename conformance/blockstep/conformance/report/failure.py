@@ -6,6 +6,7 @@ Plain text on purpose: it is read in CI logs, pasted into issues, and compared b
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.conformance.check import CheckOptions, CheckResult
@@ -55,7 +56,7 @@ def render_failure(
     headline = HEADLINES[findings[0].kind]
     lines = [f"blockstep check: {headline} at event {run.num_events} {where}", ""]
     for finding in findings:
-        lines += _render_finding(finding)
+        lines += render_finding(finding)
     num_actions = len(shrunk.program.actions)
     lines += [
         "",
@@ -66,14 +67,7 @@ def render_failure(
     for number, action in enumerate(shrunk.program.actions, 1):
         lines.append(f"    {number:>{width}}  {describe(action)}")
     lines += _render_answers(shrunk)
-    differences = [
-        difference
-        for finding in findings
-        if finding.kind is FindingKind.DIVERGENCE
-        for difference in finding.differences
-    ]
-    if differences:
-        lines += ["", *_render_differences(differences)]
+    lines += render_divergence(findings)
     lines += ["", f"  reproduce  {reproduce(options, episode)}"]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
@@ -103,7 +97,7 @@ def describe_config(config: Config) -> str:
     return "\n            ".join(textwrap.wrap(" ".join(parts), WIDTH - 12))
 
 
-def _render_finding(finding: Finding) -> list[str]:
+def render_finding(finding: Finding) -> list[str]:
     """Property and sentence, then what was seen; a property says what it expected."""
     name = f"{finding.property_id} {finding.sentence}".strip()
     label = "property" if finding.property_id else str(finding.kind)
@@ -117,6 +111,17 @@ def _render_finding(finding: Finding) -> list[str]:
         for line in textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
     ]
     return [f"  {label:<12}{name}", *wrapped]
+
+
+def render_divergence(findings: Sequence[Finding]) -> list[str]:
+    """Where the states of spec and engine differ, as a table after an empty line; [] if nowhere."""
+    differences = [
+        difference
+        for finding in findings
+        if finding.kind is FindingKind.DIVERGENCE
+        for difference in finding.differences
+    ]
+    return ["", *_render_differences(differences)] if differences else []
 
 
 def _told(difference: Difference) -> str:

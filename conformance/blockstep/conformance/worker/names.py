@@ -94,6 +94,10 @@ class PrefixNames:
             self._memo[id(link)] = (link, slots)
         return slots
 
+    def token_of(self, name: Name) -> int:
+        """The last token of a prefix."""
+        return self._tokens[name]
+
     def same_tokens(self, left: Name, right: Name) -> bool:
         """Whether two different names stand for the same tokens: they differ in extra keys."""
         if min(left, right) < 0:

@@ -142,19 +142,27 @@ class Worker:
     def _finish(self, row: FrameRow) -> None:
         """Sample, and propose what may come next."""
         view = row.view
-        view.cut_names(row.num_known)
-        if row.samples:
-            row.sampled = self._sample(row)
-        view.tokens.extend(row.sampled)
-        view.num_computed = row.end - row.num_rejected
-        view.num_unreported += len(row.sampled)
-        view.num_promised += row.num_promised
-        view.num_rejected += row.num_rejected
+        self._promise(row)
+        self._deliver(row, self._sample(row) if row.samples else ())
         if row.samples and self.config.async_scheduling:
             count, right = self.config.num_speculative_tokens, self.acceptance
             num_right = right[self._num_proposals % len(right)]
             self._num_proposals += 1
             view.proposal = self._guess(view, count, num_right)
+
+    def _promise(self, row: FrameRow) -> None:
+        """What is certain once a row runs: its tokens are computed, and it brings so many."""
+        row.view.num_computed = row.end
+        row.view.num_promised += row.num_promised
+
+    def _deliver(self, row: FrameRow, sampled: TokenIds) -> None:
+        """What it sampled follows the known tokens; rejected drafts were never computed."""
+        view, row.sampled = row.view, sampled
+        view.cut_names(row.num_known)
+        view.tokens.extend(sampled)
+        view.num_computed -= row.num_rejected
+        view.num_unreported += len(sampled)
+        view.num_rejected += row.num_rejected
 
     def _preempt(self, request_id: RequestId) -> None:
         view = self.views.get(request_id)

@@ -1,0 +1,34 @@
+"""The model engine: from a checkpoint and prompts to tokens, with the host engine as scheduler.
+
+In the order of the data: `fields`, `config`, `rope` and `checkpoint` (what a folder holds), `cache`
+and `model` (memory, and the forward pass over it), `params` and `sampler` (which token), `batch`
+(what plans said), `speculation` (drafts), `graphs` and `runner` (running plans), `loading`, `text`
+and `llm` (what a user sees); `observer` is for who wants to watch.
+"""
+
+from blockstep.impl.engine.errors import (
+    CheckpointError,
+    EngineError,
+    RequestError,
+    SettingsError,
+)
+from blockstep.impl.engine.llm import LLM, Chunk, Completion
+from blockstep.impl.engine.loading import Settings
+from blockstep.impl.engine.observer import MakeObserver, Observer, Pass, Ran
+from blockstep.impl.engine.params import SamplingParams
+
+__all__ = [
+    "LLM",
+    "CheckpointError",
+    "Chunk",
+    "Completion",
+    "EngineError",
+    "MakeObserver",
+    "Observer",
+    "Pass",
+    "Ran",
+    "RequestError",
+    "SamplingParams",
+    "Settings",
+    "SettingsError",
+]

@@ -1,0 +1,208 @@
+"""Batch: what the worker knows of every request, kept between steps and changed by plans alone.
+
+    token_ids     [row, position]   prompt and outputs, then drafts of the step
+    block_tables  [row, index]      blocks of the request
+    known tokens  |------------- num_known -------------|
+    KV exists     |------- num_computed -------|
+
+One row per request from its first plan until the plan that says it ended. A plan brings differences
+only; nothing is rebuilt. Under asynchronous scheduling the worker is ahead of the plans by what the
+frames in flight sampled, and behind them by the drafts that those rejected, so that `num_computed`
+is its own for every request that runs, and the plan's for one that starts or resumes. Source: seed
+001 "CachedRequestData", "NewRequestData"; P26.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from blockstep.impl.engine.model import Inputs
+from blockstep.impl.engine.params import SamplingParams
+from blockstep.impl.engine.sampler import Draw
+from blockstep.kernels import prepare_step
+from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
+    BlockTables,
+    CachedRow,
+    Config,
+    NewRow,
+    Plan,
+    RequestId,
+    TokenIds,
+)
+
+NUM_ROWS_FIRST = 16
+
+
+@dataclass(slots=True)
+class BatchRow:
+    """One request."""
+
+    request_id: RequestId
+    index: int
+    """Its row in the arrays."""
+    params: SamplingParams
+    seed: int
+    num_prompt: int
+    num_known: int
+    num_computed: int = 0
+    num_blocks: int = 0
+    proposal: TokenIds = ()
+    """Drafts for its next row, where they stay with the worker."""
+
+
+@dataclass(slots=True)
+class StepRow:
+    """What one request does in one step."""
+
+    row: BatchRow
+    first: int
+    """Position of the first token that runs."""
+    end: int
+    """One past the last."""
+    drafts: TokenIds
+    """The last of the tokens that run; none of them is known to be right."""
+    samples: bool
+    """Whether all known tokens are computed after this step, so that a token follows."""
+    sampled: TokenIds = ()
+
+    @property
+    def num_logits(self) -> int:
+        """Positions whose next token is asked for."""
+        return 1 + len(self.drafts) if self.samples else 0
+
+    def get_draws(self) -> list[Draw]:
+        """The tokens to choose: one behind the known ones, and one behind each draft."""
+        row = self.row
+        first = row.num_known - row.num_prompt
+        return [Draw(row.params, row.seed, first + more) for more in range(self.num_logits)]
+
+
+class Batch:
+    """All requests that the worker knows."""
+
+    def __init__(self, config: Config, device: str) -> None:
+        self.config = config
+        self.device = device
+        self.rows: dict[RequestId, BatchRow] = {}
+        self.width = config.max_model_len + config.num_speculative_tokens + 1
+        """Positions of a row: drafts may lie past the last token that is ever kept."""
+        self.max_blocks = -(-self.width // config.block_size)
+        self.token_ids = np.zeros((NUM_ROWS_FIRST, self.width), dtype=np.int64)
+        self.block_tables = np.zeros((NUM_ROWS_FIRST, self.max_blocks), dtype=np.int32)
+        self._free = list(range(NUM_ROWS_FIRST - 1, -1, -1))
+
+    def apply(
+        self, plan: Plan, chosen: dict[RequestId, tuple[SamplingParams, int]]
+    ) -> list[StepRow]:
+        """Take the differences of a plan; returns its rows in plan order.
+
+        `chosen` says how new requests want their tokens: parameters and seed.
+        """
+        for request_id in plan.finished_req_ids:
+            row = self.rows.pop(request_id, None)
+            if row is not None:
+                self._free.append(row.index)
+        for request_id in plan.preempted_req_ids:
+            row = self.rows[request_id]
+            row.num_computed = row.num_blocks = 0
+        step = [self._start_new(new, *chosen[new.request_id]) for new in plan.new]
+        step += [self._start_cached(cached) for cached in plan.cached]
+        if self.config.num_speculative_tokens:
+            for row in self.rows.values():
+                row.proposal = ()
+        return step
+
+    def append(self, row: BatchRow, tokens: Sequence[int]) -> None:
+        """Tokens that follow the known ones."""
+        end = row.num_known + len(tokens)
+        self.token_ids[row.index, row.num_known : end] = tokens
+        row.num_known = end
+
+    def get_tokens(self, row: BatchRow) -> np.ndarray:
+        """Its known tokens, a view [num_known] int64."""
+        tokens: np.ndarray = self.token_ids[row.index, : row.num_known]
+        return tokens
+
+    def get_room(self, row: BatchRow) -> int:
+        """Positions that have a slot."""
+        return min(row.num_blocks * self.config.block_size, self.config.max_model_len)
+
+    def build_inputs(
+        self, rows: Sequence[BatchRow], first: Sequence[int], end: Sequence[int]
+    ) -> Inputs:
+        """The inputs of a pass over positions [`first`, `end`) of each row, on the device."""
+        index = np.fromiter((row.index for row in rows), np.int64, len(rows))
+        starts, ends = np.array(first, np.int32), np.array(end, np.int32)
+        counts = ends - starts
+        max_seq_len = int(ends.max())
+        num_blocks = -(-max_seq_len // self.config.block_size)
+        tables = torch.from_numpy(self.block_tables[index, :num_blocks]).to(self.device)
+        positions, slot_mapping, query_start_loc, seq_lens = prepare_step(
+            tables,
+            torch.from_numpy(starts).to(self.device),
+            torch.from_numpy(counts).to(self.device),
+            self.config.block_size,
+        )
+        before = np.cumsum(counts) - counts
+        flat = np.arange(int(counts.sum())) + np.repeat(
+            index * self.width + starts - before, counts
+        )
+        return Inputs(
+            token_ids=torch.from_numpy(self.token_ids.reshape(-1)[flat]).to(self.device),
+            positions=positions,
+            slot_mapping=slot_mapping,
+            block_tables=tables,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            max_query_len=int(counts.max()),
+            max_seq_len=max_seq_len,
+        )
+
+    def _start_new(self, new: NewRow, params: SamplingParams, seed: int) -> StepRow:
+        prompt = new.request.prompt_token_ids
+        row = BatchRow(new.request_id, self._take_index(), params, seed, len(prompt), 0)
+        self.rows[row.request_id] = row
+        self.append(row, prompt)
+        row.num_computed = new.num_computed_tokens
+        self._append_blocks(row, new.block_ids)
+        return self._start(row, new.num_scheduled_tokens, ())
+
+    def _start_cached(self, cached: CachedRow) -> StepRow:
+        row = self.rows[cached.request_id]
+        if cached.resumed:
+            row.num_blocks = 0
+            row.num_computed = cached.num_computed_tokens
+        self._append_blocks(row, cached.new_block_ids)
+        drafts = cached.draft_token_ids
+        if DRAFT_PLACEHOLDER in drafts:
+            drafts = row.proposal[: len(drafts)]
+        return self._start(row, cached.num_scheduled_tokens, drafts)
+
+    def _start(self, row: BatchRow, num_scheduled: int, drafts: TokenIds) -> StepRow:
+        first, end = row.num_computed, row.num_computed + num_scheduled
+        if drafts:
+            self.token_ids[row.index, row.num_known : row.num_known + len(drafts)] = drafts
+        row.num_computed = end
+        return StepRow(row, first, end, drafts, samples=end >= row.num_known)
+
+    def _append_blocks(self, row: BatchRow, tables: BlockTables) -> None:
+        (blocks,) = tables
+        end = row.num_blocks + len(blocks)
+        self.block_tables[row.index, row.num_blocks : end] = blocks
+        row.num_blocks = end
+
+    def _take_index(self) -> int:
+        """A free row; the arrays double when there is none."""
+        if not self._free:
+            num_rows = len(self.token_ids)
+            self.token_ids = np.concatenate((self.token_ids, np.zeros_like(self.token_ids)))
+            self.block_tables = np.concatenate(
+                (self.block_tables, np.zeros_like(self.block_tables))
+            )
+            self._free.extend(range(2 * num_rows - 1, num_rows - 1, -1))
+        return self._free.pop()

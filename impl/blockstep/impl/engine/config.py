@@ -1,0 +1,147 @@
+"""Config: the shape of a model, read from `config.json` and `generation_config.json`.
+
+Three families share one shape and differ in the few fields of `FAMILIES`. The names of fields are
+those of the files; what is not understood is refused, never passed over: a checkpoint computed with
+a wrong formula gives plausible nonsense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blockstep.impl.engine.errors import CheckpointError
+from blockstep.impl.engine.fields import Fields, read_json
+from blockstep.impl.engine.rope import Rope, get_rope
+
+FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a decoder: everything that its forward pass depends on."""
+
+    architecture: str
+    """One of `FAMILIES`."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    """Divides `num_heads`: so many query heads share one KV head (GQA)."""
+    head_size: int
+    rms_norm_eps: float
+    max_model_len: int
+    """Positions that the model was made for."""
+    rope: Rope
+    sliding_windows: tuple[int | None, ...]
+    """Per layer: keys that a query sees, its own included; None for all."""
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """Whether each query and key head is normed before RoPE."""
+    dtype: str
+    """What the weights were saved in, one of `DTYPES`."""
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads."""
+        return self.num_heads * self.head_size
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads; that of the value heads is the same."""
+        return self.num_kv_heads * self.head_size
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """Read the shape of the model in `folder`.
+
+    Raises:
+        CheckpointError: no folder, no or unreadable `config.json`, an unknown architecture, or a
+            field that is missing, of a wrong value or not supported.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; name a local Hugging Face model folder")
+    data = read_json(folder / "config.json")
+    architecture = next(iter(data.get("architectures") or ()), None)
+    if architecture not in FAMILIES:
+        raise CheckpointError(
+            f"{folder}: architecture {architecture!r} is not supported; use one of {FAMILIES}"
+        )
+    fields = Fields(folder / "config.json", data)
+    if data.get("quantization_config"):
+        raise fields.error("quantization_config", "quantised weights are not supported")
+    if fields.get("hidden_act", "silu") != "silu":
+        raise fields.error("hidden_act", "must be 'silu'")
+    is_llama, is_qwen2 = architecture == FAMILIES[0], architecture == FAMILIES[1]
+    hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    num_kv_heads = fields.count("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_key_value_heads", f"must divide num_attention_heads {num_heads}")
+    head_size = fields.count("head_dim", 0 if hidden_size % num_heads else hidden_size // num_heads)
+    bias = bool(fields.get("attention_bias", False))
+    max_position_embeddings = fields.count("max_position_embeddings", 2048)
+    rope = get_rope(fields, head_size, max_position_embeddings)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.count("intermediate_size"),
+        num_layers=fields.count("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        max_model_len=rope.max_model_len,
+        rope=rope,
+        sliding_windows=_get_sliding_windows(fields, is_llama),
+        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        qkv_bias=is_qwen2 or bias,
+        o_bias=bias and not is_qwen2,
+        mlp_bias=is_llama and bool(fields.get("mlp_bias", False)),
+        qk_norm=architecture == FAMILIES[2],
+        dtype=_get_dtype(fields),
+        eos_token_ids=_get_eos(folder, data),
+    )
+
+
+def _get_sliding_windows(fields: Fields, is_llama: bool) -> tuple[int | None, ...]:
+    """Window per layer. Older files of Qwen say from which layer on, newer ones say each layer."""
+    num_layers = fields.count("num_hidden_layers")
+    if is_llama or not fields.get("use_sliding_window", False):
+        return (None,) * num_layers
+    window = fields.count("sliding_window")
+    first = fields.get("max_window_layers", 28)
+    kinds = fields.get("layer_types") or [
+        "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
+    ]
+    if len(kinds) != num_layers or not {"sliding_attention", "full_attention"}.issuperset(kinds):
+        raise fields.error(
+            "layer_types", f"must name full_attention or sliding_attention for {num_layers} layers"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _get_dtype(fields: Fields) -> str:
+    name = "dtype" if fields.get("dtype") else "torch_dtype"
+    dtype = fields.get(name, "float32")
+    if dtype not in DTYPES:
+        raise fields.error(name, f"must be one of {DTYPES}")
+    return str(dtype)
+
+
+def _get_eos(folder: Path, data: Mapping[str, Any]) -> tuple[int, ...]:
+    """Tokens that end a text: those for generation where they are given, else the model's."""
+    path = folder / "generation_config.json"
+    eos = read_json(path).get("eos_token_id") if path.is_file() else None
+    if eos is None:
+        eos = data.get("eos_token_id")
+    return () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)

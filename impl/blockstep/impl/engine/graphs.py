@@ -1,0 +1,102 @@
+"""Graphs: decode steps replayed as CUDA graphs, so that launching costs nothing.
+
+A graph is captured for a few batch sizes, at first use; a step of n requests with a token each is
+padded to the next size. A padding row reads one key of the null block and writes nothing. Steps
+with a prefill or drafts run without a graph.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import replace
+
+import torch
+
+from blockstep.impl.engine.model import Inputs, Model
+
+NUM_WARM_UPS = 2
+
+
+def get_graph_sizes(max_num_seqs: int) -> list[int]:
+    """1, 2, 4, then every multiple of 8; the last one is not below `max_num_seqs`."""
+    return [size for size in (1, 2, 4) if size < max_num_seqs] + [
+        *range(8, max_num_seqs + 8, 8),
+    ]
+
+
+class DecodeGraphs:
+    """The graphs of one model. All of them share the buffers of the largest."""
+
+    def __init__(self, model: Model, max_num_seqs: int, max_blocks: int, max_seq_len: int) -> None:
+        self.model = model
+        self.sizes = get_graph_sizes(max_num_seqs)
+        device = model.weights.embedding.device
+        largest = self.sizes[-1]
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.buffers = Inputs(
+            token_ids=zeros(largest),
+            positions=zeros(largest),
+            slot_mapping=zeros(largest),
+            block_tables=zeros(largest, max_blocks, dtype=torch.int32),
+            query_start_loc=torch.arange(largest + 1, dtype=torch.int32, device=device),
+            seq_lens=zeros(largest, dtype=torch.int32),
+            max_query_len=1,
+            max_seq_len=max_seq_len,
+        )
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+
+    def fits(self, inputs: Inputs) -> bool:
+        """Whether a step has a token of each request and nothing else."""
+        return inputs.max_query_len == 1 and len(inputs.seq_lens) <= self.sizes[-1]
+
+    def forward(self, inputs: Inputs) -> torch.Tensor:
+        """`Model.forward` by replay; the result is overwritten by the next one."""
+        num_seqs = len(inputs.seq_lens)
+        size = self.sizes[bisect_left(self.sizes, num_seqs)]
+        self._fill(inputs, size)
+        if size not in self._graphs:
+            self._graphs[size] = self._capture(size)
+        graph, hidden = self._graphs[size]
+        graph.replay()
+        return hidden[:num_seqs]
+
+    def _fill(self, inputs: Inputs, size: int) -> None:
+        buffers, num_seqs = self.buffers, len(inputs.seq_lens)
+        for name, padding in (
+            ("token_ids", 0), ("positions", 0), ("slot_mapping", -1), ("seq_lens", 1),
+        ):  # fmt: skip
+            buffer = getattr(buffers, name)
+            buffer[:num_seqs].copy_(getattr(inputs, name))
+            buffer[num_seqs:size].fill_(padding)
+        buffers.block_tables[:num_seqs, : inputs.block_tables.shape[1]].copy_(inputs.block_tables)
+        buffers.block_tables[num_seqs:size].zero_()
+
+    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """Record a pass over the first `size` rows of the buffers.
+
+        Warming up first compiles the kernels, which must not happen while recording. It runs on the
+        real inputs, and running a step twice writes the same KV.
+        """
+        buffers = self.buffers
+        inputs = replace(
+            buffers,
+            token_ids=buffers.token_ids[:size],
+            positions=buffers.positions[:size],
+            slot_mapping=buffers.slot_mapping[:size],
+            block_tables=buffers.block_tables[:size],
+            query_start_loc=buffers.query_start_loc[: size + 1],
+            seq_lens=buffers.seq_lens[:size],
+        )
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(NUM_WARM_UPS):
+                self.model.forward(inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            hidden = self.model.forward(inputs)
+        return graph, hidden

@@ -1,0 +1,340 @@
+"""LLM: the engine as a user meets it. It loads a model, takes requests, and steps until they end.
+
+add_request -> Submit --+
+                        v
+step:  Schedule -> plan -> runner -> answer -> Commit -> outputs -> text, stop strings -> Chunk
+         ^                                                                   |
+         +----- up to max_frames_in_flight plans ahead ---- Drafts <---------+
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from blockstep.impl.engine.errors import EngineError, RequestError, SettingsError
+from blockstep.impl.engine.loading import Settings, load_engine
+from blockstep.impl.engine.observer import MakeObserver, Observer
+from blockstep.impl.engine.params import SamplingParams
+from blockstep.impl.engine.runner import Answer, Logprobs
+from blockstep.impl.engine.text import Detokenizer
+from blockstep.impl.host import HostEngine
+from blockstep.spec.vocabulary import (
+    Abort,
+    Commit,
+    Drafts,
+    Event,
+    FinishReason,
+    Observation,
+    OutputRow,
+    Outputs,
+    Plan,
+    Rejected,
+    Request,
+    RequestId,
+    RowTokens,
+    Schedule,
+    Submit,
+    TokenIds,
+)
+
+Prompt: TypeAlias = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one request gained in one step."""
+
+    request_id: RequestId
+    token_ids: TokenIds
+    text: str = ""
+    """"" without a tokenizer; may lag behind the tokens while a stop string is possible."""
+    finish_reason: FinishReason | None = None
+    """Set in the last chunk of a request."""
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request."""
+
+    request_id: RequestId
+    prompt_token_ids: TokenIds
+    token_ids: TokenIds
+    """Outputs. With a stop string they may reach past `text`, to the end of its last token."""
+    text: str
+    finish_reason: FinishReason
+    num_cached_tokens: int
+    """Prompt tokens that came from the prefix cache."""
+    logprobs: Logprobs | None = None
+    """Per output token, if asked for: log probabilities by token id, the sampled one among them."""
+
+
+@dataclass(slots=True)
+class Live:
+    """A request that has not ended."""
+
+    request: Request
+    params: SamplingParams
+    detokenizer: Detokenizer | None
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: Logprobs | None = None
+    num_cached_tokens: int = 0
+
+
+class LLM:
+    """A model that serves requests.
+
+        llm = LLM("path/to/model")
+        llm.generate(["Once upon a time"], SamplingParams(max_tokens=32))
+
+    Raises:
+        CheckpointError: the folder holds no model that can be run.
+        SettingsError: settings that contradict each other, the model or the machine.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        settings: Settings | None = None,
+        check: MakeObserver | None = None,
+        **options: object,
+    ) -> None:
+        """Load `model`. Settings are given as a whole or one by one (see `Settings`)."""
+        if settings is not None and options:
+            raise SettingsError(f"settings were given; put {sorted(options)} into them")
+        if settings is None:
+            try:
+                settings = Settings(**options)  # type: ignore[arg-type]
+            except TypeError as error:
+                raise SettingsError(f"{error}; see blockstep.impl.engine.Settings") from error
+        self.settings = settings
+        loaded = load_engine(Path(model), settings)
+        self.config = loaded.config
+        self.tokenizer = loaded.tokenizer
+        self.model_config = loaded.model_config
+        self._runner = loaded.runner
+        self.observer: Observer | None = None if check is None else check(self.config, HostEngine)
+        """Who watches, if anybody does."""
+        self._scheduler = HostEngine(self.config) if self.observer is None else self.observer
+        self._live: dict[RequestId, Live] = {}
+        self._frames: deque[Plan] = deque()
+        """Dispatched and not committed, oldest first."""
+        self._completions: dict[RequestId, Completion] = {}
+        self._num_requests = 0
+
+    # Requests.
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Serve `prompts` (texts or token ids) together; completions in their order.
+
+        Raises:
+            RequestError: a prompt that cannot be served; then none of them is.
+        """
+        several = _split_prompts(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(several)
+        if len(params) != len(several):
+            raise RequestError(
+                f"{len(several)} prompts and {len(params)} params: give one for all, or one each"
+            )
+        names: list[RequestId] = []
+        try:
+            for prompt, one in zip(several, params, strict=True):
+                names.append(self.add_request(prompt, one))
+            while any(name in self._live for name in names):
+                self.step()
+        except BaseException:
+            self.abort(*(name for name in names if name in self._live))
+            raise
+        return [self._completions.pop(name) for name in names]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Serve one prompt, and yield what it gains as it gains it.
+
+        Giving the iterator up aborts the request. Other requests go on meanwhile; their chunks are
+        not yielded here, but their completions are complete.
+        """
+        name = self.add_request(prompt, params or SamplingParams())
+        try:
+            while name in self._live:
+                yield from (chunk for chunk in self.step() if chunk.request_id == name)
+        finally:
+            if name in self._live:
+                self.abort(name)
+            self._completions.pop(name, None)
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestId:
+        """Hand in one prompt, to be served by `step`; returns its name.
+
+        Raises:
+            RequestError: it is empty, holds a token that the model does not have, is longer than
+                the model or the cache allows, or needs a tokenizer that is missing.
+        """
+        params = params or SamplingParams()
+        token_ids = self._encode(prompt)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop: the model has no tokenizer.json; use stop_token_ids")
+        eos = () if params.ignore_eos else self.model_config.eos_token_ids
+        name = f"request-{self._num_requests}"
+        request = Request(
+            request_id=name,
+            prompt_token_ids=token_ids,
+            max_tokens=params.max_tokens,
+            eos_token_id=eos[0] if eos else None,
+            stop_token_ids=(*eos[1:], *params.stop_token_ids),
+            arrival_time=self._num_requests,
+            skip_reading_prefix_cache=False,
+        )
+        answer = self._scheduler.apply(Submit(request))
+        if isinstance(answer, Rejected):
+            raise RequestError(f"prompt of {len(token_ids)} tokens: {answer.detail}")
+        seed = params.seed
+        if seed is None:
+            seed = self.settings.seed * 1_000_003 + self._num_requests
+        self._num_requests += 1
+        self._runner.chosen[name] = (params, seed)
+        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, params.stop)
+        self._live[name] = Live(
+            request, params, detokenizer, logprobs=None if params.logprobs is None else []
+        )
+        return name
+
+    def abort(self, *request_ids: RequestId) -> None:
+        """Give requests up; what they have gained so far is their completion.
+
+        Names of requests that have ended change nothing.
+        """
+        names = tuple(name for name in request_ids if name in self._live)
+        if names:
+            self._apply(Abort(names))
+            for name in names:
+                self._end(name, FinishReason.ABORT)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to do."""
+        return bool(self._live)
+
+    def pop_completion(self, request_id: RequestId) -> Completion:
+        """The completion of a request that has ended. Raises `RequestError` if it has not."""
+        if request_id not in self._completions:
+            raise RequestError(f"{request_id!r}: has not ended, or was taken already")
+        return self._completions.pop(request_id)
+
+    # Steps.
+
+    def step(self) -> list[Chunk]:
+        """Plan and run until an answer is due, and take it; what each request gained by it."""
+        while len(self._frames) < self.config.max_frames_in_flight:
+            plan = self._apply(Schedule())
+            assert isinstance(plan, Plan), "Schedule is answered with a Plan"
+            self._runner.dispatch(plan)
+            if not plan.rows:
+                break
+            self._frames.append(plan)
+            if self.observer is not None:
+                self.observer.ran(self._runner.peek(plan.frame_id).ran)
+        if not self._frames:
+            if self._live:
+                raise EngineError(f"no progress: {len(self._live)} requests wait for nothing")
+            return []
+        return self._take_answer(self._frames.popleft())
+
+    def _take_answer(self, plan: Plan) -> list[Chunk]:
+        answer = self._runner.collect(plan.frame_id)
+        outputs = self._apply(Commit(plan.frame_id, answer.ran.sampled))
+        assert isinstance(outputs, Outputs), "Commit is answered with Outputs"
+        chunks = [
+            self._deliver(row, answer) for row in outputs.rows if row.request_id in self._live
+        ]
+        self._propose(answer)
+        return chunks
+
+    def _propose(self, answer: Answer) -> None:
+        """Hand the drafts in, unless they stay with the runner."""
+        if self.config.async_scheduling:
+            return
+        drafts = tuple(
+            RowTokens(name, tokens)
+            for name, tokens in answer.ran.proposals.items()
+            if tokens and name in self._live
+        )
+        if drafts:
+            self._apply(Drafts(drafts))
+
+    def _deliver(self, row: OutputRow, answer: Answer) -> Chunk:
+        """Take what a step brought to one request, and end it if it has enough."""
+        live = self._live[row.request_id]
+        tokens, reason = row.new_token_ids, row.finish_reason
+        live.num_cached_tokens = row.num_cached_tokens
+        live.token_ids += tokens
+        logprobs = None
+        if live.logprobs is not None:
+            logprobs = answer.logprobs[row.request_id][: len(tokens)]
+            live.logprobs += logprobs
+        text = ""
+        if live.detokenizer is not None:
+            text = live.detokenizer.append(tokens)
+            if live.detokenizer.stopped and reason is None:
+                self._apply(Abort((row.request_id,)))
+            if live.detokenizer.stopped:
+                reason = FinishReason.STOP
+            if reason is not None:
+                text += live.detokenizer.finish()
+        live.text += text
+        if reason is not None:
+            self._end(row.request_id, reason)
+        return Chunk(row.request_id, tokens, text, reason, logprobs)
+
+    def _end(self, name: RequestId, reason: FinishReason) -> None:
+        live = self._live.pop(name)
+        if reason is FinishReason.ABORT and live.detokenizer is not None:
+            live.text += live.detokenizer.finish()
+        self._runner.chosen.pop(name, None)
+        self._completions[name] = Completion(
+            request_id=name,
+            prompt_token_ids=live.request.prompt_token_ids,
+            token_ids=tuple(live.token_ids),
+            text=live.text,
+            finish_reason=reason,
+            num_cached_tokens=live.num_cached_tokens,
+            logprobs=live.logprobs,
+        )
+
+    def _apply(self, event: Event) -> Observation:
+        """Give the scheduler an event that it cannot refuse."""
+        answer = self._scheduler.apply(event)
+        if isinstance(answer, Rejected):
+            raise EngineError(f"{type(event).__name__} was refused: {answer.code}: {answer.detail}")
+        return answer
+
+    def _encode(self, prompt: Prompt) -> TokenIds:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("a text needs a tokenizer.json beside the model; give token ids")
+            tokens: Iterable[int] = self.tokenizer.encode(prompt).ids
+        else:
+            tokens = prompt
+        token_ids = tuple(tokens)
+        size = self.model_config.vocab_size
+        wrong = next((t for t in token_ids if type(t) is not int or not 0 <= t < size), None)
+        if wrong is not None:
+            raise RequestError(f"token {wrong!r}: the model has tokens 0 to {size - 1}")
+        return token_ids
+
+
+def _split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt as a list of one."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

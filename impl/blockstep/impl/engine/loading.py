@@ -1,0 +1,188 @@
+"""Loading: from a folder and settings to a runner, with everything checked before it is allotted.
+
+config.json -> weights -> bytes per block -> blocks -> Config of the scheduler -> caches -> runner
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from blockstep.impl.engine.cache import PagedCache, compute_num_blocks, get_block_bytes
+from blockstep.impl.engine.checkpoint import load_weights
+from blockstep.impl.engine.config import DTYPES, ModelConfig, load_config
+from blockstep.impl.engine.errors import SettingsError
+from blockstep.impl.engine.model import Model
+from blockstep.impl.engine.runner import Runner
+from blockstep.impl.engine.speculation import DraftModelProposer, NgramProposer, Proposer
+from blockstep.impl.engine.text import load_tokenizer
+from blockstep.spec.vocabulary import Config, Policy, SpecMethod, config_problems
+
+CPU_CACHE_BYTES = 1 << 30
+"""What the cache takes on a CPU if nobody says, at most."""
+GPU_FREE_SHARE = 0.85
+"""Share of the memory left after loading that the cache takes on a GPU if nobody says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a model is run. Names are those of vLLM and of `Config`."""
+
+    dtype: str = "auto"
+    """float32, float16 or bfloat16; auto: what the weights were saved in."""
+    device: str = "auto"
+    """cpu or cuda; auto: a GPU if there is one."""
+    kv_cache_bytes: int | None = None
+    """Memory for all caches; None: 1 GiB on a CPU at most, most of what is free on a GPU."""
+    num_blocks: int | None = None
+    """Blocks instead of bytes, the null block included."""
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    """Tokens of prompt and output, at most; None: as many as model and cache allow."""
+    policy: Policy = Policy.FCFS
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    scheduler_reserve_full_isl: bool = True
+    spec_method: SpecMethod = SpecMethod.NONE
+    """ngram or draft_model."""
+    num_speculative_tokens: int = 0
+    draft_model: str | Path | None = None
+    """Folder of the draft model; its vocabulary must be that of the model."""
+    max_frames_in_flight: int = 1
+    """2: the next step is planned before the tokens of this one are known (asynchronous)."""
+    seed: int = 0
+    """From which requests without a seed of their own get one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that is ready to run."""
+
+    config: Config
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+    runner: Runner
+
+
+def load_engine(folder: Path, settings: Settings) -> Loaded:
+    """Load everything.
+
+    Raises:
+        CheckpointError: a folder that holds no model that can be run.
+        SettingsError: settings that contradict each other, the model or the machine.
+    """
+    device = _get_device(settings.device)
+    model_config = load_config(folder)
+    draft_folder = _get_draft_folder(settings)
+    draft_config = None if draft_folder is None else load_config(draft_folder)
+    dtype = _get_dtype(settings, model_config)
+    models = [model_config] if draft_config is None else [model_config, draft_config]
+    if draft_config is not None and draft_config.vocab_size != model_config.vocab_size:
+        raise SettingsError(
+            f"draft_model: has {draft_config.vocab_size} tokens and the model "
+            f"{model_config.vocab_size}; use one with the same tokenizer"
+        )
+    weights = load_weights(folder, model_config, dtype, device)
+    draft_weights = None
+    if draft_config is not None and draft_folder is not None:
+        draft_weights = load_weights(draft_folder, draft_config, dtype, device)
+    config = get_config(settings, models, dtype, device)
+
+    def build(shape: ModelConfig, its_weights: object) -> Model:
+        cache = PagedCache(shape, config.num_blocks, config.block_size, dtype, device)
+        return Model(shape, its_weights, cache, config.max_model_len)  # type: ignore[arg-type]
+
+    proposer: Proposer | None = None
+    if settings.spec_method is SpecMethod.NGRAM:
+        proposer = NgramProposer(config.num_speculative_tokens)
+    elif draft_config is not None:
+        draft = build(draft_config, draft_weights)
+        proposer = DraftModelProposer(draft, config.num_speculative_tokens)
+    runner = Runner(config, build(model_config, weights), proposer, device)
+    return Loaded(config, model_config, load_tokenizer(folder), runner)
+
+
+def get_config(
+    settings: Settings, models: list[ModelConfig], dtype: torch.dtype, device: str
+) -> Config:
+    """The scheduler's constants: blocks from memory, and lengths that models and cache allow.
+
+    Raises:
+        SettingsError: fewer than two blocks, a length past the models', or what `config_problems`
+            has against the rest.
+    """
+    trained = min(model.max_model_len for model in models)
+    if settings.max_model_len is not None and settings.max_model_len > trained:
+        raise SettingsError(
+            f"max_model_len = {settings.max_model_len}: the model was made for {trained} "
+            "positions; give no more"
+        )
+    longest = settings.max_model_len or trained
+    num_blocks = settings.num_blocks
+    if num_blocks is None:
+        block_bytes = get_block_bytes(models, settings.block_size, dtype)
+        num_blocks = compute_num_blocks(_get_cache_bytes(settings, device), block_bytes)
+        if settings.kv_cache_bytes is None:
+            most = settings.max_num_seqs * -(-longest // settings.block_size) + 1
+            num_blocks = max(min(num_blocks, most), 2)
+    capacity = (num_blocks - 1) * settings.block_size
+    config = Config(
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len or max(min(trained, capacity), 2),
+        policy=settings.policy,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        enable_chunked_prefill=settings.enable_chunked_prefill,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        scheduler_reserve_full_isl=settings.scheduler_reserve_full_isl,
+        spec_method=settings.spec_method,
+        num_speculative_tokens=settings.num_speculative_tokens,
+        max_frames_in_flight=settings.max_frames_in_flight,
+    )
+    problems = config_problems(config)
+    if problems:
+        raise SettingsError("\n".join(map(str, problems)))
+    return config
+
+
+def _get_cache_bytes(settings: Settings, device: str) -> int:
+    if settings.kv_cache_bytes is not None:
+        return settings.kv_cache_bytes
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0] * GPU_FREE_SHARE)
+    return CPU_CACHE_BYTES
+
+
+def _get_device(name: str) -> str:
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise SettingsError(f"device = {name!r}: must be auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("device = 'cuda': torch sees no GPU here; use cpu")
+    return name
+
+
+def _get_dtype(settings: Settings, model: ModelConfig) -> torch.dtype:
+    name = model.dtype if settings.dtype == "auto" else settings.dtype
+    if name not in DTYPES:
+        raise SettingsError(f"dtype = {name!r}: must be auto or one of {DTYPES}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _get_draft_folder(settings: Settings) -> Path | None:
+    wants = settings.spec_method is SpecMethod.DRAFT_MODEL
+    if wants != (settings.draft_model is not None):
+        raise SettingsError("draft_model: must be given exactly when spec_method is draft_model")
+    if settings.spec_method is SpecMethod.EAGLE:
+        raise SettingsError("spec_method = 'eagle': is not supported; use ngram or draft_model")
+    return None if settings.draft_model is None else Path(settings.draft_model)

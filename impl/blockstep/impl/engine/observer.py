@@ -1,0 +1,63 @@
+"""Observer: how somebody outside watches the engine while it serves.
+
+The engine gives every event to the observer instead of its scheduler, and tells what each forward
+pass really ran on: the very arrays that the kernels were given. Who hands an observer in decides
+what is done with that; `blockstep.conformance.serving` holds both to the specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from blockstep.impl.engine.model import Inputs
+from blockstep.impl.host import HostEngine
+from blockstep.spec.vocabulary import (
+    Config,
+    Event,
+    FrameId,
+    Observation,
+    RequestId,
+    RowTokens,
+    TokenIds,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward pass."""
+
+    is_draft: bool
+    """Whether the draft model ran, in its own cache, and not the model itself."""
+    request_ids: tuple[RequestId, ...]
+    """Whose tokens, in the order of `inputs`."""
+    inputs: Inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What one plan came to."""
+
+    frame_id: FrameId
+    passes: tuple[Pass, ...]
+    sampled: tuple[RowTokens, ...]
+    """One row per request, in plan order; what will be committed."""
+    proposals: Mapping[RequestId, TokenIds]
+    """The drafts that follow, of requests that sampled."""
+
+
+class Observer(Protocol):
+    """A scheduler that takes the events of ours, and looks at them."""
+
+    def apply(self, event: Event) -> Observation:
+        """Give the event to the scheduler and return its answer. What it raises ends the run."""
+        ...
+
+    def ran(self, ran: Ran) -> None:
+        """A plan was run; told before the next event. What it raises ends the run."""
+        ...
+
+
+MakeObserver: TypeAlias = Callable[[Config, Callable[[Config], HostEngine]], Observer]
+"""Builds an observer around the scheduler that the second argument builds."""

@@ -1,0 +1,139 @@
+"""RoPE: the angle by which each position turns each pair of a head's components.
+
+    pair i of a head: (x[i], x[i + head_size / 2]), turned by position * inv_freq[i]
+
+A variant is a change of `inv_freq`, and for yarn a factor on the result too:
+
+| rope_type | angles |
+|---|---|
+| default | theta ** (-2 i / head_size) |
+| linear  | all slower by `factor` |
+| llama3  | long waves slower by `factor`, short ones as they were, a ramp between (Llama 3.1) |
+| yarn    | the same idea with a ramp over the number of turns (arXiv 2309.00071) |
+| dynamic | as default, up to the length that the model was trained for |
+
+Refused: `dynamic` past that length, because its angles follow the length of the text, so that KV
+already in the cache would be of other angles; `longrope` for the same reason; anything unknown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from blockstep.impl.engine.fields import Fields
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """One variant with its numbers."""
+
+    head_size: int
+    inv_freq: tuple[float, ...]
+    """Radians per position, [head_size / 2]."""
+    attention_factor: float = 1.0
+    """Scales the turned queries and keys, each."""
+    max_model_len: int = 2048
+    """Positions for which the angles are right."""
+
+    def build_table(self, num_positions: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+        """Cosines, then sines: [2, num_positions, head_size / 2], computed in float32."""
+        positions = torch.arange(num_positions, dtype=torch.float32)
+        inv_freq = torch.tensor(self.inv_freq, dtype=torch.float32)
+        angles = positions[:, None] * inv_freq
+        table = torch.stack((angles.cos(), angles.sin())) * self.attention_factor
+        return table.to(device=device, dtype=dtype)
+
+
+def apply_rope(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn `heads` [num_tokens, any number of heads, head_size] by each token's angle.
+
+    `cos` and `sin` are [num_tokens, 1, head_size / 2].
+    """
+    left, right = heads.chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+def get_rope(fields: Fields, head_size: int, max_position_embeddings: int) -> Rope:
+    """The variant that a `config.json` asks for, in the older spelling or the newer one.
+
+    Raises:
+        CheckpointError: an unknown type, a missing number, or an odd head size.
+    """
+    name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
+    numbers = fields.get(name, {})
+    kind = numbers.get("rope_type", numbers.get("type", "default"))
+    theta = float(numbers.get("rope_theta") or fields.get("rope_theta", 10000.0))
+    if kind not in ROPE_TYPES:
+        raise fields.error(name, f"rope_type {kind!r} is not supported; use one of {ROPE_TYPES}")
+    if head_size % 2:
+        raise fields.error("head_dim", "must be even: RoPE turns pairs")
+    if numbers.get("partial_rotary_factor", 1.0) != 1.0:
+        raise fields.error(name, "partial_rotary_factor must be 1: whole heads are turned")
+    pairs = range(0, head_size, 2)
+    inv_freq = tuple(theta ** -(pair / head_size) for pair in pairs)
+    length, attention_factor = max_position_embeddings, 1.0
+    try:
+        if kind == "linear":
+            inv_freq = tuple(freq / float(numbers["factor"]) for freq in inv_freq)
+        elif kind == "llama3":
+            inv_freq = tuple(_slow_llama3(freq, numbers, length) for freq in inv_freq)
+        elif kind == "yarn":
+            original = numbers.get("original_max_position_embeddings") or length
+            inv_freq = _slow_yarn(inv_freq, theta, numbers, original)
+            attention_factor = _get_yarn_attention_factor(numbers)
+            length = max(length, int(original * numbers["factor"]))
+    except (KeyError, TypeError) as error:
+        raise fields.error(name, f"{kind} needs the number {error}") from error
+    return Rope(head_size, inv_freq, attention_factor, length)
+
+
+def _slow_llama3(freq: float, numbers: Mapping[str, Any], length: int) -> float:
+    """One angle of Llama 3.1: by how many turns fit the original length, slower or as it was."""
+    low, high = float(numbers["low_freq_factor"]), float(numbers["high_freq_factor"])
+    original = int(numbers.get("original_max_position_embeddings") or length)
+    num_turns = original * freq / (2 * math.pi)
+    kept = min(max((num_turns - low) / (high - low), 0.0), 1.0)
+    return kept * freq + (1 - kept) * freq / float(numbers["factor"])
+
+
+def _slow_yarn(
+    inv_freq: tuple[float, ...], theta: float, numbers: Mapping[str, Any], original: int
+) -> tuple[float, ...]:
+    """Angles of yarn: pairs with many turns as they were, with few slower, a ramp between."""
+    head_size = 2 * len(inv_freq)
+
+    def find_pair(num_turns: float) -> float:
+        """The pair that turns so often over the original length."""
+        return head_size * math.log(original / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = find_pair(numbers.get("beta_fast") or 32)
+    last = find_pair(numbers.get("beta_slow") or 1)
+    if numbers.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_size - 1)
+    width = last - first or 0.001
+    slowed = []
+    for pair, freq in enumerate(inv_freq):
+        ramp = min(max((pair - first) / width, 0.0), 1.0)
+        slowed.append((1 - ramp) * freq + ramp * freq / float(numbers["factor"]))
+    return tuple(slowed)
+
+
+def _get_yarn_attention_factor(numbers: Mapping[str, Any]) -> float:
+    given = numbers.get("attention_factor")
+    if given is not None:
+        return float(given)
+
+    def scale(weight: float) -> float:
+        factor = float(numbers["factor"])
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    over, under = numbers.get("mscale"), numbers.get("mscale_all_dim")
+    return scale(over) / scale(under) if over and under else scale(1.0)
