@@ -158,6 +158,10 @@ class ServingChecker:
         self._expect_nothing(self.run.apply(event))
         return self._heard[-1]
 
+    def snapshot(self) -> Snapshot:
+        """The state, which is the same on both sides."""
+        return self.run.spec.snapshot()
+
     def ran(self, served: ServedPlan) -> None:
         """A plan ran: see what its passes did, and take over what it sampled."""
         self._expect_nothing(self.worker.report(served))

@@ -92,8 +92,8 @@ class Batch:
         self.width = config.max_model_len + config.num_speculative_tokens + 1
         """Positions of a row: drafts may lie past the last token that is ever kept."""
         self.max_blocks = -(-self.width // config.block_size)
-        self.token_ids = np.zeros((NUM_ROWS_FIRST, self.width), dtype=np.int64)
-        self.block_tables = np.zeros((NUM_ROWS_FIRST, self.max_blocks), dtype=np.int32)
+        self.token_ids: np.ndarray = np.zeros((NUM_ROWS_FIRST, self.width), dtype=np.int64)
+        self.block_tables: np.ndarray = np.zeros((NUM_ROWS_FIRST, self.max_blocks), dtype=np.int32)
         self._free = list(range(NUM_ROWS_FIRST - 1, -1, -1))
 
     def apply(

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -122,7 +122,7 @@ class TensorReader:
         self.device = device
         self.unread: set[str] = set()
         self._stack = ExitStack()
-        self._file_of: dict[str, tuple[Path, safe_open]] = {}
+        self._file_of: dict[str, tuple[Path, Any]] = {}
 
     def __enter__(self) -> Self:
         for path in self._find_files():

@@ -37,6 +37,7 @@ from blockstep.spec.vocabulary import (
     RequestId,
     RowTokens,
     Schedule,
+    Stats,
     Submit,
     TokenIds,
 )
@@ -219,6 +220,10 @@ class LLM:
             self._apply(Abort(names))
             for name in names:
                 self._end(name, FinishReason.ABORT)
+
+    def get_stats(self) -> Stats:
+        """Counters since the start: prefix hits, preemptions, drafts."""
+        return self._scheduler.snapshot().stats
 
     @property
     def has_unfinished_requests(self) -> bool:

@@ -20,6 +20,7 @@ from blockstep.spec.vocabulary import (
     Observation,
     RequestId,
     RowTokens,
+    Snapshot,
     TokenIds,
 )
 
@@ -52,6 +53,10 @@ class Observer(Protocol):
 
     def apply(self, event: Event) -> Observation:
         """Give the event to the scheduler and return its answer. What it raises ends the run."""
+        ...
+
+    def snapshot(self) -> Snapshot:
+        """The scheduler's state."""
         ...
 
     def ran(self, ran: Ran) -> None:

@@ -74,15 +74,17 @@ def compute_uniform(seeds: Sequence[int], indices: Sequence[int]) -> np.ndarray:
     """
     mixed = _mix(np.array(seeds, dtype=np.uint64))
     mixed = _mix(mixed + np.array(indices, dtype=np.uint64))
-    return (mixed >> np.uint64(12)).astype(np.float64) * 2.0**-52
+    uniform: np.ndarray = (mixed >> np.uint64(12)).astype(np.float64) * 2.0**-52
+    return uniform
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
     """One step of SplitMix64 (Steele, Lea, Flood 2014), for each value."""
-    mixed = values + np.uint64(0x9E3779B97F4A7C15)
+    mixed: np.ndarray = values + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
 
 
 def get_logprobs(

@@ -1,0 +1,41 @@
+"""Three tiny checkpoints, and 64 prompts that share prefixes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine_support.models import (
+    FAMILIES,
+    Checkpoint,
+    build_model,
+    make_checkpoint,
+    make_prompts,
+    save_model,
+    save_tokenizer,
+)
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    return make_prompts()
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoint:
+    return make_checkpoint(request.param, tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="session")
+def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer: every byte is a token."""
+    folder = save_model(build_model("qwen3", vocab_size=260), tmp_path_factory.mktemp("speaking"))
+    save_tokenizer(folder)
+    return folder

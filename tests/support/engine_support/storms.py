@@ -1,0 +1,52 @@
+"""Storms: ways of running that must not change a single token, and what each must have reached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from blockstep.spec.vocabulary import SpecMethod, Stats
+
+NUM_BLOCKS_MIN = 22
+"""Of 4 tokens: the longest request (52 + 24 tokens, 3 drafts, 3 lookahead slots) just fits."""
+SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": NUM_BLOCKS_MIN, "max_model_len": 84}
+NGRAM: dict[str, Any] = {"spec_method": SpecMethod.NGRAM, "num_speculative_tokens": 3}
+DRAFT: dict[str, Any] = {"spec_method": SpecMethod.DRAFT_MODEL, "num_speculative_tokens": 3}
+ASYNC: dict[str, Any] = {"max_frames_in_flight": 2}
+
+
+@dataclass(frozen=True)
+class Storm:
+    """Settings, and the situations without which the run would prove nothing."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    reaches: tuple[str, ...] = ()
+
+    def get_missing(self, stats: Stats) -> list[str]:
+        """Situations that were not reached."""
+        reached = {
+            "hit": stats.prefix_cache_hits > 0,
+            "preemption": stats.preemptions > 10,
+            "accepted": stats.drafts_accepted > 0,
+            "rejected": stats.drafts_accepted < stats.drafts_scheduled,
+        }
+        return [name for name in self.reaches if not reached[name]]
+
+
+STORMS = {
+    "plain": Storm({}, ("hit",)),
+    "no-cache": Storm({"enable_prefix_caching": False}),
+    "chunked": Storm(
+        {"max_num_batched_tokens": 24, "long_prefill_token_threshold": 7, "block_size": 4}, ("hit",)
+    ),
+    "small-pool": Storm({**SMALL, "max_num_batched_tokens": 16}, ("hit", "preemption")),
+    "ngram": Storm({**SMALL, **NGRAM}, ("hit", "preemption", "accepted", "rejected")),
+    "draft-model": Storm({**SMALL, **DRAFT}, ("hit", "preemption", "accepted", "rejected")),
+    "async": Storm({**SMALL, **ASYNC, "max_num_batched_tokens": 16}, ("hit", "preemption")),
+    "async-ngram": Storm(
+        {**SMALL, **ASYNC, **NGRAM}, ("hit", "preemption", "accepted", "rejected")
+    ),
+    "async-draft-model": Storm(
+        {**SMALL, **ASYNC, **DRAFT}, ("hit", "preemption", "accepted", "rejected")
+    ),
+}
