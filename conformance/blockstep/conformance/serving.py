@@ -234,8 +234,7 @@ class ServingWorker(Worker):
         for row in rows.values():
             row.view.name_positions(row.end, row.drafts)
         for one in served.passes:
-            if not one.is_draft:
-                self._check_rows(one, rows)
+            if not one.is_draft and self._runs_the_rows(one, rows):
                 self._check_pass(one, rows)
         for sampled in served.sampled:
             row = rows[sampled.request_id]
@@ -253,44 +252,45 @@ class ServingWorker(Worker):
             row.view.cut_names(len(row.view.tokens))
         return self._findings
 
-    def _check_rows(self, one: ServedPass, rows: Mapping[RequestId, FrameRow]) -> None:
-        """The model runs exactly the rows of the plan, each from its first position to its last."""
+    def _runs_the_rows(self, one: ServedPass, rows: Mapping[RequestId, FrameRow]) -> bool:
+        """Whether the model runs exactly the rows of the plan, each from its first position on."""
         ends, starts = _ints(one.inputs.seq_lens), _ints(one.inputs.query_start_loc)
         seen = {
             name: (ends[row] - (starts[row + 1] - starts[row]), ends[row])
             for row, name in enumerate(one.request_ids)
         }
         expected = {name: (row.first, row.end) for name, row in rows.items()}
-        if seen != expected or list(one.request_ids) != list(rows):
-            difference = Difference("positions per request", str(expected), str(seen))
-            self._complain("pass_runs_the_rows_of_the_plan", "the model ran others", difference)
+        if seen == expected and list(one.request_ids) == list(rows):
+            return True
+        difference = Difference("positions per request", str(expected), str(seen))
+        self._complain("pass_runs_the_rows_of_the_plan", "the model ran others", difference)
+        return False
 
     def _check_pass(self, one: ServedPass, rows: Mapping[RequestId, FrameRow]) -> None:
         """Every token is written where its request has its slot, then read where it was written."""
-        inputs, size = one.inputs, self.config.block_size
+        inputs = one.inputs
         tokens, positions = _ints(inputs.token_ids), _ints(inputs.positions)
         slots, starts = _ints(inputs.slot_mapping), _ints(inputs.query_start_loc)
         shadow = self.shadows[one.is_draft]
         for number, name in enumerate(one.request_ids):
             view = rows[name].view
             for at in range(starts[number], starts[number + 1]):
-                self._write_slot(shadow, view, tokens[at], positions[at], slots[at])
+                if positions[at] < min(len(view.chain), len(view.table) * self.config.block_size):
+                    self._write_slot(shadow, view, tokens[at], positions[at], slots[at])
+                else:
+                    self._complain(
+                        "token_has_a_position_of_its_request", f"{name!r}: ran at {positions[at]}"
+                    )
         tables = inputs.block_tables.tolist()
         assert isinstance(tables, list)
         for number, end in enumerate(_ints(inputs.seq_lens)):
-            view, table = rows[one.request_ids[number]].view, tables[number]
-            for position, expected in enumerate(view.chain[:end]):
-                slot = table[position // size] * size + position % size
-                if shadow[slot] != expected:
-                    self._complain_slot(view, position, slot, expected, shadow[slot])
-                    break
+            self._read_slots(shadow, rows[one.request_ids[number]].view, tables[number], end)
 
     def _write_slot(
         self, shadow: list[Name], view: RequestView, token: int, position: int, slot: int
     ) -> None:
         """Tag the slot that was really written; complain if token or slot are not the plan's."""
-        name = view.request.request_id
-        size = self.config.block_size
+        name, size = view.request.request_id, self.config.block_size
         expected_slot = view.table[position // size] * size + position % size
         expected = view.chain[position]
         if slot != expected_slot:
@@ -309,6 +309,18 @@ class ServingWorker(Worker):
             )
         if 0 <= slot < len(shadow):
             shadow[slot] = expected
+
+    def _read_slots(
+        self, shadow: list[Name], view: RequestView, table: Sequence[int], end: int
+    ) -> None:
+        """Complain about the first slot that is read and holds something else."""
+        size = self.config.block_size
+        for position, expected in enumerate(view.chain[:end]):
+            index = position // size
+            slot = table[index] * size + position % size if index < len(table) else 0
+            if shadow[slot] != expected:
+                self._complain_slot(view, position, slot, expected, shadow[slot])
+                return
 
     def _complain_slot(
         self, view: RequestView, position: int, slot: int, expected: Name, seen: Name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_support.models import Checkpoint
+from engine_support.models import MAX_TOKENS, Checkpoint
 from engine_support.storms import STORMS
 
 from blockstep.impl.engine import LLM, SamplingParams
@@ -31,6 +31,6 @@ def test_greedy_tokens_are_those_of_transformers(
 ) -> None:
     storm = STORMS[name]
     llm = LLM(checkpoint.folder, **storm.settings, **get_draft(checkpoint, storm.settings))
-    completions = llm.generate(prompts, SamplingParams(max_tokens=24))
+    completions = llm.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS))
     assert [one.token_ids for one in completions] == checkpoint.expected.token_ids
     assert storm.get_missing(llm.get_stats()) == []

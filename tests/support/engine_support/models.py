@@ -23,7 +23,7 @@ logging.disable_progress_bar()
 
 EOS = 1
 NUM_PROMPTS = 64
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 VOCAB_SIZE = 128
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

@@ -7,11 +7,15 @@ from typing import Any
 
 from blockstep.spec.vocabulary import SpecMethod, Stats
 
-NUM_BLOCKS_MIN = 22
-"""Of 4 tokens: the longest request (52 + 24 tokens, 3 drafts, 3 lookahead slots) just fits."""
+NUM_BLOCKS_MIN = 18
+"""Of 4 tokens each: the longest request (50 + 15 tokens computed, 3 drafts) just fits."""
 SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": NUM_BLOCKS_MIN, "max_model_len": 84}
 NGRAM: dict[str, Any] = {"spec_method": SpecMethod.NGRAM, "num_speculative_tokens": 3}
-DRAFT: dict[str, Any] = {"spec_method": SpecMethod.DRAFT_MODEL, "num_speculative_tokens": 3}
+DRAFT: dict[str, Any] = {
+    "spec_method": SpecMethod.DRAFT_MODEL,
+    "num_speculative_tokens": 2,
+    "num_blocks": NUM_BLOCKS_MIN + 1,  # the lookahead slots
+}
 ASYNC: dict[str, Any] = {"max_frames_in_flight": 2}
 
 

@@ -24,6 +24,19 @@ def get_graph_sizes(max_num_seqs: int) -> list[int]:
     ]
 
 
+def take_rows(inputs: Inputs, size: int) -> Inputs:
+    """The first `size` requests of inputs that have a token each; views, no copies."""
+    return replace(
+        inputs,
+        token_ids=inputs.token_ids[:size],
+        positions=inputs.positions[:size],
+        slot_mapping=inputs.slot_mapping[:size],
+        block_tables=inputs.block_tables[:size],
+        query_start_loc=inputs.query_start_loc[: size + 1],
+        seq_lens=inputs.seq_lens[:size],
+    )
+
+
 class DecodeGraphs:
     """The graphs of one model. All of them share the buffers of the largest."""
 
@@ -80,16 +93,7 @@ class DecodeGraphs:
         Warming up first compiles the kernels, which must not happen while recording. It runs on the
         real inputs, and running a step twice writes the same KV.
         """
-        buffers = self.buffers
-        inputs = replace(
-            buffers,
-            token_ids=buffers.token_ids[:size],
-            positions=buffers.positions[:size],
-            slot_mapping=buffers.slot_mapping[:size],
-            block_tables=buffers.block_tables[:size],
-            query_start_loc=buffers.query_start_loc[: size + 1],
-            seq_lens=buffers.seq_lens[:size],
-        )
+        inputs = take_rows(self.buffers, size)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -59,6 +59,18 @@ class Settings:
     seed: int = 0
     """From which requests without a seed of their own get one."""
 
+    def __post_init__(self) -> None:
+        for name, kind in (("policy", Policy), ("spec_method", SpecMethod)):
+            value = getattr(self, name)
+            if value not in list(kind):
+                known = ", ".join(kind)
+                raise SettingsError(f"{name} = {value!r}: must be one of {known}")
+            object.__setattr__(self, name, kind(value))
+        if type(self.block_size) is not int or self.block_size < 1:
+            raise SettingsError(f"block_size = {self.block_size!r}: must be an int of at least 1")
+        if type(self.seed) is not int or not 0 <= self.seed < 2**32:
+            raise SettingsError(f"seed = {self.seed!r}: must be from 0 to 2**32 - 1")
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:

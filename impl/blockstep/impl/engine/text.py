@@ -43,7 +43,9 @@ class Detokenizer:
         self._num_given = 0
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain now and was not before."""
+        """The text that is certain now and was not before; nothing more after a stop string."""
+        if self.stopped:
+            return ""
         for token_id in token_ids:
             self._token_ids.append(token_id)
             self._decoded += self._stream.step(self.tokenizer, token_id) or ""

@@ -1,0 +1,129 @@
+"""`blockstep generate`: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_support.models import build_model, save_model, save_tokenizer
+from typer.testing import CliRunner, Result
+
+from blockstep.conformance.cli import app
+from blockstep.impl.engine.batch import Batch
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_model(build_model("llama", vocab_size=260), tmp_path_factory.mktemp("model"))
+    save_tokenizer(folder)
+    return folder
+
+
+def blockstep(*args: object) -> Result:
+    return CliRunner().invoke(app, ["generate", *map(str, args)], env={"COLUMNS": "100"})
+
+
+def test_one_prompt_is_streamed(model: Path) -> None:
+    result = blockstep("--model", model, "What is a block?", "--max-tokens", 12)
+    assert result.exit_code == 0
+    assert "12 tokens in" in result.stderr
+    assert result.stdout.strip()
+
+
+def test_several_prompts_are_told_apart(model: Path) -> None:
+    result = blockstep("--model", model, "one", "two", "--max-tokens", 3, "--ignore-eos")
+    assert result.exit_code == 0
+    assert "--- 1 (length)" in result.stdout
+    assert "--- 2 (length)" in result.stdout
+
+
+def test_json_is_complete_and_alone_on_standard_output(model: Path) -> None:
+    result = blockstep(
+        *("--model", model, "one", "--token-ids", "5,6", "--max-tokens", 4, "--ignore-eos"),
+        *("--logprobs", 2, "--check", "--json", "-"),
+    )
+    assert result.exit_code == 0
+    made = json.loads(result.stdout)
+    assert (made["format"], made["version"]) == ("blockstep-generate", 1)
+    assert made["num_tokens"] == 8
+    assert made["check"]["num_slots_read"] > 0
+    first, second = made["completions"]
+    assert second["prompt_token_ids"] == [5, 6]
+    assert first["finish_reason"] == "length"
+    assert [len(row) >= 2 for row in first["logprobs"]] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--speculate", "ngram"),
+        ("--speculate", "draft_model", "--draft-model", "{model}"),
+        ("--depth", 2, "--block-size", 4, "--num-blocks", 30, "--max-model-len", 64),
+    ],
+)
+def test_a_checked_run_says_what_was_checked(model: Path, options: tuple[object, ...]) -> None:
+    given = [str(option).format(model=model) for option in options]
+    result = blockstep("--model", model, "abc", "--max-tokens", 8, "--check", *given)
+    assert result.exit_code == 0
+    assert "check: nothing found; " in result.stderr
+
+
+def test_the_same_seed_says_the_same(model: Path) -> None:
+    options = ("--model", model, "abc", "--temperature", 1.2, "--top-p", 0.9, "--max-tokens", 20)
+    first, again, other = (blockstep(*options, "--seed", seed) for seed in (3, 3, 4))
+    assert first.stdout == again.stdout != other.stdout
+
+
+def test_a_finding_ends_with_its_report_and_code_1(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start: Any = Batch._append_blocks
+    monkeypatch.setattr(
+        Batch, "_append_blocks", lambda self, row, tables: start(self, row, (tables[0][::-1],))
+    )
+    result = blockstep("--model", model, "a longer prompt than a block", "--check")
+    assert result.exit_code == 1
+    assert "blockstep generate: VIOLATION at event 2" in result.stderr
+    assert "P3 token_is_written_to_its_slot" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "nothing to continue"),
+        (("--token-ids", "1;2"), "--token-ids '1;2': must be ids"),
+        (("abc", "--temperature", -1), "temperature = -1.0: must be 0 or above"),
+        (("abc", "--num-blocks", 1), "num_blocks = 1: must be an int from 2"),
+        (("abc", "--cache-gib", "0.0000001"), "kv_cache_bytes = 107: a block takes"),
+        (("abc", "--num-blocks", 2, "--max-model-len", 200), "blocks, and the pool has 1"),
+        (("abc", "--speculate", "draft_model"), "draft_model: must be given exactly when"),
+    ],
+)
+def test_bad_input_ends_with_one_sentence_and_code_2(
+    model: Path, options: tuple[object, ...], message: str
+) -> None:
+    result = blockstep("--model", model, *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_folder_without_a_model_is_bad_input(tmp_path: Path) -> None:
+    result = blockstep("--model", tmp_path, "abc")
+    assert result.exit_code == 2
+    assert "config.json: cannot be read" in result.stderr
+
+
+def test_without_torch_it_says_what_to_install(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr("importlib.import_module", fail)
+    result = blockstep("--model", model, "abc")
+    assert result.exit_code == 2
+    assert "torch is not installed; pip install 'blockstep[engine]'" in result.stderr

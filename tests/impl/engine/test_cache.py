@@ -1,0 +1,92 @@
+"""Memory of the cache: what a block takes, and how many there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine_support.models import Checkpoint
+
+from blockstep.impl.engine import LLM, SettingsError
+from blockstep.impl.engine.cache import compute_block_bytes, compute_num_blocks
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_kv_heads", "bytes_per_layer", "megabytes"),
+    [
+        pytest.param(32, 32, 262_144, 8.39, id="Llama 7B"),
+        pytest.param(40, 40, 327_680, 13.11, id="Llama 13B"),
+        pytest.param(80, 8, 65_536, 5.24, id="Llama 70B"),
+        pytest.param(32, 8, 65_536, 2.10, id="Mixtral 8x7B"),
+        pytest.param(126, 8, 65_536, 8.26, id="Llama 405B"),
+    ],
+)
+def test_a_block_takes_what_the_table_of_seed_002_says(
+    num_layers: int, num_kv_heads: int, bytes_per_layer: int, megabytes: float
+) -> None:
+    assert compute_block_bytes(1, num_kv_heads, 128, 16, 2) == bytes_per_layer
+    whole = compute_block_bytes(num_layers, num_kv_heads, 128, 16, 2)
+    assert round(whole / 1e6, 2) == megabytes
+
+
+def test_the_blocks_of_an_h100_are_those_of_seed_002() -> None:
+    # The seed divides 43 GB by 5.24 MB, a rounded size, and gets 8,206.
+    assert compute_num_blocks(43 * 10**9, 5_240_000) == 8_206
+    assert compute_num_blocks(43 * 10**9, compute_block_bytes(80, 8, 128, 16, 2)) == 8_201
+
+
+def test_memory_is_rounded_down_to_blocks() -> None:
+    assert [compute_num_blocks(size, 100) for size in (200, 299, 300)] == [2, 2, 3]
+
+
+@pytest.mark.parametrize("size", [0, 99, 199])
+def test_memory_for_less_than_two_blocks_is_refused(size: int) -> None:
+    with pytest.raises(SettingsError, match=f"kv_cache_bytes = {size}: .* give 200 or more"):
+        compute_num_blocks(size, 100)
+
+
+def test_the_engine_sizes_its_cache_from_memory(qwen3: Checkpoint) -> None:
+    block_bytes = compute_block_bytes(2, 2, 32, 16, 4)
+    llm = LLM(qwen3.folder, kv_cache_bytes=10 * block_bytes + 1)
+    assert llm.config.num_blocks == 10
+    assert llm.config.max_model_len == 9 * 16
+
+
+def test_a_draft_model_shares_the_memory(qwen3: Checkpoint) -> None:
+    block_bytes = compute_block_bytes(2, 2, 32, 16, 4)
+    llm = LLM(
+        qwen3.folder,
+        kv_cache_bytes=10 * block_bytes,
+        spec_method="draft_model",
+        num_speculative_tokens=1,
+        draft_model=qwen3.draft_folder,
+    )
+    assert llm.config.num_blocks == 5
+
+
+def test_a_small_model_does_not_take_all_memory(qwen3: Checkpoint) -> None:
+    llm = LLM(qwen3.folder, max_num_seqs=4, max_model_len=64)
+    assert llm.config.num_blocks == 4 * 4 + 1
+
+
+def test_halves_take_half(qwen3: Checkpoint) -> None:
+    block_bytes = compute_block_bytes(2, 2, 32, 16, torch.bfloat16.itemsize)
+    llm = LLM(qwen3.folder, dtype="bfloat16", kv_cache_bytes=10 * block_bytes)
+    assert llm.config.num_blocks == 10
+
+
+def test_too_much_for_the_machine_is_refused(
+    qwen3: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*shape: object, **more: object) -> None:
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr("blockstep.impl.engine.cache.torch.zeros", fail)
+    with pytest.raises(SettingsError, match=r"num_blocks = 50: the machine has no .* bytes"):
+        LLM(qwen3.folder, num_blocks=50)
+
+
+def test_the_draft_folder_is_another_one(qwen3: Checkpoint, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="exactly when spec_method is draft_model"):
+        LLM(qwen3.folder, draft_model=tmp_path)

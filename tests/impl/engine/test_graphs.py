@@ -1,0 +1,63 @@
+"""CUDA graphs: what can be seen of them without a GPU, and the rest with one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_support.models import MAX_TOKENS, Checkpoint
+
+from blockstep.impl.engine import LLM, SamplingParams
+from blockstep.impl.engine.graphs import DecodeGraphs, get_graph_sizes, take_rows
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"),
+    [
+        (1, [8]),
+        (2, [1, 8]),
+        (3, [1, 2, 8]),
+        (8, [1, 2, 4, 8]),
+        (9, [1, 2, 4, 8, 16]),
+        (24, [1, 2, 4, 8, 16, 24]),
+    ],
+)
+def test_sizes_reach_every_batch(max_num_seqs: int, sizes: list[int]) -> None:
+    assert get_graph_sizes(max_num_seqs) == sizes
+    assert sizes[-1] >= max_num_seqs
+
+
+def test_padding_reads_the_null_block_and_writes_nothing(qwen3: Checkpoint) -> None:
+    runner = LLM(qwen3.folder, block_size=4, max_model_len=64)._runner
+    graphs = DecodeGraphs(runner.model, 8, runner.batch.max_blocks, 64)
+    graphs.buffers.slot_mapping.fill_(77)
+    graphs.buffers.block_tables.fill_(9)
+    graphs.buffers.seq_lens.fill_(33)
+    llm = LLM(qwen3.folder, block_size=4, max_model_len=64)
+    llm.generate([[2, 3, 4, 5, 6], [7, 8]], SamplingParams(max_tokens=2, ignore_eos=True))
+    rows = list(llm._runner.batch.rows.values())
+    inputs = llm._runner.batch.build_inputs(rows, [5, 2], [6, 3])
+    assert graphs.fits(inputs)
+    graphs._fill(inputs, 4)
+    buffers = graphs.buffers
+    assert buffers.slot_mapping[:4].tolist() == [*inputs.slot_mapping.tolist(), -1, -1]
+    assert buffers.seq_lens[:4].tolist() == [6, 3, 1, 1]
+    assert buffers.block_tables[2:4].unique().tolist() == [0]
+    assert buffers.token_ids[:4].tolist() == [*inputs.token_ids.tolist(), 0, 0]
+    padded = runner.model.forward(take_rows(buffers, 4))
+    alone = runner.model.forward(inputs)
+    torch.testing.assert_close(padded[:2], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_only_pure_decodes_fit(qwen3: Checkpoint) -> None:
+    llm = LLM(qwen3.folder, block_size=4, max_model_len=64)
+    graphs = DecodeGraphs(llm._runner.model, 8, llm._runner.batch.max_blocks, 64)
+    llm.generate([[2, 3, 4, 5, 6]], SamplingParams(max_tokens=2, ignore_eos=True))
+    (row,) = llm._runner.batch.rows.values()
+    assert not graphs.fits(llm._runner.batch.build_inputs([row], [4], [6]))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_says_what_the_cpu_says(checkpoint: Checkpoint, prompts: list[list[int]]) -> None:
+    llm = LLM(checkpoint.folder, device="cuda")
+    made = llm.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS))
+    assert [one.token_ids for one in made] == checkpoint.expected.token_ids

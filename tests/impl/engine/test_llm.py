@@ -1,0 +1,295 @@
+"""The engine as a user meets it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_support.models import MAX_TOKENS, Checkpoint
+from engine_support.storms import NUM_BLOCKS_MIN, SMALL
+
+from blockstep.impl.engine import (
+    LLM,
+    EngineError,
+    RequestError,
+    SamplingParams,
+    Settings,
+    SettingsError,
+)
+from blockstep.spec.vocabulary import FinishReason
+
+EIGHT = SamplingParams(max_tokens=8)
+
+
+# Generate and stream.
+
+
+def test_one_prompt_or_several(qwen3: Checkpoint, prompts: list[list[int]]) -> None:
+    llm = LLM(qwen3.folder)
+    (alone,) = llm.generate(prompts[0], EIGHT)
+    together = llm.generate(prompts[:3], EIGHT)
+    assert alone.token_ids == together[0].token_ids
+    assert [one.prompt_token_ids for one in together] == list(map(tuple, prompts[:3]))
+
+
+def test_each_prompt_may_have_its_own_params(qwen3: Checkpoint, prompts: list[list[int]]) -> None:
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 5)]
+    made = LLM(qwen3.folder).generate(prompts[:2], params)
+    assert [len(one.token_ids) for one in made] == [1, 5]
+    assert {one.finish_reason for one in made} == {FinishReason.LENGTH}
+
+
+def test_settings_may_be_one_object(qwen3: Checkpoint) -> None:
+    settings = Settings(block_size=8, num_blocks=5)
+    assert LLM(qwen3.folder, settings=settings).config.block_size == 8
+    with pytest.raises(SettingsError, match=r"put \['block_size'\] into them"):
+        LLM(qwen3.folder, settings=settings, block_size=4)
+    with pytest.raises(SettingsError, match="unexpected keyword argument 'blocksize'"):
+        LLM(qwen3.folder, blocksize=4)
+
+
+def test_a_stream_yields_what_generate_returns(speaking: Path) -> None:
+    llm = LLM(speaking)
+    (whole,) = llm.generate("What is a block?", EIGHT)
+    chunks = list(llm.stream("What is a block?", EIGHT))
+    assert len(chunks) == 8
+    assert sum((chunk.token_ids for chunk in chunks), ()) == whole.token_ids
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert [chunk.finish_reason for chunk in chunks] == [None] * 7 + [FinishReason.LENGTH]
+
+
+def test_text_is_what_the_tokenizer_says(speaking: Path) -> None:
+    llm = LLM(speaking)
+    (one,) = llm.generate("A page of memory", SamplingParams(max_tokens=30, ignore_eos=True))
+    assert llm.tokenizer is not None
+    assert one.text == llm.tokenizer.decode(list(one.token_ids))
+
+
+def test_giving_a_stream_up_aborts_its_request(qwen3: Checkpoint, prompts: list[list[int]]) -> None:
+    llm = LLM(qwen3.folder)
+    stream = llm.stream(prompts[0], SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert not llm.has_unfinished_requests
+    assert llm.step() == []
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_abort_ends_one_request_and_no_other(
+    qwen3: Checkpoint, prompts: list[list[int]], depth: int
+) -> None:
+    llm = LLM(qwen3.folder, max_frames_in_flight=depth)
+    names = [
+        llm.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)) for prompt in prompts[:3]
+    ]
+    llm.step()
+    llm.step()
+    llm.abort(names[1], "unknown")
+    llm.abort(names[1])
+    while llm.has_unfinished_requests:
+        assert all(chunk.request_id != names[1] for chunk in llm.step())
+    aborted = llm.pop_completion(names[1])
+    assert aborted.finish_reason is FinishReason.ABORT
+    assert aborted.token_ids == qwen3.expected.token_ids[1][: len(aborted.token_ids)]
+    for row in (0, 2):
+        assert llm.pop_completion(names[row]).token_ids == qwen3.expected.token_ids[row]
+    with pytest.raises(RequestError, match="was taken already"):
+        llm.pop_completion(names[0])
+
+
+def test_requests_can_come_while_others_run(qwen3: Checkpoint, prompts: list[list[int]]) -> None:
+    llm = LLM(qwen3.folder, max_num_seqs=4)
+    names = []
+    for prompt in prompts[:24]:
+        names.append(llm.add_request(prompt, SamplingParams(max_tokens=MAX_TOKENS)))
+        llm.step()
+    while llm.has_unfinished_requests:
+        llm.step()
+    made = [llm.pop_completion(name).token_ids for name in names]
+    assert made == qwen3.expected.token_ids[:24]
+
+
+def test_more_requests_than_the_batch_began_with(
+    qwen3: Checkpoint, prompts: list[list[int]]
+) -> None:
+    llm = LLM(qwen3.folder)
+    llm.generate(prompts, SamplingParams(max_tokens=2))
+    assert len(llm._runner.batch.token_ids) >= 64
+
+
+# Ends.
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_stop_string_ends_the_text(speaking: Path, depth: int, drafts: int) -> None:
+    params = SamplingParams(max_tokens=40, temperature=0.8, seed=2, ignore_eos=True)
+    (whole,) = LLM(speaking).generate("abc", params)
+    assert whole.text.isprintable() or len(whole.text) > 10
+    middle = len(whole.text) // 2
+    stop = whole.text[middle : middle + 2]
+    settings: dict[str, Any] = {"max_frames_in_flight": depth}
+    if drafts:
+        settings |= {"spec_method": "ngram", "num_speculative_tokens": drafts}
+    llm = LLM(speaking, **settings)
+    stopping = SamplingParams(
+        max_tokens=40, temperature=0.8, seed=2, ignore_eos=True, stop=("no such text", stop)
+    )
+    (cut,) = llm.generate("abc", stopping)
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason is FinishReason.STOP
+    assert len(cut.token_ids) < len(whole.token_ids)
+    chunks = list(llm.stream("abc", stopping))
+    assert "".join(chunk.text for chunk in chunks) == cut.text
+
+
+def test_a_stop_token_ends_the_output(qwen3: Checkpoint, prompts: list[list[int]]) -> None:
+    llm = LLM(qwen3.folder)
+    (whole,) = llm.generate(prompts[0], SamplingParams(max_tokens=8, ignore_eos=True))
+    stop = whole.token_ids[4]
+    (cut,) = llm.generate(
+        prompts[0], SamplingParams(max_tokens=8, ignore_eos=True, stop_token_ids=(stop,))
+    )
+    assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+    assert cut.finish_reason is FinishReason.STOP
+
+
+def test_the_length_of_the_model_ends_the_output(qwen3: Checkpoint) -> None:
+    llm = LLM(qwen3.folder, max_model_len=12)
+    (one,) = llm.generate([2, 3, 4], SamplingParams(max_tokens=99, ignore_eos=True))
+    assert len(one.token_ids) == 9
+    assert one.finish_reason is FinishReason.LENGTH
+
+
+# Logprobs.
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("method", ["none", "draft_model"])
+def test_logprobs_are_those_of_transformers(
+    checkpoint: Checkpoint, prompts: list[list[int]], method: str, depth: int
+) -> None:
+    settings: dict[str, Any] = {"spec_method": method, "max_frames_in_flight": depth}
+    if method == "draft_model":
+        settings |= {"num_speculative_tokens": 3, "draft_model": checkpoint.draft_folder}
+    llm = LLM(checkpoint.folder, **settings)
+    params = [SamplingParams(max_tokens=MAX_TOKENS, logprobs=3), SamplingParams(max_tokens=4)] * 4
+    made = llm.generate(prompts[:8], params)
+    assert [one.logprobs is None for one in made] == [False, True] * 4
+    expected = checkpoint.expected.logits.log_softmax(-1)
+    for row, one in enumerate(made):
+        if one.logprobs is None:
+            continue
+        assert len(one.logprobs) == len(one.token_ids)
+        for place, (token, logprobs) in enumerate(zip(one.token_ids, one.logprobs, strict=True)):
+            theirs = expected[row, place]
+            assert set(theirs.topk(3).indices.tolist()) | {token} == set(logprobs)
+            values = torch.tensor([logprobs[t] for t in logprobs])
+            torch.testing.assert_close(values, theirs[list(logprobs)], rtol=1e-3, atol=1e-3)
+
+
+# Prefix hits.
+
+
+def test_cached_tokens_are_counted(qwen3: Checkpoint) -> None:
+    llm = LLM(qwen3.folder, block_size=4)
+    prompt = list(range(2, 20))
+    (first,) = llm.generate(prompt, EIGHT)
+    (second,) = llm.generate(prompt, EIGHT)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 16)
+    assert first.token_ids == second.token_ids
+
+
+# What is refused.
+
+
+def test_a_prompt_longer_than_the_cache_is_refused(
+    qwen3: Checkpoint, prompts: list[list[int]]
+) -> None:
+    llm = LLM(qwen3.folder, block_size=4, num_blocks=5, max_model_len=64)
+    with pytest.raises(RequestError, match=r"prompt of 40 tokens: .*block"):
+        llm.generate(list(range(2, 42)), EIGHT)
+    assert not llm.has_unfinished_requests
+    assert len(llm.generate([2, 3, 4], EIGHT)) == 1
+
+
+def test_a_prompt_longer_than_the_model_is_refused(qwen3: Checkpoint) -> None:
+    llm = LLM(qwen3.folder, max_model_len=16)
+    with pytest.raises(RequestError, match=r"prompt of 16 tokens: .*max_model_len"):
+        llm.generate(list(range(2, 18)), EIGHT)
+
+
+def test_one_block_less_than_the_smallest_pool_serves_not_everybody(
+    qwen3: Checkpoint, prompts: list[list[int]]
+) -> None:
+    longest = max(prompts, key=len)
+    params = SamplingParams(max_tokens=MAX_TOKENS)
+    drafts: dict[str, Any] = {"spec_method": "ngram", "num_speculative_tokens": 3}
+    LLM(qwen3.folder, **SMALL, **drafts).generate(longest, params)
+    less = LLM(qwen3.folder, **{**SMALL, "num_blocks": NUM_BLOCKS_MIN - 1}, **drafts)
+    with pytest.raises(RequestError, match="block"):
+        less.generate(longest, params)
+
+
+def test_a_bad_prompt_takes_the_others_back(qwen3: Checkpoint) -> None:
+    llm = LLM(qwen3.folder)
+    with pytest.raises(RequestError, match="token 128: the model has tokens 0 to 127"):
+        llm.generate([[2, 3], [2, 128]], EIGHT)
+    assert not llm.has_unfinished_requests
+    assert llm.generate([[2, 3]], EIGHT)[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ("text", EIGHT, "a text needs a tokenizer.json"),
+        ([[2], []], EIGHT, "prompt of 0 tokens"),
+        ([2, "3"], EIGHT, "token '3'"),
+        ([2], SamplingParams(stop=("x",)), "stop: the model has no tokenizer.json"),
+    ],
+)
+def test_a_wrong_request_is_refused(
+    qwen3: Checkpoint, prompt: Any, params: SamplingParams, message: str
+) -> None:
+    llm = LLM(qwen3.folder)
+    with pytest.raises(RequestError, match=message):
+        llm.generate(prompt, params)
+
+
+def test_params_must_fit_the_prompts(qwen3: Checkpoint) -> None:
+    with pytest.raises(RequestError, match="2 prompts and 1 params"):
+        LLM(qwen3.folder).generate([[2], [3]], [EIGHT])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_blocks": 1}, "num_blocks = 1: must be an int from 2"),
+        ({"kv_cache_bytes": 100}, "kv_cache_bytes = 100: a block takes"),
+        ({"block_size": 0}, "block_size = 0"),
+        ({"max_model_len": 1000}, "max_model_len = 1000: the model was made for 256 positions"),
+        ({"max_num_seqs": 0}, "max_num_seqs = 0"),
+        ({"max_frames_in_flight": 0}, "max_frames_in_flight = 0"),
+        ({"device": "tpu"}, "device = 'tpu': must be auto, cpu or cuda"),
+        ({"dtype": "int8"}, "dtype = 'int8': must be auto or one of"),
+        ({"seed": -1}, "seed = -1"),
+        ({"policy": "lifo"}, "policy = 'lifo': must be one of fcfs, priority"),
+    ],
+)
+def test_impossible_settings_are_refused(
+    qwen3: Checkpoint, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        LLM(qwen3.folder, **settings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(qwen3: Checkpoint) -> None:
+    with pytest.raises(SettingsError, match="torch sees no GPU here; use cpu"):
+        LLM(qwen3.folder, device="cuda")
+
+
+def test_all_errors_are_engine_errors() -> None:
+    assert all(issubclass(error, EngineError) for error in (RequestError, SettingsError))

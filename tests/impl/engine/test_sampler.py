@@ -1,0 +1,233 @@
+"""Tokens are drawn as asked for, and from nothing but logits, seed and place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_support.models import Checkpoint
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from blockstep.impl.engine import LLM, SamplingParams, SettingsError
+from blockstep.impl.engine.sampler import (
+    Draw,
+    compute_uniform,
+    get_logprobs,
+    get_probabilities,
+    sample,
+)
+
+CHI_SQUARE_999 = {9: 27.88, 15: 37.70, 255: 330.52}
+"""Exceeded by one true sample in a thousand, by degrees of freedom."""
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def make_logits(num_rows: int = 1, vocab_size: int = 16, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return torch.randn(num_rows, vocab_size) * 2
+
+
+# Probabilities.
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.3),
+        SamplingParams(temperature=1.0, top_k=1),
+        SamplingParams(temperature=1.0, top_k=5),
+        SamplingParams(temperature=1.0, top_k=999),
+        SamplingParams(temperature=1.5, top_p=0.6),
+        SamplingParams(temperature=1.0, top_p=0.01),
+        SamplingParams(temperature=1.0, min_p=0.2),
+        SamplingParams(temperature=1.0, min_p=1.0),
+        SamplingParams(temperature=0.8, top_k=12, top_p=0.9, min_p=0.05),
+    ],
+)
+def test_probabilities_are_those_of_transformers(params: SamplingParams) -> None:
+    logits = make_logits(8, 64)
+    scores = TemperatureLogitsWarper(params.temperature)(None, logits)
+    if params.top_k:
+        scores = TopKLogitsWarper(params.top_k)(None, scores)
+    if params.top_p < 1:
+        scores = TopPLogitsWarper(params.top_p)(None, scores)
+    if params.min_p:
+        scores = MinPLogitsWarper(params.min_p)(None, scores)
+    mixed = [SamplingParams(temperature=2.0, top_k=3), *[params] * 8]
+    probs = get_probabilities(torch.cat((logits[:1], logits)), mixed)[1:]
+    torch.testing.assert_close(probs, scores.softmax(-1), rtol=1e-5, atol=1e-6)
+
+
+def test_tokens_as_likely_as_the_last_of_top_k_stay() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0]])
+    probs = get_probabilities(logits, [SamplingParams(temperature=1.0, top_k=2)])
+    assert (probs > 0).tolist() == [[False, True, True, True, True]]
+
+
+# Draws.
+
+
+def test_uniform_numbers_are_uniform() -> None:
+    many = compute_uniform([7] * 100_000, range(100_000))
+    assert 0 <= many.min() <= many.max() < 1
+    counts = np.bincount((many * 256).astype(int), minlength=256)
+    assert chi_square(counts, np.full(256, 100_000 / 256)) < CHI_SQUARE_999[255]
+
+
+def test_neighbouring_seeds_and_places_are_independent() -> None:
+    size = 10_000
+    here = compute_uniform(range(size), [3] * size)
+    for seeds, places in ((range(1, size + 1), [3] * size), (range(size), [4] * size)):
+        there = compute_uniform(seeds, places)
+        cells = (here * 16).astype(int) * 16 + (there * 16).astype(int)
+        counts = np.bincount(cells, minlength=256)
+        assert chi_square(counts, np.full(256, size / 256)) < CHI_SQUARE_999[255]
+
+
+def test_tokens_are_drawn_with_their_probabilities() -> None:
+    logits = make_logits(1, 16).expand(50_000, 16)
+    params = SamplingParams(temperature=1.2)
+    tokens = sample(logits, [Draw(params, 5, place) for place in range(50_000)])
+    expected = get_probabilities(logits[:1], [params])[0].numpy() * 50_000
+    assert expected.min() > 5
+    assert chi_square(np.bincount(tokens, minlength=16), expected) < CHI_SQUARE_999[15]
+
+
+def test_a_token_without_probability_is_never_drawn() -> None:
+    logits = make_logits(1, 16).expand(5_000, 16)
+    params = SamplingParams(temperature=1.0, top_k=4)
+    tokens = sample(logits, [Draw(params, seed, 0) for seed in range(5_000)])
+    assert set(tokens.tolist()) == set(logits[0].topk(4).indices.tolist())
+
+
+def test_without_temperature_the_likeliest_token_is_taken() -> None:
+    logits = make_logits(6, 16)
+    greedy, drawn = SamplingParams(), SamplingParams(temperature=3.0)
+    draws = [Draw(greedy if row % 2 else drawn, 1, row) for row in range(6)]
+    tokens = sample(logits, draws)
+    assert tokens[1::2].tolist() == logits.argmax(-1)[1::2].tolist()
+
+
+def test_logprobs_are_of_the_models_own_distribution() -> None:
+    logits = make_logits(2, 16)
+    rows = get_logprobs(logits, torch.tensor([3, 4]), 2)
+    for row, token in ((0, 3), (1, 4)):
+        expected = logits[row].log_softmax(-1)
+        best = expected.topk(2).indices.tolist()
+        assert rows[row].keys() == {token, *best}
+        assert all(rows[row][t] == pytest.approx(float(expected[t])) for t in rows[row])
+
+
+# In the engine.
+
+DRAWN = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True)
+
+
+def say(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
+    return [one.token_ids for one in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_seqs": 1},
+        {"block_size": 4, "num_blocks": 20, "max_model_len": 76, "max_num_batched_tokens": 9},
+        {"spec_method": "ngram", "num_speculative_tokens": 3},
+        {"spec_method": "draft_model", "num_speculative_tokens": 3},
+        {"spec_method": "draft_model", "num_speculative_tokens": 3, "max_frames_in_flight": 2},
+    ],
+)
+def test_a_seed_gives_the_same_text_in_any_company(
+    qwen3: Checkpoint, prompts: list[list[int]], settings: dict[str, Any]
+) -> None:
+    (alone,) = say(LLM(qwen3.folder), [prompts[5]], [DRAWN])
+    if settings.get("spec_method") == "draft_model":
+        settings = {**settings, "draft_model": qwen3.draft_folder}
+    llm = LLM(qwen3.folder, **settings)
+    others = [replace(DRAWN, seed=number, temperature=1.5) for number in range(9)]
+    company = say(llm, [*prompts[10:19], prompts[5]], [*others, DRAWN])
+    assert company[-1] == alone
+    if "spec_method" in settings:
+        stats = llm.get_stats()
+        assert stats.drafts_scheduled > stats.drafts_accepted
+
+
+def test_a_draft_model_draws_as_the_model_would(
+    qwen3: Checkpoint, prompts: list[list[int]]
+) -> None:
+    llm = LLM(
+        qwen3.folder,
+        spec_method="draft_model",
+        num_speculative_tokens=3,
+        draft_model=qwen3.folder,
+        max_num_seqs=1,
+    )
+    say(llm, prompts[:8], [DRAWN] * 8)
+    stats = llm.get_stats()
+    assert stats.drafts_accepted == stats.drafts_scheduled > 0
+
+
+def test_other_seeds_give_other_texts(qwen3: Checkpoint, prompts: list[list[int]]) -> None:
+    params = [replace(DRAWN, seed=number) for number in range(8)]
+    texts = say(LLM(qwen3.folder), [prompts[5]] * 8, params)
+    assert len(set(texts)) == 8
+
+
+def test_without_a_seed_runs_repeat_but_requests_do_not(
+    qwen3: Checkpoint, prompts: list[list[int]]
+) -> None:
+    params = [replace(DRAWN, seed=None)] * 4
+    first = say(LLM(qwen3.folder, seed=1), [prompts[5]] * 4, params)
+    assert len(set(first)) == 4
+    assert say(LLM(qwen3.folder, seed=1), [prompts[5]] * 4, params) == first
+    assert say(LLM(qwen3.folder, seed=2), [prompts[5]] * 4, params) != first
+
+
+def test_tokens_have_the_distribution_of_the_model(
+    qwen3: Checkpoint, prompts: list[list[int]]
+) -> None:
+    num_draws = 1500
+    params = [
+        SamplingParams(max_tokens=1, temperature=1.0, top_k=10, seed=n) for n in range(num_draws)
+    ]
+    texts = say(LLM(qwen3.folder), [prompts[5]] * num_draws, params)
+    with torch.no_grad():
+        logits = qwen3.model(torch.tensor([prompts[5]])).logits[0, -1:]
+    expected = get_probabilities(logits, params[:1])[0].numpy() * num_draws
+    counts = np.bincount([text[0] for text in texts], minlength=len(expected))
+    possible = expected > 0
+    assert possible.sum() == 10
+    assert counts[~possible].sum() == 0
+    assert chi_square(counts[possible], expected[possible]) < CHI_SQUARE_999[9]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": 0},
+        {"temperature": -1.0},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": 2.0},
+        {"seed": -1},
+        {"stop": ("",)},
+        {"logprobs": -1},
+    ],
+)
+def test_wrong_params_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=f"{next(iter(wrong))} = "):
+        SamplingParams(**wrong)

@@ -1,0 +1,78 @@
+"""Text as it comes: characters whole, stop strings cut, nothing ever taken back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine_support.models import save_tokenizer
+from tokenizers import Tokenizer
+
+from blockstep.impl.engine import CheckpointError
+from blockstep.impl.engine.text import Detokenizer, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def feed(tokenizer: Tokenizer, text: str, *stop: str) -> tuple[list[str], Detokenizer]:
+    detokenizer = Detokenizer(tokenizer, stop)
+    pieces = []
+    for token in tokenizer.encode(text).ids:
+        pieces.append(detokenizer.append([token]))
+        if detokenizer.stopped:
+            break
+    return [*pieces, detokenizer.finish()], detokenizer
+
+
+def test_pieces_make_up_the_text(tokenizer: Tokenizer) -> None:
+    pieces, _ = feed(tokenizer, "hello world")
+    assert pieces == [*"hello world", ""]
+
+
+def test_a_character_of_several_tokens_comes_whole(tokenizer: Tokenizer) -> None:
+    pieces, _ = feed(tokenizer, "ä€😀")
+    assert [piece for piece in pieces if piece] == ["ä", "€", "😀"]
+
+
+def test_a_broken_character_is_shown_at_the_end(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer, ())
+    tokens = tokenizer.encode("a€").ids[:-1]
+    assert detokenizer.append(tokens) == "a"
+    assert detokenizer.finish() == tokenizer.decode(tokens)[1:]
+
+
+def test_special_tokens_are_no_text(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer, ())
+    assert detokenizer.append([*tokenizer.encode("ab").ids, 1]) + detokenizer.finish() == "ab"
+
+
+def test_what_may_be_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
+    pieces, detokenizer = feed(tokenizer, "xENxEN", "END")
+    assert pieces == ["x", "", "", "ENx", "", "", "EN"]
+    assert not detokenizer.stopped
+
+
+def test_a_stop_string_is_cut_off(tokenizer: Tokenizer) -> None:
+    pieces, detokenizer = feed(tokenizer, "abENDcd", "END", "zzz")
+    assert "".join(pieces) == "ab"
+    assert detokenizer.stopped
+
+
+def test_the_first_of_two_stop_strings_counts(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer, ("dd", "bb"))
+    assert detokenizer.append(tokenizer.encode("aabbccdd").ids) == "aa"
+    assert detokenizer.append(tokenizer.encode("xx").ids) == ""
+    assert detokenizer.finish() == ""
+
+
+def test_a_folder_without_a_tokenizer_has_none(tmp_path: Path) -> None:
+    assert load_tokenizer(tmp_path) is None
+
+
+def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer.json: cannot be read as a tokenizer"):
+        load_tokenizer(tmp_path)
