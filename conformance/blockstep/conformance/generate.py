@@ -71,29 +71,36 @@ def generate_command(
     given = [*(prompts or ()), *(_token_ids(text) for text in token_ids or ())]
     if not given:
         usage("generate: nothing to continue; give a text, or --token-ids 1,2,3")
+    sampling = {
+        "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
+        "min_p": min_p, "stop": tuple(stop or ()), "ignore_eos": ignore_eos,
+        "logprobs": logprobs,
+    }
+    settings = {
+        "device": device, "dtype": dtype, "num_blocks": num_blocks, "block_size": block_size,
+        "max_model_len": max_model_len, "spec_method": speculate, "draft_model": draft_model,
+        "max_frames_in_flight": depth, "seed": seed,
+        "kv_cache_bytes": None if cache_gib is None else int(cache_gib * BYTES_PER_GIB),
+        "num_speculative_tokens": 0 if speculate is SpecMethod.NONE else num_drafts,
+    }
+    run_generate(model, given, sampling, settings, check, json_path)
+
+
+def run_generate(
+    model: Path,
+    prompts: list[str | list[int]],
+    sampling: dict[str, Any],
+    settings: dict[str, Any],
+    check: bool,
+    json_path: Path | None,
+) -> None:
+    """Load, serve and report."""
     engine = _load_engine()
     with _engine_errors(engine):
-        params = engine.SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-            stop=tuple(stop or ()), ignore_eos=ignore_eos, logprobs=logprobs,
-        )  # fmt: skip
-        llm = engine.LLM(
-            model,
-            check=ServingChecker if check else None,
-            device=device,
-            dtype=dtype,
-            kv_cache_bytes=None if cache_gib is None else int(cache_gib * BYTES_PER_GIB),
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            spec_method=speculate,
-            num_speculative_tokens=0 if speculate is SpecMethod.NONE else num_drafts,
-            draft_model=draft_model,
-            max_frames_in_flight=depth,
-            seed=seed,
-        )
+        params = engine.SamplingParams(**sampling)
+        llm = engine.LLM(model, check=ServingChecker if check else None, **settings)
         start = time.monotonic()
-        completions = _serve(llm, given, params, quiet=json_path == Path("-"))
+        completions = _serve(llm, prompts, params, quiet=json_path == Path("-"))
     seconds = time.monotonic() - start
     num_tokens = sum(len(one.token_ids) for one in completions)
     checker: ServingChecker | None = llm.observer

@@ -10,7 +10,7 @@ step:  Schedule -> plan -> runner -> answer -> Commit -> outputs -> text, stop s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -159,7 +159,9 @@ class LLM:
             raise
         return [self._completions.pop(name) for name in names]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[Chunk, None, None]:
         """Serve one prompt, and yield what it gains as it gains it.
 
         Giving the iterator up aborts the request. Other requests go on meanwhile; their chunks are
