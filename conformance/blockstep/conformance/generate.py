@@ -72,14 +72,25 @@ def generate_command(
     if not given:
         usage("generate: nothing to continue; give a text, or --token-ids 1,2,3")
     sampling = {
-        "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p,
-        "min_p": min_p, "stop": tuple(stop or ()), "ignore_eos": ignore_eos,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "stop": tuple(stop or ()),
+        "ignore_eos": ignore_eos,
         "logprobs": logprobs,
     }
     settings = {
-        "device": device, "dtype": dtype, "num_blocks": num_blocks, "block_size": block_size,
-        "max_model_len": max_model_len, "spec_method": speculate, "draft_model": draft_model,
-        "max_frames_in_flight": depth, "seed": seed,
+        "device": device,
+        "dtype": dtype,
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+        "max_model_len": max_model_len,
+        "spec_method": speculate,
+        "draft_model": draft_model,
+        "max_frames_in_flight": depth,
+        "seed": seed,
         "kv_cache_bytes": None if cache_gib is None else int(cache_gib * BYTES_PER_GIB),
         "num_speculative_tokens": 0 if speculate is SpecMethod.NONE else num_drafts,
     }

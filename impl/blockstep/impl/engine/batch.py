@@ -92,7 +92,7 @@ class Batch:
         self.width = config.max_model_len + config.num_speculative_tokens + 1
         """Positions of a row: drafts may lie past the last token that is ever kept."""
         self.max_blocks = -(-self.width // config.block_size)
-        self.token_ids: np.ndarray = np.zeros((NUM_ROWS_FIRST, self.width), dtype=np.int64)
+        self.token_ids: np.ndarray = np.zeros((NUM_ROWS_FIRST, self.width), dtype=np.int32)
         self.block_tables: np.ndarray = np.zeros((NUM_ROWS_FIRST, self.max_blocks), dtype=np.int32)
         self._free = list(range(NUM_ROWS_FIRST - 1, -1, -1))
 
@@ -124,7 +124,7 @@ class Batch:
         row.num_known = end
 
     def get_tokens(self, row: BatchRow) -> np.ndarray:
-        """Its known tokens, a view [num_known] int64."""
+        """Its known tokens, a view [num_known] int32."""
         tokens: np.ndarray = self.token_ids[row.index, : row.num_known]
         return tokens
 
@@ -147,13 +147,14 @@ class Batch:
             torch.from_numpy(starts).to(self.device),
             torch.from_numpy(counts).to(self.device),
             self.config.block_size,
+            num_tokens=int(counts.sum()),
         )
         before = np.cumsum(counts) - counts
-        flat = np.arange(int(counts.sum())) + np.repeat(
-            index * self.width + starts - before, counts
-        )
+        flat = np.arange(len(positions)) + np.repeat(index * self.width + starts - before, counts)
         return Inputs(
-            token_ids=torch.from_numpy(self.token_ids.reshape(-1)[flat]).to(self.device),
+            token_ids=torch.from_numpy(self.token_ids.reshape(-1)[flat].astype(np.int64)).to(
+                self.device
+            ),
             positions=positions,
             slot_mapping=slot_mapping,
             block_tables=tables,
