@@ -160,6 +160,10 @@ def test_a_wrong_tensor_is_named(
         ({"quantization_config": {"bits": 4}}, "quantised weights are not supported"),
         ({"dtype": "float64"}, 'dtype = "float64": must be one of'),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "angles per kind of layer are not supported",
+        ),
         ({"rope_parameters": {"rope_type": "linear"}}, "linear needs the number 'factor'"),
     ],
 )

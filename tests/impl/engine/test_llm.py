@@ -111,6 +111,16 @@ def test_requests_can_come_while_others_run(qwen3: Checkpoint, prompts: list[lis
     assert made == qwen3.expected.token_ids[:24]
 
 
+def test_a_lower_priority_is_served_first(qwen3: Checkpoint, prompts: list[list[int]]) -> None:
+    llm = LLM(qwen3.folder, policy="priority", max_num_seqs=1)
+    for number, prompt in enumerate(prompts[:4]):
+        llm.add_request(prompt, SamplingParams(max_tokens=2, ignore_eos=True), priority=-number)
+    ended = []
+    while llm.has_unfinished_requests:
+        ended += [chunk.request_id for chunk in llm.step() if chunk.finish_reason]
+    assert ended == [f"request-{number}" for number in (3, 2, 1, 0)]
+
+
 def test_more_requests_than_the_batch_began_with(
     qwen3: Checkpoint, prompts: list[list[int]]
 ) -> None:

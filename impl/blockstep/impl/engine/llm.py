@@ -176,8 +176,12 @@ class LLM:
                 self.abort(name)
             self._completions.pop(name, None)
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestId:
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
+    ) -> RequestId:
         """Hand in one prompt, to be served by `step`; returns its name.
+
+        A lower `priority` is served first, where the policy is priority.
 
         Raises:
             RequestError: it is empty, holds a token that the model does not have, is longer than
@@ -195,8 +199,8 @@ class LLM:
             max_tokens=params.max_tokens,
             eos_token_id=eos[0] if eos else None,
             stop_token_ids=(*eos[1:], *params.stop_token_ids),
+            priority=priority,
             arrival_time=self._num_requests,
-            skip_reading_prefix_cache=False,
         )
         answer = self._scheduler.apply(Submit(request))
         if isinstance(answer, Rejected):

@@ -44,7 +44,11 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "must be above 0, and 1 at most"),
             ("min_p", 0 <= self.min_p <= 1, "must be from 0 to 1"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "must be from 0 to 2**63 - 1"),
-            ("stop", isinstance(self.stop, tuple) and all(self.stop), "must be non-empty texts"),
+            (
+                "stop",
+                isinstance(self.stop, tuple) and all(self.stop),
+                "must be a tuple of non-empty texts",
+            ),
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "must be 0 or above"),
         ):
             if not ok:

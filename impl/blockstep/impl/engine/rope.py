@@ -68,6 +68,8 @@ def get_rope(fields: Fields, head_size: int, max_position_embeddings: int) -> Ro
     """
     name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
     numbers = fields.get(name, {})
+    if any(isinstance(value, dict) for value in numbers.values()):
+        raise fields.error(name, "angles per kind of layer are not supported: one set for all")
     kind = numbers.get("rope_type", numbers.get("type", "default"))
     theta = float(numbers.get("rope_theta") or fields.get("rope_theta", 10000.0))
     if kind not in ROPE_TYPES:
