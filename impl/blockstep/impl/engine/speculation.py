@@ -14,7 +14,7 @@ Source: seed 001 "Speculative Decoding"; `Config.num_lookahead_tokens`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -67,6 +67,16 @@ def find_continuation(tokens: np.ndarray, num_drafts: int) -> tuple[int, ...]:
     return ()
 
 
+class Span(NamedTuple):
+    """Positions of one request that the draft model runs in one pass."""
+
+    row: BatchRow
+    first: int
+    end: int
+    wants_draft: bool
+    """Whether it sampled, so that a draft may follow its last token."""
+
+
 class DraftModelProposer:
     """Drafts are what a smaller model would have sampled, with the same seeds."""
 
@@ -76,41 +86,43 @@ class DraftModelProposer:
 
     def propose(self, batch: Batch, step: Sequence[StepRow], on_pass: OnPass) -> None:
         """Catch up with the step, then run one pass per further draft."""
-        spans = [
-            (scheduled.row, scheduled.first, min(end, batch.get_room(scheduled.row)))
-            for scheduled in step
-            for end in [scheduled.row.num_computed + scheduled.samples]
-        ]
-        spans = [span for span in spans if span[1] < span[2]]
-        sampling = {scheduled.row.index for scheduled in step if scheduled.samples}
+        spans = []
+        for row, first, samples in ((one.row, one.first, one.samples) for one in step):
+            end = min(row.num_computed + samples, batch.get_room(row))
+            if first < end:
+                spans.append(Span(row, first, end, samples))
         for num_before in range(self.num_drafts):
-            if not spans:
-                return
-            rows = [row for row, _, _ in spans]
-            inputs = batch.build_inputs(
-                rows, [first for _, first, _ in spans], [end for *_, end in spans]
-            )
-            on_pass(rows, inputs)
-            hidden = self.model.forward(inputs)
-            ready = [
-                (number, row)
-                for number, (row, _, end) in enumerate(spans)
-                if row.index in sampling and end == row.num_known + num_before
-            ]
-            if not ready:
-                return
-            last = inputs.query_start_loc[1:].long() - 1
-            logits = self.model.compute_logits(hidden[last[torch.tensor([n for n, _ in ready])]])
-            draws = [
-                Draw(row.params, row.seed, row.num_known - row.num_prompt + num_before)
-                for _, row in ready
-            ]
-            for (_, row), token in zip(ready, sample(logits, draws).tolist(), strict=True):
-                batch.token_ids[row.index, row.num_known + num_before] = token
-                row.proposal = (*row.proposal, token)
-            spans = [
-                (row, end, end + 1)
-                for _, row in ready
-                for end in [row.num_known + num_before]
-                if end < batch.get_room(row)
-            ]
+            if spans:
+                spans = self._run(batch, spans, num_before, on_pass)
+
+    def _run(
+        self, batch: Batch, spans: Sequence[Span], num_before: int, on_pass: OnPass
+    ) -> list[Span]:
+        """One pass: a draft for every request whose last token ran; the spans of the next pass."""
+        rows = [span.row for span in spans]
+        inputs = batch.build_inputs(
+            rows, [span.first for span in spans], [span.end for span in spans]
+        )
+        on_pass(rows, inputs)
+        hidden = self.model.forward(inputs)
+        ready = [
+            number
+            for number, span in enumerate(spans)
+            if span.wants_draft and span.end == span.row.num_known + num_before
+        ]
+        if not ready:
+            return []
+        last = inputs.query_start_loc[1:].long() - 1
+        logits = self.model.compute_logits(hidden[last[torch.tensor(ready, device=last.device)]])
+        rows = [rows[number] for number in ready]
+        draws = [
+            Draw(row.params, row.seed, row.num_known - row.num_prompt + num_before) for row in rows
+        ]
+        following = []
+        for row, token in zip(rows, sample(logits, draws).tolist(), strict=True):
+            place = row.num_known + num_before
+            batch.token_ids[row.index, place] = token
+            row.proposal = (*row.proposal, token)
+            if place < batch.get_room(row):
+                following.append(Span(row, place, place + 1, wants_draft=True))
+        return following
