@@ -1,6 +1,6 @@
 """Throughput of the model engine on a CPU beside transformers, same weights, one batch, one run.
 
-    python benchmarks/generate.py [--rounds N] [--json FILE]
+    python benchmarks/generate.py [--rounds N] [--threads N] [--json FILE]
 
 A random model is made (its figures are printed), 16 prompts of 16 to 128 tokens are continued by
 64 tokens each, greedily, without an early end. Both sides take turns; medians of all rounds count,

@@ -69,12 +69,12 @@ class Model:
         for number, layer in enumerate(weights.layers):
             normed = self._norm(hidden, layer.input_norm)
             attended = self._attend(normed, layer, number, cos, sin, inputs)
-            hidden = hidden + F.linear(attended, layer.o, layer.o_bias)
+            hidden += F.linear(attended, layer.o, layer.o_bias)
             normed = self._norm(hidden, layer.post_norm)
             gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).split(
                 config.intermediate_size, dim=-1
             )
-            hidden = hidden + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            hidden += F.linear(F.silu(gate).mul_(up), layer.down, layer.down_bias)
         return self._norm(hidden, weights.norm)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
