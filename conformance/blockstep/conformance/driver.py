@@ -143,18 +143,14 @@ class LockStep:
         vocabulary_size: int = 50,
         keep_exchanges: bool = False,
         profile: Profile = STRICT,
-        worker: Worker | None = None,
     ) -> Self:
-        """Build both sides. What the engine raises while it is built passes through.
-
-        A worker may be given; otherwise one that samples by a function of the text is made.
-        """
+        """Build both sides. What the engine raises while it is built passes through."""
         engine = make_engine(config)
         make_worker: MakeWorker = getattr(make_engine, "make_worker", Worker)
         run = cls(
             config=config,
             engine=engine,
-            worker=worker or make_worker(config, token_function(token_seed, vocabulary_size)),
+            worker=make_worker(config, token_function(token_seed, vocabulary_size)),
             spec=SpecEngine(config, profile),
             ledger=Ledger(config),
             witnesses=Witnesses(),

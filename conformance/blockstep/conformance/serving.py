@@ -146,9 +146,8 @@ class ServingChecker:
     def __init__(self, config: Config, make_engine: EngineFactory) -> None:
         self.worker = ServingWorker(config)
         self._heard: list[Observation] = []
-        self.run = LockStep.start(
-            config, lambda given: Listening(make_engine(given), self._heard), worker=self.worker
-        )
+        self.run = LockStep.start(config, lambda given: Listening(make_engine(given), self._heard))
+        self.run.worker = self.worker
         self.num_passes = 0
         self.num_slots_written = 0
         self.num_slots_read = 0
