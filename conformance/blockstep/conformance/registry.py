@@ -39,6 +39,11 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
             "our engine on the CPU: struct of arrays, O(1) per block operation",
         ),
         KnownEngine(
+            "host-vector",
+            "blockstep.impl.host:make_vector_engine",
+            "the same, with its code for many rows used for few as well",
+        ),
+        KnownEngine(
             "host-kernels",
             "blockstep.conformance.dataplane:HOST",
             "our engine, its plans carried out by our kernels on real paged memory",

@@ -47,7 +47,9 @@ def newest_duplicate_hit(clean: Any) -> Methods:
 
     def first(self: Any, lineage: Any, index: int) -> int | None:
         bucket = self._buckets.get(lineage.digest_of(index))
-        return None if bucket is None else int(bucket[-1])
+        if bucket is None:
+            return None
+        return int(bucket if isinstance(bucket, int) else bucket[-1])
 
     return in_prefix_map(clean, first=first)
 

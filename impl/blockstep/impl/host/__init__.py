@@ -9,6 +9,6 @@ snapshot.
 """
 
 from blockstep.impl.host.digests import CRC32, DIGESTS, SHA256, Digest
-from blockstep.impl.host.scheduler import HostEngine
+from blockstep.impl.host.scheduler import HostEngine, make_vector_engine
 
-__all__ = ["CRC32", "DIGESTS", "SHA256", "Digest", "HostEngine"]
+__all__ = ["CRC32", "DIGESTS", "SHA256", "Digest", "HostEngine", "make_vector_engine"]

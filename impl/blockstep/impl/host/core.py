@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from array import array
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from blockstep.impl.host.digests import Digest, find_digest
 from blockstep.impl.host.pool import BlockPool
@@ -22,6 +24,12 @@ from blockstep.spec.vocabulary import (
     config_problems,
 )
 
+if TYPE_CHECKING:
+    from blockstep.impl.host.batches import RunningView
+
+VECTOR_AT: Final = 24
+"""Below so many rows a loop is quicker than numpy (`benchmarks/results`, decode)."""
+
 
 class Core:
     """What all phases share. Requests are named by their slot in `table`.
@@ -34,7 +42,9 @@ class Core:
     pool_type: ClassVar[type[BlockPool]] = BlockPool
     prefix_type: ClassVar[type[PrefixMap]] = PrefixMap
 
-    def __init__(self, config: Config, digest: str | Digest = "sha256") -> None:
+    def __init__(
+        self, config: Config, digest: str | Digest = "sha256", vector_at: int = VECTOR_AT
+    ) -> None:
         problems = config_problems(config)
         if problems:
             raise ConfigError(problems)
@@ -55,16 +65,22 @@ class Core:
         self.table = RequestTable()
         self.waiting = make_queue(config.policy, self.table.rank_of)
         self.skipped_waiting = make_queue(config.policy, self.table.rank_of)
-        self.running: list[int] = []
+        self.running: array[int] = array("q")
+        """Slots in running order."""
+        self._running_view: RunningView | None = None
+        self.vector_at = vector_at
+        """Rows from which on they are handled through numpy."""
         self.pause_state = PauseState.UNPAUSED
-        self.frames: dict[FrameId, dict[RequestId, TokenIds | None]] = {}
+        self.frames: dict[FrameId, Mapping[RequestId, TokenIds | None]] = {}
         """Frames in flight, oldest first. Of each row, in order of scheduling: the drafts that it
         carries, or None where it does not sample. Rows of ended requests stay."""
+        self.last_frame_of_ended: dict[RequestId, FrameId] = {}
+        """Of ended requests that frames in flight name: the last of these frames."""
         self.next_frame_id: FrameId = 0
         self.finished_req_ids: set[RequestId] = set()
         self.prev_frame_id: FrameId = -1
         """The last plan; -1 before the first."""
-        self.prev_scheduled_req_ids: list[RequestId] = []
+        self.prev_scheduled_req_ids: Collection[RequestId] = ()
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         self.preemptions = 0
@@ -82,8 +98,8 @@ class Core:
         )
 
     def is_in_flight(self, request_id: RequestId) -> bool:
-        """Whether a frame in flight has a row of this id."""
-        return any(request_id in frame for frame in self.frames.values())
+        """Whether a frame in flight has a row of this id, which no unfinished request has."""
+        return request_id in self.last_frame_of_ended
 
     def _publish(self, slot: int, num_computed: int, num_scheduled: int) -> None:
         """Make findable what this step fills: full blocks of verified tokens, drafts excluded.
@@ -100,10 +116,20 @@ class Core:
         settled = table.num_cached_blocks[slot]
         if full <= settled or not self.config.enable_prefix_caching:
             return
-        lineage, blocks = table.lineages[slot], table.block_tables[slot]
+        lineage, blocks = table.settle(slot), table.block_tables[slot]
         for index in range(settled, full):
             self.prefix.publish(blocks[index], lineage, index)
         table.num_cached_blocks[slot] = full
+
+    def _publish_rows(self, slots: list[int], full: list[int]) -> None:
+        """The same for many, each up to `full` blocks, which it has not published all."""
+        table, publish = self.table, self.prefix.publish
+        settle, tables, settled = table.settle, table.block_tables, table.num_cached_blocks
+        for slot, count in zip(slots, full, strict=True):
+            lineage, blocks = settle(slot), tables[slot]
+            for index in range(settled[slot], count):
+                publish(blocks[index], lineage, index)
+            settled[slot] = count
 
     def _preempt(self, slot: int) -> None:
         """Take everything from a request that has left `running`; it will start again.
@@ -113,6 +139,7 @@ class Core:
         those frames go on, and what they sample is delivered (P13).
         """
         table = self.table
+        table.settle(slot)  # only who runs has a tail
         self._withdraw_unwritten(slot)
         self._free_blocks(slot)
         table.num_computed[slot] = 0
@@ -139,7 +166,7 @@ class Core:
         table = self.table
         self.pool.free(table.block_tables[slot])
         del table.block_tables[slot][:]
-        table.num_cached_blocks[slot] = 0
+        table.num_cached_blocks[slot] = table.num_held_blocks[slot] = 0
 
     def _finish(self, slot: int) -> None:
         """End an unfinished request, wherever it is; the next plan tells the worker."""
@@ -149,5 +176,15 @@ class Core:
         elif not self.waiting.remove(slot):
             self.skipped_waiting.remove(slot)
         self._free_blocks(slot)
-        self.finished_req_ids.add(table.requests[slot].request_id)
+        request_id = table.requests[slot].request_id
+        self.finished_req_ids.add(request_id)
+        if table.last_frame[slot] in self.frames:
+            self.last_frame_of_ended[request_id] = table.last_frame[slot]
         table.remove(slot)
+
+    def _close_frame(self, frame_id: FrameId) -> None:
+        """It is committed, and names nobody any more."""
+        del self.frames[frame_id]
+        for request_id, last in [*self.last_frame_of_ended.items()]:
+            if last == frame_id:
+                del self.last_frame_of_ended[request_id]

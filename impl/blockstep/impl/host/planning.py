@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from blockstep.impl.host.admission import WaitingPhase
-from blockstep.impl.host.running import RunningPhase
+from blockstep.impl.host.issuing import Issuing
 from blockstep.impl.host.step import RunningRow, Step
 from blockstep.spec.vocabulary import (
     BlockTables,
@@ -22,10 +21,19 @@ from blockstep.spec.vocabulary import (
 _NO_NEW_BLOCKS: Final[BlockTables] = ((),)
 
 
-class Planning(RunningPhase, WaitingPhase):
+class Planning(Issuing):
     """Runs both phases and tells the worker what changed since the plan before (P26)."""
 
     def _schedule(self) -> Plan | Rejected:
+        step = self._plan_step()
+        if isinstance(step, Rejected):
+            return step
+        if step.batches:
+            return self._issue_arrays(step).build_plan()
+        return self._issue_plan(step)
+
+    def _plan_step(self) -> Step | Rejected:
+        """Run both phases."""
         if len(self.frames) >= self.config.max_frames_in_flight:
             return Rejected(
                 RejectCode.PIPELINE_FULL,
@@ -33,10 +41,13 @@ class Planning(RunningPhase, WaitingPhase):
                 f"max_frames_in_flight is {self.config.max_frames_in_flight}; commit one first",
             )
         step = Step(budget=self._step_budget())
-        self._schedule_running(step)
+        if len(self.running) >= self.vector_at:
+            self._schedule_batches(step)
+        else:
+            self._schedule_running(step)
         if not step.preempted_req_ids and self.pause_state is PauseState.UNPAUSED:
             self._schedule_waiting(step)
-        return self._issue_plan(step)
+        return step
 
     def _step_budget(self) -> int:
         if self.pause_state is PauseState.PAUSED_ALL:

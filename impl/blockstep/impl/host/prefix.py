@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from blockstep.impl.host.lineage import Lineage
 from blockstep.spec.vocabulary import BlockId, BlockKey
@@ -22,35 +26,50 @@ class PrefixMap:
 
     def __init__(self, num_blocks: int, verify: bool) -> None:
         self._verify = verify
-        self._buckets: dict[bytes, list[BlockId]] = {}
+        self._buckets: dict[bytes, BlockId | list[BlockId]] = {}
+        """By digest: the one block that carries it, or several in order of publication. Nearly
+        always it is one, and a list for each would cost more than all else in `publish`."""
         self._lineages: list[Lineage | None] = [None] * num_blocks
-        self._digests = [b""] * num_blocks
         self._indices = array("i", bytes(4 * num_blocks))
+        self._is_published = bytearray(num_blocks)
 
     def publish(self, block: BlockId, lineage: Lineage, index: int) -> None:
         """From now on `block` is found as block `index` of `lineage`."""
         digest = lineage.digest_of(index)
         self._lineages[block] = lineage
         self._indices[block] = index
-        self._digests[block] = digest
-        self._buckets.setdefault(digest, []).append(block)
+        self._is_published[block] = True
+        if self._buckets.setdefault(digest, block) != block:
+            self._publish_beside(block, digest)
 
     def withdraw(self, block: BlockId) -> None:
         """`block` is not found any more; nothing happens if it was not published."""
-        if self._lineages[block] is None:
+        lineage = self._lineages[block]
+        if lineage is None:
             return
         self._lineages[block] = None
-        digest = self._digests[block]
+        self._is_published[block] = False
+        digest = lineage.digest_of(self._indices[block])
         bucket = self._buckets[digest]
+        if isinstance(bucket, int):
+            del self._buckets[digest]
+            return
         bucket.remove(block)
         if not bucket:
             del self._buckets[digest]
 
+    def published_of(self, blocks: NDArray[np.int32]) -> list[BlockId]:
+        """Those of `blocks` that can be found."""
+        published = np.frombuffer(self._is_published, np.bool_).take(blocks)
+        found: list[BlockId] = blocks[published].tolist() if published.any() else []
+        return found
+
     def clear(self) -> None:
         """No block is found any more (P25)."""
         for bucket in self._buckets.values():
-            for block in bucket:
+            for block in _blocks_in(bucket):
                 self._lineages[block] = None
+                self._is_published[block] = False
         self._buckets.clear()
 
     def hits(self, lineage: Lineage, limit: int) -> list[BlockId]:
@@ -71,8 +90,9 @@ class PrefixMap:
         if bucket is None:
             return None
         if not self._verify:
-            return bucket[0]
-        return next((block for block in bucket if self.holds(block, lineage, index)), None)
+            return bucket if isinstance(bucket, int) else bucket[0]
+        blocks = _blocks_in(bucket)
+        return next((block for block in blocks if self.holds(block, lineage, index)), None)
 
     def holds(self, block: BlockId, lineage: Lineage, index: int) -> bool:
         """Whether `block` is published with exactly the content of block `index` of `lineage`."""
@@ -99,13 +119,25 @@ class PrefixMap:
         """The blocks of each key in order of publication; `keys` as of now."""
         found: dict[BlockKey, tuple[BlockId, ...]] = {}
         for bucket in self._buckets.values():
-            for block in bucket:
+            for block in _blocks_in(bucket):
                 key = keys[block]
                 assert key is not None, f"block {block} is in a bucket, so it carries a key"
                 found[key] = (*found.get(key, ()), block)
         return found
 
+    def _publish_beside(self, block: BlockId, digest: bytes) -> None:
+        """Another block carries the digest already."""
+        bucket = self._buckets[digest]
+        if isinstance(bucket, int):
+            self._buckets[digest] = [bucket, block]
+        else:
+            bucket.append(block)
+
     def _share_keys(self, lineage: Lineage, found: list[BlockId]) -> None:
         source = self._lineages[found[-1]]
         if source is not None:
             lineage.adopt_keys(source, len(found))
+
+
+def _blocks_in(bucket: BlockId | list[BlockId]) -> Sequence[BlockId]:
+    return (bucket,) if isinstance(bucket, int) else bucket

@@ -13,6 +13,8 @@ skip-ahead").
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from blockstep.impl.host.core import Core
 from blockstep.spec.vocabulary import FrameId, RequestId, Status, TokenIds
 
@@ -40,7 +42,9 @@ class Promises(Core):
         """
         return self.table.num_output_placeholders[slot] > 0
 
-    def _promise_outputs(self, frame_id: FrameId, frame: dict[RequestId, TokenIds | None]) -> None:
+    def _promise_outputs(
+        self, frame_id: FrameId, frame: Mapping[RequestId, TokenIds | None]
+    ) -> None:
         """A plan has been made: its rows that sample promise outputs."""
         slot_of = self.table.slot_of
         for request_id, drafts in frame.items():

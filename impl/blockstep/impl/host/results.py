@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, TypeAlias
 
 from blockstep.impl.host.promises import Promises
@@ -10,7 +11,6 @@ from blockstep.spec.vocabulary import (
     FinishReason,
     FrameId,
     OutputRow,
-    Outputs,
     RejectCode,
     Rejected,
     RequestId,
@@ -24,26 +24,31 @@ _GOES_ON: Final[Verdict] = (None, None)
 
 
 class Results(Promises):
-    """Takes Commit, oldest frame first; all rows are checked before one changes anything."""
+    """What a Commit says is checked, all rows of it, before one changes anything."""
 
-    def _commit(self, event: Commit) -> Outputs | Rejected:
-        frame = self.frames.get(event.frame_id)
+    def _find_frame(self, frame_id: FrameId) -> Mapping[RequestId, TokenIds | None] | Rejected:
+        """The frame, if it is the one to be committed next."""
+        frame = self.frames.get(frame_id)
         if frame is None:
             return Rejected(
                 RejectCode.UNKNOWN_FRAME,
-                f"commit: frame_id = {event.frame_id} is not in flight: it was never scheduled, "
+                f"commit: frame_id = {frame_id} is not in flight: it was never scheduled, "
                 f"had no rows, or is committed already; in flight are {list(self.frames)}",
             )
-        if not self._is_oldest(event.frame_id):
+        if not self._is_oldest(frame_id):
             return Rejected(
                 RejectCode.FRAME_OUT_OF_ORDER,
-                f"commit: frame_id = {event.frame_id} is in flight, but so are older ones: "
+                f"commit: frame_id = {frame_id} is in flight, but so are older ones: "
                 f"{list(self.frames)}; commit those first",
             )
-        answers = {row.request_id: row.token_ids for row in event.sampled}
-        problem = self._result_problem(event, frame, answers)
-        if problem is not None:
-            return problem
+        return frame
+
+    def _deliver_rows(
+        self,
+        frame: Mapping[RequestId, TokenIds | None],
+        answers: Mapping[RequestId, TokenIds],
+    ) -> list[OutputRow]:
+        """Store and deliver row by row."""
         slot_of, promising = self.table.slot_of, self.async_scheduling
         rows: list[OutputRow] = []
         for request_id, drafts in frame.items():
@@ -55,8 +60,7 @@ class Results(Promises):
             if drafts:
                 self._roll_back(slot, drafts, tokens)
             rows.append(self._deliver(slot, tokens))
-        del self.frames[event.frame_id]
-        return Outputs(tuple(rows))
+        return rows
 
     def _is_oldest(self, frame_id: FrameId) -> bool:
         """Whether no frame in flight was planned before this one: its tokens come next (P13)."""
@@ -65,25 +69,30 @@ class Results(Promises):
     def _result_problem(
         self,
         event: Commit,
-        frame: dict[RequestId, TokenIds | None],
+        frame: Mapping[RequestId, TokenIds | None],
         answers: dict[RequestId, TokenIds],
     ) -> Rejected | None:
         """Why the rows do not answer the frame, or None; requests aborted meanwhile included."""
         if not len(event.sampled) == len(answers) == len(frame):
-            return _bad_result(event, f"must have one row for each of {sorted(frame)}")
+            return bad_result(event.frame_id, f"must have one row for each of {sorted(frame)}")
+        frame_id = event.frame_id
         for request_id, drafts in frame.items():
             tokens = answers.get(request_id)
             if tokens is None:
-                return _bad_result(event, f"must have one row for each of {sorted(frame)}")
+                return bad_result(frame_id, f"must have one row for each of {sorted(frame)}")
             if drafts is None:
                 if tokens:
-                    return _bad_result(event, f"{request_id!r} is in prefill; send no tokens")
+                    return bad_result(
+                        event.frame_id, f"{request_id!r} is in prefill; send no tokens"
+                    )
             elif not 1 <= len(tokens) <= 1 + len(drafts):
                 rule = f"must have 1 to {1 + len(drafts)} tokens, not {len(tokens)}"
-                return _bad_result(event, f"{request_id!r} {rule}")
+                return bad_result(frame_id, f"{request_id!r} {rule}")
             elif drafts and not self._are_among(drafts, tokens[:-1]):
                 rule = f"accepts {tokens[:-1]}, which is no prefix of its drafts {drafts}"
-                return _bad_result(event, f"{request_id!r} {rule}; send accepted drafts and one")
+                return bad_result(
+                    event.frame_id, f"{request_id!r} {rule}; send accepted drafts and one"
+                )
         return None
 
     def _are_among(self, drafts: TokenIds, accepted: TokenIds) -> bool:
@@ -119,7 +128,7 @@ class Results(Promises):
 
     def _accept(self, slot: int, tokens: TokenIds) -> tuple[TokenIds, Verdict]:
         """Append tokens one by one; nothing after the one that ends the request is kept."""
-        lineage, num_known = self.table.lineages[slot], self.table.num_known
+        lineage, num_known = self.table.settle(slot), self.table.num_known
         for count, token in enumerate(tokens, 1):
             lineage.append(token)
             num_known[slot] += 1
@@ -167,5 +176,6 @@ class Results(Promises):
         return False
 
 
-def _bad_result(event: Commit, detail: str) -> Rejected:
-    return Rejected(RejectCode.BAD_RESULT, f"commit of frame {event.frame_id}: {detail}")
+def bad_result(frame_id: FrameId, detail: str) -> Rejected:
+    """The refusal of an answer that does not fit its frame."""
+    return Rejected(RejectCode.BAD_RESULT, f"commit of frame {frame_id}: {detail}")

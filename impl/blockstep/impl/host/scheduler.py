@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Final, assert_never
 
+from blockstep.impl.host.arrays import ArrayOutputs, ArrayPlan, Frame, Int32s
+from blockstep.impl.host.batch_results import BatchedResults
 from blockstep.impl.host.drafts import Proposals
 from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.planning import Planning
-from blockstep.impl.host.results import Results
 from blockstep.impl.host.view import take_snapshot
 from blockstep.spec.vocabulary import (
     Abort,
     Aborted,
     Ack,
     Commit,
+    Config,
     Drafts,
     Event,
+    FrameId,
     GrammarReady,
     Observation,
     RejectCode,
@@ -49,12 +52,13 @@ CAPABILITIES: Final = frozenset(
 """By value: the enum belongs to the conformance wing, which this wing must not import."""
 
 
-class HostEngine(Planning, Results, Proposals):
+class HostEngine(Planning, BatchedResults, Proposals):
     """The scheduler and its paged KV memory on one CPU core.
 
     Args:
         config: the constants of the run.
         digest: names block contents; "sha256", "crc32" (each hit is then verified), or your own.
+        vector_at: rows from which on they are handled through numpy; the decisions are the same.
 
     Raises:
         ConfigError: `config_problems` has something against the config.
@@ -86,6 +90,29 @@ class HostEngine(Planning, Results, Proposals):
                 return ResetDone(self._reset(reset_running_requests))
             case _:
                 assert_never(event)
+
+    def schedule_arrays(self) -> ArrayPlan | Rejected:
+        """`Schedule` without an object per row; refused like that event."""
+        step = self._plan_step()
+        return step if isinstance(step, Rejected) else self._issue_arrays(step)
+
+    def commit_arrays(
+        self, frame_id: FrameId, token_ids: Int32s, counts: Int32s | None = None
+    ) -> ArrayOutputs | Rejected:
+        """`Commit` without an object per row; refused like that event.
+
+        Args:
+            frame_id: of the plan that is answered.
+            token_ids: [tokens] int32, row after row in the order of the plan; rows that do not
+                sample have none.
+            counts: [rows] int32, tokens of each row; None: one for each row that samples.
+        """
+        frame = self._find_frame(frame_id)
+        if isinstance(frame, Rejected):
+            return frame
+        assert isinstance(frame, Frame)
+        problem = self._array_problem(frame_id, frame, token_ids, counts)
+        return problem or self._commit_each(frame_id, frame, token_ids, counts)
 
     def snapshot(self) -> Snapshot:
         """The whole state in canonical form. O(blocks and tokens); takes no part in a step."""
@@ -176,8 +203,13 @@ class HostEngine(Planning, Results, Proposals):
         if reset_running_requests:
             while self.running:
                 self._preempt(self.running.pop())
-            self.prev_scheduled_req_ids = []
+            self.prev_scheduled_req_ids = ()
         elif not self.pool.is_unused():
             return False
         self.prefix.clear()
         return True
+
+
+def make_vector_engine(config: Config) -> HostEngine:
+    """The engine that handles even a single row through numpy, to be held to the same rules."""
+    return HostEngine(config, vector_at=1)

@@ -1,0 +1,275 @@
+"""Arrays: a plan and its outputs as a model runner consumes them, and as objects for whoever asks.
+
+Rows stand in order of scheduling: running requests in running order, then admitted ones in order
+of admission, new and resumed mixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from blockstep.spec.vocabulary import (
+    BlockTables,
+    CachedRow,
+    FinishReason,
+    FrameId,
+    NewRow,
+    OutputRow,
+    Outputs,
+    Plan,
+    Request,
+    RequestId,
+    TokenIds,
+)
+
+Int32s: TypeAlias = NDArray[np.int32]
+_NO_NEW_BLOCKS: Final[BlockTables] = ((),)
+
+
+@dataclass(slots=True, eq=False)
+class Frame(Mapping[RequestId, TokenIds | None]):
+    """A plan in flight: of each row the drafts that it carries, None where it does not sample."""
+
+    slots: NDArray[np.int64]
+    """[rows]"""
+    births: NDArray[np.int64]
+    """[rows]; who had the slot then."""
+    names: NDArray[np.object_]
+    """[rows]; request ids."""
+    samples: NDArray[np.bool_] | None
+    """[rows]; None: all of them do."""
+    drafts: dict[int, TokenIds]
+    """By row; only where there are some."""
+    _rows: dict[RequestId, TokenIds | None] | None = None
+
+    @property
+    def rows(self) -> dict[RequestId, TokenIds | None]:
+        """The same as a dict; built when first asked for."""
+        if self._rows is None:
+            names: list[RequestId] = self.names.tolist()
+            rows: dict[RequestId, TokenIds | None] = dict.fromkeys(names, ())
+            for row, drafts in self.drafts.items():
+                rows[names[row]] = drafts
+            if self.samples is not None:
+                for row in (~self.samples).nonzero()[0].tolist():
+                    rows[names[row]] = None
+            self._rows = rows
+        return self._rows
+
+    def __getitem__(self, request_id: RequestId) -> TokenIds | None:
+        return self.rows[request_id]
+
+    def __iter__(self) -> Iterator[RequestId]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+class PlanObjects(msgspec.Struct, gc=False):
+    """What vLLM builds of a plan: `SchedulerOutput` with its `CachedRequestData`."""
+
+    num_scheduled_tokens: dict[RequestId, int]
+    new: list[NewRow]
+    req_ids: list[RequestId]
+    resumed_req_ids: set[RequestId]
+    new_block_ids: list[BlockTables | None]
+    all_token_ids: dict[RequestId, TokenIds]
+    num_computed_tokens: list[int]
+    num_output_tokens: list[int]
+    scheduled_spec_decode_tokens: dict[RequestId, TokenIds]
+    total_num_scheduled_tokens: int
+    finished_req_ids: set[RequestId]
+    preempted_req_ids: set[RequestId]
+
+
+class OutputObject(msgspec.Struct):
+    """What vLLM builds for each row of a commit: `EngineCoreOutput`."""
+
+    request_id: RequestId
+    new_token_ids: tuple[int, ...]
+    num_cached_tokens: int
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(eq=False)
+class ArrayPlan:
+    """One step's work. Arrays are read-only by agreement: the engine keeps some of them."""
+
+    frame_id: FrameId
+    slots: NDArray[np.int64]
+    """[rows]; a number below the table's size that a request keeps while it is unfinished."""
+    names: NDArray[np.object_]
+    """[rows]; request ids."""
+    num_computed_tokens: Int32s
+    """[rows]; before this step, as if all drafts in flight were accepted."""
+    num_scheduled_tokens: Int32s
+    """[rows]; drafts included."""
+    num_output_tokens: Int32s
+    """[rows]; known ones, and those promised by frames in flight."""
+    samples: NDArray[np.bool_] | None
+    """[rows]; whether it will sample. None: all of them."""
+    block_rows: NDArray[np.int64]
+    """[new blocks]; the row that each belongs to, ascending. All blocks of admitted rows."""
+    block_ids: Int32s
+    """[new blocks]"""
+    draft_token_ids: dict[int, TokenIds]
+    """By row; only where there are some."""
+    all_token_ids: dict[int, TokenIds]
+    """By row: where the worker may lack some, because the last plan did not have the request."""
+    new_rows: dict[int, Request]
+    """By row: requests that the worker has not seen."""
+    resumed_rows: list[int]
+    finished_req_ids: tuple[RequestId, ...]
+    preempted_req_ids: tuple[RequestId, ...]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @cached_property
+    def request_ids(self) -> list[RequestId]:
+        """[rows]"""
+        names: list[RequestId] = self.names.tolist()
+        return names
+
+    @cached_property
+    def blocks_of(self) -> dict[int, tuple[int, ...]]:
+        """New blocks by row; only where there are some."""
+        found: dict[int, list[int]] = {}
+        for row, block in zip(self.block_rows.tolist(), self.block_ids.tolist(), strict=True):
+            found.setdefault(row, []).append(block)
+        return {row: tuple(blocks) for row, blocks in found.items()}
+
+    def build_plan(self) -> Plan:
+        """The plan in the words of the vocabulary."""
+        blocks, resumed = self.blocks_of, set(self.resumed_rows)
+        computed = self.num_computed_tokens.tolist()
+        scheduled, outputs = self.num_scheduled_tokens.tolist(), self.num_output_tokens.tolist()
+        running: list[CachedRow] = []
+        new: list[NewRow] = []
+        for row, name in enumerate(self.request_ids):
+            taken = blocks.get(row)
+            tables = (taken,) if taken else _NO_NEW_BLOCKS
+            if row in self.new_rows:
+                new.append(NewRow(self.new_rows[row], tables, computed[row], scheduled[row]))
+                continue
+            running.append(
+                CachedRow(
+                    name,
+                    row in resumed,
+                    tables,
+                    self.all_token_ids.get(row),
+                    computed[row],
+                    outputs[row],
+                    scheduled[row],
+                    self.draft_token_ids.get(row, ()),
+                )
+            )
+        return Plan(
+            self.frame_id, tuple(new), tuple(running), self.finished_req_ids, self.preempted_req_ids
+        )
+
+    def build_objects(self) -> PlanObjects:
+        """The plan in as many objects as vLLM builds."""
+        names, blocks = self.request_ids, self.blocks_of
+        computed, scheduled = self.num_computed_tokens.tolist(), self.num_scheduled_tokens.tolist()
+        outputs = self.num_output_tokens.tolist()
+        tables: list[BlockTables | None] = [None] * len(names)
+        for row, taken in blocks.items():
+            tables[row] = (taken,)
+        new = [
+            NewRow(request, tables[row] or _NO_NEW_BLOCKS, computed[row], scheduled[row])
+            for row, request in self.new_rows.items()
+        ]
+        cached = names
+        if new:
+            old = [row for row in range(len(names)) if row not in self.new_rows]
+            cached = [names[row] for row in old]
+            tables = [tables[row] for row in old]
+            computed, outputs = [computed[row] for row in old], [outputs[row] for row in old]
+        return PlanObjects(
+            num_scheduled_tokens=dict(zip(names, scheduled, strict=True)),
+            new=new,
+            req_ids=cached,
+            resumed_req_ids={names[row] for row in self.resumed_rows},
+            new_block_ids=tables,
+            all_token_ids={names[row]: ids for row, ids in self.all_token_ids.items()},
+            num_computed_tokens=computed,
+            num_output_tokens=outputs,
+            scheduled_spec_decode_tokens={
+                names[row]: drafts for row, drafts in self.draft_token_ids.items()
+            },
+            total_num_scheduled_tokens=sum(scheduled),
+            finished_req_ids=set(self.finished_req_ids),
+            preempted_req_ids=set(self.preempted_req_ids),
+        )
+
+    def pack_answer(self, tokens: Sequence[TokenIds]) -> tuple[Int32s, Int32s | None]:
+        """What `commit_arrays` takes, of the tokens of each row."""
+        flat = np.fromiter((token for row in tokens for token in row), np.int32)
+        if not self.draft_token_ids:
+            return flat, None
+        return flat, np.fromiter(map(len, tokens), np.int32, len(tokens))
+
+
+@dataclass(eq=False)
+class ArrayOutputs:
+    """What a step delivered: rows in the order of scheduling, only those with new tokens."""
+
+    names: NDArray[np.object_]
+    """[rows]; request ids."""
+    token_ids: Int32s
+    """[tokens]; row after row."""
+    counts: Int32s | None
+    """[rows]; tokens of each. None: one each."""
+    num_cached_tokens: Int32s
+    """[rows]; prompt tokens served from the prefix cache at its first admission."""
+    ended: dict[int, tuple[FinishReason, int | None]]
+    """By row: why it ended, and the stop token that ended it."""
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def build_outputs(self) -> Outputs:
+        """The outputs in the words of the vocabulary."""
+        tokens, ended = self._get_tokens(), self.ended
+        cached = self.num_cached_tokens.tolist()
+        goes_on = (None, None)
+        return Outputs(
+            tuple(
+                [
+                    OutputRow(name, tokens[row], *ended.get(row, goes_on), cached[row])
+                    for row, name in enumerate(self.names.tolist())
+                ]
+            )
+        )
+
+    def build_objects(self) -> list[OutputObject]:
+        """The outputs in as many objects as vLLM builds."""
+        rows = list(
+            map(
+                OutputObject,
+                self.names.tolist(),
+                self._get_tokens(),
+                self.num_cached_tokens.tolist(),
+            )
+        )
+        for row, (reason, stop_token_id) in self.ended.items():
+            rows[row].finish_reason, rows[row].stop_token_id = reason, stop_token_id
+        return rows
+
+    def _get_tokens(self) -> list[TokenIds]:
+        flat = self.token_ids.tolist()
+        if self.counts is None:
+            return list(zip(flat))
+        ends = np.cumsum(self.counts).tolist()
+        starts = [0, *ends[:-1]] if ends else []
+        return [tuple(flat[start:end]) for start, end in zip(starts, ends, strict=True)]
