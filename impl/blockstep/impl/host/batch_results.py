@@ -6,6 +6,8 @@ whole arrays, and `results` has the last word on each of them.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,8 +23,12 @@ from blockstep.spec.vocabulary import (
     TokenIds,
 )
 
-_SETTLE: int = TAIL // 2
+_SETTLE: Final = TAIL // 2
 """Tokens that come in arrays are settled each time a request has so many more."""
+
+
+_LAG: Final = 8
+"""So many tokens later, in fact: the last block before has been published by then."""
 
 
 class BatchedResults(Results):
@@ -141,9 +147,12 @@ class BatchedResults(Results):
             columns.num_known[starts] = after[kept]
         else:
             self._store_several(slots[~special], known[~special], tokens, counts, special)
-        crossing = ((known ^ after) & ~(_SETTLE - 1)).astype(np.bool_)
-        for slot in slots[crossing & ~special].tolist():
-            self.table.settle(slot)
+        crossing = ((known - _LAG) ^ (after - _LAG)) >= _SETTLE
+        if np.count_nonzero(crossing):
+            # A block that is not full yet stays in one piece.
+            size = self.block_size if self.block_size <= _SETTLE // 2 else 1
+            for slot in slots[crossing & ~special].tolist():
+                self.table.settle(slot, self.table.num_known[slot] % size)
         if self.async_scheduling and self.config.enable_prefix_caching:
             settled = columns.num_cached_blocks.take(slots)
             special |= (after - 1) >= (settled + 1) * self.block_size

@@ -7,6 +7,7 @@ out, the row that needs one makes room as in `running`, and the rest goes on tog
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,9 @@ from numpy.typing import NDArray
 from blockstep.impl.host.running import RunningPhase
 from blockstep.impl.host.step import Batch, Step
 from blockstep.impl.host.table import TAIL
+
+_NO_ROWS: Final = np.empty(0, np.int64)
+_NO_BLOCKS: Final = np.empty(0, np.int32)
 
 
 @dataclass(slots=True, eq=False)
@@ -40,21 +44,24 @@ class BatchedRunningPhase(RunningPhase):
     def _schedule_batches(self, step: Step) -> None:
         position = 0
         while position < len(self.running) and step.budget > 0:
-            slots = self._view_running().slots[position:]
-            batch, needed, places = self._plan_batch(slots, step.budget)
+            slots = self._view_running().slots
+            batch, places = self._plan_batch(slots[position:] if position else slots, step.budget)
+            asking, needed = self._blocks_needed_each(batch)
             free = self.pool.num_free
             if int(needed.sum()) <= free:
-                self._commit_batch(batch, needed, step)
+                self._commit_batch(batch, asking, needed, step)
                 return
-            asking = int(np.searchsorted(np.cumsum(needed), free, side="right"))
-            self._commit_batch(_slice(batch, 0, asking), needed[:asking], step)
-            # What it asks for was counted before anybody gave way, as for a single row.
-            row, due = _slice(batch, asking, asking + 1), needed[asking : asking + 1]
-            place = position + int(places[asking])
+            # The first that is short makes room. What it asks for was counted before anybody gave
+            # way, as for a single row; those after it are looked at again.
+            first = int(np.searchsorted(np.cumsum(needed), free, side="right"))
+            short = int(asking[first])
+            place = position + (short if places is None else int(places[short]))
+            self._commit_batch(_slice(batch, 0, short), asking[:first], needed[:first], step)
+            row, due = _slice(batch, short, short + 1), needed[first : first + 1]
             position = self._make_room(int(row.slots[0]), int(due[0]), place, step)
             if position < 0:
                 return
-            self._commit_batch(row, due, step)
+            self._commit_batch(row, np.zeros(1, np.int64), due, step)
             position += 1
 
     def _view_running(self) -> RunningView:
@@ -75,27 +82,29 @@ class BatchedRunningPhase(RunningPhase):
 
     def _plan_batch(
         self, slots: NDArray[np.int64], budget: int
-    ) -> tuple[Batch, NDArray[np.int32], NDArray[np.int64]]:
-        """The rows of `slots` that run, the new blocks each needs, and where each stands."""
+    ) -> tuple[Batch, NDArray[np.int64] | None]:
+        """The rows of `slots` that run, and where each stands among them; None: all of them run."""
         columns = self.table.columns
         computed, known = columns.num_computed.take(slots), columns.num_known.take(slots)
         scheduled = self._tokens_to_run_each(slots, computed, known)
-        places = np.arange(len(slots))
-        total = int(scheduled.sum())
-        if total > budget:
+        places = None
+        if int(scheduled.sum()) > budget:
             before = np.cumsum(scheduled) - scheduled
             scheduled = np.minimum(scheduled, np.maximum(budget - before, 0)).astype(np.int32)
         if np.count_nonzero(scheduled) < len(slots):
             places = scheduled.nonzero()[0]
             slots, scheduled = slots[places], scheduled[places]
             computed, known = computed[places], known[places]
-        ends = computed + scheduled
+        return Batch(slots, scheduled, computed, known, _NO_ROWS, _NO_BLOCKS, {}), places
+
+    def _blocks_needed_each(self, batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """`_blocks_needed`: the rows that need some, and how many each."""
+        ends = batch.num_computed + batch.num_scheduled
         if self.num_lookahead_tokens:
             ends = np.minimum(ends + self.num_lookahead_tokens, self.max_model_len)
-        held = columns.num_held_blocks.take(slots)
-        needed = np.maximum((ends + (self.block_size - 1)) // self.block_size - held, 0)
-        nothing = np.empty(0, np.int64)
-        return Batch(slots, scheduled, computed, known, nothing, [], {}), needed, places
+        held = self.table.columns.num_held_blocks.take(batch.slots)
+        asking = (ends > held * self.block_size).nonzero()[0]
+        return asking, -(-ends[asking] // self.block_size) - held[asking]
 
     def _tokens_to_run_each(
         self, slots: NDArray[np.int64], computed: NDArray[np.int32], known: NDArray[np.int32]
@@ -115,13 +124,14 @@ class BatchedRunningPhase(RunningPhase):
         found: NDArray[np.int32] = np.maximum(np.minimum(gap, most), 0)
         return found
 
-    def _commit_batch(self, batch: Batch, needed: NDArray[np.int32], step: Step) -> None:
+    def _commit_batch(
+        self, batch: Batch, asking: NDArray[np.int64], needed: NDArray[np.int32], step: Step
+    ) -> None:
         """Take the blocks, publish what fills, and put the rows into the plan."""
         if not len(batch.slots):
             return
-        batch.block_rows = asking = needed.nonzero()[0]
         if len(asking):
-            self._take_blocks_each(batch, needed)
+            self._take_blocks_each(batch, asking, needed)
         if self.config.enable_prefix_caching:
             self._publish_each(batch)
         if self.config.num_speculative_tokens:
@@ -129,18 +139,18 @@ class BatchedRunningPhase(RunningPhase):
         step.batches.append(batch)
         step.budget -= int(batch.num_scheduled.sum())
 
-    def _take_blocks_each(self, batch: Batch, needed: NDArray[np.int32]) -> None:
-        asking = batch.block_rows
-        counts = needed[asking]
-        taken = self.pool.take(int(counts.sum()))
-        batch.block_ids = [*taken]
-        if len(taken) > len(asking):
-            batch.block_rows = np.repeat(asking, counts)
+    def _take_blocks_each(
+        self, batch: Batch, asking: NDArray[np.int64], needed: NDArray[np.int32]
+    ) -> None:
+        batch.block_ids = self.pool.take_many(int(needed.sum()))
+        batch.block_rows = asking
+        if len(batch.block_ids) > len(asking):
+            batch.block_rows = np.repeat(asking, needed)
         slots = batch.slots[batch.block_rows]
         tables = self.table.block_tables
-        for slot, block in zip(slots.tolist(), taken, strict=True):
+        for slot, block in zip(slots.tolist(), batch.block_ids.tolist(), strict=True):
             tables[slot].append(block)
-        self.table.columns.num_held_blocks[batch.slots[asking]] += counts
+        self.table.columns.num_held_blocks[batch.slots[asking]] += needed
 
     def _publish_each(self, batch: Batch) -> None:
         """`_publish` for the rows that fill a block."""
@@ -149,7 +159,7 @@ class BatchedRunningPhase(RunningPhase):
         filling = (written >= (settled + 1) * self.block_size).nonzero()[0]
         if len(filling):
             full = written[filling] // self.block_size
-            self._publish_rows(batch.slots[filling].tolist(), full.tolist())
+            self._publish_rows(batch.slots[filling], settled[filling], full)
 
     def _take_drafts_each(self, batch: Batch) -> None:
         """`_take_drafts` for the rows that have some."""
@@ -168,7 +178,7 @@ def _slice(batch: Batch, start: int, end: int) -> Batch:
         batch.num_scheduled[start:end],
         batch.num_computed[start:end],
         batch.num_known[start:end],
-        batch.block_rows,
-        [],
+        _NO_ROWS,
+        _NO_BLOCKS,
         {},
     )

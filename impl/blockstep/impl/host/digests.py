@@ -38,6 +38,7 @@ def _crc32(message: bytes) -> bytes:
 
 SHA256: Final = Digest("sha256", cryptographic=True, function=_sha256)
 CRC32: Final = Digest("crc32", cryptographic=False, function=_crc32)
+LENGTHS: Final = [bytes((length,)) for length in range(256)]
 DIGESTS: Final[Mapping[str, Digest]] = {digest.name: digest for digest in (SHA256, CRC32)}
 
 
@@ -96,4 +97,4 @@ def chain_message(parent: bytes, packed_tokens: bytes, packed_extras: bytes) -> 
     `parent` is the digest of the block before it, empty for the first. Its length comes first and
     a block's tokens are always equally many, so the message can be read back in one way only.
     """
-    return bytes((len(parent),)) + parent + packed_tokens + packed_extras
+    return LENGTHS[len(parent)] + parent + packed_tokens + packed_extras

@@ -37,7 +37,7 @@ class Issuing(BatchedRunningPhase, WaitingPhase):
             rows.num_known - columns.num_prompt.take(slots),
             self._advance_each(rows, frame_id),
             rows.block_rows,
-            np.array(rows.block_ids, np.int32),
+            rows.block_ids,
             rows.drafts,
             {int(row): self.table.all_token_ids(int(slots[row])) for row in missed},
             {},
@@ -110,7 +110,7 @@ class Issuing(BatchedRunningPhase, WaitingPhase):
         if step.admitted:
             parts.append(self._gather_admitted(step))
         if not parts:
-            return Batch(_NO_ROWS, _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, _NO_ROWS, [], {})
+            return Batch(_NO_ROWS, _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, _NO_ROWS, _NO_TOKENS, {})
         joined = parts[0] if len(parts) == 1 else _concatenate(parts)
         if self.async_scheduling:
             promised = self.table.columns.num_output_placeholders.take(joined.slots)
@@ -156,7 +156,7 @@ class Issuing(BatchedRunningPhase, WaitingPhase):
             np.array([computed[slot] for slot in slots], np.int32),
             np.array([known[slot] for slot in slots], np.int32),
             np.array(block_rows, np.int64),
-            block_ids,
+            np.array(block_ids, np.int32),
             drafts,
         )
 
@@ -169,7 +169,7 @@ def _concatenate(parts: list[Batch]) -> Batch:
         np.concatenate([part.num_computed for part in parts]),
         np.concatenate([part.num_known for part in parts]),
         np.concatenate([part.block_rows + s for part, s in zip(parts, starts, strict=False)]),
-        [block for part in parts for block in part.block_ids],
+        np.concatenate([part.block_ids for part in parts]),
         {
             row + start: drafts
             for part, start in zip(parts, starts, strict=False)

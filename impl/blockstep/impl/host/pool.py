@@ -48,7 +48,8 @@ class BlockPool:
         The caller has made sure that `count <= num_free`.
         """
         if count >= _MANY:
-            return self._take_many(count)
+            taken_many: list[BlockId] = self.take_many(count).tolist()
+            return taken_many
         taken: list[BlockId] = []
         queue, head = self._queue, self._head
         while len(taken) < count:
@@ -123,7 +124,8 @@ class BlockPool:
 
     # many at once
 
-    def _take_many(self, count: int) -> list[BlockId]:
+    def take_many(self, count: int) -> NDArray[np.int32]:
+        """`take` as an array."""
         head, end = self._head, self._head + count
         taken = _view(self._queue)[head:end]
         while np.count_nonzero(taken) < count:  # gaps: look at twice as much
@@ -132,13 +134,14 @@ class BlockPool:
         if end - head > count:
             places = taken.nonzero()[0][:count]
             taken, end = taken[places], head + int(places[-1]) + 1
+        else:
+            taken = taken.copy()  # the queue is written over
         _view(self.ref_counts)[taken] = 1
-        blocks: list[BlockId] = taken.tolist()
         self._head = end
         self.num_free -= count
         for block in self.prefix.published_of(taken):
             self.prefix.withdraw(block)
-        return blocks
+        return taken
 
     def _touch_many(self, blocks: Sequence[BlockId]) -> None:
         """`blocks` are different from each other, as the blocks of a hit are."""

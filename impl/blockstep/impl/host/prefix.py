@@ -35,7 +35,10 @@ class PrefixMap:
 
     def publish(self, block: BlockId, lineage: Lineage, index: int) -> None:
         """From now on `block` is found as block `index` of `lineage`."""
-        digest = lineage.digest_of(index)
+        self.publish_named(block, lineage, index, lineage.digest_of(index))
+
+    def publish_named(self, block: BlockId, lineage: Lineage, index: int, digest: bytes) -> None:
+        """The same, where `lineage` has just given the digest."""
         self._lineages[block] = lineage
         self._indices[block] = index
         self._is_published[block] = True

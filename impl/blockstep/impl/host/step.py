@@ -30,7 +30,7 @@ class Batch:
     """[rows]"""
     block_rows: NDArray[np.int64]
     """[new blocks]; the row that each is appended to, in order."""
-    block_ids: list[BlockId]
+    block_ids: NDArray[np.int32]
     """[new blocks]"""
     drafts: dict[int, TokenIds]
     """By row; only where there are some."""
@@ -44,7 +44,7 @@ class Batch:
         tokens = int(self.num_scheduled[row])
         kept = self.block_rows != row
         rows = self.block_rows[kept]
-        self.block_ids = [block for block, keep in zip(self.block_ids, kept, strict=True) if keep]
+        self.block_ids = self.block_ids[kept]
         self.block_rows = rows - (rows > row)
         self.drafts = {at - (at > row): d for at, d in self.drafts.items() if at != row}
         self.slots = np.delete(self.slots, row)

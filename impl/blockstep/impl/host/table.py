@@ -12,7 +12,7 @@ from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.queues import Rank
 from blockstep.spec.vocabulary import MAX_INT, Request, RequestId, Status, TokenIds
 
-TAIL: Final = 128
+TAIL: Final = 256
 """Tokens of one request that may wait in its tail; a power of two."""
 STOP_BITS: Final = (1 << 12) - 1
 """Token ids are looked up by these bits among those that may end a request."""
@@ -152,13 +152,13 @@ class RequestTable:
         request = self.requests[slot]
         return (request.priority, request.arrival_time, request.request_id)
 
-    def settle(self, slot: int) -> Lineage:
-        """Its lineage, with every known token in it."""
+    def settle(self, slot: int, num_left: int = 0) -> Lineage:
+        """Its lineage, with every known token in it but the last `num_left`, which may stay."""
         lineage = self.lineages[slot]
         if self.tails:
             tokens = lineage.tokens
             start = len(tokens)
-            missing = self.num_known[slot] - start
+            missing = self.num_known[slot] - num_left - start
             if missing > 0:
                 at = slot * TAIL + start % TAIL
                 end, stop = at + missing, (slot + 1) * TAIL

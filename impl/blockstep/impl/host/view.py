@@ -9,6 +9,8 @@ from blockstep.spec.vocabulary import RequestSnapshot, Snapshot
 def take_snapshot(core: Core) -> Snapshot:
     """The canonical state. Digests become structural keys, slots become request ids."""
     table = core.table
+    for slot in table.slot_of.values():
+        table.settle(slot)
     id_of = [request.request_id for request in table.requests]
     keys = core.prefix.keys()
     return Snapshot(
