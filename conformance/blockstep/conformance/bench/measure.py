@@ -185,7 +185,8 @@ def _read(
         schedule = [timing.schedule[index] for timing in timings]
         commit = [timing.commit[index] if timing.commit else 0.0 for timing in timings]
         whole = list(map(sum, zip(schedule, commit, strict=True)))
-        found.append(Reading(engine, name, *map(_spread, (schedule, commit, whole)), memory))
+        spreads = _spread(schedule), _spread(commit), _spread(whole)
+        found.append(Reading(engine, name, *spreads, memory_mib=memory))
     return found
 
 

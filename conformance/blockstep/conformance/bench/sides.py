@@ -15,9 +15,11 @@ from typing import Any, Protocol, TypeAlias
 from blockstep.conformance.engine import Engine
 from blockstep.spec.vocabulary import (
     Ack,
+    BlockTables,
     CachedRow,
     Commit,
     Drafts,
+    NewRow,
     Outputs,
     Plan,
     Request,
@@ -123,7 +125,7 @@ class ProtocolSide:
 class ArraySide(ProtocolSide):
     """An engine that plans and takes answers as arrays (`blockstep.impl.host.arrays`)."""
 
-    readings = ("arrays", "materialised")
+    readings: tuple[str, ...] = ("arrays", "materialised")
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -186,7 +188,8 @@ def make_side(engine: Any) -> Side:
 def _decision_of(plan: Plan) -> Decision:
     """New rows and resumed ones are told apart in a plan; both stand in order of admission."""
     running = [row for row in plan.cached if not row.resumed]
-    admitted = [*plan.new, *(row for row in plan.cached if row.resumed)]
+    resumed = [row for row in plan.cached if row.resumed]
+    ordered: list[NewRow | CachedRow] = [*running, *plan.new, *resumed]
     rows = [
         PlannedRow(
             row.request_id,
@@ -196,16 +199,13 @@ def _decision_of(plan: Plan) -> Decision:
             len(row.draft_token_ids) if isinstance(row, CachedRow) else 0,
             not isinstance(row, CachedRow),
         )
-        for row in (*running, *admitted)
+        for row in ordered
     ]
     return Decision(tuple(rows), plan.preempted_req_ids, plan.finished_req_ids)
 
 
-def _blocks_of(row: Any) -> tuple[tuple[int, ...], ...]:
-    blocks: tuple[tuple[int, ...], ...] = (
-        row.new_block_ids if isinstance(row, CachedRow) else row.block_ids
-    )
-    return blocks
+def _blocks_of(row: NewRow | CachedRow) -> BlockTables:
+    return row.new_block_ids if isinstance(row, CachedRow) else row.block_ids
 
 
 def _delivered_of(outputs: Outputs) -> Delivered:

@@ -31,6 +31,9 @@ from blockstep.spec.vocabulary import (
 
 Int32s: TypeAlias = NDArray[np.int32]
 _NO_NEW_BLOCKS: Final[BlockTables] = ((),)
+_GOES_ON: Final[tuple[FinishReason | None, int | None]] = (None, None)
+_NO_ROWS: Final = np.empty(0, np.int64)
+_NO_BLOCKS: Final = np.empty(0, np.int32)
 
 
 @dataclass(slots=True, eq=False)
@@ -220,6 +223,72 @@ class ArrayPlan:
         return flat, np.fromiter(map(len, tokens), np.int32, len(tokens))
 
 
+def make_plan(
+    plan: Plan, slots: list[int], rows: list[CachedRow | NewRow], samples: list[bool]
+) -> ArrayPlan:
+    """A plan in arrays, of a plan of the vocabulary; `rows` are its rows in order of scheduling."""
+    numbers = np.array(
+        [(row.num_computed_tokens, row.num_scheduled_tokens, _num_outputs_of(row)) for row in rows],
+        np.int32,
+    ).reshape(-1, 3)
+    made = ArrayPlan(
+        plan.frame_id,
+        np.array(slots, np.int64),
+        np.array([row.request_id for row in rows], np.object_),
+        numbers[:, 0],
+        numbers[:, 1],
+        numbers[:, 2],
+        None if all(samples) else np.array(samples, np.bool_),
+        _NO_ROWS,
+        _NO_BLOCKS,
+        {},
+        {},
+        {},
+        [],
+        plan.finished_req_ids,
+        plan.preempted_req_ids,
+    )
+    taken: list[tuple[int, int]] = []
+    for at, row in enumerate(rows):
+        if isinstance(row, NewRow):
+            made.new_rows[at] = row.request
+            taken += [(at, block) for block in row.block_ids[0]]
+            continue
+        taken += [(at, block) for block in row.new_block_ids[0]]
+        if row.resumed:
+            made.resumed_rows.append(at)
+        if row.all_token_ids is not None:
+            made.all_token_ids[at] = row.all_token_ids
+        if row.draft_token_ids:
+            made.draft_token_ids[at] = row.draft_token_ids
+    if taken:
+        made.block_rows, made.block_ids = (
+            np.array([at for at, _ in taken], np.int64),
+            np.array([block for _, block in taken], np.int32),
+        )
+    return made
+
+
+def _num_outputs_of(row: CachedRow | NewRow) -> int:
+    return row.num_output_tokens if isinstance(row, CachedRow) else 0
+
+
+def make_outputs(rows: Sequence[OutputRow]) -> ArrayOutputs:
+    """Outputs in arrays, of rows of the vocabulary."""
+    counts = [len(row.new_token_ids) for row in rows]
+    return ArrayOutputs(
+        np.array([row.request_id for row in rows], np.object_),
+        np.array([token for row in rows for token in row.new_token_ids], np.int32),
+        None if counts.count(1) == len(counts) else np.array(counts, np.int32),
+        np.array([row.num_cached_tokens for row in rows], np.int32),
+        {
+            at: (row.finish_reason, row.stop_token_id)
+            for at, row in enumerate(rows)
+            if row.finish_reason is not None
+        },
+    )
+
+
 @dataclass(eq=False)
 class ArrayOutputs:
     """What a step delivered: rows in the order of scheduling, only those with new tokens."""
@@ -242,15 +311,11 @@ class ArrayOutputs:
         """The outputs in the words of the vocabulary."""
         tokens, ended = self._get_tokens(), self.ended
         cached = self.num_cached_tokens.tolist()
-        goes_on = (None, None)
-        return Outputs(
-            tuple(
-                [
-                    OutputRow(name, tokens[row], *ended.get(row, goes_on), cached[row])
-                    for row, name in enumerate(self.names.tolist())
-                ]
-            )
-        )
+        rows: list[OutputRow] = []
+        for row, name in enumerate(self.names.tolist()):
+            reason, stop_token_id = ended.get(row, _GOES_ON)
+            rows.append(OutputRow(name, tokens[row], reason, stop_token_id, cached[row]))
+        return Outputs(tuple(rows))
 
     def build_objects(self) -> list[OutputObject]:
         """The outputs in as many objects as vLLM builds."""

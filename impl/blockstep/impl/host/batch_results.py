@@ -6,12 +6,13 @@ whole arrays, and `results` has the last word on each of them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from blockstep.impl.host.arrays import ArrayOutputs, Frame, Int32s
+from blockstep.impl.host.arrays import ArrayOutputs, Frame, Int32s, make_outputs
 from blockstep.impl.host.results import Results, bad_result
 from blockstep.impl.host.table import BY_REPETITION, STOP_BITS, TAIL
 from blockstep.spec.vocabulary import (
@@ -20,6 +21,7 @@ from blockstep.spec.vocabulary import (
     FrameId,
     Outputs,
     Rejected,
+    RequestId,
     TokenIds,
 )
 
@@ -40,7 +42,7 @@ class BatchedResults(Results):
         if isinstance(frame, Rejected):
             return frame
         answers = {row.request_id: row.token_ids for row in event.sampled}
-        problem = self._result_problem(event, frame, answers)
+        problem = self._result_problem(frame_id, len(event.sampled), frame, answers)
         if problem is not None:
             return problem
         if isinstance(frame, Frame):
@@ -51,6 +53,31 @@ class BatchedResults(Results):
         rows = self._deliver_rows(frame, answers)
         self._close_frame(frame_id)
         return Outputs(tuple(rows))
+
+    def _commit_few(
+        self,
+        frame_id: FrameId,
+        frame: Mapping[RequestId, TokenIds | None],
+        token_ids: Int32s,
+        counts: Int32s | None,
+    ) -> ArrayOutputs | Rejected:
+        """An answer in arrays, taken row by row."""
+        flat, lengths = token_ids.tolist(), None if counts is None else counts.tolist()
+        answers: dict[RequestId, TokenIds] = {}
+        start = 0
+        if lengths is None:
+            lengths = [drafts is not None for drafts in frame.values()]
+        for name, length in zip(frame, lengths, strict=False):
+            answers[name] = tuple(flat[start : start + length])
+            start += length
+        if start != len(flat) or min(flat, default=0) < 0:
+            return bad_result(frame_id, f"must have {start} tokens, none negative; see counts")
+        problem = self._result_problem(frame_id, len(lengths), frame, answers)
+        if problem is not None:
+            return problem
+        rows = self._deliver_rows(frame, answers)
+        self._close_frame(frame_id)
+        return make_outputs(rows)
 
     def _array_problem(
         self, frame_id: FrameId, frame: Frame, token_ids: Int32s, counts: Int32s | None
@@ -135,7 +162,7 @@ class BatchedResults(Results):
         """Store the tokens of all rows, and end who ends, in the order of the rows."""
         columns, tokens, counts = self.table.columns, outputs.token_ids, outputs.counts
         known = columns.num_known.take(slots)
-        after = known + (1 if counts is None else counts)
+        after: Int32s = known + 1 if counts is None else known + counts
         special = self._may_end(slots, after, tokens, counts)
         if self.async_scheduling:
             special |= columns.num_held_blocks.take(slots) == 0  # preempted: no tail

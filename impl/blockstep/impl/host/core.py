@@ -30,7 +30,7 @@ from blockstep.spec.vocabulary import (
 if TYPE_CHECKING:
     from blockstep.impl.host.batches import RunningView
 
-VECTOR_AT: Final = 24
+VECTOR_AT: Final = 12
 """Below so many rows a loop is quicker than numpy (`benchmarks/results`, decode)."""
 
 

@@ -105,8 +105,6 @@ class Issuing(BatchedRunningPhase, WaitingPhase):
     def _join_rows(self, step: Step) -> Batch:
         """All rows in order of scheduling; `num_known` counts promised tokens as well."""
         parts = list(step.batches)
-        if step.rows:
-            parts.append(self._gather_rows(step))
         if step.admitted:
             parts.append(self._gather_admitted(step))
         if not parts:
@@ -116,19 +114,6 @@ class Issuing(BatchedRunningPhase, WaitingPhase):
             promised = self.table.columns.num_output_placeholders.take(joined.slots)
             joined.num_known = joined.num_known + promised
         return joined
-
-    def _gather_rows(self, step: Step) -> Batch:
-        """The running rows that were scheduled one at a time."""
-        block_ids: list[BlockId] = []
-        block_rows: list[int] = []
-        drafts: dict[int, TokenIds] = {}
-        for row, (_, taken, draft) in enumerate(step.rows.values()):
-            block_ids += taken
-            block_rows += [row] * len(taken)
-            if draft:
-                drafts[row] = draft
-        counts = [row[0] for row in step.rows.values()]
-        return self._make_batch([*step.rows], counts, block_rows, block_ids, drafts)
 
     def _gather_admitted(self, step: Step) -> Batch:
         slots = [slot for slot, _, _ in step.admitted]

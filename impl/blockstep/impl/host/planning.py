@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from blockstep.impl.host.arrays import ArrayPlan, make_plan
 from blockstep.impl.host.issuing import Issuing
 from blockstep.impl.host.step import RunningRow, Step
 from blockstep.spec.vocabulary import (
@@ -53,6 +54,16 @@ class Planning(Issuing):
         if self.pause_state is PauseState.PAUSED_ALL:
             return 0
         return self.config.max_num_batched_tokens
+
+    def _issue_few(self, step: Step) -> ArrayPlan:
+        """The plan in arrays, of rows that were made one at a time."""
+        plan = self._issue_plan(step)
+        told: dict[RequestId, CachedRow | NewRow] = {row.request_id: row for row in plan.rows}
+        requests = self.table.requests
+        slots = [*step.rows, *[slot for slot, _, _ in step.admitted]]
+        rows = [told[requests[slot].request_id] for slot in slots]
+        frame = self.frames.get(plan.frame_id, {})
+        return make_plan(plan, slots, rows, [drafts is not None for drafts in frame.values()])
 
     def _issue_plan(self, step: Step) -> Plan:
         """Turn the step into a plan, and its rows into a frame in flight."""

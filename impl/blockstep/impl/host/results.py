@@ -7,7 +7,6 @@ from typing import Final, TypeAlias
 
 from blockstep.impl.host.promises import Promises
 from blockstep.spec.vocabulary import (
-    Commit,
     FinishReason,
     FrameId,
     OutputRow,
@@ -68,31 +67,28 @@ class Results(Promises):
 
     def _result_problem(
         self,
-        event: Commit,
+        frame_id: FrameId,
+        num_answers: int,
         frame: Mapping[RequestId, TokenIds | None],
         answers: dict[RequestId, TokenIds],
     ) -> Rejected | None:
         """Why the rows do not answer the frame, or None; requests aborted meanwhile included."""
-        if not len(event.sampled) == len(answers) == len(frame):
-            return bad_result(event.frame_id, f"must have one row for each of {sorted(frame)}")
-        frame_id = event.frame_id
+        if not num_answers == len(answers) == len(frame):
+            return bad_result(frame_id, f"must have one row for each of {sorted(frame)}")
         for request_id, drafts in frame.items():
             tokens = answers.get(request_id)
             if tokens is None:
                 return bad_result(frame_id, f"must have one row for each of {sorted(frame)}")
             if drafts is None:
                 if tokens:
-                    return bad_result(
-                        event.frame_id, f"{request_id!r} is in prefill; send no tokens"
-                    )
+                    return bad_result(frame_id, f"{request_id!r} is in prefill; send no tokens")
             elif not 1 <= len(tokens) <= 1 + len(drafts):
                 rule = f"must have 1 to {1 + len(drafts)} tokens, not {len(tokens)}"
                 return bad_result(frame_id, f"{request_id!r} {rule}")
             elif drafts and not self._are_among(drafts, tokens[:-1]):
                 rule = f"accepts {tokens[:-1]}, which is no prefix of its drafts {drafts}"
-                return bad_result(
-                    event.frame_id, f"{request_id!r} {rule}; send accepted drafts and one"
-                )
+                detail = f"{request_id!r} {rule}; send accepted drafts and one"
+                return bad_result(frame_id, detail)
         return None
 
     def _are_among(self, drafts: TokenIds, accepted: TokenIds) -> bool:

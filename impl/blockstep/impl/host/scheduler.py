@@ -94,7 +94,9 @@ class HostEngine(Planning, BatchedResults, Proposals):
     def schedule_arrays(self) -> ArrayPlan | Rejected:
         """`Schedule` without an object per row; refused like that event."""
         step = self._plan_step()
-        return step if isinstance(step, Rejected) else self._issue_arrays(step)
+        if isinstance(step, Rejected):
+            return step
+        return self._issue_arrays(step) if step.batches else self._issue_few(step)
 
     def commit_arrays(
         self, frame_id: FrameId, token_ids: Int32s, counts: Int32s | None = None
@@ -110,7 +112,8 @@ class HostEngine(Planning, BatchedResults, Proposals):
         frame = self._find_frame(frame_id)
         if isinstance(frame, Rejected):
             return frame
-        assert isinstance(frame, Frame)
+        if not isinstance(frame, Frame):
+            return self._commit_few(frame_id, frame, token_ids, counts)
         problem = self._array_problem(frame_id, frame, token_ids, counts)
         return problem or self._commit_each(frame_id, frame, token_ids, counts)
 
