@@ -17,6 +17,7 @@ from rich.table import Table
 
 from blockstep.conformance import replay as replaying
 from blockstep.conformance.arms import compare_arms
+from blockstep.conformance.bench.command import bench_app
 from blockstep.conformance.check import (
     CheckOptions,
     CheckResult,
@@ -488,6 +489,7 @@ museum_app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(museum_app, name="museum")
+app.add_typer(bench_app, name="bench")
 
 
 @museum_app.callback(invoke_without_command=True)

@@ -113,8 +113,8 @@ def _priorities(_num_running: int) -> Iterator[Request]:
 
 
 def _config_storm(num_running: int) -> Config:
-    """Room for seven tenths of what all of them come to hold."""
-    blocks = max(int(num_running * 0.7 * 36), 48)
+    """Room for less than half of what all of them come to hold."""
+    blocks = max(int(num_running * 0.45 * 36), 48)
     return replace(_config(num_running, 512), num_blocks=blocks)
 
 
@@ -144,7 +144,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         ),
         Scenario(
             "storm",
-            "a pool for 0.7 of what runs: somebody is preempted again and again",
+            "a pool for less than half of what would run: somebody is preempted again and again",
             _config_storm,
             _storm,
             num_warmup=500,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from blockstep.conformance.engine import Engine
 from blockstep.spec.vocabulary import (
@@ -29,6 +29,10 @@ from blockstep.spec.vocabulary import (
     Submit,
     TokenIds,
 )
+
+clock: Final = time.thread_time
+"""Processor time of this thread, in seconds: what else the machine does meanwhile is not counted.
+A scheduler waits for nothing, so on an idle machine it is the time by the wall."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +102,9 @@ class ProtocolSide:
     def schedule(self) -> tuple[tuple[float, ...], Decision]:
         """See `Side`."""
         event = Schedule()
-        start = time.perf_counter()
+        start = clock()
         plan = self.engine.apply(event)
-        seconds = time.perf_counter() - start
+        seconds = clock() - start
         assert isinstance(plan, Plan), plan
         decision = _decision_of(plan)
         if decision.rows:
@@ -111,9 +115,9 @@ class ProtocolSide:
         """See `Side`."""
         frame_id, names = self._orders.pop(0)
         event = Commit(frame_id, tuple(map(RowTokens, names, tokens)))
-        start = time.perf_counter()
+        start = clock()
         outputs = self.engine.apply(event)
-        seconds = time.perf_counter() - start
+        seconds = clock() - start
         assert isinstance(outputs, Outputs), outputs
         return (seconds,), _delivered_of(outputs)
 
@@ -134,7 +138,6 @@ class ArraySide(ProtocolSide):
 
     def schedule(self) -> tuple[tuple[float, ...], Decision]:
         """See `Side`."""
-        clock = time.perf_counter
         start = clock()
         plan = self.arrays.schedule_arrays()
         planned = clock()
@@ -168,7 +171,6 @@ class ArraySide(ProtocolSide):
         """See `Side`."""
         plan = self._plans.pop(0)
         token_ids, counts = plan.pack_answer(tokens)
-        clock = time.perf_counter
         start = clock()
         outputs = self.arrays.commit_arrays(plan.frame_id, token_ids, counts)
         done = clock()

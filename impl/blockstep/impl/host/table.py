@@ -49,10 +49,15 @@ class Columns:
         self.tails = view(table.tails, np.int32)
         self.may_stop = np.zeros(STOP_BITS + 1, np.bool_)
         """By token id, in `STOP_BITS`: whether it may end any request. Says no with certainty."""
-        self.may_stop[[token & STOP_BITS for token in table.stop_token_ids]] = True
         self.request_ids = np.full(len(self.births), None, object)
         for slot, request in enumerate(table.requests):
-            self.request_ids[slot] = request.request_id
+            self.note(slot, request)
+
+    def note(self, slot: int, request: Request) -> None:
+        """A request has got this slot."""
+        self.request_ids[slot] = request.request_id
+        for token in _stop_tokens_of(request):
+            self.may_stop[token & STOP_BITS] = True
 
 
 class RequestTable:
@@ -101,8 +106,6 @@ class RequestTable:
         self.num_born = 0
         self.num_watched = 0
         """Unfinished requests that are watched."""
-        self.stop_token_ids: set[int] = set()
-        """Tokens that end some request, or did."""
         self._columns: Columns | None = None
 
     @property
@@ -137,7 +140,7 @@ class RequestTable:
         self.births[slot] = self.num_born
         self.slot_of[request.request_id] = slot
         if self._columns is not None:
-            self._columns.request_ids[slot] = request.request_id
+            self._columns.note(slot, request)
         return slot
 
     def remove(self, slot: int) -> None:
@@ -185,14 +188,8 @@ class RequestTable:
         return tuple(self.settle(slot).tokens)
 
     def _watch(self, request: Request) -> int:
-        """How its outputs can end it; if by tokens, note which."""
-        ends = request.stop_token_ids
-        if request.eos_token_id is not None:
-            ends = (*ends, request.eos_token_id)
-        if not self.stop_token_ids.issuperset(ends):
-            self.stop_token_ids.update(ends)
-            self._columns = None
-        watched = BY_TOKEN if ends else 0
+        """How its outputs can end it."""
+        watched = BY_TOKEN if _stop_tokens_of(request) else 0
         if request.repetition_detection is not None:
             watched |= BY_REPETITION
         self.num_watched += watched != 0
@@ -222,3 +219,9 @@ class RequestTable:
 
 def _ints(count: int = _SLOTS) -> array[int]:
     return array("i", bytes(4 * count))
+
+
+def _stop_tokens_of(request: Request) -> TokenIds:
+    if request.eos_token_id is None:
+        return request.stop_token_ids
+    return (*request.stop_token_ids, request.eos_token_id)

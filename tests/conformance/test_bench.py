@@ -1,0 +1,142 @@
+"""The bench: every side decides the same, and what it says can be read. Nothing is timed here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from blockstep.conformance.bench.measure import (
+    Measurement,
+    NotEqualError,
+    Reading,
+    Spread,
+    get_slope,
+    measure,
+)
+from blockstep.conformance.bench.report import make_markdown, make_rows, to_json
+from blockstep.conformance.bench.scenarios import SCENARIOS
+from blockstep.conformance.bench.sides import ArraySide, ProtocolSide, make_side
+from blockstep.conformance.check import ExitCode
+from blockstep.conformance.cli import app
+from blockstep.conformance.registry import load_engine
+
+SIDES = ("host", "host-vector", "tests.conformance.test_bench:make_plain_host")
+QUICK = ("decode", "storm", "drafts", "async")
+"""Scenarios that begin at once."""
+
+
+class Plain:
+    """An engine that knows the protocol only."""
+
+    def __init__(self, engine: Any) -> None:
+        self.apply, self.snapshot = engine.apply, engine.snapshot
+        self.capabilities = engine.capabilities
+
+
+def make_plain_host(config: Any) -> Plain:
+    return Plain(load_engine("host")(config))
+
+
+def make_deaf_host(config: Any) -> Plain:
+    """Preempts the oldest."""
+    return Plain(load_engine("museum:oldest-preempted")(config))
+
+
+def run(scenario: str, engines: tuple[str, ...], size: int, steps: int = 8) -> Measurement:
+    return measure(SCENARIOS[scenario], size, engines, steps, False, lambda _done, _text: None)
+
+
+@pytest.mark.parametrize("scenario", QUICK)
+def test_sides_decide_the_same_in_few_rows_and_in_many(scenario: str) -> None:
+    for size in (2, 14):
+        entry = run(scenario, SIDES, size)
+        assert {found.engine for found in entry.readings} == set(SIDES)
+        assert entry.num_steps == 8
+        assert entry.rows_mean > 0
+
+
+def test_a_storm_preempts_and_a_draft_is_accepted() -> None:
+    assert run("storm", ("host",), 14, steps=60).preempted_mean > 0
+    assert run("drafts", ("host",), 4).tokens_mean > 4
+
+
+def test_sides_that_decide_differently_are_not_compared() -> None:
+    engines = ("host", "tests.conformance.test_bench:make_deaf_host")
+    with pytest.raises(NotEqualError, match="blockstep check"):
+        run("storm", engines, 4, steps=600)
+
+
+def test_an_engine_is_asked_for_arrays_if_it_has_them() -> None:
+    config = SCENARIOS["decode"].get_config(1)
+    assert isinstance(make_side(load_engine("host")(config)), ArraySide)
+    plain = make_side(make_plain_host(config))
+    assert isinstance(plain, ProtocolSide)
+    assert not isinstance(plain, ArraySide)
+
+
+def entry_of(size: int, microseconds: float) -> Measurement:
+    times = Spread(microseconds, 2 * microseconds, microseconds)
+    readings = (
+        Reading("host", "arrays", times, times, times, 1.0),
+        Reading("vllm", "objects", times, times, Spread(1000.0, 1000.0, 1000.0), 1.0),
+    )
+    return Measurement("decode", size, 9, size, size, 0.0, 0.0, "digest", readings)
+
+
+def test_the_slope_is_per_request_and_leaves_small_sizes_out() -> None:
+    entries = [entry_of(1, 500.0), entry_of(64, 16.4), entry_of(1064, 116.4)]
+    assert get_slope(entries, "host", "arrays") == pytest.approx(100.0)
+    assert get_slope(entries[:2], "host", "arrays") is None
+
+
+def test_a_report_gives_ratios_machine_and_command() -> None:
+    entries = [entry_of(64, 10.0), entry_of(128, 20.0)]
+    assert [row["times vllm"] for row in make_rows(entries)] == ["100.0", "", "50.0", ""]
+    machine = {
+        "processor": "P", "cores": 2, "python": "3", "system": "S", "date": "D", "load_1min": 0.1,
+    }  # fmt: skip
+    conditions = {"command": "blockstep bench scheduler", "machine": machine, "gc": "off"}
+    page = make_markdown(entries, conditions, Path("plot.svg"))
+    assert "`blockstep bench scheduler`" in page
+    assert "![" in page
+    assert to_json(entries, conditions)["slopes"][0]["nanoseconds_per_request"] == 156.2
+
+
+def test_command_writes_table_json_and_page(tmp_path: Path) -> None:
+    out, page = tmp_path / "out.json", tmp_path / "out.md"
+    result = CliRunner().invoke(
+        app,
+        ["bench", "scheduler", "--engine", "host", "--engine", "host-vector", "--scenario",
+         "decode", "-n", "1", "-n", "3", "--steps", "3", "--json", str(out), "--markdown",
+         str(page)],
+    )  # fmt: skip
+    assert result.exit_code == ExitCode.CONFORMS, result.output
+    assert "all decided the same" in result.output
+    plain = json.loads(out.read_text())
+    assert [entry["num_running"] for entry in plain["measurements"]] == [1, 3]
+    assert "host-vector" in page.read_text()
+
+
+def test_command_plays_a_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": at, "input_length": 600, "output_length": 3, "hash_ids": [0, at + 1]}
+        for at in range(3)
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = CliRunner().invoke(
+        app,
+        ["bench", "scheduler", "--engine", "host", "--engine", "spec", "--trace", str(trace)],
+    )
+    assert result.exit_code == ExitCode.CONFORMS, result.output
+    assert "total host arrays" in result.output
+
+
+def test_unknown_scenarios_and_engines_are_usage() -> None:
+    for option, value in (("--scenario", "nap"), ("--engine", "nobody")):
+        result = CliRunner().invoke(app, ["bench", "scheduler", option, value, "-n", "1"])
+        assert result.exit_code == ExitCode.USAGE

@@ -1,0 +1,243 @@
+"""Plans and answers in arrays: the same as events, for few rows and for many."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from blockstep.impl.host import HostEngine
+from blockstep.impl.host.arrays import ArrayOutputs, ArrayPlan, Frame
+from blockstep.impl.host.table import TAIL
+from blockstep.spec.vocabulary import (
+    Abort,
+    Ack,
+    Commit,
+    Config,
+    Drafts,
+    FinishReason,
+    Outputs,
+    Policy,
+    RejectCode,
+    Rejected,
+    RepetitionDetection,
+    Request,
+    RowTokens,
+    Schedule,
+    SpecMethod,
+    Submit,
+    TokenIds,
+)
+
+SMALL: dict[str, Any] = {"num_blocks": 60, "block_size": 4, "max_num_seqs": 24}
+
+
+def draw_requests(draw: random.Random, count: int) -> list[Request]:
+    stems = [tuple(draw.choices(range(3), k=24)) for _ in range(3)]
+    return [
+        Request(
+            f"r{number}",
+            draw.choice(stems)[: draw.randint(1, 24)],
+            max_tokens=draw.randint(1, 40),
+            min_tokens=0,
+            eos_token_id=draw.choice((None, 7)),
+            stop_token_ids=draw.choice(((), (8, 7 + 4096))),
+            repetition_detection=draw.choice((None, None, RepetitionDetection(2, 1, 4))),
+            priority=draw.randrange(3),
+        )
+        for number in range(count)
+    ]
+
+
+def draw_tokens(draw: random.Random, drafts: TokenIds | None) -> TokenIds:
+    if drafts is None:
+        return ()
+    accepted = drafts[: draw.randint(0, len(drafts))]
+    return (*(draw.randrange(9) if token < 0 else token for token in accepted), draw.randrange(9))
+
+
+def draw_drafts(draw: random.Random, engine: HostEngine) -> Drafts:
+    most = engine.config.num_speculative_tokens
+    return Drafts(
+        tuple(
+            RowTokens(name, tuple(draw.choices(range(9), k=draw.randint(0, most))))
+            for name in engine.table.slot_of
+        )
+    )
+
+
+@pytest.mark.parametrize("vector_at", [1, 4, 1000])
+@pytest.mark.parametrize("seed", range(12))
+def test_arrays_say_what_events_say(seed: int, vector_at: int) -> None:
+    draw = random.Random(seed)
+    method = draw.choice((SpecMethod.NONE, SpecMethod.NGRAM, SpecMethod.EAGLE))
+    config = Config(
+        **SMALL,
+        max_num_batched_tokens=draw.choice((24, 64)),
+        max_model_len=60,
+        policy=draw.choice(list(Policy)),
+        enable_prefix_caching=draw.random() < 0.8,
+        spec_method=method,
+        num_speculative_tokens=0 if method is SpecMethod.NONE else 2,
+        max_frames_in_flight=draw.choice((1, 2)),
+    )
+    by_events = HostEngine(config, vector_at=1000)
+    by_arrays = HostEngine(config, vector_at=vector_at)
+    waiting = draw_requests(draw, 60)
+    while waiting or by_events.table.slot_of:
+        for request in waiting[: draw.randint(0, 4)]:
+            assert isinstance(by_events.apply(Submit(request)), Ack)
+            assert isinstance(by_arrays.apply(Submit(request)), Ack)
+            waiting.remove(request)
+        if draw.random() < 0.1:
+            gone = Abort((f"r{draw.randrange(60)}",))
+            assert by_events.apply(gone) == by_arrays.apply(gone)
+        if method is not SpecMethod.NONE and not config.async_scheduling:
+            drafts = draw_drafts(draw, by_events)
+            assert by_events.apply(drafts) == by_arrays.apply(drafts)
+        if len(by_events.frames) < config.max_frames_in_flight:
+            plan = by_arrays.schedule_arrays()
+            assert isinstance(plan, ArrayPlan)
+            assert plan.build_plan() == by_events.apply(Schedule())
+        if by_events.frames and draw.random() < 0.8:
+            commit_both(draw, by_events, by_arrays)
+        assert by_arrays.snapshot() == by_events.snapshot()
+
+
+def commit_both(draw: random.Random, by_events: HostEngine, by_arrays: HostEngine) -> None:
+    frame_id, frame = next(iter(by_events.frames.items()))
+    assert dict(by_arrays.frames[frame_id]) == dict(frame)
+    answer = [(name, draw_tokens(draw, drafts)) for name, drafts in frame.items()]
+    flat = np.array([token for _, tokens in answer for token in tokens], np.int32)
+    counts = np.array([len(tokens) for _, tokens in answer], np.int32)
+    has_drafts = any(drafts for drafts in frame.values() if drafts is not None)
+    outputs = by_arrays.commit_arrays(frame_id, flat, counts if has_drafts else None)
+    assert isinstance(outputs, ArrayOutputs)
+    due = by_events.apply(Commit(frame_id, tuple(RowTokens(*row) for row in answer)))
+    assert outputs.build_outputs() == due
+    objects = outputs.build_objects()
+    assert isinstance(due, Outputs)
+    assert [(o.request_id, o.new_token_ids, o.finish_reason, o.stop_token_id) for o in objects] == [
+        (row.request_id, row.new_token_ids, row.finish_reason, row.stop_token_id)
+        for row in due.rows
+    ]
+
+
+def open_engine(
+    vector_at: int, max_tokens: int = 60, **fields: Any
+) -> tuple[HostEngine, ArrayPlan]:
+    engine = HostEngine(Config(**{**SMALL, **fields}), vector_at=vector_at)
+    for name in "abc":
+        assert engine.apply(Submit(Request(name, (1, 2, 3), max_tokens=max_tokens))) == Ack()
+    plan = engine.schedule_arrays()
+    assert isinstance(plan, ArrayPlan)
+    engine.commit_arrays(plan.frame_id, np.array([4, 5, 6], np.int32))
+    plan = engine.schedule_arrays()
+    assert isinstance(plan, ArrayPlan)
+    return engine, plan
+
+
+@pytest.mark.parametrize("vector_at", [1, 1000])
+@pytest.mark.parametrize(
+    ("tokens", "counts"),
+    [
+        ((1, 2), None),
+        ((1, 2, 3, 4), None),
+        ((1, 2, -3), None),
+        ((1, 2, 3), (2, 1, 0)),
+        ((1, 2, 3), (1, 1)),
+        ((1, 2, 3), (1, 1, 2)),
+    ],
+)
+def test_an_answer_that_does_not_fit_changes_nothing(
+    vector_at: int, tokens: TokenIds, counts: TokenIds | None
+) -> None:
+    engine, plan = open_engine(vector_at)
+    before = engine.snapshot()
+    lengths = None if counts is None else np.array(counts, np.int32)
+    answer = engine.commit_arrays(plan.frame_id, np.array(tokens, np.int32), lengths)
+    assert isinstance(answer, Rejected)
+    assert answer.code is RejectCode.BAD_RESULT
+    assert engine.snapshot() == before
+
+
+def test_frames_are_refused_as_with_events() -> None:
+    engine, plan = open_engine(1)
+    full = engine.schedule_arrays()
+    assert isinstance(full, Rejected)
+    assert full.code is RejectCode.PIPELINE_FULL
+    unknown = engine.commit_arrays(plan.frame_id + 1, np.array([1, 2, 3], np.int32))
+    assert isinstance(unknown, Rejected)
+    assert unknown.code is RejectCode.UNKNOWN_FRAME
+
+
+def test_accepted_tokens_must_be_drafts() -> None:
+    engine, plan = open_engine(1, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
+    engine.commit_arrays(plan.frame_id, np.array([4, 5, 6], np.int32))
+    engine.apply(Drafts((RowTokens("b", (7, 8)),)))
+    plan = engine.schedule_arrays()  # type: ignore[assignment]
+    assert plan.draft_token_ids == {1: (7, 8)}
+    wrong = engine.commit_arrays(
+        plan.frame_id, np.array([1, 7, 9, 1, 1], np.int32), np.array([1, 3, 1], np.int32)
+    )
+    assert isinstance(wrong, Rejected)
+    missing = engine.commit_arrays(plan.frame_id, np.array([1, 7, 1], np.int32))
+    assert isinstance(missing, Rejected)
+    right = engine.commit_arrays(
+        plan.frame_id, np.array([1, 7, 9, 1], np.int32), np.array([1, 2, 1], np.int32)
+    )
+    assert isinstance(right, ArrayOutputs)
+    assert [row.new_token_ids for row in right.build_outputs().rows] == [(1,), (7, 9), (1,)]
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_tokens_that_lag_behind_are_there_when_asked_for(caching: bool) -> None:
+    engine, plan = open_engine(
+        1, 600, num_blocks=700, enable_prefix_caching=caching, max_model_len=1000
+    )
+    said: list[int] = []
+    for step in range(2 * TAIL + 9):
+        engine.commit_arrays(plan.frame_id, np.array([step, 0, 1], np.int32))
+        said.append(step)
+        plan = engine.schedule_arrays()  # type: ignore[assignment]
+    request = engine.snapshot().request("a")
+    assert request is not None
+    assert request.output_token_ids == (4, *said)
+
+
+def test_a_frame_reads_like_a_map() -> None:
+    engine, plan = open_engine(1)
+    frame = engine.frames[plan.frame_id]
+    assert isinstance(frame, Frame)
+    assert dict(frame) == {"a": (), "b": (), "c": ()}
+    assert len(frame) == 3
+    assert "a" in frame
+    assert "d" not in frame
+
+
+def test_objects_of_a_plan_say_what_the_plan_says() -> None:
+    engine = HostEngine(Config(**SMALL), vector_at=1)
+    for name in "ab":
+        engine.apply(Submit(Request(name, (1, 2, 3, 4), max_tokens=9)))
+    plan = engine.schedule_arrays()
+    assert isinstance(plan, ArrayPlan)
+    objects = plan.build_objects()
+    assert objects.num_scheduled_tokens == {"a": 4, "b": 4}
+    assert [row.request_id for row in objects.new] == ["a", "b"]
+    assert objects.req_ids == []
+    engine.commit_arrays(plan.frame_id, np.array([5, 6], np.int32))
+    engine.apply(Submit(Request("c", (1, 2), max_tokens=1)))
+    plan = engine.schedule_arrays()
+    assert isinstance(plan, ArrayPlan)
+    objects = plan.build_objects()
+    assert objects.num_scheduled_tokens == {"a": 1, "b": 1, "c": 2}
+    assert objects.req_ids == ["a", "b"]
+    assert objects.new_block_ids == [((3,),), ((4,),)]
+    assert objects.num_computed_tokens == [4, 4]
+    assert objects.num_output_tokens == [1, 1]
+    assert objects.total_num_scheduled_tokens == 4
+    outputs = engine.commit_arrays(plan.frame_id, np.array([5, 6, 7], np.int32))
+    assert isinstance(outputs, ArrayOutputs)
+    assert outputs.ended == {2: (FinishReason.LENGTH, None)}
