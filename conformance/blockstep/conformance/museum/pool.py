@@ -45,13 +45,10 @@ def stale_key_after_reuse(clean: Any) -> Methods:
 def newest_duplicate_hit(clean: Any) -> Methods:
     """Not wrong in itself; but the order of eviction is no longer the documented one."""
 
-    def first(self: Any, lineage: Any, index: int) -> int | None:
-        bucket = self._buckets.get(lineage.digest_of(index))
-        if bucket is None:
-            return None
-        return int(bucket if isinstance(bucket, int) else bucket[-1])
+    def _choose(self: Any, blocks: Any) -> int:
+        return int(blocks[-1])
 
-    return in_prefix_map(clean, first=first)
+    return in_prefix_map(clean, _choose=_choose)
 
 
 @PAGE.exhibit("an aborted request keeps its blocks", "#46283", "P1")

@@ -53,7 +53,7 @@ class WaitingPhase(Promises):
         num_scheduled = self._tokens_to_admit(slot, num_hit, step.budget)
         if num_scheduled <= 0:
             return False
-        free, free_hits = self.pool.num_free, sum(map(self.pool.is_free, hits))
+        free, free_hits = self.pool.num_free, self.pool.count_free(hits)
         if self.config.scheduler_reserve_full_isl:
             whole = self._blocks_to_admit(self.table.num_known[slot], len(hits))
             if whole + free_hits > free:

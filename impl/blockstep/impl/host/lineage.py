@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from typing import Final
 
 from blockstep.impl.host.digests import LENGTHS, Digest, chain_message, pack_extras, pack_tokens
 from blockstep.spec.vocabulary import BlockKey, Request, TokenIds
-
-_BATCH: Final = 64
-"""Blocks hashed at one go, at most: a long prompt that misses early is not hashed in vain."""
 
 
 class Lineage:
@@ -50,6 +46,13 @@ class Lineage:
         """A verified output token."""
         self.tokens.append(token_id)
 
+    def name_blocks(self) -> list[bytes]:
+        """The digests of all full blocks."""
+        full = len(self.tokens) // self._block_size
+        if len(self._digests) < full:
+            self._extend_digests(full)
+        return self._digests
+
     def fill_block(self, index: int, packed_tokens: bytes) -> bytes | None:
         """The digest of block `index`, whose tokens need not be appended yet; None if not so short.
 
@@ -68,8 +71,7 @@ class Lineage:
     def digest_of(self, index: int) -> bytes:
         """The digest of block `index`, which must be full."""
         if index >= len(self._digests):
-            full = len(self.tokens) // self._block_size
-            self._extend_digests(min(full, index + _BATCH))
+            self._extend_digests(index + 1)
         return self._digests[index]
 
     def key_of(self, index: int) -> BlockKey:

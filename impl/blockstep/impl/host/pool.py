@@ -90,6 +90,12 @@ class BlockPool:
         """Whether nobody holds `block`."""
         return self.ref_counts[block] == 0
 
+    def count_free(self, blocks: Sequence[BlockId]) -> int:
+        """How many of `blocks` nobody holds."""
+        if len(blocks) >= _MANY:
+            return len(blocks) - int(np.count_nonzero(_view(self.ref_counts)[np.array(blocks)]))
+        return sum(map(self.is_free, blocks))
+
     def is_unused(self) -> bool:
         """Whether nobody holds any block."""
         return self.num_free == self.num_blocks - 1
@@ -139,8 +145,7 @@ class BlockPool:
         _view(self.ref_counts)[taken] = 1
         self._head = end
         self.num_free -= count
-        for block in self.prefix.published_of(taken):
-            self.prefix.withdraw(block)
+        self.prefix.withdraw_each(taken)
         return taken
 
     def _touch_many(self, blocks: Sequence[BlockId]) -> None:

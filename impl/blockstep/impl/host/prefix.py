@@ -30,6 +30,7 @@ class PrefixMap:
         """By digest: the one block that carries it, or several in order of publication. Nearly
         always it is one, and a list for each would cost more than all else in `publish`."""
         self._lineages: list[Lineage | None] = [None] * num_blocks
+        self._digests = [b""] * num_blocks
         self._indices = array("i", bytes(4 * num_blocks))
         self._is_published = bytearray(num_blocks)
 
@@ -40,6 +41,7 @@ class PrefixMap:
     def publish_named(self, block: BlockId, lineage: Lineage, index: int, digest: bytes) -> None:
         """The same, where `lineage` has just given the digest."""
         self._lineages[block] = lineage
+        self._digests[block] = digest
         self._indices[block] = index
         self._is_published[block] = True
         if self._buckets.setdefault(digest, block) != block:
@@ -47,12 +49,11 @@ class PrefixMap:
 
     def withdraw(self, block: BlockId) -> None:
         """`block` is not found any more; nothing happens if it was not published."""
-        lineage = self._lineages[block]
-        if lineage is None:
+        if self._lineages[block] is None:
             return
         self._lineages[block] = None
         self._is_published[block] = False
-        digest = lineage.digest_of(self._indices[block])
+        digest = self._digests[block]
         bucket = self._buckets[digest]
         if isinstance(bucket, int):
             del self._buckets[digest]
@@ -60,6 +61,11 @@ class PrefixMap:
         bucket.remove(block)
         if not bucket:
             del self._buckets[digest]
+
+    def withdraw_each(self, blocks: NDArray[np.int32]) -> None:
+        """`withdraw` for many."""
+        for block in self.published_of(blocks):
+            self.withdraw(block)
 
     def published_of(self, blocks: NDArray[np.int32]) -> list[BlockId]:
         """Those of `blocks` that can be found."""
@@ -77,25 +83,38 @@ class PrefixMap:
 
     def hits(self, lineage: Lineage, limit: int) -> list[BlockId]:
         """Blocks that hold the first blocks of `lineage`, up to the first miss or `limit`."""
-        found: list[BlockId] = []
-        for index in range(limit):
-            block = self.first(lineage, index)
-            if block is None:
-                break
-            found.append(block)
+        if self._verify:
+            found = self._verified_hits(lineage, limit)
+        else:
+            buckets = list(map(self._buckets.get, lineage.name_blocks()[:limit]))
+            if None in buckets:
+                del buckets[buckets.index(None) :]
+            found = [
+                bucket if isinstance(bucket, int) else self._choose(bucket)
+                for bucket in buckets
+                if bucket is not None
+            ]
         if found:
             self._share_keys(lineage, found)
         return found
 
-    def first(self, lineage: Lineage, index: int) -> BlockId | None:
-        """The block published first with the content of block `index` of `lineage`."""
-        bucket = self._buckets.get(lineage.digest_of(index))
-        if bucket is None:
-            return None
-        if not self._verify:
-            return bucket if isinstance(bucket, int) else bucket[0]
-        blocks = _blocks_in(bucket)
-        return next((block for block in blocks if self.holds(block, lineage, index)), None)
+    def _choose(self, blocks: list[BlockId]) -> BlockId:
+        """Which of several blocks with one content is hit: the one published first."""
+        return blocks[0]
+
+    def _verified_hits(self, lineage: Lineage, limit: int) -> list[BlockId]:
+        """The same where equal digests may stand for different contents."""
+        found: list[BlockId] = []
+        for index in range(limit):
+            bucket = self._buckets.get(lineage.digest_of(index))
+            if bucket is None:
+                break
+            holders = (b for b in _blocks_in(bucket) if self.holds(b, lineage, index))
+            block = next(holders, None)
+            if block is None:
+                break
+            found.append(block)
+        return found
 
     def holds(self, block: BlockId, lineage: Lineage, index: int) -> bool:
         """Whether `block` is published with exactly the content of block `index` of `lineage`."""

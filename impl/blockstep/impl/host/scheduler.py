@@ -76,7 +76,11 @@ class HostEngine(Planning, BatchedResults, Proposals):
             case Commit():
                 return self._commit(event)
             case Submit(request=request):
-                return self._submit(request)
+                answer = self._submit(request)
+                if isinstance(answer, Ack) and self.config.enable_prefix_caching:
+                    # Now, and not in the step that admits it: a step has others waiting.
+                    self.table.lineages[self.table.slot_of[request.request_id]].name_blocks()
+                return answer
             case Drafts():
                 return self._take_proposals(event)
             case Abort(request_ids=request_ids):
