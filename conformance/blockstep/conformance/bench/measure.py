@@ -8,19 +8,24 @@ import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from blockstep.conformance.bench.player import Player, Timing
+from blockstep.conformance.bench.player import Moment, Pilot, Timing, Track, play
 from blockstep.conformance.bench.scenarios import Scenario
-from blockstep.conformance.bench.sides import Side, make_side
+from blockstep.conformance.bench.sides import OffTrackError, Side, make_side
 from blockstep.conformance.registry import load_engine
 from blockstep.spec.vocabulary import Config
 
 FILL_STEPS_MAX = 20_000
 """Steps until enough requests run, at most; a scenario that takes longer is broken."""
+
+STEPS_PER_TURN = 16
+"""Steps that a side plays before it is another one's turn."""
+PILOT = "host"
+"""The engine on which the traffic is written down."""
 
 Advance: TypeAlias = Callable[[float, str], None]
 
@@ -89,92 +94,123 @@ def measure(
 ) -> Measurement:
     """Time `num_steps` steps of every engine, or all steps there are if the traffic ends.
 
-    Each side is filled alone, then all are played in turn, a step at a time, in an order that
-    turns round with every step.
+    The pilot plays ahead and writes down what comes in; each side plays the same after it, a few
+    steps in turn.
 
     Raises:
         NotEqualError: two sides decided or delivered differently.
         EngineNotFoundError: an engine cannot be loaded.
     """
     config = scenario.get_config(num_running)
-    players: dict[str, Player] = {}
+    pilot = Pilot(open_side(PILOT, config), scenario, num_running, config)
+    advance(0.0, f"{scenario.name} {num_running}: filling")
+    warm = fill(pilot, scenario, num_running)
+    sides: dict[str, tuple[Side, Track]] = {}
     memory: dict[str, float] = {}
     for name in engines:
-        advance(0.0, f"{scenario.name} {num_running}: filling {name}")
         before = _memory_mib()
-        player = Player(open_side(name, config), scenario, num_running, config)
-        fill(player, scenario, num_running)
-        players[name], memory[name] = player, _memory_mib() - before
-    _demand_equal(players, scenario, num_running)
-    timings = _play(players, scenario, num_running, num_steps, gc_on, advance)
-    steps = next(iter(timings.values()))
+        side, track = open_side(name, config), Track()
+        for moments in _in_turns(warm):
+            _play_alike(None, name, side, track, moments, scenario)
+        sides[name], memory[name] = (side, track), _memory_mib() - before
+        _play_alike(pilot, name, side, track, (), scenario)
+    del warm
+    moments, timings = _play(pilot, sides, scenario, num_running, num_steps, gc_on, advance)
     return Measurement(
         scenario.name,
         num_running,
-        len(steps),
-        statistics.fmean(timing.num_rows for timing in steps),
-        statistics.fmean(timing.num_tokens for timing in steps),
-        statistics.fmean(timing.num_new for timing in steps),
-        statistics.fmean(timing.num_preempted for timing in steps),
-        next(iter(players.values())).digest,
+        len(moments),
+        statistics.fmean(moment.num_rows for moment in moments),
+        statistics.fmean(moment.num_tokens for moment in moments),
+        statistics.fmean(moment.num_new for moment in moments),
+        statistics.fmean(moment.num_preempted for moment in moments),
+        pilot.track.digest,
         tuple(
             reading
-            for name, player in players.items()
-            for reading in _read(name, player.side.readings, timings[name], memory[name])
+            for name, (side, _) in sides.items()
+            for reading in _read(name, side.readings, timings[name], memory[name])
         ),
     )
 
 
-def fill(player: Player, scenario: Scenario, num_running: int) -> None:
+def fill(pilot: Pilot, scenario: Scenario, num_running: int) -> list[Moment]:
     """Play until enough requests run, then the warm-up."""
     wanted = scenario.min_running * num_running
-    for _ in range(FILL_STEPS_MAX):
-        if len(player.running) >= wanted:
-            break
-        player.step()
-    else:
-        raise RuntimeError(f"scenario {scenario.name}: only {len(player.running)} ever run")
-    for _ in range(scenario.num_warmup):
-        player.step()
+    moments: list[Moment] = []
+    while len(pilot.running) < wanted:
+        if len(moments) == FILL_STEPS_MAX:
+            raise RuntimeError(f"scenario {scenario.name}: only {len(pilot.running)} ever run")
+        moments.append(pilot.step())
+    return moments + [pilot.step() for _ in range(scenario.num_warmup)]
+
+
+def _in_turns(moments: Sequence[Moment]) -> Iterator[Sequence[Moment]]:
+    for start in range(0, len(moments), STEPS_PER_TURN):
+        yield moments[start : start + STEPS_PER_TURN]
 
 
 def _play(
-    players: Mapping[str, Player],
+    pilot: Pilot,
+    sides: Mapping[str, tuple[Side, Track]],
     scenario: Scenario,
     num_running: int,
     num_steps: int,
     gc_on: bool,
     advance: Advance,
-) -> dict[str, list[Timing]]:
-    order = list(players.items())
-    timings: dict[str, list[Timing]] = {name: [] for name in players}
+) -> tuple[list[Moment], dict[str, list[Timing]]]:
+    """A turn of the pilot, then of each side, in an order that turns round each time.
+
+    The first step of a turn warms the caches up and is not counted.
+    """
+    order = list(sides.items())
+    timings: dict[str, list[Timing]] = {name: [] for name in sides}
+    counted: list[Moment] = []
+    skipped = 0 if scenario.counts_every_step else 1
     gc.collect()
     gc.freeze()  # what was built before is not looked through again, as in vLLM's own loop
     if not gc_on:
         gc.disable()
     try:
-        for step in range(num_steps):
-            if all(player.is_done for player in players.values()):
-                break
-            for name, player in order:
-                timings[name].append(player.step())
+        while len(counted) < num_steps and not pilot.is_done:
+            left = min(STEPS_PER_TURN, num_steps - len(counted) + skipped)
+            moments: list[Moment] = []
+            while len(moments) < left and not pilot.is_done:
+                moments.append(pilot.step())
+            for name, (side, track) in order:
+                played = _play_alike(pilot, name, side, track, moments, scenario)
+                timings[name] += played[skipped:]
+            counted += moments[skipped:]
             order.reverse()
-            if step % 16 == 0:
-                advance(step / num_steps, f"{scenario.name} {num_running}: step {step:,}")
-                _demand_equal(players, scenario, num_running)
+            advance(len(counted) / num_steps, f"{scenario.name} {num_running}: {len(counted):,}")
     finally:
         gc.enable()
         gc.unfreeze()
-    _demand_equal(players, scenario, num_running)
+    return counted, timings
+
+
+def _play_alike(
+    pilot: Pilot | None,
+    name: str,
+    side: Side,
+    track: Track,
+    moments: Sequence[Moment],
+    scenario: Scenario,
+) -> list[Timing]:
+    """Play, and demand that the side then stands where the pilot does; None: it is ahead."""
+    try:
+        timings = play(side, track, moments)
+    except OffTrackError as error:
+        raise NotEqualError(_say_not_equal(scenario, name)) from error
+    if pilot is not None and track.digest != pilot.track.digest:
+        raise NotEqualError(_say_not_equal(scenario, name))
     return timings
 
 
-def _demand_equal(players: Mapping[str, Player], scenario: Scenario, num_running: int) -> None:
-    if len({player.digest for player in players.values()}) > 1:
-        raise NotEqualError(
-            f"scenario {scenario.name}, {num_running} running: {', '.join(players)} do not decide "
-            "the same, so their times cannot be compared; `blockstep check` finds out why"
-        )
+def _say_not_equal(scenario: Scenario, name: str) -> str:
+    return (
+        f"scenario {scenario.name}: {name} does not decide as {PILOT} does, so their times cannot "
+        "be compared; `blockstep check` finds out why"
+    )
 
 
 def _read(
@@ -183,7 +219,7 @@ def _read(
     found = []
     for index, name in enumerate(names):
         schedule = [timing.schedule[index] for timing in timings]
-        commit = [timing.commit[index] if timing.commit else 0.0 for timing in timings]
+        commit = [timing.commit[index] for timing in timings]
         whole = list(map(sum, zip(schedule, commit, strict=True)))
         spreads = _spread(schedule), _spread(commit), _spread(whole)
         found.append(Reading(engine, name, *spreads, memory_mib=memory))

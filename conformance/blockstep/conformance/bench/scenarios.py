@@ -32,6 +32,8 @@ class Scenario:
     num_warmup: int = 40
     """Steps before the measured ones, once as many run as shall."""
     num_running_max: int = 4096
+    counts_every_step: bool = False
+    """Whether also the first step of a turn is counted: the times of a trace are added up."""
     min_running: float = 1.0
     """Share of N that must run before the warm-up begins; a storm never has all of them."""
 
@@ -206,5 +208,6 @@ def get_trace_scenario(path: Path, limit: int) -> Scenario:
         lambda _n: islice(iter(workload), limit),
         get_concurrency=lambda _n: preset.pace.concurrency,
         num_warmup=0,
+        counts_every_step=True,
         min_running=0.0,
     )

@@ -8,9 +8,12 @@ object that vLLM builds in a step.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias
+
+import numpy as np
 
 from blockstep.conformance.engine import Engine
 from blockstep.spec.vocabulary import (
@@ -22,6 +25,7 @@ from blockstep.spec.vocabulary import (
     NewRow,
     Outputs,
     Plan,
+    Rejected,
     Request,
     RequestId,
     RowTokens,
@@ -59,10 +63,22 @@ class Decision:
 
 Delivered: TypeAlias = tuple[tuple[RequestId, TokenIds, str | None], ...]
 """What a commit delivered: id, tokens, why it ended."""
+Answer: TypeAlias = Sequence[tuple[RequestId, TokenIds]]
+"""Tokens of requests, by id."""
+Times: TypeAlias = tuple[float, ...]
+"""Seconds, one for each reading."""
+
+
+class OffTrackError(RuntimeError):
+    """An engine refused what others took, so it has decided something else before."""
 
 
 class Side(Protocol):
-    """An engine under the clock. All times are seconds."""
+    """An engine under the clock. All times are seconds.
+
+    What is timed gets what it needs ready made, and leaves what it gives as it is; what that says
+    is asked for later.
+    """
 
     readings: tuple[str, ...]
     """Names of the times that `schedule` and `commit` give, in their order."""
@@ -71,16 +87,28 @@ class Side(Protocol):
         """Take a request; not timed."""
         ...
 
-    def schedule(self) -> tuple[tuple[float, ...], Decision]:
-        """Plan a step, by the clock; then say what was decided."""
-        ...
-
-    def commit(self, tokens: Sequence[TokenIds]) -> tuple[tuple[float, ...], Delivered]:
-        """Answer the oldest plan, row by row in its order, by the clock; then say what it gave."""
-        ...
-
-    def propose(self, drafts: Sequence[tuple[RequestId, TokenIds]]) -> None:
+    def propose(self, drafts: Answer) -> None:
         """Hand drafts in for the next step; not timed."""
+        ...
+
+    def prepare(self, answer: Answer) -> Any:
+        """What `commit` takes, of the tokens of each row in the order of scheduling."""
+        ...
+
+    def schedule(self) -> tuple[Times, Any]:
+        """Plan a step, by the clock."""
+        ...
+
+    def commit(self, prepared: Any) -> tuple[Times, Any]:
+        """Answer the oldest plan, by the clock."""
+        ...
+
+    def read_plan(self, plan: Any) -> Decision:
+        """What `schedule` decided."""
+        ...
+
+    def read_outputs(self, outputs: Any) -> Delivered:
+        """What `commit` delivered."""
         ...
 
 
@@ -91,7 +119,7 @@ class ProtocolSide:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._orders: list[tuple[int, tuple[RequestId, ...]]] = []
+        self._frame_ids: deque[int] = deque()
 
     def submit(self, request: Request) -> None:
         """See `Side`."""
@@ -99,31 +127,43 @@ class ProtocolSide:
         if not isinstance(answer, Ack):
             raise RuntimeError(f"the scenario is broken: {request.request_id} is refused: {answer}")
 
-    def schedule(self) -> tuple[tuple[float, ...], Decision]:
+    def propose(self, drafts: Answer) -> None:
+        """See `Side`."""
+        self.engine.apply(Drafts(tuple(RowTokens(*row) for row in drafts)))
+
+    def prepare(self, answer: Answer) -> Any:
+        """See `Side`."""
+        return tuple(RowTokens(*row) for row in answer)
+
+    def schedule(self) -> tuple[Times, Any]:
         """See `Side`."""
         event = Schedule()
         start = clock()
         plan = self.engine.apply(event)
         seconds = clock() - start
-        assert isinstance(plan, Plan), plan
-        decision = _decision_of(plan)
-        if decision.rows:
-            self._orders.append((plan.frame_id, tuple(row.request_id for row in decision.rows)))
-        return (seconds,), decision
+        if not isinstance(plan, Plan):
+            raise OffTrackError(plan)
+        if plan.new or plan.cached:
+            self._frame_ids.append(plan.frame_id)
+        return (seconds,), plan
 
-    def commit(self, tokens: Sequence[TokenIds]) -> tuple[tuple[float, ...], Delivered]:
+    def commit(self, prepared: Any) -> tuple[Times, Any]:
         """See `Side`."""
-        frame_id, names = self._orders.pop(0)
-        event = Commit(frame_id, tuple(map(RowTokens, names, tokens)))
+        event = Commit(self._frame_ids.popleft(), prepared)
         start = clock()
         outputs = self.engine.apply(event)
         seconds = clock() - start
-        assert isinstance(outputs, Outputs), outputs
-        return (seconds,), _delivered_of(outputs)
+        if not isinstance(outputs, Outputs):
+            raise OffTrackError(outputs)
+        return (seconds,), outputs
 
-    def propose(self, drafts: Sequence[tuple[RequestId, TokenIds]]) -> None:
+    def read_plan(self, plan: Any) -> Decision:
         """See `Side`."""
-        self.engine.apply(Drafts(tuple(RowTokens(*row) for row in drafts)))
+        return _decision_of(plan)
+
+    def read_outputs(self, outputs: Any) -> Delivered:
+        """See `Side`."""
+        return _delivered_of(outputs)
 
 
 class ArraySide(ProtocolSide):
@@ -134,50 +174,65 @@ class ArraySide(ProtocolSide):
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
         self.arrays = engine
-        self._plans: list[Any] = []
 
-    def schedule(self) -> tuple[tuple[float, ...], Decision]:
+    def prepare(self, answer: Answer) -> Any:
+        """See `Side`. Counts are needed only if some row carries drafts; they never do harm."""
+        counts = [len(tokens) for _, tokens in answer]
+        flat = np.array([token for _, tokens in answer for token in tokens], np.int32)
+        has_drafts = self.arrays.config.num_speculative_tokens > 0
+        return flat, np.array(counts, np.int32) if has_drafts else None
+
+    def schedule(self) -> tuple[Times, Any]:
         """See `Side`."""
         start = clock()
         plan = self.arrays.schedule_arrays()
         planned = clock()
+        if isinstance(plan, Rejected):
+            raise OffTrackError(plan)
         objects = plan.build_objects()
         built = clock()
         del objects
         if len(plan):
-            self._plans.append(plan)
-        names = plan.request_ids
-        blocks: list[list[int]] = [[] for _ in names]
-        for row, block in zip(plan.block_rows.tolist(), plan.block_ids.tolist(), strict=True):
-            blocks[row].append(block)
-        fresh = set(plan.new_rows)
-        rows = tuple(
-            PlannedRow(name, computed, scheduled, tuple(ids), len(drafts), row in fresh)
-            for row, (name, computed, scheduled, ids, drafts) in enumerate(
-                zip(
-                    names,
-                    plan.num_computed_tokens.tolist(),
-                    plan.num_scheduled_tokens.tolist(),
-                    blocks,
-                    (plan.draft_token_ids.get(row, ()) for row in range(len(names))),
-                    strict=True,
-                )
-            )
-        )
-        decision = Decision(rows, plan.preempted_req_ids, plan.finished_req_ids)
-        return (planned - start, built - start), decision
+            self._frame_ids.append(plan.frame_id)
+        return (planned - start, built - start), plan
 
-    def commit(self, tokens: Sequence[TokenIds]) -> tuple[tuple[float, ...], Delivered]:
+    def commit(self, prepared: Any) -> tuple[Times, Any]:
         """See `Side`."""
-        plan = self._plans.pop(0)
-        token_ids, counts = plan.pack_answer(tokens)
+        frame_id = self._frame_ids.popleft()
         start = clock()
-        outputs = self.arrays.commit_arrays(plan.frame_id, token_ids, counts)
+        outputs = self.arrays.commit_arrays(frame_id, *prepared)
         done = clock()
+        if isinstance(outputs, Rejected):
+            raise OffTrackError(outputs)
         objects = outputs.build_objects()
         built = clock()
         del objects
-        return (done - start, built - start), _delivered_of(outputs.build_outputs())
+        return (done - start, built - start), outputs
+
+    def read_plan(self, plan: Any) -> Decision:
+        """See `Side`."""
+        numbers = zip(
+            plan.request_ids,
+            plan.num_computed_tokens.tolist(),
+            plan.num_scheduled_tokens.tolist(),
+            strict=True,
+        )
+        rows = tuple(
+            PlannedRow(
+                name,
+                computed,
+                scheduled,
+                plan.blocks_of.get(row, ()),
+                len(plan.draft_token_ids.get(row, ())),
+                row in plan.new_rows,
+            )
+            for row, (name, computed, scheduled) in enumerate(numbers)
+        )
+        return Decision(rows, plan.preempted_req_ids, plan.finished_req_ids)
+
+    def read_outputs(self, outputs: Any) -> Delivered:
+        """See `Side`."""
+        return _delivered_of(outputs.build_outputs())
 
 
 def make_side(engine: Any) -> Side:

@@ -7,12 +7,20 @@ as in vLLM, and so is not timed; what fills later is hashed inside `update_from_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from typing import Any
 
 from blockstep.conformance.adapters.vllm import VllmEngine
 from blockstep.conformance.adapters.vllm_build import build_request
-from blockstep.conformance.bench.sides import Decision, Delivered, PlannedRow, clock
-from blockstep.spec.vocabulary import Config, Request, RequestId, TokenIds
+from blockstep.conformance.bench.sides import (
+    Answer,
+    Decision,
+    Delivered,
+    PlannedRow,
+    Times,
+    clock,
+)
+from blockstep.spec.vocabulary import Config, Request
 
 try:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -30,51 +38,60 @@ class VllmSide:
         engine = VllmEngine(config)
         self.scheduler = engine.scheduler
         self.hasher = engine.hasher
-        self._frames: list[SchedulerOutput] = []
+        self._frames: deque[SchedulerOutput] = deque()
 
     def submit(self, request: Request) -> None:
         """See `Side`."""
         self.scheduler.add_request(build_request(request, self.hasher, {}, separate_names=True))
 
-    def schedule(self) -> tuple[tuple[float, ...], Decision]:
+    def propose(self, drafts: Answer) -> None:
+        """See `Side`."""
+        names = [name for name, _ in drafts]
+        self.scheduler.update_draft_token_ids(DraftTokenIds(names, [list(t) for _, t in drafts]))
+
+    def prepare(self, answer: Answer) -> Any:
+        """See `Side`."""
+        names = [name for name, _ in answer]
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=[list(tokens) for _, tokens in answer],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
+
+    def schedule(self) -> tuple[Times, Any]:
         """See `Side`."""
         start = clock()
         output = self.scheduler.schedule()
         seconds = clock() - start
         if output.num_scheduled_tokens:
             self._frames.append(output)
-        return (seconds,), _decision_of(output)
+        return (seconds,), output
 
-    def commit(self, tokens: Sequence[TokenIds]) -> tuple[tuple[float, ...], Delivered]:
+    def commit(self, prepared: Any) -> tuple[Times, Any]:
         """See `Side`."""
-        output = self._frames.pop(0)
-        names = list(output.num_scheduled_tokens)
-        result = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=list(map(list, tokens)),
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-        )
+        output = self._frames.popleft()
         start = clock()
-        answer = self.scheduler.update_from_output(output, result)
-        seconds = clock() - start
-        delivered = tuple(
+        answer = self.scheduler.update_from_output(output, prepared)
+        return (clock() - start,), answer
+
+    def read_plan(self, plan: Any) -> Decision:
+        """See `Side`."""
+        return _decision_of(plan)
+
+    def read_outputs(self, outputs: Any) -> Delivered:
+        """See `Side`."""
+        return tuple(
             (
                 row.request_id,
                 tuple(row.new_token_ids),
                 None if row.finish_reason is None else str(row.finish_reason),
             )
-            for core in answer.values()
+            for core in outputs.values()
             for row in core.outputs
         )
-        return (seconds,), delivered
-
-    def propose(self, drafts: Sequence[tuple[RequestId, TokenIds]]) -> None:
-        """See `Side`."""
-        names = [name for name, _ in drafts]
-        self.scheduler.update_draft_token_ids(DraftTokenIds(names, [list(t) for _, t in drafts]))
 
 
 def _decision_of(output: SchedulerOutput) -> Decision:
