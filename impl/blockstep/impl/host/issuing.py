@@ -11,7 +11,7 @@ from blockstep.impl.host.admission import WaitingPhase
 from blockstep.impl.host.arrays import ArrayPlan, Frame
 from blockstep.impl.host.batches import BatchedRunningPhase
 from blockstep.impl.host.step import Batch, Step
-from blockstep.spec.vocabulary import BlockId, FrameId, TokenIds
+from blockstep.spec.vocabulary import FrameId
 
 _NO_ROWS: Final = np.empty(0, np.int64)
 _NO_TOKENS: Final = np.empty(0, np.int32)
@@ -116,33 +116,17 @@ class Issuing(BatchedRunningPhase, WaitingPhase):
         return joined
 
     def _gather_admitted(self, step: Step) -> Batch:
-        slots = [slot for slot, _, _ in step.admitted]
-        block_ids: list[BlockId] = []
-        block_rows: list[int] = []
-        for row, slot in enumerate(slots):
-            held = self.table.block_tables[slot]
-            block_ids += held
-            block_rows += [row] * len(held)
-        counts = [count for _, count, _ in step.admitted]
-        return self._make_batch(slots, counts, block_rows, block_ids, {})
-
-    def _make_batch(
-        self,
-        slots: list[int],
-        counts: list[int],
-        block_rows: list[int],
-        block_ids: list[BlockId],
-        drafts: dict[int, TokenIds],
-    ) -> Batch:
-        computed, known = self.table.num_computed, self.table.num_known
+        """The admitted rows; all blocks of each are new to the worker."""
+        slots = np.array([slot for slot, _, _ in step.admitted], np.int64)
+        tables = [self.table.block_tables[slot] for slot, _, _ in step.admitted]
         return Batch(
-            np.array(slots, np.int64),
-            np.array(counts, np.int32),
-            np.array([computed[slot] for slot in slots], np.int32),
-            np.array([known[slot] for slot in slots], np.int32),
-            np.array(block_rows, np.int64),
-            np.array(block_ids, np.int32),
-            drafts,
+            slots,
+            np.array([count for _, count, _ in step.admitted], np.int32),
+            self.table.columns.num_computed.take(slots),
+            self.table.columns.num_known.take(slots),
+            np.repeat(np.arange(len(tables)), [len(held) for held in tables]),
+            np.concatenate([np.array(held, np.int32) for held in tables]),
+            {},
         )
 
 
