@@ -207,6 +207,7 @@ class Core:
     def _close_frame(self, frame_id: FrameId) -> None:
         """It is committed, and names nobody any more."""
         del self.frames[frame_id]
-        for request_id, last in [*self.last_frame_of_ended.items()]:
-            if last == frame_id:
-                del self.last_frame_of_ended[request_id]
+        if self.last_frame_of_ended:
+            self.last_frame_of_ended = {
+                name: last for name, last in self.last_frame_of_ended.items() if last != frame_id
+            }

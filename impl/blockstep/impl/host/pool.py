@@ -52,11 +52,12 @@ class BlockPool:
             return taken_many
         taken: list[BlockId] = []
         queue, head = self._queue, self._head
-        while len(taken) < count:
+        for _ in range(count):
             block = queue[head]
+            while block == NULL_BLOCK:
+                head += 1
+                block = queue[head]
             head += 1
-            if block == NULL_BLOCK:
-                continue
             self.ref_counts[block] = 1
             self._evict(block)
             taken.append(block)
