@@ -40,10 +40,10 @@ def write_part(part: str, arguments: list[str]) -> None:
     files = ["--json", f"benchmarks/results/{date}-scheduler-{part}-2core.json"]
     if part != "trace":
         files += ["--plot", f"docs/reference/scheduler-{part}.svg"]
-    markdown = ROOT / "benchmarks" / "results" / f"scheduler-{part}.md"
-    run([*arguments, *files, "--markdown", str(markdown)])
-    text = markdown.read_text(encoding="utf-8")
-    markdown.unlink()
+    markdown = f"benchmarks/results/scheduler-{part}.md"
+    run([*arguments, *files, "--markdown", markdown])
+    text = (ROOT / markdown).read_text(encoding="utf-8")
+    (ROOT / markdown).unlink()
     text = re.sub(r" --markdown \S+", "", text)
     mark = f"<!-- bench scheduler: {part} -->"
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(mark)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import deque
 
+import pytest
+
 from blockstep.impl.host import SHA256
 from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.pool import BlockPool
@@ -70,25 +72,40 @@ def test_a_freed_block_keeps_its_key_until_it_is_taken() -> None:
     assert pool.prefix.hits(lineage, 1) == []
 
 
-def test_the_ring_equals_a_plain_queue_under_random_use() -> None:
+@pytest.mark.parametrize(("num_blocks", "most_hits"), [(12, 4), (300, 90)])
+def test_the_queue_equals_a_plain_one_under_random_use(num_blocks: int, most_hits: int) -> None:
     draw = random.Random(7)
-    pool, queue = make_pool(12), deque(range(1, 12))
+    pool, queue = make_pool(num_blocks), deque(range(1, num_blocks))
     held: list[list[int]] = []
     for _ in range(3000):
         move = draw.randrange(3)
         if move == 0:
             count = draw.randint(0, len(queue))
             expected = [queue.popleft() for _ in range(count)]
-            assert pool.take(count) == expected
+            assert list(pool.take(count)) == expected
             held.append(expected)
         elif move == 1 and held:
             table = held.pop(draw.randrange(len(held)))
             pool.free(table)
             queue.extend(b for b in reversed(table) if not any(b in other for other in held))
         elif move == 2:
-            hits = draw.sample(range(1, 12), draw.randint(0, 4))
+            hits = draw.sample(range(1, num_blocks), draw.randint(0, most_hits))
+            assert pool.count_free(hits) == sum(block in queue for block in hits)
             pool.touch(hits)
             held.append(hits)
             queue = deque(b for b in queue if b not in hits)
         assert pool.free_queue() == list(queue)
         assert pool.num_free == len(queue)
+
+
+def test_many_blocks_that_are_taken_again_forget_their_keys() -> None:
+    pool = make_pool(100)
+    lineage = Lineage(Request("a", tuple(range(120))), 2, SHA256)
+    blocks = [*pool.take(60)]
+    for index, block in enumerate(blocks):
+        pool.prefix.publish(block, lineage, index)
+    pool.free(blocks)
+    assert pool.prefix.hits(lineage, 60) == blocks
+    pool.take(70)
+    assert pool.prefix.hits(lineage, 60) == blocks[:29]
+    assert [block for block in range(100) if pool.prefix.is_published(block)] == blocks[:29]
