@@ -117,7 +117,7 @@ def scheduler_command(
         try:
             draw_plot(plot, measurements)
         except ImportError:
-            usage("--plot: needs matplotlib: pip install matplotlib")
+            usage("--plot: needs matplotlib: pip install 'blockstep[plot]'")
     if markdown is not None:
         write(markdown, make_markdown(measurements, conditions, plot))
     write_json(json_path, to_json(measurements, conditions))

@@ -286,7 +286,8 @@ class DataPlaneWorker(Worker):
         scores[:, np.arange(row.end)[None, :] > positions[:, None]] = -np.inf
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))
         weights /= weights.sum(axis=2, keepdims=True)
-        return np.einsum("hqk,khd->qhd", weights, values)
+        attended: Doubles = np.einsum("hqk,khd->qhd", weights, values)
+        return attended
 
     def _complain_attention(self, row: FrameRow, error: Doubles) -> None:
         token, head, _ = (int(at) for at in np.unravel_index(np.nanargmax(error), error.shape))
