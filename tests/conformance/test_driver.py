@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from blockstep.conformance.driver import LockStep, drain_bound, run_program
-from blockstep.conformance.engine import Declining
+from blockstep.conformance.engine import ALL_CAPABILITIES, Declining
 from blockstep.conformance.findings import FindingKind
 from blockstep.conformance.program import Answer, Drain, Hostile, Program, Propose, describe
 from blockstep.conformance.registry import SpecEngine
 from blockstep.spec import Abort, Commit, Config, Request, Reset, Schedule, SpecMethod, Submit
 from blockstep.spec.profiles import SPARING, Profile, Quirk
-from blockstep.spec.vocabulary import Event, Observation, Plan, Snapshot
+from blockstep.spec.vocabulary import Drafts, Event, Observation, Plan, Snapshot, Stats
 
 CONFIG = Config(num_blocks=8, block_size=2, max_model_len=16)
 PROGRAM = Program(
@@ -233,6 +233,48 @@ def test_drafts_are_proposed_for_those_who_sampled() -> None:
     assert len(plan.cached[0].draft_token_ids) == 2
     assert run.perform(Answer()) == []
     assert len(run.spec.state.requests["A"].output_token_ids) == 3, "one draft was right"
+
+
+@pytest.mark.parametrize("has", ["rejection", "late drafts", "neither"])
+def test_late_drafts_go_to_engines_that_drop_or_refuse_them(has: str) -> None:
+    class Engine(SpecEngine):
+        def capabilities(self) -> frozenset[str]:
+            return ALL_CAPABILITIES - {"rejection", "late drafts"} | {has}
+
+    config = replace(CONFIG, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
+    run = LockStep.start(config, Engine, keep_exchanges=True)
+    late = Reset(reset_running_requests=True)
+    for action in (Submit(Request("A", (1, 2, 3), max_tokens=6)), Schedule(), Answer(), late):
+        assert run.perform(action) == []
+    assert run.perform(Propose(((2, 2),))) == []
+    given = [exchange.event for exchange in run.exchanges if isinstance(exchange.event, Drafts)]
+    assert len(given) == (has != "neither")
+
+
+@pytest.mark.parametrize(
+    ("lacks", "wrong", "is_found"),
+    [
+        ({"statistics", "cache statistics"}, Stats(prefix_cache_queries=9, preemptions=9), False),
+        ({"statistics"}, Stats(prefix_cache_queries=9), True),
+        ({"statistics"}, Stats(drafts_accepted=9), True),
+        ({"statistics"}, Stats(preemptions=9), False),
+        ({"cache statistics"}, Stats(preemptions=9), True),
+    ],
+)
+def test_counters_are_compared_as_far_as_an_engine_has_them(
+    lacks: set[str], wrong: Stats, is_found: bool
+) -> None:
+    class Engine(Twisted):
+        def bend_state(self, snapshot: Snapshot) -> Snapshot:
+            return replace(snapshot, stats=wrong)
+
+        def capabilities(self) -> frozenset[str]:
+            return ALL_CAPABILITIES - lacks
+
+    config = replace(CONFIG, enable_prefix_caching=False)
+    run = LockStep.start(config, Engine)
+    findings = run.perform(Submit(Request("A", (1, 2, 3))))
+    assert ("stats" in str([found.differences for found in findings])) == is_found
 
 
 def test_a_run_goes_on_behind_a_quirk_and_counts_what_it_reached() -> None:

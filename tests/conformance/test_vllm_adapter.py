@@ -23,6 +23,7 @@ from blockstep.conformance.check import CheckOptions, fit_depth, run_episode
 from blockstep.conformance.driver import LockStep, run_program
 from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, is_async
 from blockstep.conformance.findings import FindingKind
+from blockstep.conformance.hunt import Cause, Means, explain
 from blockstep.conformance.program import Action, Answer, Drain, Program, Propose
 from blockstep.conformance.registry import EngineNotFoundError, load_engine
 from blockstep.conformance.witnesses import WITNESSES
@@ -35,6 +36,7 @@ from blockstep.spec.vocabulary import (
     BlockKey,
     Commit,
     Config,
+    Drafts,
     MultiModalItem,
     Plan,
     Policy,
@@ -196,7 +198,8 @@ def test_it_is_an_engine_that_says_what_it_lacks() -> None:
         "grammar": RELEASE.has_plain_grammar,
         "async": RELEASE.has_async,
     }
-    lacks = {"rejection", "statistics"} | {name for name in has if not has[name]}
+    has["cache statistics"] = RELEASE.has_sound_counters
+    lacks = {"rejection", "statistics", "late drafts"} | {name for name in has if not has[name]}
     assert ALL_CAPABILITIES - engine.capabilities() == lacks
     assert is_async(load_engine("vllm")) == RELEASE.has_async
 
@@ -595,6 +598,66 @@ def test_where_the_release_would_raise_it_is_not_given_the_event(
     run, wrong = follow(PROFILE, config, *actions, Drain())
     assert wrong == ""
     assert run.skipped.keys() == {reason}
+
+
+LATE = Config(
+    num_blocks=9, block_size=2, max_model_len=16, spec_method=SpecMethod.NGRAM,
+    num_speculative_tokens=2,
+)  # fmt: skip
+SPARED: dict[str, tuple[str, Config, tuple[Action, ...]]] = {
+    "an attempt that fails is counted": (
+        "spare_counters",
+        Config(num_blocks=4, block_size=1, max_model_len=64),
+        (
+            Submit(Request("A", (0,), max_tokens=2)), Submit(Request("B", (0,), max_tokens=2)),
+            Submit(Request("C", (1, 1), max_tokens=1)), Schedule(),
+        ),
+    ),
+    "drafts for who waits": (
+        "spare_late_drafts",
+        LATE,
+        (
+            Submit(Request("A", (1, 2, 3), max_tokens=9)), Schedule(), Answer(),
+            Reset(reset_running_requests=True), Propose(((2, 2),)),
+        ),
+    ),
+    "drafts for who is in flight": (
+        "spare_late_drafts",
+        LATE,
+        (
+            Submit(Request("A", (1, 2, 3), max_tokens=9)), Schedule(), Answer(),
+            Schedule(), Propose(((2, 2),)),
+        ),
+    ),
+}  # fmt: skip
+"""Programs for what the adapter hides, by the flag that does."""
+
+
+@needs_reference
+@pytest.mark.parametrize(("flag", "config", "actions"), SPARED.values(), ids=SPARED)
+def test_what_a_workaround_hides_a_hunt_finds(
+    flag: str, config: Config, actions: tuple[Action, ...]
+) -> None:
+    program = Program(config, actions, vocabulary_size=1)
+    cause = Cause(Means.WORKAROUND, flag)
+    assert explain(program, load_engine("vllm"), frozenset(), ()) == (cause,)
+
+
+@needs_reference
+def test_late_drafts_are_planned_for_a_position_that_they_were_not_proposed_for() -> None:
+    engine = build(LATE)
+    engine.apply(Submit(Request("A", (1, 2, 3), max_tokens=9)))
+    for sampled in (4, 5):  # the drafts guess what comes after 4
+        plan = engine.apply(Schedule())
+        assert isinstance(plan, Plan)
+        engine.apply(Commit(plan.frame_id, (RowTokens("A", (sampled,)),)))
+        if sampled == 4:
+            engine.apply(Reset(reset_running_requests=True))
+            engine.apply(Drafts((RowTokens("A", (5, 6)),)))
+    plan = engine.apply(Schedule())
+    assert isinstance(plan, Plan)
+    assert plan.cached[0].num_computed_tokens == 4  # of 5, which is verified against what follows
+    assert plan.cached[0].draft_token_ids == (5, 6)
 
 
 @needs_vllm

@@ -157,7 +157,7 @@ class LockStep:
             capabilities=engine.capabilities(),
             keep_exchanges=keep_exchanges,
         )
-        run.before = engine.snapshot()
+        run.before = run._comparable(engine.snapshot())
         if Capability.REJECTION in run.capabilities:
             run.judges = frozenset(RejectCode)
         elif isinstance(engine, Judging):
@@ -225,8 +225,8 @@ class LockStep:
         return not isinstance(transition(self.spec.state, event), Rejected)
 
     def _proposal(self, rows: tuple[RowTokens, ...]) -> Drafts | None:
-        """Drafts for everybody; for those who can take them if the engine refuses nothing."""
-        if Capability.REJECTION not in self.capabilities:
+        """Drafts for everybody, or for those who can take them if the engine drops none."""
+        if not {Capability.REJECTION, Capability.LATE_DRAFTS} & self.capabilities:
             state = self.spec.state
             requests = [state.requests.get(row.request_id) for row in rows]
             pairs = zip(rows, requests, strict=True)
@@ -287,10 +287,13 @@ class LockStep:
         return []
 
     def _comparable(self, snapshot: Snapshot | None) -> Snapshot | None:
-        """The snapshot; with the spec's counters if the engine's mean something else."""
+        """The snapshot; with the spec's counters where the engine's mean something else."""
         if snapshot is None or Capability.STATISTICS in self.capabilities:
             return snapshot
-        return replace(snapshot, stats=self.spec.snapshot().stats)
+        stats = self.spec.snapshot().stats
+        if Capability.CACHE_STATISTICS in self.capabilities:
+            stats = replace(snapshot.stats, preemptions=stats.preemptions)
+        return replace(snapshot, stats=stats)
 
     def _skip(self, reason: str) -> None:
         self.skipped[reason] = self.skipped.get(reason, 0) + 1

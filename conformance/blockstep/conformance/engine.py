@@ -27,6 +27,11 @@ class Capability(StrEnum):
     """It takes configs with `max_frames_in_flight` above 1. Without it, it is only given 1."""
     STATISTICS = "statistics"
     """Its counters mean what `Stats` says."""
+    CACHE_STATISTICS = "cache statistics"
+    """Those of the prefix cache and of drafts do, even if it has none for preemptions."""
+    LATE_DRAFTS = "late drafts"
+    """It drops drafts that come when their request cannot take them (P24). Without it, and without
+    REJECTION, an engine is only given drafts that the spec attaches."""
 
 
 ALL_CAPABILITIES: frozenset[str] = frozenset(Capability)

@@ -11,13 +11,14 @@ goes in:
   in an order that differs from process to process;
 * items reach the block hasher and not the scheduler (see `vllm_build`).
 
-It gives no typed rejections, so it must be handed only events that are legal in its state, and
-its counters are not shown: those of the prefix cache count attempts at admission that failed.
+It gives no typed rejections, so it must be handed only events that are legal in its state. It has
+no counter of preemptions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from blockstep.conformance.adapters.vllm_build import (
@@ -73,9 +74,11 @@ try:
     from vllm.v1.core.kv_cache_utils import get_block_hash
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.metrics.stats import PrefixCacheStats
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
     from vllm.v1.request import Request as VllmRequest
     from vllm.v1.request import RequestStatus
+    from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
     if RELEASE.has_pause:
         from vllm.v1.core.sched.interface import PauseState as VllmPauseState
@@ -102,6 +105,9 @@ WORKAROUNDS = {
     "spare_reuse": "an id is free again while a frame in flight names it; its answer goes to the "
     "new request",
     "abort_singly": "aborting several at once frees their blocks in the order of a set",
+    "spare_counters": "counters of the prefix cache count attempts at admission that fail (#43736)",
+    "spare_late_drafts": "late drafts are kept, by a request that waits or has a frame in flight "
+    "(P24)",
 }
 
 
@@ -138,6 +144,22 @@ def list_out_of_reach() -> frozenset[str]:
     return frozenset(found)
 
 
+def add_counts(
+    stats: Stats, cache: PrefixCacheStats, drafts: SpecDecodingStats | None = None
+) -> Stats:
+    """Statistics and what was counted since. Source: `SchedulerStats`."""
+    queries, hits = cache.queries, cache.hits
+    if RELEASE.has_preempted_counts:
+        queries, hits = queries + cache.preempted_queries, hits + cache.preempted_hits
+    return replace(
+        stats,
+        prefix_cache_queries=stats.prefix_cache_queries + queries,
+        prefix_cache_hits=stats.prefix_cache_hits + hits,
+        drafts_scheduled=stats.drafts_scheduled + (drafts.num_draft_tokens if drafts else 0),
+        drafts_accepted=stats.drafts_accepted + (drafts.num_accepted_tokens if drafts else 0),
+    )
+
+
 class VllmEngine:
     """vLLM's scheduler, synchronous or not, as a system under test."""
 
@@ -160,6 +182,16 @@ class VllmEngine:
 
     abort_singly: bool = True
     """Whether several ids are aborted one at a time, in the order given."""
+
+    spare_counters: bool = not RELEASE.has_sound_counters
+    """Whether its counters, of the prefix cache and of drafts, are left out."""
+
+    spare_late_drafts: bool = True
+    """Whether drafts are kept away that their request cannot take now.
+
+    A request that waits or is in flight keeps them, and is later planned with them at a position
+    for which nobody proposed them.
+    """
 
     workarounds: Mapping[str, str] = MappingProxyType(WORKAROUNDS)
     """What these flags are good for: `blockstep hunt` switches them off."""
@@ -201,6 +233,8 @@ class VllmEngine:
         """Times that a request was preempted, where it does not say."""
         self.next_frame_id: FrameId = 0
         self.lora_ids: dict[str, int] = {}
+        self.stats = Stats()
+        """What the answers told; each tells what was counted since the last one."""
 
     @property
     def judges(self) -> frozenset[RejectCode]:
@@ -212,11 +246,15 @@ class VllmEngine:
         return frozenset(code for code, is_spared in spared.items() if not is_spared)
 
     def capabilities(self) -> frozenset[str]:
-        """All but typed rejections, comparable counters, and what the release has not.
+        """All but typed rejections, a counter of preemptions, and what the release has not.
 
         See `workarounds`, too.
         """
         lacks = {Capability.REJECTION, Capability.STATISTICS}
+        if self.spare_counters:
+            lacks.add(Capability.CACHE_STATISTICS)
+        if self.spare_late_drafts:
+            lacks.add(Capability.LATE_DRAFTS)
         if not RELEASE.has_pause:
             lacks.add(Capability.PAUSE)
         if not RELEASE.has_plain_grammar:
@@ -446,6 +484,12 @@ class VllmEngine:
         for request in touched:
             if request is not None:
                 self._learn_keys(request)
+        for core in answer.values():
+            told = core.scheduler_stats
+            if told is not None:
+                self.stats = add_counts(
+                    self.stats, told.prefix_cache_stats, told.spec_decoding_stats
+                )
         return Outputs(tuple(row for core in answer.values() for row in self._get_rows(core)))
 
     def _get_rows(self, core: EngineCoreOutputs) -> list[OutputRow]:
@@ -559,7 +603,7 @@ class VllmEngine:
             prev_scheduled_req_ids=tuple(sorted(scheduler.prev_step_scheduled_req_ids))
             if RELEASE.has_told_preemptions
             else self.planned,
-            stats=Stats(),
+            stats=add_counts(self.stats, scheduler.kv_cache_manager.prefix_cache_stats),
         )
 
     def _request(self, request: VllmRequest) -> RequestSnapshot:

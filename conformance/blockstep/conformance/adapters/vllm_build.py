@@ -162,6 +162,7 @@ def build_scheduler(config: Config) -> Scheduler:
         kv_cache_config=KVCacheConfig(config.num_blocks, [], [KVCacheGroupSpec(["layer"], layer)]),
         structured_output_manager=StructuredOutputManager(vllm_config),
         block_size=config.block_size,
+        log_stats=True,
     )
     return make_scheduler(**keywords)
 

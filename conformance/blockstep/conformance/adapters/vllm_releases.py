@@ -69,6 +69,10 @@ class Release:
     """`vllm.utils.hashing`, which was `vllm.utils`."""
     has_step_budget: bool = False
     """`SchedulerConfig.max_num_scheduled_tokens`: a budget below the model length."""
+    has_sound_counters: bool = False
+    """Whether the prefix cache counts who is admitted, and not every attempt (#43736, #48860)."""
+    has_preempted_counts: bool = False
+    """Whether the counters of the prefix cache hold those apart who were preempted before."""
     has_prefill_stats: bool = False
     """Cached tokens are told once, with the first output, and not kept in the request."""
     has_offsets: bool = False
@@ -105,6 +109,7 @@ def _build_table() -> Mapping[str, Release]:
         masks_stops=True,
         has_plain_grammar=True,
         has_told_preemptions=True,
+        has_preempted_counts=True,
     )
     r0141 = replace(r0120, version="0.14.1")
     r0160 = replace(r0141, version="0.16.0", has_chunk_flag=True, has_draft_models=True)
@@ -125,6 +130,7 @@ def _build_table() -> Mapping[str, Release]:
         version="0.27.0",
         packages=SINCE_0_27,
         has_sound_async_reset=True,
+        has_sound_counters=True,
         has_sound_preemption=True,
         pads_drafts=True,
     )
