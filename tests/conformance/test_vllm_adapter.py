@@ -643,6 +643,26 @@ def test_what_a_workaround_hides_a_hunt_finds(
     assert explain(program, load_engine("vllm"), frozenset(), ()) == (cause,)
 
 
+@needs_vllm
+@pytest.mark.parametrize("depth", [1, 2])
+def test_its_counters_of_drafts_are_those_of_the_spec(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not RELEASE.has_drafts:
+        pytest.skip(f"vLLM {VERSION} is given no drafts")
+    # Without prefix caching, which has counters of its own.
+    config = replace(LATE, enable_prefix_caching=False, max_frames_in_flight=depth)
+    actions = (
+        Submit(Request("A", (0, 0, 0), max_tokens=9)), Propose(((2, 2),)), Schedule(), Answer(),
+        *(Propose(((2, 1), (2, 0))), Schedule(), Answer()) * 2, Drain(),
+    )  # fmt: skip
+    monkeypatch.setattr(importlib.import_module(ADAPTER).VllmEngine, "spare_counters", False)
+    run, wrong = follow(PROFILE, config, *actions)
+    assert wrong == ""
+    assert run.before is not None
+    assert run.before.stats.drafts_scheduled > run.before.stats.drafts_accepted > 0
+
+
 @needs_reference
 def test_late_drafts_are_planned_for_a_position_that_they_were_not_proposed_for() -> None:
     engine = build(LATE)
