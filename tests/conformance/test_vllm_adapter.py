@@ -162,6 +162,14 @@ def test_after_an_output_the_last_item_names_the_block() -> None:
     assert key.items == (("b", 2),)
 
 
+@pytest.mark.parametrize(("version", "items"), [("0.18.1", (("b", 0),)), (REFERENCE, ())])
+def test_where_the_last_item_ends_it_may_name_an_output_block(
+    version: str, items: tuple[tuple[str, int], ...]
+) -> None:
+    key = compute_block_key(RELEASES[version], REQUEST, None, (7,), 7, is_after_output=True)
+    assert key.items == items
+
+
 def test_the_first_block_names_every_item_though_outputs_complete_it() -> None:
     key = compute_block_key(
         RELEASES[REFERENCE], REQUEST, None, tuple(range(8)), 0, is_after_output=True
@@ -359,6 +367,14 @@ SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
         (
             Submit(Request("A", (1,) * 8, max_tokens=1, items=(MultiModalItem("cat", 1, 1),))),
             Schedule(), Answer(),
+        ),
+    ),
+    Quirk.TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK: (
+        Config(num_blocks=9, block_size=1, max_model_len=16),
+        (
+            Submit(Request("A", (0, 0), max_tokens=1, items=(MultiModalItem("cat", 0, 2),))),
+            Submit(Request("B", (0,), max_tokens=3, items=(MultiModalItem("cat", 0, 1),))),
+            *(Schedule(), Answer()) * 3,
         ),
     ),
     Quirk.NOTHING_RESERVED: (

@@ -194,6 +194,16 @@ def test_items_named_without_place(quirk: bool, expected: int) -> None:
     assert hit(oracle, other) == expected
 
 
+@pytest.mark.parametrize("quirk", [False, True])
+def test_a_touching_item_names_an_output_block(quirk: bool) -> None:
+    config = Config(num_blocks=9, block_size=1, max_model_len=16)
+    oracle = both(config, Quirk.TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK)[quirk]
+    oracle.submit(Request("A", (1,), max_tokens=5, items=(MultiModalItem("cat", 0, 1),)))
+    steps(oracle, 4)
+    named = [bool(key.items) for key in oracle.state.requests["A"].block_keys]
+    assert named[:3] == [True, quirk, False]
+
+
 @pytest.mark.parametrize(("quirk", "expected"), [(False, 0), (True, 2)])
 def test_nothing_reserved(quirk: bool, expected: int) -> None:
     config = Config(num_blocks=7, block_size=1, max_model_len=7, max_num_batched_tokens=3)

@@ -61,14 +61,26 @@ def extend_block_keys(
     """
     num_full_blocks = request.num_known_tokens // block_size
     keys = list(request.block_keys)
-    asked = request.request
     for index in range(len(keys), num_full_blocks):
-        is_after_output = index > 0 and bool(request.output_token_ids)
-        if is_after_output and Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM in quirks:
-            asked = replace(asked, items=asked.items[-1:])
+        asked = request.request
+        if index > 0 and request.output_token_ids:
+            asked = get_asked_late(asked, quirks)
         tokens = get_tokens(request, index * block_size, (index + 1) * block_size)
         keys.append(compute_block_key(asked, tokens, index, keys[-1] if keys else None, quirks))
     return tuple(keys)
+
+
+def get_asked_late(request: Request, quirks: frozenset[Quirk]) -> Request:
+    """The request with the items that name its blocks once it has output: all, but for quirks.
+
+    Source: vLLM 0.11.0 to 0.27.0 `_gen_mm_extra_hash_keys` with `start_mm_idx` -1.
+    """
+    items = request.items
+    if Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM in quirks:
+        items = items[-1:]
+    if items and Quirk.TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK in quirks:
+        items = (*items[:-1], replace(items[-1], length=items[-1].length + 1))
+    return request if items == request.items else replace(request, items=items)
 
 
 def get_tokens(request: RequestState, start: int, end: int) -> TokenIds:

@@ -21,6 +21,7 @@ class Quirk(StrEnum):
     PLACEHOLDERS_OUTLIVE_A_GAP = "placeholders_outlive_a_gap"
     VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT = "victim_without_a_row_shifts_the_next"
     ITEMS_NAMED_WITHOUT_PLACE = "items_named_without_place"
+    TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK = "touching_item_names_an_output_block"
     NOTHING_RESERVED = "nothing_reserved"
     ONE_WAITING_QUEUE = "one_waiting_queue"
     DRAFTS_OUTLIVE_PREEMPTION = "drafts_outlive_preemption"
@@ -129,6 +130,15 @@ QUIRKS: tuple[QuirkStory, ...] = (
         "0.11.0 0.12.0 0.14.1 0.16.0 0.18.1",
         "blocks of 4, the prompt of two requests is one token, 8 times; an item of length 1 stands "
         "at 0 in the first and at 1 in the second: the second hits the block of the first",
+    ),
+    QuirkStory(
+        Quirk.TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK,
+        "a last item that ends where a block begins names it, if outputs complete it",
+        ("P6",),
+        "not found upstream (fixed in 0.19.1)",
+        "0.11.0 0.12.0 0.14.1 0.16.0 0.18.1",
+        "blocks of 1; a prompt of one token that is an item, two outputs: the block of the first "
+        "output has the name that it would have if the item reached into it",
     ),
     QuirkStory(
         Quirk.NOTHING_RESERVED,
@@ -330,7 +340,11 @@ UP_TO_0_27 = COMMON | {
     Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM,
     Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT,
 }
-UP_TO_0_18 = UP_TO_0_27 | {Quirk.ITEMS_NAMED_WITHOUT_PLACE, Quirk.NOTHING_RESERVED}
+UP_TO_0_18 = UP_TO_0_27 | {
+    Quirk.ITEMS_NAMED_WITHOUT_PLACE,
+    Quirk.TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK,
+    Quirk.NOTHING_RESERVED,
+}
 UP_TO_0_16 = UP_TO_0_18 | {Quirk.ONE_WAITING_QUEUE}
 SINCE_0_27 = frozenset(
     {

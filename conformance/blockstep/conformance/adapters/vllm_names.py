@@ -28,8 +28,9 @@ def compute_block_key(
         blocks    |  [(a,2)]  | [(a,-6),(b,2)] | ...       offsets count from the block's start
 
     Once the request has output, some releases look at its last item alone, but for the first block
-    (`_gen_mm_extra_hash_keys` with `start_mm_idx` -1), so that is what the digest names. Where the
-    place of an item is no part of the digest, every offset is 0.
+    (`_gen_mm_extra_hash_keys` with `start_mm_idx` -1), so that is what the digest names; and some
+    of them take it also if it ends where the block begins. Where the place of an item is no part
+    of the digest, every offset is 0.
     Source: `generate_block_hash_extra_keys`.
 
     Args:
@@ -43,6 +44,7 @@ def compute_block_key(
     end = start + len(token_ids)
     only_last = is_after_output and start > 0 and not release.has_all_items
     items = request.items[-1:] if only_last else request.items
+    reach = int(only_last and not release.has_exact_ends)
     return BlockKey(
         parent,
         token_ids,
@@ -51,6 +53,6 @@ def compute_block_key(
         items=tuple(
             (item.identifier, item.offset - start if release.has_offsets else 0)
             for item in items
-            if item.offset < end and start < item.offset + item.length
+            if item.offset < end and start < item.offset + item.length + reach
         ),
     )

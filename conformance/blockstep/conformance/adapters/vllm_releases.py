@@ -77,6 +77,8 @@ class Release:
     """Cached tokens are told once, with the first output, and not kept in the request."""
     has_offsets: bool = False
     """Whether the place of an item in its block is part of the block's digest (#36708)."""
+    has_exact_ends: bool = False
+    """Whether an item that ends where a block begins is no part of its digest, after outputs."""
     has_all_items: bool = False
     """Whether a block that outputs complete is named by all of its items, not the last alone."""
     has_tagged_names: bool = False
@@ -122,7 +124,7 @@ def _build_table() -> Mapping[str, Release]:
         has_repetition_detection=True,
         has_step_budget=True,
     )
-    r0191 = replace(r0181, version="0.19.1", has_offsets=True)
+    r0191 = replace(r0181, version="0.19.1", has_offsets=True, has_exact_ends=True)
     r0202 = replace(r0191, version="0.20.2", has_prefill_stats=True)
     r0230 = replace(r0202, version="0.23.0", environment=(("VLLM_USE_V2_MODEL_RUNNER", "0"),))
     r0270 = replace(
