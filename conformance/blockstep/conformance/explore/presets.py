@@ -334,6 +334,19 @@ WORLDS: Mapping[str, World] = {
             expected=Counts(5_885, 39_078, 19_498, 22),
         ),
         World(
+            "edge",
+            "an item that ends where the blocks of the outputs begin",
+            Config(
+                num_blocks=5,
+                block_size=1,
+                max_num_seqs=1,
+                max_num_batched_tokens=2,
+                max_model_len=4,
+            ),
+            (Request("A", _ONE, max_tokens=3, items=(MultiModalItem("z", 0, 1),)),),
+            expected=Counts(20, 25, 59, 16),
+        ),
+        World(
             "alone",
             "one request with room for drafts that finds its own first block again",
             Config(
