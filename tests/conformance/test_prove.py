@@ -194,6 +194,18 @@ def test_smallest_arguments_are_found() -> None:
     assert find_smallest(TOYS["refuted"].check, (1235,)) == (1,)
 
 
+def test_two_numbers_that_hang_together_are_lowered_together_in_few_steps() -> None:
+    """One by one it would take two billion."""
+
+    def check(small: int, large: int) -> bool:
+        assert 0 <= small < large
+        gap = large - small
+        assert gap != 2
+        return True
+
+    assert find_smallest(check, (2_147_483_643, 2_147_483_645)) == (0, 2)
+
+
 @pytest.mark.parametrize(
     ("message", "arguments"),
     [

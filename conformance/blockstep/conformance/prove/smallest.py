@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from enum import Enum
 from functools import cache
-from itertools import islice, product
+from itertools import combinations, islice
 from types import TracebackType
 
 from blockstep.conformance.prove.law import Check
@@ -119,19 +119,25 @@ def _lower(check: Check, failing: Arguments) -> Arguments:
 
 
 def _smaller(arguments: Arguments) -> Iterator[Arguments]:
-    """With one or two arguments lowered, boldly first."""
+    """With one or two arguments lowered, boldly first, two of them by the same."""
     for index, value in enumerate(arguments):
-        if value > 0 and not isinstance(value, bool):
-            for smaller in (0, value // 2, value - 1):
-                yield (*arguments[:index], smaller, *arguments[index + 1 :])
-    for first, second in product(range(len(arguments)), repeat=2):
-        if first < second and arguments[first] > 0 and arguments[second] > 0:
+        for step in _steps(value):
+            yield (*arguments[:index], value - step, *arguments[index + 1 :])
+    for first, second in combinations(range(len(arguments)), 2):
+        for step in _steps(min(arguments[first], arguments[second])):
             lowered = list(arguments)
             for index in (first, second):
                 if not isinstance(lowered[index], bool):
-                    lowered[index] -= 1
+                    lowered[index] -= step
             if tuple(lowered) != arguments:
                 yield tuple(lowered)
+
+
+def _steps(value: int) -> Iterator[int]:
+    """By how much to lower a value: by all of it, by half, and so on down to one."""
+    while value > 0 and not isinstance(value, bool):
+        yield value
+        value //= 2
 
 
 def _all_of_size(total: int, like: Arguments) -> Iterator[Arguments]:

@@ -47,6 +47,8 @@ CAPABILITIES: Final = frozenset(
         "rejection",
         "async",
         "statistics",
+        "cache statistics",
+        "late drafts",
     )
 )
 """By value: the enum belongs to the conformance wing, which this wing must not import."""
