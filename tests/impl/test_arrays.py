@@ -173,8 +173,9 @@ def test_frames_are_refused_as_with_events() -> None:
     assert unknown.code is RejectCode.UNKNOWN_FRAME
 
 
-def test_accepted_tokens_must_be_drafts() -> None:
-    engine, plan = open_engine(1, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
+@pytest.mark.parametrize("vector_at", [1, 1000])
+def test_accepted_tokens_must_be_drafts(vector_at: int) -> None:
+    engine, plan = open_engine(vector_at, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
     engine.commit_arrays(plan.frame_id, np.array([4, 5, 6], np.int32))
     engine.apply(Drafts((RowTokens("b", (7, 8)),)))
     plan = engine.schedule_arrays()  # type: ignore[assignment]

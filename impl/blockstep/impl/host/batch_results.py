@@ -27,10 +27,9 @@ from blockstep.spec.vocabulary import (
 
 _SETTLE: Final = TAIL // 2
 """Tokens that come in arrays are settled each time a request has so many more."""
-
-
 _LAG: Final = 8
 """So many tokens later, in fact: the last block before has been published by then."""
+_NEEDS_COUNTS: Final = "has drafts; say with counts how many tokens each row"
 
 
 class BatchedResults(Results):
@@ -66,6 +65,8 @@ class BatchedResults(Results):
         answers: dict[RequestId, TokenIds] = {}
         start = 0
         if lengths is None:
+            if any(frame.values()):
+                return bad_result(frame_id, _NEEDS_COUNTS)
             lengths = [drafts is not None for drafts in frame.values()]
         for name, length in zip(frame, lengths, strict=False):
             answers[name] = tuple(flat[start : start + length])
@@ -90,7 +91,7 @@ class BatchedResults(Results):
         if counts is None:
             due = num_rows if samples is None else int(np.count_nonzero(samples))
             if frame.drafts and due:
-                return bad_result(frame_id, "has drafts; say with counts how many tokens each row")
+                return bad_result(frame_id, _NEEDS_COUNTS)
             if len(token_ids) != due:
                 return bad_result(frame_id, f"must have {due} tokens, not {len(token_ids)}")
             return None
