@@ -29,6 +29,7 @@ from benchmarks.mutation.campaign import (
     run_campaign,
     to_json,
 )
+from benchmarks.mutation.journal import Journal
 from benchmarks.mutation.mutants import Source, find_sources
 from benchmarks.mutation.page import (
     SCORE_MIN,
@@ -64,7 +65,7 @@ def main() -> int:
     try:
         preload()
         known = [] if args.again else [one for one in explanations if one.verdict == "equivalent"]
-        results = play(find_sources(args.only or ()), plan, known)
+        results = play(find_sources(args.only or ()), plan, known, Journal(args.journal))
     except (ImportError, LookupError, UnsoundError) as error:
         print(f"mutation: {error}", file=sys.stderr)
         return 2
@@ -98,6 +99,9 @@ def parse_arguments() -> argparse.Namespace:
         "--again", action="store_true", help="long runs also for what is explained as equivalent"
     )
     parser.add_argument("--json", type=Path, help="where the results go")
+    parser.add_argument(
+        "--journal", type=Path, help="where each result is kept, to go on after an interruption"
+    )
     parser.add_argument("--page", action="store_true", help="only make the page again")
     return parser.parse_args()
 
@@ -114,7 +118,9 @@ def make_plan(args: argparse.Namespace) -> Plan:
     return Plan(first, deep, args.seed, max(args.jobs, 1), args.sample)
 
 
-def play(sources: list[Source], plan: Plan, known: list[Explanation]) -> dict[str, Any]:
+def play(
+    sources: list[Source], plan: Plan, known: list[Explanation], journal: Journal
+) -> dict[str, Any]:
     """The campaign behind a progress bar, which has no thread: processes are forked meanwhile."""
     columns = (
         TextColumn("{task.description:<14}"),
@@ -135,7 +141,7 @@ def play(sources: list[Source], plan: Plan, known: list[Explanation]) -> dict[st
             survivor = describe(played)
             return any(explanation.is_about(survivor) for explanation in known)
 
-        campaign = run_campaign(sources, plan, is_settled, tell)
+        campaign = run_campaign(sources, plan, is_settled, tell, journal)
     return to_json(campaign, " ".join(["python -m benchmarks.mutation", *sys.argv[1:]]))
 
 

@@ -1,9 +1,9 @@
 """Campaign: which mutants are played how long, and what comes of it as one value.
 
 First it is made sure that the unmutated code passes everything that the mutants will meet: else
-every one of them would count as killed. The same run notes which lines are executed; a change in a
-line that never is cannot be seen, and is not played. Then every mutant meets a short run, and what
-survives it meets the whole budget of `blockstep check`.
+every one of them would count as killed. The same run notes which lines each stage executes: a
+mutant meets only the stages that execute its line, for no other can see it. Every mutant meets
+short stages first, and what survives them meets the whole budget of `blockstep check`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-from benchmarks.mutation.engines import COLLIDING
+from benchmarks.mutation.engines import ARRAYS, COLLIDING
+from benchmarks.mutation.journal import Journal, make_key
 from benchmarks.mutation.mutants import (
     Mutant,
     Source,
@@ -45,10 +47,17 @@ class Plan:
         ("host", "tiny", 3_000),
         (COLLIDING, "small", 3_000),
         ("host", "small", 14_000),
+        ("host-vector", "small", 14_000),
+        (ARRAYS, "small", 14_000),
     )
     """For every mutant."""
-    deep: tuple[Stage, ...] = (("host", "small", 150_000), (COLLIDING, "small", 15_000))
-    """For what survived: the default of `blockstep check`, from its first episode on."""
+    deep: tuple[Stage, ...] = (
+        ("host", "small", 150_000),
+        (COLLIDING, "small", 15_000),
+        ("host-vector", "small", 30_000),
+        (ARRAYS, "small", 60_000),
+    )
+    """For what survived, from the first episode on; of `host` the default of `blockstep check`."""
     seed: int = 0
     jobs: int = 1
     sample: int | None = None
@@ -66,7 +75,7 @@ class Played:
     is_changed: bool = True
     """Whether the mutant is a program, and another one."""
     is_reached: bool = True
-    """Whether the unmutated run executes the changed line."""
+    """Whether a stage executes the changed line."""
 
 
 @dataclass(slots=True)
@@ -93,13 +102,16 @@ def run_campaign(
     plan: Plan,
     is_settled: Callable[[Played], bool] = lambda _played: False,
     tell: Progress = lambda _what, _done, _all: None,
+    journal: Journal | None = None,
 ) -> Campaign:
     """Make and play all mutants of some modules; a survivor that is settled is not played again.
+
+    What the journal knows is not played at all.
 
     Raises:
         UnsoundError: the unmutated code fails.
     """
-    started = time.perf_counter()
+    started, journal = time.perf_counter(), journal or Journal()
     campaign = Campaign(plan)
     mutants: list[Mutant] = []
     for source in sources:
@@ -109,21 +121,20 @@ def run_campaign(
         mutants = sorted(random.Random(plan.seed).sample(mutants, plan.sample), key=_order)  # noqa: S311
     reached = measure_reach(sources, plan, tell)
     by_module = {source.module: source for source in sources}
-    runs = [
-        Run(one, by_module[one.module], _is_reached(one, by_module, reached)) for one in mutants
-    ]
+    runs = [make_run(one, by_module[one.module], reached) for one in mutants]
+    campaign.seconds = time.perf_counter() - started
     survivors: list[Run] = []
-    for run, played in _play_all(runs, plan.first, plan, "mutants", tell):
+    for run, played in _play_all(runs, plan.first, plan, journal, tell):
         is_survivor = played.is_changed and played.is_reached and not played.outcome.killed_by
         if is_survivor and plan.deep and not is_settled(played):
             survivors.append(run)
         else:
             campaign.played.append(played)
     survivors.sort(key=lambda run: _order(run.mutant))
-    for _, played in _play_all(survivors, plan.deep, plan, "survivors", tell):
+    for _, played in _play_all(survivors, plan.deep, plan, journal, tell):
         campaign.played.append(played)
     campaign.played.sort(key=lambda played: _order(played.mutant))
-    campaign.seconds = time.perf_counter() - started
+    campaign.seconds += journal.seconds
     return campaign
 
 
@@ -137,26 +148,39 @@ class Run:
 
     mutant: Mutant
     source: Source
-    is_reached: bool
+    seen_by: frozenset[Stage]
+    """Stages that execute its line."""
 
 
 def _play_all(
-    runs: Sequence[Run], stages: Sequence[Stage], plan: Plan, what: str, tell: Progress
+    runs: Sequence[Run], stages: Sequence[Stage], plan: Plan, journal: Journal, tell: Progress
 ) -> Iterator[tuple[Run, Played]]:
-    works = [_make_work(run, get_stages(run, stages), plan.seed) for run in runs]
-    tell(what, 0, len(runs))
+    what = "mutants" if stages == plan.first else "survivors"
+    keys = [_make_key(run, get_stages(run, stages), plan.seed) for run in runs]
+    known, left = journal.split(keys)
+    tell(what, len(known), len(runs))
+    for index, result in known:
+        yield runs[index], _read(runs[index], result)
+    works = [_make_work(runs[index], get_stages(runs[index], stages), plan.seed) for index in left]
     results = run_forked(works, plan.jobs, WALL_SECONDS)
-    for done, (index, result) in enumerate(results, 1):
+    for done, (number, result) in enumerate(results, len(known) + 1):
+        index = left[number]
+        journal.note(keys[index], result)
         yield runs[index], _read(runs[index], result)
         tell(what, done, len(runs))
 
 
+def _make_key(run: Run, stages: Sequence[Stage], seed: int) -> str:
+    mutant = run.mutant
+    return make_key(run.source.text, mutant.operator, mutant.occurrence, list(stages), seed)
+
+
 def get_stages(run: Run, stages: Sequence[Stage]) -> Sequence[Stage]:
-    """What a mutant is played in: nothing if no play executes it; a rule meets `host` alone."""
-    if not run.is_reached:
-        return ()
+    """What a mutant is played in: where its line is executed; a rule meets `host` alone."""
     is_rule = run.mutant.module.startswith("spec/")
-    return [stage for stage in stages if stage[0] == "host" or not is_rule]
+    return [
+        stage for stage in stages if stage in run.seen_by and (stage[0] == "host" or not is_rule)
+    ]
 
 
 def _make_work(run: Run, stages: Sequence[Stage], seed: int) -> Callable[[], dict[str, Any]]:
@@ -182,7 +206,9 @@ def _read(run: Run, result: dict[str, Any] | signal.Signals | None) -> Played:
             return Played(mutant, "", "", Outcome(""), is_changed=False)
         case dict():
             before, after = result["lines"]
-            return Played(mutant, before, after, Outcome(**result["outcome"]), True, run.is_reached)
+            return Played(
+                mutant, before, after, Outcome(**result["outcome"]), True, bool(run.seen_by)
+            )
         case signal.SIGPROF | signal.SIGALRM:
             outcome = Outcome("timeout")
         case signal.Signals():
@@ -191,7 +217,7 @@ def _read(run: Run, result: dict[str, Any] | signal.Signals | None) -> Played:
             outcome = Outcome("crash", "the process ended")
     text = run.source.text
     mutated = make_mutated_text(text, mutant.operator, mutant.occurrence)
-    return Played(mutant, *get_changed_lines(text, mutated), outcome, True, run.is_reached)
+    return Played(mutant, *get_changed_lines(text, mutated), outcome, True, bool(run.seen_by))
 
 
 # What is executed at all.
@@ -199,31 +225,32 @@ def _read(run: Run, result: dict[str, Any] | signal.Signals | None) -> Played:
 
 def measure_reach(
     sources: Sequence[Source], plan: Plan, tell: Progress
-) -> dict[str, frozenset[int]]:
-    """Lines of each module that the unmutated run executes, import included.
+) -> dict[Stage, Mapping[str, frozenset[int]]]:
+    """Lines of each module that the unmutated code executes, by stage, import included.
 
     Raises:
         UnsoundError: the unmutated code fails.
     """
-    tell("unmutated run", 0, 1)
+    stages = list(dict.fromkeys((*plan.first, *plan.deep)))
+    works = [partial(_trace, sources, stage, plan.seed) for stage in stages]
+    reached: dict[Stage, Mapping[str, frozenset[int]]] = {}
+    tell("unmutated run", 0, len(stages))
+    for index, result in run_forked(works, plan.jobs, WALL_SECONDS):
+        stage = stages[index]
+        if not isinstance(result, dict):
+            raise UnsoundError(f"the unmutated run of {stage} ended early: {result}")
+        outcome = Outcome(**result["outcome"])
+        if outcome.killed_by:
+            raise UnsoundError(
+                f"the unmutated code fails in {stage} after {outcome.num_events} events: "
+                f"{outcome.killed_by} {outcome.detail}; run `blockstep check` first"
+            )
+        reached[stage] = {module: frozenset(lines) for module, lines in result["lines"].items()}
+        tell("unmutated run", len(reached), len(stages))
+    return reached
 
-    def work() -> dict[str, Any]:
-        return _trace(sources, (*plan.first, *plan.deep), plan.seed)
 
-    _, result = next(run_forked([work], 1, WALL_SECONDS))
-    if not isinstance(result, dict):
-        raise UnsoundError(f"the unmutated run ended early: {result}")
-    outcome = Outcome(**result["outcome"])
-    if outcome.killed_by:
-        raise UnsoundError(
-            f"the unmutated code fails after {outcome.num_events} events: "
-            f"{outcome.killed_by} {outcome.detail}; run `blockstep check` first"
-        )
-    tell("unmutated run", 1, 1)
-    return {module: frozenset(lines) for module, lines in result["lines"].items()}
-
-
-def _trace(sources: Sequence[Source], stages: Sequence[Stage], seed: int) -> dict[str, Any]:
+def _trace(sources: Sequence[Source], stage: Stage, seed: int) -> dict[str, Any]:
     coverage: Any = importlib.import_module("coverage")
     for source in sources:
         forget(source.import_name)
@@ -231,7 +258,7 @@ def _trace(sources: Sequence[Source], stages: Sequence[Stage], seed: int) -> dic
     tracer = coverage.Coverage(data_file=None, config_file=False, include=files)
     tracer.start()
     check: Any = importlib.import_module("blockstep.conformance.check")
-    outcome = play(check, stages, seed)
+    outcome = play(check, [stage], seed)
     tracer.stop()
     data = tracer.get_data()
     return {
@@ -240,11 +267,17 @@ def _trace(sources: Sequence[Source], stages: Sequence[Stage], seed: int) -> dic
     }
 
 
-def _is_reached(
-    mutant: Mutant, sources: Mapping[str, Source], reached: Mapping[str, frozenset[int]]
-) -> bool:
-    lines = get_statement_lines(sources[mutant.module].text, mutant.line)
-    return not lines or not reached[mutant.module].isdisjoint(lines)
+def make_run(
+    mutant: Mutant, source: Source, reached: Mapping[Stage, Mapping[str, frozenset[int]]]
+) -> Run:
+    """A mutant with the stages that execute its line."""
+    lines = get_statement_lines(source.text, mutant.line)
+    seen_by = frozenset(
+        stage
+        for stage, modules in reached.items()
+        if not lines or not modules[mutant.module].isdisjoint(lines)
+    )
+    return Run(mutant, source, seen_by)
 
 
 def get_statement_lines(text: str, line: int) -> range:

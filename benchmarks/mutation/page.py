@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.mutation.engines import ARRAYS, COLLIDING
 from benchmarks.mutation.mutants import RULES, WHOLE_MODULES
 from benchmarks.mutation.runner import EPISODE_SECONDS
 
@@ -21,6 +22,12 @@ VERDICTS: Mapping[str, str] = {
     "unreachable": "what is played does not come there, or not in a state where it matters",
     "hole": "it should have been caught: a rule or a property is missing",
 }
+ENGINES: Mapping[str, str] = {
+    COLLIDING: "the host engine with a digest of two bits, so that contents collide",
+    "host-vector": "the host engine with its code for many rows used for few as well",
+    ARRAYS: "the host engine, plans and answers in arrays, that code used from two rows on",
+}
+"""What is played beside `host`."""
 UNEXPLAINED: Final = "UNEXPLAINED"
 SCORE_MIN: Final = 0.95
 """For the host engine."""
@@ -164,8 +171,9 @@ HOW = """\
 
 Killed is what has a finding: a property, a divergence, no progress, or a fault. Killed as well
 is what cannot be imported, raises, or does not come back: *loops* are those that spend
-{seconds:g} s of processor time in one episode. A change in a line that the unmutated run never
-executes survives without being played.
+{seconds:g} s of processor time in one episode. A mutant plays only where the unmutated code
+executes the changed line, and one of the specification with `host` only. A change in a line that
+is executed nowhere survives without being played.
 
 *Score* is the share of all mutants that are killed. *Of those that can be told apart* leaves out
 what is explained below as equivalent or unreachable; the host engine's is to be at least
@@ -209,8 +217,7 @@ def _render_stages(stages: Iterable[tuple[str, str, int]]) -> str:
 
 
 def _name_engine(engine: str) -> str:
-    words = "host engine with a digest of two bits, so that contents collide; not for the spec"
-    return "" if engine == "host" else f" (`{engine}`: the {words})"
+    return f" (`{engine}`: {ENGINES[engine]})" if engine in ENGINES else ""
 
 
 def _render_scores(verdicts: Verdicts) -> str:

@@ -9,8 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.mutation.campaign import get_statement_lines
-from benchmarks.mutation.engines import COLLIDING
+from benchmarks.mutation.campaign import (
+    Plan,
+    get_stages,
+    get_statement_lines,
+    make_run,
+    measure_reach,
+)
+from benchmarks.mutation.engines import ARRAYS, COLLIDING
+from benchmarks.mutation.journal import Journal, make_key
 from benchmarks.mutation.mutants import (
     Source,
     find_excluded_spans,
@@ -140,8 +147,9 @@ def test_the_unmutated_code_survives() -> None:
     assert outcome.num_events >= 800
 
 
-def test_the_unmutated_code_survives_although_digests_collide() -> None:
-    stages: tuple[Stage, ...] = ((COLLIDING, "small", 300),)
+@pytest.mark.parametrize("engine", [COLLIDING, ARRAYS, "host-vector"])
+def test_the_unmutated_code_survives_with_every_engine(engine: str) -> None:
+    stages: tuple[Stage, ...] = ((engine, "small", 300),)
     outcome = play_changed("impl/host/pool.py", "refs[block] += 1", "refs[block] += 1", stages)
     assert outcome.killed_by == ""
 
@@ -170,6 +178,40 @@ def test_a_mutant_that_loops_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     (source,) = find_sources(["impl/host/pool.py"])
     assert source.text.count(old) == 1
     assert play_changed("impl/host/pool.py", old, new) is signal.SIGPROF
+
+
+def test_a_mutant_of_code_for_many_rows_meets_the_engine_that_runs_it() -> None:
+    old, new = "columns.last_frame[slots] = frame_id", "columns.last_frame[slots] = 0"
+    assert play_changed("impl/host/issuing.py", old, new).killed_by == ""
+    for engine in ("host-vector", ARRAYS):
+        stages: tuple[Stage, ...] = ((engine, "small", 400),)
+        assert play_changed("impl/host/issuing.py", old, new, stages).killed_by
+
+
+def test_only_stages_that_execute_the_line_are_played() -> None:
+    pytest.importorskip("cosmic_ray")
+    stages: tuple[Stage, ...] = (("host", "tiny", 50), ("host-vector", "tiny", 50))
+    (source,) = find_sources(["impl/host/issuing.py"])
+    reached = measure_reach([source], Plan(stages, ()), lambda *_: None)
+    mutants, _ = find_mutants(source)
+    runs = [make_run(one, source, reached) for one in mutants]
+    played = [get_stages(run, stages) for run in runs if "_advance_each" in run.mutant.function]
+    assert played
+    assert all(one == [stages[1]] for one in played)
+
+
+def test_what_was_played_is_remembered(tmp_path: Path) -> None:
+    file = tmp_path / "journal.jsonl"
+    keys = [make_key("text", number) for number in range(4)]
+    first = Journal(file)
+    assert first.split(keys) == ([], [0, 1, 2, 3])
+    results: list[Any] = [{"changed": False}, signal.SIGPROF, None]
+    for key, result in zip(keys, results, strict=False):
+        first.note(key, result)
+    again = Journal(file)
+    assert again.split(keys) == ([(0, results[0]), (1, results[1]), (2, None)], [3])
+    assert again.split([make_key("another text", 0)]) == ([], [0])
+    assert again.seconds == pytest.approx(first.seconds, abs=0.01)
 
 
 def test_processes_are_told_apart() -> None:
