@@ -145,7 +145,7 @@ def open_engine(
     [
         ((1, 2), None),
         ((1, 2, 3, 4), None),
-        ((1, 2, -3), None),
+        ((1, 2, -1), None),
         ((1, 2, 3), (2, 1, 0)),
         ((1, 2, 3), (1, 1)),
         ((1, 2, 3), (1, 1, 2)),
@@ -206,6 +206,38 @@ def test_tokens_that_lag_behind_are_there_when_asked_for(caching: bool) -> None:
     request = engine.snapshot().request("a")
     assert request is not None
     assert request.output_token_ids == (4, *said)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "counts"),
+    [(8, (1, 127, 127, 128)), (24, (1, 120, 120, 122, 127)), (8, (1, 127, 127, 121, 120))],
+)
+def test_many_tokens_at_once_push_none_out(num_prompt: int, counts: TokenIds) -> None:
+    engine = HostEngine(
+        Config(
+            num_blocks=30,
+            block_size=48,
+            max_num_batched_tokens=512,
+            max_model_len=1000,
+            enable_prefix_caching=False,
+            spec_method=SpecMethod.NGRAM,
+            num_speculative_tokens=127,
+        ),
+        vector_at=1,
+    )
+    engine.apply(Submit(Request("a", (7,) * num_prompt, max_tokens=900)))
+    said: list[int] = []
+    for count in counts:
+        drafts = tuple(range(len(said), len(said) + count - 1))
+        engine.apply(Drafts((RowTokens("a", drafts),)))
+        plan = engine.schedule_arrays()
+        assert isinstance(plan, ArrayPlan)
+        said += [*drafts, 5]
+        tokens = np.array([*drafts, 5], np.int32)
+        engine.commit_arrays(plan.frame_id, tokens, np.array([count], np.int32))
+    request = engine.snapshot().request("a")
+    assert request is not None
+    assert request.output_token_ids == tuple(said)
 
 
 def test_a_frame_reads_like_a_map() -> None:

@@ -201,7 +201,7 @@ class BatchedResults(Results):
                 stops = np.logical_or.reduceat(stops, np.cumsum(counts) - counts)
             found |= (stops & (watched > 0)) | (watched >= BY_REPETITION)
         if counts is not None:
-            found |= counts > _SETTLE
+            found |= counts > _SETTLE - _LAG  # a tail might not hold them beside what is left in it
         return found
 
     def _store_several(
