@@ -47,7 +47,6 @@ class Plan:
         ("host", "tiny", 3_000),
         (COLLIDING, "small", 3_000),
         ("host", "small", 14_000),
-        ("host-vector", "small", 14_000),
         (ARRAYS, "small", 14_000),
     )
     """For every mutant."""
