@@ -208,6 +208,16 @@ def test_tokens_that_lag_behind_are_there_when_asked_for(caching: bool) -> None:
     assert request.output_token_ids == (4, *said)
 
 
+def test_a_snapshot_leaves_what_lags_behind_where_it_is() -> None:
+    engine, plan = open_engine(1)
+    engine.commit_arrays(plan.frame_id, np.array([7, 8, 9], np.int32))
+    lengths = [len(lineage.tokens) for lineage in engine.table.lineages]
+    assert lengths < [engine.table.num_known[slot] for slot in range(3)]
+    first = engine.snapshot()
+    assert [len(lineage.tokens) for lineage in engine.table.lineages] == lengths
+    assert engine.snapshot() == first
+
+
 @pytest.mark.parametrize(
     ("num_prompt", "counts"),
     [(8, (1, 127, 127, 128)), (24, (1, 120, 120, 122, 127)), (8, (1, 127, 127, 121, 120))],
