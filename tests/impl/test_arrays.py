@@ -220,7 +220,11 @@ def test_a_snapshot_leaves_what_lags_behind_where_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("num_prompt", "counts"),
-    [(8, (1, 127, 127, 128)), (24, (1, 120, 120, 122, 127)), (8, (1, 127, 127, 121, 120))],
+    [
+        (8, (1, 127, 127, 128)),
+        (24, (1, 120, 120, 122, 127)),
+        (9, (1, 110, 110, 69, 110, 1, 110, 110, 110, 110)),
+    ],
 )
 def test_many_tokens_at_once_push_none_out(num_prompt: int, counts: TokenIds) -> None:
     engine = HostEngine(

@@ -201,7 +201,7 @@ class BatchedResults(Results):
                 stops = np.logical_or.reduceat(stops, np.cumsum(counts) - counts)
             found |= (stops & (watched > 0)) | (watched >= BY_REPETITION)
         if counts is not None:
-            found |= counts > _SETTLE - _LAG  # a tail might not hold them beside what is left in it
+            found |= counts > _SETTLE // 2  # a tail has no room for more beside what is left in it
         return found
 
     def _store_several(
