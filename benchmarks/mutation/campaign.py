@@ -47,14 +47,14 @@ class Plan:
         ("host", "tiny", 3_000),
         (COLLIDING, "small", 3_000),
         ("host", "small", 14_000),
-        (ARRAYS, "small", 14_000),
+        (ARRAYS, "small", 6_000),
     )
     """For every mutant."""
     deep: tuple[Stage, ...] = (
         ("host", "small", 150_000),
         (COLLIDING, "small", 15_000),
-        ("host-vector", "small", 30_000),
-        (ARRAYS, "small", 60_000),
+        ("host-vector", "small", 15_000),
+        (ARRAYS, "small", 30_000),
     )
     """For what survived, from the first episode on; of `host` the default of `blockstep check`."""
     seed: int = 0
