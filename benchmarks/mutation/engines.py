@@ -28,8 +28,8 @@ from blockstep.spec.vocabulary import (
 COLLIDING = f"{__name__}:make_colliding"
 ARRAYS = f"{__name__}:Arrays"
 """As `blockstep check --engine` takes them."""
-SHORT = {"TAIL": 8, "_SETTLE": 4, "_LAG": 2}
-"""In the place of 256, 128 and 8, which no output of a preset fills. For the whole process."""
+SMALL = {"TAIL": 8, "_SETTLE": 4, "_LAG": 2, "_MANY": 2}
+"""For 256, 128, 8 and 24, which is more than preset small has; for the whole process."""
 
 
 def make_colliding(config: Config) -> Any:
@@ -50,14 +50,14 @@ class Arrays:
 
     One row at a time is handled alone, more of them through numpy. What it says is read out of
     arrays in one frame, and out of the objects that they make in the next. Its tails are so short
-    that a dozen outputs go round them.
+    that a dozen outputs go round them, and two blocks are many.
     """
 
     def __init__(self, config: Config) -> None:
         host = importlib.import_module("blockstep.impl.host")
-        for name in ("table", "core", "batches", "batch_results"):
-            module = importlib.import_module(f"blockstep.impl.host.{name}")
-            vars(module).update({name: SHORT[name] for name in SHORT.keys() & vars(module).keys()})
+        for name in ("table", "core", "batches", "batch_results", "pool"):
+            constants = vars(importlib.import_module(f"blockstep.impl.host.{name}"))
+            constants.update({key: SMALL[key] for key in SMALL if key in constants})
         self.engine = host.HostEngine(config, vector_at=2)
         self._plans: dict[FrameId, Any] = {}
         """Those in flight."""
