@@ -149,7 +149,7 @@ def test_the_unmutated_code_survives() -> None:
 
 @pytest.mark.parametrize("engine", [COLLIDING, ARRAYS, "host-vector"])
 def test_the_unmutated_code_survives_with_every_engine(engine: str) -> None:
-    stages: tuple[Stage, ...] = ((engine, "small", 300),)
+    stages: tuple[Stage, ...] = ((engine, "small", 3_000),)
     outcome = play_changed("impl/host/pool.py", "refs[block] += 1", "refs[block] += 1", stages)
     assert outcome.killed_by == ""
 
