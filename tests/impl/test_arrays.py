@@ -186,6 +186,10 @@ def test_accepted_tokens_must_be_drafts(vector_at: int) -> None:
     assert isinstance(wrong, Rejected)
     missing = engine.commit_arrays(plan.frame_id, np.array([1, 7, 1], np.int32))
     assert isinstance(missing, Rejected)
+    silent = engine.commit_arrays(
+        plan.frame_id, np.array([1, 7, 9], np.int32), np.array([1, 2, 0], np.int32)
+    )
+    assert isinstance(silent, Rejected)
     right = engine.commit_arrays(
         plan.frame_id, np.array([1, 7, 9, 1], np.int32), np.array([1, 2, 1], np.int32)
     )
@@ -219,18 +223,22 @@ def test_a_snapshot_leaves_what_lags_behind_where_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_prompt", "counts"),
+    ("block_size", "num_prompt", "counts"),
     [
-        (8, (1, 127, 127, 128)),
-        (24, (1, 120, 120, 122, 127)),
-        (9, (1, 110, 110, 69, 110, 1, 110, 110, 110, 110)),
+        (48, 8, (1, 127, 127, 128)),
+        (48, 24, (1, 120, 120, 122, 127)),
+        (48, 9, (1, 110, 110, 69, 110, 1, 110, 110, 110, 110)),
+        (88, 26, (1, *(62,) * 13)),
+        (300, 9, (1, *(62,) * 13)),
     ],
 )
-def test_many_tokens_at_once_push_none_out(num_prompt: int, counts: TokenIds) -> None:
+def test_many_tokens_at_once_push_none_out(
+    block_size: int, num_prompt: int, counts: TokenIds
+) -> None:
     engine = HostEngine(
         Config(
             num_blocks=30,
-            block_size=48,
+            block_size=block_size,
             max_num_batched_tokens=512,
             max_model_len=1000,
             enable_prefix_caching=False,
