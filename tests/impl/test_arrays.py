@@ -148,6 +148,10 @@ def open_engine(
         ((1, 2, -1), None),
         ((1, 2, 3), (2, 1, 0)),
         ((1, 2, 3), (1, 1)),
+        ((1, 2), (1, 1)),
+        ((1, 2), (1, 1, 1)),
+        ((1, 2, 3, 4), (1, 1, 1)),
+        ((1, 2, 3, 4), (1, 1, 1, 1)),
         ((1, 2, 3), (1, 1, 2)),
     ],
 )
@@ -180,10 +184,11 @@ def test_accepted_tokens_must_be_drafts(vector_at: int) -> None:
     engine.apply(Drafts((RowTokens("b", (7, 8)),)))
     plan = engine.schedule_arrays()  # type: ignore[assignment]
     assert plan.draft_token_ids == {1: (7, 8)}
-    wrong = engine.commit_arrays(
-        plan.frame_id, np.array([1, 7, 9, 1, 1], np.int32), np.array([1, 3, 1], np.int32)
-    )
-    assert isinstance(wrong, Rejected)
+    for wrong in (3, 9):
+        answer = engine.commit_arrays(
+            plan.frame_id, np.array([1, 7, wrong, 1, 1], np.int32), np.array([1, 3, 1], np.int32)
+        )
+        assert isinstance(answer, Rejected)
     missing = engine.commit_arrays(plan.frame_id, np.array([1, 7, 1], np.int32))
     assert isinstance(missing, Rejected)
     silent = engine.commit_arrays(
