@@ -55,7 +55,7 @@ class Arrays:
 
     def __init__(self, config: Config) -> None:
         host = importlib.import_module("blockstep.impl.host")
-        for name in ("table", "core", "batches", "batch_results", "pool"):
+        for name in ("table", "core", "batch_results", "pool"):
             constants = vars(importlib.import_module(f"blockstep.impl.host.{name}"))
             constants.update({key: SMALL[key] for key in SMALL if key in constants})
         self.engine = host.HostEngine(config, vector_at=2)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from blockstep.impl.host.running import RunningPhase
 from blockstep.impl.host.step import Batch, Step
-from blockstep.impl.host.table import TAIL
 
 _NO_ROWS: Final = np.empty(0, np.int64)
 _NO_BLOCKS: Final = np.empty(0, np.int32)
@@ -34,8 +33,6 @@ class RunningView:
     """[running]; see `RequestTable.births`."""
     request_ids: NDArray[np.object_]
     """[running]"""
-    tail_starts: NDArray[np.int64]
-    """[running]; where the tail of each begins in `Columns.tails`."""
 
 
 class BatchedRunningPhase(RunningPhase):
@@ -75,7 +72,6 @@ class BatchedRunningPhase(RunningPhase):
                 slots,
                 columns.births.take(slots),
                 columns.request_ids.take(slots),
-                slots * TAIL,
             )
             self._running_view = view
         return view
