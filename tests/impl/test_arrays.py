@@ -24,6 +24,7 @@ from blockstep.spec.vocabulary import (
     Rejected,
     RepetitionDetection,
     Request,
+    Reset,
     RowTokens,
     Schedule,
     SpecMethod,
@@ -265,6 +266,23 @@ def test_many_tokens_at_once_push_none_out(
     request = engine.snapshot().request("a")
     assert request is not None
     assert request.output_token_ids == tuple(said)
+
+
+@pytest.mark.parametrize("vector_at", [1, 1000])
+def test_a_hit_counts_what_came_after_the_preemption(vector_at: int) -> None:
+    config = Config(num_blocks=40, block_size=1, max_num_seqs=2, max_frames_in_flight=3)
+    engine = HostEngine(config, vector_at=vector_at)
+    for name in "ab":
+        engine.apply(Submit(Request(name, (1, 2, 3), max_tokens=9)))
+    for _ in range(3):
+        assert isinstance(engine.schedule_arrays(), ArrayPlan)
+    engine.apply(Reset(reset_running_requests=True))
+    for frame_id in range(3):
+        engine.commit_arrays(frame_id, np.full(2, 4 + frame_id, np.int32))
+    plan = engine.schedule_arrays()
+    assert isinstance(plan, ArrayPlan)
+    assert plan.names.tolist() == ["a", "b"]
+    assert plan.num_computed_tokens.tolist() == [0, 5]
 
 
 def test_a_frame_reads_like_a_map() -> None:
