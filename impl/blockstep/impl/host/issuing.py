@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,12 +11,9 @@ from blockstep.impl.host.batches import BatchedRunningPhase
 from blockstep.impl.host.step import Batch, Step
 from blockstep.spec.vocabulary import FrameId
 
-_NO_ROWS: Final = np.empty(0, np.int64)
-_NO_TOKENS: Final = np.empty(0, np.int32)
-
 
 class Issuing(BatchedRunningPhase, WaitingPhase):
-    """Turns a step into an `ArrayPlan` (P26)."""
+    """Turns a step with batches into an `ArrayPlan` (P26)."""
 
     def _issue_arrays(self, step: Step) -> ArrayPlan:
         """Count the scheduled tokens as computed, and tell what changed since the plan before."""
@@ -107,8 +102,6 @@ class Issuing(BatchedRunningPhase, WaitingPhase):
         parts = list(step.batches)
         if step.admitted:
             parts.append(self._gather_admitted(step))
-        if not parts:
-            return Batch(_NO_ROWS, _NO_TOKENS, _NO_TOKENS, _NO_TOKENS, _NO_ROWS, _NO_TOKENS, {})
         joined = parts[0] if len(parts) == 1 else _concatenate(parts)
         if self.async_scheduling:
             promised = self.table.columns.num_output_placeholders.take(joined.slots)
