@@ -25,7 +25,9 @@ from benchmarks.mutation.campaign import (
     Played,
     UnsoundError,
     describe,
+    find_changed,
     preload,
+    put_into,
     run_campaign,
     to_json,
 )
@@ -57,9 +59,11 @@ def main() -> int:
         if not files:
             print(f"no results in {RESULTS}: run `make mutation` first", file=sys.stderr)
             return 2
-        verdicts = judge(json.loads(files[-1].read_text()), explanations)
-        PAGE.write_text(render_page(verdicts), encoding="utf-8")
-        return report(verdicts, str(PAGE))
+        whole = json.loads(files[-1].read_text())
+        if args.put is not None:
+            whole = put_into(whole, json.loads(args.put.read_text()))
+            files[-1].write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        return write_page(judge(whole, explanations))
     plan = make_plan(args)
     is_whole = not args.only and plan == Plan(seed=plan.seed, jobs=plan.jobs)
     try:
@@ -76,9 +80,14 @@ def main() -> int:
         file = RESULTS / f"{day}-mutation-{os.cpu_count()}core.json"
     if file is not None:
         file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    if is_whole:
-        PAGE.write_text(render_page(verdicts), encoding="utf-8")
-    return report(verdicts, str(PAGE) if is_whole else "")
+    return write_page(verdicts) if is_whole else report(verdicts, "")
+
+
+def write_page(verdicts: Verdicts) -> int:
+    """Write the page and say what came out; the exit code of the process."""
+    changed = find_changed(verdicts.results["modules"])
+    PAGE.write_text(render_page(verdicts, changed), encoding="utf-8")
+    return report(verdicts, str(PAGE))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -103,6 +112,9 @@ def parse_arguments() -> argparse.Namespace:
         "--journal", type=Path, help="where each result is kept, to go on after an interruption"
     )
     parser.add_argument("--page", action="store_true", help="only make the page again")
+    parser.add_argument(
+        "--put", type=Path, help="with --page: results of some modules, to go into the last ones"
+    )
     return parser.parse_args()
 
 

@@ -29,6 +29,7 @@ from benchmarks.mutation.mutants import (
     Mutant,
     Source,
     find_mutants,
+    find_sources,
     get_changed_lines,
     is_change,
     make_mutated_text,
@@ -85,6 +86,8 @@ class Campaign:
     played: list[Played] = field(default_factory=list)
     excluded: dict[str, Counter[str]] = field(default_factory=dict)
     """By module: places left out, by rule."""
+    texts: dict[str, str] = field(default_factory=dict)
+    """By module: what stands for its text."""
     seconds: float = 0.0
 
 
@@ -115,6 +118,7 @@ def run_campaign(
     mutants: list[Mutant] = []
     for source in sources:
         found, campaign.excluded[source.module] = find_mutants(source)
+        campaign.texts[source.module] = make_key(source.text)
         mutants += found
     if plan.sample is not None and plan.sample < len(mutants):
         mutants = sorted(random.Random(plan.seed).sample(mutants, plan.sample), key=_order)  # noqa: S311
@@ -307,6 +311,7 @@ def to_json(campaign: Campaign, command: str) -> dict[str, Any]:
         modules.append(
             {
                 "module": module,
+                "text": campaign.texts[module],
                 "mutants": len(mutants),
                 "killed": dict(sorted(killed.items())),
                 "no_change": len(played) - len(mutants),
@@ -331,6 +336,33 @@ def to_json(campaign: Campaign, command: str) -> dict[str, Any]:
         "properties": count_voices(campaign),
         "survivors": [describe(one) for one in campaign.played if is_survivor(one)],
     }
+
+
+def put_into(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """The results of a whole campaign with those of some modules, played later, in their place."""
+    names = {module["module"] for module in part["modules"]}
+    kept = [module for module in whole["modules"] if module["module"] not in names]
+    others = [one for one in whole["survivors"] if one["module"] not in names]
+    later = {key: part[key] for key in _RUN} | {"names": sorted(names)}
+    voices = Counter(whole["properties"]) + Counter(part["properties"])
+    return {
+        **whole,
+        "modules": sorted(kept + part["modules"], key=lambda module: str(module["module"])),
+        "survivors": others + part["survivors"],
+        "properties": dict(voices.most_common()),
+        "later": [*whole.get("later", []), later],
+    }
+
+
+_RUN = ("command", "device", "versions", "seed", "sample", "first", "deep", "seconds")
+
+
+def find_changed(modules: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Those whose text is another one than that which was played."""
+    now = {source.module: make_key(source.text) for source in find_sources()}
+    return frozenset(
+        one["module"] for one in modules if one["text"] != now.get(one["module"], one["text"])
+    )
 
 
 def count_voices(campaign: Campaign) -> dict[str, int]:

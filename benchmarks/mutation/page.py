@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -181,9 +181,9 @@ what is explained below as equivalent or unreachable; the host engine's is to be
 """
 
 
-def render_page(verdicts: Verdicts) -> str:
-    """The whole page."""
-    parts = [INTRO, _render_run(verdicts), _render_scores(verdicts)]
+def render_page(verdicts: Verdicts, changed: Collection[str] = ()) -> str:
+    """The whole page; `changed` are modules whose text is not the one that was played."""
+    parts = [INTRO, _render_runs(verdicts), _render_scores(verdicts, changed)]
     parts += [
         _render_voices(verdicts.results),
         HOW.format(least=SCORE_MIN, seconds=EPISODE_SECONDS),
@@ -192,21 +192,26 @@ def render_page(verdicts: Verdicts) -> str:
     return "\n".join(parts)
 
 
-def _render_run(verdicts: Verdicts) -> str:
+def _render_runs(verdicts: Verdicts) -> str:
     results = verdicts.results
-    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    text = f"`{results['command']}`: {results['seconds'] / 60:.0f} minutes on a "
-    text += f"{results['device']}; {versions}."
-    if results["sample"]:
-        text += f" A sample of {results['sample']} mutants."
-    text += f"\n\nEach mutant plays, from seed {results['seed']}:\n\n"
-    text += _render_stages(results["first"])
-    if results["deep"]:
-        text += (
-            "\nWhat survives plays as much as `blockstep check` does by default, unless it is "
-            "explained as equivalent:\n\n"
-        )
-    return text + _render_stages(results["deep"])
+    text = _render_run(results)
+    for later in results.get("later", []):
+        names = ", ".join(f"`{name}`" for name in later["names"])
+        text += f"\nPlayed later: {names}.\n\n{_render_run(later)}"
+    return text
+
+
+def _render_run(run: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
+    text = f"`{run['command']}`: {run['seconds'] / 60:.0f} minutes on a "
+    text += f"{run['device']}; {versions}."
+    if run["sample"]:
+        text += f" A sample of {run['sample']} mutants."
+    text += f"\n\nEach mutant plays, from seed {run['seed']}:\n\n"
+    text += _render_stages(run["first"])
+    if run["deep"]:
+        text += "\nWhat survives plays more, unless it is explained as equivalent:\n\n"
+    return text + _render_stages(run["deep"])
 
 
 def _render_stages(stages: Iterable[tuple[str, str, int]]) -> str:
@@ -220,11 +225,13 @@ def _name_engine(engine: str) -> str:
     return f" (`{engine}`: {ENGINES[engine]})" if engine in ENGINES else ""
 
 
-def _render_scores(verdicts: Verdicts) -> str:
+def _render_scores(verdicts: Verdicts, changed: Collection[str]) -> str:
     rows = []
     for wing in ("impl/host", "spec"):
         modules = [m for m in verdicts.results["modules"] if m["module"].startswith(f"{wing}/")]
-        rows += [_score_row(f"`{m['module']}`", verdicts.score(m["module"]), m) for m in modules]
+        for one in modules:
+            name = f"`{one['module']}`" + " \\*" * (one["module"] in changed)
+            rows.append(_score_row(name, verdicts.score(one["module"]), one))
         if modules:
             total = Counter[str]()
             for module in modules:
@@ -238,7 +245,8 @@ def _render_scores(verdicts: Verdicts) -> str:
         "score",
         "of those that can be told apart",
     )
-    return "## Scores\n\n" + _table(heads, rows)
+    note = "\n\\* Its text has changed since it was played.\n" if changed else ""
+    return "## Scores\n\n" + _table(heads, rows) + note
 
 
 def _score_row(name: str, score: Score, module: Mapping[str, Any]) -> tuple[str, ...]:

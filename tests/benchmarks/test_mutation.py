@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from benchmarks.mutation.campaign import (
     Plan,
+    find_changed,
     get_stages,
     get_statement_lines,
     make_run,
     measure_reach,
+    put_into,
 )
 from benchmarks.mutation.engines import ARRAYS, COLLIDING
 from benchmarks.mutation.journal import Journal, make_key
@@ -241,6 +243,7 @@ def make_results(survivors: list[dict[str, Any]]) -> dict[str, Any]:
     modules = [
         {
             "module": "impl/host/pool.py",
+            "text": "0",
             "mutants": 20,
             "killed": {"property": 17, "timeout": 1},
             "no_change": 1,
@@ -308,6 +311,30 @@ def test_all_explained_and_enough_killed_is_good() -> None:
     verdicts = judge(results, [explain("equivalent", "if n == 0:")])
     assert verdicts.is_good
     assert verdicts.score("impl/host").of_all == 0.95
+
+
+def test_what_was_played_later_takes_the_place_of_what_was_played_before() -> None:
+    whole = make_results([make_survivor("a | b", "a & b")])
+    part = make_results([make_survivor("c | d", "c & d")])
+    part["modules"][0] |= {"text": "1", "mutants": 30}
+    results = put_into(whole, part)
+    assert [one["before"] for one in results["survivors"]] == ["c | d"]
+    assert [one["mutants"] for one in results["modules"]] == [30]
+    assert results["properties"] == {"P1 every_block_is_free_or_held": 34}
+    page = render_page(judge(results, []))
+    assert "Played later: `impl/host/pool.py`." in page
+    assert "its text has changed" not in page.lower()
+
+
+def test_a_module_that_has_changed_since_is_marked() -> None:
+    results = make_results([])
+    changed = find_changed(results["modules"])
+    assert changed == {"impl/host/pool.py"}
+    page = render_page(judge(results, []), changed)
+    assert "| `impl/host/pool.py` \\* | 20 |" in page
+    assert "\\* Its text has changed since it was played." in page
+    (source,) = find_sources(["impl/host/pool.py"])
+    assert not find_changed([{"module": source.module, "text": make_key(source.text)}])
 
 
 def test_what_is_written_about_survivors_is_well_formed() -> None:
