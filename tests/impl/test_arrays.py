@@ -285,6 +285,34 @@ def test_a_hit_counts_what_came_after_the_preemption(vector_at: int) -> None:
     assert plan.num_computed_tokens.tolist() == [0, 5]
 
 
+def test_a_victim_without_a_row_gives_nothing_back() -> None:
+    requests = [(12, 1), (10, 4), (1, 2), (6, 5), (12, 3), (1, 5), (1, 3)]
+    config = Config(
+        num_blocks=15,
+        block_size=4,
+        max_num_seqs=5,
+        max_num_batched_tokens=7,
+        max_model_len=24,
+        policy=Policy.PRIORITY,
+        scheduler_reserve_full_isl=False,
+        enable_prefix_caching=False,
+    )
+    engine = HostEngine(config, vector_at=1)
+    preempted: list[str] = []
+    for step in range(8):
+        if step < len(requests):
+            num_prompt, priority = requests[step]
+            prompt = (1,) * num_prompt
+            engine.apply(Submit(Request(f"r{step}", prompt, max_tokens=9, priority=priority)))
+        plan = engine.schedule_arrays()
+        assert isinstance(plan, ArrayPlan)
+        assert plan.num_scheduled_tokens.sum() <= 7
+        preempted += plan.preempted_req_ids
+        num_tokens = len(plan) if plan.samples is None else np.count_nonzero(plan.samples)
+        engine.commit_arrays(plan.frame_id, np.full(num_tokens, 5, np.int32))
+    assert preempted == ["r3"]
+
+
 def test_a_frame_reads_like_a_map() -> None:
     engine, plan = open_engine(1)
     frame = engine.frames[plan.frame_id]
