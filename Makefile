@@ -60,7 +60,7 @@ gpu: ## Run the kernels compiled on a GPU: tests, compute-sanitizer, times (GPU_
 	else echo "make gpu: compute-sanitizer is not installed; that check was left out" >&2; fi
 	@$(GPU_RUN) benchmarks/kernels.py
 
-mutation: $(MEASURE) ## Mutate engine and specification and see who notices (an hour; see its page)
+mutation: $(MEASURE) ## Mutate engine and specification and see who notices (hours; see its page)
 	@$(BIN)/python -m benchmarks.mutation $(ARGS)
 
 coverage: $(MEASURE) ## Branches of the specification that `blockstep check` reaches (3 minutes)

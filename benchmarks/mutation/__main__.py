@@ -5,8 +5,9 @@
 The whole campaign writes benchmarks/results/DATE-mutation-Ncore.json and
 docs/reference/mutation.md; a part of it (--only, --sample, other --events) prints and writes only
 what is asked for. `--page` makes the page again from the last results, after
-benchmarks/mutation/survivors.toml was edited. Exit code 1: a survivor is unexplained or a hole, or
-the host engine's score is too low.
+benchmarks/mutation/survivors.toml was edited; `--page --put FILE` puts the results of some modules
+(--only, --json FILE) into them before. Exit code 1: a survivor is unexplained or a hole, or the
+host engine's score is too low.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +156,18 @@ def play(
             return any(explanation.is_about(survivor) for explanation in known)
 
         campaign = run_campaign(sources, plan, is_settled, tell, journal)
-    return to_json(campaign, " ".join(["python -m benchmarks.mutation", *sys.argv[1:]]))
+    return to_json(campaign, say_command(sys.argv[1:]))
+
+
+def say_command(arguments: Sequence[str]) -> str:
+    """The command without the files that it wrote, which change no result."""
+    files = {"--journal", "--json"}
+    said = [
+        word
+        for before, word in pairwise(["", *arguments])
+        if word not in files and before not in files
+    ]
+    return " ".join(["python -m benchmarks.mutation", *said])
 
 
 def report(verdicts: Verdicts, page: str) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.mutation.__main__ import say_command
 from benchmarks.mutation.campaign import (
     Plan,
     find_changed,
@@ -214,6 +215,11 @@ def test_what_was_played_is_remembered(tmp_path: Path) -> None:
     assert again.split(keys) == ([(0, results[0]), (1, results[1]), (2, None)], [3])
     assert again.split([make_key("another text", 0)]) == ([], [0])
     assert again.seconds == pytest.approx(first.seconds, abs=0.01)
+
+
+def test_a_command_is_said_without_the_files_that_it_wrote() -> None:
+    said = say_command(["--only", "spec/", "--journal", "a.jsonl", "--jobs", "1", "--json", "b"])
+    assert said == "python -m benchmarks.mutation --only spec/ --jobs 1"
 
 
 def test_processes_are_told_apart() -> None:
