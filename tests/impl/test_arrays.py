@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from blockstep.impl.arrays import ArrayOutputs, ArrayPlan
 from blockstep.impl.host import HostEngine
-from blockstep.impl.host.arrays import ArrayOutputs, ArrayPlan, Frame
+from blockstep.impl.host.frames import Frame
 from blockstep.impl.host.table import TAIL
 from blockstep.spec.vocabulary import (
     Abort,

@@ -167,7 +167,7 @@ class ProtocolSide:
 
 
 class ArraySide(ProtocolSide):
-    """An engine that plans and takes answers as arrays (`blockstep.impl.host.arrays`)."""
+    """An engine that plans and takes answers as arrays (`blockstep.impl.arrays`)."""
 
     readings: tuple[str, ...] = ("arrays", "materialised")
 

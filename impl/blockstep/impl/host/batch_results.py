@@ -12,9 +12,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from blockstep.impl.host.arrays import ArrayOutputs, Frame, Int32s, make_outputs
-from blockstep.impl.host.results import Results, bad_result
+from blockstep.impl.arrays import ArrayOutputs, Int32s, make_outputs
+from blockstep.impl.host.frames import Frame
+from blockstep.impl.host.results import Results
 from blockstep.impl.host.table import BY_REPETITION, STOP_BITS, TAIL
+from blockstep.impl.refusals import bad_result
 from blockstep.spec.vocabulary import (
     Commit,
     FinishReason,

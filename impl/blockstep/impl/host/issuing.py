@@ -7,9 +7,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from blockstep.impl.arrays import ArrayPlan
 from blockstep.impl.host.admission import WaitingPhase
-from blockstep.impl.host.arrays import ArrayPlan, Frame
 from blockstep.impl.host.batches import BatchedRunningPhase
+from blockstep.impl.host.frames import Frame
 from blockstep.impl.host.step import Batch, Step
 from blockstep.spec.vocabulary import FrameId
 

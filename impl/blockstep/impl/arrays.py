@@ -6,7 +6,7 @@ of admission, new and resumed mixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, TypeAlias
@@ -34,46 +34,6 @@ _NO_NEW_BLOCKS: Final[BlockTables] = ((),)
 _GOES_ON: Final[tuple[FinishReason | None, int | None]] = (None, None)
 _NO_ROWS: Final = np.empty(0, np.int64)
 _NO_BLOCKS: Final = np.empty(0, np.int32)
-
-
-@dataclass(slots=True, eq=False)
-class Frame(Mapping[RequestId, TokenIds | None]):
-    """A plan in flight: of each row the drafts that it carries, None where it does not sample."""
-
-    slots: NDArray[np.int64]
-    """[rows]"""
-    births: NDArray[np.int64]
-    """[rows]; who had the slot then."""
-    names: NDArray[np.object_]
-    """[rows]; request ids."""
-    samples: NDArray[np.bool_] | None
-    """[rows]; None: all of them do."""
-    drafts: dict[int, TokenIds]
-    """By row; only where there are some."""
-    _rows: dict[RequestId, TokenIds | None] | None = None
-
-    @property
-    def rows(self) -> dict[RequestId, TokenIds | None]:
-        """The same as a dict; built when first asked for."""
-        if self._rows is None:
-            names: list[RequestId] = self.names.tolist()
-            rows: dict[RequestId, TokenIds | None] = dict.fromkeys(names, ())
-            for row, drafts in self.drafts.items():
-                rows[names[row]] = drafts
-            if self.samples is not None:
-                for row in (~self.samples).nonzero()[0].tolist():
-                    rows[names[row]] = None
-            self._rows = rows
-        return self._rows
-
-    def __getitem__(self, request_id: RequestId) -> TokenIds | None:
-        return self.rows[request_id]
-
-    def __iter__(self) -> Iterator[RequestId]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.slots)
 
 
 class PlanObjects(msgspec.Struct, gc=False):
@@ -120,11 +80,11 @@ class ArrayPlan:
     """[rows]; known ones, and those promised by frames in flight."""
     samples: NDArray[np.bool_] | None
     """[rows]; whether it will sample. None: all of them."""
-    block_rows: NDArray[np.int64]
+    block_rows: NDArray[np.int64] | Int32s
     """[new blocks]; the row that each belongs to, ascending. All blocks of admitted rows."""
     block_ids: Int32s
     """[new blocks]"""
-    draft_token_ids: dict[int, TokenIds]
+    draft_token_ids: Mapping[int, TokenIds]
     """By row; only where there are some."""
     all_token_ids: dict[int, TokenIds]
     """By row: where the worker may lack some, because the last plan did not have the request."""
@@ -241,7 +201,11 @@ def make_plan(
         None if all(samples) else np.array(samples, np.bool_),
         _NO_ROWS,
         _NO_BLOCKS,
-        {},
+        {
+            at: row.draft_token_ids
+            for at, row in enumerate(rows)
+            if isinstance(row, CachedRow) and row.draft_token_ids
+        },
         {},
         {},
         [],
@@ -259,8 +223,6 @@ def make_plan(
             made.resumed_rows.append(at)
         if row.all_token_ids is not None:
             made.all_token_ids[at] = row.all_token_ids
-        if row.draft_token_ids:
-            made.draft_token_ids[at] = row.draft_token_ids
     if taken:
         made.block_rows, made.block_ids = (
             np.array([at for at, _ in taken], np.int64),
