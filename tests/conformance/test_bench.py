@@ -24,7 +24,7 @@ from blockstep.conformance.check import ExitCode
 from blockstep.conformance.cli import app
 from blockstep.conformance.registry import load_engine
 
-SIDES = ("host", "host-vector", "tests.conformance.test_bench:make_plain_host")
+SIDES = ("host", "host-vector", "compiled", "tests.conformance.test_bench:make_plain_host")
 QUICK = ("decode", "storm", "drafts", "async")
 """Scenarios that begin at once."""
 

@@ -295,7 +295,8 @@ class CompiledEngine:
             frame_id: of the plan that is answered.
             token_ids: [tokens] int32, row after row in the order of the plan; rows that do not
                 sample have none.
-            counts: [rows] int32, tokens of each row; None: one for each row that samples.
+            counts: [rows] int32, tokens of each row; None: one for each row that samples, so that
+                no drafts are accepted.
         """
         problem = frame_problem(frame_id, self.frames)
         if problem is not None:
@@ -334,7 +335,7 @@ class CompiledEngine:
                 self.requests.state, frame.who, frame.planned, frame.ids, token_ids,
                 _NO_COUNTS if counts is None else counts, counts is not None, marks, is_marked,
             )  # fmt: skip
-            if code != results.MAY_STOP:
+            if code != results.LACKS_MARKS:
                 break
             marks = self.requests.mark(frame.who, frame.planned[TOLD_SAMPLES], token_ids, counts)
             is_marked = True
@@ -460,8 +461,6 @@ def _describe(code: int, detail: int, frame: Frame, token_ids: Int32s) -> str:
     """What is wrong with an answer in arrays, and how it must be."""
     if code == results.NEGATIVE_TOKEN:
         return "token ids must not be negative"
-    if code == results.LACKS_COUNTS:
-        return "has drafts; say with counts how many tokens each row has"
     if code == results.WRONG_NUMBER:
         return f"must have {detail} tokens, not {len(token_ids)}"
     if code == results.WRONG_COUNTS:

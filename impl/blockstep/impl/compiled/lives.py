@@ -21,17 +21,17 @@ from blockstep.impl.compiled.state import (
     FREE_SEAT,
     IS_PREEMPTED,
     IS_RUNNING,
-    IS_WATCHED,
     LAST_NODE,
+    MORE_STOPS,
     NONE,
     NUM_COMPUTED,
     NUM_DRAFTS,
     NUM_HELD,
     NUM_KNOWN,
+    NUM_MORE_STOPS,
     NUM_PROMPT,
     NUM_RUNNING,
     NUM_USES,
-    NUM_WATCHED,
     PARENT,
     PREEMPTIONS,
     ROW,
@@ -175,7 +175,7 @@ def end(s: State, slot: int) -> None:
         leave_queue(s, slot)
     if s.requests[slot, LAST_NODE] != NONE:
         release_node(s, s.requests[slot, LAST_NODE])
-    s.scalars[NUM_WATCHED] -= s.requests[slot, IS_WATCHED]
+    s.scalars[NUM_MORE_STOPS] -= s.requests[slot, MORE_STOPS]
     s.requests[slot, BIRTH] = 0
 
 

@@ -39,6 +39,10 @@ class ExtrasTable:
             self._numbers[extras] = found
         return found
 
+    def count_unused(self, capacity: int) -> int:
+        """Numbers below `capacity` that can be given out."""
+        return capacity - len(self.values) + len(self._unused)
+
     def sweep(self, uses: Int64s) -> None:
         """Give up the numbers that nobody uses."""
         for number in (uses[: len(self.values)] == 0).nonzero()[0].tolist():

@@ -14,21 +14,22 @@ from blockstep.impl.compiled.state import (
     AWAITS_GRAMMAR,
     BIRTH,
     END_BY_MAX_TOKENS,
+    EOS,
     EXTRAS,
     FIRST_EXTRAS,
     IS_WAITING,
-    IS_WATCHED,
     LABEL,
     LAST_FRAME,
     LAST_NODE,
     MAX_KNOWN,
     MIN_TOKENS,
+    MORE_STOPS,
     NONE,
     NUM_CACHED_TOKENS,
     NUM_FREE_NODES,
     NUM_KNOWN,
+    NUM_MORE_STOPS,
     NUM_PROMPT,
-    NUM_WATCHED,
     PRIORITY,
     QUEUE,
     REPEATS_COUNT,
@@ -40,8 +41,8 @@ from blockstep.impl.compiled.state import (
     SKIPPED,
     SKIPS_CACHE,
     STATUS,
-    STOP_BITS,
     STOPS,
+    STOPS_END,
     WAITING,
     Int32s,
     Int64s,
@@ -91,9 +92,7 @@ class Requests:
         if self.config.policy is Policy.PRIORITY:
             for name, label in self._labels.add(request.request_id):
                 self.state.requests[self.slot_of[name], LABEL] = label
-        for token in stop_tokens_of(request):
-            self.state.scalars[STOPS + (token & STOP_BITS)] += 1
-        self.state.scalars[NUM_WATCHED] += self.state.requests[slot, IS_WATCHED]
+        self.state.scalars[NUM_MORE_STOPS] += self.state.requests[slot, MORE_STOPS]
         append(self.state, SKIPPED if request.structured_output else WAITING, slot)
         return slot
 
@@ -102,8 +101,6 @@ class Requests:
         request = self.requests[slot]
         del self.slot_of[request.request_id]
         self._unused.append(slot)
-        for token in stop_tokens_of(request):
-            self.state.scalars[STOPS + (token & STOP_BITS)] -= 1
         if _has_extras(request):
             row = self.state.requests[slot]
             np.subtract.at(self.state.extras_uses, row[[EXTRAS, FIRST_EXTRAS]], 1)
@@ -124,12 +121,13 @@ class Requests:
         token_ids: Int32s,
         counts: Int32s | None,
     ) -> NDArray[np.uint8]:
-        """[tokens]; which of them end the requests of their rows, and how."""
+        """[tokens]; which end the requests of their rows, and how; where there are `MORE_STOPS`."""
         lengths = samples if counts is None else counts
         slots, births = np.repeat(who, lengths, axis=1)
         marks = np.zeros(len(token_ids), np.uint8)
-        may_stop = self.state.scalars[STOPS + (token_ids & STOP_BITS)] > 0
-        for at in (may_stop & (self.state.requests[slots, BIRTH] == births)).nonzero()[0].tolist():
+        is_alive = self.state.requests[slots, BIRTH] == births
+        asks = is_alive & (self.state.requests[slots, MORE_STOPS] != 0)
+        for at in asks.nonzero()[0].tolist():
             marks[at] = _mark_of(self.requests[slots[at]], int(token_ids[at]))
         return marks
 
@@ -157,7 +155,11 @@ class Requests:
         row[MAX_KNOWN] = min(prompt + request.max_tokens, self.config.max_model_len)
         row[MIN_TOKENS] = request.min_tokens
         row[SKIPS_CACHE] = request.skip_reading_prefix_cache
-        row[IS_WATCHED] = bool(stop_tokens_of(request))
+        stops = request.stop_token_ids
+        columns = STOPS_END - STOPS
+        row[STOPS:STOPS_END] = (*stops[:columns], *(NONE,) * (columns - len(stops)))
+        row[MORE_STOPS] = len(stops) > columns
+        row[EOS] = NONE if request.eos_token_id is None else request.eos_token_id
         if request.repetition_detection is not None:
             row[REPEATS_MIN] = request.repetition_detection.min_pattern_size
             row[REPEATS_MAX] = request.repetition_detection.max_pattern_size
@@ -173,19 +175,13 @@ class Requests:
         """Of each full block of the prompt, of the block after them, and of all others."""
         if not _has_extras(request):
             return np.zeros(full + 2, np.int32)
-        if len(self.extras.values) + full + 2 > len(self.state.extras_uses):
+        if self.extras.count_unused(len(self.state.extras_uses)) < full + 2:
             self.extras.sweep(self.state.extras_uses)
-            self.state = grow_extras(self.state, 2 * (len(self.extras.values) + full + 2))
+            if self.extras.count_unused(len(self.state.extras_uses)) < full + 2:
+                self.state = grow_extras(self.state, 2 * (len(self.extras.values) + full + 2))
         found = list_extras(request, self.config.block_size, full + 1)
         found.append((request.adapter, *NOTHING[1:]))
         return np.array([self.extras.number_of(extras) for extras in found], np.int32)
-
-
-def stop_tokens_of(request: Request) -> set[int]:
-    """Tokens that may end it."""
-    if request.eos_token_id is None:
-        return set(request.stop_token_ids)
-    return {request.eos_token_id, *request.stop_token_ids}
 
 
 def _has_extras(request: Request) -> bool:

@@ -15,22 +15,24 @@ from blockstep.impl.compiled.state import (
     BLOCK_SIZE,
     DRAFTS_ACCEPTED,
     DRAFTS_SCHEDULED,
+    EOS,
     IS_ASYNC,
     IS_RUNNING,
     MAX_KNOWN,
     MIN_TOKENS,
+    MORE_STOPS,
     NUM_CACHED_TOKENS,
     NUM_COMPUTED,
     NUM_KNOWN,
+    NUM_MORE_STOPS,
     NUM_PROMISED,
     NUM_PROMPT,
-    NUM_WATCHED,
     REPEATS_COUNT,
     REPEATS_MAX,
     REPEATS_MIN,
     STATUS,
-    STOP_BITS,
     STOPS,
+    STOPS_END,
     TOLD_DRAFTS,
     TOLD_SAMPLES,
     Int32s,
@@ -41,13 +43,12 @@ from blockstep.impl.compiled.state import (
 # Why an answer does not fit its frame.
 FITS: Final = 0
 NEGATIVE_TOKEN: Final = 1
-LACKS_COUNTS: Final = 2
-WRONG_NUMBER: Final = 3
-WRONG_COUNTS: Final = 4
-WRONG_ROW: Final = 5
-NO_SUCH_DRAFTS: Final = 6
-MAY_STOP: Final = 7
-"""It does, but some tokens must be marked first: each may end its request."""
+WRONG_NUMBER: Final = 2
+WRONG_COUNTS: Final = 3
+WRONG_ROW: Final = 4
+NO_SUCH_DRAFTS: Final = 5
+LACKS_MARKS: Final = 6
+"""It does, but tokens must be marked first."""
 
 # Marks of tokens, and why a request ends.
 GOES_ON: Final = 0
@@ -86,11 +87,11 @@ def commit_step(
         counts: [rows], if `has_counts`: tokens of each row. Otherwise one for each that samples.
         has_counts: see there.
         marks: [tokens], if `is_marked`: `BY_EOS` or `BY_STOP_TOKEN` where a token ends its request.
-        is_marked: whether that was looked up; it is asked for only where a token may be one.
+        is_marked: whether that was looked up; asked for only where requests have `MORE_STOPS`.
     """
     code, detail = _check(s, planned, ids, tokens, counts, has_counts)
-    if code == FITS and not is_marked and _may_stop(s, tokens):
-        code = MAY_STOP
+    if code == FITS and not is_marked and _needs_marks(s, who):
+        code = LACKS_MARKS
     told = np.empty((4, planned.shape[1] if code == FITS else 0), np.int32)
     kept = np.empty(len(tokens) if code == FITS else 0, np.int32)
     if code != FITS:
@@ -115,8 +116,6 @@ def _check(
         drafts += int(planned[TOLD_DRAFTS, row])
     if has_counts:
         return _check_counts(s, planned, ids, tokens, counts, len(ids) - drafts)
-    if drafts > 0 and due > 0:
-        return LACKS_COUNTS, 0
     return (FITS if len(tokens) == due else WRONG_NUMBER), due
 
 
@@ -144,11 +143,12 @@ def _check_counts(
 
 
 @compiled
-def _may_stop(s: State, tokens: Int32s) -> bool:
-    """Whether one of `tokens` may end a request; says no with certainty."""
-    if s.scalars[NUM_WATCHED] > 0:
-        for token in tokens:
-            if s.scalars[STOPS + (token & STOP_BITS)] > 0:
+def _needs_marks(s: State, who: Int64s) -> bool:
+    """Whether there is a request in the frame whose stop tokens only Python knows."""
+    if s.scalars[NUM_MORE_STOPS] > 0:
+        for row in range(who.shape[1]):
+            slot = who[0, row]
+            if s.requests[slot, BIRTH] == who[1, row] and s.requests[slot, MORE_STOPS] != 0:
                 return True
     return False
 
@@ -218,22 +218,28 @@ def _accept(s: State, slot: int, tokens: Int32s, marks: NDArray[np.uint8]) -> tu
     for index in range(len(tokens)):
         append_token(s, slot, tokens[index])
         mark = int(marks[index]) if len(marks) > 0 else GOES_ON
-        verdict = _judge(s, slot, mark)
+        verdict = _judge(s, slot, tokens[index], mark)
         if verdict != GOES_ON:
             return index + 1, verdict
     return len(tokens), GOES_ON
 
 
 @compiled
-def _judge(s: State, slot: int, mark: int) -> int:
+def _judge(s: State, slot: int, token: int, mark: int) -> int:
     """Whether the token just stored ends its request.
 
     Before `min_tokens` only the length caps do (ours; 0.19.1 masks them as well).
     """
     known = s.requests[slot, NUM_KNOWN]
     has_min = known - s.requests[slot, NUM_PROMPT] >= s.requests[slot, MIN_TOKENS]
-    if has_min and mark != GOES_ON:
-        return mark
+    if has_min:
+        if mark != GOES_ON:
+            return mark
+        if token == s.requests[slot, EOS]:
+            return BY_EOS
+        for column in range(STOPS, STOPS_END):
+            if token == s.requests[slot, column]:
+                return BY_STOP_TOKEN
     if known >= s.requests[slot, MAX_KNOWN]:
         return BY_LENGTH
     if has_min and s.requests[slot, REPEATS_COUNT] > 0 and _repeats(s, slot):

@@ -58,17 +58,14 @@ NUM_PREEMPTED: Final = 28
 BUDGET: Final = 29
 NUM_PREVIOUS: Final = 30
 """Rows of the plan before."""
-# the counters (P21), and how many unfinished requests may be stopped by what they output.
+# the counters (P21), and how many unfinished requests have `MORE_STOPS`.
 QUERIES: Final = 31
 HITS: Final = 32
 PREEMPTIONS: Final = 33
 DRAFTS_SCHEDULED: Final = 34
 DRAFTS_ACCEPTED: Final = 35
-NUM_WATCHED: Final = 36
-STOPS: Final = 40
-"""From here on: by the low bits of a token id, unfinished requests that such a token may end."""
-STOP_BITS: Final = (1 << 12) - 1
-NUM_SCALARS: Final = STOPS + STOP_BITS + 1
+NUM_MORE_STOPS: Final = 36
+NUM_SCALARS: Final = 37
 
 # Requests: what never changes,
 NUM_PROMPT: Final = 0
@@ -78,8 +75,8 @@ END_BY_MAX_TOKENS: Final = 2
 """Prompt and `max_tokens`, whatever the model length."""
 MIN_TOKENS: Final = 3
 SKIPS_CACHE: Final = 4
-IS_WATCHED: Final = 5
-"""Whether a token can end it."""
+MORE_STOPS: Final = 5
+"""Whether it has more stop tokens than there are columns; then Python looks each token up."""
 REPEATS_MIN: Final = 6
 REPEATS_MAX: Final = 7
 REPEATS_COUNT: Final = 8
@@ -119,6 +116,11 @@ NEXT: Final = 30
 PREVIOUS: Final = 31
 QUEUE: Final = 32
 """The queue that it stands in, between `PREVIOUS` and `NEXT`."""
+EOS: Final = 33
+"""NONE: it has none; nor does a token equal it."""
+STOPS: Final = 34
+"""The first stop tokens; NONE where there is none."""
+STOPS_END: Final = 38
 REQUEST_COLUMNS: Final = 40
 """Rounded up: a row is five lines of the processor's cache."""
 

@@ -91,8 +91,6 @@ class BatchedResults(Results):
         samples = frame.samples
         if counts is None:
             due = num_rows if samples is None else int(np.count_nonzero(samples))
-            if frame.drafts and due:
-                return bad_result(frame_id, "has drafts; say with counts how many tokens each row")
             if len(token_ids) != due:
                 return bad_result(frame_id, f"must have {due} tokens, not {len(token_ids)}")
             return None

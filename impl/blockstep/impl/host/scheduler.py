@@ -114,7 +114,8 @@ class HostEngine(Planning, BatchedResults, Proposals):
             frame_id: of the plan that is answered.
             token_ids: [tokens] int32, row after row in the order of the plan; rows that do not
                 sample have none.
-            counts: [rows] int32, tokens of each row; None: one for each row that samples.
+            counts: [rows] int32, tokens of each row; None: one for each row that samples, so that
+                no drafts are accepted.
         """
         frame = self._find_frame(frame_id)
         if isinstance(frame, Rejected):
