@@ -18,7 +18,7 @@ from blockstep.conformance.bench.measure import (
     measure,
 )
 from blockstep.conformance.bench.report import make_markdown, make_rows, to_json
-from blockstep.conformance.bench.scenarios import SCENARIOS
+from blockstep.conformance.bench.scenarios import SCENARIOS, Scenario
 from blockstep.conformance.bench.sides import ArraySide, ProtocolSide, make_side
 from blockstep.conformance.check import ExitCode
 from blockstep.conformance.cli import app
@@ -57,6 +57,13 @@ def test_sides_decide_the_same_in_few_rows_and_in_many(scenario: str) -> None:
         assert {found.engine for found in entry.readings} == set(SIDES)
         assert entry.num_steps == 8
         assert entry.rows_mean > 0
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
+def test_all_that_run_fit_into_a_step_with_room_for_prompts(scenario: Scenario) -> None:
+    for size in (1, 8, 64, 256, 1024, scenario.num_running_max):
+        config = scenario.get_config(size)
+        assert config.max_num_batched_tokens > size * (1 + config.num_speculative_tokens)
 
 
 def test_a_storm_preempts_and_a_draft_is_accepted() -> None:

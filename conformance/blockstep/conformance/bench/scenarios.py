@@ -165,7 +165,13 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario(
             "drafts",
             "three drafts for each request and step; zero to three are accepted",
-            lambda n: _config(n, 2048, spec_method=SpecMethod.NGRAM, num_speculative_tokens=3),
+            lambda n: _config(
+                n,
+                2048,
+                spec_method=SpecMethod.NGRAM,
+                num_speculative_tokens=3,
+                max_num_batched_tokens=max(8192, 8 * n),  # four for each that runs, and prompts
+            ),
             _decoding,
         ),
         Scenario(
