@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,18 @@ import pytest
 from typer.testing import CliRunner
 
 from blockstep.conformance.bench.measure import (
+    REHEARSAL,
     Measurement,
     NotEqualError,
     Reading,
     Spread,
     get_slope,
     measure,
+    rehearse,
 )
-from blockstep.conformance.bench.report import make_markdown, make_rows, to_json
+from blockstep.conformance.bench.page import make_markdown
+from blockstep.conformance.bench.profile import name_function, profile, to_lines
+from blockstep.conformance.bench.report import from_json, get_ratio, make_rows, to_json
 from blockstep.conformance.bench.scenarios import SCENARIOS, Scenario
 from blockstep.conformance.bench.sides import ArraySide, ProtocolSide, make_side
 from blockstep.conformance.check import ExitCode
@@ -110,7 +115,70 @@ def test_a_report_gives_ratios_machine_and_command() -> None:
     page = make_markdown(entries, conditions, Path("plot.svg"))
     assert "`blockstep bench scheduler`" in page
     assert "![" in page
-    assert to_json(entries, conditions)["slopes"][0]["nanoseconds_per_request"] == 156.2
+    assert "| 64 | **100.0x** 10.0 / 20.0 | 1,000 / 1,000 |" in page
+    assert "| ns per request, from 64 on | 156 | 0 |" in page
+    plain = to_json(entries, conditions)
+    assert plain["slopes"][0]["nanoseconds_per_request"] == 156.2
+    assert from_json(json.loads(json.dumps(plain))) == entries
+
+
+def test_a_trace_is_one_row_and_the_sum_of_its_steps() -> None:
+    entry = replace(entry_of(256, 10.0), scenario="trace", num_steps=5000)
+    machine = dict.fromkeys(("processor", "cores", "python", "system", "date", "load_1min"), "")
+    page = make_markdown([entry], {"command": "C", "machine": machine, "gc": "off"}, None)
+    assert "| all 5,000 steps | **100.0x** 0.05 s | 5.00 s |" in page
+    assert "![" not in page
+
+
+def test_without_the_yardstick_there_is_no_ratio() -> None:
+    entry = entry_of(64, 10.0)
+    alone = replace(entry, readings=entry.readings[:1])
+    assert get_ratio(alone, alone.readings[0]) is None
+    assert make_rows([alone])[0]["times vllm"] == ""
+
+
+def test_what_is_rehearsed_is_every_way_to_plan() -> None:
+    told: list[str] = []
+    rehearse(("host",), lambda _done, text: told.append(text))
+    assert {text.split()[0] for text in told} == set(REHEARSAL)
+
+
+@pytest.mark.parametrize("engine", ["host", "host-vector"])
+def test_a_profile_sees_the_steps_and_nothing_else(engine: str) -> None:
+    found = profile(SCENARIOS["decode"], 4, engine, 8, 5, lambda _done, _text: None)
+    steps = {line.function: line for line in found.lines if "_arrays" in line.function}
+    assert set(steps) == {
+        "impl/host/scheduler.py: HostEngine.schedule_arrays",
+        "impl/host/scheduler.py: HostEngine.commit_arrays",
+    }
+    assert [line.calls for line in steps.values()] == [1.0, 1.0]
+    assert sum(line.total for line in steps.values()) == pytest.approx(1.0)
+    assert len(found.lines) == 5
+    assert len(to_lines(found)) == 7
+
+
+def test_names_of_functions_have_no_paths_and_addresses() -> None:
+    assert name_function("<built-in method f of A object at 0x7f00ab>") == (
+        "<built-in method f of A>"
+    )
+    told = {
+        "/home/me/blockstep/impl/blockstep/impl/host/pool.py": "impl/host/pool.py: <module>",
+        "/usr/site-packages/numpy/core.py": "numpy/core.py: <module>",
+        "/usr/lib/python3/json/decoder.py": "decoder.py: <module>",
+    }
+    assert {file: name_function(compile("", file, "exec")) for file in told} == told
+
+
+def test_command_profiles(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["bench", "profile", "--scenario", "decode", "-n", "2", "--steps", "4"]
+    result = CliRunner().invoke(app, [*arguments, "--lines", "3", "--json", str(out)])
+    assert result.exit_code == ExitCode.CONFORMS, result.output
+    assert "decode, 2 running, host" in result.output
+    assert len(json.loads(out.read_text())["profiles"][0]["lines"]) == 3
+    plain = CliRunner().invoke(app, [*arguments, "--engine", SIDES[2]])
+    assert plain.exit_code == ExitCode.USAGE
+    assert "schedule_arrays" in plain.output
 
 
 def test_command_writes_table_json_and_page(tmp_path: Path) -> None:
@@ -147,3 +215,8 @@ def test_unknown_scenarios_and_engines_are_usage() -> None:
     for option, value in (("--scenario", "nap"), ("--engine", "nobody")):
         result = CliRunner().invoke(app, ["bench", "scheduler", option, value, "-n", "1"])
         assert result.exit_code == ExitCode.USAGE
+
+
+def test_more_than_any_scenario_is_made_for_is_usage() -> None:
+    arguments = ["bench", "scheduler", "--scenario", "pool", "-n", "4096"]
+    assert CliRunner().invoke(app, arguments).exit_code == ExitCode.USAGE

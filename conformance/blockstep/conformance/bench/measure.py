@@ -9,12 +9,13 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from blockstep.conformance.bench.player import Moment, Pilot, Timing, Track, play
-from blockstep.conformance.bench.scenarios import Scenario
+from blockstep.conformance.bench.scenarios import SCENARIOS, Scenario
 from blockstep.conformance.bench.sides import OffTrackError, Side, make_side
 from blockstep.conformance.registry import load_engine
 from blockstep.spec.vocabulary import Config
@@ -24,6 +25,8 @@ FILL_STEPS_MAX = 20_000
 
 STEPS_PER_TURN = 16
 """Steps that a side plays before it is another one's turn."""
+REHEARSAL = {"decode": 1, "storm": 14, "drafts": 14, "async": 14, "priority": 14, "hits": 2}
+"""What is played before anything counts: scenarios, and how many run."""
 PILOT = "host"
 """The engine on which the traffic is written down."""
 
@@ -133,6 +136,15 @@ def measure(
     )
 
 
+def rehearse(engines: Sequence[str], advance: Advance) -> None:
+    """Play a little of everything on each engine, so that nothing is imported or compiled later.
+
+    Raises: as `measure`.
+    """
+    for name, size in REHEARSAL.items():
+        measure(SCENARIOS[name], size, engines, STEPS_PER_TURN, False, advance)
+
+
 def fill(pilot: Pilot, scenario: Scenario, num_running: int) -> list[Moment]:
     """Play until enough requests run, then the warm-up."""
     wanted = scenario.min_running * num_running
@@ -166,11 +178,7 @@ def _play(
     timings: dict[str, list[Timing]] = {name: [] for name in sides}
     counted: list[Moment] = []
     skipped = 0 if scenario.counts_every_step else 1
-    gc.collect()
-    gc.freeze()  # what was built before is not looked through again, as in vLLM's own loop
-    if not gc_on:
-        gc.disable()
-    try:
+    with garbage_collection(on=gc_on):
         while len(counted) < num_steps and not pilot.is_done:
             left = min(STEPS_PER_TURN, num_steps - len(counted) + skipped)
             moments: list[Moment] = []
@@ -182,10 +190,24 @@ def _play(
             counted += moments[skipped:]
             order.reverse()
             advance(len(counted) / num_steps, f"{scenario.name} {num_running}: {len(counted):,}")
+    return counted, timings
+
+
+@contextmanager
+def garbage_collection(*, on: bool) -> Iterator[None]:
+    """How it is while a clock runs; what was built before is not looked through again, as in vLLM.
+
+    Afterwards it is on, as it was.
+    """
+    gc.collect()
+    gc.freeze()
+    if not on:
+        gc.disable()
+    try:
+        yield
     finally:
         gc.enable()
         gc.unfreeze()
-    return counted, timings
 
 
 def _play_alike(
@@ -201,9 +223,15 @@ def _play_alike(
         timings = play(side, track, moments)
     except OffTrackError as error:
         raise NotEqualError(_say_not_equal(scenario, name)) from error
-    if pilot is not None and track.digest != pilot.track.digest:
-        raise NotEqualError(_say_not_equal(scenario, name))
+    if pilot is not None:
+        demand_equal(pilot, scenario, name, track)
     return timings
+
+
+def demand_equal(pilot: Pilot, scenario: Scenario, name: str, track: Track) -> None:
+    """An engine has decided and delivered what the pilot has, or NotEqualError."""
+    if track.digest != pilot.track.digest:
+        raise NotEqualError(_say_not_equal(scenario, name))
 
 
 def _say_not_equal(scenario: Scenario, name: str) -> str:

@@ -14,6 +14,8 @@ from blockstep.spec.vocabulary import Config, Policy, Request, SpecMethod, Token
 BLOCK_SIZE = 16
 VOCABULARY = 30_000
 """Tokens of prompts and outputs are drawn below."""
+TRACE = "trace"
+"""The name of what a published trace becomes."""
 FOREVER = 1500
 """Output tokens that no measurement reaches, and that even the smallest pool would hold."""
 
@@ -208,7 +210,7 @@ def get_trace_scenario(path: Path, limit: int) -> Scenario:
     workload = load(path, limit=limit)
     preset = REPLAY_PRESETS[workload.format]
     return Scenario(
-        "trace",
+        TRACE,
         f"the first {limit:,} requests of {path.name}",
         lambda _n: preset.config,
         lambda _n: islice(iter(workload), limit),
