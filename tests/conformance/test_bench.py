@@ -18,6 +18,7 @@ from blockstep.conformance.bench.measure import (
     Spread,
     get_slope,
     measure,
+    merge_rounds,
     rehearse,
 )
 from blockstep.conformance.bench.page import make_markdown
@@ -105,6 +106,17 @@ def test_the_slope_is_per_request_and_leaves_small_sizes_out() -> None:
     assert get_slope(entries[:2], "host", "arrays") is None
 
 
+def test_of_several_rounds_medians_count_and_scenarios_stand_together() -> None:
+    long = replace(entry_of(1, 5.0), scenario="long")
+    rounds = [entry_of(1, 10.0), long, entry_of(1, 90.0), long, entry_of(1, 20.0), entry_of(8, 7.0)]
+    merged = merge_rounds(rounds)
+    assert [(m.scenario, m.num_running, m.num_rounds) for m in merged] == [
+        ("decode", 1, 3), ("decode", 8, 1), ("long", 1, 2),
+    ]  # fmt: skip
+    assert merged[0].readings[0].commit == Spread(20.0, 40.0, 20.0)
+    assert merged[1] == rounds[-1]
+
+
 def test_a_report_gives_ratios_machine_and_command() -> None:
     entries = [entry_of(64, 10.0), entry_of(128, 20.0)]
     assert [row["times vllm"] for row in make_rows(entries)] == ["100.0", "", "50.0", ""]
@@ -186,13 +198,14 @@ def test_command_writes_table_json_and_page(tmp_path: Path) -> None:
     result = CliRunner().invoke(
         app,
         ["bench", "scheduler", "--engine", "host", "--engine", "host-vector", "--scenario",
-         "decode", "-n", "1", "-n", "3", "--steps", "3", "--json", str(out), "--markdown",
-         str(page)],
+         "decode", "-n", "1", "-n", "3", "-n", "1", "--steps", "3", "--json", str(out),
+         "--markdown", str(page)],
     )  # fmt: skip
     assert result.exit_code == ExitCode.CONFORMS, result.output
     assert "all decided the same" in result.output
     plain = json.loads(out.read_text())
-    assert [entry["num_running"] for entry in plain["measurements"]] == [1, 3]
+    found = [(entry["num_running"], entry["num_rounds"]) for entry in plain["measurements"]]
+    assert found == [(1, 2), (3, 1)]
     assert "host-vector" in page.read_text()
 
 

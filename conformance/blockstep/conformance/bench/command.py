@@ -16,6 +16,7 @@ from blockstep.conformance.bench.measure import (
     NotEqualError,
     describe_machine,
     measure,
+    merge_rounds,
     rehearse,
 )
 from blockstep.conformance.bench.page import draw_plot, make_markdown
@@ -70,7 +71,12 @@ def scheduler_command(
     scenario: ScenarioOption = None,
     num_running: Annotated[
         list[int] | None,
-        typer.Option("-n", min=1, help=f"Running requests; {', '.join(map(str, SIZES))}."),
+        typer.Option(
+            "-n",
+            min=1,
+            help=f"Running requests; {', '.join(map(str, SIZES))}. Measured as often as it is "
+            "given, in turn; medians count.",
+        ),
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Play this published trace instead of scenarios.")
@@ -105,8 +111,7 @@ def scheduler_command(
                 measurements.append(measure(entry, size, names, most, gc_on, advance))
         except NotEqualError as error:
             end(ExitCode.FAILED, str(error))
-    asked = list(dict.fromkeys(entry.scenario for entry in measurements))
-    measurements.sort(key=lambda entry: asked.index(entry.scenario))
+    measurements = merge_rounds(measurements)
     console.print(make_table(make_rows(measurements)))
     for row in list_slopes(measurements):
         console.print(

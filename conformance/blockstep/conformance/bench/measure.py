@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -76,6 +76,8 @@ class Measurement:
     digest: str
     """Of all decisions and deliveries, from the first step on; the same for every side."""
     readings: tuple[Reading, ...]
+    num_rounds: int = 1
+    """Times that this was measured; of several, each figure is the median."""
 
 
 def open_side(name: str, config: Config) -> Side:
@@ -259,6 +261,38 @@ def _spread(seconds: Sequence[float]) -> Spread:
     last = len(ordered) - 1
     return Spread(
         statistics.median(ordered), ordered[round(0.99 * last)], statistics.fmean(ordered)
+    )
+
+
+def merge_rounds(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """One for each scenario and size, those of a scenario together; medians of several rounds."""
+    rounds: dict[str, dict[int, list[Measurement]]] = {}
+    for entry in measurements:
+        rounds.setdefault(entry.scenario, {}).setdefault(entry.num_running, []).append(entry)
+    return [_merge(entries) for sizes in rounds.values() for entries in sizes.values()]
+
+
+def _merge(rounds: Sequence[Measurement]) -> Measurement:
+    """Of the same traffic, so that what was decided is the same; memory grows in the first."""
+    first = rounds[0]
+    assert {entry.digest for entry in rounds} == {first.digest}
+    readings = tuple(
+        replace(
+            found[0],
+            schedule=_take_medians([one.schedule for one in found]),
+            commit=_take_medians([one.commit for one in found]),
+            step=_take_medians([one.step for one in found]),
+        )
+        for found in zip(*(entry.readings for entry in rounds), strict=True)
+    )
+    return replace(first, readings=readings, num_rounds=len(rounds))
+
+
+def _take_medians(spreads: Sequence[Spread]) -> Spread:
+    return Spread(
+        statistics.median(spread.p50 for spread in spreads),
+        statistics.median(spread.p99 for spread in spreads),
+        statistics.median(spread.mean for spread in spreads),
     )
 
 
