@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from blockstep.impl.compiled.jit import compiled, entry
 from blockstep.impl.compiled.state import (
+    BLOCK_SIZE,
     BUCKET,
     FIRST_BLOCK,
     FREE_NODE,
@@ -91,11 +92,12 @@ def free_blocks(s: State, slot: int) -> None:
 
 
 @compiled
-def publish(s: State, slot: int, full: int) -> None:
-    """The first `full` blocks of a running request can be found from now on."""
-    first, seat = s.requests[slot, NUM_PUBLISHED], s.requests[slot, SEAT]
-    if full <= first or s.scalars[HAS_CACHE] == 0:
+def publish(s: State, slot: int, tokens: int) -> None:
+    """The full blocks of its first `tokens` tokens can be found from now on; it is running."""
+    first, size = s.requests[slot, NUM_PUBLISHED], s.scalars[BLOCK_SIZE]
+    if tokens < (first + 1) * size or s.scalars[HAS_CACHE] == 0:
         return
+    full, seat = tokens // size, s.requests[slot, SEAT]
     for index in range(first, full):
         block, node = s.block_tables[seat, index], s.node_tables[seat, index]
         last = s.nodes[node, LAST_BLOCK]

@@ -26,6 +26,7 @@ from blockstep.impl.compiled.state import (
     NONE,
     NUM_COMPUTED,
     NUM_DRAFTS,
+    NUM_FULL,
     NUM_HELD,
     NUM_KNOWN,
     NUM_MORE_STOPS,
@@ -57,7 +58,7 @@ def store_prompt(s: State, slot: int, tokens: Int32s, extras: Int32s) -> None:
         node = find_node(s, node, extras[index], tokens[index * size : (index + 1) * size])
     if node != NONE:
         s.nodes[node, NUM_USES] += 1
-    s.requests[slot, LAST_NODE] = node
+    s.requests[slot, LAST_NODE], s.requests[slot, NUM_FULL] = node, full
     for index in range(full * size, len(tokens)):
         s.tails[slot, index - full * size] = tokens[index]
 
@@ -65,13 +66,13 @@ def store_prompt(s: State, slot: int, tokens: Int32s, extras: Int32s) -> None:
 @compiled
 def append_token(s: State, slot: int, token: int) -> None:
     """A verified output token."""
-    size, known = s.scalars[BLOCK_SIZE], s.requests[slot, NUM_KNOWN]
-    s.tails[slot, known % size] = token
-    known += 1
-    s.requests[slot, NUM_KNOWN] = known
-    if known % size:
+    size, index = s.scalars[BLOCK_SIZE], s.requests[slot, NUM_FULL]
+    within = s.requests[slot, NUM_KNOWN] - index * size
+    s.tails[slot, within] = token
+    s.requests[slot, NUM_KNOWN] += 1
+    if within + 1 < size:
         return
-    index = known // size - 1
+    s.requests[slot, NUM_FULL] = index + 1
     before = s.requests[slot, LAST_NODE]
     is_first = index == s.requests[slot, NUM_PROMPT] // size
     extras = s.requests[slot, FIRST_EXTRAS] if is_first else s.requests[slot, EXTRAS]
@@ -89,7 +90,7 @@ def get_tokens(s: State, slot: int) -> Int32s:
     """All known tokens."""
     size, known = s.scalars[BLOCK_SIZE], s.requests[slot, NUM_KNOWN]
     found = np.empty(known, np.int32)
-    full, node = known // size, s.requests[slot, LAST_NODE]
+    full, node = s.requests[slot, NUM_FULL], s.requests[slot, LAST_NODE]
     for index in range(full - 1, -1, -1):
         found[index * size : (index + 1) * size] = s.node_tokens[node]
         node = s.nodes[node, PARENT]
@@ -107,7 +108,7 @@ def seat(s: State, slot: int) -> None:
     found = s.scalars[FREE_SEAT]
     s.scalars[FREE_SEAT] = s.block_tables[found, 0]
     s.requests[slot, SEAT] = found
-    full = s.requests[slot, NUM_KNOWN] // s.scalars[BLOCK_SIZE]
+    full = s.requests[slot, NUM_FULL]
     list_nodes(s, s.requests[slot, LAST_NODE], full, s.node_tables[found])
     s.lines[s.scalars[NUM_RUNNING], RUNNING] = slot
     s.scalars[NUM_RUNNING] += 1

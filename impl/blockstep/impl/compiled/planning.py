@@ -44,6 +44,7 @@ from blockstep.impl.compiled.state import (
     NUM_COMPUTED,
     NUM_DRAFTS,
     NUM_FREE,
+    NUM_FULL,
     NUM_HELD,
     NUM_KNOWN,
     NUM_LOOKAHEAD,
@@ -101,7 +102,7 @@ def _schedule_running(s: State) -> None:
         if needed > 0:
             take_blocks(s, slot, needed)
         computed, known = s.requests[slot, NUM_COMPUTED], s.requests[slot, NUM_KNOWN]
-        publish(s, slot, min(computed + tokens, known) // s.scalars[BLOCK_SIZE])
+        publish(s, slot, min(computed + tokens, known))
         drafts = 0
         if s.requests[slot, NUM_DRAFTS] > 0:  # whatever does not fit is given up (P24)
             before = known + s.requests[slot, NUM_PROMISED]
@@ -144,8 +145,10 @@ def _blocks_needed(s: State, slot: int, tokens: int) -> int:
     """New blocks for the scheduled tokens and the lookahead after them (P8)."""
     end = s.requests[slot, NUM_COMPUTED] + tokens + s.scalars[NUM_LOOKAHEAD]
     end = min(end, s.scalars[MAX_MODEL_LEN])
-    size = s.scalars[BLOCK_SIZE]
-    return int((end + size - 1) // size - s.requests[slot, NUM_HELD])
+    size, held = s.scalars[BLOCK_SIZE], s.requests[slot, NUM_HELD]
+    if end <= held * size:
+        return 0
+    return int((end + size - 1) // size - held)
 
 
 @compiled
@@ -255,7 +258,7 @@ def _find_hits(s: State, slot: int) -> int:
     001, "find_longest_cache_hit").
     """
     known, size = s.requests[slot, NUM_KNOWN], s.scalars[BLOCK_SIZE]
-    list_nodes(s, s.requests[slot, LAST_NODE], known // size, s.scratch)
+    list_nodes(s, s.requests[slot, LAST_NODE], s.requests[slot, NUM_FULL], s.scratch)
     found = 0
     for index in range((known - 1) // size):
         block = s.nodes[s.scratch[index], FIRST_BLOCK]
@@ -281,7 +284,7 @@ def _admit(s: State, slot: int, num_hits: int, needed: int, tokens: int) -> None
     size = s.scalars[BLOCK_SIZE]
     computed = num_hits * size
     s.requests[slot, NUM_COMPUTED] = computed
-    publish(s, slot, min(computed + tokens, s.requests[slot, NUM_KNOWN]) // size)
+    publish(s, slot, min(computed + tokens, s.requests[slot, NUM_KNOWN]))
     _add_row(s, slot, tokens, 0, 0)
 
 

@@ -17,6 +17,7 @@ from blockstep.impl.compiled.state import (
     EOS,
     EXTRAS,
     FIRST_EXTRAS,
+    HAS_STOPS,
     IS_WAITING,
     LABEL,
     LAST_FRAME,
@@ -159,6 +160,7 @@ class Requests:
         columns = STOPS_END - STOPS
         row[STOPS:STOPS_END] = (*stops[:columns], *(NONE,) * (columns - len(stops)))
         row[MORE_STOPS] = len(stops) > columns
+        row[HAS_STOPS] = bool(stops) or request.eos_token_id is not None
         row[EOS] = NONE if request.eos_token_id is None else request.eos_token_id
         if request.repetition_detection is not None:
             row[REPEATS_MIN] = request.repetition_detection.min_pattern_size

@@ -12,10 +12,10 @@ from blockstep.impl.compiled.jit import compiled, entry, making_arrays
 from blockstep.impl.compiled.lives import append_token, end, get_tokens
 from blockstep.impl.compiled.state import (
     BIRTH,
-    BLOCK_SIZE,
     DRAFTS_ACCEPTED,
     DRAFTS_SCHEDULED,
     EOS,
+    HAS_STOPS,
     IS_ASYNC,
     IS_RUNNING,
     MAX_KNOWN,
@@ -187,7 +187,7 @@ def _take_rows(
         # The Schedule of the step could publish none of it, as the tokens were not known. The last
         # token may not have run yet (P4); who was preempted since has no blocks (P3).
         if s.scalars[IS_ASYNC] != 0 and s.requests[slot, STATUS] == IS_RUNNING:
-            publish(s, slot, (s.requests[slot, NUM_KNOWN] - 1) // s.scalars[BLOCK_SIZE])
+            publish(s, slot, s.requests[slot, NUM_KNOWN] - 1)
         if verdict != GOES_ON:
             end(s, slot)
             s.scratch[num_ended] = num_rows - 1
@@ -232,7 +232,7 @@ def _judge(s: State, slot: int, token: int, mark: int) -> int:
     """
     known = s.requests[slot, NUM_KNOWN]
     has_min = known - s.requests[slot, NUM_PROMPT] >= s.requests[slot, MIN_TOKENS]
-    if has_min:
+    if has_min and s.requests[slot, HAS_STOPS] != 0:
         if mark != GOES_ON:
             return mark
         if token == s.requests[slot, EOS]:

@@ -67,62 +67,65 @@ DRAFTS_ACCEPTED: Final = 35
 NUM_MORE_STOPS: Final = 36
 NUM_SCALARS: Final = 37
 
-# Requests: what never changes,
-NUM_PROMPT: Final = 0
-MAX_KNOWN: Final = 1
-"""Known tokens at which it ends for its length."""
-END_BY_MAX_TOKENS: Final = 2
-"""Prompt and `max_tokens`, whatever the model length."""
-MIN_TOKENS: Final = 3
-SKIPS_CACHE: Final = 4
-MORE_STOPS: Final = 5
-"""Whether it has more stop tokens than there are columns; then Python looks each token up."""
-REPEATS_MIN: Final = 6
-REPEATS_MAX: Final = 7
-REPEATS_COUNT: Final = 8
-"""0: it may repeat itself."""
-PRIORITY: Final = 9
-ARRIVAL: Final = 10
-LABEL: Final = 11
-"""Stands for its id in comparisons; under `Policy.PRIORITY` only."""
-EXTRAS: Final = 12
-"""What beside tokens names its blocks, by number."""
-FIRST_EXTRAS: Final = 13
-"""The same of the block in which the prompt ends."""
-BIRTH: Final = 14
+# Requests: what is looked at in every step comes first, in as few lines of the cache as it can be;
+BIRTH: Final = 0
 """A number for each request that ever was; 0 where the slot is unused."""
-# and what does.
-STATUS: Final = 15
-NUM_KNOWN: Final = 16
+NUM_KNOWN: Final = 1
 """Prompt and verified output tokens."""
-NUM_COMPUTED: Final = 17
-NUM_PROMISED: Final = 18
-"""Outputs that frames in flight will sample; always 0 without asynchronous scheduling."""
-NUM_DRAFTS: Final = 19
-NUM_HELD: Final = 20
+NUM_COMPUTED: Final = 2
+NUM_PROMPT: Final = 3
+MAX_KNOWN: Final = 4
+"""Known tokens at which it ends for its length."""
+NUM_HELD: Final = 5
 """The length of its block table."""
-NUM_PUBLISHED: Final = 21
+NUM_PUBLISHED: Final = 6
 """Blocks of it that were made findable, or hit."""
-NUM_CACHED_TOKENS: Final = 22
-TIMES_PREEMPTED: Final = 23
-IS_PREFILL: Final = 24
-GRAMMAR_READY: Final = 25
-LAST_FRAME: Final = 26
-LAST_NODE: Final = 27
-SEAT: Final = 28
-ROW: Final = 29
+SEAT: Final = 7
+LAST_FRAME: Final = 8
+NUM_DRAFTS: Final = 9
+NUM_PROMISED: Final = 10
+"""Outputs that frames in flight will sample; always 0 without asynchronous scheduling."""
+NUM_FULL: Final = 11
+"""Blocks that its known tokens fill."""
+IS_PREFILL: Final = 12
+ROW: Final = 13
 """Its row in the step that is being planned."""
-NEXT: Final = 30
-PREVIOUS: Final = 31
-QUEUE: Final = 32
-"""The queue that it stands in, between `PREVIOUS` and `NEXT`."""
-EOS: Final = 33
+STATUS: Final = 14
+NUM_CACHED_TOKENS: Final = 15
+MIN_TOKENS: Final = 16
+HAS_STOPS: Final = 17
+"""Whether a token can end it."""
+REPEATS_COUNT: Final = 18
+"""0: it may repeat itself."""
+END_BY_MAX_TOKENS: Final = 19
+"""Prompt and `max_tokens`, whatever the model length."""
+LAST_NODE: Final = 20
+EOS: Final = 21
 """NONE: it has none; nor does a token equal it."""
-STOPS: Final = 34
+STOPS: Final = 22
 """The first stop tokens; NONE where there is none."""
-STOPS_END: Final = 38
+STOPS_END: Final = 26
+# the rest after it.
+MORE_STOPS: Final = 26
+"""Whether it has more stop tokens than there are columns; then Python looks each token up."""
+SKIPS_CACHE: Final = 27
+REPEATS_MIN: Final = 28
+REPEATS_MAX: Final = 29
+PRIORITY: Final = 30
+ARRIVAL: Final = 31
+LABEL: Final = 32
+"""Stands for its id in comparisons; under `Policy.PRIORITY` only."""
+EXTRAS: Final = 33
+"""What beside tokens names its blocks, by number."""
+FIRST_EXTRAS: Final = 34
+"""The same of the block in which the prompt ends."""
+TIMES_PREEMPTED: Final = 35
+GRAMMAR_READY: Final = 36
+NEXT: Final = 37
+PREVIOUS: Final = 38
+QUEUE: Final = 39
+"""The queue that it stands in, between `PREVIOUS` and `NEXT`."""
 REQUEST_COLUMNS: Final = 40
-"""Rounded up: a row is five lines of the processor's cache."""
 
 # Statuses.
 IS_WAITING: Final = 0
