@@ -36,6 +36,32 @@ _NO_ROWS: Final = np.empty(0, np.int64)
 _NO_BLOCKS: Final = np.empty(0, np.int32)
 
 
+class SlotNames:
+    """Request ids of rows, looked up when somebody asks: who takes arrays mostly goes by slots.
+
+    Args:
+        table: [slots], request ids; it must stay as it is.
+        slots: [rows]
+    """
+
+    __slots__ = ("_slots", "_table")
+
+    def __init__(self, table: NDArray[np.object_], slots: NDArray[np.int64]) -> None:
+        self._table, self._slots = table, slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def tolist(self) -> list[RequestId]:
+        """The request ids."""
+        names: list[RequestId] = self._table.take(self._slots).tolist()
+        return names
+
+    def take(self, rows: Int32s) -> SlotNames:
+        """Those of some rows."""
+        return SlotNames(self._table, self._slots.take(rows))
+
+
 class PlanObjects(msgspec.Struct, gc=False):
     """What vLLM builds of a plan: `SchedulerOutput` with its `CachedRequestData`."""
 
@@ -70,7 +96,7 @@ class ArrayPlan:
     frame_id: FrameId
     slots: NDArray[np.int64]
     """[rows]; a number below the table's size that a request keeps while it is unfinished."""
-    names: NDArray[np.object_]
+    names: NDArray[np.object_] | SlotNames
     """[rows]; request ids."""
     num_computed_tokens: Int32s
     """[rows]; before this step, as if all drafts in flight were accepted."""
@@ -255,7 +281,7 @@ def make_outputs(rows: Sequence[OutputRow]) -> ArrayOutputs:
 class ArrayOutputs:
     """What a step delivered: rows in the order of scheduling, only those with new tokens."""
 
-    names: NDArray[np.object_]
+    names: NDArray[np.object_] | SlotNames
     """[rows]; request ids."""
     token_ids: Int32s
     """[tokens]; row after row."""

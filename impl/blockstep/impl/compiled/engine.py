@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Final, assert_never
 
 import numpy as np
-from numpy.typing import NDArray
 
-from blockstep.impl.arrays import ArrayOutputs, ArrayPlan
+from blockstep.impl.arrays import ArrayOutputs, ArrayPlan, SlotNames
 from blockstep.impl.compiled import results
 from blockstep.impl.compiled.blocks import withdraw_all
 from blockstep.impl.compiled.lives import end, get_tokens, preempt_all
@@ -24,7 +23,6 @@ from blockstep.impl.compiled.state import (
     NUM_DRAFTS,
     NUM_FREE,
     NUM_KNOWN,
-    NUM_PREVIOUS,
     SEAT,
     STATUS,
     TIMES_PREEMPTED,
@@ -93,7 +91,7 @@ _REASONS: Final = {
 }
 _NO_COUNTS: Final = np.empty(0, np.int32)
 _NO_MARKS: Final = np.empty(0, np.uint8)
-_NO_NAMES: Final = np.empty(0, np.object_)
+_NO_NAMES: Final = SlotNames(np.empty(0, np.object_), np.empty(0, np.int64))
 
 
 class RowDrafts(Mapping[int, TokenIds]):
@@ -134,7 +132,7 @@ class Frame:
 
     who: Int64s
     """[2, rows]; slots, and who had them then."""
-    names: NDArray[np.object_]
+    names: SlotNames
     """[rows]; request ids."""
     planned: Int32s
     """[TOLD_COLUMNS, rows]"""
@@ -175,7 +173,7 @@ class CompiledEngine:
         """In flight, oldest first."""
         self.next_frame_id: FrameId = 0
         self.finished_req_ids: set[RequestId] = set()
-        self.previous_names: NDArray[np.object_] = _NO_NAMES
+        self.previous_names = _NO_NAMES
         """Of the rows of the last plan."""
         self._previous_id: FrameId = -1
         """The last plan; -1 before the first."""
@@ -233,7 +231,6 @@ class CompiledEngine:
         is_open = self.pause_state is not PauseState.PAUSED_ALL
         (
             who, told, ids, num_blocks, num_samples, num_running, num_missed, num_preempted,
-            is_same,
         ) = plan_step(
             self.requests.state,
             self.next_frame_id,
@@ -242,7 +239,7 @@ class CompiledEngine:
             self.pause_state is PauseState.UNPAUSED,
         )  # fmt: skip
         slots = who[0]
-        names = self.previous_names if is_same else self.requests.names.take(slots)
+        names = SlotNames(self.requests.lend_names(), slots)
         frame_id = self.next_frame_id
         plan = ArrayPlan(
             frame_id,
@@ -437,7 +434,6 @@ class CompiledEngine:
         if reset_running_requests:
             preempt_all(s)
             self.previous_names = _NO_NAMES
-            s.scalars[NUM_PREVIOUS] = 0
         elif s.scalars[NUM_FREE] < self.config.num_usable_blocks:
             return False
         withdraw_all(s)

@@ -50,13 +50,11 @@ from blockstep.impl.compiled.state import (
     NUM_LOOKAHEAD,
     NUM_PLACEHOLDERS,
     NUM_PREEMPTED,
-    NUM_PREVIOUS,
     NUM_PROMISED,
     NUM_PROMPT,
     NUM_PUBLISHED,
     NUM_ROWS,
     NUM_RUNNING,
-    PREVIOUS_BIRTH,
     QUERIES,
     REF_COUNT,
     RESERVES_WHOLE,
@@ -290,11 +288,11 @@ def _admit(s: State, slot: int, num_hits: int, needed: int, tokens: int) -> None
 
 # The plan
 
-PlanArrays: TypeAlias = tuple[Int64s, Int32s, Int32s, int, int, int, int, int, bool]
+PlanArrays: TypeAlias = tuple[Int64s, Int32s, Int32s, int, int, int, int, int]
 """Slots and births [2, rows]; what is told of the rows [TOLD_COLUMNS, rows]; rows of new blocks,
 their ids, and ids of drafts, all in one; how many blocks there are; how many rows sample, how many
-were running before, how many of these the plan before lacked, how many were preempted (both lie in
-`scratch`, preempted first); and whether the rows are those of the plan before."""
+were running before, how many of these the plan before lacked, and how many were preempted (both lie
+in `scratch`, preempted first)."""
 
 
 @entry("state", "int", "int", "int", "bool")
@@ -333,14 +331,14 @@ def _issue(s: State, frame_id: int, previous_id: int, num_running: int) -> PlanA
         num_drafts += s.lines[row, ROW_DRAFTS]
     who, told = np.empty((2, rows), np.int64), np.empty((TOLD_COLUMNS, rows), np.int32)
     ids = np.empty(2 * num_blocks + num_drafts, np.int32)
-    num_samples, num_missed, is_same = _fill_plan(
+    num_samples, num_missed = _fill_plan(
         s, frame_id, previous_id, num_running, who, told, ids, num_blocks
     )
     if s.scalars[NUM_PLACEHOLDERS] > 0:
         _drop_unused_placeholders(s, frame_id)
     return (
         who, told, ids, num_blocks, num_samples, num_running, num_missed,
-        int(s.scalars[NUM_PREEMPTED]), is_same,
+        int(s.scalars[NUM_PREEMPTED]),
     )  # fmt: skip
 
 
@@ -354,17 +352,14 @@ def _fill_plan(
     told: Int32s,
     ids: Int32s,
     num_blocks: int,
-) -> tuple[int, int, bool]:
-    """How many rows sample, how many running ones the plan before lacked, whether all are its."""
+) -> tuple[int, int]:
+    """How many rows sample, and how many running ones the plan before lacked."""
     rows = s.scalars[NUM_ROWS]
-    is_same = bool(rows == s.scalars[NUM_PREVIOUS])
     at_block, at_draft, num_samples, at_missed = 0, 2 * num_blocks, 0, s.scalars[NUM_PREEMPTED]
     for row in range(rows):
         slot, drafts = s.lines[row, ROW_SLOT], s.lines[row, ROW_DRAFTS]
-        birth, seated = s.requests[slot, BIRTH], s.requests[slot, SEAT]
-        is_same &= bool(s.lines[row, PREVIOUS_BIRTH] == birth)
-        s.lines[row, PREVIOUS_BIRTH] = birth
-        who[0, row], who[1, row] = slot, birth
+        seated = s.requests[slot, SEAT]
+        who[0, row], who[1, row] = slot, s.requests[slot, BIRTH]
         for index in range(s.lines[row, ROW_FIRST_BLOCK], s.requests[slot, NUM_HELD]):
             ids[at_block], ids[num_blocks + at_block] = row, s.block_tables[seated, index]
             at_block += 1
@@ -378,8 +373,7 @@ def _fill_plan(
         num_samples += _advance(s, slot, row, told)
         s.requests[slot, LAST_FRAME] = frame_id
         s.requests[slot, ROW] = NONE
-    s.scalars[NUM_PREVIOUS] = rows
-    return num_samples, at_missed - s.scalars[NUM_PREEMPTED], is_same
+    return num_samples, at_missed - s.scalars[NUM_PREEMPTED]
 
 
 @compiled

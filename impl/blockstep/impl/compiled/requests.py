@@ -70,6 +70,7 @@ class Requests:
         self.extras = ExtrasTable()
         self.names: NDArray[np.object_] = np.full(len(self.state.requests), None, object)
         """[slots]"""
+        self._are_names_lent = False
         self._labels = Labels()
         self._unused: list[int] = []
         self._num_born = 0
@@ -80,6 +81,8 @@ class Requests:
         """The slot of a new request, which stands in its queue then."""
         slot = self._find_slot(request)
         self.slot_of[request.request_id] = slot
+        if self._are_names_lent and self.names[slot] is not None:
+            self.names, self._are_names_lent = self.names.copy(), False
         self.names[slot] = request.request_id
         self._num_born += 1
         tokens = np.array(request.prompt_token_ids, np.int32)
@@ -108,6 +111,11 @@ class Requests:
         if self.config.policy is Policy.PRIORITY:
             self._labels.remove(request.request_id)
         return request.request_id
+
+    def lend_names(self) -> NDArray[np.object_]:
+        """[slots]; stays as it is, whoever gets which slot after this."""
+        self._are_names_lent = True
+        return self.names
 
     def reserve_nodes(self, num_tokens: int, num_requests: int) -> None:
         """Room for the contents that so many tokens of so many requests may fill."""

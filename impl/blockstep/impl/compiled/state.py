@@ -56,16 +56,14 @@ NUM_RUNNING: Final = 26
 NUM_ROWS: Final = 27
 NUM_PREEMPTED: Final = 28
 BUDGET: Final = 29
-NUM_PREVIOUS: Final = 30
-"""Rows of the plan before."""
 # the counters (P21), and how many unfinished requests have `MORE_STOPS`.
-QUERIES: Final = 31
-HITS: Final = 32
-PREEMPTIONS: Final = 33
-DRAFTS_SCHEDULED: Final = 34
-DRAFTS_ACCEPTED: Final = 35
-NUM_MORE_STOPS: Final = 36
-NUM_SCALARS: Final = 37
+QUERIES: Final = 30
+HITS: Final = 31
+PREEMPTIONS: Final = 32
+DRAFTS_SCHEDULED: Final = 33
+DRAFTS_ACCEPTED: Final = 34
+NUM_MORE_STOPS: Final = 35
+NUM_SCALARS: Final = 36
 
 # Requests: what is looked at in every step comes first, in as few lines of the cache as it can be;
 BIRTH: Final = 0
@@ -159,18 +157,16 @@ BUCKET: Final = 8
 """Not of this node: the first of those whose hash ends in the number of this row."""
 NODE_COLUMNS: Final = 9
 
-# Lines: three lists side by side, none longer than there are seats.
+# Lines: two lists side by side, none longer than there are seats.
 RUNNING: Final = 0
 """Slots in running order."""
-PREVIOUS_BIRTH: Final = 1
-"""Rows of the plan before."""
-ROW_SLOT: Final = 2
+ROW_SLOT: Final = 1
 """Rows of the step; from here to the end."""
-ROW_TOKENS: Final = 3
-ROW_FIRST_BLOCK: Final = 4
+ROW_TOKENS: Final = 2
+ROW_FIRST_BLOCK: Final = 3
 """Blocks that the worker knows of already."""
-ROW_DRAFTS: Final = 5
-LINE_COLUMNS: Final = 8
+ROW_DRAFTS: Final = 4
+LINE_COLUMNS: Final = 5
 
 # What a plan tells of each row, in int32.
 TOLD_COMPUTED: Final = 0

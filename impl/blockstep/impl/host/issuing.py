@@ -29,10 +29,11 @@ class Issuing(BatchedRunningPhase, WaitingPhase):
         slots, num_running = rows.slots, len(rows.slots) - len(step.admitted)
         is_same = columns.last_frame.take(slots[:num_running]) == self.prev_frame_id
         missed = () if np.count_nonzero(is_same) == num_running else (~is_same).nonzero()[0]
+        names = self._names_of(slots)
         plan = ArrayPlan(
             frame_id,
             slots,
-            self._names_of(slots),
+            names,
             rows.num_computed,
             rows.num_scheduled,
             rows.num_known - columns.num_prompt.take(slots),
@@ -54,7 +55,7 @@ class Issuing(BatchedRunningPhase, WaitingPhase):
                 plan.new_rows[row] = self.table.requests[slot]
         if self.async_scheduling:
             self._promise_each(plan)
-        self._close_plan(frame_id, self._open_frame(plan))
+        self._close_plan(frame_id, self._open_frame(plan, names))
         return plan
 
     def _close_plan(self, frame_id: FrameId, frame: Frame) -> None:
@@ -65,13 +66,13 @@ class Issuing(BatchedRunningPhase, WaitingPhase):
             self.frames[frame_id] = frame
         self.finished_req_ids.clear()
 
-    def _open_frame(self, plan: ArrayPlan) -> Frame:
+    def _open_frame(self, plan: ArrayPlan, names: NDArray[np.object_]) -> Frame:
         view = self._running_view
         if view is not None and plan.slots is view.slots:
             births = view.births
         else:
             births = self.table.columns.births.take(plan.slots)
-        return Frame(plan.slots, births, plan.names, plan.samples, plan.draft_token_ids)
+        return Frame(plan.slots, births, names, plan.samples, plan.draft_token_ids)
 
     def _names_of(self, slots: NDArray[np.int64]) -> NDArray[np.object_]:
         view = self._running_view
