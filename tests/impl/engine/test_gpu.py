@@ -185,5 +185,16 @@ def test_a_copy_from_pageable_memory_is_noticed(gpu: GPU) -> None:
     assert gpu.waits == ["to from pageable memory"]
     assert to_device(host.numpy(), "cuda").tolist() == [0, 1, 2]
     assert gpu.waits == ["to from pageable memory", "tolist"]
-    host.to("cuda") + host
-    assert gpu.waits[-1] == "add of host and device"
+
+
+def test_host_and_device_do_not_meet(gpu: GPU) -> None:
+    host = torch.arange(3)
+    device = host.to("cuda")
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device: add"):
+        host + device
+    with pytest.raises(TypeError, match="copy it to the host first"):
+        device.numpy()
+    assert device.cpu().numpy().tolist() == [0, 1, 2]
+    gpu.waits.clear()
+    assert device[torch.tensor([1])].is_cuda
+    assert gpu.waits == ["__getitem__ of host and device"]

@@ -24,8 +24,8 @@ from torch.overrides import TorchFunctionMode
 from triton.runtime.interpreter import GridExecutor
 
 READS = {
-    "item", "tolist", "cpu", "numpy", "nonzero", "argwhere", "masked_select", "unique", "equal",
-    "allclose", "bincount", "__bool__", "__int__", "__float__", "__index__", "__array__",
+    "item", "tolist", "nonzero", "argwhere", "masked_select", "unique", "equal",
+    "allclose", "bincount", "__bool__", "__int__", "__float__", "__index__",
 }  # fmt: skip
 """What cannot be answered before the device has come so far."""
 GARBAGE = -77
@@ -92,12 +92,17 @@ class GPU(TorchFunctionMode):  # type: ignore[misc]
         name = getattr(func, "__name__", "")
         if func is torch.device:
             return func(*args, **kwargs)
+        home = name == "cpu" or (name == "to" and takes_home(args, kwargs))
+        home = home and isinstance(args[0], GpuTensor)
         if name == "pin_memory":
             return func.__objclass__.clone(args[0]).as_subclass(PinnedTensor)
-        to_gpu, args, kwargs = take_device(args, kwargs)
+        to_gpu, args, kwargs = take_device(name, args, kwargs)
         self.check(name, args, to_gpu=to_gpu, waits=not kwargs.get("non_blocking"))
         with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)
+        if home:
+            self.wait(name)
+            return out.clone().as_subclass(torch.Tensor)
         if to_gpu or any(isinstance(x, GpuTensor) for x in flatten((args, kwargs))):
             out = as_gpu(out)
             if self.capturing is not None:
@@ -113,11 +118,15 @@ class GPU(TorchFunctionMode):  # type: ignore[misc]
             if waits or not isinstance(theirs[0], PinnedTensor):
                 self.wait(f"{name} from pageable memory")
         elif ours and any(x.dim() > 0 for x in theirs):
+            if name not in ("__getitem__", "__setitem__", "copy_"):
+                raise RuntimeError(f"Expected all tensors to be on the same device: {name}")
             self.wait(f"{name} of host and device")
         boolean = name in ("__getitem__", "__setitem__") and any(
             x.dtype == torch.bool for x in flatten(args[1]) if isinstance(x, torch.Tensor)
         )
         by_counts = name == "repeat_interleave" and len(ours) > 1
+        if ours and name in ("numpy", "__array__"):
+            raise TypeError("can't convert a tensor on a GPU to numpy; copy it to the host first")
         if ours and (name in READS or boolean or by_counts):
             self.wait(name)
 
@@ -148,7 +157,9 @@ class GPU(TorchFunctionMode):  # type: ignore[misc]
             )
 
 
-def take_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any, dict[str, Any]]:
+def take_device(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[bool, Any, dict[str, Any]]:
     """Whether something is asked for on the GPU; the arguments, with the CPU in its place."""
 
     def is_gpu(value: object) -> bool:
@@ -160,9 +171,14 @@ def take_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, An
     if "device" in kwargs:
         kwargs = {**kwargs, "device": "cpu"}
     # A copy even so: memory of the device is not that of the host.
-    if args and isinstance(args[0], torch.Tensor) and not isinstance(args[0], GpuTensor):
+    if name == "to" and not isinstance(args[0], GpuTensor):
         kwargs = {**kwargs, "copy": True}
     return True, tuple("cpu" if is_gpu(value) else value for value in args), kwargs
+
+
+def takes_home(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor is sent to the host."""
+    return any(str(value) == "cpu" for value in (*args[1:], kwargs.get("device")))
 
 
 def flatten(value: object) -> Iterator[Any]:
