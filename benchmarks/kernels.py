@@ -69,7 +69,7 @@ class Size:
     num_rows: int = 1024
     vocab_size: int = 131_072
     num_copied: int = 1024
-    num_swapped: int = 64
+    num_swapped: int = 256
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -244,7 +244,8 @@ def list_copies(size: Size, device: str) -> Iterator[Case]:
         swapped = torch.zeros(size.num_swapped, kib * 512, dtype=torch.bfloat16, device=device)
         staging = torch.zeros_like(swapped, device="cpu")
         staging = staging.pin_memory() if device == "cuda" else staging
-        ids = torch.randperm(size.num_swapped)
+        # Where each of the two ways wants them: the kernel on the device, copies on the host.
+        ids = torch.randperm(size.num_swapped, device=device if kib == 64 else "cpu")
         yield Case(
             f"gather_blocks {size.num_swapped} x {kib} KiB to the host",
             partial(gather_blocks, swapped, ids, staging), "link",
