@@ -64,9 +64,9 @@ def gather_blocks(cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
     or, pinned to overlap, on the CPU. `staging[i] = cache[block_ids[i]]`.
 
     Blocks of `DMA_BLOCK_BYTES_MIN` and more are moved one by one by the copy engines, which needs
-    their ids on the host: pass `block_ids` on the CPU or it waits for the device. Smaller ones are
-    moved by a kernel, `NUM_BUFFER_BYTES_MAX` at a time. Copies to and from a pinned staging buffer
-    are asynchronous: synchronise before it is read, or written again.
+    their ids on the host. Smaller ones are moved by a kernel, `NUM_BUFFER_BYTES_MAX` at a time,
+    which needs them on the device. Ids that are elsewhere are fetched, which waits. Copies to and
+    from a pinned staging buffer are asynchronous: synchronise before it is read, or written again.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or layout; ids on the CPU also when
