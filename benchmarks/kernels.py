@@ -1,13 +1,15 @@
 """The kernels on one GPU: time, percent of a bound measured in the same run, and peers.
 
     python benchmarks/kernels.py [--only WORD] [--json FILE or folder]
+    python benchmarks/kernels.py --tilings
 
 Bounds: what a device-to-device copy of 1 GiB reaches (read + write), what a pinned copy reaches
 over the link, or nothing for what is bound by its launch. Times are of the device, median and 99th
 percentile, with the L2 cache flushed before each run (`triton.testing.do_bench`). What is bound by
 its launch is replayed from CUDA graphs of many runs, with the L2 cache as it is; the percentile is
 of ten means then. A peer that cannot run is listed with its reason. In a folder the file is named
-by date and device. Without a GPU this says so and exits with 2.
+by date and device. `--tilings` times the decodes under other tilings than the one that is chosen,
+which nobody has tuned. Without a GPU this says so and exits with 2.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -295,6 +299,40 @@ def report(case: Case, rates: dict[str, float]) -> dict[str, Any]:
     return row
 
 
+def list_tilings() -> Iterator[Any]:
+    """For decodes of up to 16 heads per KV head.
+
+    Loads that go through a block table take two stages each: only from 5 on, keys are on their way
+    while those before them are multiplied. With fewer, other programs have to fill the time.
+    """
+    from blockstep.kernels.attention_triton import Tiling  # noqa: PLC0415 - not everywhere
+
+    for tile, num_warps, num_stages in product((32, 64, 128), (4, 8), (1, 3, 5)):
+        yield Tiling(16, tile, num_warps, num_stages)
+
+
+def report_tilings(size: Size, rates: dict[str, float], device: str) -> None:
+    """Print a line for each tiling, of a batch that fills the device and of one that is split."""
+    from blockstep.kernels import attention_triton  # noqa: PLC0415 - not everywhere
+
+    for num_seqs in (size.num_seqs, size.num_seqs // 8 or 1):
+        decode = Decode(size, num_seqs, size.context, device)
+        chosen = attention_triton.choose_tiling(
+            size.head_size, size.num_heads // size.num_kv_heads, size.dtype.itemsize, 1
+        )
+        print(f"decode {num_seqs} x {size.context}; chosen is {chosen}")
+        for tiling in list_tilings():
+            name = f"    tile {tiling.tile:3} warps {tiling.num_warps} stages {tiling.num_stages}"
+            with patch.object(attention_triton, "choose_tiling", lambda *_, t=tiling: t):
+                try:
+                    median, _ = measure(decode.run, "copy")
+                except Exception as error:  # more shared memory than there is, for example
+                    print(f"{name}  not measured: {type(error).__name__}: {error}"[:200])
+                    continue
+            percent = 100 * decode.num_bytes / rates["copy"] / (median * 1e-6)
+            print(f"{name} {median:10.1f} us {percent:5.1f} % of copy")
+
+
 def choose_file(path: Path, day: str, device: str) -> Path:
     """Where results go: into the file that was named, or one of this name in the folder."""
     if not path.is_dir():
@@ -310,6 +348,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--only", default="", metavar="WORD", help="cases whose name has it")
+    parser.add_argument("--tilings", action="store_true", help="time tilings of the decodes")
     parser.add_argument("--json", type=Path, metavar="FILE or folder")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -327,6 +366,9 @@ def main() -> int:
     }  # fmt: skip
     print(f"{about['device']}, torch {about['torch']}, triton {about['triton']}")
     print(", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in rates.items()))
+    if args.tilings:
+        report_tilings(Size(), rates, "cuda")
+        return 0
     cases = (case for case in list_cases(Size(), "cuda") if args.only in case.name)
     rows = [report(case, rates) for case in cases]
     if args.json:

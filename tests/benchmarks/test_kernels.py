@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import kernels
-from benchmarks.kernels import Size, choose_file, list_cases, make_flex, report
+from benchmarks.kernels import (
+    Size,
+    choose_file,
+    list_cases,
+    list_tilings,
+    make_flex,
+    report,
+    report_tilings,
+)
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels.py"
 GUESTS = ("flex_attention, paged", "FlashAttention 3 of vLLM", "FlashInfer")
@@ -52,6 +60,28 @@ def test_a_peer_that_is_not_there_is_listed_with_its_reason(
     assert row["peers"]["SDPA, contiguous"] == 50.0
     assert "No module named 'flashinfer'" in row["peers"]["FlashInfer"]
     assert "not measured: ModuleNotFoundError" in capsys.readouterr().out
+
+
+def test_tilings_are_timed_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    from blockstep.kernels import attention_triton
+
+    used: list[object] = []
+
+    def measure(run: object, bound: str) -> tuple[float, float]:
+        used.append(attention_triton.choose_tiling(128, 4, 2, 1))
+        if len(used) == 2:
+            raise MemoryError("shared memory")
+        return 50.0, 60.0
+
+    monkeypatch.setattr(kernels, "measure", measure)
+    report_tilings(SMALL, {"copy": 1e9}, "cpu")
+    assert used == [*list_tilings()] * 2
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("not measured: MemoryError: shared memory" in line for line in lines) == 1
+    assert sum("us" in line and "% of copy" in line for line in lines) == len(used) - 1
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
