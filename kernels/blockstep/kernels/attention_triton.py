@@ -225,10 +225,8 @@ def choose_tiling(size: int, group: int, element_size: int, max_query_len: int |
     if element_size == 4:
         # Three products of tf32 on the tensor cores have about the accuracy of one of float32. They
         # hold a row of queries twice in registers, which 256 dimensions do not leave room for.
-        if few == 64 and size == 128:
-            return Tiling(few, 32, 8, 1, "tf32x3")
         if few >= 64 and size >= 128:
-            return Tiling(few, 16, 16, 1)
+            return Tiling(few, 16, 16, 1)  # some bytes are spilled: not a case to serve fast
         if size >= 256:
             return Tiling(few, 16, 4, 1)
         return Tiling(few, 16, 8 if size >= 128 or few > 64 else 4, 1, "tf32x3")

@@ -170,11 +170,11 @@ def list_attention(*, every: bool) -> Iterator[Call]:
         yield from attention_calls(dtypes, sizes, [4], [{}], list(KINDS))
         yield from attention_calls([(BRAIN, None)], [128], [1, 7, 8, 16, 64], RULES, list(KINDS))
         yield from attention_calls([(SINGLE, None)], [256], [1, 7, 16], RULES, list(KINDS))
-        wide = [(BRAIN, None), (SINGLE, None)]
-        yield from attention_calls(wide, [64, 128], [32, 64, 71], [{}], list(KINDS))
+        yield from attention_calls([(BRAIN, None)], [64, 128], [32, 64, 71], [{}], list(KINDS))
+        yield from attention_calls([(SINGLE, None)], [128], [32], [{}], list(KINDS))
     else:
         yield from attention_calls([(BRAIN, None)], [128], [8], [BOTH], list(KINDS))
-        yield from attention_calls([(BRAIN, None), (SINGLE, None)], [128], [64], [{}], ["draft"])
+        yield from attention_calls([(BRAIN, None)], [128], [64], [{}], ["draft"])
         dtypes = [(BRAIN, None), (SINGLE, None), (BRAIN, FP8)]
         yield from attention_calls(dtypes, [64, 128, 256], [4], [{}], ["prefill", "split"])
 
