@@ -96,8 +96,8 @@ class Decode:
         self.caches = [torch.zeros(blocks, dtype=size.dtype, device=device) for _ in "kv"]
         position = torch.arange(context, device=device)
         slots = self.tables[:, position // BLOCK_SIZE].long() * BLOCK_SIZE + position % BLOCK_SIZE
-        tokens = [tensor.view(-1, *shape[2:]) for tensor in (self.key, self.value)]
-        reshape_and_cache(*tokens, *self.caches, slots.view(-1))
+        key, value = (tensor.view(-1, *shape[2:]) for tensor in (self.key, self.value))
+        reshape_and_cache(key, value, self.caches[0], self.caches[1], slots.view(-1))
         self.starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
         self.lens = torch.full((num_seqs,), context, dtype=torch.int32, device=device)
         self.scale = size.head_size**-0.5
@@ -106,8 +106,8 @@ class Decode:
     def run(self) -> object:
         """Ours."""
         return paged_attention(
-            self.query, *self.caches, self.tables, self.starts, self.lens, scale=self.scale,
-            max_query_len=1, max_seq_len=self.context,
+            self.query, self.caches[0], self.caches[1], self.tables, self.starts, self.lens,
+            scale=self.scale, max_query_len=1, max_seq_len=self.context,
         )  # fmt: skip
 
     def make_sdpa(self) -> Run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,19 +90,19 @@ def test_pages_of_flex_attention_hold_what_is_asked_for(monkeypatch: pytest.Monk
     """Not compiled, which takes a compiler: the calls are those of the installed torch."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **how: real(f, **how) if how else f)
-    out = make_flex(SMALL, "cpu")()
-    assert out.shape == (2, 2, 1, 16)  # type: ignore[attr-defined]
-    assert not bool(out.isnan().any())  # type: ignore[attr-defined]
+    out: Any = make_flex(SMALL, "cpu")()
+    assert out.shape == (2, 2, 1, 16)
+    assert not bool(out.isnan().any())
 
 
 def test_every_case_runs() -> None:
     names = []
     for case in list_cases(SMALL, "cpu"):
-        made = case.run()
+        made: Any = case.run()
         for name, make in case.peers.items():
             if name in GUESTS:
                 continue
-            theirs = make()()
+            theirs: Any = make()()
             if name == "SDPA, contiguous":
                 torch.testing.assert_close(made, theirs[:, :, 0], atol=2e-2, rtol=2e-2)
         assert (case.bound == "launch") == (case.num_bytes == 0)

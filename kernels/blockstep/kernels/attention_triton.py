@@ -112,10 +112,8 @@ def attention_kernel(
 
     `scale` holds log2(e) and the scale of the keys; softmax is computed in base 2.
     """
-    tile, split = tl.program_id(0), tl.program_id(2)
-    head = tl.program_id(1).to(tl.int64)  # may be the outermost dimension of a cache
-    sequence = tile
-    local = 0
+    tile, head, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    sequence, local = tile, 0
     if not ONE_TILE:
         sequence = find_sequence(query_start_loc, num_seqs, tile, BLOCK_Q)
         local = (tile - tl.load(query_start_loc + sequence) // BLOCK_Q - sequence) * BLOCK_Q
@@ -162,8 +160,7 @@ def attention_kernel(
         if SPLIT:
             at = (token * (tl.num_programs(1) * GROUP) + of_query) * num_splits + split
             tl.store(partial_log + at, top + tl.log2(sums), mask=is_row)
-            # Of a split without keys only the logarithm is read.
-            written = is_row[:, None] & (first < last)
+            written = is_row[:, None] & (first < last)  # of others the logarithm is read, no more
             tl.store(partial + at[:, None] * SIZE + dim[None, :], weighted, mask=written)
         else:
             to = token[:, None] * out_token + of_query[:, None] * out_head + dim[None, :]
