@@ -22,9 +22,6 @@ from blockstep.spec.vocabulary import Config
 
 FILL_STEPS_MAX = 20_000
 """Steps until enough requests run, at most; a scenario that takes longer is broken."""
-
-STEPS_PER_TURN = 16
-"""Steps that a side plays before it is another one's turn."""
 REHEARSAL = {"decode": 1, "storm": 14, "drafts": 14, "async": 14, "priority": 14, "hits": 2}
 """What is played before anything counts: scenarios, and how many run."""
 PILOT = "host"
@@ -115,7 +112,7 @@ def measure(
     for name in engines:
         before = _memory_mib()
         side, track = open_side(name, config), Track()
-        for moments in _in_turns(warm):
+        for moments in _in_turns(warm, scenario.steps_per_turn):
             _play_alike(None, name, side, track, moments, scenario)
         sides[name], memory[name] = (side, track), _memory_mib() - before
         _play_alike(pilot, name, side, track, (), scenario)
@@ -144,7 +141,7 @@ def rehearse(engines: Sequence[str], advance: Advance) -> None:
     Raises: as `measure`.
     """
     for name, size in REHEARSAL.items():
-        measure(SCENARIOS[name], size, engines, STEPS_PER_TURN, False, advance)
+        measure(SCENARIOS[name], size, engines, SCENARIOS[name].steps_per_turn, False, advance)
 
 
 def fill(pilot: Pilot, scenario: Scenario, num_running: int) -> list[Moment]:
@@ -158,9 +155,9 @@ def fill(pilot: Pilot, scenario: Scenario, num_running: int) -> list[Moment]:
     return moments + [pilot.step() for _ in range(scenario.num_warmup)]
 
 
-def _in_turns(moments: Sequence[Moment]) -> Iterator[Sequence[Moment]]:
-    for start in range(0, len(moments), STEPS_PER_TURN):
-        yield moments[start : start + STEPS_PER_TURN]
+def _in_turns(moments: Sequence[Moment], steps_per_turn: int) -> Iterator[Sequence[Moment]]:
+    for start in range(0, len(moments), steps_per_turn):
+        yield moments[start : start + steps_per_turn]
 
 
 def _play(
@@ -182,7 +179,7 @@ def _play(
     skipped = 0 if scenario.counts_every_step else 1
     with garbage_collection(on=gc_on):
         while len(counted) < num_steps and not pilot.is_done:
-            left = min(STEPS_PER_TURN, num_steps - len(counted) + skipped)
+            left = min(scenario.steps_per_turn, num_steps - len(counted) + skipped)
             moments: list[Moment] = []
             while len(moments) < left and not pilot.is_done:
                 moments.append(pilot.step())

@@ -36,6 +36,8 @@ class Scenario:
     num_running_max: int = 4096
     counts_every_step: bool = False
     """Whether also the first step of a turn is counted: the times of a trace are added up."""
+    steps_per_turn: int = 16
+    """Steps of one side before the next has its turn; nobody's caches are warm in the first."""
     min_running: float = 1.0
     """Share of N that must run before the warm-up begins; a storm never has all of them."""
 
@@ -217,5 +219,6 @@ def get_trace_scenario(path: Path, limit: int) -> Scenario:
         get_concurrency=lambda _n: preset.pace.concurrency,
         num_warmup=0,
         counts_every_step=True,
+        steps_per_turn=64,
         min_running=0.0,
     )

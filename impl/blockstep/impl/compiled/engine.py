@@ -295,8 +295,9 @@ class CompiledEngine:
             counts: [rows] int32, tokens of each row; None: one for each row that samples, so that
                 no drafts are accepted.
         """
-        problem = frame_problem(frame_id, self.frames)
-        if problem is not None:
+        if next(iter(self.frames), None) != frame_id:
+            problem = frame_problem(frame_id, self.frames)
+            assert problem is not None, "it is not the oldest frame"
             return problem
         tokens = np.ascontiguousarray(token_ids, np.int32)
         lengths = None if counts is None else np.ascontiguousarray(counts, np.int32)

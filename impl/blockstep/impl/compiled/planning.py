@@ -61,6 +61,7 @@ from blockstep.impl.compiled.state import (
     ROW,
     ROW_DRAFTS,
     ROW_FIRST_BLOCK,
+    ROW_LAST_BLOCK,
     ROW_SLOT,
     ROW_TOKENS,
     RUNNING,
@@ -115,6 +116,7 @@ def _add_row(s: State, slot: int, tokens: int, first_block: int, drafts: int) ->
     row = s.scalars[NUM_ROWS]
     s.lines[row, ROW_SLOT], s.lines[row, ROW_TOKENS] = slot, tokens
     s.lines[row, ROW_FIRST_BLOCK], s.lines[row, ROW_DRAFTS] = first_block, drafts
+    s.lines[row, ROW_LAST_BLOCK] = s.requests[slot, NUM_HELD]
     s.requests[slot, ROW] = row
     s.scalars[NUM_ROWS] = row + 1
     s.scalars[BUDGET] -= tokens
@@ -301,15 +303,17 @@ def plan_step(s: State, frame_id: int, previous_id: int, budget: int, admits: bo
     s.scalars[BUDGET] = budget
     s.scalars[NUM_ROWS] = s.scalars[NUM_PREEMPTED] = 0
     _schedule_running(s)
-    num_running = _close_gaps(s)
+    if s.scalars[NUM_PREEMPTED] > 0:
+        _close_gaps(s)
+    num_running = int(s.scalars[NUM_ROWS])
     if admits and s.scalars[NUM_PREEMPTED] == 0:
         _schedule_waiting(s)
     return _issue(s, frame_id, previous_id, num_running)
 
 
 @compiled
-def _close_gaps(s: State) -> int:
-    """Rows of preempted requests go; how many rows are left."""
+def _close_gaps(s: State) -> None:
+    """Rows of preempted requests go."""
     kept = 0
     for row in range(s.scalars[NUM_ROWS]):
         if s.lines[row, ROW_SLOT] == NONE:
@@ -318,7 +322,6 @@ def _close_gaps(s: State) -> int:
             s.lines[kept, column] = s.lines[row, column]
         kept += 1
     s.scalars[NUM_ROWS] = kept
-    return kept
 
 
 @making_arrays
@@ -326,8 +329,7 @@ def _issue(s: State, frame_id: int, previous_id: int, num_running: int) -> PlanA
     """Tell what changed since the plan before (P26), and count scheduled tokens as computed."""
     rows, num_blocks, num_drafts = s.scalars[NUM_ROWS], 0, 0
     for row in range(rows):
-        held = s.requests[s.lines[row, ROW_SLOT], NUM_HELD]
-        num_blocks += held - s.lines[row, ROW_FIRST_BLOCK]
+        num_blocks += s.lines[row, ROW_LAST_BLOCK] - s.lines[row, ROW_FIRST_BLOCK]
         num_drafts += s.lines[row, ROW_DRAFTS]
     who, told = np.empty((2, rows), np.int64), np.empty((TOLD_COLUMNS, rows), np.int32)
     ids = np.empty(2 * num_blocks + num_drafts, np.int32)
@@ -360,7 +362,7 @@ def _fill_plan(
         slot, drafts = s.lines[row, ROW_SLOT], s.lines[row, ROW_DRAFTS]
         seated = s.requests[slot, SEAT]
         who[0, row], who[1, row] = slot, s.requests[slot, BIRTH]
-        for index in range(s.lines[row, ROW_FIRST_BLOCK], s.requests[slot, NUM_HELD]):
+        for index in range(s.lines[row, ROW_FIRST_BLOCK], s.lines[row, ROW_LAST_BLOCK]):
             ids[at_block], ids[num_blocks + at_block] = row, s.block_tables[seated, index]
             at_block += 1
         is_known = s.scalars[IS_ASYNC] == 0

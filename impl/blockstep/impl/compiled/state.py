@@ -165,8 +165,10 @@ ROW_SLOT: Final = 1
 ROW_TOKENS: Final = 2
 ROW_FIRST_BLOCK: Final = 3
 """Blocks that the worker knows of already."""
-ROW_DRAFTS: Final = 4
-LINE_COLUMNS: Final = 5
+ROW_LAST_BLOCK: Final = 4
+"""Blocks that it has."""
+ROW_DRAFTS: Final = 5
+LINE_COLUMNS: Final = 6
 
 # What a plan tells of each row, in int32.
 TOLD_COMPUTED: Final = 0
