@@ -238,7 +238,7 @@ class CompiledEngine:
             self.config.max_num_batched_tokens if is_open else 0,
             self.pause_state is PauseState.UNPAUSED,
         )  # fmt: skip
-        slots = who[0]
+        slots, num_rows = who[0], who.shape[1]
         names = SlotNames(self.requests.lend_names(), slots)
         frame_id = self.next_frame_id
         plan = ArrayPlan(
@@ -248,7 +248,7 @@ class CompiledEngine:
             told[TOLD_COMPUTED],
             told[TOLD_SCHEDULED],
             told[TOLD_OUTPUTS],
-            None if num_samples == len(names) else told[TOLD_SAMPLES] != 0,
+            None if num_samples == num_rows else told[TOLD_SAMPLES] != 0,
             ids[:num_blocks],
             ids[num_blocks : 2 * num_blocks],
             RowDrafts(told[TOLD_DRAFTS], ids) if len(ids) > 2 * num_blocks else {},
@@ -258,9 +258,9 @@ class CompiledEngine:
             tuple(sorted(self.finished_req_ids)) if self.finished_req_ids else (),
             (),
         )
-        if num_preempted or num_missed or num_running < len(names):
+        if num_preempted or num_missed or num_running < num_rows:
             self._tell_changes(plan, num_running, num_missed, num_preempted)
-        if len(names):
+        if num_rows:
             self.frames[frame_id] = Frame(who, names, told, ids)
         self.finished_req_ids.clear()
         self.previous_names, self._previous_id, self.next_frame_id = names, frame_id, frame_id + 1
@@ -326,7 +326,7 @@ class CompiledEngine:
     ) -> ArrayOutputs | Rejected:
         """The answer to the oldest frame."""
         frame = self.frames[frame_id]
-        self.requests.reserve_nodes(len(token_ids), len(frame.names))
+        self.requests.reserve_nodes(len(token_ids), frame.who.shape[1])
         marks, is_marked = _NO_MARKS, False
         while True:
             code, detail, told, kept, num_rows, num_ended = results.commit_step(
@@ -340,7 +340,7 @@ class CompiledEngine:
         if code != results.FITS:
             return bad_result(frame_id, _describe(code, detail, frame, token_ids))
         names = frame.names
-        if num_rows < len(names):
+        if num_rows < told.shape[1]:
             told = told[:, :num_rows]
             names = names.take(told[0])
         outputs = ArrayOutputs(
