@@ -16,8 +16,9 @@ import pytest
 from blockstep.conformance.check import CheckOptions, check
 from blockstep.impl.arrays import ArrayPlan
 from blockstep.impl.compiled import IS_COMPILED, CompiledEngine
+from blockstep.impl.compiled import state as state_of_engine
 from blockstep.impl.compiled.names import NOTHING, ExtrasTable, Labels, list_extras
-from blockstep.impl.compiled.state import FREE_SEAT, NONE, NUM_FREE_NODES
+from blockstep.impl.compiled.state import FREE_SEAT, NEXT_SEAT, NONE, NUM_FREE_NODES
 from blockstep.impl.host import HostEngine
 from blockstep.spec.hashing import get_item_keys
 from blockstep.spec.vocabulary import (
@@ -103,8 +104,11 @@ def draw_request(draw: random.Random, number: int) -> Request:
 
 
 @pytest.mark.parametrize("policy", list(Policy))
-def test_it_grows_as_it_must_and_leaks_nothing(policy: Policy) -> None:
+def test_it_grows_as_it_must_and_leaks_nothing(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More requests, seats, nodes and extras than there is room for at first; all come back."""
+    monkeypatch.setattr(state_of_engine, "TABLE_ENTRIES", 300)
     draw = random.Random(3)
     config = Config(
         num_blocks=40, block_size=3, max_num_seqs=30, max_num_batched_tokens=50, policy=policy
@@ -130,7 +134,7 @@ def test_it_grows_as_it_must_and_leaks_nothing(policy: Policy) -> None:
     assert not state.extras_uses[1:].any()
     seat, seats = int(state.scalars[FREE_SEAT]), 0
     while seat != NONE:
-        seat, seats = int(state.block_tables[seat, 0]), seats + 1
+        seat, seats = int(state.lines[seat, NEXT_SEAT]), seats + 1
     assert seats == len(state.lines)
 
 

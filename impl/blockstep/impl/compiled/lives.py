@@ -23,6 +23,7 @@ from blockstep.impl.compiled.state import (
     IS_RUNNING,
     LAST_NODE,
     MORE_STOPS,
+    NEXT_SEAT,
     NONE,
     NUM_COMPUTED,
     NUM_DRAFTS,
@@ -106,7 +107,7 @@ def get_tokens(s: State, slot: int) -> Int32s:
 def seat(s: State, slot: int) -> None:
     """It runs from now on, after all others."""
     found = s.scalars[FREE_SEAT]
-    s.scalars[FREE_SEAT] = s.block_tables[found, 0]
+    s.scalars[FREE_SEAT] = s.lines[found, NEXT_SEAT]
     s.requests[slot, SEAT] = found
     full = s.requests[slot, NUM_FULL]
     list_nodes(s, s.requests[slot, LAST_NODE], full, s.node_tables[found])
@@ -120,7 +121,7 @@ def _unseat(s: State, slot: int) -> None:
     """It runs no longer, and holds no block."""
     free_blocks(s, slot)
     found = s.requests[slot, SEAT]
-    s.block_tables[found, 0] = s.scalars[FREE_SEAT]
+    s.lines[found, NEXT_SEAT] = s.scalars[FREE_SEAT]
     s.scalars[FREE_SEAT] = found
     s.requests[slot, SEAT] = NONE
 

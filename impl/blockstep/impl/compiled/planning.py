@@ -35,10 +35,10 @@ from blockstep.impl.compiled.state import (
     IS_WAITING,
     LAST_FRAME,
     LAST_NODE,
-    LINE_COLUMNS,
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
     MAX_TOKENS_PER_ROW,
+    NEXT_SEAT,
     NONE,
     NUM_CACHED_TOKENS,
     NUM_COMPUTED,
@@ -318,7 +318,7 @@ def _close_gaps(s: State) -> None:
     for row in range(s.scalars[NUM_ROWS]):
         if s.lines[row, ROW_SLOT] == NONE:
             continue
-        for column in range(ROW_SLOT, LINE_COLUMNS):
+        for column in range(ROW_SLOT, NEXT_SEAT):
             s.lines[kept, column] = s.lines[row, column]
         kept += 1
     s.scalars[NUM_ROWS] = kept

@@ -45,7 +45,7 @@ FREE_NODE: Final = 13
 NUM_FREE_NODES: Final = 14
 NUM_NODES_BORN: Final = 15
 FREE_SEAT: Final = 16
-"""Unused seats are a list, linked by the first entry of their block tables."""
+"""Unused seats are a list, linked by `NEXT_SEAT`."""
 # the queues: waiting, skipped, and those passed over in this step; first, last and length of each,
 QUEUES: Final = 17
 WAITING: Final = 0
@@ -157,18 +157,19 @@ BUCKET: Final = 8
 """Not of this node: the first of those whose hash ends in the number of this row."""
 NODE_COLUMNS: Final = 9
 
-# Lines: two lists side by side, none longer than there are seats.
+# Lines: three lists side by side, none longer than there are seats.
 RUNNING: Final = 0
 """Slots in running order."""
 ROW_SLOT: Final = 1
-"""Rows of the step; from here to the end."""
+"""Rows of the step; from here on."""
 ROW_TOKENS: Final = 2
 ROW_FIRST_BLOCK: Final = 3
 """Blocks that the worker knows of already."""
 ROW_LAST_BLOCK: Final = 4
 """Blocks that it has."""
 ROW_DRAFTS: Final = 5
-LINE_COLUMNS: Final = 6
+NEXT_SEAT: Final = 6
+LINE_COLUMNS: Final = 7
 
 # What a plan tells of each row, in int32.
 TOLD_COMPUTED: Final = 0
@@ -213,7 +214,8 @@ class State(NamedTuple):
 
 
 _SLOTS: Final = 8
-_SEATS: Final = 8
+TABLE_ENTRIES = 1 << 26
+"""Of a table that has all seats at once: no memory is used before it is written to."""
 
 
 def make_state(config: Config) -> State:
@@ -258,8 +260,10 @@ def make_state(config: Config) -> State:
         np.zeros((0, LINE_COLUMNS), np.int64),
         np.zeros(0, np.int32),
     )
-    num_nodes = 1 << (2 * config.num_blocks).bit_length()
-    return grow_nodes(grow_seats(grow_slots(state, _SLOTS), _SEATS), num_nodes)
+    seats = min(config.max_num_seqs, config.num_usable_blocks)
+    seats = max(min(seats, TABLE_ENTRIES // longest), 1)
+    num_nodes = 1 << config.num_blocks.bit_length()
+    return grow_nodes(grow_seats(grow_slots(state, _SLOTS), seats), num_nodes)
 
 
 def grow_slots(state: State, count: int) -> State:
@@ -272,16 +276,17 @@ def grow_slots(state: State, count: int) -> State:
 def grow_seats(state: State, count: int) -> State:
     """Room for `count` running requests."""
     first = len(state.lines)
-    tables = _longer(state.block_tables, count)
-    tables[first:, 0] = np.arange(first + 1, count + 1)  # each names the next unused one
-    tables[-1, 0] = state.scalars[FREE_SEAT]
+    used = int(state.requests[:, [NUM_HELD, NUM_FULL]].max(initial=0))
+    lines = _longer(state.lines, count)
+    lines[first:-1, NEXT_SEAT] = np.arange(first + 1, count)
+    lines[-1, NEXT_SEAT] = state.scalars[FREE_SEAT]
     state.scalars[FREE_SEAT] = first
     return state._replace(
-        block_tables=tables,
-        node_tables=_longer(state.node_tables, count),
+        block_tables=_longer_table(state.block_tables, count, used),
+        node_tables=_longer_table(state.node_tables, count, used),
         drafts=_longer(state.drafts, count),
-        lines=_longer(state.lines, count),
-        scratch=np.zeros(max(2 * count, tables.shape[1]), np.int32),
+        lines=lines,
+        scratch=np.zeros(max(2 * count, state.block_tables.shape[1]), np.int32),
     )
 
 
@@ -310,4 +315,11 @@ def _longer(array: A, count: int) -> A:
     """The same with `count` rows; the new ones are zeros, and cost nothing until they are used."""
     longer: A = np.zeros((count, *array.shape[1:]), array.dtype)
     longer[: len(array)] = array
+    return longer
+
+
+def _longer_table(table: Int32s, count: int, used: int) -> Int32s:
+    """The same of a table of which the first `used` columns are in use."""
+    longer = np.zeros((count, table.shape[1]), np.int32)
+    longer[: len(table), :used] = table[:, :used]
     return longer
