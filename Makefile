@@ -47,18 +47,13 @@ bench: $(DEV) ## Run every benchmark (that of the kernels is part of `make gpu`)
 	if [ $$# -eq 0 ]; then echo "make bench: no benchmark in benchmarks/" >&2; exit 1; fi; \
 	for script do echo "== $$script"; $(BIN)/python "$$script" $(ARGS) || exit; done
 
-# With the Python that has torch for this GPU, pytest and triton: .venv may hold torch for CPUs.
+# With the Python that has torch for this GPU, since .venv may hold torch for CPUs. SANITIZER names
+# compute-sanitizer where it is not on the path, and SANITIZER= leaves it out.
 GPU_PYTHON ?= python3
-GPU_RUN = PYTHONPATH=spec:impl:kernels:conformance $(GPU_PYTHON)
-gpu: ## Run the kernels compiled on a GPU: tests, compute-sanitizer, times (GPU_PYTHON=python3)
-	@$(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit(2)' || \
-		{ echo "make gpu: $(GPU_PYTHON) sees no CUDA device through torch; nothing was run" >&2; exit 2; }
-	@$(GPU_RUN) -m pytest tests/kernels $(ARGS)
-	@if command -v compute-sanitizer >/dev/null; then \
-		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --target-processes all --error-exitcode 1 \
-			env $(GPU_RUN) -m pytest -q tests/kernels -k 'not million and not law and not compiled'; \
-	else echo "make gpu: compute-sanitizer is not installed; that check was left out" >&2; fi
-	@$(GPU_RUN) benchmarks/kernels.py
+SANITIZER ?= compute-sanitizer
+export GPU_PYTHON SANITIZER
+gpu: ## Run kernels and engine compiled on a GPU: tests, compute-sanitizer, times (GPU_PYTHON=python3)
+	@.ci/gpu $(ARGS)
 
 mutation: $(MEASURE) ## Mutate engine and specification and see who notices (hours; see its page)
 	@$(BIN)/python -m benchmarks.mutation $(ARGS)

@@ -1,74 +1,264 @@
-"""The figures of the scheduler in docs/reference/performance.md, with their plots.
+"""The section "The scheduler's step" of docs/reference/performance.md: every figure in it.
 
-    python benchmarks/scheduler.py [--write] [--engine NAME ...] [--trace FILE] [PART ...]
+    python benchmarks/scheduler.py                              a quick look: decode, host only
+    python benchmarks/scheduler.py --write --trace FILE         measures all, and writes the page
+    python benchmarks/scheduler.py --write [--trace FILE] PART  measures one part anew
+    python benchmarks/scheduler.py --page                       writes the page, measures nothing
 
-Runs `blockstep bench scheduler` once for each part of the page. With `--write` it puts tables and
-plots into the page and JSON into benchmarks/results; that needs vLLM and matplotlib beside us
-(`make vllm`, and pip install matplotlib in its environment). Without, it shows decode only.
+Each part is one `blockstep bench`, its JSON goes into benchmarks/results. The page, its plots and
+its table of goals are made of the newest JSON of each part; what is judged by hand stands on the
+page outside of the marks. To measure all takes about 15 minutes, and needs vLLM, numba and
+matplotlib beside us: `make vllm`, then pip install numba and matplotlib in its environment.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import importlib.util
+import json
+import operator
+import os
+import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+
+from blockstep.conformance.bench.measure import Measurement, Reading, get_slope
+from blockstep.conformance.bench.page import draw_plot, make_markdown, make_pipes, say_machine
+from blockstep.conformance.bench.profile import Profile, to_lines
+from blockstep.conformance.bench.report import YARDSTICK, from_json, get_ratio
+from blockstep.conformance.bench.scenarios import TRACE
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "reference" / "performance.md"
+PAGE = Path("docs/reference/performance.md")
+RESULTS = Path("benchmarks/results")
 RUN = "import sys; sys.argv[0] = 'blockstep'; from blockstep.conformance.cli import main; main()"
+ENGINES = ("compiled", "host", YARDSTICK)
 PARTS = {
-    "steady": "--scenario decode --scenario long --scenario async --scenario drafts "
-    "-n 1 -n 64 -n 256 -n 1024 --steps 48",
-    "churn": "--scenario mixed --scenario hits --scenario storm --scenario priority "
-    "--scenario pool -n 8 -n 64 -n 256 --steps 64",
-    "trace": "--limit 2000",
+    "steady": "scheduler --scenario decode --scenario long --scenario async --scenario drafts "
+    + 9 * "-n 1 "
+    + 3 * "-n 8 "
+    + 3 * "-n 64 "
+    + "-n 256 -n 1024 -n 4096",
+    "churn": "scheduler --scenario mixed --scenario hits --scenario storm --scenario priority "
+    "--scenario pool -n 8 -n 64 -n 256",
+    "trace": "scheduler --limit 2000",
+    "profile-steady": "profile --scenario decode -n 1024",
+    "profile-churn": "profile --scenario mixed --scenario hits -n 256",
 }
+"""What `blockstep bench` is asked for; between the marks of this name stands what it said. What
+takes few microseconds is measured several times, in turn with other scenarios of that size."""
+GOALS_MARK = "goals"
+
+# Goals.
+
+Reader: TypeAlias = Callable[[Sequence[Measurement], str], float | None]
+"""The figure of an engine; None if it was not measured."""
+SENSES = {"at least": operator.ge, "at most": operator.le, "below": operator.lt}
 
 
-def run(arguments: list[str]) -> None:
-    """One `blockstep bench scheduler`; what it says is seen. Raises if it fails."""
-    command = [sys.executable, "-c", RUN, "bench", "scheduler", *arguments]
-    subprocess.run(command, check=True, cwd=ROOT)  # noqa: S603 - our own command
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a figure has to be."""
+
+    what: str
+    sense: str
+    bound: float
+    unit: str
+    read: Reader
+
+    def judge(self, measurements: Sequence[Measurement], engine: str) -> str:
+        """The figure, and whether it is what it has to be."""
+        value = self.read(measurements, engine)
+        if value is None:
+            return "not measured"
+        verdict = "met" if SENSES[self.sense](value, self.bound) else "**missed**"
+        return f"{value:,.4g}{self.unit}, {verdict}"
 
 
-def write_part(part: str, arguments: list[str]) -> None:
-    """Measure a part, and put it between its marks on the page."""
+def find(
+    measurements: Sequence[Measurement],
+    scenario: str,
+    running: int | None,
+    engine: str,
+    reading: str,
+) -> tuple[Measurement, Reading] | None:
+    """One engine in one reading; a `running` of None is any."""
+    for entry in measurements:
+        if entry.scenario == scenario and running in (None, entry.num_running):
+            for found in entry.readings:
+                if (found.engine, found.reading) == (engine, reading):
+                    return entry, found
+    return None
+
+
+def times(scenario: str, running: int, reading: str = "arrays") -> Reader:
+    """How many of its steps fit into one of the yardstick, by their p50."""
+
+    def read(measurements: Sequence[Measurement], engine: str) -> float | None:
+        found = find(measurements, scenario, running, engine, reading)
+        return None if found is None else get_ratio(*found)
+
+    return read
+
+
+def times_all_steps(measurements: Sequence[Measurement], engine: str) -> float | None:
+    """The same of the whole trace."""
+    found = find(measurements, TRACE, None, engine, "arrays")
+    return None if found is None else get_ratio(*found, "mean")
+
+
+def slope_of_decode(measurements: Sequence[Measurement], engine: str) -> float | None:
+    """Nanoseconds."""
+    entries = [entry for entry in measurements if entry.scenario == "decode"]
+    return get_slope(entries, engine, "arrays")
+
+
+def long_by_short(measurements: Sequence[Measurement], engine: str) -> float | None:
+    """The p50 of one request with a long context, in that of one with a short context."""
+    long = find(measurements, "long", 1, engine, "arrays")
+    short = find(measurements, "decode", 1, engine, "arrays")
+    return None if long is None or short is None else long[1].step.p50 / short[1].step.p50
+
+
+MATERIALISED = times("decode", 1024, "materialised")
+GOALS = (
+    Goal("decode, 1,024 running, arrays", "at least", 100, "x", times("decode", 1024)),
+    Goal("decode, 1,024 running, materialised", "at least", 20, "x", MATERIALISED),
+    Goal("decode, 64 running, arrays", "at least", 20, "x", times("decode", 64)),
+    Goal("decode, 1 running, arrays", "at least", 1, "x", times("decode", 1)),
+    Goal("decode, one running request more, arrays", "below", 100, " ns", slope_of_decode),
+    Goal("100,000 tokens of context by 512, arrays", "at most", 1.1, "", long_by_short),
+    Goal("mixed, 256 running, arrays", "at least", 20, "x", times("mixed", 256)),
+    Goal("hits, 256 running, arrays", "at least", 20, "x", times("hits", 256)),
+    Goal("storm, 256 running, arrays", "at least", 10, "x", times("storm", 256)),
+    Goal("Mooncake, 2,000 requests, all steps, arrays", "at least", 30, "x", times_all_steps),
+)
+
+
+def make_goals(measurements: Sequence[Measurement]) -> list[str]:
+    """The table of goals, one column for each engine that is compared with the yardstick."""
+    seen = dict.fromkeys(f.engine for entry in measurements for f in entry.readings)
+    engines = [name for name in seen if name != YARDSTICK]
+    rows = [
+        [goal.what, f"{goal.sense} {goal.bound:g}{goal.unit}"]
+        + [goal.judge(measurements, name) for name in engines]
+        for goal in GOALS
+    ]
+    return make_pipes(("what", "goal", *engines), rows)
+
+
+# The page.
+
+
+def find_newest(part: str) -> Path | None:
+    """The newest result of a part: names begin with the date."""
+    return max(RESULTS.glob(f"*-scheduler-{part}-*core.json"), default=None)
+
+
+def write_page() -> None:
+    """Put what the newest results say between the marks, and draw their plots."""
+    text = PAGE.read_text(encoding="utf-8")
+    measurements: list[Measurement] = []
+    files = []
+    for part in PARTS:
+        file = find_newest(part)
+        if file is None:
+            continue
+        plain = json.loads(file.read_text(encoding="utf-8"))
+        if "profiles" in plain:
+            block = make_profiles(plain)
+        else:
+            entries = from_json(plain)
+            plot = None if part == TRACE else PAGE.parent / f"scheduler-{part}.svg"
+            if plot is not None:
+                draw_plot(plot, entries)
+            block = make_markdown(entries, plain, plot)
+            measurements += entries
+            files.append(f"`{file.as_posix()}`")
+        text = put(text, part, block)
+    goals = [*make_goals(measurements), "", f"Computed from {', '.join(files)}."]
+    PAGE.write_text(put(text, GOALS_MARK, "\n".join(goals)), encoding="utf-8")
+
+
+def put(text: str, name: str, block: str) -> str:
+    """Replace what stands between two marks.
+
+    Raises:
+        ValueError: they are not there.
+    """
+    mark = f"<!-- bench scheduler: {name} -->"
+    parts = text.split(mark)
+    if len(parts) != 3:
+        raise ValueError(f"{PAGE}: {len(parts) - 1} times {mark}; it must stand there twice")
+    return f"{parts[0]}{mark}\n\n{block.strip()}\n\n{mark}{parts[2]}"
+
+
+def make_profiles(plain: Mapping[str, Any]) -> str:
+    """A block for each engine in each scenario."""
+    found = msgspec.convert(plain["profiles"], list[Profile])
+    blocks = ["\n".join(["```text", *to_lines(entry), "```"]) for entry in found]
+    return "\n\n".join([f"`{plain['command']}`", say_machine(plain["machine"]), *blocks])
+
+
+# Measuring.
+
+
+def run(arguments: Sequence[str]) -> None:
+    """One `blockstep bench`; what it says is seen. Raises if it fails."""
+    command = [sys.executable, "-c", RUN, "bench", *arguments]
+    settings = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONHASHSEED": "0", **os.environ}
+    subprocess.run(command, check=True, env=settings)  # noqa: S603 - our own command
+
+
+def measure_part(part: str, engines: Sequence[str], trace: Path | None) -> None:
+    """Measure a part into a file of today."""
     date = time.strftime("%Y-%m-%d", time.gmtime())
-    files = ["--json", f"benchmarks/results/{date}-scheduler-{part}-2core.json"]
-    if part != "trace":
-        files += ["--plot", f"docs/reference/scheduler-{part}.svg"]
-    markdown = f"benchmarks/results/scheduler-{part}.md"
-    run([*arguments, *files, "--markdown", markdown])
-    text = (ROOT / markdown).read_text(encoding="utf-8")
-    (ROOT / markdown).unlink()
-    text = re.sub(r" --markdown [^\s`]+", "", text)
-    mark = f"<!-- bench scheduler: {part} -->"
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(mark)
-    _, _, after = rest.partition(mark)
-    PAGE.write_text(f"{before}{mark}\n\n{text}\n{mark}{after}", encoding="utf-8")
+    file = RESULTS / f"{date}-scheduler-{part}-{os.cpu_count()}core.json"
+    chosen = [name for name in engines if name != YARDSTICK or not part.startswith("profile")]
+    options = [option for name in chosen for option in ("--engine", name)]
+    command, *rest = PARTS[part].split()
+    if part == TRACE and trace is not None:
+        rest += ["--trace", str(trace)]
+    run([command, *options, *rest, "--json", file.as_posix()])
+    if trace is not None:  # where it lies says nothing to others
+        text = file.read_text(encoding="utf-8")
+        file.write_text(text.replace(shlex.quote(str(trace)), trace.name), encoding="utf-8")
 
 
 def main() -> None:
-    """Measure what was asked for."""
+    """Measure what was asked for, and write the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--engine", action="append")
-    parser.add_argument("--trace", help="mooncake_conversation.jsonl.gz, for the part of that name")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}: all")
+    parser.add_argument("--write", action="store_true", help="measure, then write the page")
+    parser.add_argument("--page", action="store_true", help="write the page only")
+    parser.add_argument("--engine", action="append", help=f"with --write: {', '.join(ENGINES)}")
+    parser.add_argument("--trace", type=Path, help="mooncake_conversation.jsonl.gz, for its part")
     args = parser.parse_args()
-    engines = args.engine or (["host", "vllm"] if args.write else ["host"])
-    chosen = [option for name in engines for option in ("--engine", name)]
-    if not args.write:
-        run([*chosen, "--scenario", "decode", "-n", "1", "-n", "64", "-n", "1024"])
+    if unknown := set(args.parts) - set(PARTS):
+        parser.error(f"PART {min(unknown)!r}: must be one of {', '.join(PARTS)}")
+    if not (args.write or args.page):
+        chosen = [option for name in args.engine or ["host"] for option in ("--engine", name)]
+        run(["scheduler", *chosen, "--scenario", "decode", "-n", "1", "-n", "64", "-n", "1024"])
         return
-    for part in args.parts or [part for part in PARTS if part != "trace" or args.trace]:
-        extra = ["--trace", args.trace] if part == "trace" else []
-        write_part(part, [*chosen, *extra, *PARTS[part].split()])
+    parts = (args.parts or list(PARTS)) if args.write else []
+    if TRACE in parts and args.trace is None:
+        parser.error(f"part {TRACE}: needs --trace FILE; name the other parts to leave it out")
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("the plots need matplotlib: pip install matplotlib")
+    trace = args.trace and args.trace.resolve()
+    os.chdir(ROOT)
+    for part in parts:
+        measure_part(part, args.engine or ENGINES, trace)
+    write_page()
 
 
 if __name__ == "__main__":

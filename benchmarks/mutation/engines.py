@@ -111,11 +111,12 @@ class Arrays:
     def _commit_rows(self, frame_id: FrameId, plan: Any, rows: list[TokenIds]) -> Any:
         """Without counts where they are not needed, or where it must be refused without them."""
         tokens, counts = plan.pack_answer(rows)
+        due = np.ones(len(rows), np.int32) if plan.samples is None else plan.samples
         if counts is not None:
-            assert isinstance(self.engine.commit_arrays(frame_id, tokens), Rejected)
+            if len(tokens) != due.sum():
+                assert isinstance(self.engine.commit_arrays(frame_id, tokens), Rejected)
             return self.engine.commit_arrays(frame_id, tokens, counts)
         lengths = np.array([len(row) for row in rows], np.int32)
-        due = np.ones(len(rows), np.int32) if plan.samples is None else plan.samples
         if lengths.sum() == due.sum() and (lengths != due).any():
             return self.engine.commit_arrays(frame_id, tokens, lengths)
         return self.engine.commit_arrays(frame_id, tokens)

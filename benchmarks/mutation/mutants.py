@@ -20,7 +20,11 @@ from typing import Any, TypeAlias
 Place: TypeAlias = tuple[int, int]
 """Line from 1, column from 0 in characters."""
 
-WINGS: Mapping[str, str] = {"impl/host": "blockstep.impl.host", "spec": "blockstep.spec"}
+WINGS: Mapping[str, str] = {
+    "impl": "blockstep.impl",
+    "impl/host": "blockstep.impl.host",
+    "spec": "blockstep.spec",
+}
 """Folders that are mutated, as the page names them, and their packages."""
 
 WHOLE_MODULES: Mapping[str, str] = {

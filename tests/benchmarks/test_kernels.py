@@ -5,12 +5,24 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from benchmarks.kernels import Size, list_cases
+from benchmarks import kernels
+from benchmarks.kernels import (
+    Size,
+    choose_file,
+    list_cases,
+    list_tilings,
+    make_flex,
+    report,
+    report_tilings,
+)
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "kernels.py"
+GUESTS = ("flex_attention, paged", "FlashAttention 3 of vLLM", "FlashInfer")
+"""The first needs a compiler."""
 SMALL = Size(
     num_seqs=2, context=20, num_heads=2, num_kv_heads=1, head_size=16, num_tokens=32, num_rows=4,
     vocab_size=16, num_copied=2, num_swapped=2,
@@ -25,13 +37,74 @@ def test_without_a_gpu_it_says_so() -> None:
     assert "no CUDA device is available" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "2026-01-02-kernels-h100-80gb-hbm3.json"),
+        ("NVIDIA H200", "2026-01-02-kernels-h200.json"),
+    ],
+)
+def test_results_are_named_by_day_and_device(tmp_path: Path, device: str, name: str) -> None:
+    assert choose_file(tmp_path, "2026-01-02", device) == tmp_path / name
+    assert choose_file(tmp_path / "mine.json", "2026-01-02", device) == tmp_path / "mine.json"
+
+
+def test_a_peer_that_is_not_there_is_listed_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The times are made up: what is seen here is what is done with them."""
+    monkeypatch.setattr(kernels, "measure", lambda run, bound: (50.0, 60.0))
+    decode = next(list_cases(SMALL, "cpu"))
+    row = report(decode, {"copy": 1e9})
+    assert row["bytes_per_second"] == pytest.approx(decode.num_bytes / 50e-6)
+    assert row["percent_of_bound"] == pytest.approx(row["bytes_per_second"] / 1e7)
+    assert row["peers"]["SDPA, contiguous"] == 50.0
+    assert "No module named 'flashinfer'" in row["peers"]["FlashInfer"]
+    assert "not measured: ModuleNotFoundError" in capsys.readouterr().out
+
+
+def test_tilings_are_timed_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    from blockstep.kernels import attention_triton
+
+    used: list[object] = []
+
+    def measure(run: object, bound: str) -> tuple[float, float]:
+        used.append(attention_triton.choose_tiling(128, 4, 2, 1))
+        if len(used) == 2:
+            raise MemoryError("shared memory")
+        return 50.0, 60.0
+
+    monkeypatch.setattr(kernels, "measure", measure)
+    report_tilings(SMALL, {"copy": 1e9}, "cpu")
+    assert used == [*list_tilings()] * 2
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("not measured: MemoryError: shared memory" in line for line in lines) == 1
+    assert sum("us" in line and "% of copy" in line for line in lines) == len(used) - 1
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_pages_of_flex_attention_hold_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not compiled, which takes a compiler: the calls are those of the installed torch."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: real(f, **how) if how else f)
+    out: Any = make_flex(SMALL, "cpu")()
+    assert out.shape == (2, 2, 1, 16)
+    assert not bool(out.isnan().any())
+
+
 def test_every_case_runs() -> None:
     names = []
     for case in list_cases(SMALL, "cpu"):
-        case.run()
+        made: Any = case.run()
         for name, make in case.peers.items():
-            if name != "flex_attention, paged":  # needs a compiler
-                make()()
+            if name in GUESTS:
+                continue
+            theirs: Any = make()()
+            if name == "SDPA, contiguous":
+                torch.testing.assert_close(made, theirs[:, :, 0], atol=2e-2, rtol=2e-2)
         assert (case.bound == "launch") == (case.num_bytes == 0)
         names.append(case.name)
     assert len(names) == len(set(names)) == 9

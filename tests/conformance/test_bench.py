@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +11,26 @@ import pytest
 from typer.testing import CliRunner
 
 from blockstep.conformance.bench.measure import (
+    REHEARSAL,
     Measurement,
     NotEqualError,
     Reading,
     Spread,
     get_slope,
     measure,
+    merge_rounds,
+    rehearse,
 )
-from blockstep.conformance.bench.report import make_markdown, make_rows, to_json
-from blockstep.conformance.bench.scenarios import SCENARIOS
+from blockstep.conformance.bench.page import make_markdown
+from blockstep.conformance.bench.profile import STEPS, name_function, profile, to_lines
+from blockstep.conformance.bench.report import from_json, get_ratio, make_rows, to_json
+from blockstep.conformance.bench.scenarios import SCENARIOS, Scenario
 from blockstep.conformance.bench.sides import ArraySide, ProtocolSide, make_side
 from blockstep.conformance.check import ExitCode
 from blockstep.conformance.cli import app
 from blockstep.conformance.registry import load_engine
 
-SIDES = ("host", "host-vector", "tests.conformance.test_bench:make_plain_host")
+SIDES = ("host", "host-vector", "compiled", "tests.conformance.test_bench:make_plain_host")
 QUICK = ("decode", "storm", "drafts", "async")
 """Scenarios that begin at once."""
 
@@ -57,6 +63,13 @@ def test_sides_decide_the_same_in_few_rows_and_in_many(scenario: str) -> None:
         assert {found.engine for found in entry.readings} == set(SIDES)
         assert entry.num_steps == 8
         assert entry.rows_mean > 0
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
+def test_all_that_run_fit_into_a_step_with_room_for_prompts(scenario: Scenario) -> None:
+    for size in (1, 8, 64, 256, 1024, scenario.num_running_max):
+        config = scenario.get_config(size)
+        assert config.max_num_batched_tokens > size * (1 + config.num_speculative_tokens)
 
 
 def test_a_storm_preempts_and_a_draft_is_accepted() -> None:
@@ -93,6 +106,17 @@ def test_the_slope_is_per_request_and_leaves_small_sizes_out() -> None:
     assert get_slope(entries[:2], "host", "arrays") is None
 
 
+def test_of_several_rounds_medians_count_and_scenarios_stand_together() -> None:
+    long = replace(entry_of(1, 5.0), scenario="long")
+    rounds = [entry_of(1, 10.0), long, entry_of(1, 90.0), long, entry_of(1, 20.0), entry_of(8, 7.0)]
+    merged = merge_rounds(rounds)
+    assert [(m.scenario, m.num_running, m.num_rounds) for m in merged] == [
+        ("decode", 1, 3), ("decode", 8, 1), ("long", 1, 2),
+    ]  # fmt: skip
+    assert merged[0].readings[0].commit == Spread(20.0, 40.0, 20.0)
+    assert merged[1] == rounds[-1]
+
+
 def test_a_report_gives_ratios_machine_and_command() -> None:
     entries = [entry_of(64, 10.0), entry_of(128, 20.0)]
     assert [row["times vllm"] for row in make_rows(entries)] == ["100.0", "", "50.0", ""]
@@ -103,7 +127,70 @@ def test_a_report_gives_ratios_machine_and_command() -> None:
     page = make_markdown(entries, conditions, Path("plot.svg"))
     assert "`blockstep bench scheduler`" in page
     assert "![" in page
-    assert to_json(entries, conditions)["slopes"][0]["nanoseconds_per_request"] == 156.2
+    assert "| 64 | **100.0x** 10.0 / 20.0 | 1,000 / 1,000 |" in page
+    assert "| ns per request, from 64 on | 156 | 0 |" in page
+    plain = to_json(entries, conditions)
+    assert plain["slopes"][0]["nanoseconds_per_request"] == 156.2
+    assert from_json(json.loads(json.dumps(plain))) == entries
+
+
+def test_a_trace_is_one_row_and_the_sum_of_its_steps() -> None:
+    entry = replace(entry_of(256, 10.0), scenario="trace", num_steps=5000)
+    machine = dict.fromkeys(("processor", "cores", "python", "system", "date", "load_1min"), "")
+    page = make_markdown([entry], {"command": "C", "machine": machine, "gc": "off"}, None)
+    assert "| all 5,000 steps | **100.0x** 0.05 s | 5.00 s |" in page
+    assert "![" not in page
+
+
+def test_without_the_yardstick_there_is_no_ratio() -> None:
+    entry = entry_of(64, 10.0)
+    alone = replace(entry, readings=entry.readings[:1])
+    assert get_ratio(alone, alone.readings[0]) is None
+    assert make_rows([alone])[0]["times vllm"] == ""
+
+
+def test_what_is_rehearsed_is_every_way_to_plan() -> None:
+    told: list[str] = []
+    rehearse(("host",), lambda _done, text: told.append(text))
+    assert {text.split()[0] for text in told} == set(REHEARSAL)
+
+
+@pytest.mark.parametrize("engine", ["host", "host-vector"])
+def test_a_profile_sees_the_steps_and_nothing_else(engine: str) -> None:
+    found = profile(SCENARIOS["decode"], 4, engine, 8, 1000, lambda _done, _text: None)
+    steps = {line.function: line for line in found.lines if line.function.split(".")[-1] in STEPS}
+    assert set(steps) == {
+        "impl/host/scheduler.py: HostEngine.schedule_arrays",
+        "impl/host/scheduler.py: HostEngine.commit_arrays",
+    }
+    assert [line.calls for line in steps.values()] == [1.0, 1.0]
+    assert sum(line.total for line in steps.values()) == pytest.approx(1.0)
+    assert sum(line.own for line in found.lines) == pytest.approx(1.0)
+    assert len(to_lines(found)) == 2 + len(found.lines)
+
+
+def test_names_of_functions_have_no_paths_and_addresses() -> None:
+    assert name_function("<built-in method f of A object at 0x7f00ab>") == (
+        "<built-in method f of A>"
+    )
+    told = {
+        "/home/me/blockstep/impl/blockstep/impl/host/pool.py": "impl/host/pool.py: <module>",
+        "/usr/site-packages/numpy/core.py": "numpy/core.py: <module>",
+        "/usr/lib/python3/json/decoder.py": "decoder.py: <module>",
+    }
+    assert {file: name_function(compile("", file, "exec")) for file in told} == told
+
+
+def test_command_profiles(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["bench", "profile", "--scenario", "decode", "-n", "2", "--steps", "4"]
+    result = CliRunner().invoke(app, [*arguments, "--lines", "3", "--json", str(out)])
+    assert result.exit_code == ExitCode.CONFORMS, result.output
+    assert "decode, 2 running, host" in result.output
+    assert len(json.loads(out.read_text())["profiles"][0]["lines"]) == 3
+    plain = CliRunner().invoke(app, [*arguments, "--engine", SIDES[2]])
+    assert plain.exit_code == ExitCode.USAGE
+    assert "schedule_arrays" in plain.output
 
 
 def test_command_writes_table_json_and_page(tmp_path: Path) -> None:
@@ -111,13 +198,14 @@ def test_command_writes_table_json_and_page(tmp_path: Path) -> None:
     result = CliRunner().invoke(
         app,
         ["bench", "scheduler", "--engine", "host", "--engine", "host-vector", "--scenario",
-         "decode", "-n", "1", "-n", "3", "--steps", "3", "--json", str(out), "--markdown",
-         str(page)],
+         "decode", "-n", "1", "-n", "3", "-n", "1", "--steps", "3", "--json", str(out),
+         "--markdown", str(page)],
     )  # fmt: skip
     assert result.exit_code == ExitCode.CONFORMS, result.output
     assert "all decided the same" in result.output
     plain = json.loads(out.read_text())
-    assert [entry["num_running"] for entry in plain["measurements"]] == [1, 3]
+    found = [(entry["num_running"], entry["num_rounds"]) for entry in plain["measurements"]]
+    assert found == [(1, 2), (3, 1)]
     assert "host-vector" in page.read_text()
 
 
@@ -140,3 +228,8 @@ def test_unknown_scenarios_and_engines_are_usage() -> None:
     for option, value in (("--scenario", "nap"), ("--engine", "nobody")):
         result = CliRunner().invoke(app, ["bench", "scheduler", option, value, "-n", "1"])
         assert result.exit_code == ExitCode.USAGE
+
+
+def test_more_than_any_scenario_is_made_for_is_usage() -> None:
+    arguments = ["bench", "scheduler", "--scenario", "pool", "-n", "4096"]
+    assert CliRunner().invoke(app, arguments).exit_code == ExitCode.USAGE

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from blockstep.impl.host import HostEngine
-from blockstep.impl.host.arrays import ArrayOutputs, ArrayPlan, Frame
+from blockstep.impl.arrays import ArrayOutputs, ArrayPlan
+from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.host import HostEngine, make_vector_engine
+from blockstep.impl.host.frames import Frame
 from blockstep.impl.host.table import TAIL
 from blockstep.spec.vocabulary import (
     Abort,
@@ -32,6 +35,13 @@ from blockstep.spec.vocabulary import (
     TokenIds,
 )
 
+ENGINES: dict[str, Callable[[Config], HostEngine | CompiledEngine]] = {
+    "host": HostEngine,
+    "host, some by arrays": lambda config: HostEngine(config, vector_at=4),
+    "host, all by arrays": make_vector_engine,
+    "compiled": CompiledEngine,
+}
+each_engine = pytest.mark.parametrize("name", ENGINES)
 SMALL: dict[str, Any] = {"num_blocks": 60, "block_size": 4, "max_num_seqs": 24}
 
 
@@ -44,7 +54,7 @@ def draw_requests(draw: random.Random, count: int) -> list[Request]:
             max_tokens=draw.randint(1, 40),
             min_tokens=0,
             eos_token_id=draw.choice((None, 7)),
-            stop_token_ids=draw.choice(((), (8, 7 + 4096))),
+            stop_token_ids=draw.choice(((), (8, 7 + 4096), (90, 91, 92, 93, 8))),
             repetition_detection=draw.choice((None, None, RepetitionDetection(2, 1, 4))),
             priority=draw.randrange(3),
         )
@@ -69,9 +79,9 @@ def draw_drafts(draw: random.Random, engine: HostEngine) -> Drafts:
     )
 
 
-@pytest.mark.parametrize("vector_at", [1, 4, 1000])
+@each_engine
 @pytest.mark.parametrize("seed", range(12))
-def test_arrays_say_what_events_say(seed: int, vector_at: int) -> None:
+def test_arrays_say_what_events_say(seed: int, name: str) -> None:
     draw = random.Random(seed)
     method = draw.choice((SpecMethod.NONE, SpecMethod.NGRAM, SpecMethod.EAGLE))
     config = Config(
@@ -85,7 +95,7 @@ def test_arrays_say_what_events_say(seed: int, vector_at: int) -> None:
         max_frames_in_flight=draw.choice((1, 2)),
     )
     by_events = HostEngine(config, vector_at=1000)
-    by_arrays = HostEngine(config, vector_at=vector_at)
+    by_arrays = ENGINES[name](config)
     waiting = draw_requests(draw, 60)
     while waiting or by_events.table.slot_of:
         for request in waiting[: draw.randint(0, 4)]:
@@ -107,9 +117,10 @@ def test_arrays_say_what_events_say(seed: int, vector_at: int) -> None:
         assert by_arrays.snapshot() == by_events.snapshot()
 
 
-def commit_both(draw: random.Random, by_events: HostEngine, by_arrays: HostEngine) -> None:
+def commit_both(
+    draw: random.Random, by_events: HostEngine, by_arrays: HostEngine | CompiledEngine
+) -> None:
     frame_id, frame = next(iter(by_events.frames.items()))
-    assert dict(by_arrays.frames[frame_id]) == dict(frame)
     answer = [(name, draw_tokens(draw, drafts)) for name, drafts in frame.items()]
     flat = np.array([token for _, tokens in answer for token in tokens], np.int32)
     counts = np.array([len(tokens) for _, tokens in answer], np.int32)
@@ -127,11 +138,12 @@ def commit_both(draw: random.Random, by_events: HostEngine, by_arrays: HostEngin
 
 
 def open_engine(
-    vector_at: int, max_tokens: int = 60, **fields: Any
-) -> tuple[HostEngine, ArrayPlan]:
-    engine = HostEngine(Config(**{**SMALL, **fields}), vector_at=vector_at)
-    for name in "abc":
-        assert engine.apply(Submit(Request(name, (1, 2, 3), max_tokens=max_tokens))) == Ack()
+    name: str, max_tokens: int = 60, **fields: Any
+) -> tuple[HostEngine | CompiledEngine, ArrayPlan]:
+    engine = ENGINES[name](Config(**{**SMALL, **fields}))
+    for request_id in "abc":
+        request = Request(request_id, (1, 2, 3), max_tokens=max_tokens)
+        assert engine.apply(Submit(request)) == Ack()
     plan = engine.schedule_arrays()
     assert isinstance(plan, ArrayPlan)
     engine.commit_arrays(plan.frame_id, np.array([4, 5, 6], np.int32))
@@ -140,7 +152,7 @@ def open_engine(
     return engine, plan
 
 
-@pytest.mark.parametrize("vector_at", [1, 1000])
+@each_engine
 @pytest.mark.parametrize(
     ("tokens", "counts"),
     [
@@ -157,9 +169,9 @@ def open_engine(
     ],
 )
 def test_an_answer_that_does_not_fit_changes_nothing(
-    vector_at: int, tokens: TokenIds, counts: TokenIds | None
+    name: str, tokens: TokenIds, counts: TokenIds | None
 ) -> None:
-    engine, plan = open_engine(vector_at)
+    engine, plan = open_engine(name)
     before = engine.snapshot()
     lengths = None if counts is None else np.array(counts, np.int32)
     answer = engine.commit_arrays(plan.frame_id, np.array(tokens, np.int32), lengths)
@@ -168,8 +180,9 @@ def test_an_answer_that_does_not_fit_changes_nothing(
     assert engine.snapshot() == before
 
 
-def test_frames_are_refused_as_with_events() -> None:
-    engine, plan = open_engine(1)
+@each_engine
+def test_frames_are_refused_as_with_events(name: str) -> None:
+    engine, plan = open_engine(name)
     full = engine.schedule_arrays()
     assert isinstance(full, Rejected)
     assert full.code is RejectCode.PIPELINE_FULL
@@ -178,9 +191,9 @@ def test_frames_are_refused_as_with_events() -> None:
     assert unknown.code is RejectCode.UNKNOWN_FRAME
 
 
-@pytest.mark.parametrize("vector_at", [1, 1000])
-def test_accepted_tokens_must_be_drafts(vector_at: int) -> None:
-    engine, plan = open_engine(vector_at, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
+@each_engine
+def test_accepted_tokens_must_be_drafts(name: str) -> None:
+    engine, plan = open_engine(name, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
     engine.commit_arrays(plan.frame_id, np.array([4, 5, 6], np.int32))
     engine.apply(Drafts((RowTokens("b", (7, 8)),)))
     plan = engine.schedule_arrays()  # type: ignore[assignment]
@@ -190,8 +203,6 @@ def test_accepted_tokens_must_be_drafts(vector_at: int) -> None:
             plan.frame_id, np.array([1, 7, wrong, 1, 1], np.int32), np.array([1, 3, 1], np.int32)
         )
         assert isinstance(answer, Rejected)
-    missing = engine.commit_arrays(plan.frame_id, np.array([1, 7, 1], np.int32))
-    assert isinstance(missing, Rejected)
     silent = engine.commit_arrays(
         plan.frame_id, np.array([1, 7, 9], np.int32), np.array([1, 2, 0], np.int32)
     )
@@ -203,10 +214,25 @@ def test_accepted_tokens_must_be_drafts(vector_at: int) -> None:
     assert [row.new_token_ids for row in right.build_outputs().rows] == [(1,), (7, 9), (1,)]
 
 
+@each_engine
+def test_one_token_each_accepts_no_draft(name: str) -> None:
+    engine, plan = open_engine(name, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
+    engine.commit_arrays(plan.frame_id, np.array([4, 5, 6], np.int32))
+    engine.apply(Drafts((RowTokens("b", (7, 8)),)))
+    plan = engine.schedule_arrays()  # type: ignore[assignment]
+    engine.commit_arrays(plan.frame_id, np.array([1, 7, 1], np.int32))
+    assert engine.stats().drafts_scheduled == 2
+    assert engine.stats().drafts_accepted == 0
+    request = engine.snapshot().request("b")
+    assert request is not None
+    assert request.num_computed_tokens == 5  # all known tokens but the last
+
+
+@each_engine
 @pytest.mark.parametrize("caching", [True, False])
-def test_tokens_that_lag_behind_are_there_when_asked_for(caching: bool) -> None:
+def test_tokens_that_lag_behind_are_there_when_asked_for(caching: bool, name: str) -> None:
     engine, plan = open_engine(
-        1, 600, num_blocks=700, enable_prefix_caching=caching, max_model_len=1000
+        name, 600, num_blocks=700, enable_prefix_caching=caching, max_model_len=1000
     )
     said: list[int] = []
     for step in range(2 * TAIL + 9):
@@ -219,7 +245,8 @@ def test_tokens_that_lag_behind_are_there_when_asked_for(caching: bool) -> None:
 
 
 def test_a_snapshot_leaves_what_lags_behind_where_it_is() -> None:
-    engine, plan = open_engine(1)
+    engine, plan = open_engine("host, all by arrays")
+    assert isinstance(engine, HostEngine)
     engine.commit_arrays(plan.frame_id, np.array([7, 8, 9], np.int32))
     lengths = [len(lineage.tokens) for lineage in engine.table.lineages]
     assert lengths < [engine.table.num_known[slot] for slot in range(3)]
@@ -228,6 +255,7 @@ def test_a_snapshot_leaves_what_lags_behind_where_it_is() -> None:
     assert engine.snapshot() == first
 
 
+@each_engine
 @pytest.mark.parametrize(
     ("block_size", "num_prompt", "counts"),
     [
@@ -239,9 +267,9 @@ def test_a_snapshot_leaves_what_lags_behind_where_it_is() -> None:
     ],
 )
 def test_many_tokens_at_once_push_none_out(
-    block_size: int, num_prompt: int, counts: TokenIds
+    block_size: int, num_prompt: int, counts: TokenIds, name: str
 ) -> None:
-    engine = HostEngine(
+    engine = ENGINES[name](
         Config(
             num_blocks=30,
             block_size=block_size,
@@ -250,8 +278,7 @@ def test_many_tokens_at_once_push_none_out(
             enable_prefix_caching=False,
             spec_method=SpecMethod.NGRAM,
             num_speculative_tokens=127,
-        ),
-        vector_at=1,
+        )
     )
     engine.apply(Submit(Request("a", (7,) * num_prompt, max_tokens=900)))
     said: list[int] = []
@@ -268,12 +295,12 @@ def test_many_tokens_at_once_push_none_out(
     assert request.output_token_ids == tuple(said)
 
 
-@pytest.mark.parametrize("vector_at", [1, 1000])
-def test_a_hit_counts_what_came_after_the_preemption(vector_at: int) -> None:
+@each_engine
+def test_a_hit_counts_what_came_after_the_preemption(name: str) -> None:
     config = Config(num_blocks=40, block_size=1, max_num_seqs=2, max_frames_in_flight=3)
-    engine = HostEngine(config, vector_at=vector_at)
-    for name in "ab":
-        engine.apply(Submit(Request(name, (1, 2, 3), max_tokens=9)))
+    engine = ENGINES[name](config)
+    for request_id in "ab":
+        engine.apply(Submit(Request(request_id, (1, 2, 3), max_tokens=9)))
     for _ in range(3):
         assert isinstance(engine.schedule_arrays(), ArrayPlan)
     engine.apply(Reset(reset_running_requests=True))
@@ -285,7 +312,8 @@ def test_a_hit_counts_what_came_after_the_preemption(vector_at: int) -> None:
     assert plan.num_computed_tokens.tolist() == [0, 5]
 
 
-def test_a_victim_without_a_row_gives_nothing_back() -> None:
+@each_engine
+def test_a_victim_without_a_row_gives_nothing_back(name: str) -> None:
     requests = [(12, 1), (10, 4), (1, 2), (6, 5), (12, 3), (1, 5), (1, 3)]
     config = Config(
         num_blocks=15,
@@ -297,7 +325,7 @@ def test_a_victim_without_a_row_gives_nothing_back() -> None:
         scheduler_reserve_full_isl=False,
         enable_prefix_caching=False,
     )
-    engine = HostEngine(config, vector_at=1)
+    engine = ENGINES[name](config)
     preempted: list[str] = []
     for step in range(8):
         if step < len(requests):
@@ -314,7 +342,7 @@ def test_a_victim_without_a_row_gives_nothing_back() -> None:
 
 
 def test_a_frame_reads_like_a_map() -> None:
-    engine, plan = open_engine(1)
+    engine, plan = open_engine("host, all by arrays")
     frame = engine.frames[plan.frame_id]
     assert isinstance(frame, Frame)
     assert dict(frame) == {"a": (), "b": (), "c": ()}
@@ -323,10 +351,11 @@ def test_a_frame_reads_like_a_map() -> None:
     assert "d" not in frame
 
 
-def test_objects_of_a_plan_say_what_the_plan_says() -> None:
-    engine = HostEngine(Config(**SMALL), vector_at=1)
-    for name in "ab":
-        engine.apply(Submit(Request(name, (1, 2, 3, 4), max_tokens=9)))
+@each_engine
+def test_objects_of_a_plan_say_what_the_plan_says(name: str) -> None:
+    engine = ENGINES[name](Config(**SMALL))
+    for request_id in "ab":
+        engine.apply(Submit(Request(request_id, (1, 2, 3, 4), max_tokens=9)))
     plan = engine.schedule_arrays()
     assert isinstance(plan, ArrayPlan)
     objects = plan.build_objects()

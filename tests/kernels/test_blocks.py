@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from blockstep.kernels import copy_blocks, gather_blocks, scatter_blocks
+from blockstep.kernels import blocks, copy_blocks, gather_blocks, scatter_blocks
 
 PAIRS = {
     "none": [],
@@ -78,6 +78,28 @@ def test_swapped_out_and_in(
         expected = torch.zeros_like(cache)
         expected[ids] = cache[ids]
         assert torch.equal(back, expected)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 500, 1 << 20])
+def test_what_goes_to_the_host_goes_in_parts(
+    monkeypatch: pytest.MonkeyPatch, backend: str, device: str, num_bytes: int
+) -> None:
+    """Each through a buffer on the device; here as if staging were far away."""
+    monkeypatch.setattr(blocks, "NUM_BUFFER_BYTES_MAX", num_bytes)
+    parts = blocks.list_parts(torch.zeros(7, 60), torch.device("meta"))
+    rows = torch.arange(7)
+    assert [row for part in parts for row in rows[part].tolist()] == rows.tolist()
+    assert all(len(rows[part]) <= max(1, num_bytes // 240) for part in parts)
+    monkeypatch.setattr(blocks, "list_parts", lambda staging, device: parts)
+    cache, back = (make_cache(torch.float32, device, 60) for _ in range(2))
+    ids, staging = torch.tensor([5, 1, 7, 0, 2, 6, 3], device=device), torch.zeros(7, 60)
+    gather_blocks(cache, ids, staging)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(staging, cache[ids].cpu())
+    scatter_blocks(-staging, ids, back)
+    assert torch.equal(back[ids], -cache[ids])
+    assert torch.equal(back[4], cache[4])
 
 
 def test_a_wrong_call_is_refused() -> None:

@@ -92,6 +92,30 @@ def test_fp8_is_scaled_and_clamped(backend: str, device: str, dtype: torch.dtype
     assert caches[0][0, 0, 0, :2].tolist() == [448.0, -448.0]
 
 
+def test_a_nan_stays_one_in_fp8(backend: str, device: str) -> None:
+    if backend == "triton" and device == "cpu":
+        pytest.skip("Triton's interpreter makes 384 of it")
+    key, value = make(1, torch.float32, device)
+    key[:], value[:] = 1.0, float("nan")
+    caches = [torch.zeros(1, 4, 2, 16, dtype=FP8, device=device) for _ in range(2)]
+    reshape_and_cache(key, value, caches[0], caches[1], torch.tensor([2], device=device))
+    assert caches[0][0, 2].float().tolist() == key[0].tolist()
+    assert bool(caches[1][0, 2].float().isnan().all())
+
+
+def test_heads_may_be_the_outermost_dimension_of_a_large_cache(backend: str, device: str) -> None:
+    """Two KV heads on from the first, addresses are past what 32 bits can hold."""
+    key, value = (x.to(FP8).float() for x in make(3, torch.float32, device, heads=3))
+    stride = 1 << 30
+    memory = torch.empty(2 * stride + (1 << 16), dtype=FP8, device=device)  # hardly any is touched
+    shape = ((2, 8, 3, 16), (128, 16, stride, 1))
+    caches = [memory.as_strided(*shape, storage_offset=start) for start in (0, 1 << 15)]
+    slots = torch.tensor([9, 0, 15], device=device)
+    reshape_and_cache(key, value, caches[0], caches[1], slots)
+    for cache, source in zip(caches, (key, value), strict=True):
+        assert torch.equal(cache[slots // 8, slots % 8].float(), source)
+
+
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "slots as int32": (
         {"slot_mapping": torch.zeros(3, dtype=torch.int32)}, TypeError,

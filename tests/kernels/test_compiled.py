@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import kernel_support
 import pytest
@@ -29,7 +30,7 @@ REGISTERS_MAX = {
 SHARED_MAX = 227 * 1024
 
 
-def compile_apart(which: str) -> list[Compiled]:
+def compile_apart(which: str) -> Any:
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     support = str(Path(kernel_support.__path__[0]).parent)
     paths = [support, *filter(None, sys.path)]
@@ -41,7 +42,7 @@ def compile_apart(which: str) -> list[Compiled]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [Compiled(**one) for one in json.loads(done.stdout)]
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +53,20 @@ def compile_apart(which: str) -> list[Compiled]:
     ],
 )
 def test_every_kernel_fits_an_h100(which: str, kernels: set[str]) -> None:
-    found = compile_apart(which)
+    found = [Compiled(**one) for one in compile_apart(which)]
     assert {compiled.kernel for compiled in found} == kernels
     spilled = [compiled for compiled in found if compiled.stack > 0]
     assert not spilled
     too_many = [c for c in found if c.registers > REGISTERS_MAX[c.kernel] or c.shared > SHARED_MAX]
     assert not too_many
+
+
+def test_nothing_is_compiled_anew_because_a_step_is_of_another_size() -> None:
+    """A compilation takes a second or more, in which nobody is served."""
+    assert compile_apart("variants") == {
+        "step_triton.prepare_kernel": 1,
+        "step_triton.merge_kernel": 1,
+        "step_triton.commit_kernel": 1,
+        "attention_triton.attention_kernel": 1,
+        "attention_triton.merge_kernel": 1,
+    }

@@ -29,7 +29,10 @@ JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Also write the result to this file ('-': stdout).")
 ]
 EngineOption = Annotated[
-    str, typer.Option("--engine", help="host, spec, museum:NAME, or module:attribute of a factory.")
+    str,
+    typer.Option(
+        "--engine", help="host, compiled, spec, museum:NAME, or module:attribute of a factory."
+    ),
 ]
 
 

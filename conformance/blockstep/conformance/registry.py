@@ -44,6 +44,11 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
             "the same, with its code for many rows used for few as well",
         ),
         KnownEngine(
+            "compiled",
+            "blockstep.impl.compiled:CompiledEngine",
+            "our fastest engine on the CPU: machine code, made by numba at its first import",
+        ),
+        KnownEngine(
             "host-kernels",
             "blockstep.conformance.dataplane:HOST",
             "our engine, its plans carried out by our kernels on real paged memory",

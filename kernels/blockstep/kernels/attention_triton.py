@@ -10,11 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from blockstep.kernels.attention import Rules
+from blockstep.kernels.dispatch import on_device_of_first
 
 LOG2_E = 1.4426950408889634
 NUM_KEYS_PER_SPLIT_MIN = 256
 """A split shorter than this costs more to merge than it saves."""
 NUM_SPLITS_MAX = 64
+NUM_SPLITS_AT_ONCE = 16
+"""What a program of the merge loads together: 16 registers of each thread for 128 dimensions."""
 
 
 @triton.jit
@@ -67,7 +70,7 @@ def compute_scores(
     scores = tl.dot(q, k.to(COMPUTE), input_precision=PRECISION) * scale
     if SOFT_CAP:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1); float32 has no number between tanh(15) and 1.
-        ratio = tl.clamp(scores / soft_cap, -15.0, 15.0)
+        ratio = tl.clamp(scores / soft_cap, -15.0, 15.0, tl.PropagateNan.ALL)
         scores = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 * ratio) + 1.0))
     visible = in_range[None, :] & (key_at[None, :] <= position[:, None])
     if WINDOW:
@@ -90,7 +93,8 @@ def add_tile(
     return higher, total, weighted
 
 
-@triton.jit
+# A number that changes from step to step is no reason to compile anew.
+@triton.jit(do_not_specialize=["num_seqs", "num_splits", "table_stride"])
 def attention_kernel(
     out, partial, partial_log, query, key_cache, value_cache, block_tables, query_start_loc,
     seq_lens, num_seqs, num_splits, scale, window, soft_cap, v_scale,
@@ -108,9 +112,8 @@ def attention_kernel(
 
     `scale` holds log2(e) and the scale of the keys; softmax is computed in base 2.
     """
-    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    sequence = tile
-    local = 0
+    tile, head, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    sequence, local = tile, 0
     if not ONE_TILE:
         sequence = find_sequence(query_start_loc, num_seqs, tile, BLOCK_Q)
         local = (tile - tl.load(query_start_loc + sequence) // BLOCK_Q - sequence) * BLOCK_Q
@@ -157,34 +160,42 @@ def attention_kernel(
         if SPLIT:
             at = (token * (tl.num_programs(1) * GROUP) + of_query) * num_splits + split
             tl.store(partial_log + at, top + tl.log2(sums), mask=is_row)
-            tl.store(partial + at[:, None] * SIZE + dim[None, :], weighted, mask=is_row[:, None])
+            written = is_row[:, None] & (first < last)  # of others the logarithm is read, no more
+            tl.store(partial + at[:, None] * SIZE + dim[None, :], weighted, mask=written)
         else:
             to = token[:, None] * out_token + of_query[:, None] * out_head + dim[None, :]
             tl.store(out + to, weighted * v_scale, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def merge_kernel(
     out, partial, partial_log, num_splits, v_scale, out_token, out_head,
-    HEAD_SIZE: tl.constexpr, SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, head): its splits, weighted by the sums of their exponentials."""
+    """Program (token, head): its splits, weighted by the sums of their exponentials.
+
+    `SPLITS` are loaded at once: one after the other each would wait for memory by itself.
+    """
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     dim = tl.arange(0, SIZE)
     row = (token * tl.num_programs(1) + head) * num_splits
     top = tl.full((), float("-inf"), tl.float32)
     total = tl.zeros((), tl.float32)
     weighted = tl.zeros((SIZE,), tl.float32)
-    for split in range(num_splits):
-        log = tl.load(partial_log + row + split)
-        part = tl.load(partial + (row + split) * SIZE + dim)
-        higher = tl.maximum(top, log)
+    for start in range(0, num_splits, SPLITS):
+        split = start + tl.arange(0, SPLITS)
+        log = tl.load(partial_log + row + split, mask=split < num_splits, other=float("-inf"))
+        part = tl.load(
+            partial + (row + split)[:, None] * SIZE + dim[None, :],
+            mask=(log > float("-inf"))[:, None], other=0.0,
+        )  # fmt: skip
+        higher = tl.maximum(top, tl.max(log, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         shrink = tl.exp2(top - base)
         weight = tl.exp2(log - base)
-        total = total * shrink + weight
-        weighted = weighted * shrink + part * weight
+        total = total * shrink + tl.sum(weight, 0)
+        weighted = weighted * shrink + tl.sum(part * weight[:, None], 0)
         top = higher
     weighted = weighted / tl.where(total == 0.0, 1.0, total) * v_scale
     tl.store(out + token * out_token + head * out_head + dim, weighted, mask=dim < HEAD_SIZE)
@@ -211,16 +222,19 @@ def choose_tiling(size: int, group: int, element_size: int, max_query_len: int |
     if element_size == 4:
         # Three products of tf32 on the tensor cores have about the accuracy of one of float32. They
         # hold a row of queries twice in registers, which 256 dimensions do not leave room for.
+        if few >= 64 and size >= 128:
+            return Tiling(few, 16, 16, 1)  # some bytes are spilled: not a case to serve fast
         if size >= 256:
             return Tiling(few, 16, 4, 1)
-        return Tiling(few, 16, 8 if size >= 128 else 4, 1, "tf32x3")
-    if max_query_len is not None and max_query_len * group <= 2 * few:
+        return Tiling(few, 16, 8 if size >= 128 or few > 64 else 4, 1, "tf32x3")
+    if max_query_len is not None and max_query_len * group <= min(2 * few, 128):
         block_m = int(max(16, triton.next_power_of_2(max_query_len * group)))
     else:
         block_m = max(64, few)
     if size >= 256:
         return Tiling(block_m, 32, 4 if block_m < 64 else 8, 2)
-    return Tiling(block_m, 32 if block_m == 32 else 64, 4, 3 if block_m < 64 else 2)
+    num_warps = 4 if block_m < 128 else 8
+    return Tiling(block_m, 32 if block_m == 32 else 64, num_warps, 3 if block_m < 64 else 2)
 
 
 def choose_num_splits(num_programs: int, max_seq_len: int, num_processors: int) -> int:
@@ -230,6 +244,7 @@ def choose_num_splits(num_programs: int, max_seq_len: int, num_processors: int) 
     return int(max(1, min(wanted, possible, NUM_SPLITS_MAX)))
 
 
+@on_device_of_first
 def launch_paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -277,7 +292,7 @@ def launch_paged_attention(
     if num_splits > 1:
         merge_kernel[(num_tokens, num_heads)](
             out, partial, partial_log, num_splits, rules.v_scale, *out.stride()[:2],
-            HEAD_SIZE=head_size, SIZE=size, num_warps=2,
+            HEAD_SIZE=head_size, SIZE=size, SPLITS=NUM_SPLITS_AT_ONCE, num_warps=4,
         )  # fmt: skip
 
 

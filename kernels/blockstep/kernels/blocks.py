@@ -10,10 +10,13 @@ from torch import Tensor
 from blockstep.kernels.arguments import CACHES, Arguments, check_range
 from blockstep.kernels.dispatch import find_kernels
 
-DMA_BLOCK_BYTES_MIN = 64 * 1024
-"""From this size of a block on, one copy per block is as fast as the link; below it, launches cost
-more than bytes, and one kernel moves all blocks. The figure is a first choice: it was not measured.
+DMA_BLOCK_BYTES_MIN = 1 << 20
+"""From this size of a block on, one copy per block is as fast as the link; below it, calls cost
+more than bytes, and one kernel moves all blocks. A call takes the host some 10 microseconds, in
+which a link of 50 GB/s moves half of this. The figure follows from that: it was not measured.
 """
+NUM_BUFFER_BYTES_MAX = 64 << 20
+"""What the kernel path holds on the device, at most, on the way to or from the host."""
 
 
 def copy_blocks(caches: Sequence[Tensor], pairs: Tensor, *, independent: bool = False) -> None:
@@ -61,8 +64,9 @@ def gather_blocks(cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
     or, pinned to overlap, on the CPU. `staging[i] = cache[block_ids[i]]`.
 
     Blocks of `DMA_BLOCK_BYTES_MIN` and more are moved one by one by the copy engines, which needs
-    their ids on the host: pass `block_ids` on the CPU or it waits for the device. Smaller ones are
-    moved by one kernel. Copies to the CPU are asynchronous: synchronise before reading.
+    their ids on the host. Smaller ones are moved by a kernel, `NUM_BUFFER_BYTES_MAX` at a time,
+    which needs them on the device. Ids that are elsewhere are fetched, which waits. Copies to and
+    from a pinned staging buffer are asynchronous: synchronise before it is read, or written again.
 
     Raises:
         TypeError, ValueError: a wrong dtype, shape, device or layout; ids on the CPU also when
@@ -75,12 +79,13 @@ def gather_blocks(cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
         for index, block in enumerate(block_ids.tolist()):
             staging[index].copy_(cache[block], non_blocking=True)
     elif kernels := find_kernels("blocks", cache):
-        buffer = staging if staging.device == cache.device else torch.empty_like(
-            staging, device=cache.device
-        )  # fmt: skip
-        kernels.launch_gather_blocks(cache, block_ids.to(cache.device), buffer)
-        if buffer is not staging:
-            staging.copy_(buffer, non_blocking=True)
+        ids = block_ids.to(cache.device)
+        for part in list_parts(staging, cache.device):
+            away = staging[part].device != cache.device
+            buffer = torch.empty_like(staging[part], device=cache.device) if away else staging[part]
+            kernels.launch_gather_blocks(cache, ids[part], buffer)
+            if away:
+                staging[part].copy_(buffer, non_blocking=True)
     else:
         staging.copy_(cache[block_ids.to(cache.device)])
 
@@ -101,10 +106,20 @@ def scatter_blocks(staging: Tensor, block_ids: Tensor, cache: Tensor) -> None:
         for index, block in enumerate(block_ids.tolist()):
             cache[block].copy_(staging[index], non_blocking=True)
     elif kernels := find_kernels("blocks", cache):
-        buffer = staging.to(cache.device, non_blocking=True)
-        kernels.launch_scatter_blocks(buffer, block_ids.to(cache.device), cache)
+        ids = block_ids.to(cache.device)
+        for part in list_parts(staging, cache.device):
+            buffer = staging[part].to(cache.device, non_blocking=True)
+            kernels.launch_scatter_blocks(buffer, ids[part], cache)
     else:
         cache[block_ids.to(cache.device)] = staging.to(cache.device)
+
+
+def list_parts(staging: Tensor, device: torch.device) -> list[slice]:
+    """Slices of the staging buffer that go through a buffer on the device one after the other."""
+    if staging.device == device:
+        return [slice(None)]
+    size = max(1, NUM_BUFFER_BYTES_MAX // max(1, staging[0].nbytes))
+    return [slice(start, start + size) for start in range(0, len(staging), size)]
 
 
 def check_cache(arguments: Arguments, name: str, cache: Tensor) -> None:

@@ -6,11 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blockstep.kernels.dispatch import on_device_of_first
+
 NUM_ELEMENTS_MAX = 2048
 """Of a block, what one program moves."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def copy_in_sequence_kernel(
     cache, pairs, num_pairs, stride, NUMEL: tl.constexpr, SIZE: tl.constexpr
 ):
@@ -54,6 +56,7 @@ def choose_size(numel: int) -> int:
     return int(min(NUM_ELEMENTS_MAX, triton.next_power_of_2(numel)))
 
 
+@on_device_of_first
 def launch_copy_blocks(cache: Tensor, pairs: Tensor, *, independent: bool) -> None:
     """Independent pairs side by side, others in sequence."""
     numel = cache[0].numel()
@@ -67,10 +70,12 @@ def launch_copy_blocks(cache: Tensor, pairs: Tensor, *, independent: bool) -> No
         )  # fmt: skip
     else:
         copy_in_sequence_kernel[(num_parts,)](
-            cache, pairs, len(pairs), cache.stride(0), NUMEL=numel, SIZE=size, num_warps=4
-        )
+            cache, pairs, len(pairs), cache.stride(0), NUMEL=numel, SIZE=size, num_warps=4,
+            num_stages=1,  # a load that is prefetched would pass by the store of the pair before
+        )  # fmt: skip
 
 
+@on_device_of_first
 def launch_gather_blocks(cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:
     """Scattered blocks of the cache into consecutive ones."""
     numel = cache[0].numel()
@@ -82,6 +87,7 @@ def launch_gather_blocks(cache: Tensor, block_ids: Tensor, staging: Tensor) -> N
     )  # fmt: skip
 
 
+@on_device_of_first
 def launch_scatter_blocks(staging: Tensor, block_ids: Tensor, cache: Tensor) -> None:
     """Consecutive blocks into scattered ones of the cache."""
     numel = cache[0].numel()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from blockstep.kernels.arguments import FP8
 from blockstep.kernels.cache import FP8_MAX
+from blockstep.kernels.dispatch import on_device_of_first
 
 NUM_ELEMENTS_MAX = 1024
 """Of a token's keys, what one program moves: 8 elements for each of 128 threads."""
@@ -26,7 +27,7 @@ def scatter_kernel(
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
         element = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
-        head = element // HEAD_SIZE
+        head = (element // HEAD_SIZE).to(tl.int64)
         dim = element % HEAD_SIZE
         mask = element < NUM_HEADS * HEAD_SIZE
         block = slot // BLOCK_SIZE
@@ -37,8 +38,8 @@ def scatter_kernel(
             k = k.to(tl.float32)
             v = v.to(tl.float32)
             if FP8_LIMIT > 0:
-                k = tl.clamp(k / k_scale, -FP8_LIMIT, FP8_LIMIT)
-                v = tl.clamp(v / v_scale, -FP8_LIMIT, FP8_LIMIT)
+                k = tl.clamp(k / k_scale, -FP8_LIMIT, FP8_LIMIT, tl.PropagateNan.ALL)
+                v = tl.clamp(v / v_scale, -FP8_LIMIT, FP8_LIMIT, tl.PropagateNan.ALL)
             k = k.to(key_cache.dtype.element_ty)
             v = v.to(value_cache.dtype.element_ty)
         to_key = block * key_block + offset * key_slot + head * key_cache_head + dim
@@ -47,6 +48,7 @@ def scatter_kernel(
         tl.store(value_cache + to_value, v, mask=mask)
 
 
+@on_device_of_first
 def launch_reshape_and_cache(
     key: Tensor,
     value: Tensor,

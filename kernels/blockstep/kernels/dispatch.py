@@ -6,15 +6,19 @@ Triton is imported when a kernel is first needed, so that a CPU can serve withou
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import wraps
 from types import ModuleType
-from typing import Literal, TypeAlias
+from typing import Literal, ParamSpec, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 
 Backend: TypeAlias = Literal["torch", "triton"]
+P = ParamSpec("P")
+R = TypeVar("R")
 _chosen: ContextVar[Backend | None] = ContextVar("blockstep_kernels_backend", default=None)
 
 
@@ -54,3 +58,17 @@ def find_kernels(concept: str, tensor: Tensor) -> ModuleType | None:
             "tensors on a GPU need Triton, which is not installed; install 'blockstep[gpu]'",
             name="triton",
         ) from error
+
+
+def on_device_of_first(launch: Callable[P, R]) -> Callable[P, R]:
+    """A launch that makes the device of its first tensor the current one for as long as it runs.
+
+    Triton launches on the current device, whatever device the pointers are of.
+    """
+
+    @wraps(launch)
+    def guarded(*args: P.args, **named: P.kwargs) -> R:
+        with torch.cuda.device_of(args[0]):
+            return launch(*args, **named)
+
+    return guarded

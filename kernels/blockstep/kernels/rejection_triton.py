@@ -8,12 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from blockstep.kernels import noise
+from blockstep.kernels.dispatch import on_device_of_first
 from blockstep.kernels.noise_triton import compute_key, compute_uniform
 
 ACCEPT = tl.constexpr(noise.ACCEPT)
 CHOOSE = tl.constexpr(noise.CHOOSE)
 SIZE = 2048
-"""Tokens of the vocabulary that a program looks at together."""
+"""Tokens of the vocabulary that a program looks at together when it draws."""
+GREEDY_SIZE = 8192
+"""When it looks for the greatest: it waits for memory alone, so much of it must be on its way."""
 
 
 @triton.jit
@@ -88,7 +91,7 @@ def choose_token(
 def decide_kernel(
     accepted, chosen, target_logits, draft_token_ids, cu_num_drafts, temperatures, seeds, positions,
     draft_probs, logits_stride, probs_stride, vocab_size, HAS_PROBS: tl.constexpr,
-    SIZE: tl.constexpr,
+    SIZE: tl.constexpr, GREEDY_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, step): whether a draft is accepted, and the token in its place if not."""
     sequence = tl.program_id(0)
@@ -105,7 +108,7 @@ def decide_kernel(
         keep = 0
         token = tl.zeros((), tl.int32)
         if temperature == 0.0:
-            token = find_best(logits, vocab_size, SIZE)
+            token = find_best(logits, vocab_size, GREEDY_SIZE)
             keep = (token == draft).to(tl.int32)
         else:
             seed = tl.load(seeds + sequence)
@@ -138,7 +141,7 @@ def decide_kernel(
         tl.store(chosen + row, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def finish_kernel(
     token_ids, num_sampled, accepted, chosen, draft_token_ids, cu_num_drafts, width,
     WIDTH: tl.constexpr,
@@ -159,6 +162,7 @@ def finish_kernel(
     tl.store(num_sampled + sequence, num_accepted + 1)
 
 
+@on_device_of_first
 def launch_rejection_sample(
     target_logits: Tensor,
     draft_token_ids: Tensor,
@@ -176,11 +180,12 @@ def launch_rejection_sample(
     chosen = torch.empty(num_rows, dtype=torch.int32, device=device)
     token_ids = torch.empty((num_seqs, width), dtype=torch.int64, device=device)
     num_sampled = torch.empty(num_seqs, dtype=torch.int32, device=device)
+    most = triton.next_power_of_2(vocab_size)
     decide_kernel[(num_seqs, width)](
         accepted, chosen, target_logits, draft_token_ids, cu_num_drafts, temperature, seeds,
         positions, temperature if draft_probs is None else draft_probs, target_logits.stride(0),
         0 if draft_probs is None else draft_probs.stride(0), vocab_size,
-        HAS_PROBS=draft_probs is not None, SIZE=min(SIZE, triton.next_power_of_2(vocab_size)),
+        HAS_PROBS=draft_probs is not None, SIZE=min(SIZE, most), GREEDY_SIZE=min(GREEDY_SIZE, most),
         num_warps=8,
     )  # fmt: skip
     finish_kernel[(num_seqs,)](

@@ -7,13 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from blockstep.kernels.dispatch import on_device_of_first
 from blockstep.kernels.step import StepInputs
 
 SIZE = 256
 """Elements that a program handles at once."""
 
 
-@triton.jit
+# A number that changes from step to step is no reason to compile anew.
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "table_stride", "out_stride"])
 def prepare_kernel(
     positions, slot_mapping, query_start_loc, seq_lens, out_tables, block_tables, num_computed,
     num_scheduled, row_indices, num_seqs, num_tokens, table_stride, out_stride,
@@ -82,7 +84,7 @@ def merge_kernel(
         tl.store(input_ids + row + step, token, mask=mask & (last >= 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "token_stride"])
 def commit_kernel(
     num_computed, last_token_ids, num_scheduled, token_ids, num_sampled, cu_num_drafts, row_indices,
     num_seqs, token_stride, BY_ROW: tl.constexpr, SIZE: tl.constexpr,
@@ -106,6 +108,7 @@ def commit_kernel(
     tl.store(last_token_ids + row, token, mask=has_token)
 
 
+@on_device_of_first
 def launch_prepare_step(
     block_tables: Tensor,
     num_computed_tokens: Tensor,
@@ -134,6 +137,7 @@ def launch_prepare_step(
     return made
 
 
+@on_device_of_first
 def launch_merge_drafts(
     input_ids: Tensor,
     query_start_loc: Tensor,
@@ -152,6 +156,7 @@ def launch_merge_drafts(
     return rows
 
 
+@on_device_of_first
 def launch_commit_step(
     num_computed_tokens: Tensor,
     last_token_ids: Tensor,

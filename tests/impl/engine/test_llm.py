@@ -301,5 +301,15 @@ def test_a_gpu_that_is_not_there_is_refused(qwen3: Checkpoint) -> None:
         LLM(qwen3.folder, device="cuda")
 
 
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_gpu_without_triton_is_refused(
+    monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint, device: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("blockstep.impl.engine.loading.find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=r"a GPU needs Triton.* install 'blockstep\[gpu\]'"):
+        LLM(qwen3.folder, device=device)
+
+
 def test_all_errors_are_engine_errors() -> None:
     assert all(issubclass(error, EngineError) for error in (RequestError, SettingsError))

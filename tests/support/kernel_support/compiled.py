@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -78,6 +78,26 @@ def record(modules: list[ModuleType], call: Callable[[], object]) -> list[Any]:
     return launches
 
 
+def specialise(
+    kernel: Any, args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[dict[str, str], dict[tuple[int], Any], dict[tuple[int], Any]]:
+    """Types, constants and hints of a launch: where one of them differs, it is compiled anew."""
+    values = {**dict(zip(kernel.arg_names, args, strict=False)), **named}
+    signature, constants, attributes = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        value = values[name]
+        specialised = not kernel.params[index].do_not_specialize
+        if name in named or (isinstance(value, int) and value == 1 and specialised):
+            signature[name] = "constexpr"
+            constants[(index,)] = value
+            continue
+        signature[name] = describe(value)
+        number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        if isinstance(number, int) and number % 16 == 0 and specialised:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return signature, constants, attributes
+
+
 def compile_launch(
     call: str, kernel: Any, args: tuple[Any, ...], named: dict[str, Any]
 ) -> Compiled:
@@ -87,18 +107,7 @@ def compile_launch(
     from triton.compiler import ASTSource
 
     options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
-    values = {**dict(zip(kernel.arg_names, args, strict=False)), **named}
-    signature, constants, attributes = {}, {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        value = values[name]
-        if name in named or (isinstance(value, int) and value == 1):
-            signature[name] = "constexpr"
-            constants[(index,)] = value
-            continue
-        signature[name] = describe(value)
-        number = value.data_ptr() if isinstance(value, torch.Tensor) else value
-        if isinstance(number, int) and number % 16 == 0:
-            attributes[(index,)] = [["tt.divisibility", 16]]
+    signature, constants, attributes = specialise(kernel, args, named)
     start = time.perf_counter()
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -145,6 +154,7 @@ KINDS: dict[str, dict[str, int]] = {
     "prefill": {}, "decode": {"max_query_len": 1, "max_seq_len": 64},
     "split": {"max_query_len": 1, "max_seq_len": 8192},
     "drafts": {"max_query_len": 4, "max_seq_len": 8192},
+    "draft": {"max_query_len": 2, "max_seq_len": 8192},
 }  # fmt: skip
 RULES: list[dict[str, Any]] = [{}, {"sliding_window": 64}, {"soft_cap": 30.0}]
 BOTH: dict[str, Any] = {"sliding_window": 64, "soft_cap": 30.0}
@@ -160,8 +170,11 @@ def list_attention(*, every: bool) -> Iterator[Call]:
         yield from attention_calls(dtypes, sizes, [4], [{}], list(KINDS))
         yield from attention_calls([(BRAIN, None)], [128], [1, 7, 8, 16, 64], RULES, list(KINDS))
         yield from attention_calls([(SINGLE, None)], [256], [1, 7, 16], RULES, list(KINDS))
+        yield from attention_calls([(BRAIN, None)], [64, 128], [32, 64, 71], [{}], list(KINDS))
+        yield from attention_calls([(SINGLE, None)], [128], [32], [{}], list(KINDS))
     else:
         yield from attention_calls([(BRAIN, None)], [128], [8], [BOTH], list(KINDS))
+        yield from attention_calls([(BRAIN, None)], [128], [64], [{}], ["draft"])
         dtypes = [(BRAIN, None), (SINGLE, None), (BRAIN, FP8)]
         yield from attention_calls(dtypes, [64, 128, 256], [4], [{}], ["prefill", "split"])
 
@@ -234,8 +247,8 @@ def list_others(*, every: bool) -> Iterator[Call]:
 LISTS = {"attention": list_attention, "others": list_others}
 
 
-def compile_all(which: str, *, every: bool = False) -> list[Compiled]:
-    """Compile what the calls of a list launch, each kernel once."""
+def record_all(calls: Iterable[Call]) -> Iterator[tuple[str, Any, tuple[Any, ...], dict[str, Any]]]:
+    """What the calls launch, each with the name of its call."""
     from blockstep.kernels import use_backend
     from blockstep.kernels import attention_triton, blocks_triton, cache_triton  # isort: skip
     from blockstep.kernels import rejection_triton, step_triton  # isort: skip
@@ -243,13 +256,49 @@ def compile_all(which: str, *, every: bool = False) -> list[Compiled]:
     # The tensors here are on the CPU, and what is asked is what a GPU would be given.
     attention_triton.is_compiled = lambda query: True
     modules = [attention_triton, blocks_triton, cache_triton, rejection_triton, step_triton]
-    done = []
     with use_backend("triton"):
-        for name, call in LISTS[which](every=every):
-            done += [compile_launch(name, *launch) for launch in record(modules, call)]
-    return done
+        for name, call in calls:
+            for kernel, args, named in record(modules, call):
+                yield name, kernel, args, named
+
+
+def list_steps() -> Iterator[Call]:
+    """One decode step after the other, of more and longer sequences, with another one's sizes."""
+    from blockstep.kernels import commit_step, merge_drafts, paged_attention, prepare_step
+
+    for num_seqs, num_blocks in ((1, 1), (2, 3), (16, 16), (17, 31)):
+        ones = torch.ones(num_seqs, dtype=torch.int32)
+        rows, starts = torch.arange(num_seqs), torch.arange(num_seqs + 1, dtype=torch.int32)
+        tables, none = torch.zeros(num_seqs, num_blocks, dtype=torch.int32), rows[:0]
+        name = f"{num_seqs} sequences of {num_blocks} blocks"
+        yield (
+            name,
+            partial(prepare_step, tables, ones, ones, 16, out_block_tables=tables.clone()),
+        )
+        yield name, partial(merge_drafts, rows, starts, rows, none, starts * 0)
+        tokens = torch.zeros(num_seqs, num_blocks, dtype=torch.int64)
+        yield name, partial(commit_step, ones, rows, ones, tokens, ones, starts * 0)
+        batch = Batch((1,) * num_seqs, (16 * num_blocks,) * num_seqs, 8, 2, 64, 16, BRAIN)
+        arguments, named = batch.make()
+        yield name, partial(paged_attention, *arguments, **{**named, **KINDS["split"]})
+
+
+def count_variants() -> dict[str, int]:
+    """How often each kernel would be compiled in the course of these steps."""
+    found: dict[str, set[str]] = {}
+    for _, kernel, args, named in record_all(list_steps()):
+        name = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+        found.setdefault(name, set()).add(str(specialise(kernel, args, named)))
+    return {name: len(variants) for name, variants in found.items()}
+
+
+def compile_all(which: str, *, every: bool = False) -> list[dict[str, Any]]:
+    """Compile what the calls of a list launch, each kernel once."""
+    launches = record_all(LISTS[which](every=every))
+    return [asdict(compile_launch(*launch)) for launch in launches]
 
 
 if __name__ == "__main__":
-    found = compile_all(sys.argv[1], every="--every" in sys.argv)
-    sys.stdout.write(json.dumps([asdict(compiled) for compiled in found]) + "\n")
+    of = sys.argv[1]
+    said = count_variants() if of == "variants" else compile_all(of, every="--every" in sys.argv)
+    sys.stdout.write(json.dumps(said) + "\n")

@@ -9,21 +9,21 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from blockstep.conformance.bench.player import Moment, Pilot, Timing, Track, play
-from blockstep.conformance.bench.scenarios import Scenario
+from blockstep.conformance.bench.scenarios import SCENARIOS, Scenario
 from blockstep.conformance.bench.sides import OffTrackError, Side, make_side
 from blockstep.conformance.registry import load_engine
 from blockstep.spec.vocabulary import Config
 
 FILL_STEPS_MAX = 20_000
 """Steps until enough requests run, at most; a scenario that takes longer is broken."""
-
-STEPS_PER_TURN = 16
-"""Steps that a side plays before it is another one's turn."""
+REHEARSAL = {"decode": 1, "storm": 14, "drafts": 14, "async": 14, "priority": 14, "hits": 2}
+"""What is played before anything counts: scenarios, and how many run."""
 PILOT = "host"
 """The engine on which the traffic is written down."""
 
@@ -73,6 +73,8 @@ class Measurement:
     digest: str
     """Of all decisions and deliveries, from the first step on; the same for every side."""
     readings: tuple[Reading, ...]
+    num_rounds: int = 1
+    """Times that this was measured; of several, each figure is the median."""
 
 
 def open_side(name: str, config: Config) -> Side:
@@ -110,7 +112,7 @@ def measure(
     for name in engines:
         before = _memory_mib()
         side, track = open_side(name, config), Track()
-        for moments in _in_turns(warm):
+        for moments in _in_turns(warm, scenario.steps_per_turn):
             _play_alike(None, name, side, track, moments, scenario)
         sides[name], memory[name] = (side, track), _memory_mib() - before
         _play_alike(pilot, name, side, track, (), scenario)
@@ -133,6 +135,15 @@ def measure(
     )
 
 
+def rehearse(engines: Sequence[str], advance: Advance) -> None:
+    """Play a little of everything on each engine, so that nothing is imported or compiled later.
+
+    Raises: as `measure`.
+    """
+    for name, size in REHEARSAL.items():
+        measure(SCENARIOS[name], size, engines, SCENARIOS[name].steps_per_turn, False, advance)
+
+
 def fill(pilot: Pilot, scenario: Scenario, num_running: int) -> list[Moment]:
     """Play until enough requests run, then the warm-up."""
     wanted = scenario.min_running * num_running
@@ -144,9 +155,9 @@ def fill(pilot: Pilot, scenario: Scenario, num_running: int) -> list[Moment]:
     return moments + [pilot.step() for _ in range(scenario.num_warmup)]
 
 
-def _in_turns(moments: Sequence[Moment]) -> Iterator[Sequence[Moment]]:
-    for start in range(0, len(moments), STEPS_PER_TURN):
-        yield moments[start : start + STEPS_PER_TURN]
+def _in_turns(moments: Sequence[Moment], steps_per_turn: int) -> Iterator[Sequence[Moment]]:
+    for start in range(0, len(moments), steps_per_turn):
+        yield moments[start : start + steps_per_turn]
 
 
 def _play(
@@ -166,13 +177,9 @@ def _play(
     timings: dict[str, list[Timing]] = {name: [] for name in sides}
     counted: list[Moment] = []
     skipped = 0 if scenario.counts_every_step else 1
-    gc.collect()
-    gc.freeze()  # what was built before is not looked through again, as in vLLM's own loop
-    if not gc_on:
-        gc.disable()
-    try:
+    with garbage_collection(on=gc_on):
         while len(counted) < num_steps and not pilot.is_done:
-            left = min(STEPS_PER_TURN, num_steps - len(counted) + skipped)
+            left = min(scenario.steps_per_turn, num_steps - len(counted) + skipped)
             moments: list[Moment] = []
             while len(moments) < left and not pilot.is_done:
                 moments.append(pilot.step())
@@ -182,10 +189,24 @@ def _play(
             counted += moments[skipped:]
             order.reverse()
             advance(len(counted) / num_steps, f"{scenario.name} {num_running}: {len(counted):,}")
+    return counted, timings
+
+
+@contextmanager
+def garbage_collection(*, on: bool) -> Iterator[None]:
+    """How it is while a clock runs; what was built before is not looked through again, as in vLLM.
+
+    Afterwards it is on, as it was.
+    """
+    gc.collect()
+    gc.freeze()
+    if not on:
+        gc.disable()
+    try:
+        yield
     finally:
         gc.enable()
         gc.unfreeze()
-    return counted, timings
 
 
 def _play_alike(
@@ -201,9 +222,15 @@ def _play_alike(
         timings = play(side, track, moments)
     except OffTrackError as error:
         raise NotEqualError(_say_not_equal(scenario, name)) from error
-    if pilot is not None and track.digest != pilot.track.digest:
-        raise NotEqualError(_say_not_equal(scenario, name))
+    if pilot is not None:
+        demand_equal(pilot, scenario, name, track)
     return timings
+
+
+def demand_equal(pilot: Pilot, scenario: Scenario, name: str, track: Track) -> None:
+    """An engine has decided and delivered what the pilot has, or NotEqualError."""
+    if track.digest != pilot.track.digest:
+        raise NotEqualError(_say_not_equal(scenario, name))
 
 
 def _say_not_equal(scenario: Scenario, name: str) -> str:
@@ -231,6 +258,38 @@ def _spread(seconds: Sequence[float]) -> Spread:
     last = len(ordered) - 1
     return Spread(
         statistics.median(ordered), ordered[round(0.99 * last)], statistics.fmean(ordered)
+    )
+
+
+def merge_rounds(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """One for each scenario and size, those of a scenario together; medians of several rounds."""
+    rounds: dict[str, dict[int, list[Measurement]]] = {}
+    for entry in measurements:
+        rounds.setdefault(entry.scenario, {}).setdefault(entry.num_running, []).append(entry)
+    return [_merge(entries) for sizes in rounds.values() for entries in sizes.values()]
+
+
+def _merge(rounds: Sequence[Measurement]) -> Measurement:
+    """Of the same traffic, so that what was decided is the same; memory grows in the first."""
+    first = rounds[0]
+    assert {entry.digest for entry in rounds} == {first.digest}
+    readings = tuple(
+        replace(
+            found[0],
+            schedule=_take_medians([one.schedule for one in found]),
+            commit=_take_medians([one.commit for one in found]),
+            step=_take_medians([one.step for one in found]),
+        )
+        for found in zip(*(entry.readings for entry in rounds), strict=True)
+    )
+    return replace(first, readings=readings, num_rounds=len(rounds))
+
+
+def _take_medians(spreads: Sequence[Spread]) -> Spread:
+    return Spread(
+        statistics.median(spread.p50 for spread in spreads),
+        statistics.median(spread.p99 for spread in spreads),
+        statistics.median(spread.mean for spread in spreads),
     )
 
 

@@ -1,20 +1,19 @@
-"""Report: measurements as a table, as JSON, as a page of the documentation, and as a plot."""
+"""Report: measurements as rows, as a table for a terminal, and as JSON that can be read again."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from rich.table import Table
 
 from blockstep.conformance.bench.measure import Measurement, Reading, get_slope
 
 COLUMNS = (
     "scenario", "running", "engine", "reading", "schedule p50", "schedule p99", "commit p50",
-    "commit p99", "step p50", "step p99", "times vllm", "MiB",
+    "commit p99", "step p50", "step p99", "times vllm", "by means", "MiB",
 )  # fmt: skip
 YARDSTICK = "vllm"
 """Everybody is compared with this engine, where it was measured."""
@@ -24,29 +23,49 @@ def make_rows(measurements: Sequence[Measurement]) -> list[dict[str, str]]:
     """A row for each side in each reading; times in microseconds."""
     rows = []
     for entry in measurements:
-        slow = next((found for found in entry.readings if found.engine == YARDSTICK), None)
         for found in entry.readings:
             parts = (found.schedule, found.commit, found.step)
-            times = [_shown(value) for part in parts for value in (part.p50, part.p99)]
-            ratio = "" if slow in (None, found) else f"{get_ratio(slow, found):.1f}"
+            times = [show_time(value) for part in parts for value in (part.p50, part.p99)]
+            ratios = [get_ratio(entry, found), get_ratio(entry, found, "mean")]
+            told = ["" if ratio is None else f"{ratio:.1f}" for ratio in ratios]
             values = (entry.scenario, f"{entry.num_running:,}", found.engine, found.reading)
-            cells = (*values, *times, ratio, f"{found.memory_mib:.0f}")
+            cells = (*values, *times, *told, f"{found.memory_mib:.0f}")
             rows.append(dict(zip(COLUMNS, cells, strict=True)))
     return rows
 
 
-def get_ratio(slow: Reading | None, fast: Reading) -> float:
-    """How many times the p50 of a step of one fits into that of the other."""
-    return slow.step.p50 / fast.step.p50 if slow is not None and fast.step.p50 else 0.0
+def get_yardstick(entry: Measurement) -> Reading | None:
+    """What the others are compared with."""
+    return next((found for found in entry.readings if found.engine == YARDSTICK), None)
+
+
+def get_ratio(
+    entry: Measurement, found: Reading, of: Literal["p50", "mean"] = "p50"
+) -> float | None:
+    """How many times a step of `found` fits into one of the yardstick; None: nothing to compare."""
+    slow = get_yardstick(entry)
+    fast: float = getattr(found.step, of)
+    if slow is None or found == slow or not fast:
+        return None
+    return float(getattr(slow.step, of)) / fast
+
+
+def get_seconds(entry: Measurement, found: Reading) -> float:
+    """All measured steps together."""
+    return found.step.mean * entry.num_steps / 1e6
 
 
 def make_table(rows: Sequence[Mapping[str, str]]) -> Table:
-    """For a terminal."""
+    """For a terminal; an empty line where another scenario or size begins."""
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(COLUMNS):
         table.add_column(column, justify="left" if index in (0, 2, 3) else "right")
+    before = rows[0]
     for row in rows:
+        if [row[column] for column in COLUMNS[:2]] != [before[column] for column in COLUMNS[:2]]:
+            table.add_row()
         table.add_row(*row.values())
+        before = row
     return table
 
 
@@ -83,79 +102,15 @@ def to_json(
     }
 
 
-def make_markdown(
-    measurements: Sequence[Measurement], conditions: Mapping[str, Any], plot: Path | None
-) -> str:
-    """A part of a page: machine, command, table, slopes, plot."""
-    machine = conditions["machine"]
-    rows = make_rows(measurements)
-    told = (
-        f"{machine['processor']}, {machine['cores']} cores, Python {machine['python']}, "
-        f"{machine['system']}, {machine['date']}; load {machine['load_1min']} when it began. "
-        f"Garbage collection while measuring: {conditions['gc']}. Microseconds of processor time. "
-        "All sides made the same decisions: their digests are equal in every row."
-    )
-    lines = [
-        f"`{conditions['command']}`",
-        "",
-        told,
-        "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "|" + "---|" * len(COLUMNS),
-        *("| " + " | ".join(row.values()) + " |" for row in rows),
-        "",
-    ]
-    slopes = list_slopes(measurements)
-    if slopes:
-        lines += ["| scenario | engine | reading | ns per running request |", "|---|---|---|---|"]
-        lines += [
-            f"| {row['scenario']} | {row['engine']} | {row['reading']} | "
-            f"{row['nanoseconds_per_request']:,} |"
-            for row in slopes
-        ]
-        lines.append("")
-    if plot is not None:
-        lines += [f"![p50 of a step over the number of running requests]({plot.name})", ""]
-    return "\n".join(lines)
-
-
-def draw_plot(path: Path, measurements: Sequence[Measurement]) -> None:
-    """The p50 of a step over the number of running requests, one panel per scenario.
-
-    The ending of `path` says what kind of picture: .svg or .png.
+def from_json(plain: Mapping[str, Any]) -> list[Measurement]:
+    """The measurements in what `to_json` made.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        msgspec.ValidationError: it is something else.
     """
-    matplotlib = importlib.import_module("matplotlib")  # heavy, and needed for pictures only
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "blockstep"  # the same bytes for the same figures
-    pyplot = importlib.import_module("matplotlib.pyplot")
-    scenarios = list(dict.fromkeys(entry.scenario for entry in measurements))
-    columns = min(len(scenarios), 3)
-    rows = -(-len(scenarios) // columns)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(4.2 * columns, 3.4 * rows), squeeze=False, layout="constrained"
-    )
-    for place, scenario in enumerate(scenarios):
-        panel = axes[place // columns][place % columns]
-        entries = [entry for entry in measurements if entry.scenario == scenario]
-        for index, reading in enumerate(entries[0].readings):
-            panel.plot(
-                [entry.num_running for entry in entries],
-                [entry.readings[index].step.p50 for entry in entries],
-                marker="o",
-                markersize=3,
-                label=f"{reading.engine}, {reading.reading}",
-            )
-        panel.set(title=scenario, xscale="log", yscale="log", xlabel="running", ylabel="us, p50")
-        panel.grid(visible=True, alpha=0.3)
-    axes[0][0].legend(fontsize="small")
-    for place in range(len(scenarios), rows * columns):
-        axes[place // columns][place % columns].axis("off")
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+    return msgspec.convert(plain.get("measurements"), list[Measurement])
 
 
-def _shown(value: float) -> str:
-    return f"{value:,.1f}" if value < 1000 else f"{value:,.0f}"
+def show_time(microseconds: float) -> str:
+    """In as many digits as say something."""
+    return f"{microseconds:,.1f}" if microseconds < 1000 else f"{microseconds:,.0f}"

@@ -14,6 +14,8 @@ from blockstep.spec.vocabulary import Config, Policy, Request, SpecMethod, Token
 BLOCK_SIZE = 16
 VOCABULARY = 30_000
 """Tokens of prompts and outputs are drawn below."""
+TRACE = "trace"
+"""The name of what a published trace becomes."""
 FOREVER = 1500
 """Output tokens that no measurement reaches, and that even the smallest pool would hold."""
 
@@ -34,6 +36,8 @@ class Scenario:
     num_running_max: int = 4096
     counts_every_step: bool = False
     """Whether also the first step of a turn is counted: the times of a trace are added up."""
+    steps_per_turn: int = 16
+    """Steps of one side before the next has its turn; nobody's caches are warm in the first."""
     min_running: float = 1.0
     """Share of N that must run before the warm-up begins; a storm never has all of them."""
 
@@ -165,7 +169,13 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario(
             "drafts",
             "three drafts for each request and step; zero to three are accepted",
-            lambda n: _config(n, 2048, spec_method=SpecMethod.NGRAM, num_speculative_tokens=3),
+            lambda n: _config(
+                n,
+                2048,
+                spec_method=SpecMethod.NGRAM,
+                num_speculative_tokens=3,
+                max_num_batched_tokens=max(8192, 8 * n),  # four for each that runs, and prompts
+            ),
             _decoding,
         ),
         Scenario(
@@ -202,12 +212,13 @@ def get_trace_scenario(path: Path, limit: int) -> Scenario:
     workload = load(path, limit=limit)
     preset = REPLAY_PRESETS[workload.format]
     return Scenario(
-        "trace",
+        TRACE,
         f"the first {limit:,} requests of {path.name}",
         lambda _n: preset.config,
         lambda _n: islice(iter(workload), limit),
         get_concurrency=lambda _n: preset.pace.concurrency,
         num_warmup=0,
         counts_every_step=True,
+        steps_per_turn=64,
         min_running=0.0,
     )

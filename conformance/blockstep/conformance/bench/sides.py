@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -39,9 +39,8 @@ clock: Final = time.thread_time
 A scheduler waits for nothing, so on an idle machine it is the time by the wall."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRow:
-    """What was decided for one request in one step."""
+class PlannedRow(NamedTuple):
+    """What was decided for one request in one step; millions are built, so it is a tuple."""
 
     request_id: RequestId
     num_computed_tokens: int
@@ -167,7 +166,7 @@ class ProtocolSide:
 
 
 class ArraySide(ProtocolSide):
-    """An engine that plans and takes answers as arrays (`blockstep.impl.host.arrays`)."""
+    """An engine that plans and takes answers as arrays (`blockstep.impl.arrays`)."""
 
     readings: tuple[str, ...] = ("arrays", "materialised")
 

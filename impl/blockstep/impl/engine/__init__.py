@@ -3,7 +3,8 @@
 In the order of the data: `fields`, `config`, `rope` and `checkpoint` (what a folder holds), `cache`
 and `model` (memory, and the forward pass over it), `params` and `sampler` (which token), `batch`
 (what plans said), `speculation` (drafts), `graphs` and `runner` (running plans), `loading`, `text`
-and `llm` (what a user sees); `observer` is for who wants to watch.
+and `llm` (what a user sees); `transfer` is how numbers reach a GPU, `observer` is for who wants to
+watch.
 """
 
 from blockstep.impl.engine.errors import (

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from blockstep.impl.engine.model import Inputs
 from blockstep.impl.engine.params import SamplingParams
 from blockstep.impl.engine.sampler import Draw
+from blockstep.impl.engine.transfer import to_device
 from blockstep.kernels import prepare_step
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
@@ -141,20 +141,18 @@ class Batch:
         counts = ends - starts
         max_seq_len = int(ends.max())
         num_blocks = -(-max_seq_len // self.config.block_size)
-        tables = torch.from_numpy(self.block_tables[index, :num_blocks]).to(self.device)
+        tables = to_device(self.block_tables[index, :num_blocks], self.device)
         positions, slot_mapping, query_start_loc, seq_lens = prepare_step(
             tables,
-            torch.from_numpy(starts).to(self.device),
-            torch.from_numpy(counts).to(self.device),
+            to_device(starts, self.device),
+            to_device(counts, self.device),
             self.config.block_size,
             num_tokens=int(counts.sum()),
         )
         before = np.cumsum(counts) - counts
         flat = np.arange(len(positions)) + np.repeat(index * self.width + starts - before, counts)
         return Inputs(
-            token_ids=torch.from_numpy(self.token_ids.reshape(-1)[flat].astype(np.int64)).to(
-                self.device
-            ),
+            token_ids=to_device(self.token_ids.reshape(-1)[flat].astype(np.int64), self.device),
             positions=positions,
             slot_mapping=slot_mapping,
             block_tables=tables,

@@ -18,10 +18,9 @@ NUM_WARM_UPS = 2
 
 
 def get_graph_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, then every multiple of 8; the last one is not below `max_num_seqs`."""
-    return [size for size in (1, 2, 4) if size < max_num_seqs] + [
-        *range(8, max_num_seqs + 8, 8),
-    ]
+    """1, 2, 4, then every multiple of 8, up to the first that is not below `max_num_seqs`."""
+    sizes = [1, 2, 4, *range(8, max_num_seqs + 8, 8)]
+    return sizes[: bisect_left(sizes, max_num_seqs) + 1]
 
 
 def take_rows(inputs: Inputs, size: int) -> Inputs:
@@ -38,7 +37,11 @@ def take_rows(inputs: Inputs, size: int) -> Inputs:
 
 
 class DecodeGraphs:
-    """The graphs of one model. All of them share the buffers of the largest."""
+    """The graphs of one model. All of them share the buffers of the largest, and their memory.
+
+    So a result is good until the next replay of any of them. What is made of it (logits, tokens) is
+    memory of its own, and the stream makes it before that replay.
+    """
 
     def __init__(self, model: Model, max_num_seqs: int, max_blocks: int, max_seq_len: int) -> None:
         self.model = model
@@ -60,6 +63,8 @@ class DecodeGraphs:
             max_seq_len=max_seq_len,
         )
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._pool: object = None
+        """Memory of the first graph; none of two that never run at once needs its own."""
 
     def fits(self, inputs: Inputs) -> bool:
         """Whether a step has a token of each request and nothing else."""
@@ -101,6 +106,7 @@ class DecodeGraphs:
                 self.model.forward(inputs)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self._pool):
             hidden = self.model.forward(inputs)
+        self._pool = graph.pool()
         return graph, hidden

@@ -6,6 +6,7 @@ config.json -> weights -> bytes per block -> blocks -> Config of the scheduler -
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -174,13 +175,18 @@ def _get_cache_bytes(settings: Settings, device: str) -> int:
 
 
 def _get_device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cpu", "cuda"):
+    if name not in ("auto", "cpu", "cuda"):
         raise SettingsError(f"device = {name!r}: must be auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    if not torch.cuda.is_available():
         raise SettingsError("device = 'cuda': torch sees no GPU here; use cpu")
-    return name
+    if find_spec("triton") is None:
+        raise SettingsError(
+            f"device = {name!r}: a GPU needs Triton, which is not installed; install "
+            "'blockstep[gpu]', or use cpu"
+        )
+    return "cuda"
 
 
 def _get_dtype(settings: Settings, model: ModelConfig) -> torch.dtype:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from blockstep.impl.engine.batch import Batch, BatchRow, StepRow
@@ -21,6 +22,7 @@ from blockstep.impl.engine.observer import Pass, Ran
 from blockstep.impl.engine.params import SamplingParams
 from blockstep.impl.engine.sampler import get_logprobs, sample
 from blockstep.impl.engine.speculation import Proposer
+from blockstep.impl.engine.transfer import to_device
 from blockstep.spec.vocabulary import Config, FrameId, Plan, RequestId, RowTokens, TokenIds
 
 Logprobs = list[dict[int, float]]
@@ -112,7 +114,7 @@ class Runner:
             end += row.end - row.first
             asking += range(end - row.num_logits, end)
         if len(asking) < len(hidden):
-            hidden = hidden[torch.tensor(asking, device=hidden.device)]
+            hidden = hidden[to_device(np.array(asking, np.int64), hidden.device)]
         logits = self.model.compute_logits(hidden)
         frame.tokens = sample(logits, draws)
         if any(draw.params.logprobs is not None for draw in draws):

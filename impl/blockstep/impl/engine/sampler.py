@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from blockstep.impl.engine.params import SamplingParams
+from blockstep.impl.engine.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,10 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     if not drawn:
         return tokens
     chosen = [draws[row] for row in drawn]
-    rows = torch.tensor(drawn, device=logits.device)
+    rows = to_device(np.array(drawn, np.int64), logits.device)
     cumulated = get_probabilities(logits[rows], [draw.params for draw in chosen]).double().cumsum(1)
     uniform = compute_uniform([draw.seed for draw in chosen], [draw.index for draw in chosen])
-    goal = torch.from_numpy(uniform).to(logits.device)[:, None] * cumulated[:, -1:]
+    goal = to_device(uniform, logits.device)[:, None] * cumulated[:, -1:]
     tokens[rows] = torch.searchsorted(cumulated, goal, right=True)[:, 0]
     return tokens
 
@@ -48,15 +49,15 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 def get_probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """What each row draws from, [num_rows, vocab_size] float32; temperatures are above 0."""
 
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, device=logits.device)[:, None]
+    def column(values: Sequence[float], dtype: type = np.float32) -> torch.Tensor:
+        return to_device(np.array(values, dtype), logits.device)[:, None]
 
     scaled = logits / column([row.temperature for row in params])
     if all(row.top_k == 0 and row.top_p == 1 and row.min_p == 0 for row in params):
         return scaled.softmax(dim=-1)
     vocab_size = logits.shape[1]
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
-    last = column([min(row.top_k or vocab_size, vocab_size) - 1 for row in params]).long()
+    last = column([min(row.top_k or vocab_size, vocab_size) - 1 for row in params], np.int64)
     ordered = ordered.masked_fill(ordered < ordered.gather(1, last), -torch.inf)
     probs = ordered.softmax(dim=-1)
     above = probs.cumsum(dim=-1) - probs

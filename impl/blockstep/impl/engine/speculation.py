@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 
 from blockstep.impl.engine.batch import Batch, BatchRow, StepRow
 from blockstep.impl.engine.model import Inputs, Model
 from blockstep.impl.engine.sampler import Draw, sample
+from blockstep.impl.engine.transfer import to_device
 
 NGRAM_MAX = 4
 NGRAM_MIN = 1
@@ -113,7 +113,8 @@ class DraftModelProposer:
         if not ready:
             return []
         last = inputs.query_start_loc[1:].long() - 1
-        logits = self.model.compute_logits(hidden[last[torch.tensor(ready, device=last.device)]])
+        asking = last[to_device(np.array(ready, np.int64), last.device)]
+        logits = self.model.compute_logits(hidden[asking])
         rows = [rows[number] for number in ready]
         draws = [
             Draw(row.params, row.seed, row.num_known - row.num_prompt + num_before) for row in rows

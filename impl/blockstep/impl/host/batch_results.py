@@ -12,9 +12,11 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from blockstep.impl.host.arrays import ArrayOutputs, Frame, Int32s, make_outputs
-from blockstep.impl.host.results import Results, bad_result
+from blockstep.impl.arrays import ArrayOutputs, Int32s, make_outputs
+from blockstep.impl.host.frames import Frame
+from blockstep.impl.host.results import Results
 from blockstep.impl.host.table import BY_REPETITION, STOP_BITS, TAIL
+from blockstep.impl.refusals import bad_result
 from blockstep.spec.vocabulary import (
     Commit,
     FinishReason,
@@ -29,7 +31,6 @@ _SETTLE: Final = TAIL // 2
 """Tokens that come in arrays are settled each time a request has so many more."""
 _LAG: Final = 8
 """So many tokens later, in fact: the last block before has been published by then."""
-_NEEDS_COUNTS: Final = "has drafts; say with counts how many tokens each row"
 
 
 class BatchedResults(Results):
@@ -65,8 +66,6 @@ class BatchedResults(Results):
         answers: dict[RequestId, TokenIds] = {}
         start = 0
         if lengths is None:
-            if any(frame.values()):
-                return bad_result(frame_id, _NEEDS_COUNTS)
             lengths = [drafts is not None for drafts in frame.values()]
         for name, length in zip(frame, lengths, strict=False):
             answers[name] = tuple(flat[start : start + length])
@@ -90,8 +89,6 @@ class BatchedResults(Results):
         samples = frame.samples
         if counts is None:
             due = num_rows if samples is None else int(np.count_nonzero(samples))
-            if frame.drafts and due:
-                return bad_result(frame_id, _NEEDS_COUNTS)
             if len(token_ids) != due:
                 return bad_result(frame_id, f"must have {due} tokens, not {len(token_ids)}")
             return None

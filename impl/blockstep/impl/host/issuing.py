@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from blockstep.impl.arrays import ArrayPlan
 from blockstep.impl.host.admission import WaitingPhase
-from blockstep.impl.host.arrays import ArrayPlan, Frame
 from blockstep.impl.host.batches import BatchedRunningPhase
+from blockstep.impl.host.frames import Frame
 from blockstep.impl.host.step import Batch, Step
 from blockstep.spec.vocabulary import FrameId
 
@@ -23,10 +24,11 @@ class Issuing(BatchedRunningPhase, WaitingPhase):
         slots, num_running = rows.slots, len(rows.slots) - len(step.admitted)
         is_same = columns.last_frame.take(slots[:num_running]) == self.prev_frame_id
         missed = () if np.count_nonzero(is_same) == num_running else (~is_same).nonzero()[0]
+        names = self._names_of(slots)
         plan = ArrayPlan(
             frame_id,
             slots,
-            self._names_of(slots),
+            names,
             rows.num_computed,
             rows.num_scheduled,
             rows.num_known - columns.num_prompt.take(slots),
@@ -48,7 +50,7 @@ class Issuing(BatchedRunningPhase, WaitingPhase):
                 plan.new_rows[row] = self.table.requests[slot]
         if self.async_scheduling:
             self._promise_each(plan)
-        self._close_plan(frame_id, self._open_frame(plan))
+        self._close_plan(frame_id, self._open_frame(plan, names))
         return plan
 
     def _close_plan(self, frame_id: FrameId, frame: Frame) -> None:
@@ -59,13 +61,13 @@ class Issuing(BatchedRunningPhase, WaitingPhase):
             self.frames[frame_id] = frame
         self.finished_req_ids.clear()
 
-    def _open_frame(self, plan: ArrayPlan) -> Frame:
+    def _open_frame(self, plan: ArrayPlan, names: NDArray[np.object_]) -> Frame:
         view = self._running_view
         if view is not None and plan.slots is view.slots:
             births = view.births
         else:
             births = self.table.columns.births.take(plan.slots)
-        return Frame(plan.slots, births, plan.names, plan.samples, plan.draft_token_ids)
+        return Frame(plan.slots, births, names, plan.samples, plan.draft_token_ids)
 
     def _names_of(self, slots: NDArray[np.int64]) -> NDArray[np.object_]:
         view = self._running_view

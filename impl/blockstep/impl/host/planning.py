@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Final
 
-from blockstep.impl.host.arrays import ArrayPlan, make_plan
+from blockstep.impl.arrays import ArrayPlan, make_plan
 from blockstep.impl.host.issuing import Issuing
 from blockstep.impl.host.step import RunningRow, Step
+from blockstep.impl.refusals import schedule_problem
 from blockstep.spec.vocabulary import (
     BlockTables,
     CachedRow,
     NewRow,
     PauseState,
     Plan,
-    RejectCode,
     Rejected,
     RequestId,
     TokenIds,
@@ -35,12 +35,9 @@ class Planning(Issuing):
 
     def _plan_step(self) -> Step | Rejected:
         """Run both phases."""
-        if len(self.frames) >= self.config.max_frames_in_flight:
-            return Rejected(
-                RejectCode.PIPELINE_FULL,
-                f"schedule: {len(self.frames)} plans await their commit, and "
-                f"max_frames_in_flight is {self.config.max_frames_in_flight}; commit one first",
-            )
+        problem = schedule_problem(self.config, len(self.frames))
+        if problem is not None:
+            return problem
         step = Step(budget=self._step_budget())
         if len(self.running) >= self.vector_at:
             self._schedule_batches(step)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Final, TypeAlias
 
 from blockstep.impl.host.promises import Promises
+from blockstep.impl.refusals import answer_problem, frame_out_of_order, unknown_frame
 from blockstep.spec.vocabulary import (
     FinishReason,
     FrameId,
     OutputRow,
-    RejectCode,
     Rejected,
     RequestId,
     Status,
@@ -29,17 +29,9 @@ class Results(Promises):
         """The frame, if it is the one to be committed next."""
         frame = self.frames.get(frame_id)
         if frame is None:
-            return Rejected(
-                RejectCode.UNKNOWN_FRAME,
-                f"commit: frame_id = {frame_id} is not in flight: it was never scheduled, "
-                f"had no rows, or is committed already; in flight are {list(self.frames)}",
-            )
+            return unknown_frame(frame_id, self.frames)
         if not self._is_oldest(frame_id):
-            return Rejected(
-                RejectCode.FRAME_OUT_OF_ORDER,
-                f"commit: frame_id = {frame_id} is in flight, but so are older ones: "
-                f"{list(self.frames)}; commit those first",
-            )
+            return frame_out_of_order(frame_id, self.frames)
         return frame
 
     def _deliver_rows(
@@ -72,24 +64,8 @@ class Results(Promises):
         frame: Mapping[RequestId, TokenIds | None],
         answers: dict[RequestId, TokenIds],
     ) -> Rejected | None:
-        """Why the rows do not answer the frame, or None; requests aborted meanwhile included."""
-        if not num_answers == len(answers) == len(frame):
-            return bad_result(frame_id, f"must have one row for each of {sorted(frame)}")
-        for request_id, drafts in frame.items():
-            tokens = answers.get(request_id)
-            if tokens is None:
-                return bad_result(frame_id, f"must have one row for each of {sorted(frame)}")
-            if drafts is None:
-                if tokens:
-                    return bad_result(frame_id, f"{request_id!r} is in prefill; send no tokens")
-            elif not 1 <= len(tokens) <= 1 + len(drafts):
-                rule = f"must have 1 to {1 + len(drafts)} tokens, not {len(tokens)}"
-                return bad_result(frame_id, f"{request_id!r} {rule}")
-            elif drafts and not self._are_among(drafts, tokens[:-1]):
-                rule = f"accepts {tokens[:-1]}, which is no prefix of its drafts {drafts}"
-                detail = f"{request_id!r} {rule}; send accepted drafts and one"
-                return bad_result(frame_id, detail)
-        return None
+        """Why the rows do not answer the frame, or None."""
+        return answer_problem(frame_id, num_answers, frame, answers, self._are_among)
 
     def _are_among(self, drafts: TokenIds, accepted: TokenIds) -> bool:
         """Whether a row may accept these of its drafts: the first ones.
@@ -170,8 +146,3 @@ class Results(Promises):
             if tail[size:] == tail[:-size]:
                 return True
         return False
-
-
-def bad_result(frame_id: FrameId, detail: str) -> Rejected:
-    """The refusal of an answer that does not fit its frame."""
-    return Rejected(RejectCode.BAD_RESULT, f"commit of frame {frame_id}: {detail}")

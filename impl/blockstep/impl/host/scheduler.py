@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Final, assert_never
 
-from blockstep.impl.host.arrays import ArrayOutputs, ArrayPlan, Frame, Int32s
+from blockstep.impl.arrays import ArrayOutputs, ArrayPlan, Int32s
 from blockstep.impl.host.batch_results import BatchedResults
 from blockstep.impl.host.drafts import Proposals
+from blockstep.impl.host.frames import Frame
 from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.planning import Planning
 from blockstep.impl.host.view import take_snapshot
+from blockstep.impl.refusals import grammar_problem, most_blocks, submit_problem
 from blockstep.spec.vocabulary import (
     Abort,
     Aborted,
@@ -21,7 +23,6 @@ from blockstep.spec.vocabulary import (
     FrameId,
     GrammarReady,
     Observation,
-    RejectCode,
     Rejected,
     Request,
     RequestId,
@@ -113,8 +114,8 @@ class HostEngine(Planning, BatchedResults, Proposals):
             frame_id: of the plan that is answered.
             token_ids: [tokens] int32, row after row in the order of the plan; rows that do not
                 sample have none.
-            counts: [rows] int32, tokens of each row; None: one for each row that samples, which
-                is refused where a row carries drafts.
+            counts: [rows] int32, tokens of each row; None: one for each row that samples, so that
+                no drafts are accepted.
         """
         frame = self._find_frame(frame_id)
         if isinstance(frame, Rejected):
@@ -146,56 +147,24 @@ class HostEngine(Planning, BatchedResults, Proposals):
         return Ack()
 
     def _submit_problem(self, request: Request) -> Rejected | None:
-        name, prompt = repr(request.request_id), len(request.prompt_token_ids)
-        if request.request_id in self.table.slot_of:
-            return Rejected(
-                RejectCode.DUPLICATE_REQUEST,
-                f"request {name}: the id belongs to an unfinished request; use another id",
-            )
-        if self.is_in_flight(request.request_id):
-            return Rejected(
-                RejectCode.REQUEST_IN_FLIGHT,
-                f"request {name}: a frame in flight has a row of an ended request of this id; "
-                "commit the frame first",
-            )
-        if prompt >= self.max_model_len:
-            return Rejected(
-                RejectCode.PROMPT_TOO_LONG,
-                f"request {name}: a prompt of {prompt} tokens leaves no room for an output token "
-                f"within max_model_len = {self.max_model_len}; shorten it",
-            )
-        needed, usable = self._most_blocks(request), self.config.num_usable_blocks
-        if needed > usable:
-            return Rejected(
-                RejectCode.NEVER_FITS,
-                f"request {name}: at its longest it needs {needed} blocks, and the pool has "
-                f"{usable} without the null block; shorten it or lower max_tokens",
-            )
-        return None
+        return submit_problem(
+            self.config,
+            request,
+            self._most_blocks(request),
+            request.request_id in self.table.slot_of,
+            self.is_in_flight(request.request_id),
+        )
 
     def _most_blocks(self, request: Request) -> int:
-        """Blocks that it needs at its longest, lookahead included (P11; upstream #52520)."""
-        config = self.config
-        longest = len(request.prompt_token_ids) + request.max_tokens - 1
-        if request.max_tokens > 1:  # drafts follow an output, and the last one ends the request
-            longest += config.num_speculative_tokens
-        written = min(longest, self.max_model_len - 1)
-        extent = min(written + config.num_lookahead_tokens, self.max_model_len)
-        return -(-extent // self.block_size)
+        return most_blocks(self.config, request)
 
     def _set_grammar_ready(self, request_id: RequestId) -> Ack | Rejected:
         slot = self.table.slot_of.get(request_id)
-        if slot is None:
-            return Rejected(
-                RejectCode.UNKNOWN_REQUEST,
-                f"grammar ready: no unfinished request has the id {request_id!r}; submit it first",
-            )
-        if not self.table.requests[slot].structured_output:
-            return Rejected(
-                RejectCode.NOT_STRUCTURED,
-                f"grammar ready: request {request_id!r} has no grammar; "
-                "submit it with structured_output",
-            )
+        request = None if slot is None else self.table.requests[slot]
+        problem = grammar_problem(request, request_id)
+        if problem is not None:
+            return problem
+        assert slot is not None, "a request without a problem has a slot"
         self.table.grammar_ready[slot] = True
         return Ack()
 

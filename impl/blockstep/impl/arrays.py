@@ -6,7 +6,7 @@ of admission, new and resumed mixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, TypeAlias
@@ -36,44 +36,30 @@ _NO_ROWS: Final = np.empty(0, np.int64)
 _NO_BLOCKS: Final = np.empty(0, np.int32)
 
 
-@dataclass(slots=True, eq=False)
-class Frame(Mapping[RequestId, TokenIds | None]):
-    """A plan in flight: of each row the drafts that it carries, None where it does not sample."""
+class SlotNames:
+    """Request ids of rows, looked up when somebody asks: who takes arrays mostly goes by slots.
 
-    slots: NDArray[np.int64]
-    """[rows]"""
-    births: NDArray[np.int64]
-    """[rows]; who had the slot then."""
-    names: NDArray[np.object_]
-    """[rows]; request ids."""
-    samples: NDArray[np.bool_] | None
-    """[rows]; None: all of them do."""
-    drafts: dict[int, TokenIds]
-    """By row; only where there are some."""
-    _rows: dict[RequestId, TokenIds | None] | None = None
+    Args:
+        table: [slots], request ids; it must stay as it is.
+        slots: [rows]
+    """
 
-    @property
-    def rows(self) -> dict[RequestId, TokenIds | None]:
-        """The same as a dict; built when first asked for."""
-        if self._rows is None:
-            names: list[RequestId] = self.names.tolist()
-            rows: dict[RequestId, TokenIds | None] = dict.fromkeys(names, ())
-            for row, drafts in self.drafts.items():
-                rows[names[row]] = drafts
-            if self.samples is not None:
-                for row in (~self.samples).nonzero()[0].tolist():
-                    rows[names[row]] = None
-            self._rows = rows
-        return self._rows
+    __slots__ = ("_slots", "_table")
 
-    def __getitem__(self, request_id: RequestId) -> TokenIds | None:
-        return self.rows[request_id]
-
-    def __iter__(self) -> Iterator[RequestId]:
-        return iter(self.rows)
+    def __init__(self, table: NDArray[np.object_], slots: NDArray[np.int64]) -> None:
+        self._table, self._slots = table, slots
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return len(self._slots)
+
+    def tolist(self) -> list[RequestId]:
+        """The request ids."""
+        names: list[RequestId] = self._table.take(self._slots).tolist()
+        return names
+
+    def take(self, rows: Int32s) -> SlotNames:
+        """Those of some rows."""
+        return SlotNames(self._table, self._slots.take(rows))
 
 
 class PlanObjects(msgspec.Struct, gc=False):
@@ -110,7 +96,7 @@ class ArrayPlan:
     frame_id: FrameId
     slots: NDArray[np.int64]
     """[rows]; a number below the table's size that a request keeps while it is unfinished."""
-    names: NDArray[np.object_]
+    names: NDArray[np.object_] | SlotNames
     """[rows]; request ids."""
     num_computed_tokens: Int32s
     """[rows]; before this step, as if all drafts in flight were accepted."""
@@ -120,11 +106,11 @@ class ArrayPlan:
     """[rows]; known ones, and those promised by frames in flight."""
     samples: NDArray[np.bool_] | None
     """[rows]; whether it will sample. None: all of them."""
-    block_rows: NDArray[np.int64]
+    block_rows: NDArray[np.int64] | Int32s
     """[new blocks]; the row that each belongs to, ascending. All blocks of admitted rows."""
     block_ids: Int32s
     """[new blocks]"""
-    draft_token_ids: dict[int, TokenIds]
+    draft_token_ids: Mapping[int, TokenIds]
     """By row; only where there are some."""
     all_token_ids: dict[int, TokenIds]
     """By row: where the worker may lack some, because the last plan did not have the request."""
@@ -241,7 +227,11 @@ def make_plan(
         None if all(samples) else np.array(samples, np.bool_),
         _NO_ROWS,
         _NO_BLOCKS,
-        {},
+        {
+            at: row.draft_token_ids
+            for at, row in enumerate(rows)
+            if isinstance(row, CachedRow) and row.draft_token_ids
+        },
         {},
         {},
         [],
@@ -259,8 +249,6 @@ def make_plan(
             made.resumed_rows.append(at)
         if row.all_token_ids is not None:
             made.all_token_ids[at] = row.all_token_ids
-        if row.draft_token_ids:
-            made.draft_token_ids[at] = row.draft_token_ids
     if taken:
         made.block_rows, made.block_ids = (
             np.array([at for at, _ in taken], np.int64),
@@ -293,7 +281,7 @@ def make_outputs(rows: Sequence[OutputRow]) -> ArrayOutputs:
 class ArrayOutputs:
     """What a step delivered: rows in the order of scheduling, only those with new tokens."""
 
-    names: NDArray[np.object_]
+    names: NDArray[np.object_] | SlotNames
     """[rows]; request ids."""
     token_ids: Int32s
     """[tokens]; row after row."""

@@ -1,0 +1,469 @@
+"""CompiledEngine: the scheduler as machine code, with the same doors as the host engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, assert_never
+
+import numpy as np
+
+from blockstep.impl.arrays import ArrayOutputs, ArrayPlan, SlotNames
+from blockstep.impl.compiled import results
+from blockstep.impl.compiled.blocks import withdraw_all
+from blockstep.impl.compiled.lives import end, get_tokens, preempt_all
+from blockstep.impl.compiled.planning import plan_step
+from blockstep.impl.compiled.requests import Requests
+from blockstep.impl.compiled.state import (
+    GRAMMAR_READY,
+    IS_PREFILL,
+    IS_RUNNING,
+    LAST_FRAME,
+    NUM_COMPUTED,
+    NUM_DRAFTS,
+    NUM_FREE,
+    NUM_KNOWN,
+    SEAT,
+    STATUS,
+    TIMES_PREEMPTED,
+    TOLD_COMPUTED,
+    TOLD_DRAFTS,
+    TOLD_OUTPUTS,
+    TOLD_SAMPLES,
+    TOLD_SCHEDULED,
+    Int32s,
+    Int64s,
+)
+from blockstep.impl.compiled.view import View
+from blockstep.impl.refusals import (
+    answer_problem,
+    bad_result,
+    drafts_problem,
+    frame_problem,
+    grammar_problem,
+    most_blocks,
+    schedule_problem,
+    submit_problem,
+)
+from blockstep.spec.vocabulary import (
+    Abort,
+    Aborted,
+    Ack,
+    Commit,
+    Config,
+    ConfigError,
+    Drafts,
+    DraftsTaken,
+    Event,
+    FinishReason,
+    FrameId,
+    GrammarReady,
+    Observation,
+    Outputs,
+    PauseState,
+    Rejected,
+    Request,
+    RequestId,
+    Reset,
+    ResetDone,
+    Schedule,
+    SetPause,
+    Snapshot,
+    Stats,
+    Submit,
+    TokenIds,
+    config_problems,
+    event_problem,
+)
+
+CAPABILITIES: Final = frozenset(
+    (
+        "snapshot", "priority", "drafts", "pause", "reset", "grammar", "multimodal", "rejection",
+        "async", "statistics", "cache statistics", "late drafts",
+    )
+)  # fmt: skip
+"""By value: the enum belongs to the conformance wing, which this wing must not import."""
+_REASONS: Final = {
+    results.BY_EOS: FinishReason.STOP,
+    results.BY_STOP_TOKEN: FinishReason.STOP,
+    results.BY_LENGTH: FinishReason.LENGTH,
+    results.BY_REPETITION: FinishReason.REPETITION,
+}
+_NO_COUNTS: Final = np.empty(0, np.int32)
+_NO_MARKS: Final = np.empty(0, np.uint8)
+_NO_NAMES: Final = SlotNames(np.empty(0, np.object_), np.empty(0, np.int64))
+
+
+class RowDrafts(Mapping[int, TokenIds]):
+    """Drafts by row, built when first asked for; `ids` has them at its end."""
+
+    __slots__ = ("_counts", "_ids", "_rows")
+
+    def __init__(self, counts: Int32s, ids: Int32s) -> None:
+        self._counts, self._ids = counts, ids
+        self._rows: dict[int, TokenIds] | None = None
+
+    def _get_rows(self) -> dict[int, TokenIds]:
+        if self._rows is None:
+            ends = np.cumsum(self._counts)
+            ids = self._ids[len(self._ids) - int(ends[-1]) :].tolist() if len(ends) else []
+            self._rows = {
+                row: tuple(ids[end - count : end])
+                for row, (end, count) in enumerate(
+                    zip(ends.tolist(), self._counts.tolist(), strict=True)
+                )
+                if count
+            }
+        return self._rows
+
+    def __getitem__(self, row: int) -> TokenIds:
+        return self._get_rows()[row]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._get_rows())
+
+    def __len__(self) -> int:
+        return len(self._get_rows())
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """A plan in flight."""
+
+    who: Int64s
+    """[2, rows]; slots, and who had them then."""
+    names: SlotNames
+    """[rows]; request ids."""
+    planned: Int32s
+    """[TOLD_COLUMNS, rows]"""
+    ids: Int32s
+    """Of drafts, row after row, at the end of whatever else."""
+
+    def build_rows(self) -> dict[RequestId, TokenIds | None]:
+        """Drafts of each row, None where it does not sample."""
+        drafts = RowDrafts(self.planned[TOLD_DRAFTS], self.ids)
+        return {
+            request_id: drafts.get(row, ()) if samples else None
+            for row, (request_id, samples) in enumerate(
+                zip(self.names.tolist(), self.planned[TOLD_SAMPLES].tolist(), strict=True)
+            )
+        }
+
+
+class CompiledEngine:
+    """The scheduler and its paged KV memory on one CPU core, compiled by numba.
+
+    Without numba the same functions run as plain Python: the same decisions, slowly.
+
+    Args:
+        config: the constants of the run.
+
+    Raises:
+        ConfigError: `config_problems` has something against the config.
+    """
+
+    def __init__(self, config: Config) -> None:
+        problems = config_problems(config)
+        if problems:
+            raise ConfigError(problems)
+        self.config = config
+        self.requests = Requests(config)
+        self.pause_state = PauseState.UNPAUSED
+        self.frames: dict[FrameId, Frame] = {}
+        """In flight, oldest first."""
+        self.next_frame_id: FrameId = 0
+        self.finished_req_ids: set[RequestId] = set()
+        self.previous_names = _NO_NAMES
+        """Of the rows of the last plan."""
+        self._previous_id: FrameId = -1
+        """The last plan; -1 before the first."""
+        self._last_frame_of_ended: dict[RequestId, FrameId] = {}
+        """Of ended requests that frames in flight name: the last of these frames."""
+        self._view = View(self)
+
+    def apply(self, event: Event) -> Observation:
+        """Take one event. Never raises; what is refused changes nothing."""
+        problem = event_problem(event)
+        if problem is not None:
+            return problem
+        match event:
+            case Schedule():
+                plan = self.schedule_arrays()
+                return plan if isinstance(plan, Rejected) else plan.build_plan()
+            case Commit():
+                return self._commit(event)
+            case Submit(request=request):
+                return self._submit(request)
+            case Drafts():
+                return self._take_drafts(event)
+            case Abort(request_ids=request_ids):
+                return self._abort(request_ids)
+            case GrammarReady(request_id=request_id):
+                return self._set_grammar_ready(request_id)
+            case SetPause(pause_state=pause_state):
+                self.pause_state = pause_state
+                return Ack()
+            case Reset(reset_running_requests=reset_running_requests):
+                return ResetDone(self._reset(reset_running_requests))
+            case _:
+                assert_never(event)
+
+    def snapshot(self) -> Snapshot:
+        """The whole state in canonical form. O(blocks and tokens); takes no part in a step."""
+        return self._view.take()
+
+    def stats(self) -> Stats:
+        """The counters since the start (P21)."""
+        return self._view.stats()
+
+    def capabilities(self) -> frozenset[str]:
+        """What it implements: everything, as the values of conformance's `Capability`."""
+        return CAPABILITIES
+
+    # a step
+
+    def schedule_arrays(self) -> ArrayPlan | Rejected:
+        """`Schedule` without an object per row; refused like that event."""
+        if len(self.frames) >= self.config.max_frames_in_flight:
+            problem = schedule_problem(self.config, len(self.frames))
+            assert problem is not None, "the pipeline is full"
+            return problem
+        is_open = self.pause_state is not PauseState.PAUSED_ALL
+        (
+            who, told, ids, num_blocks, num_samples, num_running, num_missed, num_preempted,
+        ) = plan_step(
+            self.requests.state,
+            self.next_frame_id,
+            self._previous_id,
+            self.config.max_num_batched_tokens if is_open else 0,
+            self.pause_state is PauseState.UNPAUSED,
+        )  # fmt: skip
+        slots, num_rows = who[0], who.shape[1]
+        names = SlotNames(self.requests.lend_names(), slots)
+        frame_id = self.next_frame_id
+        plan = ArrayPlan(
+            frame_id,
+            slots,
+            names,
+            told[TOLD_COMPUTED],
+            told[TOLD_SCHEDULED],
+            told[TOLD_OUTPUTS],
+            None if num_samples == num_rows else told[TOLD_SAMPLES] != 0,
+            ids[:num_blocks],
+            ids[num_blocks : 2 * num_blocks],
+            RowDrafts(told[TOLD_DRAFTS], ids) if len(ids) > 2 * num_blocks else {},
+            {},
+            {},
+            [],
+            tuple(sorted(self.finished_req_ids)) if self.finished_req_ids else (),
+            (),
+        )
+        if num_preempted or num_missed or num_running < num_rows:
+            self._tell_changes(plan, num_running, num_missed, num_preempted)
+        if num_rows:
+            self.frames[frame_id] = Frame(who, names, told, ids)
+        self.finished_req_ids.clear()
+        self.previous_names, self._previous_id, self.next_frame_id = names, frame_id, frame_id + 1
+        return plan
+
+    def _tell_changes(
+        self, plan: ArrayPlan, num_running: int, num_missed: int, num_preempted: int
+    ) -> None:
+        """What the worker cannot know: tokens that it may lack, and who is new or preempted."""
+        scratch = self.requests.state.scratch
+        if num_preempted:
+            names = self.requests.names[scratch[:num_preempted]].tolist()
+            plan.preempted_req_ids = tuple(sorted(names))
+        for row in scratch[num_preempted : num_preempted + num_missed].tolist():
+            plan.all_token_ids[row] = self._get_tokens(int(plan.slots[row]))
+        for row, slot in enumerate(plan.slots[num_running:].tolist(), num_running):
+            if self.requests.state.requests[slot, TIMES_PREEMPTED]:
+                plan.resumed_rows.append(row)
+                plan.all_token_ids[row] = self._get_tokens(slot)
+            else:
+                plan.new_rows[row] = self.requests.requests[slot]
+
+    def commit_arrays(
+        self, frame_id: FrameId, token_ids: Int32s, counts: Int32s | None = None
+    ) -> ArrayOutputs | Rejected:
+        """`Commit` without an object per row; refused like that event.
+
+        Args:
+            frame_id: of the plan that is answered.
+            token_ids: [tokens] int32, row after row in the order of the plan; rows that do not
+                sample have none.
+            counts: [rows] int32, tokens of each row; None: one for each row that samples, so that
+                no drafts are accepted.
+        """
+        if next(iter(self.frames), None) != frame_id:
+            problem = frame_problem(frame_id, self.frames)
+            assert problem is not None, "it is not the oldest frame"
+            return problem
+        tokens = np.ascontiguousarray(token_ids, np.int32)
+        lengths = None if counts is None else np.ascontiguousarray(counts, np.int32)
+        return self._take(frame_id, tokens, lengths)
+
+    def _commit(self, event: Commit) -> Outputs | Rejected:
+        problem = frame_problem(event.frame_id, self.frames)
+        if problem is not None:
+            return problem
+        rows = self.frames[event.frame_id].build_rows()
+        answers = {row.request_id: row.token_ids for row in event.sampled}
+        problem = answer_problem(event.frame_id, len(event.sampled), rows, answers, self._are_among)
+        if problem is not None:
+            return problem
+        tokens = [answers[request_id] for request_id in rows]
+        flat = np.array([token for row in tokens for token in row], np.int32)
+        outputs = self._take(event.frame_id, flat, np.array([*map(len, tokens)], np.int32))
+        return outputs if isinstance(outputs, Rejected) else outputs.build_outputs()
+
+    def _are_among(self, drafts: TokenIds, accepted: TokenIds) -> bool:
+        """Under asynchronous scheduling drafts are placeholders, and any token may be behind."""
+        return self.config.async_scheduling or accepted == drafts[: len(accepted)]
+
+    def _take(
+        self, frame_id: FrameId, token_ids: Int32s, counts: Int32s | None
+    ) -> ArrayOutputs | Rejected:
+        """The answer to the oldest frame."""
+        frame = self.frames[frame_id]
+        self.requests.reserve_nodes(len(token_ids), frame.who.shape[1])
+        marks, is_marked = _NO_MARKS, False
+        while True:
+            code, detail, told, kept, num_rows, num_ended = results.commit_step(
+                self.requests.state, frame.who, frame.planned, frame.ids, token_ids,
+                _NO_COUNTS if counts is None else counts, counts is not None, marks, is_marked,
+            )  # fmt: skip
+            if code != results.LACKS_MARKS:
+                break
+            marks = self.requests.mark(frame.who, frame.planned[TOLD_SAMPLES], token_ids, counts)
+            is_marked = True
+        if code != results.FITS:
+            return bad_result(frame_id, _describe(code, detail, frame, token_ids))
+        names = frame.names
+        if num_rows < told.shape[1]:
+            told = told[:, :num_rows]
+            names = names.take(told[0])
+        outputs = ArrayOutputs(
+            names,
+            kept,
+            None if len(kept) == num_rows else told[1],
+            told[2],
+            {},
+        )
+        if num_ended:
+            self._note_ends(frame, told, num_ended, outputs)
+        self._close(frame_id)
+        return outputs
+
+    def _note_ends(self, frame: Frame, told: Int32s, num_ended: int, outputs: ArrayOutputs) -> None:
+        """Those whom this commit has ended."""
+        for row in self.requests.state.scratch[:num_ended].tolist():
+            at, _, _, verdict = told[:, row].tolist()
+            stop = None
+            if verdict == results.BY_STOP_TOKEN:
+                stop = int(outputs.token_ids[told[1, : row + 1].sum() - 1])
+            outputs.ended[row] = (_REASONS[verdict], stop)
+            self._forget(int(frame.who[0, at]))
+
+    def _forget(self, slot: int) -> RequestId:
+        """It has ended; the next plan tells the worker."""
+        last = int(self.requests.state.requests[slot, LAST_FRAME])
+        request_id = self.requests.remove(slot)
+        self.finished_req_ids.add(request_id)
+        if last in self.frames:
+            self._last_frame_of_ended[request_id] = last
+        return request_id
+
+    def _close(self, frame_id: FrameId) -> None:
+        """It is committed, and names nobody any more."""
+        del self.frames[frame_id]
+        if self._last_frame_of_ended:
+            self._last_frame_of_ended = {
+                name: last for name, last in self._last_frame_of_ended.items() if last != frame_id
+            }
+
+    # what comes in between steps
+
+    def _submit(self, request: Request) -> Ack | Rejected:
+        problem = submit_problem(
+            self.config,
+            request,
+            most_blocks(self.config, request),
+            request.request_id in self.requests.slot_of,
+            request.request_id in self._last_frame_of_ended,
+        )
+        if problem is not None:
+            return problem
+        self.requests.add(request)
+        return Ack()
+
+    def _take_drafts(self, event: Drafts) -> DraftsTaken | Rejected:
+        problem = drafts_problem(self.config, event)
+        if problem is not None:
+            return problem
+        s, taken = self.requests.state, []
+        for row in event.drafts:
+            slot = self.requests.slot_of.get(row.request_id)
+            if slot is None or not _may_draft(s.requests[slot].tolist()):
+                continue
+            s.requests[slot, NUM_DRAFTS] = len(row.token_ids)
+            s.drafts[s.requests[slot, SEAT], : len(row.token_ids)] = row.token_ids
+            taken.append(row.request_id)
+        return DraftsTaken(tuple(taken))
+
+    def _set_grammar_ready(self, request_id: RequestId) -> Ack | Rejected:
+        slot = self.requests.slot_of.get(request_id)
+        request = None if slot is None else self.requests.requests[slot]
+        problem = grammar_problem(request, request_id)
+        if problem is not None:
+            return problem
+        self.requests.state.requests[slot, GRAMMAR_READY] = 1
+        return Ack()
+
+    def _abort(self, request_ids: tuple[RequestId, ...]) -> Aborted:
+        ended: list[RequestId] = []
+        for request_id in request_ids:
+            slot = self.requests.slot_of.get(request_id)
+            if slot is not None:
+                end(self.requests.state, slot)
+                ended.append(self._forget(slot))
+        return Aborted(tuple(ended))
+
+    def _reset(self, reset_running_requests: bool) -> bool:
+        """Forget every cached block; whether that was possible (P25)."""
+        s = self.requests.state
+        if reset_running_requests:
+            preempt_all(s)
+            self.previous_names = _NO_NAMES
+        elif s.scalars[NUM_FREE] < self.config.num_usable_blocks:
+            return False
+        withdraw_all(s)
+        return True
+
+    def _get_tokens(self, slot: int) -> TokenIds:
+        """Prompt and verified output tokens."""
+        return tuple(get_tokens(self.requests.state, slot).tolist())
+
+
+def _may_draft(row: list[int]) -> bool:
+    """Whether drafts would continue its known tokens: all but the last are computed (P24)."""
+    return (
+        row[STATUS] == IS_RUNNING
+        and not row[IS_PREFILL]
+        and row[NUM_COMPUTED] == row[NUM_KNOWN] - 1
+    )
+
+
+def _describe(code: int, detail: int, frame: Frame, token_ids: Int32s) -> str:
+    """What is wrong with an answer in arrays, and how it must be."""
+    if code == results.NEGATIVE_TOKEN:
+        return "token ids must not be negative"
+    if code == results.WRONG_NUMBER:
+        return f"must have {detail} tokens, not {len(token_ids)}"
+    if code == results.WRONG_COUNTS:
+        rows = len(frame.names)
+        return f"must have {rows} counts, which add up to the number of tokens"
+    if code == results.WRONG_ROW:
+        rule = "a row that samples has one token, and one per accepted draft; any other has none"
+        return f"row {detail}: {rule}"
+    return f"row {detail} accepts tokens that are no prefix of its drafts"

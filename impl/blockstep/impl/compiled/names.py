@@ -1,0 +1,99 @@
+"""Names: what the compiled functions know by number, and Python by name."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Final, TypeAlias
+
+from blockstep.impl.compiled.state import Int64s
+from blockstep.spec.vocabulary import Request, RequestId
+
+Extras: TypeAlias = tuple[str | None, str | None, tuple[tuple[str, int], ...]]
+"""Adapter, cache salt and overlapping items of a block (P6)."""
+NOTHING: Final[Extras] = (None, None, ())
+_STEP: Final = 1 << 24
+_LAST: Final = 1 << 62
+
+
+class ExtrasTable:
+    """Numbers for what beside tokens names a block; 0 is nothing at all.
+
+    The compiled functions count who needs each; numbers that nobody needs are given out again.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[Extras] = [NOTHING]
+        self._numbers: dict[Extras, int] = {NOTHING: 0}
+        self._unused: list[int] = []
+
+    def number_of(self, extras: Extras) -> int:
+        """Its number; may be one beyond those that were counted so far."""
+        found = self._numbers.get(extras)
+        if found is None:
+            if self._unused:
+                found = self._unused.pop()
+                self.values[found] = extras
+            else:
+                found = len(self.values)
+                self.values.append(extras)
+            self._numbers[extras] = found
+        return found
+
+    def count_unused(self, capacity: int) -> int:
+        """Numbers below `capacity` that can be given out."""
+        return capacity - len(self.values) + len(self._unused)
+
+    def sweep(self, uses: Int64s) -> None:
+        """Give up the numbers that nobody uses."""
+        for number in (uses[: len(self.values)] == 0).nonzero()[0].tolist():
+            if number and self._numbers.get(self.values[number]) == number:
+                del self._numbers[self.values[number]]
+                self._unused.append(number)
+
+
+def list_extras(request: Request, block_size: int, count: int) -> list[Extras]:
+    """The extras of the first `count` blocks of a request: the salt is in the first alone."""
+    found: list[Extras] = []
+    items = request.items
+    first = 0
+    for index in range(count):
+        start, end = index * block_size, (index + 1) * block_size
+        while first < len(items) and items[first].offset + items[first].length <= start:
+            first += 1
+        last = first
+        while last < len(items) and items[last].offset < end:
+            last += 1
+        overlapping = tuple((item.identifier, item.offset - start) for item in items[first:last])
+        found.append((request.adapter, None if index else request.cache_salt, overlapping))
+    return found
+
+
+class Labels:
+    """Numbers that compare like the ids of unfinished requests: the last tie-breaker (P16).
+
+    A new id gets a number between those of its neighbours; where there is none left, all get new
+    ones, far apart.
+    """
+
+    def __init__(self) -> None:
+        self._ids: list[RequestId] = []
+        self._labels: list[int] = []
+
+    def add(self, request_id: RequestId) -> list[tuple[RequestId, int]]:
+        """Whose labels are new, and which: its own, or those of all."""
+        ids, labels = self._ids, self._labels
+        at = bisect_left(ids, request_id)
+        low = labels[at - 1] if at else 0
+        high = labels[at] if at < len(ids) else _LAST
+        label = low + min((high - low) // 2, _STEP)
+        ids.insert(at, request_id)
+        labels.insert(at, label)
+        if label > low:
+            return [(request_id, label)]
+        self._labels = [_STEP * place for place in range(1, len(ids) + 1)]
+        return list(zip(ids, self._labels, strict=True))
+
+    def remove(self, request_id: RequestId) -> None:
+        """It has ended."""
+        at = bisect_left(self._ids, request_id)
+        del self._ids[at], self._labels[at]

@@ -1,0 +1,204 @@
+"""Requests: the unfinished ones by name, and room for all that is known about them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockstep.impl.compiled.lives import store_prompt
+from blockstep.impl.compiled.names import NOTHING, ExtrasTable, Labels, list_extras
+from blockstep.impl.compiled.queues import append
+from blockstep.impl.compiled.results import BY_EOS, BY_STOP_TOKEN, GOES_ON
+from blockstep.impl.compiled.state import (
+    ARRIVAL,
+    AWAITS_GRAMMAR,
+    BIRTH,
+    END_BY_MAX_TOKENS,
+    EOS,
+    EXTRAS,
+    FIRST_EXTRAS,
+    HAS_STOPS,
+    IS_WAITING,
+    LABEL,
+    LAST_FRAME,
+    LAST_NODE,
+    MAX_KNOWN,
+    MIN_TOKENS,
+    MORE_STOPS,
+    NONE,
+    NUM_CACHED_TOKENS,
+    NUM_FREE_NODES,
+    NUM_KNOWN,
+    NUM_MORE_STOPS,
+    NUM_PROMPT,
+    PRIORITY,
+    QUEUE,
+    REPEATS_COUNT,
+    REPEATS_MAX,
+    REPEATS_MIN,
+    REQUEST_COLUMNS,
+    ROW,
+    SEAT,
+    SKIPPED,
+    SKIPS_CACHE,
+    STATUS,
+    STOPS,
+    STOPS_END,
+    WAITING,
+    Int32s,
+    Int64s,
+    grow_extras,
+    grow_nodes,
+    grow_seats,
+    grow_slots,
+    make_state,
+)
+from blockstep.spec.vocabulary import Config, Policy, Request, RequestId
+
+
+class Requests:
+    """Gives each unfinished request a slot, and sees to it that no array is too short.
+
+    Machine code does not look where it writes: whatever may need room asks for it here first.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.state = make_state(config)
+        self.slot_of: dict[RequestId, int] = {}
+        self.requests: list[Request] = []
+        self.extras = ExtrasTable()
+        self.names: NDArray[np.object_] = np.full(len(self.state.requests), None, object)
+        """[slots]"""
+        self._are_names_lent = False
+        self._labels = Labels()
+        self._unused: list[int] = []
+        self._num_born = 0
+        self._num_seats = min(config.max_num_seqs, config.num_usable_blocks)
+        """A running request holds a block at least."""
+
+    def add(self, request: Request) -> int:
+        """The slot of a new request, which stands in its queue then."""
+        slot = self._find_slot(request)
+        self.slot_of[request.request_id] = slot
+        if self._are_names_lent and self.names[slot] is not None:
+            self.names, self._are_names_lent = self.names.copy(), False
+        self.names[slot] = request.request_id
+        self._num_born += 1
+        tokens = np.array(request.prompt_token_ids, np.int32)
+        self.reserve_nodes(len(tokens), 1 + len(self.state.nodes) // 8)  # not in a step
+        extras = self._number_extras(request, len(tokens) // self.config.block_size)
+        self.state.requests[slot] = self._row_of(request)
+        self.state.requests[slot, FIRST_EXTRAS], self.state.requests[slot, EXTRAS] = extras[-2:]
+        if _has_extras(request):
+            np.add.at(self.state.extras_uses, extras[-2:], 1)
+        store_prompt(self.state, slot, tokens, extras)
+        if self.config.policy is Policy.PRIORITY:
+            for name, label in self._labels.add(request.request_id):
+                self.state.requests[self.slot_of[name], LABEL] = label
+        self.state.scalars[NUM_MORE_STOPS] += self.state.requests[slot, MORE_STOPS]
+        append(self.state, SKIPPED if request.structured_output else WAITING, slot)
+        return slot
+
+    def remove(self, slot: int) -> RequestId:
+        """Forget a request that has ended."""
+        request = self.requests[slot]
+        del self.slot_of[request.request_id]
+        self._unused.append(slot)
+        if _has_extras(request):
+            row = self.state.requests[slot]
+            np.subtract.at(self.state.extras_uses, row[[EXTRAS, FIRST_EXTRAS]], 1)
+        if self.config.policy is Policy.PRIORITY:
+            self._labels.remove(request.request_id)
+        return request.request_id
+
+    def lend_names(self) -> NDArray[np.object_]:
+        """[slots]; stays as it is, whoever gets which slot after this."""
+        self._are_names_lent = True
+        return self.names
+
+    def reserve_nodes(self, num_tokens: int, num_requests: int) -> None:
+        """Room for the contents that so many tokens of so many requests may fill."""
+        needed = num_tokens // self.config.block_size + num_requests
+        while self.state.scalars[NUM_FREE_NODES] < needed:
+            self.state = grow_nodes(self.state, 2 * len(self.state.nodes))
+
+    def mark(
+        self,
+        who: Int64s,
+        samples: Int32s,
+        token_ids: Int32s,
+        counts: Int32s | None,
+    ) -> NDArray[np.uint8]:
+        """[tokens]; which end the requests of their rows, and how; where there are `MORE_STOPS`."""
+        lengths = samples if counts is None else counts
+        slots, births = np.repeat(who, lengths, axis=1)
+        marks = np.zeros(len(token_ids), np.uint8)
+        is_alive = self.state.requests[slots, BIRTH] == births
+        asks = is_alive & (self.state.requests[slots, MORE_STOPS] != 0)
+        for at in asks.nonzero()[0].tolist():
+            marks[at] = _mark_of(self.requests[slots[at]], int(token_ids[at]))
+        return marks
+
+    def _find_slot(self, request: Request) -> int:
+        if self._unused:
+            slot = self._unused.pop()
+            self.requests[slot] = request
+            return slot
+        slot = len(self.requests)
+        self.requests.append(request)
+        if slot == len(self.state.requests):
+            self.state = grow_slots(self.state, 2 * slot)
+            self.names = np.concatenate((self.names, np.full(slot, None, object)))
+        seats = len(self.state.lines)
+        if slot >= seats and seats < self._num_seats:
+            self.state = grow_seats(self.state, 2 * seats)
+        return slot
+
+    def _row_of(self, request: Request) -> list[int]:
+        """What is known of a new request, by column."""
+        row = [0] * REQUEST_COLUMNS
+        prompt = len(request.prompt_token_ids)
+        row[NUM_PROMPT] = row[NUM_KNOWN] = prompt
+        row[END_BY_MAX_TOKENS] = prompt + request.max_tokens
+        row[MAX_KNOWN] = min(prompt + request.max_tokens, self.config.max_model_len)
+        row[MIN_TOKENS] = request.min_tokens
+        row[SKIPS_CACHE] = request.skip_reading_prefix_cache
+        stops = request.stop_token_ids
+        columns = STOPS_END - STOPS
+        row[STOPS:STOPS_END] = (*stops[:columns], *(NONE,) * (columns - len(stops)))
+        row[MORE_STOPS] = len(stops) > columns
+        row[HAS_STOPS] = bool(stops) or request.eos_token_id is not None
+        row[EOS] = NONE if request.eos_token_id is None else request.eos_token_id
+        if request.repetition_detection is not None:
+            row[REPEATS_MIN] = request.repetition_detection.min_pattern_size
+            row[REPEATS_MAX] = request.repetition_detection.max_pattern_size
+            row[REPEATS_COUNT] = request.repetition_detection.min_count
+        row[PRIORITY], row[ARRIVAL] = request.priority, request.arrival_time
+        row[BIRTH] = self._num_born
+        row[STATUS] = AWAITS_GRAMMAR if request.structured_output else IS_WAITING
+        for column in (NUM_CACHED_TOKENS, LAST_FRAME, LAST_NODE, SEAT, ROW, QUEUE):
+            row[column] = NONE
+        return row
+
+    def _number_extras(self, request: Request, full: int) -> NDArray[np.int32]:
+        """Of each full block of the prompt, of the block after them, and of all others."""
+        if not _has_extras(request):
+            return np.zeros(full + 2, np.int32)
+        if self.extras.count_unused(len(self.state.extras_uses)) < full + 2:
+            self.extras.sweep(self.state.extras_uses)
+            if self.extras.count_unused(len(self.state.extras_uses)) < full + 2:
+                self.state = grow_extras(self.state, 2 * (len(self.extras.values) + full + 2))
+        found = list_extras(request, self.config.block_size, full + 1)
+        found.append((request.adapter, *NOTHING[1:]))
+        return np.array([self.extras.number_of(extras) for extras in found], np.int32)
+
+
+def _has_extras(request: Request) -> bool:
+    return bool(request.items) or request.adapter is not None or request.cache_salt is not None
+
+
+def _mark_of(request: Request, token: int) -> int:
+    if token == request.eos_token_id:
+        return BY_EOS
+    return BY_STOP_TOKEN if token in request.stop_token_ids else GOES_ON

@@ -1,0 +1,267 @@
+"""Results: what the worker sampled is checked, stored and delivered."""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from blockstep.impl.compiled.blocks import publish
+from blockstep.impl.compiled.jit import compiled, entry, making_arrays
+from blockstep.impl.compiled.lives import append_token, end, get_tokens
+from blockstep.impl.compiled.state import (
+    BIRTH,
+    DRAFTS_ACCEPTED,
+    DRAFTS_SCHEDULED,
+    EOS,
+    HAS_STOPS,
+    IS_ASYNC,
+    IS_RUNNING,
+    MAX_KNOWN,
+    MIN_TOKENS,
+    MORE_STOPS,
+    NUM_CACHED_TOKENS,
+    NUM_COMPUTED,
+    NUM_KNOWN,
+    NUM_MORE_STOPS,
+    NUM_PROMISED,
+    NUM_PROMPT,
+    REPEATS_COUNT,
+    REPEATS_MAX,
+    REPEATS_MIN,
+    STATUS,
+    STOPS,
+    STOPS_END,
+    TOLD_DRAFTS,
+    TOLD_SAMPLES,
+    Int32s,
+    Int64s,
+    State,
+)
+
+# Why an answer does not fit its frame.
+FITS: Final = 0
+NEGATIVE_TOKEN: Final = 1
+WRONG_NUMBER: Final = 2
+WRONG_COUNTS: Final = 3
+WRONG_ROW: Final = 4
+NO_SUCH_DRAFTS: Final = 5
+LACKS_MARKS: Final = 6
+"""It does, but tokens must be marked first."""
+
+# Marks of tokens, and why a request ends.
+GOES_ON: Final = 0
+BY_EOS: Final = 1
+BY_STOP_TOKEN: Final = 2
+BY_LENGTH: Final = 3
+BY_REPETITION: Final = 4
+
+
+Told: TypeAlias = tuple[int, int, Int32s, Int32s, int, int]
+"""Whether the answer fits; what is wrong with it, or where; [4, rows] row, tokens, cached tokens
+and verdict of each row that delivers; the tokens; how many rows deliver, and how many of them end
+(these lie in `scratch`)."""
+
+
+@entry("state", "int64 2", "int32 2", "int32 1", "int32 1", "int32 1", "bool", "uint8 1", "bool")
+def commit_step(
+    s: State,
+    who: Int64s,
+    planned: Int32s,
+    ids: Int32s,
+    tokens: Int32s,
+    counts: Int32s,
+    has_counts: bool,
+    marks: NDArray[np.uint8],
+    is_marked: bool,
+) -> Told:
+    """Take the answer to a frame; if it does not fit, nothing changes.
+
+    Args:
+        s: everything.
+        who: [2, rows] slots and births of the frame.
+        planned: [TOLD_COLUMNS, rows] what the plan told.
+        ids: of its drafts, row after row, at the end of whatever else.
+        tokens: row after row.
+        counts: [rows], if `has_counts`: tokens of each row. Otherwise one for each that samples.
+        has_counts: see there.
+        marks: [tokens], if `is_marked`: `BY_EOS` or `BY_STOP_TOKEN` where a token ends its request.
+        is_marked: whether that was looked up; asked for only where requests have `MORE_STOPS`.
+    """
+    code, detail = _check(s, planned, ids, tokens, counts, has_counts)
+    if code == FITS and not is_marked and _needs_marks(s, who):
+        code = LACKS_MARKS
+    told = np.empty((4, planned.shape[1] if code == FITS else 0), np.int32)
+    kept = np.empty(len(tokens) if code == FITS else 0, np.int32)
+    if code != FITS:
+        return code, detail, told, kept, 0, 0
+    num_rows, num_tokens, num_ended = _take_rows(
+        s, who, planned, tokens, counts, has_counts, marks, told, kept
+    )
+    return code, detail, told, kept[:num_tokens], num_rows, num_ended
+
+
+@compiled
+def _check(
+    s: State, planned: Int32s, ids: Int32s, tokens: Int32s, counts: Int32s, has_counts: bool
+) -> tuple[int, int]:
+    """What is wrong with the answer to a frame, and with which row."""
+    due, drafts = 0, 0
+    for token in tokens:
+        if token < 0:
+            return NEGATIVE_TOKEN, 0
+    for row in range(planned.shape[1]):
+        due += int(planned[TOLD_SAMPLES, row])
+        drafts += int(planned[TOLD_DRAFTS, row])
+    if has_counts:
+        return _check_counts(s, planned, ids, tokens, counts, len(ids) - drafts)
+    return (FITS if len(tokens) == due else WRONG_NUMBER), due
+
+
+@compiled
+def _check_counts(
+    s: State, planned: Int32s, ids: Int32s, tokens: Int32s, counts: Int32s, at_draft: int
+) -> tuple[int, int]:
+    total, at = 0, 0
+    for count in counts:
+        total += int(count)
+    if len(counts) != planned.shape[1] or total != len(tokens):
+        return WRONG_COUNTS, 0
+    for row in range(len(counts)):
+        count, drafts = int(counts[row]), int(planned[TOLD_DRAFTS, row])
+        least = int(planned[TOLD_SAMPLES, row])
+        if count < least or count > (1 + drafts) * least:
+            return WRONG_ROW, row
+        if s.scalars[IS_ASYNC] == 0:  # otherwise drafts are placeholders
+            for index in range(count - 1):
+                if tokens[at + index] != ids[at_draft + index]:
+                    return NO_SUCH_DRAFTS, row
+        at += count
+        at_draft += drafts
+    return FITS, 0
+
+
+@compiled
+def _needs_marks(s: State, who: Int64s) -> bool:
+    """Whether there is a request in the frame whose stop tokens only Python knows."""
+    if s.scalars[NUM_MORE_STOPS] > 0:
+        for row in range(who.shape[1]):
+            slot = who[0, row]
+            if s.requests[slot, BIRTH] == who[1, row] and s.requests[slot, MORE_STOPS] != 0:
+                return True
+    return False
+
+
+@compiled
+def _take_rows(
+    s: State,
+    who: Int64s,
+    planned: Int32s,
+    tokens: Int32s,
+    counts: Int32s,
+    has_counts: bool,
+    marks: NDArray[np.uint8],
+    told: Int32s,
+    kept: Int32s,
+) -> tuple[int, int, int]:
+    """Store, deliver and end, row after row; how many rows, tokens and ends there are."""
+    start, num_rows, num_tokens, num_ended = 0, 0, 0, 0
+    for row in range(planned.shape[1]):
+        samples, drafts = int(planned[TOLD_SAMPLES, row]), int(planned[TOLD_DRAFTS, row])
+        count = int(counts[row]) if has_counts else samples
+        first = start
+        start += count
+        slot = who[0, row]
+        if s.requests[slot, BIRTH] != who[1, row] or samples == 0:
+            continue  # aborted meanwhile, or still in prefill
+        _roll_back(s, slot, drafts, count)
+        delivered, verdict = _accept(s, slot, tokens[first:start], marks[first:start])
+        told[0, num_rows], told[1, num_rows] = row, delivered
+        told[2, num_rows] = s.requests[slot, NUM_CACHED_TOKENS]
+        told[3, num_rows] = verdict
+        num_rows += 1
+        for index in range(delivered):
+            kept[num_tokens] = tokens[first + index]
+            num_tokens += 1
+        # The Schedule of the step could publish none of it, as the tokens were not known. The last
+        # token may not have run yet (P4); who was preempted since has no blocks (P3).
+        if s.scalars[IS_ASYNC] != 0 and s.requests[slot, STATUS] == IS_RUNNING:
+            publish(s, slot, s.requests[slot, NUM_KNOWN] - 1)
+        if verdict != GOES_ON:
+            end(s, slot)
+            s.scratch[num_ended] = num_rows - 1
+            num_ended += 1
+    return num_rows, num_tokens, num_ended
+
+
+@compiled
+def _roll_back(s: State, slot: int, drafts: int, count: int) -> None:
+    """Keep the promise (P12) and uncompute the rejected drafts (P14).
+
+    computed before | known | accepted | rejected |
+                                       ^ computed now
+    """
+    if s.scalars[IS_ASYNC]:
+        s.requests[slot, NUM_PROMISED] -= 1 + drafts
+    if drafts > 0:
+        # It may have been preempted meanwhile; then nothing is computed anyway.
+        if s.requests[slot, STATUS] == IS_RUNNING:
+            s.requests[slot, NUM_COMPUTED] -= drafts - (count - 1)
+        s.scalars[DRAFTS_SCHEDULED] += drafts
+        s.scalars[DRAFTS_ACCEPTED] += count - 1
+
+
+@compiled
+def _accept(s: State, slot: int, tokens: Int32s, marks: NDArray[np.uint8]) -> tuple[int, int]:
+    """Store tokens one by one, up to the one that ends the request; how many, and the verdict."""
+    for index in range(len(tokens)):
+        append_token(s, slot, tokens[index])
+        mark = int(marks[index]) if len(marks) > 0 else GOES_ON
+        verdict = _judge(s, slot, tokens[index], mark)
+        if verdict != GOES_ON:
+            return index + 1, verdict
+    return len(tokens), GOES_ON
+
+
+@compiled
+def _judge(s: State, slot: int, token: int, mark: int) -> int:
+    """Whether the token just stored ends its request.
+
+    Before `min_tokens` only the length caps do (ours; 0.19.1 masks them as well).
+    """
+    known = s.requests[slot, NUM_KNOWN]
+    has_min = known - s.requests[slot, NUM_PROMPT] >= s.requests[slot, MIN_TOKENS]
+    if has_min and s.requests[slot, HAS_STOPS] != 0:
+        if mark != GOES_ON:
+            return mark
+        if token == s.requests[slot, EOS]:
+            return BY_EOS
+        for column in range(STOPS, STOPS_END):
+            if token == s.requests[slot, column]:
+                return BY_STOP_TOKEN
+    if known >= s.requests[slot, MAX_KNOWN]:
+        return BY_LENGTH
+    if has_min and s.requests[slot, REPEATS_COUNT] > 0 and _repeats(s, slot):
+        return BY_REPETITION
+    return GOES_ON
+
+
+@making_arrays
+def _repeats(s: State, slot: int) -> bool:
+    """Whether the outputs end with as many copies of one pattern as it does not tolerate."""
+    known, prompt = s.requests[slot, NUM_KNOWN], s.requests[slot, NUM_PROMPT]
+    count = s.requests[slot, REPEATS_COUNT]
+    tokens = get_tokens(s, slot)
+    longest = min(s.requests[slot, REPEATS_MAX], (known - prompt) // count)
+    for size in range(s.requests[slot, REPEATS_MIN], longest + 1):
+        # Copies of a pattern: each token equals the one a pattern's length before it.
+        same = 0
+        while (
+            same < size * (count - 1)
+            and tokens[known - 1 - same] == tokens[known - 1 - same - size]
+        ):
+            same += 1
+        if same == size * (count - 1):
+            return True
+    return False

@@ -1,0 +1,174 @@
+"""View: the engine's state as a snapshot, the same for every exact engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from blockstep.impl.compiled.lives import get_tokens
+from blockstep.impl.compiled.state import (
+    DRAFTS_ACCEPTED,
+    DRAFTS_SCHEDULED,
+    FIRST_BLOCK,
+    GRAMMAR_READY,
+    HITS,
+    IS_PREFILL,
+    NEXT,
+    NEXT_FREE,
+    NEXT_SAME,
+    NODE,
+    NODE_EXTRAS,
+    NONE,
+    NUM_CACHED_TOKENS,
+    NUM_COMPUTED,
+    NUM_DRAFTS,
+    NUM_HELD,
+    NUM_PROMISED,
+    NUM_PUBLISHED,
+    NUM_RUNNING,
+    PARENT,
+    PREEMPTIONS,
+    QUERIES,
+    QUEUES,
+    REF_COUNT,
+    RUNNING,
+    SEAT,
+    SERIAL,
+    SKIPPED,
+    STATUS,
+    TIMES_PREEMPTED,
+    WAITING,
+)
+from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
+    NULL_BLOCK,
+    BlockKey,
+    RequestId,
+    RequestSnapshot,
+    Snapshot,
+    Stats,
+    Status,
+    TokenIds,
+)
+
+if TYPE_CHECKING:
+    from blockstep.impl.compiled.engine import CompiledEngine
+
+_STATUSES: Final = (
+    Status.WAITING,
+    Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+    Status.RUNNING,
+    Status.PREEMPTED,
+)
+"""By number."""
+
+
+class View:
+    """Reads the state of one engine; keys are built once and kept, as they are compared often."""
+
+    def __init__(self, engine: CompiledEngine) -> None:
+        self.engine = engine
+        self._keys: dict[int, tuple[int, BlockKey]] = {}
+        """By node: its serial number, and the key."""
+
+    def take(self) -> Snapshot:
+        """The canonical state. Nodes become structural keys, slots become request ids."""
+        engine = self.engine
+        s = engine.requests.state
+        blocks = s.blocks.tolist()
+        return Snapshot(
+            pause_state=engine.pause_state,
+            waiting=self._queue(WAITING),
+            skipped_waiting=self._queue(SKIPPED),
+            running=tuple(
+                engine.requests.names[s.lines[: s.scalars[NUM_RUNNING], RUNNING]].tolist(),
+            ),
+            requests=tuple(
+                self._request(slot) for _, slot in sorted(engine.requests.slot_of.items())
+            ),
+            ref_counts=tuple(block[REF_COUNT] for block in blocks),
+            free_queue=tuple(_follow(blocks, blocks[NULL_BLOCK][NEXT_FREE], NEXT_FREE, NULL_BLOCK)),
+            block_keys=tuple(
+                None if block[NODE] == NONE else self._key(block[NODE]) for block in blocks
+            ),
+            cached={
+                self._key(node): tuple(
+                    _follow(blocks, int(s.nodes[node, FIRST_BLOCK]), NEXT_SAME, NONE)
+                )
+                for node in {block[NODE] for block in blocks} - {NONE}
+            },
+            frames_in_flight=tuple(engine.frames),
+            next_frame_id=engine.next_frame_id,
+            finished_req_ids=tuple(sorted(engine.finished_req_ids)),
+            prev_scheduled_req_ids=tuple(sorted(engine.previous_names.tolist())),
+            stats=self.stats(),
+        )
+
+    def stats(self) -> Stats:
+        """The counters since the start (P21)."""
+        scalars = self.engine.requests.state.scalars.tolist()
+        return Stats(
+            prefix_cache_queries=scalars[QUERIES],
+            prefix_cache_hits=scalars[HITS],
+            preemptions=scalars[PREEMPTIONS],
+            drafts_scheduled=scalars[DRAFTS_SCHEDULED],
+            drafts_accepted=scalars[DRAFTS_ACCEPTED],
+        )
+
+    def _queue(self, queue: int) -> tuple[RequestId, ...]:
+        requests = self.engine.requests
+        found: list[RequestId] = []
+        slot = int(requests.state.scalars[QUEUES + 3 * queue])
+        while slot != NONE:
+            found.append(requests.names[slot])
+            slot = int(requests.state.requests[slot, NEXT])
+        return tuple(found)
+
+    def _request(self, slot: int) -> RequestSnapshot:
+        requests = self.engine.requests
+        s, request = requests.state, requests.requests[slot]
+        row = s.requests[slot].tolist()
+        tokens = get_tokens(s, slot)
+        drafts: TokenIds = (DRAFT_PLACEHOLDER,) * row[NUM_DRAFTS]
+        if drafts and not self.engine.config.async_scheduling:
+            drafts = tuple(s.drafts[row[SEAT], : row[NUM_DRAFTS]].tolist())
+        return RequestSnapshot(
+            request_id=request.request_id,
+            status=_STATUSES[row[STATUS]],
+            output_token_ids=tuple(tokens[len(request.prompt_token_ids) :].tolist()),
+            num_computed_tokens=row[NUM_COMPUTED],
+            num_output_placeholders=row[NUM_PROMISED],
+            spec_token_ids=drafts,
+            is_prefill_chunk=bool(row[IS_PREFILL]),
+            block_tables=(tuple(s.block_tables[row[SEAT], : row[NUM_HELD]].tolist()),),
+            num_cached_blocks=(row[NUM_PUBLISHED],),
+            num_cached_tokens=row[NUM_CACHED_TOKENS],
+            num_preemptions=row[TIMES_PREEMPTED],
+            grammar_ready=bool(row[GRAMMAR_READY]),
+        )
+
+    def _key(self, node: int) -> BlockKey:
+        """The structural key of a node; the same object each time."""
+        s, missing = self.engine.requests.state, []
+        parent: BlockKey | None = None
+        while node != NONE:
+            serial, parent = self._keys.get(node, (NONE, None))
+            if serial == s.nodes[node, SERIAL]:
+                break
+            parent = None
+            missing.append(node)
+            node = int(s.nodes[node, PARENT])
+        for node in reversed(missing):
+            adapter, salt, items = self.engine.requests.extras.values[s.nodes[node, NODE_EXTRAS]]
+            parent = BlockKey(parent, tuple(s.node_tokens[node].tolist()), adapter, salt, items)
+            self._keys[node] = (int(s.nodes[node, SERIAL]), parent)
+        assert parent is not None, "a node has a key"
+        return parent
+
+
+def _follow(rows: list[list[int]], first: int, column: int, end: int) -> list[int]:
+    """A list that is linked by a column, from `first` on."""
+    found: list[int] = []
+    while first != end:
+        found.append(first)
+        first = rows[first][column]
+    return found

@@ -1,0 +1,173 @@
+"""Refusals: why an event cannot be taken, in words that name the input, the rule and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from blockstep.spec.vocabulary import (
+    Config,
+    Drafts,
+    FrameId,
+    RejectCode,
+    Rejected,
+    Request,
+    RequestId,
+    SpecMethod,
+    TokenIds,
+)
+
+
+def most_blocks(config: Config, request: Request) -> int:
+    """Blocks that it needs at its longest, lookahead included (P11; upstream #52520)."""
+    longest = len(request.prompt_token_ids) + request.max_tokens - 1
+    if request.max_tokens > 1:  # drafts follow an output, and the last one ends the request
+        longest += config.num_speculative_tokens
+    written = min(longest, config.max_model_len - 1)
+    extent = min(written + config.num_lookahead_tokens, config.max_model_len)
+    return -(-extent // config.block_size)
+
+
+def submit_problem(
+    config: Config, request: Request, needed: int, is_unfinished: bool, is_in_flight: bool
+) -> Rejected | None:
+    """Why a request cannot be taken, or None; `needed` blocks at its longest."""
+    name, prompt = repr(request.request_id), len(request.prompt_token_ids)
+    if is_unfinished:
+        return Rejected(
+            RejectCode.DUPLICATE_REQUEST,
+            f"request {name}: the id belongs to an unfinished request; use another id",
+        )
+    if is_in_flight:
+        return Rejected(
+            RejectCode.REQUEST_IN_FLIGHT,
+            f"request {name}: a frame in flight has a row of an ended request of this id; "
+            "commit the frame first",
+        )
+    if prompt >= config.max_model_len:
+        return Rejected(
+            RejectCode.PROMPT_TOO_LONG,
+            f"request {name}: a prompt of {prompt} tokens leaves no room for an output token "
+            f"within max_model_len = {config.max_model_len}; shorten it",
+        )
+    if needed > config.num_usable_blocks:
+        return Rejected(
+            RejectCode.NEVER_FITS,
+            f"request {name}: at its longest it needs {needed} blocks, and the pool has "
+            f"{config.num_usable_blocks} without the null block; shorten it or lower max_tokens",
+        )
+    return None
+
+
+def grammar_problem(request: Request | None, request_id: RequestId) -> Rejected | None:
+    """Why the grammar of a request cannot be ready, or None; None for an unknown request."""
+    if request is None:
+        return Rejected(
+            RejectCode.UNKNOWN_REQUEST,
+            f"grammar ready: no unfinished request has the id {request_id!r}; submit it first",
+        )
+    if not request.structured_output:
+        return Rejected(
+            RejectCode.NOT_STRUCTURED,
+            f"grammar ready: request {request_id!r} has no grammar; "
+            "submit it with structured_output",
+        )
+    return None
+
+
+def schedule_problem(config: Config, num_in_flight: int) -> Rejected | None:
+    """Why no step can be planned, or None."""
+    if num_in_flight < config.max_frames_in_flight:
+        return None
+    return Rejected(
+        RejectCode.PIPELINE_FULL,
+        f"schedule: {num_in_flight} plans await their commit, and "
+        f"max_frames_in_flight is {config.max_frames_in_flight}; commit one first",
+    )
+
+
+def frame_problem(frame_id: FrameId, in_flight: Collection[FrameId]) -> Rejected | None:
+    """Why it is not the frame to be committed next, or None; `in_flight`, oldest first."""
+    if frame_id not in in_flight:
+        return unknown_frame(frame_id, in_flight)
+    if next(iter(in_flight)) != frame_id:
+        return frame_out_of_order(frame_id, in_flight)
+    return None
+
+
+def unknown_frame(frame_id: FrameId, in_flight: Collection[FrameId]) -> Rejected:
+    """No such frame awaits its commit (P18)."""
+    return Rejected(
+        RejectCode.UNKNOWN_FRAME,
+        f"commit: frame_id = {frame_id} is not in flight: it was never scheduled, "
+        f"had no rows, or is committed already; in flight are {list(in_flight)}",
+    )
+
+
+def frame_out_of_order(frame_id: FrameId, in_flight: Collection[FrameId]) -> Rejected:
+    """Older frames await theirs (P13)."""
+    return Rejected(
+        RejectCode.FRAME_OUT_OF_ORDER,
+        f"commit: frame_id = {frame_id} is in flight, but so are older ones: "
+        f"{list(in_flight)}; commit those first",
+    )
+
+
+def answer_problem(
+    frame_id: FrameId,
+    num_answers: int,
+    frame: Mapping[RequestId, TokenIds | None],
+    answers: Mapping[RequestId, TokenIds],
+    are_among: Callable[[TokenIds, TokenIds], bool],
+) -> Rejected | None:
+    """Why the rows do not answer the frame, or None; requests aborted meanwhile included.
+
+    Args:
+        frame_id: of the frame.
+        num_answers: rows of the answer; more than `answers` has if some request has two.
+        frame: drafts of each row, None where it does not sample.
+        answers: tokens of each request.
+        are_among: whether a row with these drafts may accept these tokens.
+    """
+    if not num_answers == len(answers) == len(frame):
+        return bad_result(frame_id, f"must have one row for each of {sorted(frame)}")
+    for request_id, drafts in frame.items():
+        tokens = answers.get(request_id)
+        if tokens is None:
+            return bad_result(frame_id, f"must have one row for each of {sorted(frame)}")
+        if drafts is None:
+            if tokens:
+                return bad_result(frame_id, f"{request_id!r} is in prefill; send no tokens")
+        elif not 1 <= len(tokens) <= 1 + len(drafts):
+            rule = f"must have 1 to {1 + len(drafts)} tokens, not {len(tokens)}"
+            return bad_result(frame_id, f"{request_id!r} {rule}")
+        elif drafts and not are_among(drafts, tokens[:-1]):
+            rule = f"accepts {tokens[:-1]}, which is no prefix of its drafts {drafts}"
+            detail = f"{request_id!r} {rule}; send accepted drafts and one"
+            return bad_result(frame_id, detail)
+    return None
+
+
+def bad_result(frame_id: FrameId, detail: str) -> Rejected:
+    """The refusal of an answer that does not fit its frame."""
+    return Rejected(RejectCode.BAD_RESULT, f"commit of frame {frame_id}: {detail}")
+
+
+def drafts_problem(config: Config, event: Drafts) -> Rejected | None:
+    """Why nobody may hand in these drafts, or None."""
+    if config.async_scheduling:
+        detail = "under asynchronous scheduling the worker keeps its drafts"
+        return _bad_drafts(f"{detail}; send none, or set max_frames_in_flight = 1")
+    if config.spec_method is SpecMethod.NONE:
+        return _bad_drafts("spec_method is none, so nobody drafts; configure a spec_method")
+    most = config.num_speculative_tokens
+    for row in event.drafts:
+        if len(row.token_ids) > most:
+            rule = f"has {len(row.token_ids)} tokens, more than num_speculative_tokens = {most}"
+            return _bad_drafts(f"{row.request_id!r} {rule}; send at most {most}")
+    if len({row.request_id for row in event.drafts}) != len(event.drafts):
+        return _bad_drafts("a request is named twice; send one row for each")
+    return None
+
+
+def _bad_drafts(detail: str) -> Rejected:
+    return Rejected(RejectCode.BAD_DRAFTS, f"drafts: {detail}")

@@ -1,0 +1,160 @@
+"""The page of the scheduler is made of results: goals are judged, and marks are filled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks import scheduler
+
+from blockstep.conformance.bench.measure import Measurement, Reading, Spread
+from blockstep.conformance.bench.report import to_json
+
+MACHINE = {
+    "processor": "P", "cores": 2, "python": "3", "system": "S", "date": "D", "load_1min": 0.1,
+}  # fmt: skip
+ALL_MARKS = "\n".join(
+    f"by hand {name}\n<!-- bench scheduler: {name} -->\nold\n<!-- bench scheduler: {name} -->"
+    for name in (*scheduler.PARTS, scheduler.GOALS_MARK)
+)
+
+
+def entry_of(scenario: str, running: int, ours: float, vllm: float = 1000.0) -> Measurement:
+    """One engine, whose means are twice its p50, and vLLM."""
+
+    def reading(engine: str, name: str, time: float) -> Reading:
+        times = Spread(time, time, 2 * time if engine == "ours" else time)
+        return Reading(engine, name, times, times, times, 1.0)
+
+    readings = (
+        reading("ours", "arrays", ours),
+        reading("ours", "materialised", 4 * ours),
+        reading("vllm", "objects", vllm),
+    )
+    return Measurement(scenario, running, 9, running, running, 0.0, 0.0, "digest", readings)
+
+
+ENTRIES = [
+    entry_of("decode", 1, 1000.0),
+    entry_of("decode", 64, 10.0),
+    entry_of("decode", 1024, 58.0, 5801.0),
+    entry_of("long", 1, 1101.0),
+    entry_of("mixed", 256, 50.1),
+    entry_of("storm", 256, 100.0),
+    entry_of("trace", 256, 20.0),
+]
+
+
+def test_goals_are_judged_by_the_figure() -> None:
+    head, marks, *rows = scheduler.make_goals(ENTRIES)
+    assert head == "| what | goal | ours |"
+    assert marks.count("|") == 4
+    verdicts = {row.split(" | ")[0][2:]: row.split(" | ")[2][:-2] for row in rows}
+    assert verdicts == {
+        "decode, 1,024 running, arrays": "100x, met",
+        "decode, 1,024 running, materialised": "25x, met",
+        "decode, 64 running, arrays": "100x, met",
+        "decode, 1 running, arrays": "1x, met",
+        "decode, one running request more, arrays": "50 ns, met",
+        "100,000 tokens of context by 512, arrays": "1.101, **missed**",
+        "mixed, 256 running, arrays": "19.96x, **missed**",
+        "hits, 256 running, arrays": "not measured",
+        "storm, 256 running, arrays": "10x, met",
+        "Mooncake, 2,000 requests, all steps, arrays": "25x, **missed**",
+    }
+
+
+def test_what_stands_between_marks_is_replaced_and_nothing_else() -> None:
+    text = scheduler.put(ALL_MARKS, "steady", "new")
+    mark = "<!-- bench scheduler: steady -->"
+    assert text == ALL_MARKS.replace(f"{mark}\nold\n{mark}", f"{mark}\n\nnew\n\n{mark}")
+    assert scheduler.put(text, "steady", "new") == text
+    with pytest.raises(ValueError, match="0 times <!-- bench scheduler: nap -->"):
+        scheduler.put(text, "nap", "")
+
+
+@pytest.fixture
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a page of marks and no results."""
+    (tmp_path / scheduler.RESULTS).mkdir(parents=True)
+    (tmp_path / scheduler.PAGE).parent.mkdir(parents=True)
+    (tmp_path / scheduler.PAGE).write_text(ALL_MARKS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_result(part: str, date: str, plain: dict[str, Any]) -> None:
+    (scheduler.RESULTS / f"{date}-scheduler-{part}-2core.json").write_text(json.dumps(plain))
+
+
+def test_the_page_is_made_of_the_newest_results(
+    house: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+    monkeypatch.setattr(scheduler, "draw_plot", lambda path, _entries: drawn.append(path.name))
+    for date, command in (("2026-02-01", "NEW"), ("2026-01-31", "OLD")):
+        conditions = {"command": command, "machine": MACHINE, "gc": "off"}
+        write_result("steady", date, to_json(ENTRIES[:4], conditions))
+        write_result("trace", date, to_json(ENTRIES[6:], conditions))
+        line = {"function": "module.py: f", "calls": 2.0, "own": 0.25, "total": 0.5}
+        found = {
+            "scenario": "decode", "num_running": 1024, "engine": "ours", "num_steps": 9,
+            "step": 71.5, "lines": [line],
+        }  # fmt: skip
+        write_result("profile-steady", date, {**conditions, "profiles": [found]})
+    scheduler.write_page()
+    page = scheduler.PAGE.read_text()
+    assert drawn == ["scheduler-steady.svg"]
+    assert "OLD" not in page
+    assert page.count("`NEW`") == 3
+    assert "decode, 1,024 running, ours: 72 us a step" in page
+    assert "50.0%    25.0%            2.0   module.py: f" in page
+    assert "| hits, 256 running, arrays | at least 20x | not measured |" in page
+    assert page.count("by hand") == len(scheduler.PARTS) + 1
+    assert page.count("\nold\n") == 2, "parts without a result stay as they are"
+    scheduler.write_page()
+    assert scheduler.PAGE.read_text() == page
+
+
+def test_a_part_is_one_command_and_says_nothing_of_where_the_trace_lies(
+    house: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+
+    def run(arguments: list[str]) -> None:
+        seen.append(arguments)
+        Path(arguments[-1]).write_text(json.dumps({"command": " ".join(arguments)}))
+
+    monkeypatch.setattr(scheduler, "run", run)
+    trace = house / "deep" / "trace.jsonl.gz"
+    for part in ("trace", "profile-churn"):
+        scheduler.measure_part(part, scheduler.ENGINES, trace)
+    assert seen[0][:7] == [
+        "scheduler", "--engine", "compiled", "--engine", "host", "--engine", "vllm",
+    ]  # fmt: skip
+    assert "vllm" not in seen[1]
+    newest = scheduler.find_newest("trace")
+    assert newest is not None
+    assert "--trace trace.jsonl.gz --json" in newest.read_text()
+    assert str(house) not in newest.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--write", "nap"], "'nap': must be one of steady,"),
+        (["--write"], "needs --trace FILE"),
+    ],
+)
+def test_bad_input_is_told(
+    arguments: list[str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["scheduler.py", *arguments])
+    with pytest.raises(SystemExit):
+        scheduler.main()
+    assert told in capsys.readouterr().err

@@ -1,0 +1,210 @@
+"""The compiled engine where only it can fail: growth, leaks, copies, and life without numba."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from blockstep.conformance.check import CheckOptions, check
+from blockstep.impl.arrays import ArrayPlan
+from blockstep.impl.compiled import IS_COMPILED, CompiledEngine
+from blockstep.impl.compiled import state as state_of_engine
+from blockstep.impl.compiled.names import NOTHING, ExtrasTable, Labels, list_extras
+from blockstep.impl.compiled.state import FREE_SEAT, NEXT_SEAT, NONE, NUM_FREE_NODES
+from blockstep.impl.host import HostEngine
+from blockstep.spec.hashing import get_item_keys
+from blockstep.spec.vocabulary import (
+    Abort,
+    Ack,
+    Commit,
+    Config,
+    Event,
+    MultiModalItem,
+    Plan,
+    Policy,
+    Request,
+    Reset,
+    RowTokens,
+    Schedule,
+    Submit,
+)
+
+
+def test_numba_is_here_so_the_suite_tests_machine_code() -> None:
+    assert IS_COMPILED or "NUMBA_DISABLE_JIT" in os.environ
+
+
+@pytest.mark.parametrize(("preset", "depth"), [("tiny", 4), ("small", 4), ("small", 1)])
+def test_it_conforms(preset: str, depth: int) -> None:
+    options = CheckOptions("compiled", preset=preset, seed=11, max_events=8_000, max_depth=depth)
+    assert check(options).first is None
+
+
+WITHOUT = {
+    "switched off": "import os; os.environ['NUMBA_DISABLE_JIT'] = '1'",
+    "not installed": "import sys; sys.modules['numba'] = None",
+}
+
+
+@pytest.mark.parametrize("way", WITHOUT)
+def test_it_conforms_without_numba(way: str) -> None:
+    code = f"""{WITHOUT[way]}
+from blockstep.conformance.check import CheckOptions, check
+from blockstep.impl.compiled import IS_COMPILED
+assert not IS_COMPILED
+assert check(CheckOptions("compiled", seed=12, max_events=1_500)).first is None
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def apply_alike(engine: CompiledEngine, other: HostEngine, event: Event) -> object:
+    answer = engine.apply(event)
+    assert answer == other.apply(event)
+    return answer
+
+
+def step_alike(engine: CompiledEngine, other: HostEngine, draw: random.Random) -> None:
+    plan = apply_alike(engine, other, Schedule())
+    assert isinstance(plan, Plan)
+    frame = other.frames.get(plan.frame_id, {})
+    rows = [
+        RowTokens(name, () if drafts is None else (draw.randrange(5),))
+        for name, drafts in frame.items()
+    ]
+    if rows:
+        apply_alike(engine, other, Commit(plan.frame_id, tuple(rows)))
+    assert engine.snapshot() == other.snapshot()
+
+
+def draw_request(draw: random.Random, number: int) -> Request:
+    prompt = tuple(draw.choices(range(4), k=draw.randint(1, 30)))
+    items: tuple[MultiModalItem, ...] = ()
+    if len(prompt) > 6 and draw.random() < 0.5:
+        items = (MultiModalItem(draw.choice("pq"), 1, 2), MultiModalItem("r", 4, len(prompt) - 4))
+    return Request(
+        draw.choice(("", "a", "zz")) + f"{draw.randrange(9)}-{number}",
+        prompt,
+        max_tokens=draw.randint(1, 12),
+        adapter=draw.choice((None, None, "lora")),
+        cache_salt=draw.choice((None, None, f"salt {number}")),
+        items=items,
+        priority=draw.randrange(2),
+    )
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_it_grows_as_it_must_and_leaks_nothing(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More requests, seats, nodes and extras than there is room for at first; all come back."""
+    monkeypatch.setattr(state_of_engine, "TABLE_ENTRIES", 300)
+    draw = random.Random(3)
+    config = Config(
+        num_blocks=40, block_size=3, max_num_seqs=30, max_num_batched_tokens=50, policy=policy
+    )
+    engine, other = CompiledEngine(config), HostEngine(config)
+    first = engine.requests.state
+    for number in range(150):
+        assert apply_alike(engine, other, Submit(draw_request(draw, number))) == Ack()
+        if number % 5 == 0:
+            step_alike(engine, other, draw)
+    while other.table.slot_of:
+        step_alike(engine, other, draw)
+        if draw.random() < 0.1:
+            gone = draw.choice([*other.table.slot_of, "nobody"])
+            apply_alike(engine, other, Abort((gone,)))
+    state = engine.requests.state
+    assert len(state.requests) > len(first.requests)
+    assert len(state.lines) > len(first.lines)
+    assert len(state.nodes) > len(first.nodes)
+    assert len(state.extras_uses) > len(first.extras_uses)
+    apply_alike(engine, other, Reset(reset_running_requests=False))
+    assert state.scalars[NUM_FREE_NODES] == len(state.nodes)
+    assert not state.extras_uses[1:].any()
+    seat, seats = int(state.scalars[FREE_SEAT]), 0
+    while seat != NONE:
+        seat, seats = int(state.lines[seat, NEXT_SEAT]), seats + 1
+    assert seats == len(state.lines)
+
+
+def test_extras_that_nobody_needs_are_given_out_again() -> None:
+    engine = CompiledEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
+    for number in range(300):
+        engine.apply(Submit(Request("a", (1, 2, 3), cache_salt=f"salt {number}")))
+        engine.apply(Abort(("a",)))
+    assert len(engine.requests.extras.values) < 40
+
+
+def pickle_and_back(engine: CompiledEngine) -> CompiledEngine:
+    found: CompiledEngine = pickle.loads(pickle.dumps(engine))
+    return found
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, pickle_and_back])
+def test_a_copy_has_a_life_of_its_own(how: Callable[[CompiledEngine], CompiledEngine]) -> None:
+    engine = CompiledEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
+    engine.apply(Submit(Request("a", (1, 2, 3), max_tokens=5)))
+    plan = engine.schedule_arrays()
+    assert isinstance(plan, ArrayPlan)
+    before, other = engine.snapshot(), how(engine)
+    engine.commit_arrays(plan.frame_id, np.array([7], np.int32))
+    engine.apply(Abort(("a",)))
+    assert other.snapshot() == before
+    other.commit_arrays(plan.frame_id, np.array([8], np.int32))
+    request = other.snapshot().request("a")
+    assert request is not None
+    assert request.output_token_ids == (8,)
+
+
+def test_tokens_of_any_integer_type_and_layout_are_taken() -> None:
+    engine = CompiledEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
+    for name in "ab":
+        engine.apply(Submit(Request(name, (1, 2, 3), max_tokens=5)))
+    for tokens in (np.array([4, 5]), np.array([6, 0, 7, 0], np.int32)[::2]):
+        plan = engine.schedule_arrays()
+        assert isinstance(plan, ArrayPlan)
+        engine.commit_arrays(plan.frame_id, tokens)
+    request = engine.snapshot().request("b")
+    assert request is not None
+    assert request.output_token_ids == (5, 7)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_labels_compare_like_ids(seed: int) -> None:
+    draw = random.Random(seed)
+    labels, known = Labels(), dict[str, int]()
+    names = [f"{draw.randrange(10**6)}" for _ in range(60)]
+    names += [f"5{'0' * count}1" for count in range(80, 0, -1)]  # each between two others
+    for name in dict.fromkeys(names):
+        known.update(labels.add(name))
+        if draw.random() < 0.2:
+            gone = draw.choice(list(known))
+            labels.remove(gone)
+            del known[gone]
+        assert sorted(known, key=known.__getitem__) == sorted(known)
+        assert len(set(known.values())) == len(known)
+
+
+def test_extras_are_those_of_the_specification() -> None:
+    items = (MultiModalItem("p", 0, 3), MultiModalItem("q", 3, 4), MultiModalItem("p", 9, 1))
+    request = Request("a", tuple(range(12)), adapter="lora", cache_salt="salt", items=items)
+    assert list_extras(request, 2, 6) == [
+        ("lora", None if index else "salt", get_item_keys(request, 2 * index, 2 * index + 2))
+        for index in range(6)
+    ]
+    table = ExtrasTable()
+    assert table.number_of(NOTHING) == 0
+    numbers = [table.number_of(extras) for extras in list_extras(request, 2, 6)]
+    assert numbers == [table.number_of(extras) for extras in list_extras(request, 2, 6)]
+    assert len(set(numbers)) == 6

@@ -1,0 +1,269 @@
+"""A GPU that is not there: the memory of the CPU, used by the rules of a CUDA device.
+
+Code for `device="cuda"` runs on it, kernels interpreted, and three things are seen that only a GPU
+would show otherwise:
+
+- whenever the host waits: it reads a number, asks for a size that depends on numbers, or copies
+  from memory that is not pinned. Between the ends of a capture that raises, as CUDA does;
+- tensors of host and device that meet in one operation;
+- graphs: a capture records, and leaves nothing but garbage in what it made; a replay runs what was
+  recorded, on the memory that it was recorded with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+from triton.runtime.interpreter import GridExecutor
+
+READS = {
+    "item", "tolist", "nonzero", "argwhere", "masked_select", "unique", "equal",
+    "allclose", "bincount", "__bool__", "__int__", "__float__", "__index__",
+}  # fmt: skip
+"""What cannot be answered before the device has come so far."""
+GARBAGE = -77
+
+
+class GpuTensor(torch.Tensor):  # type: ignore[misc]
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+    device = torch.device("cuda", 0)
+
+
+class PinnedTensor(torch.Tensor):  # type: ignore[misc]
+    """Memory of the host that a device copies from by itself."""
+
+
+class Graph:
+    """Stands in for `torch.cuda.CUDAGraph`."""
+
+    num_pools: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        self.tape: list[Callable[[], object]] = []
+        self.made: list[Any] = []
+        self._pool: object = None
+
+    def pool(self) -> object:
+        """The handle of its memory."""
+        return self._pool
+
+    def start(self, pool: object) -> None:
+        """Take a pool, or a new one."""
+        if pool is None:
+            Graph.num_pools += 1
+            pool = ("pool", Graph.num_pools)
+        self._pool = pool
+
+    def replay(self) -> None:
+        """Run what was recorded."""
+        GPU.now.events.append("replay")
+        with torch._C.DisableTorchFunction():
+            for run in self.tape:
+                run()
+
+
+@dataclass
+class GPU(TorchFunctionMode):  # type: ignore[misc]
+    """The device, as long as the mode is on."""
+
+    events: list[str] = field(default_factory=list)
+    """Captures, replays, and uses of streams, in order."""
+    waits: list[str] = field(default_factory=list)
+    """What made the host wait."""
+    capturing: Graph | None = None
+    now: ClassVar[Any] = None
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if func is torch.device:
+            return func(*args, **kwargs)
+        home = name == "cpu" or (name == "to" and takes_home(args, kwargs))
+        home = home and isinstance(args[0], GpuTensor)
+        if name == "pin_memory":
+            return func.__objclass__.clone(args[0]).as_subclass(PinnedTensor)
+        to_gpu, args, kwargs = take_device(name, args, kwargs)
+        self.check(name, args, to_gpu=to_gpu, waits=not kwargs.get("non_blocking"))
+        with torch._C.DisableTorchFunction():
+            out = func(*args, **kwargs)
+        if home:
+            self.wait(name)
+            return out.clone().as_subclass(torch.Tensor)
+        if to_gpu or any(isinstance(x, GpuTensor) for x in flatten((args, kwargs))):
+            out = as_gpu(out)
+            if self.capturing is not None:
+                self.record(self.capturing, name, func, args, kwargs, out)
+        return out
+
+    def check(self, name: str, args: Any, *, to_gpu: bool, waits: bool) -> None:
+        """Notice a wait, and tensors of host and device in one operation."""
+        tensors = [x for x in flatten(args) if isinstance(x, torch.Tensor)]
+        ours = [x for x in tensors if isinstance(x, GpuTensor)]
+        theirs = [x for x in tensors if not isinstance(x, GpuTensor)]
+        if to_gpu and (theirs or name in ("tensor", "as_tensor")):
+            if waits or not isinstance(theirs[0], PinnedTensor):
+                self.wait(f"{name} from pageable memory")
+        elif ours and any(x.dim() > 0 for x in theirs):
+            if name not in ("__getitem__", "__setitem__", "copy_"):
+                raise RuntimeError(f"Expected all tensors to be on the same device: {name}")
+            self.wait(f"{name} of host and device")
+        boolean = name in ("__getitem__", "__setitem__") and any(
+            x.dtype == torch.bool for x in flatten(args[1]) if isinstance(x, torch.Tensor)
+        )
+        by_counts = name == "repeat_interleave" and len(ours) > 1
+        if ours and name in ("numpy", "__array__"):
+            raise TypeError("can't convert a tensor on a GPU to numpy; copy it to the host first")
+        if ours and (name in READS or boolean or by_counts):
+            self.wait(name)
+
+    def wait(self, name: str) -> None:
+        """The host waits for the device here; recording, it must not."""
+        if self.capturing is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        self.waits.append(name)
+
+    def record(
+        self, graph: Graph, name: str, func: Any, args: Any, kwargs: Any, out: object
+    ) -> None:
+        """Onto the tape, unless nothing runs: a view, or memory that was asked for."""
+        if name in ("empty", "empty_like", "__get__", "size", "stride", "dim", "numel"):
+            return
+        made = [x for x in flatten(out) if isinstance(x, torch.Tensor)]
+        given = {storage(x) for x in flatten((args, kwargs)) if isinstance(x, torch.Tensor)}
+        in_place = name.endswith("_") and not name.startswith("__")
+        if in_place or name in ("__setitem__", "__iadd__"):
+            graph.tape.append(lambda: func(*args, **kwargs))
+        elif made and not given.intersection(map(storage, made)):
+            graph.made += made
+            graph.tape.append(
+                lambda: [
+                    old.copy_(new)
+                    for old, new in zip(made, flatten(func(*args, **kwargs)), strict=True)
+                ]
+            )
+
+
+def take_device(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[bool, Any, dict[str, Any]]:
+    """Whether something is asked for on the GPU; the arguments, with the CPU in its place."""
+
+    def is_gpu(value: object) -> bool:
+        return isinstance(value, str | torch.device) and str(value).startswith("cuda")
+
+    asked = is_gpu(kwargs.get("device")) or any(map(is_gpu, args))
+    if not asked:
+        return False, args, kwargs
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": "cpu"}
+    # A copy even so: memory of the device is not that of the host.
+    if name == "to" and not isinstance(args[0], GpuTensor):
+        kwargs = {**kwargs, "copy": True}
+    return True, tuple("cpu" if is_gpu(value) else value for value in args), kwargs
+
+
+def takes_home(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor is sent to the host."""
+    return any(str(value) == "cpu" for value in (*args[1:], kwargs.get("device")))
+
+
+def flatten(value: object) -> Iterator[Any]:
+    """What is in tuples, lists and dicts, whatever their depth."""
+    if isinstance(value, tuple | list):
+        for one in value:
+            yield from flatten(one)
+    elif isinstance(value, dict):
+        yield from flatten(list(value.values()))
+    else:
+        yield value
+
+
+def as_gpu(value: Any) -> Any:
+    """The same with its tensors on the GPU."""
+    if isinstance(value, torch.Tensor) and not isinstance(value, GpuTensor):
+        with torch._C.DisableTorchFunction():
+            return value.as_subclass(GpuTensor)
+    if isinstance(value, tuple | list):
+        return type(value)([as_gpu(one) for one in value])
+    return value
+
+
+def storage(tensor: Any) -> int:
+    """Where its memory begins."""
+    with torch._C.DisableTorchFunction():
+        return int(tensor.untyped_storage().data_ptr())
+
+
+@contextmanager
+def capture(graph: Graph, pool: object = None) -> Iterator[None]:
+    """Stands in for `torch.cuda.graph`."""
+    gpu = GPU.now
+    gpu.events.append("capture")
+    graph.start(pool)
+    gpu.capturing = graph
+    try:
+        yield
+    finally:
+        gpu.capturing = None
+    with torch._C.DisableTorchFunction():
+        for tensor in graph.made:
+            tensor.fill_(GARBAGE)
+
+
+@contextmanager
+def on_stream(stream: object) -> Iterator[None]:
+    """Stands in for `torch.cuda.stream`."""
+    GPU.now.events.append("enter stream")
+    yield
+    GPU.now.events.append("leave stream")
+
+
+def launch(call: Callable[..., None], executor: Any, *args: Any, **named: Any) -> None:
+    """A launch of an interpreted kernel: recorded while capturing, and run otherwise."""
+
+    def run() -> None:
+        with torch._C.DisableTorchFunction():
+            plain = [x.as_subclass(torch.Tensor) if isinstance(x, GpuTensor) else x for x in args]
+            call(executor, *plain, **named)
+
+    gpu = GPU.now
+    if any(isinstance(x, torch.Tensor) and not isinstance(x, GpuTensor) for x in args):
+        raise RuntimeError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+    if gpu.capturing is not None:
+        gpu.capturing.tape.append(run)
+        return
+    gpu.events.append("launch")
+    run()
+
+
+@contextmanager
+def standin() -> Iterator[GPU]:
+    """Inside the `with`, there is a GPU."""
+    gpu = GPU.now = GPU()
+    stream = SimpleNamespace(wait_stream=lambda other: gpu.events.append("wait for stream"))
+    call = GridExecutor.__call__
+    with (
+        patch.multiple(
+            torch.cuda, is_available=lambda: True, CUDAGraph=Graph, graph=capture,
+            Stream=lambda: stream, current_stream=lambda: stream, stream=on_stream,
+            mem_get_info=lambda device: (1 << 24, 1 << 24),
+            get_device_properties=lambda device: SimpleNamespace(multi_processor_count=132),
+        ),
+        patch.object(GridExecutor, "__call__", lambda *args, **named: launch(call, *args, **named)),
+        gpu,
+    ):  # fmt: skip
+        yield gpu

@@ -1,0 +1,103 @@
+"""`make gpu` where there is no GPU: what it asks of a machine, runs, leaves out, and says of it.
+
+The Python that it is given is a script which writes down how it was called.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / ".ci" / "gpu"
+PYTHON = """#!/bin/sh
+echo "python $* TRITON_INTERPRET=${TRITON_INTERPRET-unset} PYTHONPATH=$PYTHONPATH" >> "$LOG"
+[ "$1" = - ] && exit "${NO_GPU:-0}"
+[ "$2" = pytest ] && exit "${TESTS:-0}"
+exit 0
+"""
+SANITIZER = """#!/bin/sh
+echo "sanitizer $* caching=$PYTORCH_NO_CUDA_MEMORY_CACHING" >> "$LOG"
+exit "${SANITIZED:-0}"
+"""
+
+
+def run(folder: Path, **environment: str) -> tuple[int, list[str], str]:
+    """Exit status, how everything was called, and what was said."""
+    for name, text in (("python", PYTHON), ("sanitizer", SANITIZER)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    log = folder / "log"
+    done = subprocess.run(
+        [SCRIPT, "-x"],
+        env={
+            **os.environ, "LOG": str(log), "GPU_PYTHON": str(folder / "python"),
+            "SANITIZER": str(folder / "sanitizer"), "TRITON_INTERPRET": "1", **environment,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    return done.returncode, log.read_text().splitlines()[1:], done.stderr
+
+
+def test_tests_sanitizer_and_times_are_run_on_compiled_kernels(tmp_path: Path) -> None:
+    status, calls, said = run(tmp_path)
+    assert status == 0
+    tests, sanitizer, times = calls
+    assert tests.startswith("python -m pytest tests/kernels tests/impl/engine -x ")
+    assert "--error-exitcode" in sanitizer
+    assert sanitizer.endswith("caching=1")
+    assert times.startswith("python benchmarks/kernels.py --json benchmarks/results ")
+    for call in (tests, times):
+        assert call.endswith("TRITON_INTERPRET=unset PYTHONPATH=spec:impl:kernels:conformance")
+    assert said.splitlines() == [
+        f"make gpu: {part} passed" for part in ("tests", "compute-sanitizer", "times")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("environment", "line"),
+    [
+        ({"TESTS": "1"}, "tests FAILED (1)"),
+        ({"SANITIZED": "3"}, "compute-sanitizer FAILED (3)"),
+        ({"SANITIZER": "/no/such/tool"}, "compute-sanitizer NOT RUN"),
+    ],
+)
+def test_a_part_that_fails_or_is_missing_fails_the_whole_and_hinders_no_other(
+    tmp_path: Path, environment: dict[str, str], line: str
+) -> None:
+    if "SANITIZER" in environment and Path("/usr/local/cuda/bin/compute-sanitizer").exists():
+        pytest.skip("the real one is found")
+    status, calls, said = run(tmp_path, **environment)
+    assert status == 1
+    assert f"make gpu: {line}" in said.splitlines()
+    assert calls[-1].startswith("python benchmarks/kernels.py")
+
+
+def test_the_sanitizer_is_left_out_by_wish(tmp_path: Path) -> None:
+    status, calls, said = run(tmp_path, SANITIZER="")
+    assert (status, len(calls)) == (0, 2)
+    assert "make gpu: compute-sanitizer left out, as asked" in said.splitlines()
+
+
+def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
+    status, calls, said = run(tmp_path, NO_GPU="1")
+    assert (status, calls) == (2, [])
+    assert said.splitlines()[-1] == "make gpu: nothing was run"
+
+
+def test_this_python_is_told_what_it_lacks() -> None:
+    """The real questions, asked of the Python that runs the tests."""
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("it lacks nothing")
+    done = subprocess.run(
+        [SCRIPT], env={**os.environ, "GPU_PYTHON": sys.executable}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "sees no CUDA device through torch" in done.stderr
