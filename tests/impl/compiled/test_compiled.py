@@ -180,6 +180,16 @@ def test_tokens_of_any_integer_type_and_layout_are_taken() -> None:
     assert request.output_token_ids == (5, 7)
 
 
+def test_what_a_frame_keeps_cannot_be_written_to() -> None:
+    engine = CompiledEngine(Config(num_blocks=20, block_size=2, max_model_len=20))
+    engine.apply(Submit(Request("a", (1, 2, 3), max_tokens=5)))
+    plan = engine.schedule_arrays()
+    assert isinstance(plan, ArrayPlan)
+    for array in (plan.slots, plan.num_scheduled_tokens, plan.block_ids):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 10**6
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_labels_compare_like_ids(seed: int) -> None:
     draw = random.Random(seed)

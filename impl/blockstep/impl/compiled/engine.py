@@ -238,6 +238,8 @@ class CompiledEngine:
             self.config.max_num_batched_tokens if is_open else 0,
             self.pause_state is PauseState.UNPAUSED,
         )  # fmt: skip
+        for kept in (who, told, ids):  # a frame keeps them, and machine code trusts it
+            kept.flags.writeable = False
         slots, num_rows = who[0], who.shape[1]
         names = SlotNames(self.requests.lend_names(), slots)
         frame_id = self.next_frame_id
