@@ -188,7 +188,7 @@ def test_command_profiles(tmp_path: Path) -> None:
     assert result.exit_code == ExitCode.CONFORMS, result.output
     assert "decode, 2 running, host" in result.output
     assert len(json.loads(out.read_text())["profiles"][0]["lines"]) == 3
-    plain = CliRunner().invoke(app, [*arguments, "--engine", SIDES[2]])
+    plain = CliRunner().invoke(app, [*arguments, "--engine", SIDES[-1]])
     assert plain.exit_code == ExitCode.USAGE
     assert "schedule_arrays" in plain.output
 
