@@ -7,7 +7,7 @@
 
 Each part is one `blockstep bench`, its JSON goes into benchmarks/results. The page, its plots and
 its table of goals are made of the newest JSON of each part; what is judged by hand stands on the
-page outside of the marks. To measure all takes about 15 minutes, and needs vLLM, numba and
+page outside of the marks. To measure all takes about 13 minutes, and needs vLLM, numba and
 matplotlib beside us: `make vllm`, then pip install numba and matplotlib in its environment.
 """
 
