@@ -9,6 +9,7 @@ from typing import Final, assert_never
 import numpy as np
 
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan, SlotNames
+from blockstep.impl.capabilities import CAPABILITIES
 from blockstep.impl.compiled import results
 from blockstep.impl.compiled.blocks import withdraw_all
 from blockstep.impl.compiled.lives import end, get_tokens, preempt_all
@@ -76,13 +77,6 @@ from blockstep.spec.vocabulary import (
     event_problem,
 )
 
-CAPABILITIES: Final = frozenset(
-    (
-        "snapshot", "priority", "drafts", "pause", "reset", "grammar", "multimodal", "rejection",
-        "async", "statistics", "cache statistics", "late drafts",
-    )
-)  # fmt: skip
-"""By value: the enum belongs to the conformance wing, which this wing must not import."""
 _REASONS: Final = {
     results.BY_EOS: FinishReason.STOP,
     results.BY_STOP_TOKEN: FinishReason.STOP,

@@ -23,7 +23,7 @@ from blockstep.impl.compiled.state import (
 @compiled
 def get_head(s: State, queue: int) -> int:
     """Who is taken next; NONE if nobody waits here."""
-    return int(s.scalars[QUEUES + 3 * queue])
+    return int(s.scalars[QUEUES + 2 * queue])
 
 
 @compiled
@@ -39,7 +39,7 @@ def goes_before(s: State, slot: int, other: int) -> bool:
 @compiled
 def _insert(s: State, queue: int, slot: int, before: int) -> None:
     """Put `slot` into a queue, in front of `before`; at its end if that is NONE."""
-    first = QUEUES + 3 * queue
+    first = QUEUES + 2 * queue
     after = s.scalars[first + 1] if before == NONE else s.requests[before, PREVIOUS]
     s.requests[slot, PREVIOUS], s.requests[slot, NEXT] = after, before
     s.requests[slot, QUEUE] = queue
@@ -51,7 +51,6 @@ def _insert(s: State, queue: int, slot: int, before: int) -> None:
         s.scalars[first + 1] = slot
     else:
         s.requests[before, PREVIOUS] = slot
-    s.scalars[first + 2] += 1
 
 
 @entry("state", "int", "int")
@@ -59,7 +58,7 @@ def append(s: State, queue: int, slot: int) -> None:
     """It comes last, as far as the policy leaves a choice."""
     before = NONE
     if s.scalars[IS_PRIORITY]:
-        last = s.scalars[QUEUES + 3 * queue + 1]
+        last = s.scalars[QUEUES + 2 * queue + 1]
         while last != NONE and goes_before(s, slot, last):
             before, last = last, s.requests[last, PREVIOUS]
     _insert(s, queue, slot, before)
@@ -68,7 +67,7 @@ def append(s: State, queue: int, slot: int) -> None:
 @compiled
 def prepend(s: State, queue: int, slot: int) -> None:
     """It comes first, as far as the policy leaves a choice."""
-    before = s.scalars[QUEUES + 3 * queue]
+    before = s.scalars[QUEUES + 2 * queue]
     if s.scalars[IS_PRIORITY]:
         while before != NONE and goes_before(s, before, slot):
             before = s.requests[before, NEXT]
@@ -78,7 +77,7 @@ def prepend(s: State, queue: int, slot: int) -> None:
 @compiled
 def leave_queue(s: State, slot: int) -> None:
     """It waits no longer, wherever it stood."""
-    first = QUEUES + 3 * s.requests[slot, QUEUE]
+    first = QUEUES + 2 * s.requests[slot, QUEUE]
     before, after = s.requests[slot, PREVIOUS], s.requests[slot, NEXT]
     if before == NONE:
         s.scalars[first] = after
@@ -88,7 +87,6 @@ def leave_queue(s: State, slot: int) -> None:
         s.scalars[first + 1] = before
     else:
         s.requests[after, PREVIOUS] = before
-    s.scalars[first + 2] -= 1
     s.requests[slot, QUEUE] = NONE
 
 
@@ -113,7 +111,7 @@ def pass_over(s: State, slot: int) -> None:
 @compiled
 def return_passed(s: State) -> None:
     """Who was passed over comes first among those skipped, in the same order."""
-    slot = s.scalars[QUEUES + 3 * PASSED + 1]
+    slot = s.scalars[QUEUES + 2 * PASSED + 1]
     while slot != NONE:
         before = s.requests[slot, PREVIOUS]
         leave_queue(s, slot)

@@ -46,7 +46,7 @@ NUM_FREE_NODES: Final = 14
 NUM_NODES_BORN: Final = 15
 FREE_SEAT: Final = 16
 """Unused seats are a list, linked by `NEXT_SEAT`."""
-# the queues: waiting, skipped, and those passed over in this step; first, last and length of each,
+# the queues: waiting, skipped, and those passed over in this step; the first and the last of each,
 QUEUES: Final = 17
 WAITING: Final = 0
 SKIPPED: Final = 1
@@ -241,7 +241,7 @@ def make_state(config: Config) -> State:
     scalars[NUM_FREE] = config.num_blocks - 1
     scalars[FREE_NODE] = scalars[FREE_SEAT] = NONE
     for queue in (WAITING, SKIPPED, PASSED):
-        scalars[QUEUES + 3 * queue : QUEUES + 3 * queue + 2] = NONE
+        scalars[QUEUES + 2 * queue : QUEUES + 2 * queue + 2] = NONE
     blocks = np.full((config.num_blocks, BLOCK_COLUMNS), NONE, np.int32)
     blocks[:, REF_COUNT] = 0
     ring = np.arange(config.num_blocks, dtype=np.int32)

@@ -117,7 +117,7 @@ class View:
     def _queue(self, queue: int) -> tuple[RequestId, ...]:
         requests = self.engine.requests
         found: list[RequestId] = []
-        slot = int(requests.state.scalars[QUEUES + 3 * queue])
+        slot = int(requests.state.scalars[QUEUES + 2 * queue])
         while slot != NONE:
             found.append(requests.names[slot])
             slot = int(requests.state.requests[slot, NEXT])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final, assert_never
+from typing import assert_never
 
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan, Int32s
+from blockstep.impl.capabilities import CAPABILITIES
 from blockstep.impl.host.batch_results import BatchedResults
 from blockstep.impl.host.drafts import Proposals
 from blockstep.impl.host.frames import Frame
@@ -35,24 +36,6 @@ from blockstep.spec.vocabulary import (
     Submit,
     event_problem,
 )
-
-CAPABILITIES: Final = frozenset(
-    (
-        "snapshot",
-        "priority",
-        "drafts",
-        "pause",
-        "reset",
-        "grammar",
-        "multimodal",
-        "rejection",
-        "async",
-        "statistics",
-        "cache statistics",
-        "late drafts",
-    )
-)
-"""By value: the enum belongs to the conformance wing, which this wing must not import."""
 
 
 class HostEngine(Planning, BatchedResults, Proposals):
