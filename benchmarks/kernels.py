@@ -299,8 +299,8 @@ def report(case: Case, rates: dict[str, float]) -> dict[str, Any]:
     return row
 
 
-def list_tilings() -> Iterator[Any]:
-    """For decodes of up to 16 heads per KV head.
+def list_tilings(group: int) -> Iterator[Any]:
+    """For decodes of `group` heads per KV head, 16 at most.
 
     Loads that go through a block table take two stages each: only from 5 on, keys are on their way
     while those before them are multiplied. With fewer, other programs have to fill the time.
@@ -308,20 +308,19 @@ def list_tilings() -> Iterator[Any]:
     from blockstep.kernels.attention_triton import Tiling  # noqa: PLC0415 - not everywhere
 
     for tile, num_warps, num_stages in product((32, 64, 128), (4, 8), (1, 3, 5)):
-        yield Tiling(16, tile, num_warps, num_stages)
+        yield Tiling(group, 16, tile, num_warps, num_stages)
 
 
 def report_tilings(size: Size, rates: dict[str, float], device: str) -> None:
     """Print a line for each tiling, of a batch that fills the device and of one that is split."""
     from blockstep.kernels import attention_triton  # noqa: PLC0415 - not everywhere
 
+    group = size.num_heads // size.num_kv_heads
     for num_seqs in (size.num_seqs, size.num_seqs // 8 or 1):
         decode = Decode(size, num_seqs, size.context, device)
-        chosen = attention_triton.choose_tiling(
-            size.head_size, size.num_heads // size.num_kv_heads, size.dtype.itemsize, 1
-        )
+        chosen = attention_triton.choose_tiling(size.head_size, group, size.dtype.itemsize, 1)
         print(f"decode {num_seqs} x {size.context}; chosen is {chosen}")
-        for tiling in list_tilings():
+        for tiling in list_tilings(group):
             name = f"    tile {tiling.tile:3} warps {tiling.num_warps} stages {tiling.num_stages}"
             with patch.object(attention_triton, "choose_tiling", lambda *_, t=tiling: t):
                 try:

@@ -24,6 +24,7 @@ BATCHES = {
     "multi-head": Batch((1, 6), (20, 6), num_kv_heads=4),
     "multi-query": Batch((1, 6), (20, 6), num_kv_heads=1),
     "seven heads to one": Batch((1, 6), (20, 6), num_heads=14),
+    "a group in three parts": Batch((1, 6), (20, 6), num_heads=2 * 71),
     "window": Batch((1, 17, 5), (70, 17, 40), rules={"sliding_window": 7}),
     "window of one": Batch((1, 5), (40, 5), rules={"sliding_window": 1}),
     "window of a block": Batch((20,), (50,), rules={"sliding_window": 16}),
@@ -69,6 +70,12 @@ def test_bounds_of_the_host_change_nothing(backend: str, device: str) -> None:
 @pytest.mark.parametrize("seq_len", [1, 300, 513])
 def test_a_long_decode_is_split(backend: str, device: str, seq_len: int) -> None:
     check_against_oracle(Batch((1, 1), (seq_len, 200)), device, max_query_len=1, max_seq_len=8192)
+
+
+def test_a_long_decode_of_a_group_in_parts_is_split(backend: str, device: str) -> None:
+    """The last part has a head less than the others, 23 of 24, and so a row that writes nothing."""
+    batch = Batch((1, 1), (300, 20), num_heads=2 * 71)
+    check_against_oracle(batch, device, max_query_len=1, max_seq_len=8192)
 
 
 def test_a_long_decode_is_split_inside_a_window(backend: str, device: str) -> None:

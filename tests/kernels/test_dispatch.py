@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from blockstep.kernels.arguments import check_fp8
+
 pytest.importorskip("triton")
 CONCEPTS = ("attention", "blocks", "cache", "rejection", "step")
 
@@ -36,3 +38,16 @@ def test_every_launch_makes_the_device_of_its_tensors_the_current_one(
                     launch(first)
     assert entered == [first] * num_launches
     assert num_launches == 9
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((8, 6), True), ((8, 9), False)])
+def test_fp8_is_refused_on_a_gpu_that_cannot_compute_it(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], refused: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    device = torch.device("cuda", 0)
+    if refused:
+        with pytest.raises(TypeError, match=r"key_cache: .* on cuda:0, .* is 8\.6; fp8 needs 8\.9"):
+            check_fp8("key_cache", device)
+    else:
+        check_fp8("key_cache", device)

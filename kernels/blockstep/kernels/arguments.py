@@ -13,6 +13,7 @@ from torch import Tensor
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FP8 = torch.float8_e4m3fn
+FP8_CAPABILITY_MIN = (8, 9)
 CACHES = (*FLOATS, FP8)
 HEAD_SIZES = (16, 32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """64 and more are what models have; the smaller ones are for tests."""
@@ -35,7 +36,7 @@ class Arguments:
         have that size; `*` matches any; `n+1` is one more than the dimension `n`.
 
         Raises:
-            TypeError: not a tensor, or of another dtype.
+            TypeError: not a tensor, of another dtype, or of one that its GPU can't compute.
             ValueError: another shape, device or layout.
         """
         if not isinstance(tensor, Tensor):
@@ -47,6 +48,8 @@ class Arguments:
                 f"convert it with {name}.to(...)"
             )
         self._check_device(name, tensor)
+        if tensor.dtype == FP8 and tensor.is_cuda:
+            check_fp8(name, tensor.device)
         self._check_shape(name, tensor, dims.split())
         if rows and tensor.numel() > 0 and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(
@@ -87,6 +90,21 @@ class Arguments:
 
     def __getitem__(self, dim: str) -> int:
         return self.sizes[dim][0]
+
+
+def check_fp8(name: str, device: torch.device) -> None:
+    """Refuse an fp8 tensor on a GPU without instructions for it; the compiler's words name no one.
+
+    Raises:
+        TypeError: the GPU is older than compute capability 8.9.
+    """
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY_MIN:
+        raise TypeError(
+            f"{name}: must not be float8_e4m3fn on {device}, whose compute capability is "
+            f"{capability[0]}.{capability[1]}; fp8 needs 8.9 (Ada, Hopper or later), so take a "
+            f"cache in the dtype of the model"
+        )
 
 
 def check_range(name: str, values: Tensor, low: int, high: int, of: str) -> None:

@@ -100,19 +100,21 @@ def attention_kernel(
     seq_lens, num_seqs, num_splits, scale, window, soft_cap, v_scale,
     query_token, query_head, out_token, out_head, key_block, key_slot, key_head,
     value_block, value_slot, value_head, table_stride,
-    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr, ONE_TILE: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, COMPUTE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, PART: tl.constexpr, HEAD_SIZE: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
+    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of queries, KV head, split): `BLOCK_Q` tokens by `GROUP` heads.
+    """Program (tile of queries, part of a group of heads, split): `BLOCK_Q` tokens by `PART` heads.
 
         keys of the tile   first ... | split 0 | split 1 | ... | last query's own
         within a split     TILE keys at a time, gathered slot by slot through the block table
 
     `scale` holds log2(e) and the scale of the keys; softmax is computed in base 2.
     """
-    tile, head, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    tile, split = tl.program_id(0), tl.program_id(2)
+    parts: tl.constexpr = (GROUP + PART - 1) // PART
+    head = (tl.program_id(1) // parts).to(tl.int64)
     sequence, local = tile, 0
     if not ONE_TILE:
         sequence = find_sequence(query_start_loc, num_seqs, tile, BLOCK_Q)
@@ -122,12 +124,13 @@ def attention_kernel(
     if local < query_len:
         context = tl.load(seq_lens + sequence) - query_len
         m, dim = tl.arange(0, BLOCK_M), tl.arange(0, SIZE)
-        step = local + m // GROUP
-        is_row = (m < BLOCK_Q * GROUP) & (step < query_len)
+        step = local + m // PART
+        in_group = tl.program_id(1) % parts * PART + m % PART
+        is_row = (m < BLOCK_Q * PART) & (step < query_len) & (in_group < GROUP)
         in_head = dim < HEAD_SIZE
         mask = is_row[:, None] & in_head[None, :]
         token = (start + step).to(tl.int64)
-        of_query = head * GROUP + m % GROUP
+        of_query = head * GROUP + in_group
         at = token[:, None] * query_token + of_query[:, None] * query_head + dim[None, :]
         q = tl.load(query + at, mask=mask, other=0.0).to(COMPUTE)
         first = 0
@@ -158,7 +161,7 @@ def attention_kernel(
         sums = tl.where(total == 0.0, 1.0, total)
         weighted = weighted / sums[:, None]
         if SPLIT:
-            at = (token * (tl.num_programs(1) * GROUP) + of_query) * num_splits + split
+            at = (token * (tl.num_programs(1) // parts * GROUP) + of_query) * num_splits + split
             tl.store(partial_log + at, top + tl.log2(sums), mask=is_row)
             written = is_row[:, None] & (first < last)  # of others the logarithm is read, no more
             tl.store(partial + at[:, None] * SIZE + dim[None, :], weighted, mask=written)
@@ -204,12 +207,16 @@ def merge_kernel(
 class Tiling(NamedTuple):
     """How work is cut: rows of queries, keys at a time, warps, stages of prefetching."""
 
+    part: int
+    """Heads of a group that one program computes; a wider group goes to several."""
     block_m: int
     tile: int
     num_warps: int
     num_stages: int
     precision: str = "ieee"
     """How float32 factors are multiplied; others are exact."""
+    registers_max: int | None = None
+    """For each thread; None where the assembler's own guess is a good one."""
 
 
 def choose_tiling(size: int, group: int, element_size: int, max_query_len: int | None) -> Tiling:
@@ -218,23 +225,39 @@ def choose_tiling(size: int, group: int, element_size: int, max_query_len: int |
     The sizes are those that fit the registers of sm_90a (tests/kernels/test_compiled.py). They were
     not tuned on a GPU.
     """
-    few = int(max(16, triton.next_power_of_2(group)))
+    rows_max = choose_rows_max(size, element_size)
+    part = cut_group(group, rows_max)
+    few = int(max(16, triton.next_power_of_2(part)))
     if element_size == 4:
         # Three products of tf32 on the tensor cores have about the accuracy of one of float32. They
         # hold a row of queries twice in registers, which 256 dimensions do not leave room for.
-        if few >= 64 and size >= 128:
-            return Tiling(few, 16, 16, 1)  # some bytes are spilled: not a case to serve fast
         if size >= 256:
-            return Tiling(few, 16, 4, 1)
-        return Tiling(few, 16, 8 if size >= 128 or few > 64 else 4, 1, "tf32x3")
-    if max_query_len is not None and max_query_len * group <= min(2 * few, 128):
-        block_m = int(max(16, triton.next_power_of_2(max_query_len * group)))
+            return Tiling(part, few, 16, 4, 1)
+        return Tiling(part, few, 16, 8 if size >= 128 else 4, 1, "tf32x3")
+    if max_query_len is not None and max_query_len * part <= min(2 * few, rows_max):
+        block_m = int(max(16, triton.next_power_of_2(max_query_len * part)))
     else:
         block_m = max(64, few)
+    if block_m >= 64:
+        tile, num_warps = (32, 8) if size >= 256 else (64, 4 if block_m < 128 else 8)
+        return Tiling(part, block_m, tile, num_warps, 2)
+    # Left to itself the assembler spills 8 bytes to fit one more program on a multiprocessor.
     if size >= 256:
-        return Tiling(block_m, 32, 4 if block_m < 64 else 8, 2)
-    num_warps = 4 if block_m < 128 else 8
-    return Tiling(block_m, 32 if block_m == 32 else 64, num_warps, 3 if block_m < 64 else 2)
+        return Tiling(part, block_m, 32, 4, 2, registers_max=255)
+    registers_max = 128 if size <= 64 else (168 if block_m == 32 else None)
+    return Tiling(part, block_m, 32 if block_m == 32 else 64, 4, 3, registers_max=registers_max)
+
+
+def choose_rows_max(size: int, element_size: int) -> int:
+    """Rows of queries that one program holds in its registers beside their weighted values."""
+    if element_size == 4:
+        return 16 if size >= 256 else 32
+    return 64 if size >= 256 else 128
+
+
+def cut_group(group: int, most: int) -> int:
+    """The heads of a part, so that the fewest parts of at most `most` are about equal."""
+    return int(triton.cdiv(group, triton.cdiv(group, most)))
 
 
 def choose_num_splits(num_programs: int, max_seq_len: int, num_processors: int) -> int:
@@ -263,31 +286,31 @@ def launch_paged_attention(
     group, size = num_heads // num_kv_heads, triton.next_power_of_2(head_size)
     compute = choose_compute(query, key_cache)
     tiling = choose_tiling(size, group, compute.primitive_bitwidth // 8, max_query_len)
-    block_q = tiling.block_m // group
+    block_q = tiling.block_m // tiling.part
+    num_groups = num_kv_heads * triton.cdiv(group, tiling.part)
     one_tile = max_query_len is not None and max_query_len <= block_q
     num_tiles = num_seqs if one_tile else num_tokens // block_q + num_seqs
     longest = block_tables.shape[1] * block_size if max_seq_len is None else max_seq_len
     num_splits = 1
     if one_tile:
         num_splits = choose_num_splits(
-            num_tiles * num_kv_heads, longest, count_processors(query.device)
+            num_tiles * num_groups, longest, count_processors(query.device)
         )
     partial = partial_log = out
     if num_splits > 1:
         shape = (num_tokens, num_heads, num_splits)
         partial = torch.empty((*shape, size), dtype=torch.float32, device=query.device)
         partial_log = torch.empty(shape, dtype=torch.float32, device=query.device)
-    attention_kernel[(num_tiles, num_kv_heads, num_splits)](
+    attention_kernel[(num_tiles, num_groups, num_splits)](
         out, partial, partial_log, query, key_cache, value_cache, block_tables, query_start_loc,
         seq_lens, num_seqs, num_splits, rules.scale * rules.k_scale * LOG2_E,
         rules.sliding_window or 0, (rules.soft_cap or 0.0) * LOG2_E, rules.v_scale,
         *query.stride()[:2], *out.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
-        block_tables.stride(0), GROUP=group, HEAD_SIZE=head_size, SIZE=size, BLOCK_SIZE=block_size,
-        BLOCK_Q=block_q, BLOCK_M=tiling.block_m, TILE=tiling.tile, ONE_TILE=one_tile,
-        SPLIT=num_splits > 1, WINDOW=rules.sliding_window is not None,
-        SOFT_CAP=rules.soft_cap is not None, COMPUTE=compute,
-        PRECISION=tiling.precision, num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
+        block_tables.stride(0), GROUP=group, PART=tiling.part, HEAD_SIZE=head_size, SIZE=size,
+        BLOCK_SIZE=block_size, BLOCK_Q=block_q, BLOCK_M=tiling.block_m, TILE=tiling.tile,
+        ONE_TILE=one_tile, SPLIT=num_splits > 1, WINDOW=rules.sliding_window is not None,
+        SOFT_CAP=rules.soft_cap is not None, COMPUTE=compute, PRECISION=tiling.precision,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.registers_max,
     )  # fmt: skip
     if num_splits > 1:
         merge_kernel[(num_tokens, num_heads)](

@@ -37,9 +37,13 @@ def move_kernel(
     source, destination, source_ids, destination_ids, id_stride, source_stride, destination_stride,
     NUMEL: tl.constexpr, SIZE: tl.constexpr, BY_SOURCE: tl.constexpr, BY_DESTINATION: tl.constexpr,
 ):  # fmt: skip
-    """Program (index, part): one part of the block that each side has at this index."""
-    index = tl.program_id(0).to(tl.int64)
-    element = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    """Program (index * parts + part): one part of the block that each side has at this index.
+
+    One axis for both: the others end at 65,535, which is 134 million elements of a block.
+    """
+    parts: tl.constexpr = (NUMEL + SIZE - 1) // SIZE
+    index = (tl.program_id(0) // parts).to(tl.int64)
+    element = tl.program_id(0) % parts * SIZE + tl.arange(0, SIZE)
     mask = element < NUMEL
     here = index
     there = index
@@ -64,7 +68,7 @@ def launch_copy_blocks(cache: Tensor, pairs: Tensor, *, independent: bool) -> No
     num_parts = triton.cdiv(numel, size)
     pairs = pairs.contiguous()
     if independent:
-        move_kernel[(len(pairs), num_parts)](
+        move_kernel[(len(pairs) * num_parts,)](
             cache, cache, pairs[:, 0], pairs[:, 1], 2, cache.stride(0), cache.stride(0),
             NUMEL=numel, SIZE=size, BY_SOURCE=True, BY_DESTINATION=True, num_warps=4,
         )  # fmt: skip
@@ -81,7 +85,7 @@ def launch_gather_blocks(cache: Tensor, block_ids: Tensor, staging: Tensor) -> N
     numel = cache[0].numel()
     size = choose_size(numel)
     block_ids = block_ids.contiguous()
-    move_kernel[(len(block_ids), triton.cdiv(numel, size))](
+    move_kernel[(len(block_ids) * triton.cdiv(numel, size),)](
         cache, staging, block_ids, block_ids, 1, cache.stride(0), numel,
         NUMEL=numel, SIZE=size, BY_SOURCE=True, BY_DESTINATION=False, num_warps=4,
     )  # fmt: skip
@@ -93,7 +97,7 @@ def launch_scatter_blocks(staging: Tensor, block_ids: Tensor, cache: Tensor) -> 
     numel = cache[0].numel()
     size = choose_size(numel)
     block_ids = block_ids.contiguous()
-    move_kernel[(len(block_ids), triton.cdiv(numel, size))](
+    move_kernel[(len(block_ids) * triton.cdiv(numel, size),)](
         staging, cache, block_ids, block_ids, 1, numel, cache.stride(0),
         NUMEL=numel, SIZE=size, BY_SOURCE=False, BY_DESTINATION=True, num_warps=4,
     )  # fmt: skip

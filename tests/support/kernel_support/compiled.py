@@ -33,6 +33,9 @@ TYPES = {
 }  # fmt: skip
 
 
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+
 @dataclass(frozen=True)
 class Compiled:
     """What the assembler says of one kernel."""
@@ -106,7 +109,7 @@ def compile_launch(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
+    options = {name: named.pop(name) for name in OPTIONS if name in named}
     signature, constants, attributes = specialise(kernel, args, named)
     start = time.perf_counter()
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
@@ -156,8 +159,8 @@ KINDS: dict[str, dict[str, int]] = {
     "drafts": {"max_query_len": 4, "max_seq_len": 8192},
     "draft": {"max_query_len": 2, "max_seq_len": 8192},
 }  # fmt: skip
-RULES: list[dict[str, Any]] = [{}, {"sliding_window": 64}, {"soft_cap": 30.0}]
 BOTH: dict[str, Any] = {"sliding_window": 64, "soft_cap": 30.0}
+RULES: list[dict[str, Any]] = [{}, {"sliding_window": 64}, {"soft_cap": 30.0}, BOTH]
 
 
 def list_attention(*, every: bool) -> Iterator[Call]:
@@ -168,13 +171,14 @@ def list_attention(*, every: bool) -> Iterator[Call]:
         dtypes = [(query, cache) for query in (BRAIN, HALF, SINGLE) for cache in (None, FP8)]
         sizes = [size for size in HEAD_SIZES if size >= 64]
         yield from attention_calls(dtypes, sizes, [4], [{}], list(KINDS))
-        yield from attention_calls([(BRAIN, None)], [128], [1, 7, 8, 16, 64], RULES, list(KINDS))
-        yield from attention_calls([(SINGLE, None)], [256], [1, 7, 16], RULES, list(KINDS))
-        yield from attention_calls([(BRAIN, None)], [64, 128], [32, 64, 71], [{}], list(KINDS))
-        yield from attention_calls([(SINGLE, None)], [128], [32], [{}], list(KINDS))
+        dtypes = [(query, cache) for query in (BRAIN, SINGLE) for cache in (None, FP8)]
+        groups = [1, 4, 7, 16, 32, 64, 71, 256]
+        yield from attention_calls(dtypes, [64, 128, 256], groups, RULES, list(KINDS))
     else:
         yield from attention_calls([(BRAIN, None)], [128], [8], [BOTH], list(KINDS))
         yield from attention_calls([(BRAIN, None)], [128], [64], [{}], ["draft"])
+        yield from attention_calls([(BRAIN, None)], [256], [7], [{}], ["drafts"])
+        yield from attention_calls([(SINGLE, None)], [128], [71], [{}], ["split"])
         dtypes = [(BRAIN, None), (SINGLE, None), (BRAIN, FP8)]
         yield from attention_calls(dtypes, [64, 128, 256], [4], [{}], ["prefill", "split"])
 
@@ -294,8 +298,13 @@ def count_variants() -> dict[str, int]:
 
 def compile_all(which: str, *, every: bool = False) -> list[dict[str, Any]]:
     """Compile what the calls of a list launch, each kernel once."""
-    launches = record_all(LISTS[which](every=every))
-    return [asdict(compile_launch(*launch)) for launch in launches]
+    found = {}
+    for launch in record_all(LISTS[which](every=every)):
+        _, kernel, args, named = launch
+        options = [named.get(name) for name in OPTIONS]
+        key = kernel.fn.__name__, str(options), str(specialise(kernel, args, named))
+        found.setdefault(key, launch)
+    return [asdict(compile_launch(*launch)) for launch in found.values()]
 
 
 if __name__ == "__main__":
