@@ -298,7 +298,7 @@ def count_variants() -> dict[str, int]:
 
 def compile_all(which: str, *, every: bool = False) -> list[dict[str, Any]]:
     """Compile what the calls of a list launch, each kernel once."""
-    found = {}
+    found: dict[tuple[str, str, str], Any] = {}
     for launch in record_all(LISTS[which](every=every)):
         _, kernel, args, named = launch
         options = [named.get(name) for name in OPTIONS]
