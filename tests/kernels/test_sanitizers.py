@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,6 +79,11 @@ def attend() -> None:
     paged_attention(*arguments, **rules)
 
 
+def attend_parts() -> None:
+    arguments, rules = Batch((1, 3), (5, 9), num_heads=2 * 35).make()
+    paged_attention(*arguments, **rules)
+
+
 def attend_split() -> None:
     arguments, rules = Batch((1, 1), (300, 9), head_size=80).make()
     paged_attention(*arguments, **{**rules, "max_query_len": 1, "max_seq_len": 4096})
@@ -138,11 +144,30 @@ PLANTED = {
     "attention takes its neighbour's queries": (
         "attention", attend, " & (step < query_len)", "", "BETWEEN-PROGRAMS WRITE-WRITE attention",
     ),
+    "attention takes the heads of the next group": (
+        "attention", attend_parts, " & (in_group < GROUP)", "",
+        "BETWEEN-PROGRAMS WRITE-WRITE attention",
+    ),
     "splits merge past the head": (
         "attention", attend_split, "mask=dim < HEAD_SIZE", "mask=dim >= 0",
         "BETWEEN-PROGRAMS WRITE-WRITE merge_kernel",
     ),
 }  # fmt: skip
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, concept: str, old: str, new: str) -> None:
+    """Put a changed copy in the place of a module of kernels."""
+    name = f"{concept}_triton"
+    source = (Path(blockstep.kernels.__path__[0]) / f"{name}.py").read_text()
+    assert old in source
+    file = folder / f"{name}.py"
+    file.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(f"planted_{name}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    planted = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(planted)
+    monkeypatch.setitem(sys.modules, f"blockstep.kernels.{name}", planted)
 
 
 @pytest.mark.parametrize(
@@ -152,24 +177,26 @@ def test_a_planted_mistake_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, concept: str, call: Callable[[], None],
     old: str, new: str, finding: str,
 ) -> None:  # fmt: skip
-    name = f"{concept}_triton"
-    source = (Path(blockstep.kernels.__path__[0]) / f"{name}.py").read_text()
-    assert old in source
-    file = tmp_path / f"{name}.py"
-    file.write_text(source.replace(old, new))
-    spec = importlib.util.spec_from_file_location(f"planted_{name}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    planted = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(planted)
     with use_backend("triton"):
         with sanitize() as clean:
             call()
-        monkeypatch.setitem(sys.modules, f"blockstep.kernels.{name}", planted)
-        with sanitize() as sanitizer:
+        plant(monkeypatch, tmp_path, concept, old, new)
+        with sanitize() as sanitizer, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it wrongly reads may be NaN, or anything
             call()
     assert clean.findings == []
     assert [found for found in sanitizer.findings if finding in found], sanitizer.findings
+
+
+def test_a_kernel_with_atomics_is_not_passed_unjudged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.errors import InterpreterError
+
+    plant(monkeypatch, tmp_path, "blocks", "tl.store(destination", "tl.atomic_add(destination")
+    refused = pytest.raises(InterpreterError, match="does not know what atomics order")
+    with use_backend("triton"), sanitize(), refused:
+        gather()
 
 
 def test_a_promise_of_independence_is_checked() -> None:
