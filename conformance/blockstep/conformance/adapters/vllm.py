@@ -135,6 +135,10 @@ def list_out_of_reach() -> frozenset[str]:
         found |= {"admitted_past_a_stale_one", "passed_over_for_its_tokens"}
     if not RELEASE.has_drafts:  # nor does anybody outgrow the pool alone
         found |= {"head_drop", "block_for_lookahead_only", "all_preempted_in_flight"}
+        # Only drafts make one that runs want more tokens than in the step before.
+        found.add("running_left_out_by_budget")
+    if not (RELEASE.has_pause or RELEASE.has_plain_grammar or RELEASE.has_async):
+        found.add("empty_plan_with_work")  # there is nothing that anybody could wait for
     if not RELEASE.has_repetition_detection:
         found.add("stop_repetition")
     if not RELEASE.has_cache_opt_out:
