@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +151,9 @@ def test_a_stop_string_ends_the_text(speaking: Path, depth: int, drafts: int) ->
     (cut,) = llm.generate("abc", stopping)
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert cut.finish_reason is FinishReason.STOP
-    assert len(cut.token_ids) < len(whole.token_ids)
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
     chunks = list(llm.stream("abc", stopping))
+    assert sum((chunk.token_ids for chunk in chunks), ()) == cut.token_ids
     assert "".join(chunk.text for chunk in chunks) == cut.text
 
 
@@ -164,6 +166,36 @@ def test_a_stop_token_ends_the_output(qwen3: Checkpoint, prompts: list[list[int]
     )
     assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
     assert cut.finish_reason is FinishReason.STOP
+
+
+def test_no_token_counts_behind_a_stop_string(speaking: Path) -> None:
+    plain = LLM(speaking)
+    llm = LLM(speaking, spec_method="draft_model", num_speculative_tokens=5, draft_model=speaking)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0)
+    (whole,) = plain.generate("abc", params)
+    stops = [letter for letter in whole.text if letter.isascii()]
+    assert len(set(stops)) > 5
+    for stop in stops:
+        stopping = replace(params, stop=(stop,))
+        (cut,), (expected,) = llm.generate("abc", stopping), plain.generate("abc", stopping)
+        assert cut.token_ids == expected.token_ids
+        assert cut.text == expected.text
+        assert cut.logprobs is not None
+        assert len(cut.logprobs) == len(cut.token_ids)
+    assert llm.get_stats().drafts_accepted > 0
+
+
+def test_a_stop_token_is_no_text(speaking: Path) -> None:
+    llm = LLM(speaking)
+    (whole,) = llm.generate("abc", EIGHT)
+    stop = whole.token_ids[5]
+    assert llm.tokenizer is not None
+    kept = whole.token_ids[: whole.token_ids.index(stop)]
+    params = SamplingParams(max_tokens=8, stop_token_ids=(stop,))
+    (cut,) = llm.generate("abc", params)
+    assert cut.token_ids == (*kept, stop)
+    assert cut.text == llm.tokenizer.decode(list(kept))
+    assert "".join(chunk.text for chunk in llm.stream("abc", params)) == cut.text
 
 
 def test_the_length_of_the_model_ends_the_output(qwen3: Checkpoint) -> None:

@@ -210,7 +210,9 @@ class LLM:
             seed = self.settings.seed * 1_000_003 + self._num_requests
         self._num_requests += 1
         self._runner.chosen[name] = (params, seed)
-        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, params.stop)
+        detokenizer = (
+            None if self.tokenizer is None else Detokenizer(self.tokenizer, params.stop, token_ids)
+        )
         self._live[name] = Live(
             request, params, detokenizer, logprobs=None if params.logprobs is None else []
         )
@@ -286,26 +288,38 @@ class LLM:
     def _deliver(self, row: OutputRow, answer: Answer) -> Chunk:
         """Take what a step brought to one request, and end it if it has enough."""
         live = self._live[row.request_id]
-        tokens, reason = row.new_token_ids, row.finish_reason
+        text, num_tokens, reason = self._read_tokens(live, row)
+        tokens = row.new_token_ids[:num_tokens]
         live.num_cached_tokens = row.num_cached_tokens
         live.token_ids += tokens
         logprobs = None
         if live.logprobs is not None:
-            logprobs = answer.logprobs[row.request_id][: len(tokens)]
+            logprobs = answer.logprobs[row.request_id][:num_tokens]
             live.logprobs += logprobs
-        text = ""
-        if live.detokenizer is not None:
-            text = live.detokenizer.append(tokens)
-            if live.detokenizer.stopped and reason is None:
-                self._apply(Abort((row.request_id,)))
-            if live.detokenizer.stopped:
-                reason = FinishReason.STOP
-            if reason is not None:
-                text += live.detokenizer.finish()
         live.text += text
         if reason is not None:
+            if row.finish_reason is None:
+                self._apply(Abort((row.request_id,)))
             self._end(row.request_id, reason)
         return Chunk(row.request_id, tokens, text, reason, logprobs)
+
+    def _read_tokens(self, live: Live, row: OutputRow) -> tuple[str, int, FinishReason | None]:
+        """The text of a row, how many of its tokens count, and whether it ends the request.
+
+        No token counts behind a stop string, and a stop token is no text, as in vLLM.
+        """
+        tokens, reason, detokenizer = row.new_token_ids, row.finish_reason, live.detokenizer
+        if detokenizer is None:
+            return "", len(tokens), reason
+        text, num_tokens = "", len(tokens)
+        for number, token in enumerate(tokens[:-1] if reason is FinishReason.STOP else tokens, 1):
+            text += detokenizer.append(token)
+            if detokenizer.stopped:
+                num_tokens = number
+                break
+        if reason is not None:
+            text += detokenizer.finish()
+        return text, num_tokens, FinishReason.STOP if detokenizer.stopped else reason
 
     def _end(self, name: RequestId, reason: FinishReason) -> None:
         live = self._live.pop(name)
