@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_support.models import MAX_TOKENS, Checkpoint
+from engine_support.models import MAX_TOKENS, Checkpoint, build_model, save_model
 from engine_support.storms import NUM_BLOCKS_MIN, SMALL
 
 from blockstep.impl.engine import (
@@ -19,6 +20,7 @@ from blockstep.impl.engine import (
     Settings,
     SettingsError,
 )
+from blockstep.impl.engine.runner import Runner
 from blockstep.spec.vocabulary import FinishReason
 
 EIGHT = SamplingParams(max_tokens=8)
@@ -75,6 +77,85 @@ def test_giving_a_stream_up_aborts_its_request(qwen3: Checkpoint, prompts: list[
     stream.close()
     assert not llm.has_unfinished_requests
     assert llm.step() == []
+
+
+def test_two_streams_lose_nothing_to_each_other(
+    qwen3: Checkpoint, prompts: list[list[int]]
+) -> None:
+    llm = LLM(qwen3.folder)
+    whole = llm.generate(prompts[:3], EIGHT)
+    first, second = llm.stream(prompts[0], EIGHT), llm.stream(prompts[1], EIGHT)
+    chunks = [next(first), next(second)]
+    (third,) = llm.generate(prompts[2], EIGHT)
+    assert third.token_ids == whole[2].token_ids
+    for start, rest, expected in zip(chunks, (first, second), whole, strict=False):
+        made = [start, *rest]
+        assert sum((chunk.token_ids for chunk in made), ()) == expected.token_ids
+        assert made[-1].finish_reason is expected.finish_reason
+
+
+def test_threads_may_share_a_model(qwen3: Checkpoint, prompts: list[list[int]]) -> None:
+    llm = LLM(qwen3.folder)
+    expected = [one.token_ids for one in llm.generate(prompts[:12], EIGHT)]
+
+    def say(prompt: list[int]) -> tuple[int, ...]:
+        return sum((chunk.token_ids for chunk in llm.stream(prompt, EIGHT)), ())
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(say, prompts[:12])) == expected
+        made = pool.map(lambda prompt: llm.generate(prompt, EIGHT)[0].token_ids, prompts[:12])
+        assert list(made) == expected
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("place", ["_forward", "_settle", "_accept"])
+def test_an_interrupt_ends_what_runs_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+    qwen3: Checkpoint,
+    prompts: list[list[int]],
+    place: str,
+    depth: int,
+) -> None:
+    llm = LLM(
+        qwen3.folder, max_frames_in_flight=depth, spec_method="ngram", num_speculative_tokens=2
+    )
+    name = llm.add_request(prompts[5], EIGHT)
+    llm.step()
+    calls = iter(range(100))
+    really = getattr(Runner, place)
+
+    def interrupt(self: Runner, *given: Any) -> Any:
+        if next(calls) == 4:
+            raise KeyboardInterrupt
+        return really(self, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Runner, place, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts[:3], EIGHT)
+    assert not llm.has_unfinished_requests
+    other = llm.pop_completion(name)
+    assert other.finish_reason in (FinishReason.ABORT, FinishReason.STOP, FinishReason.LENGTH)
+    expected = [one[:8] for one in qwen3.expected.token_ids]
+    assert other.token_ids == expected[5][: len(other.token_ids)]
+    assert [one.token_ids for one in llm.generate(prompts[:6], EIGHT)] == expected[:6]
+    assert not llm._completions
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", ["none", "draft_model"])
+def test_numbers_that_overflow_are_said(tmp_path: Path, method: str, temperature: float) -> None:
+    model = build_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(6e4)
+    folder = save_model(model, tmp_path)
+    settings: dict[str, Any] = {"spec_method": method}
+    if method == "draft_model":
+        settings |= {"num_speculative_tokens": 2, "draft_model": folder}
+    llm = LLM(folder, dtype="float16", **settings)
+    with pytest.raises(EngineError, match=r"not finite: the model overflows torch.float16"):
+        llm.generate([[2, 3, 4]], SamplingParams(temperature=temperature))
+    assert not llm.has_unfinished_requests
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -289,6 +370,17 @@ def test_a_bad_prompt_takes_the_others_back(qwen3: Checkpoint) -> None:
         ("text", EIGHT, "a text needs a tokenizer.json"),
         ([[2], []], EIGHT, "prompt of 0 tokens"),
         ([2, "3"], EIGHT, "token '3'"),
+        (None, EIGHT, "prompt None: must be a text, or a list of token ids"),
+        (5, EIGHT, "prompt 5: must be"),
+        ([1.0], EIGHT, r"prompt 1.0: must be"),
+        (["x", None], EIGHT, "a text needs a tokenizer.json"),
+        ([[2], None], EIGHT, "prompt None: must be"),
+        (b"abc", EIGHT, "prompt b'abc': must be"),
+        ({"prompt": "x"}, EIGHT, "must be a text, or a list of token ids"),
+        (torch.tensor([1, 2]), EIGHT, r"prompt tensor\(\[1, 2\]\): must be"),
+        ([2], {"max_tokens": 3}, "params = {'max_tokens': 3}: must be SamplingParams"),
+        ([2], 5, "params = 5: must be SamplingParams, or a list of them"),
+        ([2], [5], "params = 5: must be SamplingParams"),
         ([2], SamplingParams(stop=("x",)), "stop: the model has no tokenizer.json"),
     ],
 )
@@ -298,6 +390,12 @@ def test_a_wrong_request_is_refused(
     llm = LLM(qwen3.folder)
     with pytest.raises(RequestError, match=message):
         llm.generate(prompt, params)
+    assert not llm.has_unfinished_requests
+
+
+def test_half_a_surrogate_pair_is_refused(speaking: Path) -> None:
+    with pytest.raises(RequestError, match=r"prompt 'a.*': is no Unicode text"):
+        LLM(speaking).generate("a\ud800")
 
 
 def test_params_must_fit_the_prompts(qwen3: Checkpoint) -> None:
@@ -317,6 +415,12 @@ def test_params_must_fit_the_prompts(qwen3: Checkpoint) -> None:
         ({"device": "tpu"}, "device = 'tpu': must be auto, cpu or cuda"),
         ({"dtype": "int8"}, "dtype = 'int8': must be auto or one of"),
         ({"seed": -1}, "seed = -1"),
+        ({"max_model_len": 0}, "max_model_len = 0: must be an int of at least 1"),
+        ({"max_model_len": "8"}, "max_model_len = '8': must be an int"),
+        ({"num_blocks": "x"}, "num_blocks = 'x': must be an int"),
+        ({"kv_cache_bytes": 1e9}, "kv_cache_bytes = 1000000000.0: must be an int"),
+        ({"max_num_seqs": None}, "max_num_seqs = None: must be an int"),
+        ({"num_blocks": 5, "kv_cache_bytes": 10**6}, "num_blocks and kv_cache_bytes: .*give one"),
         ({"policy": "lifo"}, "policy = 'lifo': must be one of fcfs, priority"),
     ],
 )
