@@ -21,7 +21,8 @@ from blockstep.impl.engine import (
     SettingsError,
 )
 from blockstep.impl.engine.runner import Runner
-from blockstep.spec.vocabulary import FinishReason
+from blockstep.impl.host import HostEngine
+from blockstep.spec.vocabulary import Abort, Event, FinishReason, Observation, Submit
 
 EIGHT = SamplingParams(max_tokens=8)
 
@@ -140,6 +141,33 @@ def test_an_interrupt_ends_what_runs_and_nothing_else(
     assert other.token_ids == expected[5][: len(other.token_ids)]
     assert [one.token_ids for one in llm.generate(prompts[:6], EIGHT)] == expected[:6]
     assert not llm._completions
+
+
+@pytest.mark.parametrize("event", [Submit, Abort])
+def test_an_interrupt_between_two_sides_leaves_no_request_on_one(
+    monkeypatch: pytest.MonkeyPatch,
+    qwen3: Checkpoint,
+    prompts: list[list[int]],
+    event: type,
+) -> None:
+    llm = LLM(qwen3.folder)
+    name = llm.add_request(prompts[0], EIGHT)
+    really = HostEngine.apply
+
+    def interrupt(self: HostEngine, given: Event) -> Observation:
+        answer = really(self, given)
+        if isinstance(given, event):
+            raise KeyboardInterrupt
+        return answer
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostEngine, "apply", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.add_request(prompts[1], EIGHT) if event is Submit else llm.abort(name)
+    assert llm.pop_completion(name).finish_reason is FinishReason.ABORT
+    assert llm.step() == []
+    assert llm.generate(prompts[1], EIGHT)[0].token_ids == qwen3.expected.token_ids[1][:8]
+    assert not llm._scheduler.snapshot().requests
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

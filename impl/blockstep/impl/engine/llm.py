@@ -10,7 +10,8 @@ step:  Schedule -> plan -> runner -> answer -> Commit -> outputs -> text, stop s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
@@ -97,7 +98,7 @@ class LLM:
         llm.generate(["Once upon a time"], SamplingParams(max_tokens=32))
 
     Threads may share it: a step, a new request and an abort wait for each other. What raises in the
-    middle of a step (an interrupt, too) ends all requests as aborted, and the next ones are served.
+    middle of one (an interrupt, too) ends all requests as aborted, and the next ones are served.
 
     Raises:
         CheckpointError: the folder holds no model that can be run.
@@ -217,7 +218,7 @@ class LLM:
         if params.stop and self.tokenizer is None:
             raise RequestError("stop: the model has no tokenizer.json; use stop_token_ids")
         eos = () if params.ignore_eos else self.model_config.eos_token_ids
-        with self._lock:
+        with self._whole():
             name = f"request-{self._num_requests}"
             request = Request(
                 request_id=name,
@@ -249,7 +250,7 @@ class LLM:
 
         Names of requests that have ended change nothing.
         """
-        with self._lock:
+        with self._whole():
             names = tuple(name for name in request_ids if name in self._live)
             if names:
                 self._apply(Abort(names))
@@ -275,10 +276,18 @@ class LLM:
 
     def step(self) -> list[Chunk]:
         """Plan and run until an answer is due, and take it; what each request gained by it."""
+        with self._whole():
+            return self._step()
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """One thing at a time. If it raises nobody knows how far it came, so start anew."""
         with self._lock:
             try:
-                return self._step()
-            except BaseException:  # nobody knows how far it came
+                yield
+            except RequestError:
+                raise
+            except BaseException:
                 for name in tuple(self._live):
                     self._end(name, FinishReason.ABORT)
                 self._frames.clear()
