@@ -7,6 +7,7 @@ all other commands work.
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -91,7 +92,7 @@ def generate_command(
         "draft_model": draft_model,
         "max_frames_in_flight": depth,
         "seed": seed,
-        "kv_cache_bytes": None if cache_gib is None else int(cache_gib * BYTES_PER_GIB),
+        "kv_cache_bytes": None if cache_gib is None else _cache_bytes(cache_gib),
         "num_speculative_tokens": 0 if speculate is SpecMethod.NONE else num_drafts,
     }
     run_generate(model, given, sampling, settings, check, json_path)
@@ -179,6 +180,12 @@ def _token_ids(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         usage(f"--token-ids {text!r}: must be ids with commas between them: 1,15043,29892")
+
+
+def _cache_bytes(gib: float) -> int:
+    if not 0 < gib < math.inf:
+        usage(f"--cache-gib {gib}: must be a number above 0")
+    return int(gib * BYTES_PER_GIB)
 
 
 def _load_engine() -> Any:

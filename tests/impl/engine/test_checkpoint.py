@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from blockstep.impl.engine import LLM, CheckpointError, SamplingParams
 
+NAN = float("nan")
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
 PROMPTS = make_prompts()[:8]
 PARAMS = SamplingParams(max_tokens=8)
 
@@ -94,6 +96,40 @@ def test_generation_config_says_what_ends_a_text(tmp_path: Path) -> None:
     assert cut.finish_reason == "stop"
 
 
+@pytest.mark.parametrize(("ends", "expected"), [([1, 5], (1, 5)), (5, (5,)), ([], ()), (None, ())])
+def test_a_config_may_name_several_ends(
+    tmp_path: Path, ends: object, expected: tuple[int, ...]
+) -> None:
+    folder = save_model(build_model("llama"), tmp_path)
+    (folder / "generation_config.json").unlink()
+    change_config(folder, eos_token_id=ends)
+    assert LLM(folder).model_config.eos_token_ids == expected
+
+
+def test_one_whole_file_goes_before_an_index_as_in_transformers(tmp_path: Path) -> None:
+    model = build_model("llama")
+    save_model(build_model("llama", initializer_range=0.1), tmp_path, max_shard_size="100KB")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items()},
+        tmp_path / "model.safetensors",
+    )
+    assert say(tmp_path) == generate(model, PROMPTS, 8).token_ids
+
+
+def test_a_tied_model_may_hold_its_embedding_twice(tmp_path: Path) -> None:
+    model = build_model("llama", tie_word_embeddings=True)
+    folder = save_model(model, tmp_path)
+    change_tensors(folder, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
+    assert say(folder) == generate(model, PROMPTS, 8).token_ids
+
+
+def test_a_window_without_a_size_is_none(tmp_path: Path) -> None:
+    model = build_model("qwen2", use_sliding_window=False)
+    folder = save_model(model, tmp_path)
+    change_config(folder, use_sliding_window=True, sliding_window=None, max_window_layers=0)
+    assert say(folder) == generate(model, PROMPTS, 8).token_ids
+
+
 # What is refused.
 
 
@@ -114,6 +150,7 @@ def change_config(folder: Path, **fields: Any) -> None:
 
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def put_nan(tensors: dict[str, Any]) -> None:
@@ -122,6 +159,10 @@ def put_nan(tensors: dict[str, Any]) -> None:
 
 def narrow(tensors: dict[str, Any]) -> None:
     tensors[GATE] = tensors[GATE][:, :-1].contiguous()
+
+
+def make_fp8(tensors: dict[str, Any]) -> None:
+    tensors[GATE] = tensors[GATE].to(torch.float8_e4m3fn)
 
 
 def make_integers(tensors: dict[str, Any]) -> None:
@@ -134,7 +175,8 @@ def make_integers(tensors: dict[str, Any]) -> None:
         (lambda tensors: tensors.pop(GATE), f"tensor '{GATE}' is missing"),
         (narrow, rf"'{GATE}' is of shape \(128, 63\), config.json asks for \(128, 64\)"),
         (put_nan, f"'{GATE}' holds NaN or infinity"),
-        (make_integers, f"'{GATE}' is torch.int8: must be a float"),
+        (make_integers, f"'{GATE}' is torch.int8: must be a float of 32 or 16 bits"),
+        (make_fp8, f"'{GATE}' is torch.float8_e4m3fn: must be a float of 32 or 16 bits"),
         (
             lambda tensors: tensors.update(scale=torch.ones(1)),
             "'scale' is not one of this architecture",
@@ -164,7 +206,25 @@ def test_a_wrong_tensor_is_named(
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
             "angles per kind of layer are not supported",
         ),
-        ({"rope_parameters": {"rope_type": "linear"}}, "linear needs the number 'factor'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor = null: must be a "),
+        ({"rope_scaling": "yarn"}, 'rope_scaling = "yarn": must be an object'),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor = 0: must be a number above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": NAN}}, "factor = NaN: must be a number"),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, 'theta = "1e4": must be a number above 1'),
+        ({"rope_parameters": None, "rope_theta": 0}, "rope_theta = 0: must be a number above 1"),
+        (
+            {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}},
+            "rope_scaling.high_freq_factor = 1.0: must be a number above 1",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: must be 1"),
+        ({"architectures": 5}, "architecture 5 is not supported"),
+        ({"attention_bias": "false"}, 'attention_bias = "false": must be true or false'),
+        ({"tie_word_embeddings": "false"}, 'tie_word_embeddings = "false": must be true or false'),
+        ({"rms_norm_eps": "x"}, 'rms_norm_eps = "x": must be a number above 0'),
+        ({"head_dim": 24}, "head_dim = 24: heads of 24 are not supported"),
+        ({"sliding_window": 4}, "sliding_window = 4: is not supported for this architecture"),
+        ({"layer_types": ["sliding_attention"] * 2}, "must name full_attention for 2 layers"),
+        ({"layer_types": 5}, "layer_types = 5: must name full_attention for 2 layers"),
     ],
 )
 def test_a_wrong_field_of_the_config_is_named(
@@ -172,6 +232,53 @@ def test_a_wrong_field_of_the_config_is_named(
 ) -> None:
     change_config(folder, **fields)
     with pytest.raises(CheckpointError, match=message):
+        LLM(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"sliding_window": 4, "layer_types": 5},
+            "layer_types = 5: must name sliding_attention or",
+        ),
+        ({"sliding_window": 4, "layer_types": [{}, {}]}, "must name sliding_attention or full"),
+        ({"use_sliding_window": False}, "must name full_attention for 2 layers"),
+        (
+            {"layer_types": None, "max_window_layers": "1"},
+            'max_window_layers = "1": must be an int',
+        ),
+        ({"sliding_window": 0}, "sliding_window = 0: must be an int of at least 1"),
+    ],
+)
+def test_a_wrong_window_is_named(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    folder = save_model(build_model("qwen2"), tmp_path)
+    change_config(folder, **fields)
+    with pytest.raises(CheckpointError, match=message):
+        LLM(folder)
+
+
+@pytest.mark.parametrize("wrong", ["x", -1, [1, None], {"a": 1}, 2.0, True])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_end_that_is_no_token_is_named(folder: Path, name: str, wrong: object) -> None:
+    (folder / "generation_config.json").write_text("{}")
+    path = folder / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": wrong}))
+    with pytest.raises(CheckpointError, match=rf"{name}: eos_token_id = .*: must be a token id or"):
+        LLM(folder)
+
+
+def test_a_head_that_differs_from_what_it_is_tied_to_is_named(folder: Path) -> None:
+    change_config(folder, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match=f"'{HEAD}' is not the embedding"):
+        LLM(folder)
+
+
+@pytest.mark.parametrize("index", [[], {}, {"weight_map": 5}, {"weight_map": {"a": 5, "b": "c"}}])
+def test_an_index_without_files_is_named(folder: Path, index: object) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index.json: (weight_map|must hold a JSON object)"):
         LLM(folder)
 
 
@@ -196,8 +303,9 @@ def test_a_folder_without_a_part_is_refused(folder: Path, name: str) -> None:
         LLM(folder)
 
 
-def test_a_config_that_is_no_json_is_refused(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
+@pytest.mark.parametrize("text", ["{", "[" * 100_000])
+def test_a_config_that_is_no_json_is_refused(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"config.json: cannot be read as JSON"):
         LLM(folder)
 

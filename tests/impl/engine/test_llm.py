@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_support.models import MAX_TOKENS, Checkpoint
+from engine_support.models import MAX_TOKENS, Checkpoint, build_model, save_model
 from engine_support.storms import NUM_BLOCKS_MIN, SMALL
 
 from blockstep.impl.engine import (
@@ -18,7 +20,9 @@ from blockstep.impl.engine import (
     Settings,
     SettingsError,
 )
-from blockstep.spec.vocabulary import FinishReason
+from blockstep.impl.engine.runner import Runner
+from blockstep.impl.host import HostEngine
+from blockstep.spec.vocabulary import Abort, Event, FinishReason, Observation, Submit
 
 EIGHT = SamplingParams(max_tokens=8)
 
@@ -74,6 +78,112 @@ def test_giving_a_stream_up_aborts_its_request(qwen3: Checkpoint, prompts: list[
     stream.close()
     assert not llm.has_unfinished_requests
     assert llm.step() == []
+
+
+def test_two_streams_lose_nothing_to_each_other(
+    qwen3: Checkpoint, prompts: list[list[int]]
+) -> None:
+    llm = LLM(qwen3.folder)
+    whole = llm.generate(prompts[:3], EIGHT)
+    first, second = llm.stream(prompts[0], EIGHT), llm.stream(prompts[1], EIGHT)
+    chunks = [next(first), next(second)]
+    (third,) = llm.generate(prompts[2], EIGHT)
+    assert third.token_ids == whole[2].token_ids
+    for start, rest, expected in zip(chunks, (first, second), whole, strict=False):
+        made = [start, *rest]
+        assert sum((chunk.token_ids for chunk in made), ()) == expected.token_ids
+        assert made[-1].finish_reason is expected.finish_reason
+
+
+def test_threads_may_share_a_model(qwen3: Checkpoint, prompts: list[list[int]]) -> None:
+    llm = LLM(qwen3.folder)
+    expected = [one.token_ids for one in llm.generate(prompts[:12], EIGHT)]
+
+    def say(prompt: list[int]) -> tuple[int, ...]:
+        return sum((chunk.token_ids for chunk in llm.stream(prompt, EIGHT)), ())
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(say, prompts[:12])) == expected
+        made = pool.map(lambda prompt: llm.generate(prompt, EIGHT)[0].token_ids, prompts[:12])
+        assert list(made) == expected
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("place", ["_forward", "_settle", "_accept"])
+def test_an_interrupt_ends_what_runs_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+    qwen3: Checkpoint,
+    prompts: list[list[int]],
+    place: str,
+    depth: int,
+) -> None:
+    llm = LLM(
+        qwen3.folder, max_frames_in_flight=depth, spec_method="ngram", num_speculative_tokens=2
+    )
+    name = llm.add_request(prompts[5], EIGHT)
+    llm.step()
+    calls = iter(range(100))
+    really = getattr(Runner, place)
+
+    def interrupt(self: Runner, *given: Any) -> Any:
+        if next(calls) == 4:
+            raise KeyboardInterrupt
+        return really(self, *given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Runner, place, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts[:3], EIGHT)
+    assert not llm.has_unfinished_requests
+    other = llm.pop_completion(name)
+    assert other.finish_reason in (FinishReason.ABORT, FinishReason.STOP, FinishReason.LENGTH)
+    expected = [one[:8] for one in qwen3.expected.token_ids]
+    assert other.token_ids == expected[5][: len(other.token_ids)]
+    assert [one.token_ids for one in llm.generate(prompts[:6], EIGHT)] == expected[:6]
+    assert not llm._completions
+
+
+@pytest.mark.parametrize("event", [Submit, Abort])
+def test_an_interrupt_between_two_sides_leaves_no_request_on_one(
+    monkeypatch: pytest.MonkeyPatch,
+    qwen3: Checkpoint,
+    prompts: list[list[int]],
+    event: type,
+) -> None:
+    llm = LLM(qwen3.folder)
+    name = llm.add_request(prompts[0], EIGHT)
+    really = HostEngine.apply
+
+    def interrupt(self: HostEngine, given: Event) -> Observation:
+        answer = really(self, given)
+        if isinstance(given, event):
+            raise KeyboardInterrupt
+        return answer
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostEngine, "apply", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.add_request(prompts[1], EIGHT) if event is Submit else llm.abort(name)
+    assert llm.pop_completion(name).finish_reason is FinishReason.ABORT
+    assert llm.step() == []
+    assert llm.generate(prompts[1], EIGHT)[0].token_ids == qwen3.expected.token_ids[1][:8]
+    assert not llm._scheduler.snapshot().requests
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", ["none", "draft_model"])
+def test_numbers_that_overflow_are_said(tmp_path: Path, method: str, temperature: float) -> None:
+    model = build_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(6e4)
+    folder = save_model(model, tmp_path)
+    settings: dict[str, Any] = {"spec_method": method}
+    if method == "draft_model":
+        settings |= {"num_speculative_tokens": 2, "draft_model": folder}
+    llm = LLM(folder, dtype="float16", **settings)
+    with pytest.raises(EngineError, match=r"not finite: the model overflows torch.float16"):
+        llm.generate([[2, 3, 4]], SamplingParams(temperature=temperature))
+    assert not llm.has_unfinished_requests
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -150,8 +260,9 @@ def test_a_stop_string_ends_the_text(speaking: Path, depth: int, drafts: int) ->
     (cut,) = llm.generate("abc", stopping)
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert cut.finish_reason is FinishReason.STOP
-    assert len(cut.token_ids) < len(whole.token_ids)
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
     chunks = list(llm.stream("abc", stopping))
+    assert sum((chunk.token_ids for chunk in chunks), ()) == cut.token_ids
     assert "".join(chunk.text for chunk in chunks) == cut.text
 
 
@@ -164,6 +275,36 @@ def test_a_stop_token_ends_the_output(qwen3: Checkpoint, prompts: list[list[int]
     )
     assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
     assert cut.finish_reason is FinishReason.STOP
+
+
+def test_no_token_counts_behind_a_stop_string(speaking: Path) -> None:
+    plain = LLM(speaking)
+    llm = LLM(speaking, spec_method="draft_model", num_speculative_tokens=5, draft_model=speaking)
+    params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0)
+    (whole,) = plain.generate("abc", params)
+    stops = [letter for letter in whole.text if letter.isascii()]
+    assert len(set(stops)) > 5
+    for stop in stops:
+        stopping = replace(params, stop=(stop,))
+        (cut,), (expected,) = llm.generate("abc", stopping), plain.generate("abc", stopping)
+        assert cut.token_ids == expected.token_ids
+        assert cut.text == expected.text
+        assert cut.logprobs is not None
+        assert len(cut.logprobs) == len(cut.token_ids)
+    assert llm.get_stats().drafts_accepted > 0
+
+
+def test_a_stop_token_is_no_text(speaking: Path) -> None:
+    llm = LLM(speaking)
+    (whole,) = llm.generate("abc", EIGHT)
+    stop = whole.token_ids[5]
+    assert llm.tokenizer is not None
+    kept = whole.token_ids[: whole.token_ids.index(stop)]
+    params = SamplingParams(max_tokens=8, stop_token_ids=(stop,))
+    (cut,) = llm.generate("abc", params)
+    assert cut.token_ids == (*kept, stop)
+    assert cut.text == llm.tokenizer.decode(list(kept))
+    assert "".join(chunk.text for chunk in llm.stream("abc", params)) == cut.text
 
 
 def test_the_length_of_the_model_ends_the_output(qwen3: Checkpoint) -> None:
@@ -257,6 +398,17 @@ def test_a_bad_prompt_takes_the_others_back(qwen3: Checkpoint) -> None:
         ("text", EIGHT, "a text needs a tokenizer.json"),
         ([[2], []], EIGHT, "prompt of 0 tokens"),
         ([2, "3"], EIGHT, "token '3'"),
+        (None, EIGHT, "prompt None: must be a text, or a list of token ids"),
+        (5, EIGHT, "prompt 5: must be"),
+        ([1.0], EIGHT, r"prompt 1.0: must be"),
+        (["x", None], EIGHT, "a text needs a tokenizer.json"),
+        ([[2], None], EIGHT, "prompt None: must be"),
+        (b"abc", EIGHT, "prompt b'abc': must be"),
+        ({"prompt": "x"}, EIGHT, "must be a text, or a list of token ids"),
+        (torch.tensor([1, 2]), EIGHT, r"prompt tensor\(\[1, 2\]\): must be"),
+        ([2], {"max_tokens": 3}, "params = {'max_tokens': 3}: must be SamplingParams"),
+        ([2], 5, "params = 5: must be SamplingParams, or a list of them"),
+        ([2], [5], "params = 5: must be SamplingParams"),
         ([2], SamplingParams(stop=("x",)), "stop: the model has no tokenizer.json"),
     ],
 )
@@ -266,6 +418,12 @@ def test_a_wrong_request_is_refused(
     llm = LLM(qwen3.folder)
     with pytest.raises(RequestError, match=message):
         llm.generate(prompt, params)
+    assert not llm.has_unfinished_requests
+
+
+def test_half_a_surrogate_pair_is_refused(speaking: Path) -> None:
+    with pytest.raises(RequestError, match=r"prompt 'a.*': is no Unicode text"):
+        LLM(speaking).generate("a\ud800")
 
 
 def test_params_must_fit_the_prompts(qwen3: Checkpoint) -> None:
@@ -285,6 +443,12 @@ def test_params_must_fit_the_prompts(qwen3: Checkpoint) -> None:
         ({"device": "tpu"}, "device = 'tpu': must be auto, cpu or cuda"),
         ({"dtype": "int8"}, "dtype = 'int8': must be auto or one of"),
         ({"seed": -1}, "seed = -1"),
+        ({"max_model_len": 0}, "max_model_len = 0: must be an int of at least 1"),
+        ({"max_model_len": "8"}, "max_model_len = '8': must be an int"),
+        ({"num_blocks": "x"}, "num_blocks = 'x': must be an int"),
+        ({"kv_cache_bytes": 1e9}, "kv_cache_bytes = 1000000000.0: must be an int"),
+        ({"max_num_seqs": None}, "max_num_seqs = None: must be an int"),
+        ({"num_blocks": 5, "kv_cache_bytes": 10**6}, "num_blocks and kv_cache_bytes: .*give one"),
         ({"policy": "lifo"}, "policy = 'lifo': must be one of fcfs, priority"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,46 @@ def test_the_older_spelling_means_the_same() -> None:
     del older_numbers["rope_type"], older_numbers["rope_theta"]
     older = Fields(Path("config.json"), {"rope_scaling": older_numbers, "rope_theta": 10000.0})
     assert get_rope(newer, 32, 256) == get_rope(older, 32, 256)
+
+
+YARN_HERE = {"rope_type": "yarn", "factor": 4.0}
+DEFAULT = {"rope_type": "default", "rope_theta": 100.0}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rope_scaling": YARN_HERE, "original_max_position_embeddings": 64},
+        {
+            "rope_scaling": {**YARN_HERE, "original_max_position_embeddings": 128},
+            "original_max_position_embeddings": 32,
+        },
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": None,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        {"rope_scaling": {"rope_type": "linear", "factor": 3.0}, "rope_parameters": DEFAULT},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": None}},
+    ],
+)
+def test_what_files_say_twice_or_beside_is_read_as_transformers_reads_it(
+    given: dict[str, Any],
+) -> None:
+    given = {"rope_theta": 5000.0, **given}
+    fields = Fields(Path("config.json"), copy.deepcopy(given))
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**SHAPE, head_dim=32, **given))
+    rope = get_rope(fields, 32, SHAPE["max_position_embeddings"])
+    torch.testing.assert_close(torch.tensor(rope.inv_freq), theirs.inv_freq, rtol=1e-4, atol=0)
+    assert rope.attention_factor == pytest.approx(theirs.attention_scaling)
+
+
+def test_linear_reaches_as_far_as_it_was_stretched(tmp_path: Path) -> None:
+    linear = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    llm = LLM(save_model(build_model("llama", rope_parameters=linear), tmp_path))
+    assert llm.config.max_model_len == 512
 
 
 def test_yarn_reaches_as_far_as_it_was_stretched(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
 
 from blockstep.impl.engine import LLM, SamplingParams, SettingsError
 from blockstep.impl.engine.sampler import (
+    NO_TOKEN,
     Draw,
     compute_uniform,
     get_logprobs,
@@ -120,6 +121,45 @@ def test_without_temperature_the_likeliest_token_is_taken() -> None:
     assert tokens[1::2].tolist() == logits.argmax(-1)[1::2].tolist()
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-38, 9e-6])
+@pytest.mark.parametrize("cuts", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}])
+def test_a_temperature_of_nearly_nothing_takes_the_likeliest(
+    temperature: float, cuts: dict[str, Any]
+) -> None:
+    logits = make_logits(6, 16)
+    params = SamplingParams(temperature=temperature, **cuts)
+    tokens = sample(logits, [Draw(params, 1, row) for row in range(6)])
+    assert tokens.tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e30])
+def test_the_ends_of_the_temperatures_are_drawn_from(temperature: float) -> None:
+    probs = get_probabilities(make_logits(6, 16), [SamplingParams(temperature=temperature)] * 6)
+    assert torch.isfinite(probs).all()
+    torch.testing.assert_close(probs.sum(-1), torch.ones(6))
+
+
+def test_the_likeliest_stays_however_small_top_p_is() -> None:
+    logits = make_logits(1, 16)
+    probs = get_probabilities(logits, [SamplingParams(temperature=1.0, top_p=1e-300)])
+    assert probs.argmax() == logits.argmax()
+    assert probs.max() == 1
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=1.0)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nothing_is_chosen_from_numbers_that_overflowed(
+    params: SamplingParams, value: float
+) -> None:
+    logits = make_logits(3, 16)
+    logits[1, 5] = value
+    logits[2, 5] = -torch.inf
+    tokens = sample(logits, [Draw(params, 1, 0)] * 3).tolist()
+    assert tokens[1] == NO_TOKEN
+    assert tokens[0] >= 0
+    assert tokens[2] not in (5, NO_TOKEN)
+
+
 def test_logprobs_are_of_the_models_own_distribution() -> None:
     logits = make_logits(2, 16)
     rows = get_logprobs(logits, torch.tensor([3, 4]), 2)
@@ -218,6 +258,26 @@ def test_tokens_have_the_distribution_of_the_model(
     "wrong",
     [
         {"max_tokens": 0},
+        {"max_tokens": "3"},
+        {"max_tokens": 2.5},
+        {"max_tokens": 2**31},
+        {"temperature": "x"},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"temperature": 1e31},
+        {"top_k": 2.5},
+        {"top_p": None},
+        {"top_p": float("nan")},
+        {"min_p": "x"},
+        {"seed": 1.5},
+        {"stop": (1,)},
+        {"stop": "END"},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": ("a",)},
+        {"stop_token_ids": (-1,)},
+        {"ignore_eos": "no"},
+        {"logprobs": 2.5},
+        {"logprobs": True},
         {"temperature": -1.0},
         {"top_k": -1},
         {"top_p": 0.0},

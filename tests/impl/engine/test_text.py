@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from engine_support.models import save_tokenizer
+from engine_support.models import make_llama_tokenizer, save_tokenizer
 from tokenizers import Tokenizer
 
 from blockstep.impl.engine import CheckpointError
@@ -17,11 +18,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
+def say(detokenizer: Detokenizer, tokens: Sequence[int]) -> str:
+    return "".join(detokenizer.append(token) for token in tokens)
+
+
 def feed(tokenizer: Tokenizer, text: str, *stop: str) -> tuple[list[str], Detokenizer]:
     detokenizer = Detokenizer(tokenizer, stop)
     pieces = []
     for token in tokenizer.encode(text).ids:
-        pieces.append(detokenizer.append([token]))
+        pieces.append(detokenizer.append(token))
         if detokenizer.stopped:
             break
     return [*pieces, detokenizer.finish()], detokenizer
@@ -40,13 +45,13 @@ def test_a_character_of_several_tokens_comes_whole(tokenizer: Tokenizer) -> None
 def test_a_broken_character_is_shown_at_the_end(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer, ())
     tokens = tokenizer.encode("a€").ids[:-1]
-    assert detokenizer.append(tokens) == "a"
+    assert say(detokenizer, tokens) == "a"
     assert detokenizer.finish() == tokenizer.decode(tokens)[1:]
 
 
 def test_special_tokens_are_no_text(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer, ())
-    assert detokenizer.append([*tokenizer.encode("ab").ids, 1]) + detokenizer.finish() == "ab"
+    assert say(detokenizer, [*tokenizer.encode("ab").ids, 1]) + detokenizer.finish() == "ab"
 
 
 def test_what_may_be_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
@@ -63,9 +68,47 @@ def test_a_stop_string_is_cut_off(tokenizer: Tokenizer) -> None:
 
 def test_the_first_of_two_stop_strings_counts(tokenizer: Tokenizer) -> None:
     detokenizer = Detokenizer(tokenizer, ("dd", "bb"))
-    assert detokenizer.append(tokenizer.encode("aabbccdd").ids) == "aa"
-    assert detokenizer.append(tokenizer.encode("xx").ids) == ""
+    assert say(detokenizer, tokenizer.encode("aabbccdd").ids) == "aa"
+    assert say(detokenizer, tokenizer.encode("xx").ids) == ""
     assert detokenizer.finish() == ""
+
+
+def test_a_stop_string_may_be_found_when_the_text_ends(tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(tokenizer, ("\ufffd",))
+    assert say(detokenizer, tokenizer.encode("ab€").ids[:-1]) + detokenizer.finish() == "ab"
+    assert detokenizer.stopped
+
+
+def test_a_text_goes_on_from_its_prompt() -> None:
+    tokenizer = make_llama_tokenizer()
+    prompt, tokens = tokenizer.encode("b a").ids, tokenizer.encode("a b").ids
+    assert tokenizer.decode(tokens) == "a b"
+    assert say(Detokenizer(tokenizer, (), prompt), tokens) == " a b"
+    assert say(Detokenizer(tokenizer, (" a",), prompt), tokens) == ""
+    assert say(Detokenizer(tokenizer, (), [1]), tokens) == "a b"
+    assert say(Detokenizer(tokenizer, (), [1, *tokenizer.encode("€").ids]), tokens) == " a b"
+
+
+def test_bytes_that_make_no_character_are_shown_and_end_nothing() -> None:
+    tokenizer = make_llama_tokenizer()
+    newline, byte, c, a = map(tokenizer.get_vocab().__getitem__, ("<0x0A>", "<0xE2>", "c", "▁a"))
+    assert tokenizer.decode([newline, byte, c]) == "\ufffd\ufffdc"
+    detokenizer = Detokenizer(tokenizer, ())
+    assert say(detokenizer, [newline]) == "\n"
+    assert say(detokenizer, [byte, c]) == "\ufffdc"
+    assert say(detokenizer, [a, byte]) == " a"
+    assert detokenizer.finish() == "\ufffd"
+
+
+def test_what_a_file_was_trained_with_cuts_and_fills_no_prompt(tmp_path: Path) -> None:
+    tokenizer = save_tokenizer(tmp_path)
+    expected = tokenizer.encode("abcdef").ids
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=16)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded is not None
+    assert loaded.encode("abcdef").ids == expected
 
 
 def test_a_folder_without_a_tokenizer_has_none(tmp_path: Path) -> None:

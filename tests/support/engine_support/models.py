@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -104,6 +104,26 @@ def save_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<bos>", "<eos>"])
     tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+def make_llama_tokenizer() -> Tokenizer:
+    """A tokenizer as Llama 2 has: words begin with a space, and bytes stand for what it lacks."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "▁b"]
+    vocab = {word: number for number, word in enumerate([*words, *"abcdefgh"])}
+    tokenizer = Tokenizer(models.BPE(vocab, [("▁", "a"), ("▁", "b")], byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return tokenizer
 
 

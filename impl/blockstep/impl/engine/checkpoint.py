@@ -8,7 +8,6 @@ them would otherwise show as plausible nonsense in the text.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 
 from blockstep.impl.engine.config import ModelConfig
 from blockstep.impl.engine.errors import CheckpointError
+from blockstep.impl.engine.fields import read_json
+from blockstep.kernels.arguments import FLOATS
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -74,7 +75,7 @@ def load_weights(
         norm = reader.read("model.norm.weight", hidden)
         if config.tie_word_embeddings:
             lm_head = embedding
-            reader.skip("lm_head.weight")
+            reader.expect_equal("lm_head.weight", embedding)
         else:
             lm_head = reader.read("lm_head.weight", config.vocab_size, hidden)
         reader.expect_all_read()
@@ -159,8 +160,10 @@ class TensorReader:
                 f"{path}: tensor {name!r} is of shape {found}, config.json asks for {shape}"
             )
         tensor = file.get_tensor(name)
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"{path}: tensor {name!r} is {tensor.dtype}: must be a float")
+        if tensor.dtype not in FLOATS:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is {tensor.dtype}: must be a float of 32 or 16 bits"
+            )
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{path}: tensor {name!r} holds NaN or infinity; fetch it again")
         self.unread.discard(name)
@@ -171,9 +174,13 @@ class TensorReader:
             )
         return converted.to(self.device)
 
-    def skip(self, name: str) -> None:
-        """Do without a tensor that may be there."""
-        self.unread.discard(name)
+    def expect_equal(self, name: str, tied: torch.Tensor) -> None:
+        """Complain about a tensor that is there and differs from the one that it is tied to."""
+        if name in self.unread and not torch.equal(self.read(name, *tied.shape), tied):
+            raise CheckpointError(
+                f"{self._file_of[name][0]}: tensor {name!r} is not the embedding, but config.json "
+                "says tie_word_embeddings; set it to false, or take the tensor out"
+            )
 
     def expect_all_read(self) -> None:
         """Complain about a tensor that no weight of the config has asked for."""
@@ -185,17 +192,14 @@ class TensorReader:
             )
 
     def _find_files(self) -> Iterator[Path]:
-        index, single = self.folder / INDEX, self.folder / SINGLE
-        if index.is_file():
-            try:
-                shards = sorted(
-                    {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-                )
-            except (ValueError, KeyError, AttributeError) as error:
-                raise CheckpointError(f"{index}: has no readable weight_map: {error}") from error
-            yield from (self.folder / shard for shard in shards)
-        elif single.is_file():
+        single, index = self.folder / SINGLE, self.folder / INDEX
+        if single.is_file():  # before the index, as in transformers
             yield single
+        elif index.is_file():
+            shards = read_json(index).get("weight_map")
+            if not isinstance(shards, dict) or not all(isinstance(n, str) for n in shards.values()):
+                raise CheckpointError(f"{index}: weight_map must name the file of each tensor")
+            yield from (self.folder / shard for shard in sorted({*shards.values()}))
         else:
             raise CheckpointError(
                 f"{self.folder}: neither {SINGLE} nor {INDEX}; convert the model to safetensors"

@@ -7,14 +7,13 @@ a wrong formula gives plausible nonsense.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from blockstep.impl.engine.errors import CheckpointError
 from blockstep.impl.engine.fields import Fields, read_json
 from blockstep.impl.engine.rope import Rope, get_rope
+from blockstep.kernels.arguments import HEAD_SIZES
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -71,7 +70,9 @@ def load_config(folder: Path) -> ModelConfig:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; name a local Hugging Face model folder")
     data = read_json(folder / "config.json")
-    architecture = next(iter(data.get("architectures") or ()), None)
+    architecture = data.get("architectures")
+    if isinstance(architecture, list) and architecture:
+        architecture = architecture[0]
     if architecture not in FAMILIES:
         raise CheckpointError(
             f"{folder}: architecture {architecture!r} is not supported; use one of {FAMILIES}"
@@ -87,8 +88,10 @@ def load_config(folder: Path) -> ModelConfig:
     if num_heads % num_kv_heads:
         raise fields.error("num_key_value_heads", f"must divide num_attention_heads {num_heads}")
     head_size = fields.count("head_dim", 0 if hidden_size % num_heads else hidden_size // num_heads)
-    bias = bool(fields.get("attention_bias", False))
-    max_position_embeddings = fields.count("max_position_embeddings", 2048)
+    if head_size not in HEAD_SIZES:
+        raise fields.error("head_dim", f"heads of {head_size} are not supported; {HEAD_SIZES} are")
+    bias = fields.flag("attention_bias")
+    max_position_embeddings = fields.count("max_position_embeddings", 2048 if is_llama else 32768)
     rope = get_rope(fields, head_size, max_position_embeddings)
     return ModelConfig(
         architecture=architecture,
@@ -99,34 +102,40 @@ def load_config(folder: Path) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
-        rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         max_model_len=rope.max_model_len,
         rope=rope,
         sliding_windows=_get_sliding_windows(fields, is_llama),
-        tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=is_qwen2 or bias,
         o_bias=bias and not is_qwen2,
-        mlp_bias=is_llama and bool(fields.get("mlp_bias", False)),
+        mlp_bias=is_llama and fields.flag("mlp_bias"),
         qk_norm=architecture == FAMILIES[2],
         dtype=_get_dtype(fields),
-        eos_token_ids=_get_eos(folder, data),
+        eos_token_ids=_get_eos(folder, fields),
     )
 
 
 def _get_sliding_windows(fields: Fields, is_llama: bool) -> tuple[int | None, ...]:
     """Window per layer. Older files of Qwen say from which layer on, newer ones say each layer."""
     num_layers = fields.count("num_hidden_layers")
-    if is_llama or not fields.get("use_sliding_window", False):
-        return (None,) * num_layers
-    window = fields.count("sliding_window")
-    first = fields.get("max_window_layers", 28)
+    window = None
+    if fields.flag("use_sliding_window", is_llama):
+        given = fields.data.get("sliding_window", None if is_llama else 4096)
+        window = None if given is None else fields.count("sliding_window", 4096)
+    if is_llama and window is not None:
+        raise fields.error("sliding_window", "is not supported for this architecture")
+    first = num_layers if window is None else fields.count("max_window_layers", 28, least=0)
     kinds = fields.get("layer_types") or [
         "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
     ]
-    if len(kinds) != num_layers or not {"sliding_attention", "full_attention"}.issuperset(kinds):
-        raise fields.error(
-            "layer_types", f"must name full_attention or sliding_attention for {num_layers} layers"
-        )
+    known = ("sliding_attention", "full_attention")[window is None :]
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or not all(k in known for k in kinds)
+    ):
+        raise fields.error("layer_types", f"must name {' or '.join(known)} for {num_layers} layers")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -138,10 +147,14 @@ def _get_dtype(fields: Fields) -> str:
     return str(dtype)
 
 
-def _get_eos(folder: Path, data: Mapping[str, Any]) -> tuple[int, ...]:
+def _get_eos(folder: Path, fields: Fields) -> tuple[int, ...]:
     """Tokens that end a text: those for generation where they are given, else the model's."""
     path = folder / "generation_config.json"
-    eos = read_json(path).get("eos_token_id") if path.is_file() else None
-    if eos is None:
-        eos = data.get("eos_token_id")
-    return () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
+    if path.is_file():
+        generation = Fields(path, read_json(path))
+        fields = fields if generation.get("eos_token_id") is None else generation
+    eos = fields.get("eos_token_id", [])
+    tokens = eos if isinstance(eos, list) else [eos]
+    if not all(type(token) is int and token >= 0 for token in tokens):
+        raise fields.error("eos_token_id", "must be a token id or a list of them")
+    return tuple(tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,27 +12,43 @@ from blockstep.impl.engine.errors import CheckpointError
 
 
 class Fields:
-    """The fields of one `config.json`, with complaints that name it."""
+    """The fields of one `config.json`, or of an object in it, with complaints that name it."""
 
-    def __init__(self, path: Path, data: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, data: Mapping[str, Any], prefix: str = "") -> None:
         self.path = path
         self.data = data
+        self.prefix = prefix
+        """Before each name in a complaint: where the object lies."""
 
     def error(self, name: str, rule: str) -> CheckpointError:
         """A complaint about one field."""
         shown = json.dumps(self.data.get(name))
-        return CheckpointError(f"{self.path}: {name} = {shown[:80]}: {rule}")
+        return CheckpointError(f"{self.path}: {self.prefix}{name} = {shown[:80]}: {rule}")
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field, or `default` where it is missing or null."""
         value = self.data.get(name)
         return default if value is None else value
 
-    def count(self, name: str, default: int = 0) -> int:
-        """A field that is an int of 1 at least."""
+    def count(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """A field that is an int of `least` at least."""
         value = self.get(name, default)
-        if type(value) is not int or value < 1:
-            raise self.error(name, "must be an int of at least 1")
+        if type(value) is not int or value < least:
+            raise self.error(name, f"must be an int of at least {least}")
+        return value
+
+    def number(self, name: str, default: float | None = None, above: float = 0.0) -> float:
+        """A field that is a finite number above `above`."""
+        value = self.get(name, default)
+        if type(value) not in (int, float) or not above < value < math.inf:
+            raise self.error(name, f"must be a number above {above:g}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A field that is true or false."""
+        value = self.get(name, default)
+        if type(value) is not bool:
+            raise self.error(name, "must be true or false")
         return value
 
 
@@ -39,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises `CheckpointError` if there is none."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: must hold a JSON object")

@@ -10,10 +10,12 @@ step:  Schedule -> plan -> runner -> answer -> Commit -> outputs -> text, stop s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from threading import RLock
+from typing import Any, TypeAlias
 
 from blockstep.impl.engine.errors import EngineError, RequestError, SettingsError
 from blockstep.impl.engine.loading import Settings, load_engine
@@ -85,6 +87,8 @@ class Live:
     text: str = ""
     logprobs: Logprobs | None = None
     num_cached_tokens: int = 0
+    streamed: deque[Chunk] | None = None
+    """Chunks that its stream has not yielded yet, if it has one."""
 
 
 class LLM:
@@ -92,6 +96,9 @@ class LLM:
 
         llm = LLM("path/to/model")
         llm.generate(["Once upon a time"], SamplingParams(max_tokens=32))
+
+    Threads may share it: a step, a new request and an abort wait for each other. What raises in the
+    middle of one (an interrupt, too) ends all requests as aborted, and the next ones are served.
 
     Raises:
         CheckpointError: the folder holds no model that can be run.
@@ -120,14 +127,22 @@ class LLM:
         self.tokenizer = loaded.tokenizer
         self.model_config = loaded.model_config
         self._runner = loaded.runner
-        self.observer: Observer | None = None if check is None else check(self.config, HostEngine)
-        """Who watches, if anybody does."""
-        self._scheduler = HostEngine(self.config) if self.observer is None else self.observer
+        self._check = check
         self._live: dict[RequestId, Live] = {}
         self._frames: deque[Plan] = deque()
         """Dispatched and not committed, oldest first."""
         self._completions: dict[RequestId, Completion] = {}
         self._num_requests = 0
+        self._lock = RLock()
+        self._start()
+
+    def _start(self) -> None:
+        """A scheduler that knows no request."""
+        self.observer: Observer | None = None
+        """Who watches, if anybody does."""
+        self._scheduler: HostEngine | Observer = HostEngine(self.config)
+        if self._check is not None:
+            self._scheduler = self.observer = self._check(self.config, HostEngine)
 
     # Requests.
 
@@ -144,6 +159,8 @@ class LLM:
         several = _split_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(several)
+        if not isinstance(params, Sequence):
+            raise RequestError(f"params = {params!r}: must be SamplingParams, or a list of them")
         if len(params) != len(several):
             raise RequestError(
                 f"{len(several)} prompts and {len(params)} params: give one for all, or one each"
@@ -155,7 +172,9 @@ class LLM:
             while any(name in self._live for name in names):
                 self.step()
         except BaseException:
-            self.abort(*(name for name in names if name in self._live))
+            self.abort(*names)
+            for name in names:
+                self._completions.pop(name, None)
             raise
         return [self._completions.pop(name) for name in names]
 
@@ -164,16 +183,21 @@ class LLM:
     ) -> Generator[Chunk, None, None]:
         """Serve one prompt, and yield what it gains as it gains it.
 
-        Giving the iterator up aborts the request. Other requests go on meanwhile; their chunks are
-        not yielded here, but their completions are complete.
+        Giving the iterator up aborts the request. Other requests go on meanwhile, each stream keeps
+        what is its own.
         """
-        name = self.add_request(prompt, params or SamplingParams())
+        streamed: deque[Chunk] = deque()
+        with self._lock:
+            name = self.add_request(prompt, params)
+            self._live[name].streamed = streamed
         try:
-            while name in self._live:
-                yield from (chunk for chunk in self.step() if chunk.request_id == name)
+            while streamed or name in self._live:
+                if streamed:
+                    yield streamed.popleft()
+                else:
+                    self.step()
         finally:
-            if name in self._live:
-                self.abort(name)
+            self.abort(name)
             self._completions.pop(name, None)
 
     def add_request(
@@ -187,33 +211,38 @@ class LLM:
             RequestError: it is empty, holds a token that the model does not have, is longer than
                 the model or the cache allows, or needs a tokenizer that is missing.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params = {params!r}: must be SamplingParams")
         token_ids = self._encode(prompt)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop: the model has no tokenizer.json; use stop_token_ids")
         eos = () if params.ignore_eos else self.model_config.eos_token_ids
-        name = f"request-{self._num_requests}"
-        request = Request(
-            request_id=name,
-            prompt_token_ids=token_ids,
-            max_tokens=params.max_tokens,
-            eos_token_id=eos[0] if eos else None,
-            stop_token_ids=(*eos[1:], *params.stop_token_ids),
-            priority=priority,
-            arrival_time=self._num_requests,
-        )
-        answer = self._scheduler.apply(Submit(request))
-        if isinstance(answer, Rejected):
-            raise RequestError(f"prompt of {len(token_ids)} tokens: {answer.detail}")
-        seed = params.seed
-        if seed is None:
-            seed = self.settings.seed * 1_000_003 + self._num_requests
-        self._num_requests += 1
-        self._runner.chosen[name] = (params, seed)
-        detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, params.stop)
-        self._live[name] = Live(
-            request, params, detokenizer, logprobs=None if params.logprobs is None else []
-        )
+        with self._whole():
+            name = f"request-{self._num_requests}"
+            request = Request(
+                request_id=name,
+                prompt_token_ids=token_ids,
+                max_tokens=params.max_tokens,
+                eos_token_id=eos[0] if eos else None,
+                stop_token_ids=(*eos[1:], *params.stop_token_ids),
+                priority=priority,
+                arrival_time=self._num_requests,
+            )
+            answer = self._scheduler.apply(Submit(request))
+            if isinstance(answer, Rejected):
+                raise RequestError(f"prompt of {len(token_ids)} tokens: {answer.detail}")
+            seed = params.seed
+            if seed is None:
+                seed = self.settings.seed * 1_000_003 + self._num_requests
+            self._num_requests += 1
+            self._runner.chosen[name] = (params, seed)
+            detokenizer = None
+            if self.tokenizer is not None:
+                detokenizer = Detokenizer(self.tokenizer, params.stop, token_ids)
+            self._live[name] = Live(
+                request, params, detokenizer, logprobs=None if params.logprobs is None else []
+            )
         return name
 
     def abort(self, *request_ids: RequestId) -> None:
@@ -221,11 +250,12 @@ class LLM:
 
         Names of requests that have ended change nothing.
         """
-        names = tuple(name for name in request_ids if name in self._live)
-        if names:
-            self._apply(Abort(names))
-            for name in names:
-                self._end(name, FinishReason.ABORT)
+        with self._whole():
+            names = tuple(name for name in request_ids if name in self._live)
+            if names:
+                self._apply(Abort(names))
+                for name in names:
+                    self._end(name, FinishReason.ABORT)
 
     def get_stats(self) -> Stats:
         """Counters since the start: prefix hits, preemptions, drafts."""
@@ -246,6 +276,26 @@ class LLM:
 
     def step(self) -> list[Chunk]:
         """Plan and run until an answer is due, and take it; what each request gained by it."""
+        with self._whole():
+            return self._step()
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """One thing at a time. If it raises nobody knows how far it came, so start anew."""
+        with self._lock:
+            try:
+                yield
+            except RequestError:
+                raise
+            except BaseException:
+                for name in tuple(self._live):
+                    self._end(name, FinishReason.ABORT)
+                self._frames.clear()
+                self._start()
+                self._runner = self._runner.start_anew()
+                raise
+
+    def _step(self) -> list[Chunk]:
         while len(self._frames) < self.config.max_frames_in_flight:
             plan = self._apply(Schedule())
             assert isinstance(plan, Plan), "Schedule is answered with a Plan"
@@ -286,26 +336,41 @@ class LLM:
     def _deliver(self, row: OutputRow, answer: Answer) -> Chunk:
         """Take what a step brought to one request, and end it if it has enough."""
         live = self._live[row.request_id]
-        tokens, reason = row.new_token_ids, row.finish_reason
+        text, num_tokens, reason = self._read_tokens(live, row)
+        tokens = row.new_token_ids[:num_tokens]
         live.num_cached_tokens = row.num_cached_tokens
         live.token_ids += tokens
         logprobs = None
         if live.logprobs is not None:
-            logprobs = answer.logprobs[row.request_id][: len(tokens)]
+            logprobs = answer.logprobs[row.request_id][:num_tokens]
             live.logprobs += logprobs
-        text = ""
-        if live.detokenizer is not None:
-            text = live.detokenizer.append(tokens)
-            if live.detokenizer.stopped and reason is None:
-                self._apply(Abort((row.request_id,)))
-            if live.detokenizer.stopped:
-                reason = FinishReason.STOP
-            if reason is not None:
-                text += live.detokenizer.finish()
         live.text += text
         if reason is not None:
+            if row.finish_reason is None:
+                self._apply(Abort((row.request_id,)))
             self._end(row.request_id, reason)
-        return Chunk(row.request_id, tokens, text, reason, logprobs)
+        chunk = Chunk(row.request_id, tokens, text, reason, logprobs)
+        if live.streamed is not None:
+            live.streamed.append(chunk)
+        return chunk
+
+    def _read_tokens(self, live: Live, row: OutputRow) -> tuple[str, int, FinishReason | None]:
+        """The text of a row, how many of its tokens count, and whether it ends the request.
+
+        No token counts behind a stop string, and a stop token is no text, as in vLLM.
+        """
+        tokens, reason, detokenizer = row.new_token_ids, row.finish_reason, live.detokenizer
+        if detokenizer is None:
+            return "", len(tokens), reason
+        text, num_tokens = "", len(tokens)
+        for number, token in enumerate(tokens[:-1] if reason is FinishReason.STOP else tokens, 1):
+            text += detokenizer.append(token)
+            if detokenizer.stopped:
+                num_tokens = number
+                break
+        if reason is not None:
+            text += detokenizer.finish()
+        return text, num_tokens, FinishReason.STOP if detokenizer.stopped else reason
 
     def _end(self, name: RequestId, reason: FinishReason) -> None:
         live = self._live.pop(name)
@@ -333,19 +398,28 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("a text needs a tokenizer.json beside the model; give token ids")
-            tokens: Iterable[int] = self.tokenizer.encode(prompt).ids
-        else:
-            tokens = prompt
-        token_ids = tuple(tokens)
+            try:
+                prompt = self.tokenizer.encode(prompt).ids
+            except TypeError as error:
+                raise RequestError(f"prompt {prompt[:80]!r}: is no Unicode text") from error
+        token_ids = tuple(_expect_sequence(prompt))
         size = self.model_config.vocab_size
         wrong = next((t for t in token_ids if type(t) is not int or not 0 <= t < size), None)
         if wrong is not None:
-            raise RequestError(f"token {wrong!r}: the model has tokens 0 to {size - 1}")
+            raise RequestError(f"token {wrong!r}: the model has tokens 0 to {size - 1}, ints")
         return token_ids
 
 
 def _split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt as a list of one."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, str):
+        return [prompts]
+    several = list(_expect_sequence(prompts))
+    return [prompts] if several and isinstance(several[0], int) else several  # type: ignore[list-item]
+
+
+def _expect_sequence(prompt: Any) -> Sequence[Any]:
+    """Neither an array, nor bytes, nor what can be walked once."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes | bytearray):
+        raise RequestError(f"prompt {prompt!r:.80}: must be a text, or a list of token ids")
+    return prompt

@@ -67,8 +67,13 @@ class Settings:
                 known = ", ".join(kind)
                 raise SettingsError(f"{name} = {value!r}: must be one of {known}")
             object.__setattr__(self, name, kind(value))
-        if type(self.block_size) is not int or self.block_size < 1:
-            raise SettingsError(f"block_size = {self.block_size!r}: must be an int of at least 1")
+        for name in ("block_size", "max_num_seqs", "kv_cache_bytes", "num_blocks", "max_model_len"):
+            value = getattr(self, name)
+            left_out = value is None and name not in ("block_size", "max_num_seqs")
+            if not left_out and (type(value) is not int or value < 1):
+                raise SettingsError(f"{name} = {value!r}: must be an int of at least 1")
+        if self.num_blocks is not None and self.kv_cache_bytes is not None:
+            raise SettingsError("num_blocks and kv_cache_bytes: each fixes the other; give one")
         if type(self.seed) is not int or not 0 <= self.seed < 2**32:
             raise SettingsError(f"seed = {self.seed!r}: must be from 0 to 2**32 - 1")
 

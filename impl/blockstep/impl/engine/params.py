@@ -6,19 +6,25 @@ from dataclasses import dataclass
 
 from blockstep.impl.engine.errors import SettingsError
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below it take the likeliest token, as in vLLM: logits divided by them overflow."""
+TEMPERATURE_MAX = 1e30
+"""All tokens are as likely long before; float32 holds it."""
+INT_MAX = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Names are vLLM's. Without a temperature the likeliest token is taken (greedy).
 
     Raises:
-        SettingsError: a value out of its range.
+        SettingsError: a value of another type, or out of its range.
     """
 
     max_tokens: int = 16
     """Output tokens, at most."""
     temperature: float = 0.0
-    """0: greedy. Above: logits are divided by it, then a token is drawn."""
+    """0 (or below 1e-5): greedy. Above: logits are divided by it, then a token is drawn."""
     top_k: int = 0
     """Draw among the k likeliest tokens, and those as likely as the last of them; 0: all."""
     top_p: float = 1.0
@@ -37,19 +43,34 @@ class SamplingParams:
     """So many likeliest tokens are reported with each output token; None: nothing is."""
 
     def __post_init__(self) -> None:
+        seed, logprobs, stop, tokens = self.seed, self.logprobs, self.stop, self.stop_token_ids
         for name, ok, rule in (
-            ("max_tokens", self.max_tokens >= 1, "must be at least 1"),
-            ("temperature", 0 <= self.temperature < float("inf"), "must be 0 or above"),
-            ("top_k", self.top_k >= 0, "must be 0 (off) or above"),
-            ("top_p", 0 < self.top_p <= 1, "must be above 0, and 1 at most"),
-            ("min_p", 0 <= self.min_p <= 1, "must be from 0 to 1"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**63, "must be from 0 to 2**63 - 1"),
+            ("max_tokens", _is_int(self.max_tokens, 1), "must be an int from 1 to 2**31 - 1"),
+            (
+                "temperature",
+                _is_number(self.temperature, TEMPERATURE_MAX),
+                "must be 0 or above, 1e30 at most",
+            ),
+            ("top_k", _is_int(self.top_k, 0), "must be an int from 0 (off) to 2**31 - 1"),
+            ("top_p", _is_number(self.top_p, 1) and self.top_p > 0, "must be above 0, 1 at most"),
+            ("min_p", _is_number(self.min_p, 1), "must be from 0 to 1"),
+            ("seed", seed is None or _is_int(seed, 0, 2**63 - 1), "must be from 0 to 2**63 - 1"),
             (
                 "stop",
-                isinstance(self.stop, tuple) and all(self.stop),
+                isinstance(stop, tuple) and all(isinstance(text, str) and text for text in stop),
                 "must be a tuple of non-empty texts",
             ),
-            ("logprobs", self.logprobs is None or self.logprobs >= 0, "must be 0 or above"),
+            (
+                "stop_token_ids",
+                isinstance(tokens, tuple | list) and all(_is_int(token, 0) for token in tokens),
+                "must be a tuple of token ids",
+            ),
+            ("ignore_eos", type(self.ignore_eos) is bool, "must be True or False"),
+            (
+                "logprobs",
+                logprobs is None or _is_int(logprobs, 0),
+                "must be an int from 0 to 2**31 - 1",
+            ),
         ):
             if not ok:
                 raise SettingsError(f"{name} = {getattr(self, name)!r}: {rule}")
@@ -57,4 +78,13 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is taken."""
-        return self.temperature == 0
+        return self.temperature < GREEDY_BELOW
+
+
+def _is_int(value: object, least: int, most: int = INT_MAX) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _is_number(value: object, most: float) -> bool:
+    """Whether it is a number from 0 to `most`; NaN is none."""
+    return isinstance(value, int | float) and type(value) is not bool and 0 <= value <= most

@@ -19,9 +19,7 @@ already in the cache would be of other angles; `longrope` for the same reason; a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -63,50 +61,61 @@ def apply_rope(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
 def get_rope(fields: Fields, head_size: int, max_position_embeddings: int) -> Rope:
     """The variant that a `config.json` asks for, in the older spelling or the newer one.
 
+    Where both are given the older counts, and the original length beside them before the one in
+    them, as in transformers.
+
     Raises:
-        CheckpointError: an unknown type, a missing number, or an odd head size.
+        CheckpointError: an unknown type, a missing or impossible number, or an odd head size.
     """
-    name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
-    numbers = fields.get(name, {})
-    if any(isinstance(value, dict) for value in numbers.values()):
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    given = fields.get(name, {})
+    if not isinstance(given, dict):
+        raise fields.error(name, "must be an object")
+    if any(isinstance(value, dict) for value in given.values()):
         raise fields.error(name, "angles per kind of layer are not supported: one set for all")
-    kind = numbers.get("rope_type", numbers.get("type", "default"))
-    theta = float(numbers.get("rope_theta") or fields.get("rope_theta", 10000.0))
+    numbers = Fields(fields.path, given, f"{name}.")
+    kind = given.get("rope_type", given.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise fields.error(name, f"rope_type {kind!r} is not supported; use one of {ROPE_TYPES}")
     if head_size % 2:
         raise fields.error("head_dim", "must be even: RoPE turns pairs")
-    if numbers.get("partial_rotary_factor", 1.0) != 1.0:
-        raise fields.error(name, "partial_rotary_factor must be 1: whole heads are turned")
-    pairs = range(0, head_size, 2)
-    inv_freq = tuple(theta ** -(pair / head_size) for pair in pairs)
+    for holder in (fields, numbers):
+        if holder.get("partial_rotary_factor", 1.0) != 1.0:
+            raise holder.error("partial_rotary_factor", "must be 1: whole heads are turned")
+    holder = fields if numbers.get("rope_theta") is None else numbers
+    theta = holder.number("rope_theta", 10000.0, above=1.0)
+    inv_freq = tuple(theta ** -(pair / head_size) for pair in range(0, head_size, 2))
     length, attention_factor = max_position_embeddings, 1.0
-    try:
-        if kind == "linear":
-            inv_freq = tuple(freq / float(numbers["factor"]) for freq in inv_freq)
-        elif kind == "llama3":
-            inv_freq = tuple(_slow_llama3(freq, numbers, length) for freq in inv_freq)
-        elif kind == "yarn":
-            original = numbers.get("original_max_position_embeddings") or length
-            inv_freq = _slow_yarn(inv_freq, theta, numbers, original)
-            attention_factor = _get_yarn_attention_factor(numbers)
-            length = max(length, int(original * numbers["factor"]))
-    except (KeyError, TypeError) as error:
-        raise fields.error(name, f"{kind} needs the number {error}") from error
+    holder = numbers if fields.get("original_max_position_embeddings") is None else fields
+    original = holder.count("original_max_position_embeddings", length)
+    if kind == "linear":
+        factor = numbers.number("factor")
+        inv_freq = tuple(freq / factor for freq in inv_freq)
+        length = max(length, int(length * factor))
+    elif kind == "llama3":
+        inv_freq = _slow_llama3(inv_freq, numbers, original)
+    elif kind == "yarn":
+        factor = numbers.number("factor", length / original)
+        inv_freq = _slow_yarn(inv_freq, theta, factor, numbers, original)
+        attention_factor = _get_yarn_attention_factor(factor, numbers)
+        length = max(length, int(original * factor))
     return Rope(head_size, inv_freq, attention_factor, length)
 
 
-def _slow_llama3(freq: float, numbers: Mapping[str, Any], length: int) -> float:
-    """One angle of Llama 3.1: by how many turns fit the original length, slower or as it was."""
-    low, high = float(numbers["low_freq_factor"]), float(numbers["high_freq_factor"])
-    original = int(numbers.get("original_max_position_embeddings") or length)
-    num_turns = original * freq / (2 * math.pi)
-    kept = min(max((num_turns - low) / (high - low), 0.0), 1.0)
-    return kept * freq + (1 - kept) * freq / float(numbers["factor"])
+def _slow_llama3(inv_freq: tuple[float, ...], numbers: Fields, original: int) -> tuple[float, ...]:
+    """Angles of Llama 3.1: by how many turns fit the original length, slower or as they were."""
+    factor, low = numbers.number("factor"), numbers.number("low_freq_factor")
+    high = numbers.number("high_freq_factor", above=low)
+    slowed = []
+    for freq in inv_freq:
+        num_turns = original * freq / (2 * math.pi)
+        kept = min(max((num_turns - low) / (high - low), 0.0), 1.0)
+        slowed.append(kept * freq + (1 - kept) * freq / factor)
+    return tuple(slowed)
 
 
 def _slow_yarn(
-    inv_freq: tuple[float, ...], theta: float, numbers: Mapping[str, Any], original: int
+    inv_freq: tuple[float, ...], theta: float, factor: float, numbers: Fields, original: int
 ) -> tuple[float, ...]:
     """Angles of yarn: pairs with many turns as they were, with few slower, a ramp between."""
     head_size = 2 * len(inv_freq)
@@ -115,27 +124,26 @@ def _slow_yarn(
         """The pair that turns so often over the original length."""
         return head_size * math.log(original / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    first = find_pair(numbers.get("beta_fast") or 32)
-    last = find_pair(numbers.get("beta_slow") or 1)
-    if numbers.get("truncate", True):
+    first = find_pair(numbers.number("beta_fast", 32))
+    last = find_pair(numbers.number("beta_slow", 1))
+    if numbers.flag("truncate", default="truncate" not in numbers.data):  # null means no
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, head_size - 1)
     width = last - first or 0.001
     slowed = []
     for pair, freq in enumerate(inv_freq):
         ramp = min(max((pair - first) / width, 0.0), 1.0)
-        slowed.append((1 - ramp) * freq + ramp * freq / float(numbers["factor"]))
+        slowed.append((1 - ramp) * freq + ramp * freq / factor)
     return tuple(slowed)
 
 
-def _get_yarn_attention_factor(numbers: Mapping[str, Any]) -> float:
-    given = numbers.get("attention_factor")
-    if given is not None:
-        return float(given)
+def _get_yarn_attention_factor(factor: float, numbers: Fields) -> float:
+    if numbers.get("attention_factor") is not None:
+        return numbers.number("attention_factor")
 
     def scale(weight: float) -> float:
-        factor = float(numbers["factor"])
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    over, under = numbers.get("mscale"), numbers.get("mscale_all_dim")
-    return scale(over) / scale(under) if over and under else scale(1.0)
+    if numbers.get("mscale") and numbers.get("mscale_all_dim"):
+        return scale(numbers.number("mscale")) / scale(numbers.number("mscale_all_dim"))
+    return scale(1.0)

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 
 from blockstep.impl.engine.batch import Batch, BatchRow, StepRow
+from blockstep.impl.engine.errors import EngineError
 from blockstep.impl.engine.graphs import DecodeGraphs
 from blockstep.impl.engine.model import Inputs, Model
 from blockstep.impl.engine.observer import Pass, Ran
 from blockstep.impl.engine.params import SamplingParams
-from blockstep.impl.engine.sampler import get_logprobs, sample
+from blockstep.impl.engine.sampler import NO_TOKEN, get_logprobs, sample
 from blockstep.impl.engine.speculation import Proposer
 from blockstep.impl.engine.transfer import to_device
 from blockstep.spec.vocabulary import Config, FrameId, Plan, RequestId, RowTokens, TokenIds
@@ -69,6 +70,10 @@ class Runner:
             )
         self._unsettled: Frame | None = None
         self._answers: dict[FrameId, Answer] = {}
+
+    def start_anew(self) -> Runner:
+        """A runner on the same model that knows no request."""
+        return Runner(self.config, self.model, self.proposer, self.batch.device)
 
     def dispatch(self, plan: Plan) -> None:
         """Start a plan. It is to be collected if it has rows."""
@@ -127,6 +132,11 @@ class Runner:
             return
         logprobs = _get_logprobs(frame)
         tokens = [] if frame.tokens is None else frame.tokens.tolist()
+        if NO_TOKEN in tokens:
+            raise EngineError(
+                f"logits are not finite: the model overflows {self.model.weights.norm.dtype}; "
+                "give dtype = 'bfloat16' or 'float32'"
+            )
         start = 0
         for scheduled in frame.step:
             if scheduled.samples:

@@ -20,6 +20,9 @@ import torch
 from blockstep.impl.engine.params import SamplingParams
 from blockstep.impl.engine.transfer import to_device
 
+NO_TOKEN = -1
+"""Chosen where the logits are not finite."""
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -32,18 +35,21 @@ class Draw:
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """The tokens of `draws`, [num_draws] int64, from `logits` [num_draws, vocab_size] float32."""
-    tokens = logits.argmax(dim=-1)
+    """The tokens of `draws`, [num_draws] int64, from `logits` [num_draws, vocab_size] float32.
+
+    `NO_TOKEN` where the likeliest has no finite logit: the numbers of the model overflowed.
+    """
+    best, tokens = logits.max(dim=-1)
     drawn = [row for row, draw in enumerate(draws) if not draw.params.is_greedy]
     if not drawn:
-        return tokens
+        return tokens.masked_fill_(~best.isfinite(), NO_TOKEN)
     chosen = [draws[row] for row in drawn]
     rows = to_device(np.array(drawn, np.int64), logits.device)
     cumulated = get_probabilities(logits[rows], [draw.params for draw in chosen]).double().cumsum(1)
     uniform = compute_uniform([draw.seed for draw in chosen], [draw.index for draw in chosen])
     goal = to_device(uniform, logits.device)[:, None] * cumulated[:, -1:]
     tokens[rows] = torch.searchsorted(cumulated, goal, right=True)[:, 0]
-    return tokens
+    return tokens.masked_fill_(~best.isfinite(), NO_TOKEN)
 
 
 def get_probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -62,7 +68,7 @@ def get_probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) ->
     probs = ordered.softmax(dim=-1)
     above = probs.cumsum(dim=-1) - probs
     top_p = column([row.top_p for row in params])
-    probs = probs.masked_fill((above >= top_p) & (top_p < 1), 0)
+    probs = probs.masked_fill((above >= top_p) & (above > 0) & (top_p < 1), 0)
     probs = probs.masked_fill(probs < column([row.min_p for row in params]) * probs[:, :1], 0)
     # Back in the order of token ids: where two logits nearly tie, their order is not to be trusted.
     return torch.zeros_like(probs).scatter(1, order, probs / probs.sum(dim=-1, keepdim=True))

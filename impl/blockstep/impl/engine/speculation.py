@@ -120,7 +120,8 @@ class DraftModelProposer:
             Draw(row.params, row.seed, row.num_known - row.num_prompt + num_before) for row in rows
         ]
         following = []
-        for row, token in zip(rows, sample(logits, draws).tolist(), strict=True):
+        tokens = sample(logits, draws).clamp_(min=0)  # any draft will do where there is no token
+        for row, token in zip(rows, tokens.tolist(), strict=True):
             place = row.num_known + num_before
             batch.token_ids[row.index, place] = token
             row.proposal = (*row.proposal, token)

@@ -1,9 +1,15 @@
 """Text: tokens become text as they come, and stop strings end it.
 
-    tokens -> decode stream -> pending text -> what cannot be the beginning of a stop string
+    tokens -> whole characters -> pending text -> what cannot be the beginning of a stop string
 
 A token may hold part of a character, and a piece of text may be the beginning of a stop string.
 Both are held back until they are decided, so nothing that was streamed is ever taken back.
+
+What a token says depends on those before it (a space at the beginning of a text is dropped, bytes
+make up a character), so new tokens are decoded together with some that were told already:
+
+    prompt's last | told with the last piece | new ...
+                  ^ first                    ^ read      new text = [first:] less [first:read]
 """
 
 from __future__ import annotations
@@ -12,9 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from blockstep.impl.engine.errors import CheckpointError
+
+HALF = "\ufffd"
+"""What a tokenizer says for bytes that are no character, or none yet."""
+CONTEXT_MAX = 16
+"""Tokens of a prompt that are looked at: a character may take four, and more do no good."""
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
@@ -23,44 +33,64 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     if not path.is_file():
         return None
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise CheckpointError(f"{path}: cannot be read as a tokenizer: {error}") from error
+    tokenizer.no_truncation()  # as transformers does: what a file was trained with cuts no prompt
+    tokenizer.no_padding()
+    return tokenizer
 
 
 class Detokenizer:
     """The text of one output, token by token."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str], prompt_token_ids: Sequence[int] = ()
+    ) -> None:
         self.tokenizer = tokenizer
         self.stop = tuple(stop)
         self.stopped = False
         """A stop string was found; the text ends before it."""
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._token_ids: list[int] = []
+        self._token_ids = self._get_context(prompt_token_ids)
+        self._first, self._read = 0, len(self._token_ids)
         self._decoded = ""
         """What the tokens say, as far as their characters are complete."""
         self._num_given = 0
 
-    def append(self, token_ids: Sequence[int]) -> str:
+    def append(self, token_id: int) -> str:
         """The text that is certain now and was not before; nothing more after a stop string."""
         if self.stopped:
             return ""
-        for token_id in token_ids:
-            self._token_ids.append(token_id)
-            self._decoded += self._stream.step(self.tokenizer, token_id) or ""
-        self._cut()
+        self._token_ids.append(token_id)
+        new = self._decode_new()
+        if new and not new.endswith(HALF):
+            self._decoded += new
+            self._first, self._read = self._read, len(self._token_ids)
+            self._cut()
         held = 0 if self.stopped else self._count_held()
         return self._give(len(self._decoded) - held)
 
     def finish(self) -> str:
         """The rest, when no more tokens come: what was held back, broken characters too."""
         if not self.stopped:
-            whole = self.tokenizer.decode(self._token_ids, skip_special_tokens=True)
-            if whole.startswith(self._decoded):
-                self._decoded = whole
+            self._decoded += self._decode_new()
             self._cut()
         return self._give(len(self._decoded))
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def _decode_new(self) -> str:
+        """What the tokens after `_read` add to those before."""
+        told = self._decode(self._token_ids[self._first : self._read])
+        return self._decode(self._token_ids[self._first :])[len(told) :]
+
+    def _get_context(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of a prompt: as few as say whole characters."""
+        tails = (list(prompt[-size:]) for size in range(1, CONTEXT_MAX + 1))
+        whole = (tail for tail in tails if (text := self._decode(tail)) and HALF not in text)
+        return next(whole, [])
 
     def _give(self, end: int) -> str:
         given = self._decoded[self._num_given : end]
@@ -69,7 +99,8 @@ class Detokenizer:
 
     def _cut(self) -> None:
         """End the text before the first stop string in it."""
-        found = [at for at in (self._decoded.find(stop) for stop in self.stop) if at >= 0]
+        places = (self._decoded.find(stop, self._num_given) for stop in self.stop)
+        found = [place for place in places if place >= 0]
         if found:
             self.stopped = True
             self._decoded = self._decoded[: min(found)]
