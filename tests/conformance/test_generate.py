@@ -32,6 +32,14 @@ def test_one_prompt_is_streamed(model: Path) -> None:
     assert result.stdout.strip()
 
 
+def test_what_a_terminal_cannot_show_is_a_question_mark(model: Path) -> None:
+    said = CliRunner(charset="ascii").invoke(
+        app, ["generate", "--model", str(model), "abc", "--max-tokens", "40", "--ignore-eos"]
+    )
+    assert said.exit_code == 0
+    assert "?" in said.stdout
+
+
 def test_several_prompts_are_told_apart(model: Path) -> None:
     result = blockstep("--model", model, "one", "two", "--max-tokens", 3, "--ignore-eos")
     assert result.exit_code == 0

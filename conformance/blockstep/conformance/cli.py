@@ -29,6 +29,7 @@ from blockstep.conformance.check import (
 from blockstep.conformance.console import (
     EngineOption,
     JsonOption,
+    check_output,
     input_errors,
     progress,
     require_profile,
@@ -128,7 +129,8 @@ def check_command(
     ] = None,
     jobs: Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")] = 0,
     record: Annotated[
-        Path | None, typer.Option(help="With --episode: write the run as a trace.")
+        Path | None,
+        typer.Option(help="With --episode: write the run as a trace.", callback=check_output),
     ] = None,
     event_seconds: EventSecondsOption = EVENT_SECONDS,
     in_process: Annotated[
@@ -453,7 +455,8 @@ def hunt_command(
     seed: Annotated[int, typer.Option(min=0, help="Everything random follows from it.")] = 0,
     budget: Annotated[int, typer.Option(min=1, help="Events in each scope.")] = 100_000,
     markdown: Annotated[
-        Path | None, typer.Option(help="Also write a page of the documentation.")
+        Path | None,
+        typer.Option(help="Also write a page of the documentation.", callback=check_output),
     ] = None,
     json_path: JsonOption = None,
 ) -> None:
@@ -520,7 +523,10 @@ def museum_run_command(
     ] = "150000",
     jobs: Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")] = 0,
     markdown: Annotated[
-        Path | None, typer.Option(help="Also write the table as a page of the documentation.")
+        Path | None,
+        typer.Option(
+            help="Also write the table as a page of the documentation.", callback=check_output
+        ),
     ] = None,
     json_path: JsonOption = None,
 ) -> None:

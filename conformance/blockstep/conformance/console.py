@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,9 +26,6 @@ from blockstep.spec.vocabulary import ConfigError
 SECONDS_BETWEEN_LINES = 10.0
 INPUT_ERRORS = (EngineNotFoundError, TraceError, ConfigError, RefusedError, NotExplainedError)
 
-JsonOption = Annotated[
-    Path | None, typer.Option("--json", help="Also write the result to this file ('-': stdout).")
-]
 EngineOption = Annotated[
     str,
     typer.Option(
@@ -45,6 +43,29 @@ def end(code: ExitCode, message: str) -> NoReturn:
 def usage(message: str) -> NoReturn:
     """End with what is wrong with the input."""
     end(ExitCode.USAGE, message)
+
+
+def check_output(path: Path | None) -> Path | None:
+    """The callback of an option that names an output: what can't be written is told beforehand."""
+    if path is None or str(path) == "-":
+        return path
+    if path.is_dir():
+        usage(f"{path}: cannot write: it is a folder; name a file")
+    if not path.parent.is_dir():
+        usage(f"{path}: cannot write: there is no folder {path.parent}; make it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        usage(f"{path}: cannot write: it is not allowed; name a file elsewhere")
+    return path
+
+
+JsonOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        help="Also write the result to this file ('-': stdout).",
+        callback=check_output,
+    ),
+]
 
 
 def require_profile(name: str) -> Profile:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -108,6 +109,8 @@ def run_generate(
 ) -> None:
     """Load, serve and report."""
     engine = _load_engine()
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model says what not every terminal can show
     with _engine_errors(engine):
         params = engine.SamplingParams(**sampling)
         llm = engine.LLM(model, check=ServingChecker if check else None, **settings)

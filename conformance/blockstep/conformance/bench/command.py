@@ -32,6 +32,7 @@ from blockstep.conformance.bench.scenarios import SCENARIOS, TRACE, Scenario, ge
 from blockstep.conformance.check import ExitCode
 from blockstep.conformance.console import (
     JsonOption,
+    check_output,
     end,
     input_errors,
     progress,
@@ -86,8 +87,12 @@ def scheduler_command(
     gc_on: Annotated[
         bool, typer.Option("--gc/--no-gc", help="Collect garbage while measuring.")
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="Also draw it: .svg or .png.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Also write a part of a page.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw it: .svg or .png.", callback=check_output)
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Also write a part of a page.", callback=check_output)
+    ] = None,
     json_path: JsonOption = None,
 ) -> None:
     """Time schedule and commit of engines in turn, and demand that they decide the same.

@@ -14,6 +14,7 @@ from blockstep.conformance.check import ExitCode
 from blockstep.conformance.console import (
     EngineOption,
     JsonOption,
+    check_output,
     end,
     input_errors,
     plain_progress,
@@ -49,7 +50,10 @@ from blockstep.spec.profiles import STRICT, Profile
 
 JobsOption = Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")]
 MarkdownOption = Annotated[
-    Path | None, typer.Option(help="With a table or --list: also write it for the documentation.")
+    Path | None,
+    typer.Option(
+        help="With a table or --list: also write it for the documentation.", callback=check_output
+    ),
 ]
 
 
@@ -83,8 +87,12 @@ def explore_command(
         int, typer.Option(min=1, help="Stop before there are more; 250 bytes each.")
     ] = MAX_STATES,
     jobs: JobsOption = 1,
-    dot: Annotated[Path | None, typer.Option(help="Write the graph of one small world.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Draw the graph of one small world.")] = None,
+    dot: Annotated[
+        Path | None, typer.Option(help="Write the graph of one small world.", callback=check_output)
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Draw the graph of one small world.", callback=check_output)
+    ] = None,
     markdown: MarkdownOption = None,
     json_path: JsonOption = None,
 ) -> None:

@@ -11,7 +11,14 @@ import typer
 from rich.console import Console
 
 from blockstep.conformance.check import ExitCode
-from blockstep.conformance.console import JsonOption, end, plain_progress, write, write_json
+from blockstep.conformance.console import (
+    JsonOption,
+    check_output,
+    end,
+    plain_progress,
+    write,
+    write_json,
+)
 from blockstep.conformance.prove.law import Law
 from blockstep.conformance.prove.runner import (
     NotInstalledError,
@@ -40,7 +47,10 @@ def prove_command(
     ] = False,
     jobs: Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")] = 0,
     markdown: Annotated[
-        Path | None, typer.Option(help="Also write the table as a page of the documentation.")
+        Path | None,
+        typer.Option(
+            help="Also write the table as a page of the documentation.", callback=check_output
+        ),
     ] = None,
     json_path: JsonOption = None,
 ) -> None:
