@@ -14,7 +14,9 @@ import pytest
 
 SCRIPT = Path(__file__).parents[1] / ".ci" / "gpu"
 PYTHON = """#!/bin/sh
-echo "python $* TRITON_INTERPRET=${TRITON_INTERPRET-unset} PYTHONPATH=$PYTHONPATH" >> "$LOG"
+echo "python $* TRITON_INTERPRET=${TRITON_INTERPRET-unset} PYTHONPATH=$PYTHONPATH" \
+  "plugins=$PYTEST_DISABLE_PLUGIN_AUTOLOAD" >> "$LOG"
+echo "this is $*"
 [ "$1" = - ] && exit "${NO_GPU:-0}"
 [ "$2" = pytest ] && exit "${TESTS:-0}"
 exit 0
@@ -25,17 +27,18 @@ exit "${SANITIZED:-0}"
 """
 
 
-def run(folder: Path, **environment: str) -> tuple[int, list[str], str]:
+def run(folder: Path, *options: str, **environment: str) -> tuple[int, list[str], str]:
     """Exit status, how everything was called, and what was said."""
     for name, text in (("python", PYTHON), ("sanitizer", SANITIZER)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     log = folder / "log"
     done = subprocess.run(
-        [SCRIPT, "-x"],
+        [SCRIPT, *options],
         env={
             **os.environ, "LOG": str(log), "GPU_PYTHON": str(folder / "python"),
-            "SANITIZER": str(folder / "sanitizer"), "TRITON_INTERPRET": "1", **environment,
+            "SANITIZER": str(folder / "sanitizer"), "TRITON_INTERPRET": "1", "RESULTS": "",
+            **environment,
         },
         capture_output=True,
         text=True,
@@ -45,7 +48,7 @@ def run(folder: Path, **environment: str) -> tuple[int, list[str], str]:
 
 
 def test_tests_sanitizer_and_times_are_run_on_compiled_kernels(tmp_path: Path) -> None:
-    status, calls, said = run(tmp_path)
+    status, calls, said = run(tmp_path, "-x")
     assert status == 0
     tests, sanitizer, times = calls
     assert tests.startswith("python -m pytest tests/kernels tests/impl/engine -x ")
@@ -53,10 +56,33 @@ def test_tests_sanitizer_and_times_are_run_on_compiled_kernels(tmp_path: Path) -
     assert sanitizer.endswith("caching=1")
     assert times.startswith("python benchmarks/kernels.py --json benchmarks/results ")
     for call in (tests, times):
-        assert call.endswith("TRITON_INTERPRET=unset PYTHONPATH=spec:impl:kernels:conformance")
+        assert "TRITON_INTERPRET=unset PYTHONPATH=spec:impl:kernels:conformance" in call
     assert said.splitlines() == [
         f"make gpu: {part} passed" for part in ("tests", "compute-sanitizer", "times")
     ]
+
+
+def test_no_plugin_of_that_python_can_fail_the_tests(tmp_path: Path) -> None:
+    _, (tests, *_), _ = run(tmp_path)
+    assert tests.endswith("plugins=1")
+
+
+def test_parts_can_be_run_apart_and_leave_what_they_say_in_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "here"
+    status, calls, said = run(tmp_path, "times", "tests", "-k", "times", RESULTS=str(folder))
+    assert status == 0
+    times, tests = calls
+    assert times.startswith(f"python benchmarks/kernels.py --json {folder} ")
+    assert tests.startswith("python -m pytest tests/kernels tests/impl/engine -k times ")
+    assert said.splitlines() == ["make gpu: times passed", "make gpu: tests passed"]
+    assert sorted(file.name for file in folder.iterdir()) == ["tests.txt", "times.txt"]
+    assert (folder / "tests.txt").read_text().startswith("this is -m pytest tests/kernels")
+
+
+def test_a_part_fails_whether_or_not_its_words_are_kept(tmp_path: Path) -> None:
+    status, _, said = run(tmp_path, "tests", TESTS="1", RESULTS=str(tmp_path))
+    assert status == 1
+    assert said.splitlines() == ["make gpu: tests FAILED (1)"]
 
 
 @pytest.mark.parametrize(
