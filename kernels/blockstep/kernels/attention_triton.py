@@ -38,6 +38,23 @@ def find_sequence(query_start_loc, num_seqs, tile, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
+def find_keys(
+    position, last, window, split, num_splits, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The keys of a program whose first query is at `position`: all up to `last`, or its share."""
+    first = 0
+    if WINDOW:
+        first = tl.maximum(position - window + 1, 0)
+    if SPLIT:
+        num_tiles = (last - first + TILE - 1) // TILE
+        share = (num_tiles + num_splits - 1) // num_splits * TILE
+        first = first + split * share
+        last = tl.minimum(last, first + share)
+    return first, last
+
+
+@triton.jit
 def load_tile(
     key_cache, value_cache, table, key_at, in_range, head, dim, in_head,
     key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE: tl.constexpr,
@@ -47,7 +64,7 @@ def load_tile(
     Masked, not multiplied away: a slot that was never written may hold NaN.
     """
     block = tl.load(table + key_at // BLOCK_SIZE, mask=in_range, other=0).to(tl.int64)
-    slot = key_at % BLOCK_SIZE
+    slot = (key_at % BLOCK_SIZE).to(tl.int64)
     from_key = block * key_block + slot * key_slot + head * key_head
     from_value = block * value_block + slot * value_slot + head * value_head
     k = tl.load(
@@ -133,15 +150,10 @@ def attention_kernel(
         of_query = head * GROUP + in_group
         at = token[:, None] * query_token + of_query[:, None] * query_head + dim[None, :]
         q = tl.load(query + at, mask=mask, other=0.0).to(COMPUTE)
-        first = 0
-        if WINDOW:
-            first = tl.maximum(context + local - window + 1, 0)
-        last = context + tl.minimum(local + BLOCK_Q, query_len)
-        if SPLIT:
-            num_tiles = (last - first + TILE - 1) // TILE
-            share = (num_tiles + num_splits - 1) // num_splits * TILE
-            first = first + split * share
-            last = tl.minimum(last, first + share)
+        end = context + tl.minimum(local + BLOCK_Q, query_len)
+        first, last = find_keys(
+            context + local, end, window, split, num_splits, TILE, WINDOW, SPLIT
+        )  # fmt: skip
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         weighted = tl.zeros((BLOCK_M, SIZE), tl.float32)
