@@ -6,13 +6,17 @@ The Python that it is given is a script which writes down how it was called.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / ".ci" / "gpu"
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / ".ci" / "gpu"
 PYTHON = """#!/bin/sh
 echo "python $* TRITON_INTERPRET=${TRITON_INTERPRET-unset} PYTHONPATH=$PYTHONPATH" \
   "plugins=$PYTEST_DISABLE_PLUGIN_AUTOLOAD" >> "$LOG"
@@ -38,7 +42,7 @@ def run(folder: Path, *options: str, **environment: str) -> tuple[int, list[str]
         env={
             **os.environ, "LOG": str(log), "GPU_PYTHON": str(folder / "python"),
             "SANITIZER": str(folder / "sanitizer"), "TRITON_INTERPRET": "1", "RESULTS": "",
-            **environment,
+            "PYTHONPATH": "carried", **environment,
         },
         capture_output=True,
         text=True,
@@ -56,7 +60,7 @@ def test_tests_sanitizer_and_times_are_run_on_compiled_kernels(tmp_path: Path) -
     assert sanitizer.endswith("caching=1")
     assert times.startswith("python benchmarks/kernels.py --json benchmarks/results ")
     for call in (tests, times):
-        assert "TRITON_INTERPRET=unset PYTHONPATH=spec:impl:kernels:conformance" in call
+        assert "TRITON_INTERPRET=unset PYTHONPATH=spec:impl:kernels:conformance:carried " in call
     assert said.splitlines() == [
         f"make gpu: {part} passed" for part in ("tests", "compute-sanitizer", "times")
     ]
@@ -127,3 +131,43 @@ def test_this_python_is_told_what_it_lacks() -> None:
     )  # fmt: skip
     assert done.returncode == 2
     assert "sees no CUDA device through torch" in done.stderr
+
+
+WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        frame = sys._getframe(1)
+        while "importlib" in frame.f_code.co_filename:
+            frame = frame.f_back
+        ours = "site-packages" not in frame.f_code.co_filename
+        if ours and name.partition(".")[0] in sys.argv[1].split(","):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+import pytest
+sys.exit(pytest.main(["-q", "--collect-only", "tests/kernels", "tests/impl/engine"]))
+"""
+"""What others need in turn is theirs to bring."""
+
+
+def test_the_tests_import_nothing_that_is_not_asked_for() -> None:
+    """Otherwise none of them would run there: pytest ends where a conftest cannot be imported."""
+    pytest.importorskip("triton")
+    asked = re.search(r"needs = \((.*?)\)", SCRIPT.read_text(), re.DOTALL)
+    assert asked is not None
+    needs = set(re.findall(r'"(\w+)"', asked[1]))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    declared = [*project["project"]["dependencies"], *project["dependency-groups"]["test"]]
+    names = {re.split(r"[^\w-]", one)[0].lower() for one in declared} - needs
+    others = [module for module, dists in packages_distributions().items()
+              if names.intersection(dist.lower() for dist in dists)]  # fmt: skip
+    assert {"hypothesis", "z3", "xdist"} <= set(others)
+    paths = [ROOT / wing for wing in ("spec", "impl", "kernels", "conformance")]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, ",".join(others)], cwd=ROOT, capture_output=True,
+        text=True, check=False, env={
+            **os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        },
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
