@@ -171,3 +171,30 @@ def test_the_tests_import_nothing_that_is_not_asked_for() -> None:
         },
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+BREAKS = """
+import torch
+
+def test_that_breaks_the_gpu():
+    def synchronize():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, synchronize
+
+def test_after_it():
+    assert not torch.cuda.is_initialized()
+"""
+
+
+def test_a_broken_gpu_fails_one_test_and_not_those_after_it(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
+    (tmp_path / "test_gpu.py").write_text(BREAKS)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "xdist", "-n", "1", "-v", "-rf", tmp_path],
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, cwd=tmp_path,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"crashed while running '.*test_that_breaks_the_gpu'", done.stdout)
+    assert re.search(r"PASSED .*test_after_it", done.stdout), done.stdout
