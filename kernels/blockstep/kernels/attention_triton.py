@@ -58,13 +58,16 @@ def find_keys(
 def load_tile(
     key_cache, value_cache, table, key_at, in_range, head, dim, in_head,
     key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE: tl.constexpr,
+    FAR: tl.constexpr,
 ):  # fmt: skip
     """Keys `[size, tile]` and values `[tile, size]`, slot by slot; 0 where there is none.
 
     Masked, not multiplied away: a slot that was never written may hold NaN.
     """
     block = tl.load(table + key_at // BLOCK_SIZE, mask=in_range, other=0).to(tl.int64)
-    slot = (key_at % BLOCK_SIZE).to(tl.int64)
+    slot = key_at % BLOCK_SIZE
+    if FAR:  # else 32 bits do, and save registers
+        slot = slot.to(tl.int64)
     from_key = block * key_block + slot * key_slot + head * key_head
     from_value = block * value_block + slot * value_slot + head * value_head
     k = tl.load(
@@ -120,7 +123,7 @@ def attention_kernel(
     GROUP: tl.constexpr, PART: tl.constexpr, HEAD_SIZE: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
     ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of queries, part of a group of heads, split): `BLOCK_Q` tokens by `PART` heads.
 
@@ -163,7 +166,7 @@ def attention_kernel(
             in_range = key_at < last
             k, v = load_tile(
                 key_cache, value_cache, table, key_at, in_range, head, dim, in_head,
-                key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE,
+                key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE, FAR,
             )  # fmt: skip
             scores = compute_scores(
                 q, k, key_at, context + step, in_range, scale, window, soft_cap,
@@ -308,6 +311,7 @@ def launch_paged_attention(
         num_splits = choose_num_splits(
             num_tiles * num_groups, longest, count_processors(query.device)
         )
+    far = block_size * max(key_cache.stride(1), value_cache.stride(1)) >= 1 << 31
     partial = partial_log = out
     if num_splits > 1:
         shape = (num_tokens, num_heads, num_splits)
@@ -323,6 +327,7 @@ def launch_paged_attention(
         ONE_TILE=one_tile, SPLIT=num_splits > 1, WINDOW=rules.sliding_window is not None,
         SOFT_CAP=rules.soft_cap is not None, COMPUTE=compute, PRECISION=tiling.precision,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.registers_max,
+        FAR=far,
     )  # fmt: skip
     if num_splits > 1:
         merge_kernel[(num_tokens, num_heads)](
