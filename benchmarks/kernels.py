@@ -368,11 +368,15 @@ def main() -> int:
     if args.tilings:
         report_tilings(Size(), rates, "cuda")
         return 0
-    cases = (case for case in list_cases(Size(), "cuda") if args.only in case.name)
-    rows = [report(case, rates) for case in cases]
-    if args.json:
-        file = choose_file(args.json, datetime.now(UTC).date().isoformat(), about["device"])
-        file.write_text(json.dumps({**about, "cases": rows}, indent=2) + "\n")
+    day = datetime.now(UTC).date().isoformat()
+    file = args.json and choose_file(args.json, day, about["device"])
+    rows: list[dict[str, Any]] = []
+    for case in list_cases(Size(), "cuda"):
+        if args.only in case.name:
+            rows.append(report(case, rates))
+            if file:  # after each: a machine that is lent may be gone before the last
+                file.write_text(json.dumps({**about, "cases": rows}, indent=2) + "\n")
+    if file:
         print(f"written to {file}")
     return 0
 

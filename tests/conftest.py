@@ -1,4 +1,4 @@
-"""What must be so before any test is imported.
+"""What must be so before any test is imported, and after each.
 
 Triton reads `TRITON_INTERPRET` when it is imported, for functions of its own, and transformers
 imports it. Without a GPU all kernels are interpreted; what needs the compiler runs it in another
@@ -9,7 +9,21 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """An illegal address breaks all that this process asks of the GPU afterwards.
+
+    So a worker of xdist ends there, and another one goes on with the next test.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from benchmarks import kernels
 from benchmarks.kernels import (
+    Case,
     Size,
     choose_file,
     list_cases,
@@ -61,6 +63,32 @@ def test_a_peer_that_is_not_there_is_listed_with_its_reason(
     assert row["peers"]["SDPA, contiguous"] == 50.0
     assert "No module named 'flashinfer'" in row["peers"]["FlashInfer"]
     assert "not measured: ModuleNotFoundError" in capsys.readouterr().out
+
+
+def test_what_was_measured_is_kept_when_a_later_case_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As if there were a GPU; the times are made up."""
+
+    def fail() -> None:
+        raise RuntimeError("illegal memory access")
+
+    def measure(run: Any, bound: str) -> tuple[float, float]:
+        run()
+        return 50.0, 60.0
+
+    cases = [Case("one", int, "copy", "", 8), Case("two", fail, "copy", "", 8)]
+    monkeypatch.setattr(kernels, "list_cases", lambda size, device: iter(cases))
+    monkeypatch.setattr(kernels, "measure", measure)
+    monkeypatch.setattr(kernels, "measure_rates", lambda: {"copy": 1e9})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    monkeypatch.setattr(kernels, "version", lambda name: "0")
+    monkeypatch.setattr(sys, "argv", ["kernels.py", "--json", str(tmp_path)])
+    with pytest.raises(RuntimeError, match="illegal"):
+        kernels.main()
+    (file,) = tmp_path.iterdir()
+    assert [case["name"] for case in json.loads(file.read_text())["cases"]] == ["one"]
 
 
 def test_tilings_are_timed_one_by_one(

@@ -103,17 +103,21 @@ def test_a_nan_is_not_hidden(backend: str, device: str, rules: dict[str, float])
     assert hidden.nonzero().tolist() == [[1, 2]]
 
 
-def test_heads_may_be_the_outermost_dimension_of_a_large_cache(backend: str, device: str) -> None:
-    """Two KV heads on from the first, addresses are past what 32 bits can hold."""
-    arguments, rules = Batch((1, 2), (20, 9), num_heads=3, num_kv_heads=3, cache_dtype=FP8).make()
+@pytest.mark.parametrize("outermost", ["slots", "heads"])
+def test_blocks_need_not_be_the_outermost_dimension_of_a_large_cache(
+    backend: str, device: str, outermost: str
+) -> None:
+    """Two slots or KV heads on from the first, addresses are past what 32 bits can hold."""
+    batch = Batch((1, 2), (20, 9), num_heads=3, num_kv_heads=3, block_size=3, cache_dtype=FP8)
+    arguments, rules = batch.make()
     expected = attention(*arguments, **rules)
     query, key_cache, value_cache, *others = (x.to(device) for x in arguments)
     stride = 1 << 30
     memory = torch.empty(2 * stride + (1 << 16), dtype=FP8, device=device)  # hardly any is touched
+    strides = (64, stride, 16, 1) if outermost == "slots" else (64, 16, stride, 1)
     caches = []
     for start, cache in ((0, key_cache), (1 << 15, value_cache)):
-        shape = (cache.shape, (cache.stride(0), cache.stride(1), stride, 1))
-        far = memory.as_strided(*shape, storage_offset=start)
+        far = memory.as_strided(cache.shape, strides, storage_offset=start)
         far.copy_(cache)
         caches.append(far)
     out = paged_attention(query, *caches, *others, **rules)

@@ -38,9 +38,27 @@ def find_sequence(query_start_loc, num_seqs, tile, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
+def find_keys(
+    position, last, window, split, num_splits, TILE: tl.constexpr, WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """The keys of a program whose first query is at `position`: all up to `last`, or its share."""
+    first = 0
+    if WINDOW:
+        first = tl.maximum(position - window + 1, 0)
+    if SPLIT:
+        num_tiles = (last - first + TILE - 1) // TILE
+        share = (num_tiles + num_splits - 1) // num_splits * TILE
+        first = first + split * share
+        last = tl.minimum(last, first + share)
+    return first, last
+
+
+@triton.jit
 def load_tile(
     key_cache, value_cache, table, key_at, in_range, head, dim, in_head,
     key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE: tl.constexpr,
+    FAR: tl.constexpr,
 ):  # fmt: skip
     """Keys `[size, tile]` and values `[tile, size]`, slot by slot; 0 where there is none.
 
@@ -48,6 +66,8 @@ def load_tile(
     """
     block = tl.load(table + key_at // BLOCK_SIZE, mask=in_range, other=0).to(tl.int64)
     slot = key_at % BLOCK_SIZE
+    if FAR:  # else 32 bits do, and save registers
+        slot = slot.to(tl.int64)
     from_key = block * key_block + slot * key_slot + head * key_head
     from_value = block * value_block + slot * value_slot + head * value_head
     k = tl.load(
@@ -103,7 +123,7 @@ def attention_kernel(
     GROUP: tl.constexpr, PART: tl.constexpr, HEAD_SIZE: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
     ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of queries, part of a group of heads, split): `BLOCK_Q` tokens by `PART` heads.
 
@@ -133,15 +153,10 @@ def attention_kernel(
         of_query = head * GROUP + in_group
         at = token[:, None] * query_token + of_query[:, None] * query_head + dim[None, :]
         q = tl.load(query + at, mask=mask, other=0.0).to(COMPUTE)
-        first = 0
-        if WINDOW:
-            first = tl.maximum(context + local - window + 1, 0)
-        last = context + tl.minimum(local + BLOCK_Q, query_len)
-        if SPLIT:
-            num_tiles = (last - first + TILE - 1) // TILE
-            share = (num_tiles + num_splits - 1) // num_splits * TILE
-            first = first + split * share
-            last = tl.minimum(last, first + share)
+        end = context + tl.minimum(local + BLOCK_Q, query_len)
+        first, last = find_keys(
+            context + local, end, window, split, num_splits, TILE, WINDOW, SPLIT
+        )  # fmt: skip
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         weighted = tl.zeros((BLOCK_M, SIZE), tl.float32)
@@ -151,7 +166,7 @@ def attention_kernel(
             in_range = key_at < last
             k, v = load_tile(
                 key_cache, value_cache, table, key_at, in_range, head, dim, in_head,
-                key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE,
+                key_block, key_slot, key_head, value_block, value_slot, value_head, BLOCK_SIZE, FAR,
             )  # fmt: skip
             scores = compute_scores(
                 q, k, key_at, context + step, in_range, scale, window, soft_cap,
@@ -296,6 +311,7 @@ def launch_paged_attention(
         num_splits = choose_num_splits(
             num_tiles * num_groups, longest, count_processors(query.device)
         )
+    far = block_size * max(key_cache.stride(1), value_cache.stride(1)) >= 1 << 31
     partial = partial_log = out
     if num_splits > 1:
         shape = (num_tokens, num_heads, num_splits)
@@ -311,6 +327,7 @@ def launch_paged_attention(
         ONE_TILE=one_tile, SPLIT=num_splits > 1, WINDOW=rules.sliding_window is not None,
         SOFT_CAP=rules.soft_cap is not None, COMPUTE=compute, PRECISION=tiling.precision,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.registers_max,
+        FAR=far,
     )  # fmt: skip
     if num_splits > 1:
         merge_kernel[(num_tokens, num_heads)](

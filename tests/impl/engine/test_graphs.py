@@ -7,7 +7,8 @@ import torch
 from engine_support.models import MAX_TOKENS, Checkpoint
 
 from blockstep.impl.engine import LLM, SamplingParams
-from blockstep.impl.engine.graphs import DecodeGraphs, get_graph_sizes, take_rows
+from blockstep.impl.engine.graphs import GraphedModel, get_graph_sizes, take_rows
+from blockstep.impl.engine.model import Model
 
 
 @pytest.mark.parametrize(
@@ -26,9 +27,13 @@ def test_sizes_reach_every_batch(max_num_seqs: int, sizes: list[int]) -> None:
     assert sizes[-1] >= max_num_seqs
 
 
+def with_graphs(model: Model) -> GraphedModel:
+    return GraphedModel(model.config, model.weights, model.cache, 64, 8)
+
+
 def test_padding_reads_the_null_block_and_writes_nothing(qwen3: Checkpoint) -> None:
-    runner = LLM(qwen3.folder, block_size=4, max_model_len=64)._runner
-    graphs = DecodeGraphs(runner.model, 8, runner.batch.max_blocks, 64)
+    model = LLM(qwen3.folder, block_size=4, max_model_len=64)._runner.model
+    graphs = with_graphs(model)
     graphs.buffers.slot_mapping.fill_(77)
     graphs.buffers.block_tables.fill_(9)
     graphs.buffers.seq_lens.fill_(33)
@@ -43,14 +48,14 @@ def test_padding_reads_the_null_block_and_writes_nothing(qwen3: Checkpoint) -> N
     assert buffers.seq_lens[:4].tolist() == [6, 3, 1, 1]
     assert buffers.block_tables[2:4].unique().tolist() == [0]
     assert buffers.token_ids[:4].tolist() == [*inputs.token_ids.tolist(), 0, 0]
-    padded = runner.model.forward(take_rows(buffers, 4))
-    alone = runner.model.forward(inputs)
+    padded = Model.forward(model, take_rows(buffers, 4))
+    alone = Model.forward(model, inputs)
     torch.testing.assert_close(padded[:2], alone, rtol=1e-4, atol=1e-4)
 
 
 def test_only_pure_decodes_fit(qwen3: Checkpoint) -> None:
     llm = LLM(qwen3.folder, block_size=4, max_model_len=64)
-    graphs = DecodeGraphs(llm._runner.model, 8, llm._runner.batch.max_blocks, 64)
+    graphs = with_graphs(llm._runner.model)
     llm.generate([[2, 3, 4, 5, 6]], SamplingParams(max_tokens=2, ignore_eos=True))
     (row,) = llm._runner.batch.rows.values()
     assert not graphs.fits(llm._runner.batch.build_inputs([row], [4], [6]))

@@ -76,7 +76,7 @@ class GPU(TorchFunctionMode):  # type: ignore[misc]
     """The device, as long as the mode is on."""
 
     events: list[str] = field(default_factory=list)
-    """Captures, replays, and uses of streams, in order."""
+    """Launches, captures and replays, in order."""
     waits: list[str] = field(default_factory=list)
     """What made the host wait."""
     capturing: Graph | None = None
@@ -224,14 +224,6 @@ def capture(graph: Graph, pool: object = None) -> Iterator[None]:
             tensor.fill_(GARBAGE)
 
 
-@contextmanager
-def on_stream(stream: object) -> Iterator[None]:
-    """Stands in for `torch.cuda.stream`."""
-    GPU.now.events.append("enter stream")
-    yield
-    GPU.now.events.append("leave stream")
-
-
 def launch(call: Callable[..., None], executor: Any, *args: Any, **named: Any) -> None:
     """A launch of an interpreted kernel: recorded while capturing, and run otherwise."""
 
@@ -254,12 +246,10 @@ def launch(call: Callable[..., None], executor: Any, *args: Any, **named: Any) -
 def standin() -> Iterator[GPU]:
     """Inside the `with`, there is a GPU."""
     gpu = GPU.now = GPU()
-    stream = SimpleNamespace(wait_stream=lambda other: gpu.events.append("wait for stream"))
     call = GridExecutor.__call__
     with (
         patch.multiple(
             torch.cuda, is_available=lambda: True, CUDAGraph=Graph, graph=capture,
-            Stream=lambda: stream, current_stream=lambda: stream, stream=on_stream,
             mem_get_info=lambda device: (1 << 24, 1 << 24),
             get_device_properties=lambda device: SimpleNamespace(multi_processor_count=132),
         ),

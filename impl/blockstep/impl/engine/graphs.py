@@ -2,7 +2,7 @@
 
 A graph is captured for a few batch sizes, at first use; a step of n requests with a token each is
 padded to the next size. A padding row reads one key of the null block and writes nothing. Steps
-with a prefill or drafts run without a graph.
+with a prefill or drafts run without a graph, and so does the first pass of a draft model.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from dataclasses import replace
 
 import torch
 
+from blockstep.impl.engine.cache import PagedCache
+from blockstep.impl.engine.checkpoint import ModelWeights
+from blockstep.impl.engine.config import ModelConfig
 from blockstep.impl.engine.model import Inputs, Model
 
 NUM_WARM_UPS = 2
@@ -36,17 +39,25 @@ def take_rows(inputs: Inputs, size: int) -> Inputs:
     )
 
 
-class DecodeGraphs:
-    """The graphs of one model. All of them share the buffers of the largest, and their memory.
+class GraphedModel(Model):
+    """A model whose decodes are replayed.
 
-    So a result is good until the next replay of any of them. What is made of it (logits, tokens) is
-    memory of its own, and the stream makes it before that replay.
+    All graphs share the buffers of the largest, and their memory. So a replayed result is good
+    until the next replay. What is made of it (logits, tokens) is memory of its own, and the stream
+    makes it before that replay.
     """
 
-    def __init__(self, model: Model, max_num_seqs: int, max_blocks: int, max_seq_len: int) -> None:
-        self.model = model
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        cache: PagedCache,
+        num_positions: int,
+        max_num_seqs: int,
+    ) -> None:
+        super().__init__(config, weights, cache, num_positions)
         self.sizes = get_graph_sizes(max_num_seqs)
-        device = model.weights.embedding.device
+        device = weights.embedding.device
         largest = self.sizes[-1]
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -56,11 +67,11 @@ class DecodeGraphs:
             token_ids=zeros(largest),
             positions=zeros(largest),
             slot_mapping=zeros(largest),
-            block_tables=zeros(largest, max_blocks, dtype=torch.int32),
+            block_tables=zeros(largest, -(-num_positions // cache.block_size), dtype=torch.int32),
             query_start_loc=torch.arange(largest + 1, dtype=torch.int32, device=device),
             seq_lens=zeros(largest, dtype=torch.int32),
             max_query_len=1,
-            max_seq_len=max_seq_len,
+            max_seq_len=num_positions,
         )
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool: object = None
@@ -71,7 +82,9 @@ class DecodeGraphs:
         return inputs.max_query_len == 1 and len(inputs.seq_lens) <= self.sizes[-1]
 
     def forward(self, inputs: Inputs) -> torch.Tensor:
-        """`Model.forward` by replay; the result is overwritten by the next one."""
+        """As `Model.forward`; a decode by replay, whose result is overwritten by the next one."""
+        if not self.fits(inputs):
+            return super().forward(inputs)
         num_seqs = len(inputs.seq_lens)
         size = self.sizes[bisect_left(self.sizes, num_seqs)]
         self._fill(inputs, size)
@@ -96,17 +109,14 @@ class DecodeGraphs:
         """Record a pass over the first `size` rows of the buffers.
 
         Warming up first compiles the kernels, which must not happen while recording. It runs on the
-        real inputs, and running a step twice writes the same KV.
+        real inputs, and running a step twice writes the same KV. It has no stream of its own, since
+        torch keeps a workspace of cuBLAS for good for every stream that it multiplies on.
         """
         inputs = take_rows(self.buffers, size)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(NUM_WARM_UPS):
-                self.model.forward(inputs)
-        torch.cuda.current_stream().wait_stream(stream)
+        for _ in range(NUM_WARM_UPS):
+            super().forward(inputs)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            hidden = self.model.forward(inputs)
+            hidden = super().forward(inputs)
         self._pool = graph.pool()
         return graph, hidden

@@ -13,9 +13,10 @@ import torch
 from tokenizers import Tokenizer
 
 from blockstep.impl.engine.cache import PagedCache, compute_num_blocks, get_block_bytes
-from blockstep.impl.engine.checkpoint import load_weights
+from blockstep.impl.engine.checkpoint import ModelWeights, load_weights
 from blockstep.impl.engine.config import DTYPES, ModelConfig, load_config
 from blockstep.impl.engine.errors import SettingsError
+from blockstep.impl.engine.graphs import GraphedModel
 from blockstep.impl.engine.model import Model
 from blockstep.impl.engine.runner import Runner
 from blockstep.impl.engine.speculation import DraftModelProposer, NgramProposer, Proposer
@@ -112,14 +113,16 @@ def load_engine(folder: Path, settings: Settings) -> Loaded:
         draft_weights = load_weights(draft_folder, draft_config, dtype, device)
     config = get_config(settings, models, dtype, device)
 
-    def build(shape: ModelConfig, its_weights: object) -> Model:
+    def build(shape: ModelConfig, its_weights: ModelWeights) -> Model:
         cache = PagedCache(shape, config.num_blocks, config.block_size, dtype, device)
-        return Model(shape, its_weights, cache, config.max_model_len)  # type: ignore[arg-type]
+        if device == "cpu":
+            return Model(shape, its_weights, cache, config.max_model_len)
+        return GraphedModel(shape, its_weights, cache, config.max_model_len, config.max_num_seqs)
 
     proposer: Proposer | None = None
     if settings.spec_method is SpecMethod.NGRAM:
         proposer = NgramProposer(config.num_speculative_tokens)
-    elif draft_config is not None:
+    elif draft_config is not None and draft_weights is not None:
         draft = build(draft_config, draft_weights)
         proposer = DraftModelProposer(draft, config.num_speculative_tokens)
     runner = Runner(config, build(model_config, weights), proposer, device)

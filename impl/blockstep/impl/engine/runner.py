@@ -17,7 +17,6 @@ import torch
 
 from blockstep.impl.engine.batch import Batch, BatchRow, StepRow
 from blockstep.impl.engine.errors import EngineError
-from blockstep.impl.engine.graphs import DecodeGraphs
 from blockstep.impl.engine.model import Inputs, Model
 from blockstep.impl.engine.observer import Pass, Ran
 from blockstep.impl.engine.params import SamplingParams
@@ -63,11 +62,6 @@ class Runner:
         self.batch = Batch(config, device)
         self.chosen: dict[RequestId, tuple[SamplingParams, int]] = {}
         """Parameters and seed of requests that were submitted and have not ended."""
-        self._graphs: DecodeGraphs | None = None
-        if device.startswith("cuda"):
-            self._graphs = DecodeGraphs(
-                model, config.max_num_seqs, self.batch.max_blocks, config.max_model_len
-            )
         self._unsettled: Frame | None = None
         self._answers: dict[FrameId, Answer] = {}
 
@@ -87,7 +81,7 @@ class Runner:
                 rows, [row.first for row in step], [row.end for row in step]
             )
             frame = Frame(plan.frame_id, step, None, None, [_get_pass(False, rows, inputs)])
-            self._choose(frame, self._forward(inputs))
+            self._choose(frame, self.model.forward(inputs))
             self._unsettled = frame
 
     def peek(self, frame_id: FrameId) -> Answer:
@@ -102,11 +96,6 @@ class Runner:
         answer = self.peek(frame_id)
         del self._answers[frame_id]
         return answer
-
-    def _forward(self, inputs: Inputs) -> torch.Tensor:
-        if self._graphs is not None and self._graphs.fits(inputs):
-            return self._graphs.forward(inputs)
-        return self.model.forward(inputs)
 
     def _choose(self, frame: Frame, hidden: torch.Tensor) -> None:
         """Choose a token wherever one is asked for: only there logits are computed."""
