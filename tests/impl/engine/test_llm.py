@@ -109,7 +109,7 @@ def test_threads_may_share_a_model(qwen3: Checkpoint, prompts: list[list[int]]) 
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("place", ["_forward", "_settle", "_accept"])
+@pytest.mark.parametrize("place", ["_choose", "_settle", "_accept"])
 def test_an_interrupt_ends_what_runs_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
     qwen3: Checkpoint,
