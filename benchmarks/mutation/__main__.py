@@ -1,4 +1,4 @@
-"""Mutation score of the host engine and of the specification, as `blockstep check` sees it.
+"""Mutation score of our engines and of the specification, as `blockstep check` sees it.
 
     python -m benchmarks.mutation [--only impl/host/pool.py] [--jobs N] [--seed N] [--json FILE]
 
@@ -7,7 +7,7 @@ docs/reference/mutation.md; a part of it (--only, --sample, other --events) prin
 what is asked for. `--page` makes the page again from the last results, after
 benchmarks/mutation/survivors.toml was edited; `--page --put FILE` puts the results of some modules
 (--only, --json FILE) into them before. Exit code 1: a survivor is unexplained or a hole, or the
-host engine's score is too low.
+score of an engine is too low.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.mutation.campaign import (
     to_json,
 )
 from benchmarks.mutation.journal import Journal
-from benchmarks.mutation.mutants import Source, find_sources
+from benchmarks.mutation.mutants import WINGS, Source, find_sources
 from benchmarks.mutation.page import (
     SCORE_MIN,
     Explanation,
@@ -175,7 +175,7 @@ def report(verdicts: Verdicts, page: str) -> int:
     results = verdicts.results
     for module in results["modules"]:
         print(format_module(module, verdicts))
-    for wing in ("impl/host/", "spec/"):
+    for wing in WINGS:
         score = verdicts.score(wing)
         if score.mutants:
             print(f"{wing:<26} {score.of_all:6.1%}  told apart {score.of_told_apart:6.1%}")
