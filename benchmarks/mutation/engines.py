@@ -78,6 +78,7 @@ class Arrays:
                     return plan
                 self._plans[plan.frame_id] = plan
                 assert not any(plan.num_output_tokens[row] for row in plan.new_rows)
+                assert plan.new_rows.keys().isdisjoint(plan.all_token_ids)
                 return _read_objects(plan) if plan.frame_id % 2 else plan.build_plan()
             case Commit() if event_problem(event) is None:
                 return self._commit(event)
