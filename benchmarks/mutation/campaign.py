@@ -59,8 +59,8 @@ class Plan:
         (COLLIDING, "small", 15_000),
         ("host-vector", "small", 15_000),
         (ARRAYS, "small", 30_000),
-        ("compiled", "small", 15_000),
-        (COMPILED_ARRAYS, "small", 12_000),
+        ("compiled", "small", 8_000),
+        (COMPILED_ARRAYS, "small", 8_000),
     )
     """For what survived, from the first episode on; of `host` the default of `blockstep check`."""
     seed: int = 0

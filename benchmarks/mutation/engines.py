@@ -119,6 +119,8 @@ class Arrays:
     def _commit_rows(self, frame_id: FrameId, plan: Any, rows: list[TokenIds]) -> Any:
         """Without counts where they are not needed, or where it must be refused without them."""
         tokens, counts = plan.pack_answer(rows)
+        for wrong in self._list_wrong_answers(tokens, counts):
+            assert isinstance(self.engine.commit_arrays(frame_id, *wrong), Rejected)
         due = np.ones(len(rows), np.int32) if plan.samples is None else plan.samples
         if counts is not None:
             if len(tokens) != due.sum():
@@ -128,6 +130,18 @@ class Arrays:
         if lengths.sum() == due.sum() and (lengths != due).any():
             return self.engine.commit_arrays(frame_id, tokens, lengths)
         return self.engine.commit_arrays(frame_id, tokens)
+
+    def _list_wrong_answers(self, tokens: Any, counts: Any) -> list[tuple[Any, Any]]:
+        """A negative token, a count too few, and each accepted draft in the place of another."""
+        found = [(np.where(np.arange(len(tokens)), tokens, -1), counts)] if len(tokens) else []
+        if counts is None:
+            return found
+        found.append((tokens, counts[:-1]))
+        if not self.engine.config.async_scheduling:  # where any token may be behind a draft
+            is_last = np.isin(np.arange(1, len(tokens) + 1), counts.cumsum())
+            drafts = (~is_last).nonzero()[0]
+            found += [(tokens ^ (np.arange(len(tokens)) == at), counts) for at in drafts]
+        return found
 
 
 class CompiledArrays(Arrays):
