@@ -132,15 +132,17 @@ class Arrays:
         return self.engine.commit_arrays(frame_id, tokens)
 
     def _list_wrong_answers(self, tokens: Any, counts: Any) -> list[tuple[Any, Any]]:
-        """A negative token, a count too few, and each accepted draft in the place of another."""
-        found = [(np.where(np.arange(len(tokens)), tokens, -1), counts)] if len(tokens) else []
+        """A negative token, tokens or counts too many or too few, and other drafts accepted."""
+        places = np.arange(len(tokens))
+        found = [(np.where(places, tokens, -1), counts)] if len(tokens) else []
         if counts is None:
             return found
-        found.append((tokens, counts[:-1]))
+        found += [(tokens[1:], counts)] if len(tokens) else []
+        found += [(np.append(tokens, tokens[:1]), counts)] if len(tokens) else []
+        found += [(tokens, counts[:-1]), (tokens, np.append(counts, counts[:1] * 0))]
         if not self.engine.config.async_scheduling:  # where any token may be behind a draft
-            is_last = np.isin(np.arange(1, len(tokens) + 1), counts.cumsum())
-            drafts = (~is_last).nonzero()[0]
-            found += [(tokens ^ (np.arange(len(tokens)) == at), counts) for at in drafts]
+            drafts = (~np.isin(places + 1, counts.cumsum())).nonzero()[0]
+            found += [(tokens ^ (places == at), counts) for at in drafts]
         return found
 
 

@@ -140,10 +140,9 @@ def draw_request(
 
 
 def among_others(stop: int, swarm: Swarm, index: int) -> TokenIds:
-    """A stop token in some place among up to five that are never sampled."""
-    others = range(swarm.vocabulary_size, swarm.vocabulary_size + index % 6)
-    place = index // 2 % 6
-    return (*others[:place], stop, *others[place:])
+    """A stop token before or, more often, after up to seven that are never sampled."""
+    others = range(swarm.vocabulary_size, swarm.vocabulary_size + index % 8)
+    return (*others, stop) if index % 3 else (stop, *others)
 
 
 def draw_repetition(draw: Draw) -> RepetitionDetection:
