@@ -28,6 +28,7 @@ from benchmarks.mutation.campaign import (
     UnsoundError,
     describe,
     find_changed,
+    find_unplayed,
     preload,
     put_into,
     run_campaign,
@@ -87,8 +88,9 @@ def main() -> int:
 
 def write_page(verdicts: Verdicts) -> int:
     """Write the page and say what came out; the exit code of the process."""
-    changed = find_changed(verdicts.results["modules"])
-    PAGE.write_text(render_page(verdicts, changed), encoding="utf-8")
+    modules = verdicts.results["modules"]
+    page = render_page(verdicts, find_changed(modules), find_unplayed(modules))
+    PAGE.write_text(page, encoding="utf-8")
     return report(verdicts, str(PAGE))
 
 

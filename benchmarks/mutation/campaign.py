@@ -385,6 +385,12 @@ def find_changed(modules: Sequence[Mapping[str, Any]]) -> frozenset[str]:
     )
 
 
+def find_unplayed(modules: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Those that could be played and are not among the results."""
+    played = {module["module"] for module in modules}
+    return [source.module for source in find_sources() if source.module not in played]
+
+
 def count_voices(campaign: Campaign) -> dict[str, int]:
     """How many mutants each property, or the lack of one, spoke of first."""
     voices = Counter(

@@ -189,9 +189,13 @@ what is explained below as equivalent or unreachable; each engine's is to be at 
 """
 
 
-def render_page(verdicts: Verdicts, changed: Collection[str] = ()) -> str:
+def render_page(
+    verdicts: Verdicts, changed: Collection[str] = (), unplayed: Collection[str] = ()
+) -> str:
     """The whole page; `changed` are modules whose text is not the one that was played."""
     parts = [INTRO, _render_runs(verdicts), _render_scores(verdicts, changed)]
+    if unplayed:
+        parts.append(f"Not played yet: {', '.join(f'`{name}`' for name in unplayed)}.\n")
     parts += [
         _render_voices(verdicts.results),
         HOW.format(least=SCORE_MIN, seconds=EPISODE_SECONDS),

@@ -15,6 +15,7 @@ from benchmarks.mutation.__main__ import say_command
 from benchmarks.mutation.campaign import (
     Plan,
     find_changed,
+    find_unplayed,
     get_stages,
     get_statement_lines,
     is_for,
@@ -408,6 +409,9 @@ def test_a_module_that_has_changed_since_is_marked() -> None:
     assert "| `impl/host/pool.py` \\* | 20 |" in page
     assert "\\* Its text has changed since it was played." in page
     (source,) = find_sources(["impl/host/pool.py"])
+    assert source.module in find_unplayed([])
+    assert source.module not in find_unplayed(results["modules"])
+    assert "Not played yet: `a`, `b`." in render_page(judge(results, []), (), ["a", "b"])
     assert not find_changed([{"module": source.module, "text": make_key(source.text)}])
 
 
