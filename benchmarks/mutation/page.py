@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.mutation.campaign import is_for
 from benchmarks.mutation.engines import ARRAYS, COLLIDING, COMPILED_ARRAYS
 from benchmarks.mutation.mutants import RULES, WHOLE_MODULES, WINGS
-from benchmarks.mutation.runner import EPISODE_SECONDS
+from benchmarks.mutation.runner import EPISODE_SECONDS, Stage
 
 VERDICTS: Mapping[str, str] = {
     "equivalent": "no program can tell it from the original",
@@ -179,10 +180,10 @@ HOW = """\
 Killed is what has a finding: a property, a divergence, no progress, or a fault. Killed as well
 is what cannot be imported, raises, or does not come back: *loops* are those that spend
 {seconds:g} s of processor time in one episode. A mutant plays only where the unmutated code
-executes the changed line, and one of the specification with `host` only. A change in a line that
-is executed nowhere survives without being played. The compiled engine is played without numba: a
-mutant of it is never compiled, and where its machine code would read or write beyond an array, this
-Python raises.
+executes the changed line: one of an engine with that engine, and one of the specification with
+`host` only. A change in a line that is executed nowhere survives without being played. The
+compiled engine is played without numba: a mutant of it is never compiled, and where its machine
+code would read or write beyond an array, this Python raises.
 
 *Score* is the share of all mutants that are killed. *Of those that can be told apart* leaves out
 what is explained below as equivalent or unreachable; each engine's is to be at least {least:.0%}.
@@ -206,30 +207,34 @@ def render_page(
 
 def _render_runs(verdicts: Verdicts) -> str:
     results = verdicts.results
-    text = _render_run(results)
-    for later in results.get("later", []):
-        names = ", ".join(f"`{name}`" for name in later["names"])
-        text += f"\nPlayed later: {names}.\n\n{_render_run(later)}"
+    runs = results.get("later", [])
+    names = {module["module"] for module in results["modules"]}
+    text = _render_run(results, names - {name for later in runs for name in later["names"]})
+    for later in runs:
+        listed = ", ".join(f"`{name}`" for name in later["names"])
+        text += f"\nPlayed later: {listed}.\n\n{_render_run(later, later['names'])}"
     return text
 
 
-def _render_run(run: Mapping[str, Any]) -> str:
+def _render_run(run: Mapping[str, Any], names: Collection[str]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
     text = f"`{run['command']}`: {run['seconds'] / 60:.0f} minutes on a "
     text += f"{run['device']}; {versions}."
     if run["sample"]:
         text += f" A sample of {run['sample']} mutants."
     text += f"\n\nEach mutant plays, from seed {run['seed']}:\n\n"
-    text += _render_stages(run["first"])
+    text += _render_stages(run["first"], names)
     if run["deep"]:
         text += "\nWhat survives plays more, unless it is explained as equivalent:\n\n"
-    return text + _render_stages(run["deep"])
+    return text + _render_stages(run["deep"], names)
 
 
-def _render_stages(stages: Iterable[tuple[str, str, int]]) -> str:
+def _render_stages(stages: Iterable[Stage], names: Collection[str]) -> str:
+    """Those that are there for one of these modules; for any, if all were played again."""
     return "".join(
         f"- {num:,} events of preset {preset}{_name_engine(engine)}\n"
         for engine, preset, num in stages
+        if not names or any(is_for((engine, preset, num), name) for name in names)
     )
 
 

@@ -391,6 +391,13 @@ def test_what_was_played_later_takes_the_place_of_what_was_played_before() -> No
     assert "its text has changed" not in page.lower()
 
 
+def test_a_run_tells_of_the_stages_that_its_modules_met() -> None:
+    stages = [["host", "tiny", 11], ["compiled", "tiny", 12]]
+    whole = make_results([]) | {"first": stages}
+    assert "- 11 events of preset tiny" in render_page(judge(whole, []))
+    assert "- 12 events" not in render_page(judge(whole, []))
+
+
 def test_a_module_of_which_a_sample_was_played_is_marked() -> None:
     whole = make_results([])
     part = put_into(whole, make_results([]) | {"sample": 20})
