@@ -119,7 +119,7 @@ class Arrays:
     def _commit_rows(self, frame_id: FrameId, plan: Any, rows: list[TokenIds]) -> Any:
         """Without counts where they are not needed, or where it must be refused without them."""
         tokens, counts = plan.pack_answer(rows)
-        for wrong in self._list_wrong_answers(tokens, counts):
+        for wrong in self._list_wrong_answers(plan, rows, tokens, counts):
             assert isinstance(self.engine.commit_arrays(frame_id, *wrong), Rejected)
         due = np.ones(len(rows), np.int32) if plan.samples is None else plan.samples
         if counts is not None:
@@ -131,7 +131,9 @@ class Arrays:
             return self.engine.commit_arrays(frame_id, tokens, lengths)
         return self.engine.commit_arrays(frame_id, tokens)
 
-    def _list_wrong_answers(self, tokens: Any, counts: Any) -> list[tuple[Any, Any]]:
+    def _list_wrong_answers(
+        self, plan: Any, rows: list[TokenIds], tokens: Any, counts: Any
+    ) -> list[tuple[Any, Any]]:
         """A negative token, tokens or counts too many or too few, and other drafts accepted."""
         places = np.arange(len(tokens))
         found = [(np.where(places, tokens, -1), counts)] if len(tokens) else []
@@ -140,7 +142,10 @@ class Arrays:
         found += [(tokens[1:], counts)] if len(tokens) else []
         found += [(np.append(tokens, tokens[:1]), counts)] if len(tokens) else []
         found += [(tokens, counts[:-1]), (tokens, np.append(counts, counts[:1] * 0))]
-        if not self.engine.config.async_scheduling:  # where any token may be behind a draft
+        if all(
+            row[:-1] == plan.draft_token_ids.get(at, ())[: len(row) - 1]
+            for at, row in enumerate(rows)
+        ):  # otherwise they are wrong already, or any token may be behind a draft
             drafts = (~np.isin(places + 1, counts.cumsum())).nonzero()[0]
             found += [(tokens ^ (places == at), counts) for at in drafts]
         return found
