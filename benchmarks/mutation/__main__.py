@@ -1,4 +1,4 @@
-"""Mutation score of the host engine and of the specification, as `blockstep check` sees it.
+"""Mutation score of our engines and of the specification, as `blockstep check` sees it.
 
     python -m benchmarks.mutation [--only impl/host/pool.py] [--jobs N] [--seed N] [--json FILE]
 
@@ -7,7 +7,7 @@ docs/reference/mutation.md; a part of it (--only, --sample, other --events) prin
 what is asked for. `--page` makes the page again from the last results, after
 benchmarks/mutation/survivors.toml was edited; `--page --put FILE` puts the results of some modules
 (--only, --json FILE) into them before. Exit code 1: a survivor is unexplained or a hole, or the
-host engine's score is too low.
+score of an engine is too low.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from benchmarks.mutation.campaign import (
     UnsoundError,
     describe,
     find_changed,
+    find_unplayed,
     preload,
     put_into,
     run_campaign,
     to_json,
 )
 from benchmarks.mutation.journal import Journal
-from benchmarks.mutation.mutants import Source, find_sources
+from benchmarks.mutation.mutants import WINGS, Source, find_sources
 from benchmarks.mutation.page import (
     SCORE_MIN,
     Explanation,
@@ -87,8 +88,9 @@ def main() -> int:
 
 def write_page(verdicts: Verdicts) -> int:
     """Write the page and say what came out; the exit code of the process."""
-    changed = find_changed(verdicts.results["modules"])
-    PAGE.write_text(render_page(verdicts, changed), encoding="utf-8")
+    modules = verdicts.results["modules"]
+    page = render_page(verdicts, find_changed(modules), find_unplayed(modules))
+    PAGE.write_text(page, encoding="utf-8")
     return report(verdicts, str(PAGE))
 
 
@@ -175,7 +177,7 @@ def report(verdicts: Verdicts, page: str) -> int:
     results = verdicts.results
     for module in results["modules"]:
         print(format_module(module, verdicts))
-    for wing in ("impl/host/", "spec/"):
+    for wing in WINGS:
         score = verdicts.score(wing)
         if score.mutants:
             print(f"{wing:<26} {score.of_all:6.1%}  told apart {score.of_told_apart:6.1%}")

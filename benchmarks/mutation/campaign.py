@@ -23,7 +23,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-from benchmarks.mutation.engines import ARRAYS, COLLIDING
+from benchmarks.mutation.engines import ARRAYS, COLLIDING, COMPILED_ARRAYS
 from benchmarks.mutation.journal import Journal, make_key
 from benchmarks.mutation.mutants import (
     Mutant,
@@ -49,6 +49,9 @@ class Plan:
         (COLLIDING, "small", 3_000),
         ("host", "small", 14_000),
         (ARRAYS, "small", 6_000),
+        ("compiled", "tiny", 1_000),
+        ("compiled", "small", 3_000),
+        (COMPILED_ARRAYS, "small", 3_000),
     )
     """For every mutant."""
     deep: tuple[Stage, ...] = (
@@ -56,6 +59,8 @@ class Plan:
         (COLLIDING, "small", 15_000),
         ("host-vector", "small", 15_000),
         (ARRAYS, "small", 30_000),
+        ("compiled", "small", 8_000),
+        (COMPILED_ARRAYS, "small", 8_000),
     )
     """For what survived, from the first episode on; of `host` the default of `blockstep check`."""
     seed: int = 0
@@ -179,11 +184,22 @@ def _make_key(run: Run, stages: Sequence[Stage], seed: int) -> str:
 
 
 def get_stages(run: Run, stages: Sequence[Stage]) -> Sequence[Stage]:
-    """What a mutant is played in: where its line is executed; a rule meets `host` alone."""
-    is_rule = run.mutant.module.startswith("spec/")
-    return [
-        stage for stage in stages if stage in run.seen_by and (stage[0] == "host" or not is_rule)
-    ]
+    """What a mutant is played in: where its line is executed, of what is there for its wing."""
+    return [stage for stage in stages if stage in run.seen_by and is_for(stage, run.mutant.module)]
+
+
+def is_for(stage: Stage, module: str) -> bool:
+    """Whether a module meets a stage: a rule meets `host` alone, a wing with an engine its own."""
+    is_compiled = stage[0] in {"compiled", COMPILED_ARRAYS}
+    match module.rpartition("/")[0]:
+        case "spec":
+            return stage[0] == "host"
+        case "impl/host":
+            return not is_compiled
+        case "impl/compiled":
+            return is_compiled
+        case _:
+            return True
 
 
 def _make_work(run: Run, stages: Sequence[Stage], seed: int) -> Callable[[], dict[str, Any]]:
@@ -234,7 +250,11 @@ def measure_reach(
     Raises:
         UnsoundError: the unmutated code fails.
     """
-    stages = list(dict.fromkeys((*plan.first, *plan.deep)))
+    stages = [
+        stage
+        for stage in dict.fromkeys((*plan.first, *plan.deep))
+        if any(is_for(stage, source.module) for source in sources)
+    ]
     works = [partial(_trace, sources, stage, plan.seed) for stage in stages]
     reached: dict[Stage, Mapping[str, frozenset[int]]] = {}
     tell("unmutated run", 0, len(stages))
@@ -363,6 +383,12 @@ def find_changed(modules: Sequence[Mapping[str, Any]]) -> frozenset[str]:
     return frozenset(
         one["module"] for one in modules if one["text"] != now.get(one["module"], one["text"])
     )
+
+
+def find_unplayed(modules: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Those that could be played and are not among the results."""
+    played = {module["module"] for module in modules}
+    return [source.module for source in find_sources() if source.module not in played]
 
 
 def count_voices(campaign: Campaign) -> dict[str, int]:

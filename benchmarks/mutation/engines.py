@@ -27,9 +27,13 @@ from blockstep.spec.vocabulary import (
 
 COLLIDING = f"{__name__}:make_colliding"
 ARRAYS = f"{__name__}:Arrays"
+COMPILED_ARRAYS = f"{__name__}:CompiledArrays"
 """As `blockstep check --engine` takes them."""
 SMALL = {"TAIL": 8, "_SETTLE": 4, "_LAG": 2, "_MANY": 2}
 """For 256, 128, 8 and 24, which is more than preset small has; for the whole process."""
+NARROW = {"_SLOTS": 1, "TABLE_ENTRIES": 1, "_STEP": 2}
+"""Of the compiled engine: for 8, 2**26 and 2**24. Each table has one row until it must grow, and
+between two labels there is room for one."""
 
 
 def make_colliding(config: Config) -> Any:
@@ -54,13 +58,16 @@ class Arrays:
     """
 
     def __init__(self, config: Config) -> None:
+        self.engine = self._make_engine(config)
+        self._plans: dict[FrameId, Any] = {}
+        """Those in flight."""
+
+    def _make_engine(self, config: Config) -> Any:
         host = importlib.import_module("blockstep.impl.host")
         for name in ("table", "core", "batch_results", "pool"):
             constants = vars(importlib.import_module(f"blockstep.impl.host.{name}"))
             constants.update({key: SMALL[key] for key in SMALL if key in constants})
-        self.engine = host.HostEngine(config, vector_at=2)
-        self._plans: dict[FrameId, Any] = {}
-        """Those in flight."""
+        return host.HostEngine(config, vector_at=2)
 
     def apply(self, event: Event) -> Observation:
         """Take one event; only a plan and the answer to one can be in arrays."""
@@ -71,6 +78,7 @@ class Arrays:
                     return plan
                 self._plans[plan.frame_id] = plan
                 assert not any(plan.num_output_tokens[row] for row in plan.new_rows)
+                assert plan.new_rows.keys().isdisjoint(plan.all_token_ids)
                 return _read_objects(plan) if plan.frame_id % 2 else plan.build_plan()
             case Commit() if event_problem(event) is None:
                 return self._commit(event)
@@ -111,6 +119,8 @@ class Arrays:
     def _commit_rows(self, frame_id: FrameId, plan: Any, rows: list[TokenIds]) -> Any:
         """Without counts where they are not needed, or where it must be refused without them."""
         tokens, counts = plan.pack_answer(rows)
+        for wrong in self._list_wrong_answers(plan, rows, tokens, counts):
+            assert isinstance(self.engine.commit_arrays(frame_id, *wrong), Rejected)
         due = np.ones(len(rows), np.int32) if plan.samples is None else plan.samples
         if counts is not None:
             if len(tokens) != due.sum():
@@ -120,6 +130,74 @@ class Arrays:
         if lengths.sum() == due.sum() and (lengths != due).any():
             return self.engine.commit_arrays(frame_id, tokens, lengths)
         return self.engine.commit_arrays(frame_id, tokens)
+
+    def _list_wrong_answers(
+        self, plan: Any, rows: list[TokenIds], tokens: Any, counts: Any
+    ) -> list[tuple[Any, Any]]:
+        """A negative token, tokens or counts too many or too few, and other drafts accepted."""
+        places = np.arange(len(tokens))
+        found = [(np.where(places, tokens, -1), counts)] if len(tokens) else []
+        if counts is None:
+            return found
+        found += [(tokens[1:], counts)] if len(tokens) else []
+        found += [(np.append(tokens, tokens[:1]), counts)] if len(tokens) else []
+        found += [(tokens, counts[:-1]), (tokens, np.append(counts, counts[:1] * 0))]
+        if all(
+            row[:-1] == plan.draft_token_ids.get(at, ())[: len(row) - 1]
+            for at, row in enumerate(rows)
+        ):  # otherwise they are wrong already, or any token may be behind a draft
+            drafts = (~np.isin(places + 1, counts.cumsum())).nonzero()[0]
+            found += [(tokens ^ (places == at), counts) for at in drafts]
+        return found
+
+
+class CompiledArrays(Arrays):
+    """The compiled engine, asked and answered in the same way.
+
+    Its tables grow row by row, its contents collide, and whatever it takes must come back: a leak
+    shows in no snapshot.
+    """
+
+    def _make_engine(self, config: Config) -> Any:
+        compiled = importlib.import_module("blockstep.impl.compiled")
+        for name in ("state", "names"):
+            constants = vars(importlib.import_module(f"blockstep.impl.compiled.{name}"))
+            constants.update({key: NARROW[key] for key in NARROW if key in constants})
+        blocks: Any = importlib.import_module("blockstep.impl.compiled.blocks")
+        blocks._hash_content = _hash_in_two_bits
+        return compiled.CompiledEngine(config)
+
+    def snapshot(self) -> Snapshot:
+        """That of the engine, once what it has in use is found to be what somebody uses."""
+        _assert_nothing_leaks(self.engine.requests)
+        return super().snapshot()
+
+
+def _hash_in_two_bits(_parent: int, _extras: int, tokens: Any) -> int:
+    return int(tokens.sum()) & 3
+
+
+def _assert_nothing_leaks(requests: Any) -> None:
+    """Of nodes, seats, slots, extras and requests with many stop tokens, none is lost or kept."""
+    column: Any = importlib.import_module("blockstep.impl.compiled.state")
+    s, slots = requests.state, list(requests.slot_of.values())
+    nodes, ends = set[int](), s.blocks[:, column.NODE].tolist()
+    for end in (*ends, *s.requests[slots, column.LAST_NODE].tolist()):
+        node = end
+        while node != column.NONE and node not in nodes:
+            nodes.add(node)
+            node = int(s.nodes[node, column.PARENT])
+    assert len(nodes) == len(s.nodes) - s.scalars[column.NUM_FREE_NODES]
+    seat, num_seats = int(s.scalars[column.FREE_SEAT]), int(s.scalars[column.NUM_RUNNING])
+    while seat != column.NONE and num_seats <= len(s.lines):
+        seat, num_seats = int(s.lines[seat, column.NEXT_SEAT]), num_seats + 1
+    assert num_seats == len(s.lines)
+    assert len(slots) + len(requests._unused) == len(requests.requests)
+    extras = s.nodes[list(nodes), column.NODE_EXTRAS].tolist()
+    extras += s.requests[slots][:, [column.EXTRAS, column.FIRST_EXTRAS]].ravel().tolist()
+    uses = np.bincount(np.array(extras, np.int64), minlength=len(s.extras_uses))
+    assert (uses[1:] == s.extras_uses[1:]).all()
+    assert s.requests[slots, column.MORE_STOPS].sum() == s.scalars[column.NUM_MORE_STOPS]
 
 
 def _read_object(row: Any) -> OutputRow:

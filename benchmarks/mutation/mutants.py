@@ -22,12 +22,14 @@ Place: TypeAlias = tuple[int, int]
 
 WINGS: Mapping[str, str] = {
     "impl": "blockstep.impl",
+    "impl/compiled": "blockstep.impl.compiled",
     "impl/host": "blockstep.impl.host",
     "spec": "blockstep.spec",
 }
 """Folders that are mutated, as the page names them, and their packages."""
 
 WHOLE_MODULES: Mapping[str, str] = {
+    "impl/compiled/jit.py": "it hands functions to a compiler; mutants are played without one",
     "spec/invariants.py": "predicates that the tests ask of states; `check` does not run them",
     "spec/oracle.py": "a wrapper for everyday use; it decides nothing",
     "spec/profiles.py": "names and stories of known deviations; it decides nothing",
@@ -40,6 +42,8 @@ RULES: Mapping[str, str] = {
     "annotation": "types, which nobody reads at run time",
     "wording": "f-strings, and what follows the code in `Rejected(...)`: wording is not compared",
     "assertion": "an `assert` checks, it does not decide; weakened, it lets pass what never comes",
+    "compiler": "`@compiled`, `@entry` and `@making_arrays` hand a function to a compiler; mutants "
+    "are played without one",
     "identity": "`is` and `is not` are exchanged with each other only: on None, enums and small "
     "numbers they say what `==` and `!=` say",
     "far arithmetic": "`+ - * // %` are replaced among themselves, and so are the signs of sets; a "
@@ -52,6 +56,7 @@ _FAMILIES = (
     frozenset({"Add", "Sub", "Mul", "FloorDiv", "Mod"}),
     frozenset({"BitOr", "BitAnd", "BitXor"}),
 )
+_COMPILERS = frozenset({"compiled", "entry", "making_arrays"})
 _IDENTITY = frozenset({"Is", "IsNot"})
 
 
@@ -197,6 +202,9 @@ def find_excluded_spans(text: str) -> Iterator[tuple[str, Place, Place]]:
         assert node.end_col_offset is not None
         start = _place(lines, node.lineno, node.col_offset)
         yield rule, start, _place(lines, node.end_lineno, node.end_col_offset)
+    for number, line in enumerate(lines, 1):
+        if line.startswith("@") and line[1:].partition("(")[0] in _COMPILERS:
+            yield "compiler", (number, 0), (number + 1, 0)
 
 
 def _find_excluded_nodes(tree: ast.Module) -> Iterator[tuple[str, ast.expr | ast.stmt]]:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.mutation.engines import ARRAYS, COLLIDING
-from benchmarks.mutation.mutants import RULES, WHOLE_MODULES
-from benchmarks.mutation.runner import EPISODE_SECONDS
+from benchmarks.mutation.campaign import is_for
+from benchmarks.mutation.engines import ARRAYS, COLLIDING, COMPILED_ARRAYS
+from benchmarks.mutation.mutants import RULES, WHOLE_MODULES, WINGS
+from benchmarks.mutation.runner import EPISODE_SECONDS, Stage
 
 VERDICTS: Mapping[str, str] = {
     "equivalent": "no program can tell it from the original",
@@ -26,12 +27,15 @@ ENGINES: Mapping[str, str] = {
     COLLIDING: "the host engine with a digest of two bits, so that contents collide",
     "host-vector": "the host engine with its code for many rows used for few as well",
     ARRAYS: "the host engine, plans and answers in arrays, that code used from two rows on",
+    "compiled": "the compiled engine, as the Python that it is",
+    COMPILED_ARRAYS: "the same, plans and answers in arrays; tables grow row by row, contents "
+    "collide, and what is in use is counted after each event, so that no leak is overlooked",
 }
 """What is played beside `host`."""
 UNEXPLAINED: Final = "UNEXPLAINED"
 SCORE_MIN: Final = 0.95
-"""For the host engine."""
-GATED: Final = "impl/host"
+"""For each engine."""
+GATED: Final = ("impl/host", "impl/compiled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +115,13 @@ class Verdicts:
         """Survivors that should have been caught."""
         return [one for one, said in self.explained if said is not None and said.verdict == "hole"]
 
-    def score(self, start: str) -> Score:
-        """The score of the modules whose names begin with `start`."""
-        modules = [one for one in self.results["modules"] if one["module"].startswith(start)]
+    def score(self, place: str) -> Score:
+        """The score of a module, or of those in a folder."""
+        modules = [one for one in self.results["modules"] if is_in(one["module"], place)]
         mutants = sum(one["mutants"] for one in modules)
         killed = sum(sum(one["killed"].values()) for one in modules)
         beyond = sum(
-            one["module"].startswith(start)
+            is_in(one["module"], place)
             and said is not None
             and said.verdict in {"equivalent", "unreachable"}
             for one, said in self.explained
@@ -126,9 +130,14 @@ class Verdicts:
 
     @property
     def is_good(self) -> bool:
-        """Whether everything is explained, nothing is a hole, and the engine's score suffices."""
-        is_enough = self.score(GATED).of_told_apart >= SCORE_MIN
+        """Whether everything is explained, nothing is a hole, and the engines' scores suffice."""
+        is_enough = all(self.score(wing).of_told_apart >= SCORE_MIN for wing in GATED)
         return is_enough and not self.unexplained and not self.holes
+
+
+def is_in(module: str, place: str) -> bool:
+    """Whether `place` is this module or its folder."""
+    return place in (module, module.rpartition("/")[0])
 
 
 def judge(results: Mapping[str, Any], explanations: Sequence[Explanation]) -> Verdicts:
@@ -154,9 +163,8 @@ INTRO = """\
      benchmarks/mutation/survivors.toml. -->
 
 A mutant is the code with one small change in it. `blockstep check` should notice every one
-that matters: a mutant of the host engine must differ from the specification or break a property,
-and a mutant of the specification must differ from the host engine. The tests take no part in
-this.
+that matters: a mutant of an engine must differ from the specification or break a property, and a
+mutant of the specification must differ from the host engine. The tests take no part in this.
 
 The changes are made by [cosmic-ray](https://cosmic-ray.readthedocs.io). Its operators are a
 library that turns a source text into a changed one, so the process that judges a mutant can be
@@ -172,18 +180,23 @@ HOW = """\
 Killed is what has a finding: a property, a divergence, no progress, or a fault. Killed as well
 is what cannot be imported, raises, or does not come back: *loops* are those that spend
 {seconds:g} s of processor time in one episode. A mutant plays only where the unmutated code
-executes the changed line, and one of the specification with `host` only. A change in a line that
-is executed nowhere survives without being played.
+executes the changed line: one of an engine with that engine, and one of the specification with
+`host` only. A change in a line that is executed nowhere survives without being played. The
+compiled engine is played without numba: a mutant of it is never compiled, and where its machine
+code would read or write beyond an array, this Python raises.
 
 *Score* is the share of all mutants that are killed. *Of those that can be told apart* leaves out
-what is explained below as equivalent or unreachable; the host engine's is to be at least
-{least:.0%}.
+what is explained below as equivalent or unreachable; each engine's is to be at least {least:.0%}.
 """
 
 
-def render_page(verdicts: Verdicts, changed: Collection[str] = ()) -> str:
+def render_page(
+    verdicts: Verdicts, changed: Collection[str] = (), unplayed: Collection[str] = ()
+) -> str:
     """The whole page; `changed` are modules whose text is not the one that was played."""
     parts = [INTRO, _render_runs(verdicts), _render_scores(verdicts, changed)]
+    if unplayed:
+        parts.append(f"Not played yet: {', '.join(f'`{name}`' for name in unplayed)}.\n")
     parts += [
         _render_voices(verdicts.results),
         HOW.format(least=SCORE_MIN, seconds=EPISODE_SECONDS),
@@ -194,30 +207,34 @@ def render_page(verdicts: Verdicts, changed: Collection[str] = ()) -> str:
 
 def _render_runs(verdicts: Verdicts) -> str:
     results = verdicts.results
-    text = _render_run(results)
-    for later in results.get("later", []):
-        names = ", ".join(f"`{name}`" for name in later["names"])
-        text += f"\nPlayed later: {names}.\n\n{_render_run(later)}"
+    runs = results.get("later", [])
+    names = {module["module"] for module in results["modules"]}
+    text = _render_run(results, names - {name for later in runs for name in later["names"]})
+    for later in runs:
+        listed = ", ".join(f"`{name}`" for name in later["names"])
+        text += f"\nPlayed later: {listed}.\n\n{_render_run(later, later['names'])}"
     return text
 
 
-def _render_run(run: Mapping[str, Any]) -> str:
+def _render_run(run: Mapping[str, Any], names: Collection[str]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
     text = f"`{run['command']}`: {run['seconds'] / 60:.0f} minutes on a "
     text += f"{run['device']}; {versions}."
     if run["sample"]:
         text += f" A sample of {run['sample']} mutants."
     text += f"\n\nEach mutant plays, from seed {run['seed']}:\n\n"
-    text += _render_stages(run["first"])
+    text += _render_stages(run["first"], names)
     if run["deep"]:
         text += "\nWhat survives plays more, unless it is explained as equivalent:\n\n"
-    return text + _render_stages(run["deep"])
+    return text + _render_stages(run["deep"], names)
 
 
-def _render_stages(stages: Iterable[tuple[str, str, int]]) -> str:
+def _render_stages(stages: Iterable[Stage], names: Collection[str]) -> str:
+    """Those that are there for one of these modules; for any, if all were played again."""
     return "".join(
         f"- {num:,} events of preset {preset}{_name_engine(engine)}\n"
         for engine, preset, num in stages
+        if not names or any(is_for((engine, preset, num), name) for name in names)
     )
 
 
@@ -227,16 +244,18 @@ def _name_engine(engine: str) -> str:
 
 def _render_scores(verdicts: Verdicts, changed: Collection[str]) -> str:
     rows = []
-    for wing in ("impl/host", "spec"):
-        modules = [m for m in verdicts.results["modules"] if m["module"].startswith(f"{wing}/")]
+    sampled = find_sampled(verdicts.results)
+    for wing in WINGS:
+        modules = [one for one in verdicts.results["modules"] if is_in(one["module"], wing)]
         for one in modules:
-            name = f"`{one['module']}`" + " \\*" * (one["module"] in changed)
+            marks = " \\*" * (one["module"] in changed) + " †" * (one["module"] in sampled)
+            name = f"`{one['module']}`{marks}"
             rows.append(_score_row(name, verdicts.score(one["module"]), one))
         if modules:
             total = Counter[str]()
             for module in modules:
                 total.update(module["killed"])
-            rows.append(_score_row(f"**{wing}**", verdicts.score(f"{wing}/"), {"killed": total}))
+            rows.append(_score_row(f"**{wing}**", verdicts.score(wing), {"killed": total}))
     heads = (
         "module",
         "mutants",
@@ -245,8 +264,17 @@ def _render_scores(verdicts: Verdicts, changed: Collection[str]) -> str:
         "score",
         "of those that can be told apart",
     )
-    note = "\n\\* Its text has changed since it was played.\n" if changed else ""
-    return "## Scores\n\n" + _table(heads, rows) + note
+    notes = ["\\* Its text has changed since it was played."] if changed else []
+    notes += ["† A sample of its mutants was played."] if sampled else []
+    return "## Scores\n\n" + _table(heads, rows) + "".join(f"\n{note}\n" for note in notes)
+
+
+def find_sampled(results: Mapping[str, Any]) -> set[str]:
+    """Modules of which only some mutants were played, the last time that any were."""
+    names = {one["module"] for one in results["modules"]} if results["sample"] else set[str]()
+    for later in results.get("later", []):
+        names = names | {*later["names"]} if later["sample"] else names - {*later["names"]}
+    return names
 
 
 def _score_row(name: str, score: Score, module: Mapping[str, Any]) -> tuple[str, ...]:

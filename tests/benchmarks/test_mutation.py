@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import signal
 from dataclasses import asdict
@@ -13,13 +15,15 @@ from benchmarks.mutation.__main__ import say_command
 from benchmarks.mutation.campaign import (
     Plan,
     find_changed,
+    find_unplayed,
     get_stages,
     get_statement_lines,
+    is_for,
     make_run,
     measure_reach,
     put_into,
 )
-from benchmarks.mutation.engines import ARRAYS, COLLIDING
+from benchmarks.mutation.engines import ARRAYS, COLLIDING, COMPILED_ARRAYS
 from benchmarks.mutation.journal import Journal, make_key
 from benchmarks.mutation.mutants import (
     Source,
@@ -34,7 +38,7 @@ from benchmarks.mutation.mutants import (
     make_mutated_text,
 )
 from benchmarks.mutation.page import Explanation, judge, read_explanations, render_page
-from benchmarks.mutation.runner import Outcome, Stage, play_mutant, run_forked
+from benchmarks.mutation.runner import Outcome, Stage, forget, play_mutant, run_forked
 
 SURVIVORS = Path(__file__).parents[2] / "benchmarks" / "mutation" / "survivors.toml"
 
@@ -106,6 +110,12 @@ def test_a_change_must_be_another_program() -> None:
     assert is_change("x = 1\n", "x = 2\n")
 
 
+def test_what_only_a_compiler_reads_is_left_out(tmp_path: Path) -> None:
+    pytest.importorskip("cosmic_ray")
+    text = '@compiled\ndef f(a):\n    return a\n\n\n@entry("int")\ndef g(a):\n    return a\n'
+    assert find_mutants(write(tmp_path, text)) == ([], {"compiler": 2})
+
+
 def test_places_are_named() -> None:
     text = "class C:\n    @property\n    def m(self):\n        return 1\n\nx = 1\n"
     functions = find_functions(text)
@@ -150,7 +160,7 @@ def test_the_unmutated_code_survives() -> None:
     assert outcome.num_events >= 800
 
 
-@pytest.mark.parametrize("engine", [COLLIDING, ARRAYS, "host-vector"])
+@pytest.mark.parametrize("engine", [COLLIDING, ARRAYS, "host-vector", COMPILED_ARRAYS])
 def test_the_unmutated_code_survives_with_every_engine(engine: str) -> None:
     stages: tuple[Stage, ...] = ((engine, "small", 3_000),)
     outcome = play_changed("impl/host/pool.py", "refs[block] += 1", "refs[block] += 1", stages)
@@ -161,6 +171,55 @@ def test_a_mutant_of_the_engine_is_killed_by_a_property() -> None:
     outcome = play_changed("impl/host/pool.py", "refs[block] += 1", "refs[block] += 2")
     assert outcome.killed_by == "property"
     assert outcome.detail.startswith("P1 ")
+
+
+COMPILED: tuple[Stage, ...] = (("compiled", "small", 400),)
+
+
+def test_a_mutant_of_the_compiled_engine_is_killed_by_a_property() -> None:
+    old, new = "s.blocks[block, REF_COUNT] += 1", "s.blocks[block, REF_COUNT] += 2"
+    outcome = play_changed("impl/compiled/blocks.py", old, new, COMPILED)
+    assert outcome.killed_by == "property"
+    assert outcome.detail.startswith("P1 ")
+
+
+def test_a_mutant_is_never_compiled() -> None:
+    def work() -> dict[str, Any]:
+        forget("blockstep.impl.compiled.blocks")
+        compiled: Any = importlib.import_module("blockstep.impl.compiled")
+        found = importlib.util.find_spec("numba")
+        return {"is_compiled": compiled.IS_COMPILED, "numba": found is not None}
+
+    assert list(run_forked([work], 1, 60)) == [(0, {"is_compiled": False, "numba": False})]
+
+
+def test_a_leak_is_seen_where_it_is_looked_for() -> None:
+    old, new = "s.nodes[before, NUM_USES] -= 1  #", "s.nodes[before, NUM_USES] -= 0  #"
+    assert play_changed("impl/compiled/lives.py", old, new, COMPILED).killed_by == ""
+    stages: tuple[Stage, ...] = ((COMPILED_ARRAYS, "small", 400),)
+    assert (
+        play_changed("impl/compiled/lives.py", old, new, stages).detail == "engine_raises_nothing"
+    )
+
+
+def test_a_mutant_of_what_the_engines_share_is_killed() -> None:
+    old, new = "    if is_unfinished:\n", "    if not is_unfinished:\n"
+    for stages in (SHORT, COMPILED):
+        assert play_changed("impl/refusals.py", old, new, stages).killed_by == "property"
+
+
+@pytest.mark.parametrize(
+    ("module", "engines"),
+    [
+        ("spec/pool.py", ["host"]),
+        ("impl/host/pool.py", ["host", ARRAYS]),
+        ("impl/compiled/blocks.py", ["compiled", COMPILED_ARRAYS]),
+        ("impl/arrays.py", ["host", ARRAYS, "compiled", COMPILED_ARRAYS]),
+    ],
+)
+def test_a_mutant_meets_the_engines_of_its_wing(module: str, engines: list[str]) -> None:
+    played = ("host", ARRAYS, "compiled", COMPILED_ARRAYS)
+    assert [one for one in played if is_for((one, "small", 1), module)] == engines
 
 
 def test_a_mutant_of_the_specification_is_killed() -> None:
@@ -332,6 +391,23 @@ def test_what_was_played_later_takes_the_place_of_what_was_played_before() -> No
     assert "its text has changed" not in page.lower()
 
 
+def test_a_run_tells_of_the_stages_that_its_modules_met() -> None:
+    stages = [["host", "tiny", 11], ["compiled", "tiny", 12]]
+    whole = make_results([]) | {"first": stages}
+    assert "- 11 events of preset tiny" in render_page(judge(whole, []))
+    assert "- 12 events" not in render_page(judge(whole, []))
+
+
+def test_a_module_of_which_a_sample_was_played_is_marked() -> None:
+    whole = make_results([])
+    part = put_into(whole, make_results([]) | {"sample": 20})
+    row = "| `impl/host/pool.py` † | 20 |"
+    assert row in render_page(judge(part, []))
+    assert "† A sample of its mutants was played." in render_page(judge(part, []))
+    assert row not in render_page(judge(whole, []))
+    assert row not in render_page(judge(put_into(part, make_results([])), []))
+
+
 def test_a_module_that_has_changed_since_is_marked() -> None:
     results = make_results([])
     changed = find_changed(results["modules"])
@@ -340,6 +416,9 @@ def test_a_module_that_has_changed_since_is_marked() -> None:
     assert "| `impl/host/pool.py` \\* | 20 |" in page
     assert "\\* Its text has changed since it was played." in page
     (source,) = find_sources(["impl/host/pool.py"])
+    assert source.module in find_unplayed([])
+    assert source.module not in find_unplayed(results["modules"])
+    assert "Not played yet: `a`, `b`." in render_page(judge(results, []), (), ["a", "b"])
     assert not find_changed([{"module": source.module, "text": make_key(source.text)}])
 
 

@@ -32,10 +32,13 @@ from blockstep.spec.vocabulary import (
     Config,
     Event,
     Observation,
+    Plan,
     Policy,
     Rejected,
+    Request,
     Reset,
     Snapshot,
+    Submit,
     config_problems,
 )
 
@@ -193,6 +196,42 @@ def test_a_finding_that_does_not_come_back_is_told_as_such() -> None:
     assert result.exit_code == 1
     assert result.output.startswith("blockstep check: DIVERGENCE at event 1 ")
     assert "seen once, and not when the program ran again" in result.output
+
+
+class Forgetful(SpecEngine):
+    """It looks at some of the stop tokens only."""
+
+    known = slice(None)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.asked: dict[str, Request] = {}
+
+    def apply(self, event: Event) -> Observation:
+        if isinstance(event, Submit):
+            asked = event.request
+            stops = asked.stop_token_ids[self.known]
+            answer = super().apply(Submit(replace(asked, stop_token_ids=stops)))
+            if not isinstance(answer, Rejected):
+                self.asked[asked.request_id] = asked
+            return answer
+        answer = super().apply(event)
+        if isinstance(answer, Plan):
+            new = (replace(row, request=self.asked[row.request_id]) for row in answer.new)
+            return replace(answer, new=tuple(new))
+        return answer
+
+
+@pytest.mark.parametrize("known", [slice(1), slice(-1, None), slice(4)], ids=str)
+def test_an_engine_that_looks_at_some_stop_tokens_only_is_found(
+    known: slice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Forgetful, "known", known)
+    for index in range(300):
+        _, _, findings = play_episode(CheckOptions(seed=0), index, Forgetful)
+        if findings:
+            break
+    assert "P13" in {found.property_id for found in findings}
 
 
 class Shallow(SpecEngine):

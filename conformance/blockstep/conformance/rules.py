@@ -125,7 +125,7 @@ def draw_request(
         if stops and draw.chance(30)
         else 0,
         eos_token_id=token if stops and draw.chance(30) else None,
-        stop_token_ids=(draw.integer(0, swarm.vocabulary_size - 1),)
+        stop_token_ids=among_others(draw.integer(0, swarm.vocabulary_size - 1), swarm, index)
         if stops and draw.chance(20)
         else (),
         repetition_detection=draw_repetition(draw) if stops and draw.chance(30) else None,
@@ -137,6 +137,12 @@ def draw_request(
         skip_reading_prefix_cache=draw.chance(5),
         structured_output=Kind.GRAMMAR in kinds and draw.chance(40),
     )
+
+
+def among_others(stop: int, swarm: Swarm, index: int) -> TokenIds:
+    """A stop token before or, more often, after up to seven that are never sampled."""
+    others = range(swarm.vocabulary_size, swarm.vocabulary_size + index % 8)
+    return (*others, stop) if index % 3 else (stop, *others)
 
 
 def draw_repetition(draw: Draw) -> RepetitionDetection:

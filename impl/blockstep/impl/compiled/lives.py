@@ -175,8 +175,7 @@ def end(s: State, slot: int) -> None:
         _unseat(s, slot)
     else:
         leave_queue(s, slot)
-    if s.requests[slot, LAST_NODE] != NONE:
-        release_node(s, s.requests[slot, LAST_NODE])
+    release_node(s, s.requests[slot, LAST_NODE])
     s.scalars[NUM_MORE_STOPS] -= s.requests[slot, MORE_STOPS]
     s.requests[slot, BIRTH] = 0
 

@@ -104,8 +104,7 @@ def _schedule_running(s: State) -> None:
         publish(s, slot, min(computed + tokens, known))
         drafts = 0
         if s.requests[slot, NUM_DRAFTS] > 0:  # whatever does not fit is given up (P24)
-            before = known + s.requests[slot, NUM_PROMISED]
-            drafts = min(max(tokens + computed - before, 0), s.requests[slot, NUM_DRAFTS])
+            drafts = computed + tokens - known - s.requests[slot, NUM_PROMISED]
             s.requests[slot, NUM_DRAFTS] = 0
         _add_row(s, slot, tokens, held, drafts)
         position += 1
@@ -235,9 +234,8 @@ def _try_admit(s: State, slot: int) -> bool:
     for index in range(num_hits):
         if s.blocks[s.scratch[index], REF_COUNT] == 0:
             free -= 1
-    longest = s.scalars[MAX_MODEL_LEN]
-    whole = (min(known, longest) + size - 1) // size - num_hits
-    needed = max((min(computed + tokens, longest) + size - 1) // size - num_hits, 0)
+    whole = (known + size - 1) // size - num_hits
+    needed = (computed + tokens + size - 1) // size - num_hits
     if needed > free or (s.scalars[RESERVES_WHOLE] != 0 and whole > free):
         return False
     leave_queue(s, slot)

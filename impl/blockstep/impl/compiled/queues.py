@@ -87,7 +87,6 @@ def leave_queue(s: State, slot: int) -> None:
         s.scalars[first + 1] = before
     else:
         s.requests[after, PREVIOUS] = before
-    s.requests[slot, QUEUE] = NONE
 
 
 @compiled

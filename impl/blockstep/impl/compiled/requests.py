@@ -21,7 +21,6 @@ from blockstep.impl.compiled.state import (
     IS_WAITING,
     LABEL,
     LAST_FRAME,
-    LAST_NODE,
     MAX_KNOWN,
     MIN_TOKENS,
     MORE_STOPS,
@@ -32,12 +31,10 @@ from blockstep.impl.compiled.state import (
     NUM_MORE_STOPS,
     NUM_PROMPT,
     PRIORITY,
-    QUEUE,
     REPEATS_COUNT,
     REPEATS_MAX,
     REPEATS_MIN,
     REQUEST_COLUMNS,
-    ROW,
     SEAT,
     SKIPPED,
     SKIPS_CACHE,
@@ -177,7 +174,7 @@ class Requests:
         row[PRIORITY], row[ARRIVAL] = request.priority, request.arrival_time
         row[BIRTH] = self._num_born
         row[STATUS] = AWAITS_GRAMMAR if request.structured_output else IS_WAITING
-        for column in (NUM_CACHED_TOKENS, LAST_FRAME, LAST_NODE, SEAT, ROW, QUEUE):
+        for column in (NUM_CACHED_TOKENS, LAST_FRAME, SEAT):
             row[column] = NONE
         return row
 
