@@ -29,9 +29,10 @@ from typing import Any, TypeAlias
 EPISODE_SECONDS = 2.0
 """Processor time of one episode, import included; an honest one takes a twentieth of a second."""
 MEMORY_BYTES = 4 << 30
+COMPILED = "blockstep.impl.compiled"
 FORGOTTEN = {
     "blockstep.impl.host": ("blockstep.impl.host",),
-    "blockstep.impl.compiled": ("blockstep.impl.compiled",),
+    COMPILED: (COMPILED,),
     "blockstep.impl": ("blockstep.impl",),
     "blockstep.spec": ("blockstep.spec", "blockstep.conformance"),
 }
@@ -89,13 +90,15 @@ class MutatedFinder(MetaPathFinder):
 def forget(import_name: str) -> None:
     """Have the wing of a module imported again, and the tools too if they are built on it.
 
-    For a process of its own: from now on it has no numba, so that nothing is compiled in it.
+    For a process of its own: from now on it has no numba, so that nothing is compiled in it, and
+    what was compiled before is forgotten too.
     """
     sys.modules["numba"] = None  # type: ignore[assignment]  # what Python takes for "not installed"
     package = next(name for name in FORGOTTEN if import_name.startswith(f"{name}."))
+    forgotten = (*FORGOTTEN[package], COMPILED)
     for name in list(sys.modules):
         is_kept = name == KEPT or name.startswith(f"{KEPT}.")
-        if not is_kept and any(f"{name}.".startswith(f"{one}.") for one in FORGOTTEN[package]):
+        if not is_kept and any(f"{name}.".startswith(f"{one}.") for one in forgotten):
             del sys.modules[name]
 
 

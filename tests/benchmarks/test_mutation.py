@@ -162,6 +162,7 @@ def test_the_unmutated_code_survives() -> None:
 
 @pytest.mark.parametrize("engine", [COLLIDING, ARRAYS, "host-vector", COMPILED_ARRAYS])
 def test_the_unmutated_code_survives_with_every_engine(engine: str) -> None:
+    importlib.import_module("blockstep.impl.compiled")  # as machine code, which must be forgotten
     stages: tuple[Stage, ...] = ((engine, "small", 3_000),)
     outcome = play_changed("impl/host/pool.py", "refs[block] += 1", "refs[block] += 1", stages)
     assert outcome.killed_by == ""

@@ -2,7 +2,7 @@
 
 Triton interprets in this process, so the compiler runs in its own. A spilled register, or one
 too many, is a failure. `KERNELS_EVERY=1` compiles the whole matrix of head sizes, groups and rules
-(about ten minutes) instead of one of each kind.
+(twenty minutes the first time) instead of one of each kind.
 """
 
 from __future__ import annotations
