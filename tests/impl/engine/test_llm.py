@@ -452,9 +452,10 @@ def test_params_must_fit_the_prompts(qwen3: Checkpoint) -> None:
         ({"policy": "lifo"}, "policy = 'lifo': must be one of fcfs, priority"),
     ],
 )
-def test_impossible_settings_are_refused(
-    qwen3: Checkpoint, settings: dict[str, Any], message: str
+def test_impossible_settings_are_refused_before_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch, qwen3: Checkpoint, settings: dict[str, Any], message: str
 ) -> None:
+    monkeypatch.setattr("blockstep.impl.engine.loading.load_weights", None)
     with pytest.raises(SettingsError, match=message):
         LLM(qwen3.folder, **settings)
 

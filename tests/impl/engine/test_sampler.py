@@ -55,17 +55,19 @@ def make_logits(num_rows: int = 1, vocab_size: int = 16, seed: int = 0) -> Any:
         SamplingParams(temperature=1.0, min_p=0.2),
         SamplingParams(temperature=1.0, min_p=1.0),
         SamplingParams(temperature=0.8, top_k=12, top_p=0.9, min_p=0.05),
+        SamplingParams(temperature=1.5, top_p=0.6, min_p=0.3),
     ],
 )
-def test_probabilities_are_those_of_transformers(params: SamplingParams) -> None:
+def test_probabilities_are_those_of_the_cuts_of_transformers(params: SamplingParams) -> None:
+    """In the order of vLLM, whose names they have: min_p, top_k, top_p."""
     logits = make_logits(8, 64)
     scores = TemperatureLogitsWarper(params.temperature)(None, logits)
+    if params.min_p:
+        scores = MinPLogitsWarper(params.min_p)(None, scores)
     if params.top_k:
         scores = TopKLogitsWarper(params.top_k)(None, scores)
     if params.top_p < 1:
         scores = TopPLogitsWarper(params.top_p)(None, scores)
-    if params.min_p:
-        scores = MinPLogitsWarper(params.min_p)(None, scores)
     mixed = [SamplingParams(temperature=2.0, top_k=3), *[params] * 8]
     probs = get_probabilities(torch.cat((logits[:1], logits)), mixed)[1:]
     torch.testing.assert_close(probs, scores.softmax(-1), rtol=1e-5, atol=1e-6)

@@ -107,11 +107,12 @@ def load_engine(folder: Path, settings: Settings) -> Loaded:
             f"draft_model: has {draft_config.vocab_size} tokens and the model "
             f"{model_config.vocab_size}; use one with the same tokenizer"
         )
+    get_config(settings, models, dtype, device)  # what can't be is said before gigabytes are read
     weights = load_weights(folder, model_config, dtype, device)
     draft_weights = None
     if draft_config is not None and draft_folder is not None:
         draft_weights = load_weights(draft_folder, draft_config, dtype, device)
-    config = get_config(settings, models, dtype, device)
+    config = get_config(settings, models, dtype, device)  # of the memory that weights leave
 
     def build(shape: ModelConfig, its_weights: ModelWeights) -> Model:
         cache = PagedCache(shape, config.num_blocks, config.block_size, dtype, device)

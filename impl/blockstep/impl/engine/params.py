@@ -28,7 +28,7 @@ class SamplingParams:
     top_k: int = 0
     """Draw among the k likeliest tokens, and those as likely as the last of them; 0: all."""
     top_p: float = 1.0
-    """Draw among the likeliest tokens that have this probability together."""
+    """Draw among the likeliest tokens left that have this share of their probability together."""
     min_p: float = 0.0
     """Draw among tokens that have at least this share of the likeliest one's probability."""
     seed: int | None = None

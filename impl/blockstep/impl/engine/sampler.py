@@ -1,6 +1,6 @@
 """Sampler: from logits to tokens. What is drawn depends on the logits, a seed and a place alone.
 
-    logits -> / temperature -> top-k -> top-p -> min-p -> cumulated probabilities
+    logits -> / temperature -> min-p -> top-k -> top-p -> cumulated probabilities
     seed, index of the output token -> one uniform number -> the token where it falls
 
 There is no generator whose state a request could share with others: the number for an output token
@@ -11,6 +11,7 @@ have been drawn. That keeps the distribution without a second draw, and the text
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,7 +54,10 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def get_probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """What each row draws from, [num_rows, vocab_size] float32; temperatures are above 0."""
+    """What each row draws from, [num_rows, vocab_size] float32; temperatures are above 0.
+
+    Cut by min_p, then top_k, then top_p of what is left, as in vLLM (`v1/sample/sampler.py`).
+    """
 
     def column(values: Sequence[float], dtype: type = np.float32) -> torch.Tensor:
         return to_device(np.array(values, dtype), logits.device)[:, None]
@@ -63,13 +67,14 @@ def get_probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) ->
         return scaled.softmax(dim=-1)
     vocab_size = logits.shape[1]
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    least = column([math.log(row.min_p) if row.min_p else -math.inf for row in params])
+    ordered = ordered.masked_fill(ordered < ordered[:, :1] + least, -torch.inf)
     last = column([min(row.top_k or vocab_size, vocab_size) - 1 for row in params], np.int64)
     ordered = ordered.masked_fill(ordered < ordered.gather(1, last), -torch.inf)
     probs = ordered.softmax(dim=-1)
     above = probs.cumsum(dim=-1) - probs
     top_p = column([row.top_p for row in params])
     probs = probs.masked_fill((above >= top_p) & (above > 0) & (top_p < 1), 0)
-    probs = probs.masked_fill(probs < column([row.min_p for row in params]) * probs[:, :1], 0)
     # Back in the order of token ids: where two logits nearly tie, their order is not to be trusted.
     return torch.zeros_like(probs).scatter(1, order, probs / probs.sum(dim=-1, keepdim=True))
 
