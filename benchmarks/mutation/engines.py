@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,9 +65,7 @@ class Arrays:
 
     def _make_engine(self, config: Config) -> Any:
         host = importlib.import_module("blockstep.impl.host")
-        for name in ("table", "core", "batch_results", "pool"):
-            constants = vars(importlib.import_module(f"blockstep.impl.host.{name}"))
-            constants.update({key: SMALL[key] for key in SMALL if key in constants})
+        _set_constants("blockstep.impl.host", ("table", "core", "batch_results", "pool"), SMALL)
         return host.HostEngine(config, vector_at=2)
 
     def apply(self, event: Event) -> Observation:
@@ -160,9 +159,7 @@ class CompiledArrays(Arrays):
 
     def _make_engine(self, config: Config) -> Any:
         compiled = importlib.import_module("blockstep.impl.compiled")
-        for name in ("state", "names"):
-            constants = vars(importlib.import_module(f"blockstep.impl.compiled.{name}"))
-            constants.update({key: NARROW[key] for key in NARROW if key in constants})
+        _set_constants("blockstep.impl.compiled", ("state", "names"), NARROW)
         blocks: Any = importlib.import_module("blockstep.impl.compiled.blocks")
         blocks._hash_content = _hash_in_two_bits
         return compiled.CompiledEngine(config)
@@ -171,6 +168,13 @@ class CompiledArrays(Arrays):
         """That of the engine, once what it has in use is found to be what somebody uses."""
         _assert_nothing_leaks(self.engine.requests)
         return super().snapshot()
+
+
+def _set_constants(package: str, names: Sequence[str], values: Mapping[str, int]) -> None:
+    """In each of these modules, those of the constants that it has."""
+    for name in names:
+        constants = vars(importlib.import_module(f"{package}.{name}"))
+        constants.update({key: values[key] for key in values if key in constants})
 
 
 def _hash_in_two_bits(_parent: int, _extras: int, tokens: Any) -> int:
