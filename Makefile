@@ -114,11 +114,11 @@ $(MEASURE): pyproject.toml | $(DEV)
 # installed after it makes pip list those that are not there as if something had gone wrong.
 $(VLLM_DONE): pyproject.toml | $(BASE)
 	@$(BIN)/python -c 'import sys; \
-		from blockstep.conformance.adapters.vllm_releases import get_release_problem; \
+		from blockstep.conformance.engines.adapters.vllm_releases import get_release_problem; \
 		sys.exit(get_release_problem("$(VLLM)"))'
 	@$(call create_venv,$(VLLM_VENV))
 	@echo "setup: torch, vllm $(VLLM) and what its scheduler imports, about 3 GB: this takes minutes"
-	@$(BIN)/python -c 'from blockstep.conformance.adapters.vllm_releases import RELEASES; \
+	@$(BIN)/python -c 'from blockstep.conformance.engines.adapters.vllm_releases import RELEASES; \
 		print(*RELEASES["$(VLLM)"].packages, sep="\n")' > $(VLLM_VENV)/packages.txt
 	@$(VLLM_BIN)/python -m pip install -q torch==2.13.0
 	@$(VLLM_BIN)/python -m pip install -q -r $(VLLM_VENV)/packages.txt

@@ -15,8 +15,8 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from blockstep.conformance.check import CheckOptions, record_episode, run_episode
-from blockstep.conformance.registry import SpecEngine, load_engine
+from blockstep.conformance.protocol.registry import SpecEngine, load_engine
+from blockstep.conformance.search.check import CheckOptions, record_episode, run_episode
 from blockstep.spec.vocabulary import Config, Event
 
 

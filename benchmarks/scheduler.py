@@ -38,7 +38,10 @@ from blockstep.conformance.bench.scenarios import TRACE
 ROOT = Path(__file__).parents[1]
 PAGE = Path("docs/reference/performance.md")
 RESULTS = Path("benchmarks/results")
-RUN = "import sys; sys.argv[0] = 'blockstep'; from blockstep.conformance.cli import main; main()"
+RUN = (
+    "import sys; sys.argv[0] = 'blockstep'; "
+    "from blockstep.conformance.command.main import main; main()"
+)
 ENGINES = ("compiled", "host", YARDSTICK)
 PARTS = {
     "steady": "scheduler --scenario decode --scenario long --scenario async --scenario drafts "

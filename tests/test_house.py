@@ -60,7 +60,7 @@ def find_imports_against_the_rules(house: Path) -> str:
 
 MODULES = (
     "spec.vocabulary.config", "spec.pool", "impl.host.engine", "kernels.attention",
-    "conformance.driver",
+    "conformance.lockstep.driver",
 )  # fmt: skip
 """A house of one module per room that the rules tell apart."""
 
@@ -68,23 +68,23 @@ ALLOWED = (
     ("impl.host.engine", "from blockstep.spec.vocabulary import config"),
     ("impl.host.engine", "from blockstep.spec.vocabulary.config import Config"),
     ("impl.host.engine", "import blockstep.kernels.attention"),
-    ("conformance.driver", "from blockstep.spec.pool import take"),
+    ("conformance.lockstep.driver", "from blockstep.spec.pool import take"),
     ("spec.pool", "from blockstep.spec.vocabulary.config import Config"),
 )
 FORBIDDEN = (
     ("spec.pool", "import blockstep.impl.host.engine"),
     ("spec.pool", "import blockstep.kernels.attention"),
-    ("spec.vocabulary.config", "from blockstep.conformance import driver"),
+    ("spec.vocabulary.config", "from blockstep.conformance.lockstep import driver"),
     ("impl.host.engine", "from blockstep.spec.pool import take"),
     ("impl.host.engine", "from blockstep.spec import pool"),
     ("impl.host.engine", "import blockstep.spec"),
     ("impl.host.engine", "def f():\n    from blockstep.spec.pool import take"),
-    ("impl.host.engine", "import blockstep.conformance.driver"),
+    ("impl.host.engine", "import blockstep.conformance.lockstep.driver"),
     ("kernels.attention", "import blockstep.spec.vocabulary.config"),
     ("kernels.attention", "import blockstep.impl.host.engine"),
-    ("kernels.attention", "import blockstep.conformance.driver"),
-    ("conformance.driver", "import blockstep.impl.host.engine"),
-    ("conformance.driver", "def f():\n    import blockstep.kernels.attention"),
+    ("kernels.attention", "import blockstep.conformance.lockstep.driver"),
+    ("conformance.lockstep.driver", "import blockstep.impl.host.engine"),
+    ("conformance.lockstep.driver", "def f():\n    import blockstep.kernels.attention"),
 )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from blockstep.conformance.cli import app
+from blockstep.conformance.command.main import app
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 

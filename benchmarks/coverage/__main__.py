@@ -94,7 +94,7 @@ def measure(num_events: int, seed: int) -> tuple[list[Module], dict[str, int]]:
         data_file=None, config_file=False, branch=True, include=[f"{folder}/*.py"]
     )
     tracer.start()
-    check: Any = importlib.import_module("blockstep.conformance.check")
+    check: Any = importlib.import_module("blockstep.conformance.search.check")
     counts: dict[str, int] = {}
     for engine, profile, preset, part in PLAYED:
         options = check.CheckOptions(engine=engine, profile=profile, preset=preset, seed=seed)

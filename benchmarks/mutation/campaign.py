@@ -280,7 +280,7 @@ def _trace(sources: Sequence[Source], stage: Stage, seed: int) -> dict[str, Any]
     files = [str(source.file) for source in sources]
     tracer = coverage.Coverage(data_file=None, config_file=False, include=files)
     tracer.start()
-    check: Any = importlib.import_module("blockstep.conformance.check")
+    check: Any = importlib.import_module("blockstep.conformance.search.check")
     outcome = play(check, [stage], seed)
     tracer.stop()
     data = tracer.get_data()
@@ -424,6 +424,6 @@ def describe(played: Played) -> dict[str, Any]:
 
 def preload() -> None:
     """Import what every child needs, so that none of them has to."""
-    for name in ("blockstep.conformance.check", "blockstep.impl.host", "coverage"):
+    for name in ("blockstep.conformance.search.check", "blockstep.impl.host", "coverage"):
         importlib.import_module(name)
     assert "blockstep.spec.vocabulary" in sys.modules

@@ -110,7 +110,7 @@ def play_mutant(
     sys.meta_path.insert(0, MutatedFinder(import_name, file, text))
     try:
         importlib.import_module(import_name)
-        check: Any = importlib.import_module("blockstep.conformance.check")
+        check: Any = importlib.import_module("blockstep.conformance.search.check")
     except Exception as error:
         return Outcome("import", type(error).__name__)
     return play(check, stages, seed)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from blockstep.conformance.arms import ARMS, compare_arms, usable_arms
-from blockstep.conformance.check import CheckOptions
-from blockstep.conformance.registry import SpecEngine, load_engine
+from blockstep.conformance.protocol.registry import SpecEngine, load_engine
+from blockstep.conformance.search.arms import ARMS, compare_arms, usable_arms
+from blockstep.conformance.search.check import CheckOptions
 from blockstep.spec.vocabulary import config_problems
 
 
@@ -46,7 +46,7 @@ def test_what_an_engine_cannot_do_is_no_arm() -> None:
 
 
 def test_every_arm_makes_a_valid_config() -> None:
-    from blockstep.conformance.arms import draw_workload
+    from blockstep.conformance.search.arms import draw_workload
 
     for episode in range(50):
         swarm, _ = draw_workload(CheckOptions(), episode)

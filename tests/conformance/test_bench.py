@@ -26,9 +26,9 @@ from blockstep.conformance.bench.profile import STEPS, name_function, profile, t
 from blockstep.conformance.bench.report import from_json, get_ratio, make_rows, to_json
 from blockstep.conformance.bench.scenarios import SCENARIOS, Scenario
 from blockstep.conformance.bench.sides import ArraySide, ProtocolSide, make_side
-from blockstep.conformance.check import ExitCode
-from blockstep.conformance.cli import app
-from blockstep.conformance.registry import load_engine
+from blockstep.conformance.command.main import app
+from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.search.check import ExitCode
 
 SIDES = ("host", "host-vector", "compiled", "tests.conformance.test_bench:make_plain_host")
 QUICK = ("decode", "storm", "drafts", "async")

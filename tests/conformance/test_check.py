@@ -11,22 +11,22 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from blockstep.conformance.check import (
+from blockstep.conformance.command.main import app
+from blockstep.conformance.draw.actions import SeededDraw
+from blockstep.conformance.draw.presets import PRESETS, draw_config
+from blockstep.conformance.engine import ALL_CAPABILITIES
+from blockstep.conformance.judge.witnesses import missing_witnesses
+from blockstep.conformance.museum import EXHIBITS, build
+from blockstep.conformance.protocol.findings import FindingKind
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.report.verdict import render_verdict
+from blockstep.conformance.search.check import (
     CheckOptions,
     ExitCode,
     check,
     play_episode,
     release_canary,
 )
-from blockstep.conformance.cli import app
-from blockstep.conformance.engine import ALL_CAPABILITIES
-from blockstep.conformance.findings import FindingKind
-from blockstep.conformance.museum import EXHIBITS, build
-from blockstep.conformance.presets import PRESETS, draw_config
-from blockstep.conformance.registry import SpecEngine
-from blockstep.conformance.report.verdict import render_verdict
-from blockstep.conformance.rules import SeededDraw
-from blockstep.conformance.witnesses import missing_witnesses
 from blockstep.spec.profiles import get_profile
 from blockstep.spec.vocabulary import (
     Config,

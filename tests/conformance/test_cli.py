@@ -10,8 +10,8 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 from typer.testing import CliRunner, Result
 
-from blockstep.conformance.cli import app, parse_budget
-from blockstep.conformance.traces import read_trace, write_trace
+from blockstep.conformance.command.main import app, parse_budget
+from blockstep.conformance.recorded.traces import read_trace, write_trace
 from blockstep.spec.vocabulary import Ack, Plan
 
 COMMANDS = (
@@ -86,9 +86,9 @@ def test_json_on_standard_output_is_all_there_is() -> None:
 ENGINES = """
 import os, signal, time
 from dataclasses import replace
-from blockstep.conformance import check
-from blockstep.conformance.canary import CanaryEngine
-from blockstep.conformance.registry import SpecEngine
+from blockstep.conformance.search import check
+from blockstep.conformance.lockstep.canary import CanaryEngine
+from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec.vocabulary import Abort
 
 class Failing(SpecEngine):
@@ -180,7 +180,7 @@ def test_an_engine_that_fails_fails_no_campaign(
 def test_an_engine_that_is_never_built_is_told_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockstep.conformance.isolation.BUILD_SECONDS", 4.0)
+    monkeypatch.setattr("blockstep.conformance.search.isolation.BUILD_SECONDS", 4.0)
     result = check_engine(tmp_path, "NeverBuilt")
     assert result.exit_code == 1
     told = " ".join(result.output.split())

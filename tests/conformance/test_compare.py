@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.conformance.compare import (
+from blockstep.conformance.protocol.compare import (
     describe_block,
     name_key,
     observation_differences,

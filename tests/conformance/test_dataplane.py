@@ -13,13 +13,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from blockstep.conformance.check import CheckOptions, run_episode
-from blockstep.conformance.cli import app
-from blockstep.conformance.dataplane import HOST, OnKernels, memory
-from blockstep.conformance.dataplane.faults import FAULTS
+from blockstep.conformance.command.main import app
 from blockstep.conformance.engine import EngineFactory
-from blockstep.conformance.findings import Finding
-from blockstep.conformance.worker.names import BEFORE_RESET, GARBLED, NEVER_WRITTEN
+from blockstep.conformance.judge.dataplane import HOST, OnKernels, memory
+from blockstep.conformance.judge.dataplane.faults import FAULTS
+from blockstep.conformance.judge.worker.names import BEFORE_RESET, GARBLED, NEVER_WRITTEN
+from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.search.check import CheckOptions, run_episode
 
 TINY = CheckOptions(preset="tiny")
 NAMES = [0, 1, 5, BEFORE_RESET, 300, 70_000, NEVER_WRITTEN, 12_345_678]
@@ -107,8 +107,8 @@ def test_what_the_engine_gets_wrong_is_seen_in_the_memory() -> None:
 
 
 INTERPRETED = """
-from blockstep.conformance.check import CheckOptions, run_episode
-from blockstep.conformance.dataplane import OnKernels
+from blockstep.conformance.search.check import CheckOptions, run_episode
+from blockstep.conformance.judge.dataplane import OnKernels
 from blockstep.kernels import use_backend
 
 tiny = CheckOptions(preset="tiny")

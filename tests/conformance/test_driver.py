@@ -7,11 +7,18 @@ from typing import Any
 
 import pytest
 
-from blockstep.conformance.driver import LockStep, drain_bound, run_program
 from blockstep.conformance.engine import ALL_CAPABILITIES, Declining
-from blockstep.conformance.findings import FindingKind
-from blockstep.conformance.program import Answer, Drain, Hostile, Program, Propose, describe
-from blockstep.conformance.registry import SpecEngine
+from blockstep.conformance.lockstep.driver import LockStep, drain_bound, run_program
+from blockstep.conformance.protocol.findings import FindingKind
+from blockstep.conformance.protocol.program import (
+    Answer,
+    Drain,
+    Hostile,
+    Program,
+    Propose,
+    describe,
+)
+from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec import Abort, Commit, Config, Request, Reset, Schedule, SpecMethod, Submit
 from blockstep.spec.profiles import SPARING, Profile, Quirk
 from blockstep.spec.vocabulary import Drafts, Event, Observation, Plan, Snapshot, Stats

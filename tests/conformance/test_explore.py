@@ -10,8 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from blockstep.conformance.command.explore import explore_command
 from blockstep.conformance.explore.canonical import LEFT_OUT, Canonicaliser
-from blockstep.conformance.explore.command import explore_command
 from blockstep.conformance.explore.copies import Copies
 from blockstep.conformance.explore.liveness import find_cycle
 from blockstep.conformance.explore.presets import WORLDS
@@ -25,9 +25,9 @@ from blockstep.conformance.explore.walk import (
     walk,
 )
 from blockstep.conformance.explore.world import World, get_events
+from blockstep.conformance.judge.properties import Ledger, Step
 from blockstep.conformance.museum import EXHIBITS
-from blockstep.conformance.properties import Ledger, Step
-from blockstep.conformance.registry import SpecEngine, load_engine
+from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.spec.pool import Pool
 from blockstep.spec.profiles import QUIRKS, Profile, Quirk, QuirkStory
 from blockstep.spec.snapshots import get_snapshot

@@ -10,7 +10,7 @@ import pytest
 from engine_support.models import build_model, save_model, save_tokenizer
 from typer.testing import CliRunner, Result
 
-from blockstep.conformance.cli import app
+from blockstep.conformance.command.main import app
 from blockstep.impl.engine.batch import Batch
 
 

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from blockstep.conformance.check import CheckOptions
 from blockstep.conformance.engine import ALL_CAPABILITIES
-from blockstep.conformance.findings import FindingKind
-from blockstep.conformance.hunt import (
+from blockstep.conformance.protocol.findings import FindingKind
+from blockstep.conformance.protocol.program import Answer, Program
+from blockstep.conformance.protocol.registry import SpecEngine, load_engine
+from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
+from blockstep.conformance.search.check import CheckOptions
+from blockstep.conformance.search.hunt import (
     Cause,
     Forgiving,
     HuntResult,
@@ -19,9 +22,6 @@ from blockstep.conformance.hunt import (
     get_workarounds,
     hunt,
 )
-from blockstep.conformance.program import Answer, Program
-from blockstep.conformance.registry import SpecEngine, load_engine
-from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
 from blockstep.spec.profiles import Profile, Quirk, get_profile
 from blockstep.spec.vocabulary import (
     Config,

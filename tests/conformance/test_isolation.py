@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from blockstep.conformance.check import CANARY, CheckOptions, ExitCode, check, play_episode
-from blockstep.conformance.isolation import JOURNAL_BYTES, Isolation, Journal, LostError, say
-from blockstep.conformance.program import Answer, Drain, Program
-from blockstep.conformance.registry import EngineNotFoundError, SpecEngine
+from blockstep.conformance.protocol.program import Answer, Drain, Program
+from blockstep.conformance.protocol.registry import EngineNotFoundError, SpecEngine
+from blockstep.conformance.recorded.validate import validate
 from blockstep.conformance.report.failure import tell_failure
 from blockstep.conformance.report.jsonform import check_to_json
-from blockstep.conformance.validate import validate
+from blockstep.conformance.search.check import CANARY, CheckOptions, ExitCode, check, play_episode
+from blockstep.conformance.search.isolation import JOURNAL_BYTES, Isolation, Journal, LostError, say
 from blockstep.spec.vocabulary import (
     Config,
     Event,
@@ -29,8 +29,8 @@ from blockstep.spec.vocabulary import (
 
 ENGINES = '''
 import ctypes, os, signal, subprocess, sys, time
-from blockstep.conformance.canary import CanaryEngine
-from blockstep.conformance.registry import SpecEngine
+from blockstep.conformance.lockstep.canary import CanaryEngine
+from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec.vocabulary import Abort, Reset
 
 class Counting(SpecEngine):
@@ -303,7 +303,7 @@ def test_the_first_lost_episode_is_told_however_many_run_side_by_side(
 def test_what_hangs_between_two_calls_hangs_no_check(
     isolation: Isolation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockstep.conformance.isolation.BUILD_SECONDS", 4.0)
+    monkeypatch.setattr("blockstep.conformance.search.isolation.BUILD_SECONDS", 4.0)
     result = isolation.check(options("Late"))
     assert result.first is not None
     assert result.first.message == "the engine gave no answer within 4 s between two calls"

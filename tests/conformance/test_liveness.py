@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from blockstep.conformance.driver import run_program
-from blockstep.conformance.findings import FindingKind
-from blockstep.conformance.liveness import Watch, is_same_state
-from blockstep.conformance.program import Drain, Program
-from blockstep.conformance.registry import SpecEngine, load_engine
+from blockstep.conformance.lockstep.driver import run_program
+from blockstep.conformance.lockstep.liveness import Watch, is_same_state
+from blockstep.conformance.protocol.findings import FindingKind
+from blockstep.conformance.protocol.program import Drain, Program
+from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.spec import Config, Oracle, Plan, Policy, Request, Submit
 from blockstep.spec.profiles import get_profile
 

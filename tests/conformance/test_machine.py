@@ -6,8 +6,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from blockstep.conformance.machine import machine
 from blockstep.conformance.museum import build
+from blockstep.conformance.search.machine import machine
 
 SETTINGS = settings(
     max_examples=60,

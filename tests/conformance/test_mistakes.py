@@ -6,9 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from blockstep.conformance.driver import LockStep
-from blockstep.conformance.program import Action, Answer, Misanswer, Mistake, Propose, describe
-from blockstep.conformance.registry import load_engine
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.protocol.program import (
+    Action,
+    Answer,
+    Misanswer,
+    Mistake,
+    Propose,
+    describe,
+)
+from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec import Config, Request, Schedule, SpecMethod, Submit
 from blockstep.spec.vocabulary import RejectCode
 

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from blockstep.conformance import museum
-from blockstep.conformance.cli import app
-from blockstep.conformance.findings import Finding, FindingKind
+from blockstep.conformance.command.main import app
+from blockstep.conformance.judge.properties import PROPERTIES
 from blockstep.conformance.museum import EXHIBITS, Exhibit, build
 from blockstep.conformance.museum.exhibit import Page, collect
 from blockstep.conformance.museum.hunt import (
@@ -26,7 +26,7 @@ from blockstep.conformance.museum.hunt import (
     row_of,
     run_hunt,
 )
-from blockstep.conformance.properties import PROPERTIES
+from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.spec.vocabulary import Config
 
 NAMED = {entry.id for entry in PROPERTIES} | {"P10"}
@@ -44,7 +44,7 @@ def with_survivor(monkeypatch: pytest.MonkeyPatch) -> str:
     """An exhibit that plants nothing. It is known in this process only, so it needs one job."""
     exhibits = {**EXHIBITS, IDLE.name: IDLE}
     monkeypatch.setattr(museum, "EXHIBITS", exhibits)
-    monkeypatch.setattr("blockstep.conformance.cli.EXHIBITS", exhibits)
+    monkeypatch.setattr("blockstep.conformance.command.main.EXHIBITS", exhibits)
     return IDLE.name
 
 

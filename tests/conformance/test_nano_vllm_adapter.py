@@ -15,7 +15,14 @@ from typing import Any
 
 import pytest
 
-from blockstep.conformance.check import (
+from blockstep.conformance.engine import Capability, EngineFault
+from blockstep.conformance.judge.witnesses import WITNESSES
+from blockstep.conformance.lockstep.driver import run_program
+from blockstep.conformance.lockstep.safety import JUDGED, Safety, SafetyRun, show_state
+from blockstep.conformance.protocol.findings import FindingKind
+from blockstep.conformance.protocol.program import Action, Answer, Drain, Program
+from blockstep.conformance.protocol.registry import EngineNotFoundError
+from blockstep.conformance.search.check import (
     SAFETY_CANARY,
     CheckOptions,
     ExitCode,
@@ -24,13 +31,6 @@ from blockstep.conformance.check import (
     release_canary,
     run_batch,
 )
-from blockstep.conformance.driver import run_program
-from blockstep.conformance.engine import Capability, EngineFault
-from blockstep.conformance.findings import FindingKind
-from blockstep.conformance.program import Action, Answer, Drain, Program
-from blockstep.conformance.registry import EngineNotFoundError
-from blockstep.conformance.safety import JUDGED, Safety, SafetyRun, show_state
-from blockstep.conformance.witnesses import WITNESSES
 from blockstep.spec.vocabulary import (
     Ack,
     CachedRow,
@@ -56,7 +56,7 @@ from blockstep.spec.vocabulary import (
 )
 
 ROOT = Path(__file__).parents[2]
-ADAPTER = ROOT / "conformance/blockstep/conformance/adapters/nano_vllm.py"
+ADAPTER = ROOT / "conformance/blockstep/conformance/engines/adapters/nano_vllm.py"
 CHECKOUT = os.environ.get("BLOCKSTEP_NANO_VLLM")
 needs_nano_vllm = pytest.mark.skipif(
     CHECKOUT is None, reason="BLOCKSTEP_NANO_VLLM names no checkout of nano-vllm"
@@ -403,7 +403,7 @@ def test_no_sentence_about_order_or_greed_is_judged() -> None:
 
 
 def test_an_engine_is_found_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "from blockstep.conformance.registry import SpecEngine as Engine\n"
+    source = "from blockstep.conformance.protocol.registry import SpecEngine as Engine\n"
     (tmp_path / "engine_in_a_folder.py").write_text(source)
     monkeypatch.setattr(sys, "path", [*sys.path])
     there = CheckOptions(engine="engine_in_a_folder:Engine", preset="tiny", path=str(tmp_path))
@@ -414,10 +414,15 @@ def test_an_engine_is_found_in_a_folder(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_command_hands_the_folder_to_its_processes(tmp_path: Path) -> None:
-    source = "from blockstep.conformance.registry import SpecEngine as Engine\n"
+    source = "from blockstep.conformance.protocol.registry import SpecEngine as Engine\n"
     (tmp_path / "engine_in_a_folder.py").write_text(source)
     command = [
-        *(sys.executable, "-c", "from blockstep.conformance.cli import main; main()", "check"),
+        *(
+            sys.executable,
+            "-c",
+            "from blockstep.conformance.command.main import main; main()",
+            "check",
+        ),
         *("--engine", "engine_in_a_folder:Engine", "--path", str(tmp_path)),
         *("--preset", "tiny", "--budget", "300", "--jobs", "2"),
     ]
@@ -449,7 +454,7 @@ def test_nano_vllm_is_held_to_the_properties() -> None:
 @needs_nano_vllm
 def test_decoding_rows_of_nano_vllm_may_exceed_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     nano(1, 0, preset="tiny", episode=0)  # puts the folder on the path
-    from blockstep.conformance.adapters.nano_vllm import NanoVllm
+    from blockstep.conformance.engines.adapters.nano_vllm import NanoVllm
 
     class AnyBudget(NanoVllm):
         equivalence = replace(

@@ -8,13 +8,13 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from blockstep.conformance.presets import PRESETS, draw_swarm
-from blockstep.conformance.program import Answer, Hostile, Misanswer, Propose
-from blockstep.conformance.properties import CHECKS_OF, PROPERTIES, Ledger, Step, check_step
-from blockstep.conformance.registry import SpecEngine
-from blockstep.conformance.rules import SeededDraw, View, next_action
-from blockstep.conformance.tokens import token_function
-from blockstep.conformance.worker import Worker
+from blockstep.conformance.draw.actions import SeededDraw, View, next_action
+from blockstep.conformance.draw.presets import PRESETS, draw_swarm
+from blockstep.conformance.judge.properties import CHECKS_OF, PROPERTIES, Ledger, Step, check_step
+from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.protocol.program import Answer, Hostile, Misanswer, Propose
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.protocol.tokens import token_function
 from blockstep.impl.host import HostEngine
 from blockstep.spec.profiles import get_profile
 from blockstep.spec.vocabulary import (

@@ -16,9 +16,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from blockstep.conformance.command.prove import prove_command
 from blockstep.conformance.prove import laws as all_laws
 from blockstep.conformance.prove import runner
-from blockstep.conformance.prove.command import prove_command
 from blockstep.conformance.prove.law import Law, Room
 from blockstep.conformance.prove.laws import LAWS
 from blockstep.conformance.prove.runner import (

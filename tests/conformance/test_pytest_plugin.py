@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from blockstep.conformance.properties import PROPERTIES
+from blockstep.conformance.judge.properties import PROPERTIES
 from blockstep.conformance.pytest_plugin import ASPECTS, judge
 
 pytest_plugins = ["pytester"]
@@ -18,7 +18,7 @@ NUM_ITEMS = len(PROPERTIES) + len(ASPECTS)
 ENGINES = '''
 import os, time
 from dataclasses import replace
-from blockstep.conformance.registry import SpecEngine
+from blockstep.conformance.protocol.registry import SpecEngine
 
 class Bad(SpecEngine):
     """Loses a free block whenever the pool is half used."""
@@ -65,7 +65,7 @@ class SeenBad(Bad, Seen):
 '''
 
 PROGRAM = """
-from blockstep.conformance.program import Answer, Drain, Program
+from blockstep.conformance.protocol.program import Answer, Drain, Program
 from blockstep.spec.vocabulary import Config, Request, Schedule, Submit
 
 CONFIG = Config(num_blocks=4, block_size=2)
@@ -290,7 +290,7 @@ def test_own_programs_outlive_an_engine_that_does_not(inner: pytest.Pytester) ->
 # The Hypothesis machine.
 
 MACHINE = """
-from blockstep.conformance.machine import machine
+from blockstep.conformance.search.machine import machine
 TestEngine = machine("plugged_engines:{engine}", "tiny").TestCase
 """
 CONFTEST = """

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START, WorkloadFormat, load
 from blockstep.conformance.engine import Capability, EngineFactory, EngineFault
-from blockstep.conformance.findings import Finding, FindingKind
-from blockstep.conformance.replay import (
+from blockstep.conformance.protocol.findings import Finding, FindingKind
+from blockstep.conformance.recorded.replay import (
     REPLAY_PRESETS,
     Arrivals,
     Moment,
@@ -26,8 +27,7 @@ from blockstep.conformance.replay import (
     render,
     replay,
 )
-from blockstep.conformance.traces import read_trace, write_trace
-from blockstep.conformance.workloads import OUTPUT_TOKENS_START, WorkloadFormat, load
+from blockstep.conformance.recorded.traces import read_trace, write_trace
 from blockstep.impl.host import HostEngine
 from blockstep.spec import Oracle
 from blockstep.spec.vocabulary import (

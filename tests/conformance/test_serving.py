@@ -11,7 +11,7 @@ import pytest
 from engine_support.models import MAX_TOKENS, Checkpoint, make_checkpoint, make_prompts
 from engine_support.storms import STORMS
 
-from blockstep.conformance.serving import CheckFailedError, ServingChecker
+from blockstep.conformance.engines.serving import CheckFailedError, ServingChecker
 from blockstep.impl.engine import LLM, SamplingParams
 from blockstep.impl.engine.batch import Batch, BatchRow
 from blockstep.impl.engine.model import Inputs

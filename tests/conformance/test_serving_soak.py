@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engine_support.models import VOCAB_SIZE, Checkpoint, make_checkpoint, make_prompts
 
-from blockstep.conformance.serving import ServingChecker
+from blockstep.conformance.engines.serving import ServingChecker
 from blockstep.impl.engine import LLM, RequestError, SamplingParams
 from blockstep.spec.vocabulary import FinishReason
 

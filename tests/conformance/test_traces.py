@@ -16,14 +16,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from blockstep.conformance.traces import (
+from blockstep.conformance.recorded.traces import (
     Trace,
     TraceError,
     TraceStep,
     read_trace,
     write_trace,
 )
-from blockstep.conformance.traces.recorded import OBSERVATION_TYPES
+from blockstep.conformance.recorded.traces.recorded import OBSERVATION_TYPES
 from blockstep.spec import Oracle
 from blockstep.spec.vocabulary import (
     EVENT_TYPES,

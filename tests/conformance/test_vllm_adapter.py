@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 
-from blockstep.conformance.adapters import vllm_releases
-from blockstep.conformance.adapters.vllm_names import compute_block_key, get_lora_name
-from blockstep.conformance.adapters.vllm_releases import (
+from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, is_async
+from blockstep.conformance.engines.adapters import vllm_releases
+from blockstep.conformance.engines.adapters.vllm_names import compute_block_key, get_lora_name
+from blockstep.conformance.engines.adapters.vllm_releases import (
     REFERENCE,
     RELEASES,
     get_installed_version,
     get_release_problem,
 )
-from blockstep.conformance.check import CheckOptions, fit_depth, run_episode
-from blockstep.conformance.driver import LockStep, run_program
-from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, is_async
-from blockstep.conformance.findings import FindingKind
-from blockstep.conformance.hunt import Cause, Means, explain
-from blockstep.conformance.program import Action, Answer, Drain, Program, Propose
-from blockstep.conformance.registry import EngineNotFoundError, load_engine
-from blockstep.conformance.witnesses import WITNESSES
+from blockstep.conformance.judge.witnesses import WITNESSES
+from blockstep.conformance.lockstep.driver import LockStep, run_program
+from blockstep.conformance.protocol.findings import FindingKind
+from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Propose
+from blockstep.conformance.protocol.registry import EngineNotFoundError, load_engine
+from blockstep.conformance.search.check import CheckOptions, fit_depth, run_episode
+from blockstep.conformance.search.hunt import Cause, Means, explain
 from blockstep.spec import profiles
 from blockstep.spec.profiles import STRICT, Profile, Quirk
 from blockstep.spec.vocabulary import (
@@ -48,7 +48,7 @@ from blockstep.spec.vocabulary import (
     Submit,
 )
 
-ADAPTER = "blockstep.conformance.adapters.vllm"
+ADAPTER = "blockstep.conformance.engines.adapters.vllm"
 PROBLEM = get_release_problem(get_installed_version())
 # Importing vLLM imports torch, which warns of itself.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
@@ -67,7 +67,8 @@ needs_reference = pytest.mark.skipif(
 
 def test_the_tools_do_not_import_vllm() -> None:
     source = (
-        "import sys, blockstep.conformance.cli, blockstep.conformance.adapters.vllm_names\n"
+        "import sys, blockstep.conformance.command.main\n"
+        "import blockstep.conformance.engines.adapters.vllm_names\n"
         "found = {name.partition('.')[0] for name in sys.modules} & {'vllm', 'torch'}\n"
         "assert not found, found"
     )

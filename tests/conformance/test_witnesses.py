@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from blockstep.conformance.presets import PRESETS, draw_swarm
-from blockstep.conformance.program import Answer, Hostile, Misanswer, Propose
-from blockstep.conformance.properties import Ledger, Step
-from blockstep.conformance.rules import SeededDraw, View, next_action
-from blockstep.conformance.tokens import token_function
-from blockstep.conformance.witnesses import (
+from blockstep.conformance.draw.actions import SeededDraw, View, next_action
+from blockstep.conformance.draw.presets import PRESETS, draw_swarm
+from blockstep.conformance.judge.properties import Ledger, Step
+from blockstep.conformance.judge.witnesses import (
     WITNESSES,
     Witnesses,
     missing_witnesses,
     required_witnesses,
 )
-from blockstep.conformance.worker import Worker
+from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.protocol.program import Answer, Hostile, Misanswer, Propose
+from blockstep.conformance.protocol.tokens import token_function
 from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     Abort,

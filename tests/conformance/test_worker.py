@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from blockstep.conformance.findings import Finding
-from blockstep.conformance.tokens import token_function
-from blockstep.conformance.worker import PrefixNames, Worker, item_starts
-from blockstep.conformance.worker.names import BEFORE_RESET, NEVER_WRITTEN
+from blockstep.conformance.judge.worker import PrefixNames, Worker, item_starts
+from blockstep.conformance.judge.worker.names import BEFORE_RESET, NEVER_WRITTEN
+from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.tokens import token_function
 from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from blockstep.conformance.check import CheckOptions, run_episode
-from blockstep.conformance.dataplane import OnKernels
+from blockstep.conformance.judge.dataplane import OnKernels
+from blockstep.conformance.search.check import CheckOptions, run_episode
 
 
 @pytest.mark.parametrize("episode", range(2))

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 if TYPE_CHECKING:
-    from blockstep.conformance.check import CheckOptions
-    from blockstep.conformance.driver import LockStep
-    from blockstep.conformance.findings import Finding
-    from blockstep.conformance.isolation import Isolation
-    from blockstep.conformance.program import Action, Program
+    from blockstep.conformance.lockstep.driver import LockStep
+    from blockstep.conformance.protocol.findings import Finding
+    from blockstep.conformance.protocol.program import Action, Program
+    from blockstep.conformance.search.check import CheckOptions
+    from blockstep.conformance.search.isolation import Isolation
     from blockstep.spec.vocabulary import Config
 
 NAME = "blockstep"
@@ -135,7 +135,7 @@ class Campaign:
     """The checks of a session: options, outcomes, and the child that they are run in."""
 
     def __init__(self, config: pytest.Config) -> None:
-        from blockstep.conformance.isolation import Isolation  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.search.isolation import Isolation  # noqa: PLC0415 - only if wanted
 
         self.engine: str = config.getoption("blockstep_engine")
         self.profile: str = config.getoption("blockstep_profile")
@@ -178,7 +178,7 @@ class Campaign:
 
     def _ensure(self, preset: str, wait: bool = True) -> None:
         """Check a preset unless that was done; without `wait`, also unless somebody is at it."""
-        from blockstep.conformance.isolation import locked  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.search.isolation import locked  # noqa: PLC0415 - only if wanted
 
         path = self.folder / f"{preset}.json"
         with locked(self.folder / f"{preset}.lock", wait) as is_held:
@@ -192,10 +192,11 @@ class Campaign:
         return cast("dict[str, Any]", json.loads(text))
 
     def _check(self, preset: str) -> dict[str, Any]:
-        from blockstep.conformance import isolation, registry  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.protocol import registry  # noqa: PLC0415
         from blockstep.conformance.report.failure import tell_failure  # noqa: PLC0415
         from blockstep.conformance.report.jsonform import check_to_json  # noqa: PLC0415
         from blockstep.conformance.report.verdict import verdict_text  # noqa: PLC0415
+        from blockstep.conformance.search import isolation  # noqa: PLC0415
 
         try:
             result = self.isolation.check(self._options[preset])
@@ -229,8 +230,8 @@ CAMPAIGN = pytest.StashKey[Campaign]()
 
 def _read_options(config: pytest.Config, presets: Sequence[str]) -> dict[str, CheckOptions]:
     """The options of each check. Raises UsageError in the words of the command line."""
-    from blockstep.conformance import check as checking  # noqa: PLC0415 - only if wanted
-    from blockstep.conformance.presets import MAX_DEPTH, PRESETS  # noqa: PLC0415
+    from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS  # noqa: PLC0415
+    from blockstep.conformance.search import check as checking  # noqa: PLC0415
 
     for preset in presets:
         if preset not in PRESETS:
@@ -266,7 +267,7 @@ def _parse_budget(text: str) -> tuple[int | None, float | None]:
     """As `--budget` of the command line, which says what is wrong and exits."""
     import typer  # noqa: PLC0415 - only if wanted
 
-    from blockstep.conformance.cli import parse_budget  # noqa: PLC0415
+    from blockstep.conformance.command.main import parse_budget  # noqa: PLC0415
 
     words = io.StringIO()
     try:
@@ -294,7 +295,7 @@ class PresetNode(pytest.Collector):
 
     def collect(self) -> Iterator[SubjectItem]:
         """The tests, in the order of the properties."""
-        from blockstep.conformance.properties import PROPERTIES  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.judge.properties import PROPERTIES  # noqa: PLC0415 - only if wanted
 
         for entry in PROPERTIES:
             name = f"{entry.id} {entry.name}"
@@ -423,7 +424,7 @@ class Bench:
         Raises:
             AssertionError: with all that is wrong.
         """
-        from blockstep.conformance.program import Program  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.protocol.program import Program  # noqa: PLC0415 - only if wanted
 
         __tracebackhide__ = True
         if not isinstance(program, Program):
@@ -442,9 +443,9 @@ class Bench:
 
     def lockstep(self, config: Config, token_seed: int = 0, vocabulary_size: int = 50) -> Walk:
         """Both sides, to be given one action at a time; in this process."""
-        from blockstep.conformance.check import find_profile  # noqa: PLC0415 - only if wanted
-        from blockstep.conformance.driver import get_start  # noqa: PLC0415
-        from blockstep.conformance.registry import load_engine  # noqa: PLC0415
+        from blockstep.conformance.lockstep.driver import get_start  # noqa: PLC0415
+        from blockstep.conformance.protocol.registry import load_engine  # noqa: PLC0415
+        from blockstep.conformance.search.check import find_profile  # noqa: PLC0415 - only if wanted
 
         if self._campaign.path not in sys.path:
             sys.path.insert(0, self._campaign.path)
@@ -456,8 +457,8 @@ class Bench:
 
     def render(self, walk: Walk, findings: list[Finding]) -> str:
         """The face of a failure, ending with how to see it again."""
-        from blockstep.conformance.isolation import render_program  # noqa: PLC0415
-        from blockstep.conformance.program import Program  # noqa: PLC0415
+        from blockstep.conformance.protocol.program import Program  # noqa: PLC0415
+        from blockstep.conformance.search.isolation import render_program  # noqa: PLC0415
 
         program = Program(walk.run.config, tuple(walk.actions))
         return f"{render_program(self.engine, program, walk.run, findings)}\n{self._reproduce()}"

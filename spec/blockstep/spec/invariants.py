@@ -1,7 +1,7 @@
 """Invariants: what holds in every state that the specification can reach.
 
 Each is one predicate over a state, named as a sentence. They are about the spec's own state; the
-properties that every engine must have stand in `blockstep.conformance.properties`.
+properties that every engine must have stand in `blockstep.conformance.judge.properties`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from blockstep.spec.queues import get_rank
 from blockstep.spec.state import State
+from blockstep.spec.step.queues import get_rank
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Policy, RequestId, Status
 
 

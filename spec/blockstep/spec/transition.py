@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import assert_never
 
-from blockstep.spec.commit import process_commit
-from blockstep.spec.control import process_pause, process_reset
-from blockstep.spec.drafts import process_drafts
-from blockstep.spec.lifecycle import process_abort, process_grammar_ready, process_submit
-from blockstep.spec.schedule import process_schedule
+from blockstep.spec.lives.commit import process_commit
+from blockstep.spec.lives.control import process_pause, process_reset
+from blockstep.spec.lives.drafts import process_drafts
+from blockstep.spec.lives.lifecycle import process_abort, process_grammar_ready, process_submit
 from blockstep.spec.state import State
+from blockstep.spec.step.schedule import process_schedule
 from blockstep.spec.vocabulary import (
     Abort,
     Commit,

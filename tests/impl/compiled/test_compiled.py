@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from blockstep.conformance.check import CheckOptions, check
+from blockstep.conformance.search.check import CheckOptions, check
 from blockstep.impl.arrays import ArrayPlan
 from blockstep.impl.compiled import IS_COMPILED, CompiledEngine
 from blockstep.impl.compiled import state as state_of_engine
@@ -57,7 +57,7 @@ WITHOUT = {
 @pytest.mark.parametrize("way", WITHOUT)
 def test_it_conforms_without_numba(way: str) -> None:
     code = f"""{WITHOUT[way]}
-from blockstep.conformance.check import CheckOptions, check
+from blockstep.conformance.search.check import CheckOptions, check
 from blockstep.impl.compiled import IS_COMPILED
 assert not IS_COMPILED
 assert check(CheckOptions("compiled", seed=12, max_events=1_500)).first is None

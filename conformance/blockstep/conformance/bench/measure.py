@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from blockstep.conformance.bench.player import Moment, Pilot, Timing, Track, play
 from blockstep.conformance.bench.scenarios import SCENARIOS, Scenario
 from blockstep.conformance.bench.sides import OffTrackError, Side, make_side
-from blockstep.conformance.registry import load_engine
+from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.vocabulary import Config
 
 FILL_STEPS_MAX = 20_000

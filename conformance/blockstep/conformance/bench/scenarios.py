@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 
-from blockstep.conformance.replay import REPLAY_PRESETS
-from blockstep.conformance.workloads import load
+from blockstep.conformance.draw.workloads import load
+from blockstep.conformance.recorded.replay import REPLAY_PRESETS
 from blockstep.spec.vocabulary import Config, Policy, Request, SpecMethod, TokenIds
 
 BLOCK_SIZE = 16

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from blockstep.conformance.adapters.vllm import VllmEngine
-from blockstep.conformance.adapters.vllm_build import build_request
 from blockstep.conformance.bench.sides import (
     Answer,
     Decision,
@@ -20,6 +18,8 @@ from blockstep.conformance.bench.sides import (
     Times,
     clock,
 )
+from blockstep.conformance.engines.adapters.vllm import VllmEngine
+from blockstep.conformance.engines.adapters.vllm_build import build_request
 from blockstep.spec.vocabulary import Config, Request
 
 try:

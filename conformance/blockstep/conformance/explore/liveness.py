@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from blockstep.conformance.explore.canonical import Digest
 from blockstep.conformance.explore.probe import Moment
-from blockstep.spec.queues import is_blocked
+from blockstep.spec.step.queues import is_blocked
 from blockstep.spec.vocabulary import Commit, Outputs, PauseState, Plan, Schedule
 
 

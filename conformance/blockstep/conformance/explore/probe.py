@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from blockstep.conformance.compare import observation_differences, snapshot_differences
 from blockstep.conformance.engine import Capability, Engine
-from blockstep.conformance.findings import Difference
-from blockstep.conformance.properties import FlightRow, Ledger, Life, Step, check_step
-from blockstep.conformance.witnesses import WITNESSES, situations
+from blockstep.conformance.judge.properties import FlightRow, Ledger, Life, Step, check_step
+from blockstep.conformance.judge.witnesses import WITNESSES, situations
+from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
+from blockstep.conformance.protocol.findings import Difference
 from blockstep.spec.profiles import Quirk
 from blockstep.spec.snapshots import get_request_snapshot, get_snapshot
 from blockstep.spec.state import RequestState, State

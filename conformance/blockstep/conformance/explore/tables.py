@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from blockstep.conformance.explore.walk import MAX_STATES, PathStep, Task, walk
 from blockstep.conformance.explore.world import World
 from blockstep.conformance.museum import EXHIBITS
-from blockstep.conformance.program import describe, describe_event
-from blockstep.conformance.registry import MUSEUM
+from blockstep.conformance.protocol.program import describe, describe_event
+from blockstep.conformance.protocol.registry import MUSEUM
 from blockstep.spec.profiles import QUIRKS, Profile
 from blockstep.spec.vocabulary import Commit, Drafts, Event
 

@@ -26,12 +26,12 @@ from typing import Any
 
 import msgspec
 
-from blockstep.conformance.compare import observation_differences, snapshot_differences
 from blockstep.conformance.engine import Capability, Engine, EngineFactory
 from blockstep.conformance.explore.probe import NEEDED
-from blockstep.conformance.findings import Difference
-from blockstep.conformance.program import describe_event
-from blockstep.conformance.traces import TraceError, TraceStep, read_lines, recorded
+from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
+from blockstep.conformance.protocol.findings import Difference
+from blockstep.conformance.protocol.program import describe_event
+from blockstep.conformance.recorded.traces import TraceError, TraceStep, read_lines, recorded
 from blockstep.spec.oracle import Oracle
 from blockstep.spec.vocabulary import (
     BlockKey,

@@ -36,7 +36,7 @@ from blockstep.conformance.explore.probe import (
     is_for,
 )
 from blockstep.conformance.explore.world import Counts, World, get_events
-from blockstep.conformance.registry import load_engine
+from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import STRICT, Profile, Quirk
 from blockstep.spec.state import State, initial_state

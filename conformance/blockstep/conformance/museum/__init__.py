@@ -23,7 +23,7 @@ from blockstep.conformance.museum import (
     promises,
 )
 from blockstep.conformance.museum.exhibit import Exhibit, collect
-from blockstep.conformance.registry import load_engine
+from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.vocabulary import Config
 
 __all__ = ["EXHIBITS", "Exhibit", "build"]

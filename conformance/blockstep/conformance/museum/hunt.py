@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-from blockstep.conformance.check import CheckOptions, CheckResult, check
-from blockstep.conformance.findings import Finding, FindingKind
 from blockstep.conformance.museum.exhibit import Exhibit
-from blockstep.conformance.registry import MUSEUM
+from blockstep.conformance.protocol.findings import Finding, FindingKind
+from blockstep.conformance.protocol.registry import MUSEUM
+from blockstep.conformance.search.check import CheckOptions, CheckResult, check
 
 SURVIVED = "SURVIVED"
 DIVERGENCE = "divergence"

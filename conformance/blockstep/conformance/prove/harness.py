@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import Pool
-from blockstep.spec.schedule import process_schedule
 from blockstep.spec.state import RequestState, State
+from blockstep.spec.step.schedule import process_schedule
 from blockstep.spec.vocabulary import (
     BlockId,
     BlockKey,

@@ -9,11 +9,11 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 
-from blockstep.conformance.check import CheckOptions, CheckResult
-from blockstep.conformance.findings import Difference, Finding, FindingKind
-from blockstep.conformance.presets import MAX_DEPTH
-from blockstep.conformance.program import describe, describe_observation
-from blockstep.conformance.shrink import Shrunk
+from blockstep.conformance.draw.presets import MAX_DEPTH
+from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.protocol.program import describe, describe_observation
+from blockstep.conformance.search.check import CheckOptions, CheckResult
+from blockstep.conformance.search.shrink import Shrunk
 from blockstep.spec.profiles import STRICT
 from blockstep.spec.vocabulary import Config
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from blockstep.conformance.check import CheckResult
-from blockstep.conformance.findings import Difference, Finding
-from blockstep.conformance.program import describe
+from blockstep.conformance.protocol.findings import Difference, Finding
+from blockstep.conformance.protocol.program import describe
 from blockstep.conformance.report.failure import describe_config, reproduce
+from blockstep.conformance.search.check import CheckResult
 
 
 def check_to_json(result: CheckResult) -> dict[str, Any]:

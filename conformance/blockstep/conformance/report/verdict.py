@@ -7,9 +7,9 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from blockstep.conformance.check import CheckResult, ExitCode
 from blockstep.conformance.engine import ALL_CAPABILITIES
-from blockstep.conformance.witnesses import WITNESSES
+from blockstep.conformance.judge.witnesses import WITNESSES
+from blockstep.conformance.search.check import CheckResult, ExitCode
 
 COLUMNS = 2
 WIDTH_MIN = 100

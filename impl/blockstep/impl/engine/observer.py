@@ -2,7 +2,7 @@
 
 The engine gives every event to the observer instead of its scheduler, and tells what each forward
 pass really ran on: the very arrays that the kernels were given. Who hands an observer in decides
-what is done with that; `blockstep.conformance.serving` holds both to the specification.
+what is done with that; `blockstep.conformance.engines.serving` holds both to the specification.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from blockstep.conformance.prove.law import Room, instead
-from blockstep.spec.schedule import (
+from blockstep.spec.step.schedule import (
     compute_num_running_tokens,
     compute_num_waiting_tokens,
     is_past_max_tokens,

@@ -9,15 +9,15 @@ from dataclasses import replace
 
 from blockstep.conformance.prove.harness import build_runner
 from blockstep.conformance.prove.law import Room, instead
-from blockstep.spec.commit import count_drafts, get_rolled_back
-from blockstep.spec.drafts import compute_num_drafts, compute_num_rejected, is_accepted_prefix
-from blockstep.spec.schedule import compute_num_running_tokens
-from blockstep.spec.slots import (
+from blockstep.spec.lives.commit import count_drafts, get_rolled_back
+from blockstep.spec.lives.drafts import compute_num_drafts, compute_num_rejected, is_accepted_prefix
+from blockstep.spec.memory.slots import (
     compute_num_new_blocks,
     compute_num_publishable_blocks,
     compute_num_slots,
 )
 from blockstep.spec.state import RequestState
+from blockstep.spec.step.schedule import compute_num_running_tokens
 from blockstep.spec.vocabulary import Stats, Status, TokenIds
 
 ROOM = Room("drafts")

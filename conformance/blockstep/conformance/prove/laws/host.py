@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.prove.harness import (
     Tokens,
     build_pool,
@@ -20,18 +21,15 @@ from blockstep.conformance.prove.harness import (
     schedule,
 )
 from blockstep.conformance.prove.law import Room, instead_in
-from blockstep.conformance.registry import load_engine
-from blockstep.spec.commit import compute_stop, get_rolled_back, is_repeating, publish_verified
-from blockstep.spec.drafts import can_take_drafts, compute_num_drafts
 from blockstep.spec.hashing import get_item_keys
-from blockstep.spec.pool import allocate_blocks, free_blocks, touch_blocks
-from blockstep.spec.queues import select_victim
-from blockstep.spec.schedule import (
-    compute_num_running_tokens,
-    compute_num_waiting_tokens,
-    is_past_max_tokens,
+from blockstep.spec.lives.commit import (
+    compute_stop,
+    get_rolled_back,
+    is_repeating,
+    publish_verified,
 )
-from blockstep.spec.slots import (
+from blockstep.spec.lives.drafts import can_take_drafts, compute_num_drafts
+from blockstep.spec.memory.slots import (
     compute_max_slots,
     compute_num_blocks,
     compute_num_new_blocks,
@@ -39,7 +37,14 @@ from blockstep.spec.slots import (
     compute_num_slots,
     revoke_slots,
 )
+from blockstep.spec.pool import allocate_blocks, free_blocks, touch_blocks
 from blockstep.spec.state import Frame, FrameRow, RequestState, State
+from blockstep.spec.step.queues import select_victim
+from blockstep.spec.step.schedule import (
+    compute_num_running_tokens,
+    compute_num_waiting_tokens,
+    is_past_max_tokens,
+)
 from blockstep.spec.vocabulary import (
     MAX_INT,
     Config,

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from blockstep.conformance.prove.harness import Tokens, build_request
 from blockstep.conformance.prove.law import Room, instead
-from blockstep.spec.commit import compute_stop, get_extended, is_repeating
 from blockstep.spec.hashing import extend_block_keys, get_item_keys, get_tokens
+from blockstep.spec.lives.commit import compute_stop, get_extended, is_repeating
 from blockstep.spec.profiles import Quirk
 from blockstep.spec.state import RequestState
 from blockstep.spec.vocabulary import (

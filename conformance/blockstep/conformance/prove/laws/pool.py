@@ -15,6 +15,7 @@ from dataclasses import replace
 from blockstep.conformance.prove.harness import build_pool, is_conserved, key_of
 from blockstep.conformance.prove.law import Room, instead
 from blockstep.spec.maps import FrozenMap
+from blockstep.spec.memory.slots import revoke_slots
 from blockstep.spec.pool import (
     Pool,
     allocate_blocks,
@@ -26,7 +27,6 @@ from blockstep.spec.pool import (
     withdraw_all,
     withdraw_blocks,
 )
-from blockstep.spec.slots import revoke_slots
 from blockstep.spec.state import RequestState
 from blockstep.spec.vocabulary import BlockId, BlockKey, Request, Status
 

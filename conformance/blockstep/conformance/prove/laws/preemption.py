@@ -11,9 +11,9 @@ from dataclasses import replace
 from blockstep.conformance.prove.harness import build_request, build_runner, build_state
 from blockstep.conformance.prove.law import Room, instead
 from blockstep.spec.profiles import Quirk
-from blockstep.spec.queues import get_rank, process_prepend, select_queue, select_victim
-from blockstep.spec.schedule import Scheduled, Step, get_preempted, process_preemption
 from blockstep.spec.state import RequestState
+from blockstep.spec.step.queues import get_rank, process_prepend, select_queue, select_victim
+from blockstep.spec.step.schedule import Scheduled, Step, get_preempted, process_preemption
 from blockstep.spec.vocabulary import Config, Policy, RequestId, Stats, Status
 
 ROOM = Room("preemption")

@@ -15,9 +15,10 @@ from blockstep.conformance.prove.harness import (
     schedule,
 )
 from blockstep.conformance.prove.law import Room, instead
-from blockstep.spec.commit import get_fulfilled, get_rolled_back
+from blockstep.spec.lives.commit import get_fulfilled, get_rolled_back
 from blockstep.spec.profiles import Quirk
-from blockstep.spec.schedule import (
+from blockstep.spec.state import FrameRow, RequestState
+from blockstep.spec.step.schedule import (
     Step,
     compute_num_running_tokens,
     get_preempted,
@@ -25,7 +26,6 @@ from blockstep.spec.schedule import (
     process_promises,
     process_waiting_phase,
 )
-from blockstep.spec.state import FrameRow, RequestState
 from blockstep.spec.vocabulary import Config, SpecMethod, Status
 
 ROOM = Room("promises")

@@ -10,9 +10,8 @@ from dataclasses import replace
 
 from blockstep.conformance.prove.harness import Tokens, build_pool, is_conserved
 from blockstep.conformance.prove.law import Room, instead, instead_in
-from blockstep.spec.pool import Pool, allocate_blocks, count_free
-from blockstep.spec.prefix import compute_max_hit_blocks
-from blockstep.spec.slots import (
+from blockstep.spec.memory.prefix import compute_max_hit_blocks
+from blockstep.spec.memory.slots import (
     allocate_slots,
     can_hold,
     compute_max_slots,
@@ -22,6 +21,7 @@ from blockstep.spec.slots import (
     compute_num_slots,
     is_servable,
 )
+from blockstep.spec.pool import Pool, allocate_blocks, count_free
 from blockstep.spec.state import RequestState
 from blockstep.spec.vocabulary import BlockId, Config, Request, Status
 

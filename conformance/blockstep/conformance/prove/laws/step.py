@@ -18,12 +18,18 @@ from blockstep.conformance.prove.harness import (
     schedule,
 )
 from blockstep.conformance.prove.law import Room, instead, instead_in
-from blockstep.spec import schedule as schedule_room
+from blockstep.spec.memory.prefix import compute_max_hit_blocks
+from blockstep.spec.memory.slots import (
+    compute_num_blocks,
+    compute_num_new_blocks,
+    revoke_slots,
+)
 from blockstep.spec.pool import Pool, free_blocks
-from blockstep.spec.prefix import compute_max_hit_blocks
 from blockstep.spec.profiles import Quirk
-from blockstep.spec.queues import Requests, select_victim
-from blockstep.spec.schedule import (
+from blockstep.spec.state import RequestState, State
+from blockstep.spec.step import schedule as schedule_room
+from blockstep.spec.step.queues import Requests, select_victim
+from blockstep.spec.step.schedule import (
     Step,
     compute_num_running_tokens,
     compute_num_waiting_tokens,
@@ -33,12 +39,6 @@ from blockstep.spec.schedule import (
     process_running_phase,
     process_waiting_phase,
 )
-from blockstep.spec.slots import (
-    compute_num_blocks,
-    compute_num_new_blocks,
-    revoke_slots,
-)
-from blockstep.spec.state import RequestState, State
 from blockstep.spec.vocabulary import BlockId, Config, Plan, Policy, RequestId
 
 ROOM = Room("step")

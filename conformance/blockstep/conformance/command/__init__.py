@@ -1,0 +1,1 @@
+"""Command: the command line, one file a command."""

@@ -1,0 +1,200 @@
+"""`blockstep bench`: engines side by side, deciding the same, under one clock or one profiler."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from blockstep.conformance.bench.measure import (
+    Measurement,
+    NotEqualError,
+    describe_machine,
+    measure,
+    merge_rounds,
+    rehearse,
+)
+from blockstep.conformance.bench.page import draw_plot, make_markdown
+from blockstep.conformance.bench.profile import NotProfiledError, Profile, profile, to_lines
+from blockstep.conformance.bench.report import (
+    get_seconds,
+    list_slopes,
+    make_rows,
+    make_table,
+    to_json,
+)
+from blockstep.conformance.bench.scenarios import SCENARIOS, TRACE, Scenario, get_trace_scenario
+from blockstep.conformance.command.console import (
+    JsonOption,
+    check_output,
+    end,
+    input_errors,
+    progress,
+    usage,
+    write,
+    write_json,
+)
+from blockstep.conformance.search.check import ExitCode
+
+SIZES = (1, 8, 64, 256, 1024, 4096)
+TRACE_STEPS_MAX = 1 << 30
+
+EngineOption = Annotated[
+    list[str] | None,
+    typer.Option(help="May be given several times; host otherwise. vllm: its bare scheduler."),
+]
+ScenarioOption = Annotated[
+    list[str] | None,
+    typer.Option(help=f"May be given several times; all otherwise: {', '.join(SCENARIOS)}."),
+]
+
+bench_app = typer.Typer(
+    help="Measure: how long the steps of schedulers take.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+)
+
+
+@bench_app.callback()
+def bench_command() -> None:
+    """Measure: how long the steps of schedulers take."""
+
+
+@bench_app.command("scheduler")
+def scheduler_command(
+    engine: EngineOption = None,
+    scenario: ScenarioOption = None,
+    num_running: Annotated[
+        list[int] | None,
+        typer.Option(
+            "-n",
+            min=1,
+            help=f"Running requests; {', '.join(map(str, SIZES))}. Measured as often as it is "
+            "given, in turn; medians count.",
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Play this published trace instead of scenarios.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="The first N requests of the trace.")] = 2000,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of each scenario.")] = 200,
+    gc_on: Annotated[
+        bool, typer.Option("--gc/--no-gc", help="Collect garbage while measuring.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw it: .svg or .png.", callback=check_output)
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(help="Also write a part of a page.", callback=check_output)
+    ] = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Time schedule and commit of engines in turn, and demand that they decide the same.
+
+    Times are microseconds of processor time. Two readings of an engine with arrays: `arrays`, what
+    a model runner consumes, and `materialised`, as many objects as vLLM builds. Exits 1 if two
+    engines decide differently.
+
+    Example: blockstep bench scheduler --engine host --engine vllm --scenario decode -n 64 -n 1024
+    """
+    console = Console(highlight=False, stderr=json_path == Path("-"), width=150)
+    names = list(dict.fromkeys(engine or ["host"]))
+    conditions = {**_get_conditions(), "gc": "on" if gc_on else "off", "steps": steps}
+    measurements: list[Measurement] = []
+    with input_errors(), progress(console, "measuring") as advance:
+        work = _list_work(scenario, num_running, trace, limit)
+        most = steps if trace is None else TRACE_STEPS_MAX
+        try:
+            rehearse(names, advance)
+            for entry, size in work:
+                measurements.append(measure(entry, size, names, most, gc_on, advance))
+        except NotEqualError as error:
+            end(ExitCode.FAILED, str(error))
+    measurements = merge_rounds(measurements)
+    console.print(make_table(make_rows(measurements)))
+    for row in list_slopes(measurements):
+        console.print(
+            f"slope {row['scenario']} {row['engine']} {row['reading']}: "
+            f"{row['nanoseconds_per_request']:,} ns per running request"
+        )
+    if measurements[0].scenario == TRACE:
+        for found in measurements[0].readings:
+            seconds = get_seconds(measurements[0], found)
+            console.print(f"total {found.engine} {found.reading}: {seconds:.3f} s for all steps")
+    console.print("all decided the same" if len(names) > 1 else "one engine, compared with nobody")
+    if plot is not None:
+        try:
+            draw_plot(plot, measurements)
+        except ImportError:
+            usage("--plot: needs matplotlib: pip install 'blockstep[plot]'")
+    if markdown is not None:
+        write(markdown, make_markdown(measurements, conditions, plot))
+    write_json(json_path, to_json(measurements, conditions))
+
+
+@bench_app.command("profile")
+def profile_command(
+    engine: EngineOption = None,
+    scenario: ScenarioOption = None,
+    num_running: Annotated[int, typer.Option("-n", min=1, help="Running requests.")] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are looked at.")] = 200,
+    lines: Annotated[int, typer.Option(min=1, help="Functions that are shown.")] = 12,
+    json_path: JsonOption = None,
+) -> None:
+    """Show in which functions the steps of an engine spend their time, filling left out.
+
+    The steps are those of `blockstep bench scheduler`; objects are not built. A profiler makes
+    small functions look dearer than they are: shares count, not microseconds.
+
+    Example: blockstep bench profile --scenario decode -n 1024
+    """
+    console = Console(highlight=False, stderr=json_path == Path("-"), width=150)
+    conditions = {**_get_conditions(), "steps": steps}
+    profiles: list[Profile] = []
+    with input_errors(), progress(console, "profiling") as advance:
+        for entry, size in _list_work(scenario, [num_running], None, 0):
+            for name in dict.fromkeys(engine or ["host"]):
+                try:
+                    profiles.append(profile(entry, size, name, steps, lines, advance))
+                except NotProfiledError as error:
+                    usage(str(error))
+                except NotEqualError as error:
+                    end(ExitCode.FAILED, str(error))
+                console.print(*to_lines(profiles[-1]), "", sep="\n", markup=False)
+    result = {"format": "blockstep-bench-profile", "version": 1, **conditions}
+    write_json(json_path, {**result, "profiles": [asdict(found) for found in profiles]})
+
+
+def _get_conditions() -> dict[str, object]:
+    """Taken before anything runs: what was typed is what makes the figures again."""
+    return {"command": shlex.join(["blockstep", *sys.argv[1:]]), "machine": describe_machine()}
+
+
+def _list_work(
+    scenarios: list[str] | None, sizes: list[int] | None, trace: Path | None, limit: int
+) -> list[tuple[Scenario, int]]:
+    """What is to be measured, in this order.
+
+    By size, so that what is compared between scenarios is measured at about the same time.
+    """
+    if trace is not None:
+        found = get_trace_scenario(trace, limit)
+        return [(found, found.get_concurrency(0))]
+    for name in scenarios or ():
+        if name not in SCENARIOS:
+            usage(f"--scenario {name!r}: must be one of {', '.join(SCENARIOS)}")
+    work = [
+        (SCENARIOS[name], size)
+        for size in sizes or SIZES
+        for name in scenarios or SCENARIOS
+        if size <= SCENARIOS[name].num_running_max
+    ]
+    if not work:
+        usage(f"-n {min(sizes or SIZES):,}: more than these scenarios are made for")
+    return work

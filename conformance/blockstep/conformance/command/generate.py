@@ -1,0 +1,212 @@
+"""Command: `blockstep generate`. It serves a local model, and with `--check` holds it to the spec.
+
+The model engine is looked up by its path when the command runs, as every engine is: without torch
+all other commands work.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from blockstep.conformance.command.console import JsonOption, end, progress, usage, write_json
+from blockstep.conformance.engines.serving import CheckFailedError, ServingChecker
+from blockstep.conformance.search.check import ExitCode, exit_code_of
+from blockstep.spec.vocabulary import SpecMethod
+
+ENGINE = "blockstep.impl.engine"
+"""The module of the model engine."""
+BYTES_PER_GIB = 1 << 30
+
+
+def generate_command(
+    prompts: Annotated[list[str] | None, typer.Argument(help="Texts to continue.")] = None,
+    model: Annotated[
+        Path, typer.Option(help="Folder of a Llama, Qwen2 or Qwen3 model, as from Hugging Face.")
+    ] = ...,  # type: ignore[assignment]
+    token_ids: Annotated[
+        list[str] | None,
+        typer.Option(help="A prompt of token ids: 1,15043,29892. May be given several times."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each output, at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw among so many tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw among tokens of this probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Draw among tokens this near the best.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Everything random follows from it.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends the output.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")] = False,
+    logprobs: Annotated[int | None, typer.Option(help="Report so many tokens in --json.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
+    cache_gib: Annotated[float | None, typer.Option(help="Memory for the KV cache.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="Blocks, instead of memory.")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    max_model_len: Annotated[int | None, typer.Option(help="Prompt and output, at most.")] = None,
+    speculate: Annotated[
+        SpecMethod, typer.Option(help="Who drafts: none, ngram or draft_model.")
+    ] = SpecMethod.NONE,
+    num_drafts: Annotated[int, typer.Option(help="Drafts of a step, with --speculate.")] = 4,
+    draft_model: Annotated[Path | None, typer.Option(help="Folder of the draft model.")] = None,
+    depth: Annotated[int, typer.Option(min=1, help="Plans in flight; 2: asynchronous.")] = 1,
+    check: Annotated[
+        bool, typer.Option("--check", help="Hold every step to the specification while serving.")
+    ] = False,
+    json_path: JsonOption = None,
+) -> None:
+    """Continue texts with a local model; one prompt is printed as it comes.
+
+    Needs torch, safetensors and tokenizers (pip install 'blockstep[engine]').
+
+    Example: blockstep generate --model path/to/model "Once upon a time" --check
+    """
+    given = [*(prompts or ()), *(_token_ids(text) for text in token_ids or ())]
+    if not given:
+        usage("generate: nothing to continue; give a text, or --token-ids 1,2,3")
+    sampling = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "stop": tuple(stop or ()),
+        "ignore_eos": ignore_eos,
+        "logprobs": logprobs,
+    }
+    settings = {
+        "device": device,
+        "dtype": dtype,
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+        "max_model_len": max_model_len,
+        "spec_method": speculate,
+        "draft_model": draft_model,
+        "max_frames_in_flight": depth,
+        "seed": seed,
+        "kv_cache_bytes": None if cache_gib is None else _cache_bytes(cache_gib),
+        "num_speculative_tokens": 0 if speculate is SpecMethod.NONE else num_drafts,
+    }
+    run_generate(model, given, sampling, settings, check, json_path)
+
+
+def run_generate(
+    model: Path,
+    prompts: list[str | list[int]],
+    sampling: dict[str, Any],
+    settings: dict[str, Any],
+    check: bool,
+    json_path: Path | None,
+) -> None:
+    """Load, serve and report."""
+    engine = _load_engine()
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model says what not every terminal can show
+    with _engine_errors(engine):
+        params = engine.SamplingParams(**sampling)
+        llm = engine.LLM(model, check=ServingChecker if check else None, **settings)
+        start = time.monotonic()
+        completions = _serve(llm, prompts, params, quiet=json_path == Path("-"))
+    seconds = time.monotonic() - start
+    num_tokens = sum(len(one.token_ids) for one in completions)
+    checker: ServingChecker | None = llm.observer
+    typer.echo(f"{num_tokens} tokens in {seconds:.2f} s", err=True)
+    if checker is not None:
+        typer.echo(f"check: nothing found; {checker.describe()}", err=True)
+    write_json(json_path, completions_to_json(model, completions, seconds, checker))
+
+
+def completions_to_json(
+    model: Path, completions: list[Any], seconds: float, checker: ServingChecker | None
+) -> dict[str, object]:
+    """The result for machines (docs/reference/json.md)."""
+    return {
+        "format": "blockstep-generate",
+        "version": 1,
+        "model": str(model),
+        "seconds": seconds,
+        "num_tokens": sum(len(one.token_ids) for one in completions),
+        "check": None if checker is None else checker.counts(),
+        "completions": [
+            {
+                "prompt_token_ids": list(one.prompt_token_ids),
+                "token_ids": list(one.token_ids),
+                "text": one.text,
+                "finish_reason": str(one.finish_reason),
+                "num_cached_tokens": one.num_cached_tokens,
+                "logprobs": one.logprobs,
+            }
+            for one in completions
+        ],
+    }
+
+
+def _serve(llm: Any, prompts: list[Any], params: Any, quiet: bool) -> list[Any]:
+    """One prompt is streamed; several are served together and printed when all are done."""
+    names = [llm.add_request(prompt, params) for prompt in prompts]
+    is_text = llm.tokenizer is not None
+    if len(names) == 1 and not quiet:
+        while llm.has_unfinished_requests:
+            for chunk in llm.step():
+                sys.stdout.write(chunk.text if is_text else _shown(chunk.token_ids))
+                sys.stdout.flush()
+        sys.stdout.write("\n")
+        return [llm.pop_completion(names[0])]
+    with progress(Console(stderr=True), "generating") as advance:
+        num_most, num_tokens = len(names) * params.max_tokens, 0
+        while llm.has_unfinished_requests:
+            num_tokens += sum(len(chunk.token_ids) for chunk in llm.step())
+            advance(num_tokens / num_most, f"{num_tokens:,} tokens")
+    completions = [llm.pop_completion(name) for name in names]
+    if not quiet:
+        for number, one in enumerate(completions, 1):
+            text = one.text if is_text else _shown(one.token_ids)
+            typer.echo(f"--- {number} ({one.finish_reason})\n{text.strip()}")
+    return completions
+
+
+def _shown(token_ids: tuple[int, ...]) -> str:
+    return "".join(f"{token} " for token in token_ids)
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        usage(f"--token-ids {text!r}: must be ids with commas between them: 1,15043,29892")
+
+
+def _cache_bytes(gib: float) -> int:
+    if not 0 < gib < math.inf:
+        usage(f"--cache-gib {gib}: must be a number above 0")
+    return int(gib * BYTES_PER_GIB)
+
+
+def _load_engine() -> Any:
+    try:
+        return importlib.import_module(ENGINE)
+    except ModuleNotFoundError as error:
+        usage(f"generate: {error.name} is not installed; pip install 'blockstep[engine]'")
+
+
+@contextmanager
+def _engine_errors(engine: Any) -> Iterator[None]:
+    """Bad input ends with its own words and exit code 2, a finding with its report."""
+    try:
+        yield
+    except CheckFailedError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(exit_code_of(error.findings[0])) from None
+    except (engine.CheckpointError, engine.SettingsError, engine.RequestError) as error:
+        usage(str(error))
+    except engine.EngineError as error:
+        end(ExitCode.FAILED, str(error))

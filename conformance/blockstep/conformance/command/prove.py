@@ -1,0 +1,110 @@
+"""Command: `blockstep prove`."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from blockstep.conformance.command.console import (
+    JsonOption,
+    check_output,
+    end,
+    plain_progress,
+    write,
+    write_json,
+)
+from blockstep.conformance.prove.law import Law
+from blockstep.conformance.prove.runner import (
+    NotInstalledError,
+    Proof,
+    UnansweredError,
+    prove_laws,
+    require_crosshair,
+)
+from blockstep.conformance.prove.table import (
+    build_table,
+    build_theirs_table,
+    laws_page,
+    list_theirs,
+    proofs_to_json,
+    summarize,
+)
+from blockstep.conformance.search.check import ExitCode
+
+
+def prove_command(
+    law: Annotated[
+        list[str] | None,
+        typer.Option(help="A law, or the beginning of its name: slots, slots.no_slot. Repeatable."),
+    ] = None,
+    prove_all: Annotated[
+        bool, typer.Option("--all", help="Also the laws that take longest.")
+    ] = False,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")] = 0,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also write the table as a page of the documentation.", callback=check_output
+        ),
+    ] = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Prove laws of the specification for all integers, and refute the mistakes beside them.
+
+    Needs CrossHair and z3 (pip install 'blockstep[symbolic]'). Exits 1 unless every law is
+    confirmed and every mistake refuted.
+
+    Example: blockstep prove --law slots
+    """
+    console = Console(highlight=False, stderr=json_path == Path("-"))
+    try:
+        require_crosshair()
+    except NotInstalledError as error:
+        end(ExitCode.USAGE, str(error))
+    # Late, because it loads the engine on the host.
+    from blockstep.conformance.prove.laws import LAWS  # noqa: PLC0415
+
+    chosen = choose_laws(list(LAWS.values()), law or [], prove_all)
+    start = time.monotonic()
+    try:
+        proofs = prove_laws(chosen, jobs or os.cpu_count() or 1, plain_progress("proving"))
+    except UnansweredError as error:
+        end(ExitCode.HARNESS, str(error))
+    seconds = time.monotonic() - start
+    problems = [f"{proof.name}: {proof.problem}" for proof in proofs if proof.problem]
+    code = ExitCode.FAILED if problems else ExitCode.CONFORMS
+    show_proofs(console, proofs, seconds)
+    write_json(json_path, proofs_to_json(proofs, code, seconds))
+    if markdown is not None:
+        command = " ".join(
+            ("blockstep prove", *(["--all"] * prove_all), *(f"--law {name}" for name in law or []))
+        )
+        write(markdown, laws_page(proofs, LAWS, command))
+    for problem in problems:
+        typer.echo(f"blockstep: {problem}", err=True)
+    raise typer.Exit(code)
+
+
+def choose_laws(laws: list[Law], prefixes: list[str], prove_all: bool) -> list[Law]:
+    """Those whose names begin so; without any name all, or all that do not take long."""
+    for prefix in prefixes:
+        if not any(law.name.startswith(prefix) for law in laws):
+            rooms = ", ".join(dict.fromkeys(law.room for law in laws))
+            end(ExitCode.USAGE, f"--law {prefix!r}: no law begins so; the rooms are {rooms}")
+    if prefixes:
+        return [law for law in laws if law.name.startswith(tuple(prefixes))]
+    return [law for law in laws if prove_all or not law.is_slow]
+
+
+def show_proofs(console: Console, proofs: list[Proof], seconds: float) -> None:
+    """Both tables and the line under them."""
+    console.print(build_table(proofs))
+    if list_theirs(proofs):
+        console.print()
+        console.print(build_theirs_table(proofs))
+    console.print(summarize(proofs, seconds))

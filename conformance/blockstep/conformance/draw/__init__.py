@@ -1,0 +1,1 @@
+"""Draw: what is done to an engine."""

@@ -1,0 +1,359 @@
+"""Rules: what may be done next, and how its details are drawn.
+
+One set of rules serves the seeded generator and the Hypothesis machine; they differ only in where
+a `Draw` takes its decisions from. A rule sees a `View`: what any client could know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from random import Random
+from typing import TypeVar
+
+from blockstep.conformance.draw.presets import Draw, Kind, Swarm
+from blockstep.conformance.protocol.program import (
+    Action,
+    Answer,
+    Hostile,
+    Misanswer,
+    Mistake,
+    Propose,
+)
+from blockstep.spec.vocabulary import (
+    Abort,
+    Commit,
+    Drafts,
+    GrammarReady,
+    MultiModalItem,
+    PauseState,
+    Policy,
+    RepetitionDetection,
+    Request,
+    RequestId,
+    Reset,
+    RowTokens,
+    Schedule,
+    SetPause,
+    SpecMethod,
+    Submit,
+    TokenIds,
+)
+
+T = TypeVar("T")
+
+
+class SeededDraw:
+    """Decisions from a seeded generator: `Draw` for long runs."""
+
+    def __init__(self, seed: str) -> None:
+        self._random = Random(seed)  # noqa: S311 - tests, not secrets
+
+    def integer(self, low: int, high: int) -> int:
+        """An int between `low` and `high`, both included."""
+        return low + int(self._random.random() * (high - low + 1)) if high > low else low
+
+    def choice(self, options: Sequence[T]) -> T:
+        """One of `options`."""
+        return options[int(self._random.random() * len(options))]
+
+    def chance(self, percent: int) -> bool:
+        """True in about `percent` of a hundred cases."""
+        return self._random.random() * 100 < percent
+
+    def tokens(self, count: int, vocabulary_size: int) -> tuple[int, ...]:
+        """So many token ids below `vocabulary_size`."""
+        return tuple(int(self._random.random() * vocabulary_size) for _ in range(count))
+
+
+@dataclass(slots=True)
+class View:
+    """What a client knows of a run so far."""
+
+    swarm: Swarm
+    live: dict[RequestId, Request] = field(default_factory=dict)
+    """Accepted and not ended, in order of submission."""
+    frames_in_flight: Sequence[int] = ()
+    num_submitted: int = 0
+    ended: list[RequestId] = field(default_factory=list)
+    """Lately ended ids, to be named again by mistake."""
+    texts: Sequence[TokenIds] = ()
+    """What ended requests came to, prompt and outputs: the next turn of a talk begins with it."""
+
+
+Rule = Callable[[View, Draw], Action]
+
+
+def submit(view: View, draw: Draw) -> Action:
+    """A new request, most often with a prompt that shares a prefix with others."""
+    if view.swarm.kinds >= {Kind.HOSTILE} and view.live and draw.chance(4):
+        return Submit(draw.choice(list(view.live.values())))
+    name = request_name(shuffled(view.num_submitted))
+    if view.ended and draw.chance(8):
+        name = draw.choice(view.ended)
+    elif view.ended and view.frames_in_flight and draw.chance(8):
+        name = view.ended[-1]  # a frame may still name it
+    return Submit(draw_request(view.swarm, draw, name, view.num_submitted, view.texts))
+
+
+def request_name(index: int) -> RequestId:
+    """A, B, ... Z, A1, B1, ..."""
+    letter = chr(ord("A") + index % 26)
+    return letter if index < 26 else f"{letter}{index // 26}"
+
+
+def shuffled(index: int) -> int:
+    """The index of a name: each 26 in no order, so that no order can follow from names unseen."""
+    return index - index % 26 + index * 11 % 26
+
+
+def draw_request(
+    swarm: Swarm, draw: Draw, name: RequestId, index: int, texts: Sequence[TokenIds] = ()
+) -> Request:
+    """A request within the swarm's bounds, now and then beyond them; `texts` to go on from."""
+    kinds = swarm.kinds
+    room = get_room(swarm, draw)
+    most = 2 * swarm.config.block_size if swarm.is_storm else room  # many fit, and then they grow
+    prompt = draw_prompt(swarm, draw, max(min(room - 1, most), 1), texts)
+    stops = Kind.STOPS in kinds
+    least, most = swarm.preset.max_output
+    max_tokens = draw.integer(least, max(min(most, room - len(prompt)), least))
+    if draw.chance(6):
+        max_tokens = swarm.config.max_model_len  # the model length will end it
+    token = draw.integer(0, swarm.vocabulary_size - 1)
+    priorities = Kind.PRIORITIES in kinds or swarm.config.policy is Policy.PRIORITY
+    keyed = Kind.EXTRA_KEYS in kinds
+    return Request(
+        request_id=name,
+        prompt_token_ids=prompt,
+        max_tokens=max_tokens,
+        min_tokens=draw.choice((draw.integer(0, max_tokens), max_tokens))
+        if stops and draw.chance(30)
+        else 0,
+        eos_token_id=token if stops and draw.chance(30) else None,
+        stop_token_ids=among_others(draw.integer(0, swarm.vocabulary_size - 1), swarm, index)
+        if stops and draw.chance(20)
+        else (),
+        repetition_detection=draw_repetition(draw) if stops and draw.chance(30) else None,
+        priority=draw_priority(swarm, draw, index) if priorities else 0,
+        arrival_time=index // 2 if draw.chance(20) else index,
+        adapter=draw.choice(("x", "y")) if keyed and draw.chance(30) else None,
+        cache_salt=draw.choice(("x", "y")) if keyed and draw.chance(30) else None,
+        items=draw_items(draw, len(prompt)) if keyed and draw.chance(30) else (),
+        skip_reading_prefix_cache=draw.chance(5),
+        structured_output=Kind.GRAMMAR in kinds and draw.chance(40),
+    )
+
+
+def among_others(stop: int, swarm: Swarm, index: int) -> TokenIds:
+    """A stop token before or, more often, after up to seven that are never sampled."""
+    others = range(swarm.vocabulary_size, swarm.vocabulary_size + index % 8)
+    return (*others, stop) if index % 3 else (stop, *others)
+
+
+def draw_repetition(draw: Draw) -> RepetitionDetection:
+    """Patterns of one to three tokens; single ones left out now and then, or they come first."""
+    least = draw.integer(1, 2)
+    return RepetitionDetection(draw.integer(least, 3), least, draw.integer(2, 3))
+
+
+def draw_priority(swarm: Swarm, draw: Draw, index: int) -> int:
+    """Often the later the more urgent: then victims stand ahead of those who need their blocks."""
+    if swarm.is_storm and draw.chance(70):
+        return -index
+    return 3 - index % 4 if draw.chance(60) else draw.integer(0, 2)
+
+
+def get_room(swarm: Swarm, draw: Draw) -> int:
+    """Prompt and output tokens that a request may come to; most of the time it can be served."""
+    config = swarm.config
+    if draw.chance(5):
+        return config.max_model_len + 2
+    slots = config.num_usable_blocks * config.block_size
+    reserve = config.num_speculative_tokens + config.num_lookahead_tokens - 1
+    if draw.chance(10):
+        reserve = draw.integer(-2, reserve)  # about to fit, or just not
+    return max(min(slots - reserve, config.max_model_len), 2)
+
+
+def draw_prompt(
+    swarm: Swarm, draw: Draw, limit: int, texts: Sequence[TokenIds] = ()
+) -> tuple[int, ...]:
+    """Part of a hot sequence and a tail of its own, lengths around block boundaries.
+
+    Or the text of an earlier request with its outputs, whose blocks may still be cached.
+    """
+    if texts and draw.chance(15):
+        said = draw.choice(texts)[: limit - 1]
+        return said + draw.tokens(1, swarm.vocabulary_size)
+    config = swarm.config
+    length = draw.integer(1, limit)
+    if draw.chance(60):
+        blocks = draw.integer(1, max(limit // config.block_size, 1))
+        length = min(max(blocks * config.block_size + draw.integer(-1, 1), 1), limit)
+    hot = draw.choice(swarm.hot_prefixes)
+    shared = length if draw.chance(50) else draw.integer(0, length)
+    prompt = hot[:shared]
+    return prompt + draw.tokens(length - len(prompt), swarm.vocabulary_size)
+
+
+def draw_items(draw: Draw, num_prompt: int) -> tuple[MultiModalItem, ...]:
+    """One or two images somewhere in the prompt."""
+    items: list[MultiModalItem] = []
+    start = 0
+    for _ in range(2 if draw.chance(40) else 1):
+        if start < num_prompt:
+            offset = draw.integer(start, num_prompt - 1)
+            length = draw.integer(1, num_prompt - offset)
+            items.append(MultiModalItem(draw.choice(("cat", "dog")), offset, length))
+            start = offset + length
+    return tuple(items)
+
+
+def schedule(_view: View, _draw: Draw) -> Action:
+    """Plan a step; with a frame in flight this is one step too many, and refused."""
+    return Schedule()
+
+
+def answer(_view: View, _draw: Draw) -> Action:
+    """The worker answers."""
+    return Answer()
+
+
+def misanswer(view: View, draw: Draw) -> Action:
+    """The worker answers wrongly; with drafts about, often in what it accepts."""
+    if view.swarm.config.num_speculative_tokens and draw.chance(30):
+        return Misanswer(Mistake.WRONG_DRAFT)
+    return Misanswer(draw.choice(tuple(Mistake)))
+
+
+def propose(view: View, draw: Draw) -> Action:
+    """Drafts, some right and some wrong, now and then none or one too many."""
+    limit = view.swarm.config.num_speculative_tokens
+    if Kind.HOSTILE in view.swarm.kinds and draw.chance(5):
+        limit += 1
+    counts = []
+    for _ in range(draw.integer(1, 3)):
+        count = draw.integer(0 if draw.chance(10) else min(1, limit), limit)
+        counts.append((count, count if draw.chance(40) else draw.integer(0, count)))
+    return Propose(tuple(counts))
+
+
+def abort(view: View, draw: Draw) -> Action:
+    """One or more requests give up; some ids may be unknown or ended."""
+    known = [*view.live, *view.ended[-2:], "nobody"]
+    count = 1 if draw.chance(80) else draw.integer(1, 3)
+    return Abort(tuple(draw.choice(known) for _ in range(count)))
+
+
+def grammar_ready(view: View, draw: Draw) -> Action:
+    """A grammar is compiled, of one that waits for it if there is one."""
+    waiting = [name for name, request in view.live.items() if request.structured_output]
+    return GrammarReady(draw.choice(waiting or [*view.live, "nobody"]))
+
+
+def pause(_view: View, draw: Draw) -> Action:
+    """Pause or resume; resume more often, so that runs get somewhere."""
+    states = tuple(PauseState)
+    return SetPause(PauseState.UNPAUSED if draw.chance(70) else draw.choice(states))
+
+
+def reset(_view: View, draw: Draw) -> Action:
+    """Empty the cache, politely or by force."""
+    return Reset(draw.chance(50))
+
+
+def hostile(view: View, draw: Draw) -> Action:
+    """What a broken client or a late worker might send."""
+    names = [*view.live, *view.ended[-2:], "nobody"]
+    frames = [*view.frames_in_flight, 0, 10**6]
+    token = draw.integer(0, view.swarm.vocabulary_size - 1)
+    row = RowTokens(draw.choice(names), (token,) * draw.integer(0, 3))
+    return draw.choice(
+        (
+            Hostile(Commit(-1, ())),
+            Hostile(Commit(draw.choice(frames), ())),
+            Hostile(Commit(draw.choice(frames), (row,))),
+            Hostile(Commit(draw.choice(frames), (row, row))),
+            Hostile(Drafts((row,))),
+            Hostile(Drafts((row, row))),
+            Hostile(Drafts(tuple(RowTokens(name, (token,)) for name in view.live))),
+            Hostile(Drafts((RowTokens(row.request_id, (token,) * 9),))),
+            Hostile(GrammarReady("nobody")),
+            Hostile(Submit(Request("bad", ()))),
+            Hostile(Submit(Request("bad", (1,), max_tokens=0))),
+            Hostile(Submit(Request("bad", (1,), max_tokens=10**6))),
+            Hostile(Submit(Request("bad", (token,) * 4, items=(MultiModalItem("cat", 3, 9),)))),
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedRule:
+    """A rule, how often it is tried, and the kind that switches it off."""
+
+    rule: Rule
+    weight: int
+    kind: Kind | None = None
+
+
+RULES: Mapping[str, WeightedRule] = {
+    "submit": WeightedRule(submit, 22),
+    "schedule": WeightedRule(schedule, 36),
+    "answer": WeightedRule(answer, 36),
+    "propose": WeightedRule(propose, 24, Kind.DRAFTS),
+    "abort": WeightedRule(abort, 3, Kind.ABORT),
+    "grammar_ready": WeightedRule(grammar_ready, 8, Kind.GRAMMAR),
+    "pause": WeightedRule(pause, 3, Kind.PAUSE),
+    "reset": WeightedRule(reset, 2, Kind.RESET),
+    "hostile": WeightedRule(hostile, 4, Kind.HOSTILE),
+    "misanswer": WeightedRule(misanswer, 5, Kind.HOSTILE),
+}
+
+
+def is_enabled(name: str, view: View) -> bool:
+    """Whether a rule makes sense now. Pointless actions are left to `hostile`."""
+    kind = RULES[name].kind
+    if kind is not None and kind not in view.swarm.kinds:
+        return False
+    if name == "submit":
+        return len(view.live) < view.swarm.preset.num_requests_max
+    if name == "answer":
+        return bool(view.frames_in_flight)
+    if name == "schedule":
+        return not _is_pipeline_full(view) or Kind.HOSTILE in view.swarm.kinds
+    if name == "propose":
+        return view.swarm.config.spec_method is not SpecMethod.NONE
+    if name == "grammar_ready":
+        return bool(view.live)
+    return True
+
+
+def next_action(view: View, draw: Draw) -> Action:
+    """Draw a rule by weight, and its details."""
+    names = [name for name in RULES if is_enabled(name, view)]
+    weights = [_weight(name, view) for name in names]
+    ticket = draw.integer(1, sum(weights))
+    chosen = next(index for index, total in enumerate(accumulate(weights)) if ticket <= total)
+    return RULES[names[chosen]].rule(view, draw)
+
+
+def _is_pipeline_full(view: View) -> bool:
+    return len(view.frames_in_flight) >= view.swarm.config.max_frames_in_flight
+
+
+def _weight(name: str, view: View) -> int:
+    """Without late commits an answer follows a full pipeline closely, as in real runs."""
+    weight, kinds = RULES[name].weight, view.swarm.kinds
+    if name == "schedule" and not view.live:
+        return 4
+    if name == "schedule" and _is_pipeline_full(view):
+        return 2
+    if name == "answer" and _is_pipeline_full(view):
+        return weight if Kind.LATE_COMMIT in kinds else weight * 6
+    if name == "answer" and Kind.FULL_PIPELINE in kinds:
+        return 4
+    if name == "propose" and view.swarm.config.async_scheduling:
+        return 4  # it is no event there, it sets how many drafts will be right
+    return weight

@@ -1,0 +1,292 @@
+"""Building a scheduler of vLLM, and its requests, without a model, weights or tokenizer.
+
+Nothing of vLLM is patched; what it takes from a model is given to it as plain values:
+
+* multimodal items shape block hashes only. Requests carry no encoder inputs, since the vocabulary
+  knows no encoder budget: the real block hasher sees the items, the scheduler does not.
+* speculation is a small stand-in for `SpeculativeConfig`; a compiled grammar accepts everything.
+* adapters are LoRA names.
+
+Importing this module imports vLLM, which takes seconds, and sets variables of the environment
+unless they are set: `VLLM_LOGGING_LEVEL`, `PYTHONHASHSEED`, from which vLLM seeds the root of
+its hash chain (at random if there is none), and those that the release asks for.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from blockstep.conformance.engines.adapters.vllm_names import get_lora_name
+from blockstep.conformance.engines.adapters.vllm_releases import require_release
+from blockstep.spec.vocabulary import Config, Request, SpecMethod
+
+RELEASE = require_release()
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("PYTHONHASHSEED", "0")
+for name, value in RELEASE.environment:
+    os.environ.setdefault(name, value)
+
+try:
+    import torch
+    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.request import Request as VllmRequest
+    from vllm.v1.structured_output import StructuredOutputManager
+    from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+    if RELEASE.has_repetition_detection:
+        from vllm.sampling_params import RepetitionDetectionParams
+    if RELEASE.has_hashing_module:
+        from vllm.utils.hashing import sha256
+    else:
+        from vllm.utils import sha256
+except ImportError as error:
+    require_release(error)
+    raise
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 1024,
+    "max_position_embeddings": 1 << 30,
+}
+"""`config.json` of a two-layer Llama. The scheduler takes nothing from it but the model length."""
+
+Hasher: TypeAlias = Callable[[VllmRequest], list[bytes]]
+"""vLLM's `block_hasher`: digests of the full blocks of a request that have none yet."""
+
+
+@dataclass
+class Speculation:
+    """Stands in for `SpeculativeConfig`: the attributes that schedulers read."""
+
+    method: str
+    num_speculative_tokens: int
+    num_speculative_tokens_per_batch_size: None = None
+    """Newer releases may choose the number by batch size."""
+    disable_eagle_block_drop: bool = False
+    disable_lookahead_block_hashes: bool = True
+    max_num_new_slots_for_drafting: int = 0
+    """Input slots of a proposer beyond the tokens of a plan."""
+
+    def use_eagle(self) -> bool:
+        """Whether hits lose their last block, and lookahead slots are kept."""
+        return self.method == SpecMethod.EAGLE
+
+    def uses_draft_model(self) -> bool:
+        """Whether lookahead slots are kept."""
+        return self.method == SpecMethod.DRAFT_MODEL
+
+    def __getattr__(self, name: str) -> Callable[[], bool]:
+        """Whether it is another method: `use_...`, which newer releases ask one by one."""
+        if name.endswith("_eagle_block_drop"):
+            return self.use_eagle
+        if name.startswith("use"):
+            return lambda: False
+        raise AttributeError(name)
+
+
+@StructuredOutputGrammar.register
+class AnyGrammar:
+    """A compiled grammar that every token satisfies (`StructuredOutputGrammar`)."""
+
+    def accept_tokens(self, _request_id: str, _tokens: list[int]) -> bool:
+        """Advance."""
+        return True
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        """The drafts that satisfy it."""
+        return tokens
+
+    def is_terminated(self) -> bool:
+        """Whether it allows nothing more."""
+        return False
+
+
+def fit_keywords(function: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
+    """Those of the keywords that this release of `function` has.
+
+    What the release is then not told must be in its profile, or declined (`VllmEngine.declines`).
+    """
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in keywords.items() if name in known}
+
+
+@cache
+def get_model_config() -> ModelConfig:
+    """A two-layer Llama without weights or tokenizer; built once, since it takes a while."""
+    # vLLM keeps the root of its hash chain in a global; without a root it hashes nothing.
+    init_none_hash(sha256)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+        return ModelConfig(
+            model=folder, skip_tokenizer_init=True, dtype="float16", max_model_len=1 << 20
+        )
+
+
+def build_scheduler(config: Config) -> Scheduler:
+    """The scheduler of vLLM for `config`: one group of full attention.
+
+    It is the asynchronous one where several frames may be in flight, as in vLLM itself
+    (`SchedulerConfig.get_scheduler_cls`).
+    """
+    layer = FullAttentionSpec(
+        block_size=config.block_size, num_kv_heads=1, head_size=1, dtype=torch.float16
+    )
+    vllm_config = build_vllm_config(config)
+    make_scheduler = AsyncScheduler if config.async_scheduling else Scheduler
+    keywords = fit_keywords(
+        Scheduler,
+        vllm_config=vllm_config,
+        kv_cache_config=KVCacheConfig(config.num_blocks, [], [KVCacheGroupSpec(["layer"], layer)]),
+        structured_output_manager=StructuredOutputManager(vllm_config),
+        block_size=config.block_size,
+        log_stats=True,
+    )
+    return make_scheduler(**keywords)
+
+
+def build_vllm_config(config: Config) -> VllmConfig:
+    """`config` in vLLM's words."""
+    model = copy.copy(get_model_config())
+    model.max_model_len = config.max_model_len
+    budget = config.max_num_batched_tokens
+    keywords = fit_keywords(
+        SchedulerConfig,
+        max_num_seqs=config.max_num_seqs,
+        # It refuses a budget below the model length or `max_num_seqs`; what a step may really
+        # hold, it reads from `max_num_scheduled_tokens`, where there is such a thing.
+        max_num_batched_tokens=max(budget, config.max_model_len, config.max_num_seqs),
+        max_num_scheduled_tokens=budget,
+        max_model_len=config.max_model_len,
+        is_encoder_decoder=False,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        # Newer releases refuse one above the model length, where it says the same.
+        long_prefill_token_threshold=min(config.long_prefill_token_threshold, config.max_model_len),
+        policy=config.policy.value,
+        async_scheduling=config.async_scheduling,
+        scheduler_reserve_full_isl=config.scheduler_reserve_full_isl,
+    )
+    scheduling = SchedulerConfig(**keywords)
+    caching = CacheConfig(
+        block_size=config.block_size, enable_prefix_caching=config.enable_prefix_caching
+    )
+    caching.num_gpu_blocks = config.num_blocks
+    built = VllmConfig(
+        model_config=model,
+        scheduler_config=scheduling,
+        cache_config=caching,
+        device_config=DeviceConfig("cpu"),
+    )
+    if not RELEASE.has_step_budget:
+        built.scheduler_config.max_num_batched_tokens = budget  # when it has been looked at
+    if config.spec_method is not SpecMethod.NONE:
+        # Set afterwards: a real `SpeculativeConfig` wants the weights of a proposer.
+        stand_in: Any = Speculation(config.spec_method, config.num_speculative_tokens)
+        built.speculative_config = stand_in
+    return built
+
+
+def build_hasher(config: Config) -> Hasher | None:
+    """What names full blocks; None where vLLM has none."""
+    if not config.enable_prefix_caching:
+        return None
+    hasher: Hasher = get_request_block_hasher(config.block_size, sha256)
+    return hasher
+
+
+def with_items(hasher: Hasher, request: Request) -> Hasher:
+    """The block hasher, shown the items of `request` while it hashes."""
+    features = [
+        MultiModalFeatureSpec(
+            data=None,
+            modality="image",
+            identifier=item.identifier,
+            mm_position=PlaceholderRange(offset=item.offset, length=item.length),
+        )
+        for item in request.items
+    ]
+
+    def hash_blocks(target: VllmRequest) -> list[bytes]:
+        target.mm_features = features
+        found = hasher(target)
+        target.mm_features = []
+        return found
+
+    return hash_blocks if features else hasher
+
+
+def build_request(
+    request: Request, hasher: Hasher | None, lora_ids: dict[str, int], separate_names: bool
+) -> VllmRequest:
+    """The request as vLLM's front end would hand it to the scheduler.
+
+    Args:
+        request: What was submitted.
+        hasher: What names its full blocks; None without prefix caching.
+        lora_ids: Number of each adapter seen in this run, from 1; a new one is added.
+        separate_names: See `VllmEngine.separate_names`.
+    """
+    sampling = _build_sampling(request)
+    lora = None
+    if request.adapter is not None:
+        number = lora_ids.setdefault(request.adapter, len(lora_ids) + 1)
+        lora = LoRARequest(get_lora_name(request.adapter, separate_names), number, "-")
+    keywords = fit_keywords(
+        VllmRequest,
+        request_id=request.request_id,
+        prompt_token_ids=list(request.prompt_token_ids),
+        sampling_params=sampling,
+        pooling_params=None,
+        eos_token_id=request.eos_token_id,
+        arrival_time=float(request.arrival_time),
+        lora_request=lora,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        block_hasher=with_items(hasher, request) if hasher is not None else None,
+    )
+    return VllmRequest(**keywords)
+
+
+def _build_sampling(request: Request) -> SamplingParams:
+    detection = request.repetition_detection
+    keywords = fit_keywords(
+        SamplingParams,
+        max_tokens=request.max_tokens,
+        min_tokens=request.min_tokens,
+        stop_token_ids=list(request.stop_token_ids),
+        repetition_detection=RepetitionDetectionParams(
+            detection.max_pattern_size, detection.min_pattern_size, detection.min_count
+        )
+        if detection is not None
+        else None,
+        skip_reading_prefix_cache=request.skip_reading_prefix_cache,
+        structured_outputs=StructuredOutputsParams(regex=".*")
+        if request.structured_output
+        else None,
+    )
+    sampling = SamplingParams(**keywords)
+    # The way that the front end takes: where it stands, `Request` has no end-of-sequence token.
+    sampling.update_from_generation_config({}, request.eos_token_id)
+    return sampling

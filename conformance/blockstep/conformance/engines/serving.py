@@ -1,0 +1,347 @@
+"""Serving: a model engine held to the specification while it serves (`blockstep generate --check`).
+
+    engine --event--> spec and scheduler in lock-step --> answer, or what is wrong
+    engine --pass---> what the kernels were really given: tokens, slots, tables, lengths
+
+Three things are held together, and the first that disagrees ends the run:
+
+- the scheduler, to the specification and to the properties, as in `blockstep check`;
+- the plans, to the worker that believes nothing else; what it samples is what the model sampled;
+- every forward pass, to that worker. A tagged shadow of each paged cache remembers for every slot
+  which prefix was written there, by the very slot mapping that the kernels got; every slot that
+  attention reads through the block tables it got must hold the prefix that is read for (P3, P4).
+
+A model engine is not imported here: it hands in what has the attributes of `ServedPass`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from blockstep.conformance.engine import Engine, EngineFactory
+from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.judge.worker.names import NEVER_WRITTEN, Name
+from blockstep.conformance.judge.worker.view import RequestView
+from blockstep.conformance.judge.worker.worker import FrameRow
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.protocol.findings import Difference, Finding
+from blockstep.conformance.report.failure import HEADLINES, render_divergence, render_finding
+from blockstep.spec.vocabulary import (
+    Config,
+    Event,
+    FrameId,
+    Observation,
+    RequestId,
+    RowTokens,
+    Snapshot,
+    TokenIds,
+)
+
+
+class ArrayLike(Protocol):
+    """A tensor, of whichever library."""
+
+    def tolist(self) -> object:
+        """Its numbers as nested lists."""
+        ...
+
+
+class ServedInputs(Protocol):
+    """The arrays of a forward pass, requests one behind the other."""
+
+    @property
+    def token_ids(self) -> ArrayLike:
+        """[num_tokens]"""
+        ...
+
+    @property
+    def positions(self) -> ArrayLike:
+        """[num_tokens]"""
+        ...
+
+    @property
+    def slot_mapping(self) -> ArrayLike:
+        """[num_tokens]: block id * block size + offset, where each token's KV was written."""
+        ...
+
+    @property
+    def block_tables(self) -> ArrayLike:
+        """[num_seqs, max_blocks]"""
+        ...
+
+    @property
+    def query_start_loc(self) -> ArrayLike:
+        """[num_seqs + 1]: where each request's tokens begin."""
+        ...
+
+    @property
+    def seq_lens(self) -> ArrayLike:
+        """[num_seqs]: positions attended by each request's last token, its own included."""
+        ...
+
+
+class ServedPass(Protocol):
+    """One forward pass."""
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether a draft model ran, in a cache of its own under the same block ids."""
+        ...
+
+    @property
+    def request_ids(self) -> Sequence[RequestId]:
+        """Whose tokens, in order."""
+        ...
+
+    @property
+    def inputs(self) -> ServedInputs:
+        """What it ran on."""
+        ...
+
+
+class ServedPlan(Protocol):
+    """What one plan came to."""
+
+    @property
+    def frame_id(self) -> FrameId:
+        """The plan."""
+        ...
+
+    @property
+    def passes(self) -> Sequence[ServedPass]:
+        """In the order in which they ran."""
+        ...
+
+    @property
+    def sampled(self) -> Sequence[RowTokens]:
+        """What will be committed."""
+        ...
+
+    @property
+    def proposals(self) -> Mapping[RequestId, TokenIds]:
+        """Drafts of requests that sampled."""
+        ...
+
+
+class CheckFailedError(Exception):
+    """The engine did not do what the specification does, or the kernels not what the plan says."""
+
+    def __init__(self, findings: Sequence[Finding], num_events: int) -> None:
+        self.findings = tuple(findings)
+        headline = HEADLINES[self.findings[0].kind]
+        lines = [f"blockstep generate: {headline} at event {num_events}", ""]
+        for finding in self.findings:
+            lines += render_finding(finding)
+        super().__init__("\n".join([*lines, *render_divergence(self.findings)]))
+
+
+class ServingChecker:
+    """Stands between a model engine and its scheduler. One object is one run.
+
+    Raises:
+        CheckFailedError: from `apply` and `ran`, at the first thing that is wrong.
+    """
+
+    def __init__(self, config: Config, make_engine: EngineFactory) -> None:
+        self.worker = ServingWorker(config)
+        self._heard: list[Observation] = []
+        self.run = LockStep.start(config, lambda given: Listening(make_engine(given), self._heard))
+        self.run.worker = self.worker
+        self.num_passes = 0
+        self.num_slots_written = 0
+        self.num_slots_read = 0
+
+    def apply(self, event: Event) -> Observation:
+        """Give the event to spec and scheduler; the scheduler's answer if nothing is wrong."""
+        self._expect_nothing(self.run.apply(event))
+        return self._heard[-1]
+
+    def snapshot(self) -> Snapshot:
+        """The state, which is the same on both sides."""
+        return self.run.spec.snapshot()
+
+    def ran(self, served: ServedPlan) -> None:
+        """A plan ran: see what its passes did, and take over what it sampled."""
+        self._expect_nothing(self.worker.report(served))
+        for one in served.passes:
+            self.num_passes += 1
+            self.num_slots_written += len(_ints(one.inputs.slot_mapping))
+            self.num_slots_read += sum(_ints(one.inputs.seq_lens))
+
+    def describe(self) -> str:
+        """What was held to the specification, on one line."""
+        return (
+            f"{self.run.num_events:,} events in lock-step, {self.num_passes:,} passes: "
+            f"{self.num_slots_written:,} slots written and {self.num_slots_read:,} read as tagged"
+        )
+
+    def counts(self) -> dict[str, int]:
+        """The same for machines."""
+        return {
+            "num_events": self.run.num_events,
+            "num_passes": self.num_passes,
+            "num_slots_written": self.num_slots_written,
+            "num_slots_read": self.num_slots_read,
+        }
+
+    def _expect_nothing(self, findings: list[Finding]) -> None:
+        if findings:
+            raise CheckFailedError(findings, self.run.num_events)
+
+
+class Listening:
+    """An engine whose last answer is remembered."""
+
+    def __init__(self, engine: Engine, heard: list[Observation]) -> None:
+        self.engine = engine
+        self.heard = heard
+
+    def apply(self, event: Event) -> Observation:
+        """Pass the event on, and remember the answer."""
+        self.heard[:] = [self.engine.apply(event)]
+        return self.heard[0]
+
+    def snapshot(self) -> Snapshot | None:
+        """As the engine's."""
+        return self.engine.snapshot()
+
+    def capabilities(self) -> frozenset[str]:
+        """As the engine's."""
+        return self.engine.capabilities()
+
+
+class ServingWorker(Worker):
+    """The worker, sampling what a model sampled; and the tagged shadows of the model's caches."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, _nobody_asks)
+        num_slots = config.num_blocks * config.block_size
+        self.shadows: dict[bool, list[Name]] = {
+            is_draft: [NEVER_WRITTEN] * num_slots for is_draft in (False, True)
+        }
+        """For the draft model and for the model: what each slot of its cache holds."""
+
+    def _finish(self, row: FrameRow) -> None:
+        """When a plan is dispatched its samples are not known yet; `report` brings them."""
+        self._promise(row)
+
+    def report(self, served: ServedPlan) -> list[Finding]:
+        """A dispatched plan ran; returns what is wrong with its passes."""
+        self._findings = []
+        rows = {row.view.request.request_id: row for row in self._frames[served.frame_id]}
+        for row in rows.values():
+            row.view.name_positions(row.end, row.drafts)
+        for one in served.passes:
+            if not one.is_draft and self._runs_the_rows(one, rows):
+                self._check_pass(one, rows)
+        for sampled in served.sampled:
+            row = rows[sampled.request_id]
+            self._deliver(row, sampled.token_ids)
+            if self.config.async_scheduling:
+                row.view.proposal = served.proposals.get(sampled.request_id, ())
+        for name, row in rows.items():
+            row.view.name_positions(len(row.view.tokens), ())
+            drafts = served.proposals.get(name, ())
+            row.view.name_positions(len(row.view.tokens) + len(drafts), drafts)
+        for one in served.passes:
+            if one.is_draft:
+                self._check_pass(one, rows)
+        for row in rows.values():
+            row.view.cut_names(len(row.view.tokens))
+        return self._findings
+
+    def _runs_the_rows(self, one: ServedPass, rows: Mapping[RequestId, FrameRow]) -> bool:
+        """Whether the model runs exactly the rows of the plan, each from its first position on."""
+        ends, starts = _ints(one.inputs.seq_lens), _ints(one.inputs.query_start_loc)
+        seen = {
+            name: (ends[row] - (starts[row + 1] - starts[row]), ends[row])
+            for row, name in enumerate(one.request_ids)
+        }
+        expected = {name: (row.first, row.end) for name, row in rows.items()}
+        if seen == expected and list(one.request_ids) == list(rows):
+            return True
+        difference = Difference("positions per request", str(expected), str(seen))
+        self._complain("pass_runs_the_rows_of_the_plan", "the model ran others", difference)
+        return False
+
+    def _check_pass(self, one: ServedPass, rows: Mapping[RequestId, FrameRow]) -> None:
+        """Every token is written where its request has its slot, then read where it was written."""
+        inputs = one.inputs
+        tokens, positions = _ints(inputs.token_ids), _ints(inputs.positions)
+        slots, starts = _ints(inputs.slot_mapping), _ints(inputs.query_start_loc)
+        shadow = self.shadows[one.is_draft]
+        for number, name in enumerate(one.request_ids):
+            view = rows[name].view
+            for at in range(starts[number], starts[number + 1]):
+                if positions[at] < min(len(view.chain), len(view.table) * self.config.block_size):
+                    self._write_slot(shadow, view, tokens[at], positions[at], slots[at])
+                else:
+                    self._complain(
+                        "token_has_a_position_of_its_request", f"{name!r}: ran at {positions[at]}"
+                    )
+        tables = inputs.block_tables.tolist()
+        assert isinstance(tables, list)
+        for number, end in enumerate(_ints(inputs.seq_lens)):
+            self._read_slots(shadow, rows[one.request_ids[number]].view, tables[number], end)
+
+    def _write_slot(
+        self, shadow: list[Name], view: RequestView, token: int, position: int, slot: int
+    ) -> None:
+        """Tag the slot that was really written; complain if token or slot are not the plan's."""
+        name, size = view.request.request_id, self.config.block_size
+        expected_slot = view.table[position // size] * size + position % size
+        expected = view.chain[position]
+        if slot != expected_slot:
+            self._complain(
+                "token_is_written_to_its_slot",
+                f"{name!r}: position {position} was written elsewhere",
+                Difference("slot", str(expected_slot), str(slot)),
+                property_id="P3",
+            )
+        if token != self.names.token_of(expected):
+            self._complain(
+                "model_runs_the_tokens_of_the_plan",
+                f"{name!r}: another token ran at position {position}",
+                Difference("token", str(self.names.token_of(expected)), str(token)),
+                property_id="P24" if position >= view.num_prompt else "P26",
+            )
+        if 0 <= slot < len(shadow):
+            shadow[slot] = expected
+
+    def _read_slots(
+        self, shadow: list[Name], view: RequestView, table: Sequence[int], end: int
+    ) -> None:
+        """Complain about the first slot that is read and holds something else."""
+        size = self.config.block_size
+        for position, expected in enumerate(view.chain[:end]):
+            index = position // size
+            slot = table[index] * size + position % size if index < len(table) else 0
+            if shadow[slot] != expected:
+                self._complain_slot(view, position, slot, expected, shadow[slot])
+                return
+
+    def _complain_slot(
+        self, view: RequestView, position: int, slot: int, expected: Name, seen: Name
+    ) -> None:
+        size = self.config.block_size
+        self._complain(
+            *self._blame("attended_slot", expected, seen),
+            Difference(
+                f"kv[{slot // size}][{slot % size}]",
+                self.names.show(expected),
+                self.names.show(seen),
+                f"read by {view.request.request_id!r} at position {position}",
+            ),
+            property_id=self._property(expected, seen),
+        )
+
+
+def _ints(array: ArrayLike) -> list[int]:
+    values = array.tolist()
+    assert isinstance(values, list)
+    return values
+
+
+def _nobody_asks(text: Sequence[int]) -> int:
+    raise AssertionError(f"what follows {len(text)} tokens is said by the model")

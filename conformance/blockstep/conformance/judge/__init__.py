@@ -1,0 +1,1 @@
+"""Judge: what may be said of an engine."""

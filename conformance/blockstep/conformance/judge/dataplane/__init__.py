@@ -1,0 +1,56 @@
+"""The data plane: an engine's plans carried out by real kernels on real, tagged memory.
+
+`blockstep check --engine host-kernels` is `check` with a worker whose KV is a tensor: slots are
+written, copied, swapped and attended to by the kernels, and after every step every slot is compared
+with what the plans say it holds. Needs torch (the extra `engine`). The kernels are loaded by name,
+as engines are.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from blockstep.conformance.engine import Engine
+from blockstep.conformance.judge.dataplane.faults import FAULTS
+from blockstep.conformance.judge.dataplane.worker import DataPlaneWorker, Kernels
+from blockstep.conformance.judge.worker import NextToken
+from blockstep.conformance.protocol.registry import load_engine
+from blockstep.spec.vocabulary import Config
+
+__all__ = ["HOST", "DataPlaneWorker", "Kernels", "OnKernels"]
+
+
+@dataclass(frozen=True, slots=True)
+class OnKernels:
+    """An engine factory that brings a worker of its own: plans run on real memory."""
+
+    engine: str = "host"
+    """Who plans."""
+    kernels: str = "blockstep.kernels"
+    """Module of the kernels under test."""
+    device: str | None = None
+    """Where the memory is; None: on a GPU if there is one."""
+    fault: str | None = None
+    """Name of a planted fault, see `faults`."""
+
+    def __call__(self, config: Config) -> Engine:
+        """The engine for a config."""
+        return load_engine(self.engine)(config)
+
+    def make_worker(self, config: Config, next_token: NextToken) -> DataPlaneWorker:
+        """The worker that runs its plans."""
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return DataPlaneWorker(config, next_token, self.load_kernels(), device)
+
+    def load_kernels(self) -> Kernels:
+        """The kernels under test."""
+        kernels = cast("Kernels", importlib.import_module(self.kernels))
+        return kernels if self.fault is None else FAULTS[self.fault](kernels)
+
+
+HOST = OnKernels()
+"""Our engine on our kernels."""

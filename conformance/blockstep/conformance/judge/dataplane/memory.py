@@ -1,0 +1,72 @@
+"""Memory: a paged KV cache of real tensors in which every slot says whose it is.
+
+What is written into a slot is its name (see `worker.names`), spelled in digits small enough for any
+cache type down to fp8, once as a key and otherwise as a value, in each head differently. So a slot
+can be read back: a shifted slot holds another name, and swapped keys and values, mixed heads or
+half a copy hold none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from blockstep.conformance.judge.worker.names import GARBLED, NEVER_WRITTEN, Name
+
+Array: TypeAlias = npt.NDArray[np.float32]
+
+NUM_KV_HEADS = 2
+HEAD_SIZE = 16
+DIGITS = 6
+BASE = 16
+"""Every whole number below it is exact in every type, float8_e4m3fn included."""
+OFFSET = 4
+"""Added to a name before it is spelled: the special ones are negative."""
+
+_HEADS = np.arange(NUM_KV_HEADS)[:, None]
+_PLACES = np.arange(HEAD_SIZE - 1)[None, :]
+_KEY, _VALUE = 1, 1 + NUM_KV_HEADS
+
+
+def spell(names: Sequence[Name]) -> tuple[Array, Array]:
+    """Key and value of each name, `[len(names), NUM_KV_HEADS, HEAD_SIZE]` each.
+
+    Raises:
+        OverflowError: a run with more names than digits can spell.
+    """
+    numbers = np.asarray(names, dtype=np.int64) + OFFSET
+    if numbers.size and int(numbers.max()) >= BASE**DIGITS:
+        raise OverflowError(f"{int(numbers.max())} names in one run; {BASE**DIGITS} can be spelled")
+    return _spell(numbers, _KEY), _spell(numbers, _VALUE)
+
+
+def _spell(numbers: npt.NDArray[np.int64], kind: int) -> Array:
+    """A mark that tells kind and head, the digits, and the digits again in another order."""
+    digits = numbers[:, None] // BASE ** np.arange(DIGITS) % BASE
+    vectors: Array = np.zeros((len(numbers), NUM_KV_HEADS, HEAD_SIZE), dtype=np.float32)
+    vectors[:, :, 0] = kind + np.arange(NUM_KV_HEADS)
+    again = (digits[:, _PLACES % DIGITS] + (kind + _HEADS) * (_PLACES // DIGITS)) % BASE
+    vectors[:, :, 1:] = again
+    vectors[numbers == NEVER_WRITTEN + OFFSET] = 0
+    return vectors
+
+
+def read(keys: Array, values: Array) -> list[Name]:
+    """The names in some slots, `[slots, NUM_KV_HEADS, HEAD_SIZE]` each; `GARBLED` where none is.
+
+    A slot of zeros was never written.
+    """
+    digits = np.nan_to_num(keys[:, 0, 1 : 1 + DIGITS], nan=-1, posinf=-1, neginf=-1)
+    numbers = (np.clip(digits, 0, BASE - 1).astype(np.int64) * BASE ** np.arange(DIGITS)).sum(1)
+    names = numbers - OFFSET
+    is_blank = ~keys.any(axis=(1, 2)) & ~values.any(axis=(1, 2))
+    names[is_blank] = NEVER_WRITTEN
+    expected_keys, expected_values = spell(names)
+    is_right = (keys == expected_keys).all(axis=(1, 2)) & (values == expected_values).all(
+        axis=(1, 2)
+    )
+    names[~is_right] = GARBLED
+    return [int(name) for name in names]

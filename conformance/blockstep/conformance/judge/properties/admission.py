@@ -1,0 +1,437 @@
+"""Admission: P5 the longest hit, P7 no trace of a refusal, P8 estimates, P15 work conservation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from blockstep.conformance.judge.properties.amounts import (
+    admitted_share,
+    blocks_for,
+    ends_in_flight,
+    running_blocks,
+    share_of,
+)
+from blockstep.conformance.judge.properties.check import Complaint, check, difference
+from blockstep.conformance.judge.properties.ledger import Ledger, Life
+from blockstep.conformance.judge.properties.queue_replay import (
+    freed_blocks,
+    hides_a_rollback,
+    in_policy_order,
+    is_passed_over,
+    replay_schedule,
+    victims_of,
+)
+from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
+from blockstep.spec.vocabulary import (
+    PauseState,
+    Policy,
+    RequestId,
+    Schedule,
+    Snapshot,
+    Status,
+)
+
+
+def may_ask_the_cache(step: Step, life: Life) -> bool:
+    """Whether a request may take a prefix hit at all."""
+    return step.config.enable_prefix_caching and not life.request.skip_reading_prefix_cache
+
+
+@check("P5", Schedule)
+def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """A hit is whole blocks, and leaves a known token to compute: its logits are needed.
+
+    With a draft head the block after the hit is recomputed too, so it must be there.
+    """
+    size = step.config.block_size
+    for row in step.admitted_rows:
+        life = ledger.lives[row.request_id]
+        most = (life.num_known - 1) // size * size if may_ask_the_cache(step, life) else 0
+        if step.config.drops_last_hit_block:
+            most = max(most - size, 0)
+        if row.first % size or not 0 <= row.first <= most:
+            yield Complaint(
+                f"{row.request_id!r} has a hit of {row.first} tokens; "
+                f"it knows {life.num_known}, and a block is {size}"
+            )
+
+
+@check("P5", Schedule)
+def hit_is_the_longest_there_is(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """Every block that was cached before the step and still is could be hit, so it was.
+
+    Blocks that a row of this step took are left out: when they were evicted is not seen.
+    """
+    if not step.admitted_rows or not step.before.cached:
+        return
+    for row in step.admitted_rows:
+        life = ledger.lives[row.request_id]
+        if not may_ask_the_cache(step, life):
+            continue
+        most = (life.num_known - 1) // step.config.block_size
+        length = 0
+        while length < most and _lasting(step, ledger, life.block_name(length)):
+            length += 1
+        if step.config.drops_last_hit_block and length:
+            length -= 1
+        if len(row.hits) < length:
+            yield Complaint(
+                f"{row.request_id!r} took a shorter hit than was there",
+                (difference("hit blocks", length, len(row.hits)),),
+            )
+
+
+@check("P16", Schedule)
+def hit_takes_the_oldest_copy(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """Of several blocks of one key a hit takes the one published first.
+
+    A policy choice: any copy would do. It is pinned because eviction order depends on it.
+    """
+    if not step.before.cached:
+        return
+    for row in step.admitted_rows:
+        life = ledger.lives[row.request_id]
+        for index, block in enumerate(row.hits):
+            name = life.block_name(index)
+            oldest = ledger.named_blocks(step.before).get(name, (block,))[0]
+            if oldest != block and oldest in _lasting(step, ledger, name):
+                yield Complaint(
+                    f"{row.request_id!r} hit another copy than the oldest",
+                    (difference(f"block table[{index}]", oldest, block),),
+                )
+
+
+def _lasting(step: Step, ledger: Ledger, name: int) -> list[int]:
+    """Blocks that carried a name throughout the step."""
+    before, after = step.before.block_keys, step.after.block_keys
+    gained = step.all_gained
+    return [
+        block
+        for block in ledger.named_blocks(step.before).get(name, ())
+        if block not in gained and after[block] is not None and after[block] == before[block]
+    ]
+
+
+@check("P7", Schedule)
+def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """Who is neither scheduled nor preempted is as before, also if its admission was tried.
+
+    One thing may happen to it: at a queue's head a compiled grammar turns it into a waiting one,
+    or, if it runs and drafts stay with the worker, its placeholders for them are gone.
+    """
+    rows = {row.request_id for row in step.rows}
+    for name, old in step.old.items():
+        new = step.new.get(name)
+        if name in rows or new is old or new == old:
+            continue
+        if new is None:
+            yield Complaint(f"{name!r} is gone, though a plan ends nobody")
+        elif (
+            _only_promoted(step, ledger, name)
+            or _only_lost_drafts(step, name)
+            or name in step.plan.preempted_req_ids
+        ):
+            continue
+        else:
+            yield Complaint(
+                f"{name!r} has no row but changed", (difference(f"request {name}", old, new),)
+            )
+    if not step.new.keys() <= step.old.keys():
+        yield Complaint(f"a plan made requests: {step.new.keys() - step.old.keys()}")
+
+
+def _only_promoted(step: Step, ledger: Ledger, name: RequestId) -> bool:
+    old, new = step.old[name], step.new[name]
+    names = type(old).__dataclass_fields__
+    return (
+        ledger.lives[name].grammar_ready
+        and old.status is Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        and new.status is Status.WAITING
+        and all(getattr(old, field) == getattr(new, field) for field in names if field != "status")
+    )
+
+
+def _only_lost_drafts(step: Step, name: RequestId) -> bool:
+    old, new = step.old[name], step.new[name]
+    return (
+        step.config.async_scheduling
+        and old.status is Status.RUNNING
+        and new == replace(old, spec_token_ids=())
+    )
+
+
+@check("P7", Schedule)
+def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+    """When nobody is scheduled or preempted, pool, queues and statistics are as before.
+
+    Under asynchronous scheduling who is passed over may change from one queue to the other.
+    """
+    if step.plan.new or step.plan.cached or step.plan.preempted_req_ids:
+        return
+    before, after = step.before, step.after
+    queues = () if step.config.async_scheduling else ("waiting", "skipped_waiting")
+    for name in ("ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"):
+        old, new = getattr(before, name), getattr(after, name)
+        if old is not new and old != new:
+            what = f"nobody was scheduled, but {name} changed"
+            yield Complaint(what, (difference(name, old, new),))
+
+
+@check("P8", Schedule)
+def row_gains_exactly_the_blocks_it_needs(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+    """Blocks gained are those for the tokens of the step and the proposer's lookahead.
+
+    At admission there is no lookahead: the proposer has nothing to look ahead from. Whether to
+    reserve it earlier is a policy.
+    """
+    config = step.config
+    for row in step.running_rows:
+        need = running_blocks(config, row.end, len(step.old[row.request_id].block_tables[0]))
+        if len(row.gained) != need:
+            yield _wrong_gain(row, need)
+    for row in step.admitted_rows:
+        need = blocks_for(config, min(row.end, config.max_model_len)) - len(row.hits)
+        if len(row.gained) != need:
+            yield _wrong_gain(row, need)
+
+
+def _wrong_gain(row: PlannedRow, need: int) -> Complaint:
+    return Complaint(
+        f"{row.request_id!r} runs positions {row.first} to {row.end - 1}",
+        (difference("blocks gained", need, len(row.gained)),),
+    )
+
+
+@check("P8", Schedule)
+def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """Under `scheduler_reserve_full_isl` all known tokens fit the blocks free at admission.
+
+    A hit block that is free counts too: touching it takes it out of the free queue.
+    """
+    if not step.config.scheduler_reserve_full_isl or not step.admitted_rows:
+        return
+    if step.plan.preempted_req_ids:
+        return
+    room = replay_schedule(step, ()).room
+    for row in step.admitted_rows:
+        if row.request_id not in room:
+            continue
+        known = ledger.lives[row.request_id].num_known
+        num_free, num_free_hits = room[row.request_id]
+        need = _need(step, known, len(row.hits)) + num_free_hits
+        if need > num_free:
+            yield Complaint(
+                f"{row.request_id!r} was admitted though its {known} tokens do not fit",
+                (difference("free blocks", f">= {need}", num_free),),
+            )
+
+
+def _need(step: Step, num_tokens: int, num_hits: int) -> int:
+    config = step.config
+    return max(blocks_for(config, min(num_tokens, config.max_model_len)) - num_hits, 0)
+
+
+@check("P15", Schedule)
+def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """In running order, each gets what it asks for or what is left of the budget.
+
+    Nothing, if its last output may be in flight already. Left out are steps in which tokens were
+    given back: how many is not seen.
+    """
+    config = step.config
+    victims = victims_of(step, ledger)
+    if hides_a_rollback(step, victims):
+        return
+    left = config.max_num_batched_tokens
+    if ledger.pause_state is PauseState.PAUSED_ALL:
+        left = 0
+    rows = {row.request_id: row for row in step.running_rows}
+    for name in step.before.running:
+        if name in victims:
+            if name == victims[-1]:
+                # It may have preempted itself, which stops the phase. If not, who comes after it
+                # was not visited because the budget was gone; that much is let pass.
+                return
+            continue
+        expected = max(min(share_of(ledger, step.old[name]), left), 0)
+        seen = rows[name].num_scheduled if name in rows else 0
+        if seen != expected:
+            yield Complaint(
+                f"{name!r} was not given what it could be",
+                (difference("num_scheduled_tokens", expected, seen),),
+            )
+        left -= seen
+
+
+@check("P15", Schedule)
+def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """No row for a request whose last output may be in flight: it would run for nothing.
+
+    Where exactly to stop is a policy: upstream's, which counts on every draft being rejected.
+    """
+    if not step.config.async_scheduling:
+        return
+    for row in step.running_rows:
+        if ends_in_flight(ledger, step.old[row.request_id]):
+            promised = ledger.placeholders(row.request_id)
+            yield Complaint(
+                f"{row.request_id!r} runs position {row.first} with {promised} tokens promised"
+            )
+
+
+@check("P13", Schedule)
+def nobody_is_admitted_while_its_tokens_are_in_flight(
+    step: Step, ledger: Ledger
+) -> Iterator[Complaint]:
+    """Who was preempted in flight waits for its tokens: else a position would be sampled twice."""
+    for row in step.admitted_rows:
+        promised = ledger.promised.get(row.request_id, 0)
+        if promised:
+            yield Complaint(f"{row.request_id!r} was admitted with {promised} tokens promised")
+
+
+@check("P15", Schedule)
+def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """Who is visited after a row was taken back has the budget as if that row had never been.
+
+    Preemptions are over once more blocks were gained than there are without the last of them, or
+    behind the last row that gained any. Left out are steps in which the last victim may have
+    preempted itself, and plans that hide no row.
+    """
+    victims = victims_of(step, ledger) if step.plan.preempted_req_ids else []
+    if not hides_a_rollback(step, victims):
+        return
+    place = {name: index for index, name in enumerate(step.before.running)}
+    rows = {row.request_id: row for row in step.running_rows}
+    if max(place[name] for name in victims) > max((place[name] for name in rows), default=-1):
+        return
+    last_gain = max((place[name] for name, row in rows.items() if row.gained), default=-1)
+    # Blocks to be had before the last preemption, at most: what a victim took in this very step
+    # it gave back as well.
+    room = len(step.before.free_queue) + len(freed_blocks(step.before, victims[:-1]))
+    left = step.config.max_num_batched_tokens
+    for name in step.before.running:
+        if name in victims:
+            continue
+        seen = rows[name].num_scheduled if name in rows else 0
+        expected = max(min(share_of(ledger, step.old[name]), left), 0)
+        if (room < 0 or place[name] > last_gain) and seen != expected:
+            yield Complaint(
+                f"{name!r} was not given what {victims} gave back",
+                (difference("num_scheduled_tokens", expected, seen),),
+            )
+        left -= seen
+        room -= len(rows[name].gained) if name in rows else 0
+
+
+@check("P15", Schedule)
+def admitted_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """In order of admission, each gets what it asks for or what is left of the budget."""
+    config = step.config
+    left = config.max_num_batched_tokens - sum(row.num_scheduled for row in step.running_rows)
+    for row in step.admitted_rows:
+        share = admitted_share(config, ledger.lives[row.request_id].num_known, row.first)
+        expected = min(share, left)
+        if row.num_scheduled != expected:
+            yield Complaint(
+                f"{row.request_id!r} was not given what it could be",
+                (difference("num_scheduled_tokens", expected, row.num_scheduled),),
+            )
+        left -= row.num_scheduled
+
+
+@check("P15", Schedule)
+def head_of_the_queue_is_admitted_when_it_fits(
+    step: Step, ledger: Ledger
+) -> list[Complaint] | None:
+    """When a plan stops admitting, the next in line really does not fit.
+
+    Judged on the state after the step, which is the state in which its admission was refused.
+    """
+    config, after = step.config, step.after
+    left = config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
+    if (
+        left <= 0
+        or ledger.pause_state is not PauseState.UNPAUSED
+        or len(after.running) >= config.max_num_seqs
+        or step.plan.preempted_req_ids
+    ):
+        return None
+    name = next_in_line(step, ledger, after)
+    if name is None:
+        return None
+    life = ledger.lives[name]
+    hits = _hits_now(step, ledger, life)
+    share = admitted_share(config, life.num_known, len(hits) * config.block_size)
+    if not config.enable_chunked_prefill and share > left:
+        return None
+    end = len(hits) * config.block_size + min(share, left)
+    need = _need(step, end, len(hits))
+    if config.scheduler_reserve_full_isl:
+        need = max(need, _need(step, life.num_known, len(hits)))
+    need += sum(1 for block in hits if after.ref_counts[block] == 0)
+    if need > len(after.free_queue):
+        return None
+    return [
+        Complaint(
+            f"{name!r} was left waiting with {left} tokens of budget",
+            (difference("free blocks", f"< {need}", len(after.free_queue)),),
+        )
+    ]
+
+
+def next_in_line(step: Step, ledger: Ledger, snapshot: Snapshot) -> RequestId | None:
+    """Who would be admitted next: the first in policy order that waits for nothing outside."""
+    ready = (
+        name
+        for name in in_policy_order(step.config, ledger, snapshot)
+        if not is_passed_over(ledger, step.new[name])
+    )
+    return next(ready, None)
+
+
+def _hits_now(step: Step, ledger: Ledger, life: Life) -> list[int]:
+    """The longest prefix hit in the state after the step."""
+    hits: list[int] = []
+    if not may_ask_the_cache(step, life) or not step.after.cached:
+        return hits
+    named = ledger.named_blocks(step.after)
+    for index in range((life.num_known - 1) // step.config.block_size):
+        blocks = named.get(life.block_name(index))
+        if not blocks:
+            break
+        hits.append(blocks[0])
+    if step.config.drops_last_hit_block and hits:
+        hits.pop()
+    return hits
+
+
+@check("P15", Schedule)
+def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> list[Complaint] | None:
+    """Without the last preemption of a step, somebody would have lacked blocks.
+
+    Judged under FCFS, where all that a victim held is seen. Who lacked blocks was either given
+    them, and then fewer are free than the last victim gave; or was the last victim itself.
+    """
+    victims = victims_of(step, ledger) if step.plan.preempted_req_ids else []
+    if not victims or step.config.policy is not Policy.FCFS:
+        return None
+    last = step.old[victims[-1]]
+    own_end = last.num_computed_tokens + share_of(ledger, last)
+    given = len(freed_blocks(step.before, victims)) - len(freed_blocks(step.before, victims[:-1]))
+    own_need = running_blocks(step.config, own_end, len(last.block_tables[0]))
+    free = len(step.after.free_queue)
+    if free - given < own_need:
+        return None
+    return [Complaint(f"{last.request_id!r} was preempted, with {free - given} blocks free")]
+
+
+@check("P26", Schedule)
+def admitted_row_kind_follows_its_status(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+    """A preempted request returns as a resumed row, anybody else as a new one."""
+    for row in step.admitted_rows:
+        was_preempted = step.old[row.request_id].status is Status.PREEMPTED
+        if was_preempted is not (row.kind is RowKind.RESUMED):
+            status = step.old[row.request_id].status
+            yield Complaint(f"{row.request_id!r} was {status} and got a {row.kind} row")

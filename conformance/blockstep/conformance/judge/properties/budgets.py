@@ -1,0 +1,201 @@
+"""Budgets and counters: P9 what a step may use, P12 what the counters of a request may say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from blockstep.conformance.judge.properties.check import Complaint, check, difference
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.queue_replay import victims_of
+from blockstep.conformance.judge.properties.step import Step
+from blockstep.spec.vocabulary import (
+    Abort,
+    Commit,
+    PauseState,
+    RequestSnapshot,
+    Reset,
+    Schedule,
+    Status,
+    Submit,
+)
+
+
+@check("P9", Schedule)
+def plan_stays_within_token_budget(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+    """A step runs at most `max_num_batched_tokens` tokens."""
+    total = sum(row.num_scheduled for row in step.rows)
+    limit = step.config.max_num_batched_tokens
+    return [Complaint(f"{total} tokens planned, {limit} allowed")] if total > limit else None
+
+
+@check("P9", Schedule)
+def running_stays_within_max_num_seqs(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+    """At most `max_num_seqs` requests run."""
+    running, limit = len(step.after.running), step.config.max_num_seqs
+    return [Complaint(f"{running} requests run, {limit} may")] if running > limit else None
+
+
+@check("P9", Schedule)
+def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+    """A row runs a token at least, at most the long-prefill threshold, with at most K drafts."""
+    config = step.config
+    threshold = config.long_prefill_token_threshold or config.max_num_batched_tokens
+    for row in step.rows:
+        if not 1 <= row.num_scheduled <= threshold:
+            yield Complaint(f"{row.request_id!r} runs {row.num_scheduled} tokens, of {threshold}")
+        if len(row.drafts) > config.num_speculative_tokens:
+            yield Complaint(f"{row.request_id!r} carries {len(row.drafts)} drafts")
+
+
+@check("P9", Schedule)
+def row_stays_within_max_model_len(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+    """The last position of the model is never run: there is no token left to sample from it.
+
+    Stopping one short of the limit is a policy choice.
+    """
+    for row in step.rows:
+        if row.end > step.config.max_model_len - 1:
+            yield Complaint(
+                f"{row.request_id!r} runs up to position {row.end - 1} "
+                f"of a model length of {step.config.max_model_len}"
+            )
+
+
+@check("P9", Schedule)
+def paused_scheduler_admits_nobody(step: Step, ledger: Ledger) -> list[Complaint] | None:
+    """PAUSED_NEW admits nobody, PAUSED_ALL schedules nobody."""
+    if ledger.pause_state is PauseState.UNPAUSED:
+        return None
+    rows = step.rows if ledger.pause_state is PauseState.PAUSED_ALL else step.admitted_rows
+    return [Complaint(f"{row.request_id!r} scheduled while {ledger.pause_state}") for row in rows]
+
+
+@check("P9", Schedule)
+def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """Without chunked prefill an admission runs all uncached tokens, or the threshold's share."""
+    if step.config.enable_chunked_prefill:
+        return
+    threshold = step.config.long_prefill_token_threshold
+    for row in step.admitted_rows:
+        rest = ledger.lives[row.request_id].num_known - row.end
+        if rest > 0 and row.num_scheduled != threshold:
+            yield Complaint(f"{row.request_id!r} was admitted with {rest} tokens left out")
+
+
+@check("P12", Schedule, Commit, Abort, Reset)
+def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """Computed is no more than known and promised, and exactly that by whoever is promised any.
+
+    Placeholders are what frames in flight promise, also to one preempted meanwhile. No block is
+    settled that is not computed and known.
+    """
+    config = step.config
+    size = config.block_size
+    promised = ledger.promised_after(step)
+    for request in step.after.requests:
+        life = ledger.lives.get(request.request_id)
+        if life is None:
+            yield Complaint(f"{request.request_id!r} was never submitted, or has ended")
+            continue
+        known = life.num_prompt + len(request.output_token_ids)
+        computed = request.num_computed_tokens
+        owed = promised.get(request.request_id, 0)
+        # The last token is not computed yet: known, freshly sampled, or promised.
+        most = known + owed - 1
+        # All others are, once a row that samples is dispatched.
+        least = most if owed and request.status is Status.RUNNING else 0
+        settled = request.num_cached_blocks[0]
+        if (
+            not least <= computed <= most
+            or request.num_output_placeholders != (owed if config.async_scheduling else 0)
+            or len(request.block_tables[0]) * size < computed
+            or not 0 <= settled <= min(computed, known) // size
+            or len(request.spec_token_ids) > config.num_speculative_tokens
+        ):
+            yield Complaint(
+                f"the counters of {request.request_id!r} cannot be: {known} tokens known, "
+                f"{owed} promised, {least} to {most} computed",
+                (difference("request", "", request),),
+            )
+
+
+@check("P12", Schedule, Commit, Abort, Reset)
+def only_running_requests_hold_anything(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+    """Who waits has no block, no computed token and no draft."""
+    for request in step.after.requests:
+        if request.status is not Status.RUNNING and (
+            request.block_tables != ((),)
+            or request.num_computed_tokens
+            or request.num_cached_blocks != (0,)
+            or request.spec_token_ids
+        ):
+            yield Complaint(f"{request.request_id!r} is {request.status} and holds {request}")
+
+
+@check("P12", Schedule)
+def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """A row starts where its request stands, and moves it by the tokens that it runs."""
+    for row in step.rows:
+        new = step.new[row.request_id]
+        flight = ledger.flight_row(row)
+        pairs = [
+            ("num_computed_tokens", row.end, new.num_computed_tokens),
+            ("is_prefill_chunk", not flight.samples, new.is_prefill_chunk),
+            ("spec_token_ids", ledger.drafts_after(flight), new.spec_token_ids),
+            ("status", Status.RUNNING, new.status),
+        ]
+        if row in step.running_rows:
+            old = step.old[row.request_id]
+            pairs.append(("num_computed_tokens before", old.num_computed_tokens, row.first))
+        for name, expected, seen in pairs:
+            if expected != seen:
+                what = f"{row.request_id!r} ran positions {row.first} to {row.end - 1}"
+                yield Complaint(what, (difference(name, expected, seen),))
+
+
+@check("P12", Schedule, Reset)
+def preempted_request_starts_again(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """A preempted request keeps its outputs and history, and loses everything else.
+
+    What frames in flight promise stays promised: their tokens are delivered all the same.
+    """
+    for name in victims_of(step, ledger):
+        old, new = step.old[name], step.new[name]
+        if old.status is not Status.RUNNING:
+            continue
+        expected = _preempted(old)
+        if new != expected:
+            what = f"{name!r} was preempted"
+            yield Complaint(what, (difference(f"request {name}", expected, new),))
+
+
+def _preempted(request: RequestSnapshot) -> RequestSnapshot:
+    return RequestSnapshot(
+        request_id=request.request_id,
+        status=Status.PREEMPTED,
+        output_token_ids=request.output_token_ids,
+        num_output_placeholders=request.num_output_placeholders,
+        is_prefill_chunk=request.is_prefill_chunk,
+        num_cached_tokens=request.num_cached_tokens,
+        num_preemptions=request.num_preemptions + 1,
+        grammar_ready=request.grammar_ready,
+    )
+
+
+@check("P12", Submit)
+def submitted_request_starts_from_nothing(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+    """A new request waits, for its grammar if it needs one, and holds nothing."""
+    assert isinstance(step.event, Submit)
+    request = step.event.request
+    expected = RequestSnapshot(
+        request.request_id,
+        Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        if request.structured_output
+        else Status.WAITING,
+    )
+    if step.new.get(request.request_id) != expected:
+        what = f"{request.request_id!r} was accepted"
+        seen = step.new.get(request.request_id)
+        yield Complaint(what, (difference(f"request {request.request_id}", expected, seen),))
+    if len(step.new) != len(step.old) + 1:
+        yield Complaint("one request was submitted, but more than one came or went")

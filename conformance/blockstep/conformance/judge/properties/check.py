@@ -1,0 +1,74 @@
+"""Check: one sentence about one step, and the property of `properties.md` that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+
+
+class Complaint(NamedTuple):
+    """What is wrong with a step; the check that says so adds its name and property."""
+
+    message: str
+    differences: tuple[Difference, ...] = ()
+
+
+Judge: TypeAlias = Callable[[Step, Ledger], Iterable[Complaint] | None]
+"""Says what is wrong with a step; None or nothing if it is right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A sentence that every step of some kinds must satisfy."""
+
+    property_id: str
+    sentence: str
+    """Its name: what should hold."""
+    explanation: str
+    kinds: tuple[type, ...]
+    """Event types whose accepted steps it judges; `Rejected` for every refused one."""
+    judge: Judge = field(repr=False)
+
+    def __call__(self, step: Step, ledger: Ledger) -> list[Finding]:
+        """What is wrong; `ledger` knows everything up to this step, without it."""
+        complaints = self.judge(step, ledger)
+        if complaints is None:
+            return []
+        return [self.finding(*complaint) for complaint in complaints]
+
+    def finding(self, message: str, differences: tuple[Difference, ...] = ()) -> Finding:
+        """A finding of this check."""
+        return Finding(FindingKind.PROPERTY, self.property_id, self.sentence, message, differences)
+
+
+def check(property_id: str, *kinds: type) -> Callable[[Judge], Check]:
+    """Make a check of a function whose name is the sentence."""
+
+    def wrap(judge: Judge) -> Check:
+        name = getattr(judge, "__name__", "")
+        return Check(property_id, name, judge.__doc__ or "", kinds, judge)
+
+    return wrap
+
+
+def differing(what: str, expected: object, seen: object) -> list[Complaint] | None:
+    """A complaint if two values differ."""
+    if expected == seen:
+        return None
+    return [Complaint(f"{what} is not as it should be", (difference(what, expected, seen),))]
+
+
+def difference(what: str, expected: object, seen: object) -> Difference:
+    """A difference between what is demanded and what is seen."""
+    return Difference(what, shown(expected), shown(seen))
+
+
+def shown(value: object, length: int = 120) -> str:
+    """A value in a line."""
+    text = str(value)
+    return text if len(text) <= length else text[: length - 3] + "..."

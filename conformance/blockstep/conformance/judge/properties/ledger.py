@@ -1,0 +1,292 @@
+"""Ledger: what an engine was told and what it answered, up to now.
+
+It follows events and answers only; it never decides. Checks compare a state with it, and what a
+step may do with what it says was still open: drafts attached, frames in flight, tokens delivered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
+from blockstep.conformance.judge.worker.names import Name, PrefixNames, item_starts
+from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
+    Abort,
+    Aborted,
+    BlockId,
+    Commit,
+    Config,
+    Drafts,
+    DraftsTaken,
+    FrameId,
+    GrammarReady,
+    OutputRow,
+    Outputs,
+    PauseState,
+    Plan,
+    Rejected,
+    Request,
+    RequestId,
+    Reset,
+    ResetDone,
+    Schedule,
+    SetPause,
+    Snapshot,
+    Submit,
+    TokenId,
+    TokenIds,
+)
+
+
+class Life:
+    """One unfinished request, from its submission on."""
+
+    __slots__ = (
+        "admitted_in", "chain", "drafts", "grammar_ready", "items", "last_planned_in", "names",
+        "num_cached_tokens", "num_known_then", "num_prompt", "preempted_at", "request", "root",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, names: PrefixNames) -> None:
+        self.request = request
+        self.names = names
+        self.root = names.root(request.adapter, request.cache_salt)
+        self.items = item_starts(request, names.block_size)
+        self.tokens: list[TokenId] = list(request.prompt_token_ids)
+        """Prompt and delivered outputs: all known tokens."""
+        self.num_prompt = len(self.tokens)
+        self.chain: list[Name] = []
+        self.drafts: TokenIds = ()
+        """Attached and not scheduled yet; under asynchronous scheduling their placeholders."""
+        self.num_cached_tokens = -1
+        """Tokens of the hit at its first admission; -1 before that."""
+        self.grammar_ready = False
+        self.admitted_in: FrameId = -1
+        """The plan of its last admission; -1 before that."""
+        self.last_planned_in: FrameId = -1
+        """The last plan with a row of it."""
+        self.preempted_at: int | None = None
+        """What `Ledger.num_progress` was when it was last preempted for want of blocks."""
+        self.num_known_then = 0
+        """What it knew then, tokens."""
+
+    @property
+    def num_known(self) -> int:
+        """Prompt and outputs, tokens."""
+        return len(self.tokens)
+
+    @property
+    def output_token_ids(self) -> TokenIds:
+        """What was delivered."""
+        return tuple(self.tokens[self.num_prompt :])
+
+    @property
+    def order(self) -> tuple[int, int, RequestId]:
+        """Its place under the priority policy: lower goes first."""
+        request = self.request
+        return (request.priority, request.arrival_time, request.request_id)
+
+    def block_name(self, index: int) -> Name:
+        """The name of the full block at `index` of its table, all of whose tokens are known."""
+        end = (index + 1) * self.names.block_size
+        start = len(self.chain)
+        if start < end:
+            tokens = self.tokens[start:end]
+            self.names.extend(self.chain, self.root, tokens, self.items, start)
+        return self.chain[end - 1]
+
+    def block_name_with(self, delivered: TokenIds, index: int) -> Name:
+        """Likewise with outputs that a step delivers, which are not recorded yet."""
+        count = len(self.tokens)
+        if (index + 1) * self.names.block_size <= count:
+            return self.block_name(index)
+        self.tokens.extend(delivered)
+        try:
+            return self.block_name(index)
+        finally:
+            del self.tokens[count:], self.chain[count:]
+
+
+@dataclass(frozen=True, slots=True)
+class FlightRow:
+    """What a dispatched plan does for one request."""
+
+    request_id: RequestId
+    end: int
+    """One past the last position that runs."""
+    drafts: TokenIds
+    samples: bool
+    """All known and promised tokens are computed once it has run."""
+
+    @property
+    def num_promised(self) -> int:
+        """Tokens that its commit may bring: the sampled one, and one for each draft."""
+        return 1 + len(self.drafts) if self.samples else 0
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Everything learnt from events and answers. One object is one run."""
+
+    config: Config
+    lives: dict[RequestId, Life] = field(default_factory=dict)
+    """Unfinished requests."""
+    frames: dict[FrameId, tuple[FlightRow, ...]] = field(default_factory=dict)
+    """In flight, oldest first, rows in order of scheduling."""
+    promised: dict[RequestId, int] = field(default_factory=dict)
+    """Tokens that frames in flight may still bring, of each request that is promised any."""
+    ended: set[RequestId] = field(default_factory=set)
+    """Since the last plan."""
+    scheduled: set[RequestId] = field(default_factory=set)
+    """In the last plan, and not reset by force since."""
+    stopped_in_flight: set[RequestId] = field(default_factory=set)
+    """Ended by a stop, while a frame in flight still names them."""
+    pause_state: PauseState = PauseState.UNPAUSED
+    num_ended: int = 0
+    num_resets: int = 0
+    first_frame_since_reset: FrameId = 0
+    """Frames below this were dispatched before the last reset."""
+    num_progress: int = 0
+    """Events that brought somebody on or changed who competes: tokens delivered, a request
+    submitted or ended, a grammar compiled, a reset."""
+    names: PrefixNames = field(init=False)
+    _named: tuple[object, dict[Name, tuple[BlockId, ...]]] = field(default=(None, {}), repr=False)
+
+    def __post_init__(self) -> None:
+        self.names = PrefixNames(self.config.block_size)
+
+    def in_flight(self, request_id: RequestId) -> bool:
+        """Whether a frame in flight has a row of this id."""
+        return any(row.request_id == request_id for rows in self.frames.values() for row in rows)
+
+    def named_blocks(self, snapshot: Snapshot) -> dict[Name, tuple[BlockId, ...]]:
+        """The cache map of a snapshot by names instead of keys. The last one asked for is kept."""
+        if self._named[0] is not snapshot:
+            of_key = self.names.of_key
+            named = {of_key(key)[-1]: blocks for key, blocks in snapshot.cached.items()}
+            self._named = (snapshot, named)
+        return self._named[1]
+
+    def flight_row(self, row: PlannedRow) -> FlightRow:
+        """What is in flight once `row` is dispatched."""
+        due = self.lives[row.request_id].num_known + self.promised.get(row.request_id, 0)
+        return FlightRow(row.request_id, row.end, row.drafts, row.end >= due)
+
+    def placeholders(self, request_id: RequestId) -> int:
+        """What counts as known to the scheduler beyond the known tokens: what is promised.
+
+        Nothing is without asynchronous scheduling, where no plan is made before the commit.
+        """
+        return self.promised.get(request_id, 0) if self.config.async_scheduling else 0
+
+    def promised_after(self, step: Step) -> Mapping[RequestId, int]:
+        """What is promised after a step that is not recorded yet."""
+        if isinstance(step.event, Schedule):
+            change = {row.request_id: self.flight_row(row).num_promised for row in step.rows}
+        elif isinstance(step.event, Commit):
+            frame = self.frames.get(step.event.frame_id, ())
+            change = {row.request_id: -row.num_promised for row in frame}
+        else:
+            return self.promised
+        promised = dict(self.promised)
+        for request_id, count in change.items():
+            promised[request_id] = promised.get(request_id, 0) + count
+        return promised
+
+    def record(self, step: Step) -> None:
+        """Learn from a step that has been judged."""
+        match step.event, step.observation:
+            case _, Rejected():
+                return
+            case Submit(request=request), _:
+                self.lives[request.request_id] = Life(request, self.names)
+                self.num_progress += 1
+            case _, Plan():
+                self._record_plan(step)
+            case Commit(frame_id=frame_id), Outputs(rows=rows):
+                self._record_outputs(frame_id, rows)
+            case Drafts(drafts=drafts), DraftsTaken(request_ids=taken):
+                for proposal in drafts:
+                    if proposal.request_id in taken and proposal.request_id in self.lives:
+                        self.lives[proposal.request_id].drafts = proposal.token_ids
+            case Abort(), Aborted(request_ids=request_ids):
+                for request_id in request_ids:
+                    self._end(request_id)
+            case GrammarReady(request_id=request_id), _:
+                life = self.lives.get(request_id)
+                if life is not None and not life.grammar_ready:
+                    life.grammar_ready = True
+                    self.num_progress += 1
+            case SetPause(pause_state=pause_state), _:
+                self.pause_state = pause_state
+            case Reset(reset_running_requests=forced), ResetDone(success=True):
+                self._record_reset(forced, step.after.next_frame_id)
+
+    def _record_plan(self, step: Step) -> None:
+        plan, known = step.plan, self.lives
+        rows = [row for row in step.rows if row.request_id in known]
+        # Drafts of the plan before are gone after a gap, if the worker keeps them to itself.
+        gone = self.scheduled if self.config.async_scheduling else ()
+        for request_id in (*gone, *plan.preempted_req_ids):
+            if request_id in known:
+                known[request_id].drafts = ()
+        for request_id in plan.preempted_req_ids:
+            if request_id in known:
+                known[request_id].preempted_at = self.num_progress
+                known[request_id].num_known_then = known[request_id].num_known
+        frame = [self.flight_row(row) for row in rows]
+        for row, flight in zip(rows, frame, strict=True):
+            life = known[row.request_id]
+            life.drafts = self.drafts_after(flight)
+            life.last_planned_in = plan.frame_id
+            if row.kind is not RowKind.RUNNING:
+                life.admitted_in = plan.frame_id
+                if life.num_cached_tokens < 0:
+                    life.num_cached_tokens = row.first
+            self._promise(row.request_id, flight.num_promised)
+        if rows:
+            self.frames[plan.frame_id] = tuple(frame)
+        self.ended = set()
+        self.scheduled = {row.request_id for row in rows}
+
+    def _promise(self, request_id: RequestId, count: int) -> None:
+        total = self.promised.pop(request_id, 0) + count
+        if total:
+            self.promised[request_id] = total
+
+    def drafts_after(self, row: FlightRow) -> TokenIds:
+        """Drafts attached to a request once it is dispatched: those that the worker will have."""
+        if not (self.config.async_scheduling and row.samples):
+            return ()
+        return (DRAFT_PLACEHOLDER,) * self.config.num_speculative_tokens
+
+    def _record_outputs(self, frame_id: FrameId, rows: tuple[OutputRow, ...]) -> None:
+        for flight in self.frames.pop(frame_id, ()):
+            self._promise(flight.request_id, -flight.num_promised)
+        for row in rows:
+            if row.request_id in self.lives:
+                self.lives[row.request_id].tokens.extend(row.new_token_ids)
+            if row.finish_reason is not None:
+                self._end(row.request_id)
+                self.stopped_in_flight.add(row.request_id)
+        if self.stopped_in_flight:
+            self.stopped_in_flight = set(filter(self.in_flight, self.stopped_in_flight))
+        if rows:
+            self.num_progress += 1
+
+    def _record_reset(self, forced: bool, next_frame_id: FrameId) -> None:
+        self.num_resets += 1
+        self.num_progress += 1
+        self.first_frame_since_reset = next_frame_id
+        if forced:
+            self.scheduled = set()
+            for life in self.lives.values():
+                life.drafts = ()
+
+    def _end(self, request_id: RequestId) -> None:
+        if self.lives.pop(request_id, None) is not None:
+            self.ended.add(request_id)
+            self.num_ended += 1
+            self.num_progress += 1

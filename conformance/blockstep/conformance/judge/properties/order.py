@@ -1,0 +1,235 @@
+"""Order (P16): who is admitted, who is preempted, which block is evicted; ties included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from blockstep.conformance.judge.properties.check import Complaint, check, difference, differing
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.queue_replay import (
+    freed_blocks,
+    hides_a_rollback,
+    in_policy_order,
+    is_passed_over,
+    passed_over,
+    replay_schedule,
+    victims_of,
+)
+from blockstep.conformance.judge.properties.step import Step
+from blockstep.spec.vocabulary import (
+    Abort,
+    Aborted,
+    Commit,
+    Outputs,
+    Policy,
+    RequestId,
+    Reset,
+    Schedule,
+    Status,
+    Submit,
+)
+
+
+@check("P16", Submit, Schedule, Commit, Abort, Reset)
+def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+    """Each unfinished request is in exactly one of the queues and the running list, by status."""
+    after = step.after
+    names = after.waiting + after.skipped_waiting + after.running
+    if len(names) != len(after.requests) or set(names) != step.new.keys():
+        what = "queues and unfinished requests differ"
+        return [Complaint(what, (difference("queues", sorted(step.new), sorted(names)),))]
+    running = set(after.running)
+    wrong = [
+        Complaint(f"{name!r} is {request.status} and in the wrong queue")
+        for name, request in step.new.items()
+        if (request.status is Status.RUNNING) is not (name in running)
+        or (
+            request.status is Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            and name not in after.skipped_waiting
+        )
+    ]
+    return wrong or None
+
+
+@check("P16", Submit)
+def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """FCFS: behind everybody. PRIORITY: behind whoever is not after it in order."""
+    assert isinstance(step.event, Submit)
+    request = step.event.request
+    before, after = step.before, step.after
+    queues = {"waiting": before.waiting, "skipped_waiting": before.skipped_waiting}
+    name = "skipped_waiting" if request.structured_output else "waiting"
+    queues[name] += (request.request_id,)
+    if step.config.policy is Policy.PRIORITY:
+        orders = {other: life.order for other, life in ledger.lives.items()}
+        orders[request.request_id] = (
+            request.priority,
+            request.arrival_time,
+            request.request_id,
+        )
+        queues[name] = tuple(sorted(queues[name], key=orders.__getitem__))
+    for queue, expected in queues.items():
+        yield from differing(queue, expected, getattr(after, queue)) or ()
+
+
+@check("P16", Schedule)
+def admissions_follow_the_policy(step: Step, ledger: Ledger) -> list[Complaint] | None:
+    """Admitted are the first in policy order that wait for nothing outside, none left out.
+
+    They wait for a grammar or, preempted in flight, for their own tokens.
+    """
+    if not step.admitted_rows:
+        return None
+    admitted = [row.request_id for row in step.admitted_rows]
+    ready = [
+        name
+        for name in in_policy_order(step.config, ledger, step.before)
+        if not is_passed_over(ledger, step.old[name])
+    ]
+    return differing("order of admission", ready[: len(admitted)], admitted)
+
+
+@check("P16", Schedule)
+def running_keeps_its_order(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+    """Those who stay keep their order, the admitted follow."""
+    victims = set(step.plan.preempted_req_ids)
+    expected = [name for name in step.before.running if name not in victims]
+    expected += [row.request_id for row in step.admitted_rows]
+    return differing("running", expected, list(step.after.running))
+
+
+@check("P16", Schedule, Reset)
+def queues_keep_their_order(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """The admitted leave; the preempted come to the head, the first preempted furthest back.
+
+    Who is passed over for its tokens in flight comes to the head of the skipped ones.
+    """
+    victims = victims_of(step, ledger) if step.before.running else []
+    if isinstance(step.event, Reset):
+        # A forced reset preempts from the end of the running list under both policies.
+        victims = [name for name in reversed(step.before.running) if name in set(victims)]
+        admitted: set[RequestId] = set()
+    else:
+        admitted = {row.request_id for row in step.admitted_rows}
+    old = step.before
+    waiting = [*reversed(victims), *(name for name in old.waiting if name not in admitted)]
+    skipped = [name for name in old.skipped_waiting if name not in admitted]
+    if step.config.policy is Policy.PRIORITY and victims:
+        waiting.sort(key=lambda name: ledger.lives[name].order)
+    elif step.config.async_scheduling and isinstance(step.event, Schedule) and old.waiting:
+        moved = passed_over(step, ledger)
+        skipped = [*moved, *(name for name in skipped if name not in moved)]
+        waiting = [name for name in waiting if name not in moved]
+        if step.config.policy is Policy.PRIORITY:
+            skipped.sort(key=lambda name: ledger.lives[name].order)
+    yield from differing("waiting", waiting, list(step.after.waiting)) or ()
+    yield from differing("skipped_waiting", skipped, list(step.after.skipped_waiting)) or ()
+
+
+@check("P16", Schedule)
+def preempted_fcfs_are_the_youngest(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+    """FCFS preempts from the end of the running list."""
+    if step.config.policy is not Policy.FCFS or not step.plan.preempted_req_ids:
+        return None
+    count = len(step.plan.preempted_req_ids)
+    tail = sorted(step.before.running[-count:])
+    return differing("preempted", tail, list(step.plan.preempted_req_ids))
+
+
+@check("P16", Schedule)
+def preempted_priority_never_outrank_survivors(
+    step: Step, ledger: Ledger
+) -> list[Complaint] | None:
+    """PRIORITY preempts whoever would wait longest, in the order of its queues: ties included."""
+    if step.config.policy is not Policy.PRIORITY or not step.plan.preempted_req_ids:
+        return None
+    ranked = sorted(step.before.running, key=lambda name: ledger.lives[name].order, reverse=True)
+    count = len(step.plan.preempted_req_ids)
+    return differing("preempted", sorted(ranked[:count]), list(step.plan.preempted_req_ids))
+
+
+@check("P16", Schedule)
+def nobody_is_admitted_after_a_preemption(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+    """A step that preempts admits nobody: what was just freed is for those who run. A policy."""
+    if not step.plan.preempted_req_ids or not step.admitted_rows:
+        return None
+    names = [row.request_id for row in step.admitted_rows]
+    return [Complaint(f"{names} admitted although {step.plan.preempted_req_ids} were preempted")]
+
+
+@check("P16", Schedule)
+def new_blocks_come_from_the_head_of_the_free_queue(
+    step: Step, ledger: Ledger
+) -> list[Complaint] | None:
+    """The least recently freed block is evicted first; hits leave from wherever they are."""
+    victims = victims_of(step, ledger) if step.plan.preempted_req_ids else []
+    if hides_a_rollback(step, victims):
+        return None
+    replay = replay_schedule(step, victims)
+    if replay.wrong:
+        return [
+            Complaint(
+                f"{name!r} took block {block} out of turn",
+                (difference("block", head, block),),
+            )
+            for name, block, head in replay.wrong
+        ]
+    return differing("free_queue", replay.final, list(step.after.free_queue))
+
+
+@check("P16", Schedule)
+def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> list[Complaint] | None:
+    """A victim's blocks join the end of the free queue last block first, so that the blocks at
+    the end of a prefix are evicted before those at its start.
+
+    Checked for the last victim also where the rest of the queue cannot be replayed.
+    """
+    victims = victims_of(step, ledger) if step.plan.preempted_req_ids else []
+    if not victims:
+        return None
+    freed = _freed_by_last(step, victims)
+    queue = list(step.after.free_queue)
+    length = min(len(freed), len(queue))
+    return differing(
+        "end of free_queue", freed[len(freed) - length :], queue[-length:] if length else []
+    )
+
+
+def _freed_by_last(step: Step, victims: Sequence[RequestId]) -> list[int]:
+    """What the last victim alone gave back, of the blocks that it held before the step."""
+    before_it = freed_blocks(step.before, victims[:-1])
+    return freed_blocks(step.before, victims)[len(before_it) :]
+
+
+@check("P16", Commit, Abort, Reset)
+def freed_tail_is_evicted_first(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+    """Blocks of the ended join the end of the free queue, last block of each table first.
+
+    A block that others still hold stays out. Ended in order: of scheduling in a commit, as named
+    in an abort; a forced reset takes the running list from its end.
+    """
+    names: list[RequestId]
+    if isinstance(step.observation, Outputs):
+        names = [row.request_id for row in step.observation.rows if row.finish_reason is not None]
+    elif isinstance(step.observation, Aborted):
+        names = list(step.observation.request_ids)
+    else:
+        assert isinstance(step.event, Reset)
+        names = list(reversed(step.before.running)) if step.event.reset_running_requests else []
+    before, after = step.before, step.after
+    if not names:
+        return differing("free_queue", before.free_queue, after.free_queue)
+    names = [name for name in names if name in step.old]
+    expected = (*before.free_queue, *freed_blocks(before, names))
+    return differing("free_queue", expected, after.free_queue)
+
+
+@check("P16", Commit, Abort)
+def queues_lose_exactly_the_ended(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+    """A commit or an abort takes the ended out of their queue; the others keep their order."""
+    left = step.new.keys()
+    for queue in ("waiting", "skipped_waiting", "running"):
+        old, new = getattr(step.before, queue), getattr(step.after, queue)
+        if old != new:
+            expected = tuple(name for name in old if name in left)
+            yield from differing(queue, expected, new) or ()

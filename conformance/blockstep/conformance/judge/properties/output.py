@@ -1,0 +1,320 @@
+"""Output: P13 exactly what was sampled until a stop, P14 exact rollback, P24 real drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+
+from blockstep.conformance.judge.properties.check import Complaint, check, difference, differing
+from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
+from blockstep.conformance.judge.properties.step import Step
+from blockstep.spec.vocabulary import (
+    Commit,
+    Config,
+    Drafts,
+    DraftsTaken,
+    FinishReason,
+    OutputRow,
+    Outputs,
+    Request,
+    RequestId,
+    Schedule,
+    Status,
+    TokenId,
+    TokenIds,
+)
+
+_KEPT_BY_COMMIT = attrgetter(
+    "status",
+    "spec_token_ids",
+    "is_prefill_chunk",
+    "block_tables",
+    "num_cached_tokens",
+    "num_preemptions",
+    "grammar_ready",
+)
+
+
+def stop_of(
+    config: Config, request: Request, outputs: Sequence[TokenId]
+) -> tuple[FinishReason, TokenId | None] | None:
+    """Why a request ends after these outputs: the reason and the stop token; None if it goes on.
+
+    In this order: eos, stop token, length, repetition. `min_tokens` holds back all but length: a
+    request must end where nothing more can be computed. (Ours: 0.19.1 lets it mask length too.)
+    """
+    token, count = outputs[-1], len(outputs)
+    may_stop = count >= request.min_tokens
+    if may_stop and token == request.eos_token_id:
+        return FinishReason.STOP, None
+    if may_stop and token in request.stop_token_ids:
+        return FinishReason.STOP, token
+    known = len(request.prompt_token_ids) + count
+    if count >= request.max_tokens or known >= config.max_model_len:
+        return FinishReason.LENGTH, None
+    if may_stop and repeats(request, outputs):
+        return FinishReason.REPETITION, None
+    return None
+
+
+def repeats(request: Request, outputs: Sequence[TokenId]) -> bool:
+    """Whether the tail of the outputs is a pattern repeated as often as is not tolerated."""
+    rule = request.repetition_detection
+    if rule is None:
+        return False
+    for size in range(rule.min_pattern_size, rule.max_pattern_size + 1):
+        length = size * rule.min_count
+        if length > len(outputs):
+            break
+        tail = list(outputs[-length:])
+        if tail[size:] == tail[:-size]:
+            return True
+    return False
+
+
+def cut_at_stop(
+    config: Config, request: Request, outputs: list[TokenId], sampled: TokenIds
+) -> tuple[TokenIds, tuple[FinishReason, TokenId | None] | None]:
+    """How many of the sampled tokens are delivered, and why the request ends if it does."""
+    for count, token in enumerate(sampled, 1):
+        outputs.append(token)
+        stop = stop_of(config, request, outputs)
+        if stop is not None:
+            return sampled[:count], stop
+    return sampled, None
+
+
+def expected_outputs(step: Step, ledger: Ledger) -> list[OutputRow]:
+    """What a commit must deliver, worked out from what was sampled."""
+    assert isinstance(step.event, Commit)
+    sampled = {row.request_id: row.token_ids for row in step.event.sampled}
+    rows = []
+    for flight in ledger.frames.get(step.event.frame_id, ()):
+        life = ledger.lives.get(flight.request_id)
+        tokens = sampled.get(flight.request_id, ())
+        if life is None or not tokens:
+            continue
+        outputs = list(life.output_token_ids)
+        delivered, stop = cut_at_stop(step.config, life.request, outputs, tokens)
+        reason, stop_token = stop or (None, None)
+        rows.append(
+            OutputRow(
+                flight.request_id, delivered, reason, stop_token, max(life.num_cached_tokens, 0)
+            )
+        )
+    return rows
+
+
+def _rows(step: Step) -> tuple[OutputRow, ...]:
+    assert isinstance(step.observation, Outputs)
+    return step.observation.rows
+
+
+@check("P13", Commit)
+def delivered_rows_are_those_that_sampled(step: Step, ledger: Ledger) -> list[Complaint] | None:
+    """Each unfinished request that sampled gets one row, in order of scheduling; nobody else."""
+    expected = [row.request_id for row in expected_outputs(step, ledger)]
+    return differing("rows", expected, [row.request_id for row in _rows(step)])
+
+
+@check("P13", Commit)
+def delivered_tokens_are_the_sampled_ones_until_the_stop(
+    step: Step, ledger: Ledger
+) -> Iterator[Complaint]:
+    """No token is lost, repeated, invented, or delivered after the one that stops."""
+    expected = {row.request_id: row.new_token_ids for row in expected_outputs(step, ledger)}
+    for row in _rows(step):
+        tokens = expected.get(row.request_id, ())
+        if row.new_token_ids != tokens:
+            what = f"{row.request_id!r} was delivered the wrong tokens"
+            yield Complaint(what, (difference("new_token_ids", tokens, row.new_token_ids),))
+
+
+@check("P13", Commit)
+def finish_reason_is_the_one_that_holds(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """A request ends when and only when a stop condition holds, for the first that holds."""
+    expected = {row.request_id: row for row in expected_outputs(step, ledger)}
+    for row in _rows(step):
+        due = expected.get(row.request_id)
+        if due is None:
+            continue
+        if (row.finish_reason, row.stop_token_id) != (due.finish_reason, due.stop_token_id):
+            yield Complaint(
+                f"{row.request_id!r} after {row.new_token_ids}",
+                (
+                    difference("finish_reason", due.finish_reason, row.finish_reason),
+                    difference("stop_token_id", due.stop_token_id, row.stop_token_id),
+                ),
+            )
+
+
+@check("P13", Commit)
+def finished_request_is_forgotten_and_others_stay(
+    step: Step, _ledger: Ledger
+) -> Iterator[Complaint]:
+    """Exactly those that were told a finish reason are gone after a commit."""
+    finished = {row.request_id for row in _rows(step) if row.finish_reason is not None}
+    expected = step.old.keys() - finished
+    if step.new.keys() != expected:
+        what = "a commit ended others than it said"
+        yield Complaint(what, (difference("unfinished", sorted(expected), sorted(step.new)),))
+
+
+@check("P13", Commit)
+def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """A state holds as outputs what was delivered, in order."""
+    delivered = {row.request_id: row.new_token_ids for row in _rows(step)}
+    for name, new in step.new.items():
+        life = ledger.lives.get(name)
+        if life is not None:
+            expected = life.output_token_ids + delivered.get(name, ())
+            if new.output_token_ids != expected:
+                what = f"the state has other outputs of {name!r}"
+                yield Complaint(what, (difference("outputs", expected, new.output_token_ids),))
+
+
+@check("P21", Commit)
+def told_cached_tokens_are_those_of_the_first_hit(
+    step: Step, ledger: Ledger
+) -> Iterator[Complaint]:
+    """A client is told the length of the prefix hit at the first admission."""
+    for row in _rows(step):
+        life = ledger.lives.get(row.request_id)
+        if life is not None and row.num_cached_tokens != max(life.num_cached_tokens, 0):
+            due = max(life.num_cached_tokens, 0)
+            what = f"{row.request_id!r} was told a wrong number of cached tokens"
+            yield Complaint(what, (difference("num_cached_tokens", due, row.num_cached_tokens),))
+
+
+@check("P14", Commit)
+def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """After a commit, all but the last token of a request that sampled is computed.
+
+    Whatever drafts were rejected: as if exactly the accepted ones had been scheduled. Tokens that
+    frames behind it promise count as known. A row that is still in its prefill stands where its
+    plan took it, or where later plans did.
+    """
+    promised = ledger.promised_after(step)
+    for flight in _flight(step, ledger):
+        new = step.new.get(flight.request_id)
+        if new is None or new.status is not Status.RUNNING:
+            continue
+        life = ledger.lives[flight.request_id]
+        known = life.num_prompt + len(new.output_token_ids)
+        if flight.samples:
+            expected = known + promised.get(flight.request_id, 0) - 1
+        elif step.config.async_scheduling:
+            expected = step.old[flight.request_id].num_computed_tokens
+        else:
+            expected = flight.end
+        if new.num_computed_tokens != expected:
+            yield Complaint(
+                f"{flight.request_id!r} knows {known} tokens after the commit",
+                (difference("num_computed_tokens", expected, new.num_computed_tokens),),
+            )
+
+
+@check("P14", Commit)
+def commit_changes_only_outputs_and_computed_tokens(
+    step: Step, ledger: Ledger
+) -> Iterator[Complaint]:
+    """Who goes on keeps its blocks, its status and its history; who did not sample, all.
+
+    Under asynchronous scheduling one who runs may settle blocks too.
+    """
+    in_frame = {row.request_id for row in _flight(step, ledger) if row.samples}
+    for name, new in step.new.items():
+        old = step.old.get(name)
+        if old is None or new is old:
+            continue
+        sampled = name in in_frame
+        runs = sampled and new.status is Status.RUNNING
+        if (
+            _KEPT_BY_COMMIT(old) != _KEPT_BY_COMMIT(new)
+            or (not runs and old.num_computed_tokens != new.num_computed_tokens)
+            or (not sampled and old.output_token_ids != new.output_token_ids)
+            or (not sampled and old.num_output_placeholders != new.num_output_placeholders)
+            or (
+                not (runs and step.config.async_scheduling)
+                and old.num_cached_blocks != new.num_cached_blocks
+            )
+        ):
+            yield Complaint(f"a commit changed {name!r}", (difference("request", old, new),))
+
+
+def _flight(step: Step, ledger: Ledger) -> tuple[FlightRow, ...]:
+    assert isinstance(step.event, Commit)
+    return ledger.frames.get(step.event.frame_id, ())
+
+
+@check("P24", Schedule)
+def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """A row carries a prefix of the drafts last attached to its request, after its known tokens.
+
+    Under asynchronous scheduling, after those promised too; and what is attached are placeholders
+    for what the worker proposed after the plan just before, if the request sampled in it.
+    """
+    for row in step.rows:
+        life = ledger.lives[row.request_id]
+        due = life.num_known + ledger.placeholders(row.request_id)
+        count = max(row.end - due, 0)
+        if row.drafts != life.drafts[:count] or len(row.drafts) != count:
+            yield Complaint(
+                f"{row.request_id!r} runs {count} tokens after those known and promised",
+                (difference("draft_token_ids", life.drafts[:count], row.drafts),),
+            )
+
+
+@check("P24", Schedule, Commit, Drafts)
+def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """A state holds as drafts what was proposed last and taken, until it is scheduled.
+
+    Under asynchronous scheduling: placeholders for as many drafts as there may be, from a plan in
+    which the request sampled to the next plan.
+    """
+    proposed: dict[RequestId, TokenIds] = {}
+    if isinstance(step.event, Drafts) and isinstance(step.observation, DraftsTaken):
+        taken = step.observation.request_ids
+        proposed = {
+            row.request_id: row.token_ids for row in step.event.drafts if row.request_id in taken
+        }
+    elif isinstance(step.event, Schedule):
+        if step.config.async_scheduling:
+            proposed = dict.fromkeys(step.new, ())
+        proposed.update(
+            (row.request_id, ledger.drafts_after(ledger.flight_row(row))) for row in step.rows
+        )
+        proposed.update((name, ()) for name in step.plan.preempted_req_ids)
+    for name, new in step.new.items():
+        life = ledger.lives.get(name)
+        if life is not None:
+            expected = proposed.get(name, life.drafts)
+            if new.spec_token_ids != expected:
+                what = f"the drafts of {name!r} are not those proposed last"
+                yield Complaint(what, (difference("spec_token_ids", expected, new.spec_token_ids),))
+
+
+@check("P24", Drafts)
+def drafts_are_taken_only_for_the_next_position(
+    step: Step, ledger: Ledger
+) -> list[Complaint] | None:
+    """Drafts are taken exactly for those who run, are not in flight and wait for one token.
+
+    Only then is the position that a draft is for certain; all others are dropped.
+    """
+    assert isinstance(step.event, Drafts)
+    assert isinstance(step.observation, DraftsTaken)
+    expected = []
+    for row in step.event.drafts:
+        old, life = step.old.get(row.request_id), ledger.lives.get(row.request_id)
+        if (
+            old is not None
+            and life is not None
+            and old.status is Status.RUNNING
+            and not old.is_prefill_chunk
+            and not ledger.in_flight(row.request_id)
+            and life.num_known > life.num_prompt
+            and old.num_computed_tokens == life.num_known - 1
+        ):
+            expected.append(row.request_id)
+    return differing("taken", tuple(expected), step.observation.request_ids)

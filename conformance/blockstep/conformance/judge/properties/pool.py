@@ -1,0 +1,348 @@
+"""The pool: P1 conservation, P2 exclusive writing, P3 sound cache map, P4 and P6 of held blocks.
+
+Each speaks of the state after a step; what a step may change is in `order` and `stillness`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from blockstep.conformance.judge.properties.check import Complaint, check, difference
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
+from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    Abort,
+    BlockId,
+    Commit,
+    Outputs,
+    RequestId,
+    RequestSnapshot,
+    Reset,
+    Schedule,
+    Status,
+    TokenIds,
+)
+
+
+@check("P1", Schedule, Commit, Abort, Reset)
+def pool_keeps_its_size(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+    """A state speaks of each block of the pool, no more and no fewer."""
+    after, num_blocks = step.after, step.config.num_blocks
+    sizes = (len(after.ref_counts), len(after.block_keys))
+    if sizes == (num_blocks, num_blocks):
+        return None
+    return [Complaint(f"{sizes[0]} ref counts and {sizes[1]} keys for {num_blocks} blocks")]
+
+
+@check("P1", Schedule, Commit, Abort, Reset)
+def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+    """Its ref count is the number of its holders; free ones are in the free queue, once."""
+    after, num_blocks = step.after, step.config.num_blocks
+    holders = [0] * num_blocks
+    for request in after.requests:
+        for table in request.block_tables:
+            for block in table:
+                if not 0 < block < num_blocks:
+                    what = f"{request.request_id!r} holds block {block}, of {num_blocks}"
+                    return [Complaint(what)]
+                holders[block] += 1
+    if tuple(holders) != after.ref_counts:
+        return [
+            Complaint(
+                f"block {block} is held {holders[block]} times",
+                (difference(f"ref_counts[{block}]", holders[block], count),),
+            )
+            for block, count in enumerate(after.ref_counts)
+            if block >= num_blocks or holders[block] != count
+        ]
+    free = {block for block in range(1, num_blocks) if not holders[block]}
+    if len(after.free_queue) != len(free) or set(after.free_queue) != free:
+        what = "the free queue is not the blocks that nobody holds, each once"
+        return [Complaint(what, (difference("free_queue", sorted(free), after.free_queue),))]
+    return None
+
+
+@check("P1", Schedule, Commit, Abort, Reset)
+def null_block_is_nobodys(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+    """The null block is never queued, held or published."""
+    after = step.after
+    if (
+        NULL_BLOCK in after.free_queue
+        or after.ref_counts[NULL_BLOCK]
+        or after.block_keys[NULL_BLOCK] is not None
+    ):
+        return [Complaint("the null block is queued, held or published")]
+    return None
+
+
+@check("P2", Schedule)
+def no_table_names_a_block_twice(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+    """Two positions of one request never share a block."""
+    for request in step.after.requests:
+        for table in request.block_tables:
+            if len(set(table)) != len(table):
+                yield Complaint(f"{request.request_id!r} has the block table {table}")
+
+
+@check("P2", Schedule, Commit)
+def block_still_to_be_written_has_one_holder(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """From the first block that is not full of known, computed tokens on, blocks are exclusive."""
+    ref_counts = step.after.ref_counts
+    for request, block in _unfinished_blocks(step, ledger):
+        if ref_counts[block] != 1:
+            yield Complaint(
+                f"{request.request_id!r} will write block {block}, which it does not own alone",
+                (difference(f"ref_counts[{block}]", 1, ref_counts[block]),),
+            )
+
+
+@check("P4", Schedule, Commit)
+def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """A block is not findable while a later step will write to it."""
+    block_keys = step.after.block_keys
+    for request, block in _unfinished_blocks(step, ledger):
+        if block_keys[block] is not None:
+            yield Complaint(f"{request.request_id!r} will write block {block}, which has a key")
+
+
+def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[RequestSnapshot, BlockId]]:
+    size = step.config.block_size
+    found = []
+    for request in step.after.requests:
+        table = request.block_tables[0]
+        life = ledger.lives.get(request.request_id)
+        if table and life is not None:
+            known = life.num_prompt + len(request.output_token_ids)
+            first = min(request.num_computed_tokens, known) // size
+            found += [(request, block) for block in table[first:]]
+    return found
+
+
+@check("P3", Schedule, Commit, Abort, Reset)
+def cache_map_and_blocks_agree(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+    """The cache map has a block under a key exactly if the block carries the key, and once."""
+    after = step.after
+    if after.cached is step.before.cached and after.block_keys is step.before.block_keys:
+        return None
+    cached = after.cached
+    num_keyed = 0
+    for block, key in enumerate(after.block_keys):
+        if key is not None:
+            num_keyed += 1
+            if block not in cached.get(key, ()):
+                return [Complaint(f"block {block} cannot be found under its key {key!r}")]
+    if sum(map(len, cached.values())) != num_keyed or not all(cached.values()):
+        what = "the cache map has a block twice, a foreign block, or a key without blocks"
+        return [Complaint(what, (difference("blocks", num_keyed, list(cached.values())),))]
+    return None
+
+
+@check("P3", Schedule)
+def nothing_is_cached_without_caching(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+    """With prefix caching off, no block carries a key."""
+    if step.config.enable_prefix_caching or not step.after.cached:
+        return None
+    return [Complaint("a block is cached although prefix caching is off")]
+
+
+@check("P3", Schedule)
+def computed_full_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """Once a row is dispatched, its blocks that are full of known tokens can be found.
+
+    When to publish is a policy: an engine could wait. It is pinned because hits depend on it.
+    """
+    if not step.config.enable_prefix_caching:
+        return
+    keys = step.after.block_keys
+    for row in step.rows:
+        first, end = _published(step, ledger, row)
+        table = row.hits + row.gained
+        if row.kind is RowKind.RUNNING:
+            table = step.old[row.request_id].block_tables[0] + row.gained
+        for block in table[first:end]:
+            if keys[block] is None:
+                yield Complaint(f"{row.request_id!r} filled block {block}, which has no key")
+        settled = step.new[row.request_id].num_cached_blocks
+        if settled != (end,):
+            yield Complaint(
+                f"{row.request_id!r} has settled the wrong number of blocks",
+                (difference("num_cached_blocks", (end,), settled),),
+            )
+
+
+def _published(step: Step, ledger: Ledger, row: PlannedRow) -> tuple[int, int]:
+    """The part of a row's table that this step publishes."""
+    size = step.config.block_size
+    end = min(row.end, ledger.lives[row.request_id].num_known) // size
+    if row.kind is not RowKind.RUNNING:
+        return len(row.hits), max(end, len(row.hits))
+    first = step.old[row.request_id].num_cached_blocks[0]
+    return first, max(first, end)
+
+
+@check("P4", Schedule)
+def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> list[Complaint] | None:
+    """A key appears on a block only if the block was full before, or a row of the plan fills it.
+
+    The former is seen when a request is preempted after this very step had published what an
+    earlier step had filled: that stays. What this step was to fill is withdrawn.
+    """
+    before, after = step.before.block_keys, step.after.block_keys
+    changed = [
+        block
+        for block, (old, new) in enumerate(zip(before, after, strict=True))
+        if new is not old and new is not None and new != old
+    ]
+    if not changed:
+        return None
+    allowed: set[BlockId] = set()
+    for row in step.rows:
+        first, end = _published(step, ledger, row)
+        allowed.update(step.new[row.request_id].block_tables[0][first:end])
+    for name in step.plan.preempted_req_ids:
+        old_request = step.old[name]
+        known = ledger.lives[name].num_known
+        filled = min(old_request.num_computed_tokens, known) // step.config.block_size
+        allowed.update(old_request.block_tables[0][:filled])
+    return [
+        Complaint(f"block {block} got a key, but no row fills it in this step")
+        for block in changed
+        if block not in allowed
+    ]
+
+
+def verified_blocks(step: Step, ledger: Ledger) -> list[tuple[RequestId, int, tuple[BlockId, ...]]]:
+    """What a commit publishes: whose, from which index of its table on, which blocks.
+
+    The blocks of a request that runs and sampled, also if it ends by that, up to the one with its
+    last token: that one is not computed yet.
+    """
+    assert isinstance(step.event, Commit)
+    config = step.config
+    if not (config.async_scheduling and config.enable_prefix_caching):
+        return []
+    found = []
+    delivered = _delivered(step)
+    for flight in ledger.frames.get(step.event.frame_id, ()):
+        old, tokens = step.old.get(flight.request_id), delivered.get(flight.request_id, ())
+        if old is None or old.status is not Status.RUNNING or not tokens:
+            continue
+        known = ledger.lives[flight.request_id].num_known + len(tokens)
+        first = old.num_cached_blocks[0]
+        blocks = old.block_tables[0][first : max((known - 1) // config.block_size, first)]
+        found.append((flight.request_id, first, blocks))
+    return found
+
+
+def _delivered(step: Step) -> dict[RequestId, TokenIds]:
+    assert isinstance(step.observation, Outputs)
+    return {row.request_id: row.new_token_ids for row in step.observation.rows}
+
+
+@check("P3", Commit)
+def verified_full_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """Under asynchronous scheduling a commit makes findable what its tokens filled and verified.
+
+    When to publish is a policy, as for `computed_full_blocks_are_published`: here a plan runs
+    ahead of the tokens, so those are known only now.
+    """
+    keys = step.after.block_keys
+    for name, first, blocks in verified_blocks(step, ledger):
+        for block in blocks:
+            if keys[block] is None:
+                yield Complaint(f"{name!r} filled block {block}, which has no key")
+        new = step.new.get(name)
+        expected = (first + len(blocks),)
+        if new is not None and new.num_cached_blocks != expected:
+            yield Complaint(
+                f"{name!r} has settled the wrong number of blocks",
+                (difference("num_cached_blocks", expected, new.num_cached_blocks),),
+            )
+
+
+@check("P4", Commit)
+def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """A commit changes keys of those blocks only that it verified, and takes none away.
+
+    Nothing is published for a request that was preempted or ended meanwhile: its blocks are gone.
+    """
+    before, after = step.before.block_keys, step.after.block_keys
+    if not step.config.async_scheduling or (
+        after is before and step.after.cached is step.before.cached
+    ):
+        return
+    cached, published = dict(step.before.cached), set()
+    for _, _, blocks in verified_blocks(step, ledger):
+        for block in blocks:
+            key = after[block]
+            if before[block] is None and key is not None:
+                published.add(block)
+                cached[key] = (*cached.get(key, ()), block)
+    for block, (old, new) in enumerate(zip(before, after, strict=True)):
+        if new is not old and new != old and block not in published:
+            yield Complaint(
+                f"the commit did not verify block {block}, but changed its key",
+                (difference(f"block_keys[{block}]", old, new),),
+            )
+    if cached != step.after.cached:
+        yield Complaint("the cache map holds something else than was published, in order")
+
+
+@check("P3", Schedule, Commit)
+def held_block_carries_the_name_of_its_tokens(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """The key of a held block names the tokens of whoever holds it."""
+    names = ledger.names
+    for request_id, block, expected, seen in _misnamed(step, ledger):
+        if not names.same_tokens(expected, seen):
+            yield Complaint(
+                f"{request_id!r} holds block {block}, whose key is of other tokens",
+                (difference(f"block {block}", names.show(expected), names.show(seen)),),
+            )
+
+
+@check("P6", Schedule, Commit)
+def held_block_carries_the_extra_keys_of_its_request(
+    step: Step, ledger: Ledger
+) -> Iterator[Complaint]:
+    """The key of a held block names the adapter, salt and items of whoever holds it."""
+    for request_id, block, expected, seen in _misnamed(step, ledger):
+        if ledger.names.same_tokens(expected, seen):
+            key = step.after.block_keys[block]
+            what = f"{request_id!r} holds block {block}, whose key has other extra keys: {key!r}"
+            yield Complaint(what)
+
+
+def _misnamed(step: Step, ledger: Ledger) -> list[tuple[str, BlockId, int, int]]:
+    """Held blocks whose key is not their holder's, among the blocks that this step touched.
+
+    The others were right before, and `only_computed_blocks_are_published` says that they still are.
+    """
+    keys = step.after.block_keys
+    of_key = ledger.names.of_key
+    found = []
+    if isinstance(step.event, Commit):
+        delivered = _delivered(step) if step.config.async_scheduling else {}
+        for name, first, blocks in verified_blocks(step, ledger):
+            for index, block in enumerate(blocks, first):
+                key = keys[block]
+                if key is not None:
+                    expected = ledger.lives[name].block_name_with(delivered[name], index)
+                    seen = of_key(key)[-1]
+                    if expected != seen:
+                        found.append((name, block, expected, seen))
+        return found
+    for row in step.rows:
+        life = ledger.lives[row.request_id]
+        first = 0
+        if row.kind is RowKind.RUNNING:
+            first = step.old[row.request_id].num_cached_blocks[0]
+        table = step.new[row.request_id].block_tables[0]
+        full = min(len(table), life.num_known // step.config.block_size)
+        for index in range(first, full):
+            key = keys[table[index]]
+            if key is not None:
+                expected, seen = life.block_name(index), of_key(key)[-1]
+                if expected != seen:
+                    found.append((row.request_id, table[index], expected, seen))
+    return found

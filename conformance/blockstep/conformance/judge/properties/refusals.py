@@ -1,0 +1,154 @@
+"""Refusals: P7 they change nothing, P11 what never fits is refused, P18 what is stale as well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from blockstep.conformance.judge.properties.amounts import blocks_for, longest_extent
+from blockstep.conformance.judge.properties.check import Complaint, check, difference
+from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
+from blockstep.conformance.judge.properties.step import Step
+from blockstep.spec.vocabulary import (
+    EVENT_TYPES,
+    Commit,
+    Config,
+    Drafts,
+    GrammarReady,
+    RejectCode,
+    Rejected,
+    Request,
+    RowTokens,
+    Schedule,
+    SpecMethod,
+    Submit,
+    event_problem,
+)
+
+
+@check("P7", Rejected)
+def rejected_event_changes_nothing(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+    """The state after a refusal is the state before it, statistics included."""
+    before, after = step.before, step.after
+    if after is before or after == before:
+        return None
+    names = [
+        name
+        for name in type(before).__dataclass_fields__
+        if getattr(before, name) != getattr(after, name)
+    ]
+    return [
+        Complaint(
+            f"a refused event changed {', '.join(names)}",
+            tuple(difference(name, getattr(before, name), getattr(after, name)) for name in names),
+        )
+    ]
+
+
+@check("P11", Submit)
+def accepted_request_fits_an_empty_pool(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+    """What was accepted can be served: at its longest it fits the pool when nobody else runs."""
+    assert isinstance(step.event, Submit)
+    code = _never_served(step.config, step.event.request)
+    return None if code is None else [Complaint(f"accepted, but can never be served: {code}")]
+
+
+@check("P11", Rejected)
+def request_is_refused_for_its_size_only_if_it_never_fits(
+    step: Step, _ledger: Ledger
+) -> list[Complaint] | None:
+    """PROMPT_TOO_LONG and NEVER_FITS are true when they are said."""
+    assert isinstance(step.observation, Rejected)
+    code = step.observation.code
+    if code not in (RejectCode.PROMPT_TOO_LONG, RejectCode.NEVER_FITS):
+        return None
+    true = (
+        _never_served(step.config, step.event.request) if isinstance(step.event, Submit) else None
+    )
+    return None if true is code else [Complaint(f"refused as {code}, which is not so")]
+
+
+@check("P18", Rejected)
+def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> list[Complaint] | None:
+    """The code of a refusal is the one that the event earned."""
+    assert isinstance(step.observation, Rejected)
+    expected = due_refusal(step.config, step.event, ledger)
+    if expected is step.observation.code:
+        return None
+    due = "none" if expected is None else expected
+    differences = (difference("code", due, step.observation.code),)
+    return [Complaint("the event was refused, but not for that", differences)]
+
+
+@check("P18", *EVENT_TYPES)
+def stale_or_wrong_event_is_refused(step: Step, ledger: Ledger) -> list[Complaint] | None:
+    """What is malformed, unknown, late or a duplicate is not taken."""
+    expected = due_refusal(step.config, step.event, ledger)
+    if expected is None:
+        return None
+    return [Complaint("the event was taken", (difference("answer", expected, "taken"),))]
+
+
+def due_refusal(config: Config, event: object, ledger: Ledger) -> RejectCode | None:
+    """Why an event must be refused now; None if it must be taken."""
+    problem = event_problem(event)
+    if problem is not None:
+        return problem.code
+    match event:
+        case Submit(request=request):
+            if request.request_id in ledger.lives:
+                return RejectCode.DUPLICATE_REQUEST
+            if ledger.in_flight(request.request_id):
+                return RejectCode.REQUEST_IN_FLIGHT
+            return _never_served(config, request)
+        case Schedule() if len(ledger.frames) >= config.max_frames_in_flight:
+            return RejectCode.PIPELINE_FULL
+        case Commit(frame_id=frame_id, sampled=sampled):
+            if frame_id not in ledger.frames:
+                return RejectCode.UNKNOWN_FRAME
+            if frame_id != next(iter(ledger.frames)):
+                return RejectCode.FRAME_OUT_OF_ORDER
+            frame = ledger.frames[frame_id]
+            return None if _answers(config, sampled, frame) else RejectCode.BAD_RESULT
+        case Drafts(drafts=drafts):
+            return None if _may_be_drafts(config, drafts) else RejectCode.BAD_DRAFTS
+        case GrammarReady(request_id=request_id):
+            if request_id not in ledger.lives:
+                return RejectCode.UNKNOWN_REQUEST
+            if not ledger.lives[request_id].request.structured_output:
+                return RejectCode.NOT_STRUCTURED
+    return None
+
+
+def _never_served(config: Config, request: Request) -> RejectCode | None:
+    if len(request.prompt_token_ids) >= config.max_model_len:
+        return RejectCode.PROMPT_TOO_LONG
+    if blocks_for(config, longest_extent(config, request)) > config.num_usable_blocks:
+        return RejectCode.NEVER_FITS
+    return None
+
+
+def _answers(config: Config, sampled: Sequence[RowTokens], frame: Sequence[FlightRow]) -> bool:
+    """Whether rows answer a frame: each request once, and only what it can have sampled.
+
+    Which drafts were accepted cannot be compared where only the worker knows them.
+    """
+    tokens_of = {row.request_id: row.token_ids for row in sampled}
+    if len(sampled) != len(frame) or tokens_of.keys() != {row.request_id for row in frame}:
+        return False
+    for row in frame:
+        tokens = tokens_of[row.request_id]
+        least, most = (1, 1 + len(row.drafts)) if row.samples else (0, 0)
+        if not least <= len(tokens) <= most:
+            return False
+        if not config.async_scheduling and tokens[:-1] != row.drafts[: max(len(tokens) - 1, 0)]:
+            return False
+    return True
+
+
+def _may_be_drafts(config: Config, drafts: Sequence[RowTokens]) -> bool:
+    if config.spec_method is SpecMethod.NONE or config.async_scheduling:
+        return False
+    limit = config.num_speculative_tokens
+    if any(len(row.token_ids) > limit for row in drafts):
+        return False
+    return len({row.request_id for row in drafts}) == len(drafts)

@@ -1,0 +1,96 @@
+"""View: what the worker knows of one request, learnt from plans and from its own sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from blockstep.conformance.judge.worker.names import Name, PrefixNames, item_starts
+from blockstep.spec.vocabulary import Request, TokenIds
+
+
+class RequestView:
+    """One request as the worker sees it."""
+
+    __slots__ = (
+        "block_size",
+        "chain",
+        "is_preempted",
+        "items",
+        "may_resume",
+        "names",
+        "num_computed",
+        "num_promised",
+        "num_prompt",
+        "num_rejected",
+        "num_unreported",
+        "pages",
+        "proposal",
+        "request",
+        "root",
+        "table",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, names: PrefixNames) -> None:
+        self.request = request
+        self.names = names
+        self.block_size = names.block_size
+        self.root = names.root(request.adapter, request.cache_salt)
+        self.items = item_starts(request, names.block_size)
+        self.tokens = list(request.prompt_token_ids)
+        """Prompt, and what it sampled so far."""
+        self.num_prompt = len(self.tokens)
+        self.num_computed = 0
+        """Tokens whose KV exists once every plan so far has run."""
+        self.num_unreported = 0
+        """Tokens sampled in frames whose commit it has not heard of."""
+        self.num_promised = 0
+        """Tokens that those frames could have brought, all of their drafts accepted."""
+        self.num_rejected = 0
+        """Drafts rejected in those frames: so many positions is the scheduler ahead."""
+        self.proposal: TokenIds = ()
+        """Its drafts after the last plan, if it sampled in it and the scheduler is asynchronous."""
+        self.table: list[int] = []
+        self.chain: list[Name] = []
+        """The name of each position, as far as it was needed."""
+        self.pages: list[list[Name]] = []
+        """`chain` cut into full blocks."""
+        self.is_preempted = False
+        """A plan said so: it holds no block until it is resumed."""
+        self.may_resume = False
+        """A forced reset may have preempted it, of which no plan tells."""
+
+    @property
+    def reported_token_ids(self) -> list[int]:
+        """Prompt and samples that the scheduler knows of."""
+        return self.tokens[: len(self.tokens) - self.num_unreported]
+
+    @property
+    def output_token_ids(self) -> TokenIds:
+        """What it sampled and the scheduler knows of."""
+        return tuple(self.tokens[self.num_prompt : len(self.tokens) - self.num_unreported])
+
+    def replace_tokens(self, tokens: Sequence[int]) -> None:
+        """Take over the tokens that a plan sends."""
+        self.tokens = list(tokens)
+        self.cut_names(0)
+
+    def name_positions(self, end: int, drafts: TokenIds) -> None:
+        """Know the names of positions [0, `end`), `drafts` following the known tokens."""
+        chain, size = self.chain, self.block_size
+        start = len(chain)
+        if start < end:
+            known = len(self.tokens)
+            if start < known:
+                self.names.extend(
+                    chain, self.root, self.tokens[start : min(end, known)], self.items, start
+                )
+            if end > known:
+                self.names.extend(chain, self.root, drafts[: end - known], self.items, known)
+        for page in range(len(self.pages), end // size):
+            self.pages.append(chain[page * size : (page + 1) * size])
+
+    def cut_names(self, end: int) -> None:
+        """Forget the names of positions from `end` on: those tokens are not known any more."""
+        del self.chain[end:]
+        del self.pages[end // self.block_size :]

@@ -1,0 +1,558 @@
+"""Worker: runs plans on tagged KV and says what is wrong with them (architecture D6).
+
+    plan -> drop the ended -> update views -> write every row -> read every row -> sample
+
+It decides by itself what each request holds, which rows sample and which drafts are right. A plan
+runs when it is dispatched; its answer may be committed much later, and by then the worker is ahead
+of the scheduler by what the frames in flight have sampled, and by the drafts they rejected. Each
+slot of its KV remembers the exact prefix that it was written for; each attended slot is checked
+when it is read. So "wrong tokens" is seen in the step in which it happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from blockstep.conformance.judge.worker.names import BEFORE_RESET, NEVER_WRITTEN, Name, PrefixNames
+from blockstep.conformance.judge.worker.view import RequestView
+from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
+    BlockId,
+    BlockTables,
+    CachedRow,
+    Commit,
+    Config,
+    Event,
+    FrameId,
+    NewRow,
+    Observation,
+    Outputs,
+    Plan,
+    RequestId,
+    Reset,
+    ResetDone,
+    RowTokens,
+    Snapshot,
+    Status,
+    TokenIds,
+)
+
+NextToken: TypeAlias = Callable[[Sequence[int]], int]
+"""Which token truly follows a text. Deterministic: what a request must get is unique."""
+
+
+@dataclass(slots=True)
+class FrameRow:
+    """What one request does in one dispatched plan."""
+
+    view: RequestView
+    first: int
+    """Position of the first token that runs."""
+    end: int
+    """One past the last."""
+    drafts: TokenIds
+    samples: bool
+    """The worker's own decision: all tokens it knows are computed once this has run."""
+    num_known: int
+    """Tokens it knew before."""
+    sampled: TokenIds = ()
+    is_astray: bool = False
+    """It read KV of something else."""
+
+    @property
+    def num_promised(self) -> int:
+        """Tokens that the row could bring."""
+        return 1 + len(self.drafts) if self.samples else 0
+
+    @property
+    def num_rejected(self) -> int:
+        """Drafts that were not accepted."""
+        return self.num_promised - len(self.sampled)
+
+
+class Worker:
+    """A model worker. One object is one run."""
+
+    def __init__(self, config: Config, next_token: NextToken) -> None:
+        self.config = config
+        self.next_token = next_token
+        self.names = PrefixNames(config.block_size)
+        self.views: dict[RequestId, RequestView] = {}
+        self.kv: list[list[Name]] = [
+            [NEVER_WRITTEN] * config.block_size for _ in range(config.num_blocks)
+        ]
+        """The name of what each slot holds, by block id and slot."""
+        self.last_plan: Plan | None = None
+        self.acceptance: tuple[int, ...] = (0,)
+        """How many drafts are right, by turns, where the worker keeps its drafts to itself."""
+        self._frames: dict[FrameId, list[FrameRow]] = {}
+        """Dispatched, and their commit not heard of."""
+        self._num_proposals = 0
+        self._last_scheduled: set[RequestId] = set()
+        self._checked: list[object] = [None] * config.num_blocks
+        """The key for which a block was found right, until the block is written again."""
+        self._findings: list[Finding] = []
+        self._hears_more_than_plans = False
+        """Somebody tells it of commits, so of resets too; else it cannot know of forced ones."""
+
+    def observe(self, event: Event, observation: Observation) -> list[Finding]:
+        """Take one exchange of the engine under test: a plan, a commit, a reset, or nothing."""
+        match event, observation:
+            case _, Plan() as plan:
+                return self.execute(plan)
+            case Commit() as commit, Outputs():
+                self.commit(commit)
+            case Reset(reset_running_requests=forced), ResetDone(success=True):
+                self.reset(forced)
+        return []
+
+    # Plans.
+
+    def execute(self, plan: Plan) -> list[Finding]:
+        """Run a plan; returns what is wrong with it. To be called when it is dispatched."""
+        if plan is self.last_plan:
+            return []
+        self._findings = []
+        self.last_plan = plan
+        for frame_id in list(self._frames)[: 1 - self.config.max_frames_in_flight or None]:
+            # So many plans later it must have been committed, whether or not anybody says so.
+            self._settle(frame_id, self.answer(frame_id))
+        for request_id in plan.finished_req_ids:
+            self.views.pop(request_id, None)
+        for request_id in plan.preempted_req_ids:
+            self._preempt(request_id)
+        rows = [row for row in map(self._start_new, plan.new) if row is not None]
+        rows += [row for row in map(self._start_cached, plan.cached) if row is not None]
+        self._last_scheduled = {row.request_id for row in plan.rows}
+        self._write(rows)
+        for row in rows:
+            self._read(row)
+        if self.config.async_scheduling:
+            for view in self.views.values():
+                view.proposal = ()
+        for row in rows:
+            self._finish(row)
+        if plan.rows:
+            self._frames[plan.frame_id] = rows
+        return self._findings
+
+    def _finish(self, row: FrameRow) -> None:
+        """Sample, and propose what may come next."""
+        view = row.view
+        self._promise(row)
+        self._deliver(row, self._sample(row) if row.samples else ())
+        if row.samples and self.config.async_scheduling:
+            count, right = self.config.num_speculative_tokens, self.acceptance
+            num_right = right[self._num_proposals % len(right)]
+            self._num_proposals += 1
+            view.proposal = self._guess(view, count, num_right)
+
+    def _promise(self, row: FrameRow) -> None:
+        """What is certain once a row runs: its tokens are computed, and it brings so many."""
+        row.view.num_computed = row.end
+        row.view.num_promised += row.num_promised
+
+    def _deliver(self, row: FrameRow, sampled: TokenIds) -> None:
+        """What it sampled follows the known tokens; rejected drafts were never computed."""
+        view, row.sampled = row.view, sampled
+        view.cut_names(row.num_known)
+        view.tokens.extend(sampled)
+        view.num_computed -= row.num_rejected
+        view.num_unreported += len(sampled)
+        view.num_rejected += row.num_rejected
+
+    def _preempt(self, request_id: RequestId) -> None:
+        view = self.views.get(request_id)
+        if view is None:
+            self._complain("preempted_request_was_known", f"{request_id!r} is not known here")
+            return
+        view.is_preempted = True
+        view.table = []
+        view.num_computed = 0
+
+    def _start_new(self, row: NewRow) -> FrameRow | None:
+        if row.request_id in self.views:
+            self._complain("new_row_is_new", f"{row.request_id!r} is known already")
+        view = RequestView(row.request, self.names)
+        self.views[row.request_id] = view
+        view.table = self._blocks(row.request_id, row.block_ids)
+        view.num_computed = row.num_computed_tokens
+        return self._start(row.request_id, view, row.num_scheduled_tokens, self._fill_in(row, view))
+
+    def _start_cached(self, row: CachedRow) -> FrameRow | None:
+        view = self.views.get(row.request_id)
+        if view is None:
+            self._complain("cached_row_is_known", f"{row.request_id!r} is not known here")
+            return None
+        blocks = self._blocks(row.request_id, row.new_block_ids)
+        if row.resumed:
+            self._resume(row, view, blocks)
+        else:
+            self._continue(row, view, blocks)
+        self._take_tokens(row, view)
+        num_output = len(view.output_token_ids) + view.num_promised
+        if row.num_output_tokens != num_output:
+            self._complain(
+                "plan_counts_the_outputs_of_the_worker",
+                f"{row.request_id!r}: {row.num_output_tokens} outputs in the plan",
+                Difference("num_output_tokens", str(num_output), str(row.num_output_tokens)),
+            )
+        if row.resumed and view.num_unreported and row.all_token_ids is not None:
+            view = self._disown(row.all_token_ids, view)
+        drafts = self._fill_in(row, view)
+        return self._start(row.request_id, view, row.num_scheduled_tokens, drafts)
+
+    def _disown(self, tokens: TokenIds, view: RequestView) -> RequestView:
+        """The request without what its frames in flight sampled: the plan goes on without it.
+
+        That is complained of already. Their answers will not be delivered, so they are left with
+        the old view; otherwise no later row of the request would be what the plan means by it.
+        """
+        fresh = RequestView(view.request, self.names)
+        fresh.replace_tokens(tokens)
+        fresh.table, fresh.num_computed = view.table, view.num_computed
+        self.views[view.request.request_id] = fresh
+        return fresh
+
+    def _fill_in(self, row: NewRow | CachedRow, view: RequestView) -> TokenIds:
+        """The drafts of a row, its placeholders replaced by what was proposed (P24)."""
+        drafts, proposal = row.draft_token_ids, view.proposal
+        if DRAFT_PLACEHOLDER not in drafts:
+            return drafts
+        if len(proposal) < len(drafts):
+            self._complain(
+                "placeholder_stands_for_a_draft_after_the_last_plan",
+                f"{row.request_id!r}: {len(drafts)} placeholders, {len(proposal)} drafts proposed",
+                property_id="P24",
+            )
+            # A token that nobody samples, as a worker might find in an old buffer.
+            return (*proposal, *drafts)[: len(drafts)]
+        return proposal[: len(drafts)]
+
+    def _resume(self, row: CachedRow, view: RequestView, blocks: list[BlockId]) -> None:
+        may_resume = view.is_preempted or view.may_resume or not self._hears_more_than_plans
+        if not may_resume:
+            self._complain("resumed_request_was_preempted", f"{row.request_id!r} was running")
+        if view.num_unreported:
+            self._complain(
+                "resumed_request_has_no_token_in_flight",
+                f"{row.request_id!r}: {view.num_unreported} of its tokens are not reported yet",
+                property_id="P13",
+            )
+        view.is_preempted = view.may_resume = False
+        view.table = blocks
+        view.num_computed = row.num_computed_tokens
+        view.num_rejected = 0
+        view.proposal = ()  # for the position at which it was preempted
+
+    def _continue(self, row: CachedRow, view: RequestView, blocks: list[BlockId]) -> None:
+        if view.is_preempted:
+            self._complain(
+                "preempted_request_returns_resumed", f"{row.request_id!r} holds no block here"
+            )
+        view.table.extend(blocks)
+        expected = view.num_computed + view.num_rejected
+        if row.num_computed_tokens != expected:
+            self._complain(
+                "plan_counts_the_computed_tokens_of_the_worker",
+                f"{row.request_id!r}: {row.num_computed_tokens} computed in the plan",
+                Difference("num_computed_tokens", str(expected), str(row.num_computed_tokens)),
+            )
+            view.num_computed = row.num_computed_tokens - view.num_rejected
+
+    def _take_tokens(self, row: CachedRow, view: RequestView) -> None:
+        sent = row.all_token_ids
+        if sent is None:
+            if row.resumed or row.request_id not in self._last_scheduled:
+                self._complain(
+                    "tokens_are_sent_after_a_gap",
+                    f"{row.request_id!r} was not in the plan before, and its tokens are not sent",
+                )
+        elif list(sent) != view.reported_token_ids:
+            self._complain(
+                "sent_tokens_are_those_of_the_worker",
+                f"{row.request_id!r}: the tokens in the plan are not those it sampled",
+                Difference("all_token_ids", _shown(view.reported_token_ids), _shown(sent)),
+            )
+            if not view.num_unreported:
+                view.replace_tokens(sent)
+
+    def _blocks(self, request_id: RequestId, tables: BlockTables) -> list[BlockId]:
+        if len(tables) != 1:
+            self._complain("plan_has_one_table_per_group", f"{request_id!r}: {len(tables)} tables")
+        blocks = list(tables[0]) if tables else []
+        if any(not 0 < block < self.config.num_blocks for block in blocks):
+            self._complain(
+                "plan_names_real_blocks", f"{request_id!r} gets blocks {blocks}", property_id="P1"
+            )
+            blocks = [block for block in blocks if 0 < block < self.config.num_blocks]
+        return blocks
+
+    def _start(
+        self, request_id: RequestId, view: RequestView, num_scheduled: int, drafts: TokenIds
+    ) -> FrameRow:
+        known = len(view.tokens)
+        first = max(view.num_computed, 0)
+        end = first + num_scheduled
+        if num_scheduled < 1:
+            self._complain(
+                "row_runs_a_token", f"{request_id!r}: {num_scheduled} tokens", property_id="P12"
+            )
+        if max(end - known, 0) != len(drafts):
+            self._complain(
+                "drafts_are_the_last_scheduled_tokens",
+                f"{request_id!r}: positions {first} to {end - 1} with {known} known tokens "
+                f"and {len(drafts)} drafts",
+                property_id="P24",
+            )
+        room = len(view.table) * self.config.block_size
+        if end > room:
+            self._complain(
+                "table_holds_the_scheduled_tokens", f"{request_id!r}: {end} tokens, {room} slots"
+            )
+        # Go on with as much of a wrong row as makes sense, to find what else is wrong.
+        end = max(min(end, known + len(drafts), room), 0)
+        first = min(first, end)
+        return FrameRow(view, first, end, drafts, samples=end >= known, num_known=known)
+
+    # KV.
+
+    def _write(self, rows: list[FrameRow]) -> None:
+        """Every row writes its slots, in plan order."""
+        size, kv, checked = self.config.block_size, self.kv, self._checked
+        writers: dict[BlockId, tuple[FrameRow, int]] = {}
+        for row in rows:
+            view, position, end = row.view, row.first, row.end
+            view.name_positions(end, row.drafts)
+            chain, table = view.chain, view.table
+            while position < end:
+                index = position // size
+                slot = position - index * size
+                stop = min(end, (index + 1) * size)
+                block = table[index]
+                kv[block][slot : slot + stop - position] = chain[position:stop]
+                checked[block] = None
+                if block in writers:
+                    self._complain_shared(writers[block], (row, index), block)
+                writers[block] = (row, index)
+                position = stop
+        for row in rows:
+            self._check_exclusive(row, writers)
+
+    def _check_exclusive(self, row: FrameRow, writers: dict[BlockId, tuple[FrameRow, int]]) -> None:
+        """A written block is in no other table, except as a hit at the same position."""
+        size, table = self.config.block_size, row.view.table
+        written = range(row.first // size, -(-row.end // size))
+        others = table[: written.start] + table[written.stop :]
+        if writers.keys().isdisjoint(others):
+            return
+        for index, block in enumerate(table):
+            if block in writers and index not in written:
+                writer, position = writers[block]
+                if writer is row or position != index:
+                    self._complain_shared(writers[block], (row, index), block)
+
+    def _read(self, row: FrameRow) -> None:
+        """Every position up to the last scheduled one must hold what this request expects."""
+        view, size, kv = row.view, self.config.block_size, self.kv
+        full, rest = divmod(row.end, size)
+        table = view.table
+        is_right = [kv[block] for block in table[:full]] == view.pages[:full]
+        if is_right and rest:
+            is_right = kv[table[full]][:rest] == view.chain[full * size : row.end]
+        if not is_right:
+            row.is_astray = True
+            self._complain_read(row)
+
+    def _complain_read(self, row: FrameRow) -> None:
+        """Name the first attended slot that holds something else."""
+        view, size = row.view, self.config.block_size
+        for position, expected in enumerate(view.chain[: row.end]):
+            block = view.table[position // size]
+            seen = self.kv[block][position % size]
+            if seen != expected:
+                self._complain(
+                    *self._blame("attended_slot", expected, seen),
+                    Difference(
+                        f"kv[{block}][{position % size}]",
+                        self.names.show(expected),
+                        self.names.show(seen),
+                        f"read by {view.request.request_id!r} at position {position}",
+                    ),
+                    property_id=self._property(expected, seen),
+                )
+                return
+
+    def _property(self, expected: Name, seen: Name) -> str:
+        if seen == NEVER_WRITTEN:
+            return "P4"
+        if seen == BEFORE_RESET:
+            return "P25"
+        return "P6" if self.names.same_tokens(expected, seen) else "P3"
+
+    def _blame(self, what: str, expected: Name, seen: Name) -> tuple[str, str]:
+        """Sentence and message for a slot that holds something else than it should."""
+        messages = {
+            "P4": (f"{what}_was_written", "the slot was never written"),
+            "P25": (f"{what}_was_written_since_the_reset", "the KV is from before the reset"),
+            "P6": (
+                f"{what}_is_of_the_same_adapter_salt_and_items",
+                "the tokens are the same, adapter, salt or items are not",
+            ),
+            "P3": (f"{what}_holds_the_right_prefix", "the KV is of another prefix"),
+        }
+        return messages[self._property(expected, seen)]
+
+    # Answers.
+
+    def answer(self, frame_id: FrameId) -> tuple[RowTokens, ...]:
+        """What each row of a dispatched plan sampled, in plan order; () for an unknown frame."""
+        return tuple(
+            RowTokens(row.view.request.request_id, row.sampled)
+            for row in self._frames.get(frame_id, ())
+        )
+
+    def _sample(self, row: FrameRow) -> TokenIds:
+        """The right drafts, and the token that follows them.
+
+        A draft is right if it is the token that truly follows. Who has read wrong KV goes astray.
+        """
+        text: list[int] = list(row.view.tokens) if row.drafts else row.view.tokens
+        sampled = [self.next_token(text) ^ row.is_astray]
+        for draft in row.drafts:
+            if draft != sampled[-1]:
+                break
+            text.append(draft)
+            sampled.append(self.next_token(text))
+        return tuple(sampled)
+
+    def commit(self, event: Commit) -> None:
+        """Learn that an answer was committed. Without this call, its own answer counts."""
+        self._hears_more_than_plans = True
+        self._settle(event.frame_id, event.sampled)
+
+    def _settle(self, frame_id: FrameId, sampled: Sequence[RowTokens]) -> None:
+        """Catch up with a commit; what was committed instead of its answer counts more."""
+        rows = self._frames.pop(frame_id, [])
+        tokens_of = {row.request_id: row.token_ids for row in sampled}
+        for row in rows:
+            view = row.view
+            view.num_unreported -= len(row.sampled)
+            view.num_promised -= row.num_promised
+            view.num_rejected = max(view.num_rejected - row.num_rejected, 0)
+            tokens = tokens_of.get(view.request.request_id, ())
+            if tokens != row.sampled and len(view.tokens) == row.num_known + len(row.sampled):
+                view.replace_tokens([*view.tokens[: row.num_known], *tokens])
+                view.num_computed -= len(row.sampled) - len(tokens)
+
+    def propose(self, request_id: RequestId, count: int, num_right: int) -> TokenIds:
+        """`count` drafts for a request: the first `num_right` will be accepted, the next not."""
+        return self._guess(self.views.get(request_id), count, num_right)
+
+    def _guess(self, view: RequestView | None, count: int, num_right: int) -> TokenIds:
+        text = [0] if view is None else list(view.tokens)
+        start = len(text)
+        for index in range(count):
+            true_token = self.next_token(text)
+            text.append(true_token ^ 1 if index == num_right else true_token)
+        return tuple(text[start:])
+
+    # Comparison with the state.
+
+    def reset(self, forced: bool) -> None:
+        """The cache was emptied: nothing written so far may be read again (P25)."""
+        for block, slots in enumerate(self.kv):
+            self._checked[block] = None
+            slots[:] = [name if name == NEVER_WRITTEN else BEFORE_RESET for name in slots]
+        if forced:
+            for view in self.views.values():
+                view.may_resume = True
+
+    def check_published(self, snapshot: Snapshot) -> list[Finding]:
+        """Every block that can be hit must hold, completely, what its key names (P3, P4, P6)."""
+        self._findings = []
+        checked = self._checked
+        for block, key in enumerate(snapshot.block_keys):
+            if key is None or checked[block] is key:
+                continue
+            expected = self.names.of_key(key)
+            if self.kv[block] == expected:
+                checked[block] = key
+                continue
+            slot, name, seen = next(
+                (slot, name, seen)
+                for slot, (name, seen) in enumerate(zip(expected, self.kv[block], strict=True))
+                if name != seen
+            )
+            self._complain(
+                *self._blame("published_block", name, seen),
+                Difference(
+                    f"kv[{block}][{slot}]", self.names.show(name), self.names.show(seen), repr(key)
+                ),
+                property_id=self._property(name, seen),
+            )
+        return self._findings
+
+    def check_view(self, snapshot: Snapshot) -> list[Finding]:
+        """What the plans told must be what the state says (P26).
+
+        For a running request that is its outputs, its block table and its computed tokens, at
+        every time: each of them reaches the worker by a plan before it can change again. For a
+        preempted one it is the outputs only: its blocks are gone, whether or not a plan told.
+        Others the worker need not know yet.
+        """
+        self._findings = []
+        for request in snapshot.requests:
+            if request.status not in (Status.RUNNING, Status.PREEMPTED):
+                continue
+            view = self.views.get(request.request_id)
+            if view is None:
+                self._complain("running_request_is_known", f"{request.request_id!r} is unknown")
+                continue
+            pairs: list[tuple[str, object, object]] = [
+                ("output_token_ids", request.output_token_ids, view.output_token_ids)
+            ]
+            if self.config.async_scheduling:
+                promised = request.num_output_placeholders
+                pairs.append(("num_output_placeholders", promised, view.num_promised))
+            if request.status is Status.RUNNING:
+                computed = view.num_computed + view.num_rejected
+                pairs += (
+                    ("block_tables", request.block_tables, (tuple(view.table),)),
+                    ("num_computed_tokens", request.num_computed_tokens, computed),
+                )
+            for name, state, seen in pairs:
+                if state != seen:
+                    self._complain(
+                        "plans_alone_rebuild_the_request",
+                        f"{request.request_id!r}: state and worker differ in {name}",
+                        Difference(name, _shown(state), _shown(seen), "state; worker"),
+                    )
+        return self._findings
+
+    # Complaints.
+
+    def _complain_shared(
+        self, writer: tuple[FrameRow, int], other: tuple[FrameRow, int], block: BlockId
+    ) -> None:
+        places = " and ".join(
+            f"{row.view.request.request_id!r} at index {index}" for row, index in (writer, other)
+        )
+        self._complain(
+            "written_block_is_in_one_place", f"block {block} is of {places}", property_id="P2"
+        )
+
+    def _complain(
+        self, sentence: str, message: str, *differences: Difference, property_id: str = "P26"
+    ) -> None:
+        self._findings.append(
+            Finding(FindingKind.PROPERTY, property_id, sentence, message, differences)
+        )
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,1 @@
+"""Lockstep: specification, engine and worker, event by event."""

@@ -1,0 +1,452 @@
+"""Driver: spec, engine and worker in lock-step; everything is compared after every event.
+
+    action -> event --> spec   --> observation, snapshot --+
+                 |                                          |-- equal?
+                 +----> engine --> observation, snapshot --+
+                          |              |
+                          +--> worker    +--> properties: no reference needed
+
+Three voices: the spec says what is right, the engine what it did, and the worker, which sees
+nothing but the plans, whether one can live on them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Self, TypeAlias, cast
+
+from blockstep.conformance.draw.mistakes import make_mistake
+from blockstep.conformance.engine import Capability, Declining, Engine, EngineFactory, Judging
+from blockstep.conformance.judge.properties import Ledger, Step, check_step
+from blockstep.conformance.judge.witnesses import Witnesses
+from blockstep.conformance.judge.worker import NextToken, Worker
+from blockstep.conformance.lockstep.liveness import Watch
+from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
+from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.protocol.program import (
+    Action,
+    Answer,
+    Drain,
+    Hostile,
+    Misanswer,
+    Program,
+    Propose,
+)
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.protocol.tokens import token_function
+from blockstep.spec.lives.drafts import can_take_drafts
+from blockstep.spec.profiles import STRICT, Profile
+from blockstep.spec.transition import transition
+from blockstep.spec.vocabulary import (
+    Abort,
+    Aborted,
+    Config,
+    Drafts,
+    Event,
+    GrammarReady,
+    Observation,
+    Outputs,
+    PauseState,
+    Plan,
+    RejectCode,
+    Rejected,
+    Request,
+    RequestId,
+    Reset,
+    RowTokens,
+    Schedule,
+    SetPause,
+    Snapshot,
+    Submit,
+    TokenIds,
+)
+from blockstep.spec.vocabulary import Commit as CommitEvent
+
+NEEDED: Mapping[type, Capability] = {
+    Propose: Capability.DRAFTS,
+    SetPause: Capability.PAUSE,
+    Reset: Capability.RESET,
+    GrammarReady: Capability.GRAMMAR,
+    Hostile: Capability.REJECTION,
+    Misanswer: Capability.REJECTION,
+}
+"""What an engine must be able to do for an action to be tried on it."""
+
+
+MakeWorker: TypeAlias = Callable[[Config, NextToken], Worker]
+"""A factory of engines may have one, as `make_worker`: its plans are run by such a worker then."""
+TEXTS_MAX = 6
+EXPLICABLE = frozenset({FindingKind.PROPERTY, FindingKind.LIVENESS})
+"""What a quirk can be the reason of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One event and both answers to it."""
+
+    event: Event
+    expected: Observation
+    """The spec's answer."""
+    seen: Observation | None
+    """The engine's answer; None if it raised."""
+
+
+@dataclass(slots=True)
+class LockStep:
+    """One run of one engine beside the spec. Not reusable."""
+
+    config: Config
+    engine: Engine
+    worker: Worker
+    spec: SpecEngine
+    ledger: Ledger
+    witnesses: Witnesses
+    exchanges: list[Exchange] = field(default_factory=list)
+    live: dict[RequestId, Request] = field(default_factory=dict)
+    """Accepted by the spec and not ended."""
+    ended: list[RequestId] = field(default_factory=list)
+    texts: deque[TokenIds] = field(default_factory=lambda: deque(maxlen=TEXTS_MAX))
+    """Prompt and outputs of those that ended last."""
+    said: dict[RequestId, TokenIds] = field(default_factory=dict)
+    """Outputs delivered to those in `live`."""
+    plans: list[Plan] = field(default_factory=list)
+    """In flight, oldest first."""
+    last_plan: Plan | None = None
+    last_commit: CommitEvent | None = None
+    sampled: tuple[RequestId, ...] = ()
+    """Requests that sampled in the last answered plan, for `Propose`."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Actions not tried because the engine lacks a capability, and events that it declines."""
+    before: Snapshot | None = None
+    capabilities: frozenset[str] = frozenset()
+    judges: frozenset[RejectCode] = frozenset()
+    """What the engine is given although the spec refuses it so."""
+    declines: Callable[[Event], str | None] | None = None
+    """Why the engine is not to be given an event, if it ever declines one."""
+    num_events: int = 0
+    has_failed: bool = False
+    """Something was wrong; both sides no longer mean the same thing."""
+    keep_exchanges: bool = False
+    equivalence: str = ""
+    """The weaker equivalence that the engine is held to; "" if it is compared with the spec."""
+    known: dict[str, int] = field(default_factory=dict)
+    """Findings that the quirks of the profile account for, by property."""
+
+    @classmethod
+    def start(
+        cls,
+        config: Config,
+        make_engine: EngineFactory,
+        token_seed: int = 0,
+        vocabulary_size: int = 50,
+        keep_exchanges: bool = False,
+        profile: Profile = STRICT,
+    ) -> Self:
+        """Build both sides. What the engine raises while it is built passes through."""
+        engine = make_engine(config)
+        make_worker: MakeWorker = getattr(make_engine, "make_worker", Worker)
+        run = cls(
+            config=config,
+            engine=engine,
+            worker=make_worker(config, token_function(token_seed, vocabulary_size)),
+            spec=SpecEngine(config, profile),
+            ledger=Ledger(config),
+            witnesses=Witnesses(),
+            capabilities=engine.capabilities(),
+            keep_exchanges=keep_exchanges,
+        )
+        run.before = run._comparable(engine.snapshot())
+        if Capability.REJECTION in run.capabilities:
+            run.judges = frozenset(RejectCode)
+        elif isinstance(engine, Judging):
+            run.judges = engine.judges
+        if profile.spares and isinstance(engine, Declining):
+            run.declines = engine.declines
+        return run
+
+    def fit(self, action: Action) -> Action:
+        """The action as this engine can be given it; a weaker equivalence may leave things out."""
+        return action
+
+    def perform(self, action: Action) -> list[Finding]:
+        """Do one action on both sides; returns what is wrong, [] if nothing.
+
+        After the first findings the run is over.
+        """
+        findings = self._perform(action)
+        self.has_failed |= bool(findings)
+        return findings
+
+    def _perform(self, action: Action) -> list[Finding]:
+        needed = NEEDED.get(type(action))
+        if needed is not None and needed not in self.capabilities:
+            self._skip(needed)
+            return []
+        if isinstance(action, Drain):
+            return self._drain()
+        event = self.resolve(action)
+        return [] if event is None else self.apply(event)
+
+    def resolve(self, action: Action) -> Event | None:
+        """The event that an action comes to now; None when it comes to nothing."""
+        match action:
+            case Answer():
+                if not self.plans:
+                    return None
+                return self._answer(self.plans[0])
+            case Misanswer(mistake=mistake):
+                answers = [self._answer(plan) for plan in self.plans]
+                return make_mistake(mistake, self.plans, answers, self.last_commit)
+            case Propose(counts=counts) if self.config.async_scheduling:
+                self.worker.acceptance = tuple(right for _, right in counts)
+                return None
+            case Propose(counts=counts):
+                rows = tuple(
+                    RowTokens(name, self.worker.propose(name, *counts[index % len(counts)]))
+                    for index, name in enumerate(self.sampled)
+                )
+                return self._proposal(rows) if rows else None
+            case Hostile(event=CommitEvent() as event) if self._is_welcome(event):
+                return None  # a right answer but not the worker's: it would lose its tokens
+            case Hostile(event=event):
+                return event
+            case Drain():
+                return None
+            case _:
+                return action
+
+    def _answer(self, plan: Plan) -> CommitEvent:
+        return CommitEvent(plan.frame_id, self.worker.answer(plan.frame_id))
+
+    def _is_welcome(self, event: Event) -> bool:
+        """Whether the spec would take the event now."""
+        return not isinstance(transition(self.spec.state, event), Rejected)
+
+    def _proposal(self, rows: tuple[RowTokens, ...]) -> Drafts | None:
+        """Drafts for everybody, or for those who can take them if the engine drops none."""
+        if not {Capability.REJECTION, Capability.LATE_DRAFTS} & self.capabilities:
+            state = self.spec.state
+            requests = [state.requests.get(row.request_id) for row in rows]
+            pairs = zip(rows, requests, strict=True)
+            rows = tuple(row for row, known in pairs if known and can_take_drafts(state, known))
+        return Drafts(rows) if rows else None
+
+    def apply(self, event: Event) -> list[Finding]:
+        """Give one event to both sides and check everything that can be checked.
+
+        What the engine declines neither side is given, and it does not count as an event.
+        """
+        reason = None if self.declines is None else self.declines(event)
+        if reason is not None:
+            self._skip(reason)
+            return []
+        self.num_events += 1
+        try:
+            expected = self.spec.apply(event)
+        except AssertionError as error:
+            return [_spec_finding(error)]
+        if isinstance(expected, Rejected) and expected.code not in self.judges:
+            self._skip(Capability.REJECTION)
+            return []
+        try:
+            seen = self.engine.apply(event)
+            after = self.engine.snapshot()
+        except Exception as error:
+            self._keep(Exchange(event, expected, None))
+            return [_fault(error)]
+        self._keep(Exchange(event, expected, seen))
+        after = self._comparable(after)
+        findings = list(self._diverge(event, expected, seen, after))
+        if not isinstance(seen, Observation):
+            return findings
+        if after is None:
+            findings = self._unexplained([*self.worker.observe(event, seen), *findings])
+        elif self.before is not None:
+            step = Step(self.config, self.num_events, event, seen, self.before, after)
+            findings = [*check_step(step, self.ledger, self.worker), *findings]
+            findings = self._unexplained(findings)
+            if not findings:  # what a quirk does was reached as well
+                self.witnesses.observe(step, self.ledger)
+            self.ledger.record(step)
+        self.before = after
+        self._follow(event, expected)
+        return findings
+
+    def _unexplained(self, findings: list[Finding]) -> list[Finding]:
+        """What is left when the quirks of the profile have spoken.
+
+        The engine did exactly what the spec with its quirks does, so a violated property is the
+        work of a quirk, at first or second hand; a divergence never is.
+        """
+        if not self.spec.state.quirks or any(found.kind not in EXPLICABLE for found in findings):
+            return findings
+        for found in findings:
+            self.known[found.property_id] = self.known.get(found.property_id, 0) + 1
+        return []
+
+    def _comparable(self, snapshot: Snapshot | None) -> Snapshot | None:
+        """The snapshot; with the spec's counters where the engine's mean something else."""
+        if snapshot is None or Capability.STATISTICS in self.capabilities:
+            return snapshot
+        stats = self.spec.snapshot().stats
+        if Capability.CACHE_STATISTICS in self.capabilities:
+            stats = replace(snapshot.stats, preemptions=stats.preemptions)
+        return replace(snapshot, stats=stats)
+
+    def _skip(self, reason: str) -> None:
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+
+    def _diverge(
+        self, event: Event, expected: Observation, seen: object, after: Snapshot | None
+    ) -> Iterator[Finding]:
+        differences = observation_differences(expected, seen)
+        if after is not None:
+            differences += snapshot_differences(self.spec.snapshot(), after)
+        if differences:
+            what = type(event).__name__.lower()
+            fields = len(differences)
+            message = f"spec and engine differ in {fields} field{'s' * (fields > 1)} after {what}"
+            yield Finding(
+                FindingKind.DIVERGENCE, "", "engine_equals_spec", message, tuple(differences)
+            )
+
+    def _follow(self, event: Event, observation: Observation) -> None:
+        """Keep what a client and a runner would remember."""
+        match event, observation:
+            case _, Rejected():
+                return
+            case Submit(request=request), _:
+                self.live[request.request_id] = request
+            case Schedule(), Plan() as plan:
+                self.last_plan = plan
+                if plan.rows:
+                    self.plans.append(plan)
+            case CommitEvent(frame_id=frame_id, sampled=sampled), Outputs(rows=rows):
+                self.last_commit = event
+                self.plans = [plan for plan in self.plans if plan.frame_id != frame_id]
+                self.sampled = tuple(row.request_id for row in sampled if row.token_ids)
+                for row in rows:
+                    self.said[row.request_id] = (
+                        self.said.get(row.request_id, ()) + row.new_token_ids
+                    )
+                self._end(row.request_id for row in rows if row.finish_reason is not None)
+            case Abort(), Aborted(request_ids=request_ids):
+                self._end(request_ids)
+
+    def _end(self, request_ids: Iterator[RequestId] | tuple[RequestId, ...]) -> None:
+        for request_id in request_ids:
+            request, said = self.live.pop(request_id, None), self.said.pop(request_id, ())
+            self.ended.append(request_id)
+            if request is not None and said:
+                self.texts.append(request.prompt_token_ids + said)
+
+    def _keep(self, exchange: Exchange) -> None:
+        if self.keep_exchanges:
+            self.exchanges.append(exchange)
+
+    def _drain(self) -> list[Finding]:
+        """Heal everything, then step until all requests have ended, within a bound (P10, P11).
+
+        The pipeline is kept as full as it may be, for that is how engines run. Where the engine
+        declines all that is left to do, the drain ends, and nobody is to blame.
+        """
+        findings = self.perform(SetPause(PauseState.UNPAUSED))
+        for name, request in list(self.live.items()):
+            if request.structured_output and not findings:
+                findings = self.perform(GrammarReady(name))
+        bound, watch = drain_bound(self.live), Watch()
+        for _ in range(bound):
+            if findings or not self.live:
+                return findings or self._answer_all()
+            num_before = self.num_events
+            findings, why = self._drain_step(watch)
+            if why:
+                return self._unexplained([watch.stall(self.live, why)])
+            if self.num_events == num_before:
+                return []
+        if self.live and not findings:
+            return self._unexplained([watch.stall(self.live, f"{bound} steps did not end them")])
+        return findings
+
+    def _drain_step(self, watch: Watch) -> tuple[list[Finding], str]:
+        """Plan until the pipeline is full or a plan is empty, then answer the oldest plan.
+
+        Returns what is wrong, and why nothing can ever come of it, or "".
+        """
+        while len(self.plans) < self.config.max_frames_in_flight:
+            num_before = self.num_events
+            findings = self.apply(Schedule())
+            if findings:
+                return findings, ""
+            if self.num_events == num_before:
+                break  # declined
+            plan = self.last_plan
+            assert plan is not None, "an accepted Schedule is answered with a plan"
+            why = watch.see(plan, bool(self.plans), self.before)
+            if why:
+                return [], why
+            if not plan.rows:
+                break
+        return self.perform(Answer()), ""
+
+    def _answer_all(self) -> list[Finding]:
+        """Commit what is still in flight, though nobody waits for it any more."""
+        findings: list[Finding] = []
+        num_before = -1
+        while self.plans and not findings and self.num_events > num_before:
+            num_before = self.num_events
+            findings = self.perform(Answer())
+        return findings
+
+
+def drain_bound(live: Mapping[RequestId, Request]) -> int:
+    """Steps within which a drained scheduler must end these requests.
+
+    Each step computes a token at least, and each of the requests may be preempted by each other
+    one and start again. A generous bound: it is there to end, not to measure.
+    """
+    work = sum(len(request.prompt_token_ids) + request.max_tokens for request in live.values())
+    return 20 + work * (1 + len(live))
+
+
+def get_start(make_engine: EngineFactory) -> Callable[..., LockStep]:
+    """`LockStep.start`, or that of the weaker equivalence that the factory declares."""
+    weaker = getattr(make_engine, "equivalence", None)
+    return LockStep.start if weaker is None else cast("Callable[..., LockStep]", weaker.start)
+
+
+def run_program(
+    program: Program, make_engine: EngineFactory, profile: Profile = STRICT
+) -> tuple[LockStep, list[Finding]]:
+    """Run a program from the start until it ends or something is wrong."""
+    run = get_start(make_engine)(
+        program.config,
+        make_engine,
+        program.token_seed,
+        program.vocabulary_size,
+        keep_exchanges=True,
+        profile=profile,
+    )
+    for action in program.actions:
+        findings = run.perform(action)
+        if findings:
+            return run, findings
+    return run, []
+
+
+def _fault(error: Exception) -> Finding:
+    return Finding(
+        FindingKind.FAULT,
+        "",
+        "engine_raises_nothing",
+        f"the engine raised {type(error).__name__}: {error}",
+        (Difference("exception", "none", type(error).__name__),),
+    )
+
+
+def _spec_finding(error: AssertionError) -> Finding:
+    return Finding(
+        FindingKind.SPEC, "", "spec_asserts_nothing_false", f"the spec is wrong: {error}"
+    )

@@ -1,0 +1,86 @@
+"""Liveness: once all is healed, no state may come back before somebody got a token (P10).
+
+A drained scheduler is deterministic and nothing comes from outside, so a state that returns will
+return for ever. The cycle that is reported is the shortest: it ends at the first return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.protocol.program import describe_observation
+from blockstep.spec.vocabulary import Plan, Request, RequestId, Snapshot, Stats
+
+LINES_MAX = 12
+"""Plans of a cycle that are shown, at most."""
+
+
+@dataclass(slots=True)
+class Watch:
+    """Remembers the states of a drain since the last token."""
+
+    progress: tuple[int, int] = (-1, -1)
+    """Tokens delivered to the unfinished, and how many those are."""
+    plans: list[Plan] = field(default_factory=list)
+    """Since the last progress."""
+    seen: dict[object, list[tuple[int, Snapshot]]] = field(default_factory=dict)
+    """States after these plans, with how many of them it took to get there; by what is cheap to
+    compare."""
+    cycle: list[Plan] = field(default_factory=list)
+
+    def see(self, plan: Plan, is_in_flight: bool, after: Snapshot | None) -> str:
+        """Take in a plan and the state after it; why nothing can ever come of it, or ""."""
+        if not plan.rows:
+            if is_in_flight or plan.preempted_req_ids:
+                return ""
+            return "a plan is empty although nothing is due from outside"
+        if after is None:
+            return ""
+        num_outputs = sum(len(request.output_token_ids) for request in after.requests)
+        progress = (num_outputs, len(after.requests))
+        if progress != self.progress:
+            self.progress, self.plans, self.seen = progress, [], {}
+        self.plans.append(plan)
+        if any(request.num_output_placeholders for request in after.requests):
+            return ""  # a token is on its way, so this state will not return
+        alike = self.seen.setdefault((after.waiting, after.running, after.free_queue), [])
+        first = next((at for at, state in alike if is_same_state(state, after)), None)
+        alike.append((len(self.plans), after))
+        if first is None:
+            return ""
+        self.cycle = self.plans[first:]
+        return f"the same state returns after {len(self.cycle)} plans that delivered no token"
+
+    def stall(self, live: Mapping[RequestId, Request], why: str) -> Finding:
+        """The finding, with the cycle if there is one."""
+        names = ", ".join(live)
+        shown = [describe_observation(plan) for plan in self.cycle[:LINES_MAX]]
+        if len(self.cycle) > LINES_MAX:
+            shown.append(f"... {len(self.cycle)} plans in all")
+        return Finding(
+            FindingKind.LIVENESS,
+            "P10",
+            "every_request_ends_once_all_is_healed",
+            f"{why}; unfinished: {names}",
+            tuple(Difference("cycle", "a token in it", line) for line in shown),
+        )
+
+
+def is_same_state(left: Snapshot, right: Snapshot) -> bool:
+    """Whether two states have the same future: equal but for what only ever grows."""
+    return len(left.frames_in_flight) == len(right.frames_in_flight) and _what_matters(
+        left
+    ) == _what_matters(right)
+
+
+def _what_matters(snapshot: Snapshot) -> Snapshot:
+    return replace(
+        snapshot,
+        requests=tuple(replace(request, num_preemptions=0) for request in snapshot.requests),
+        frames_in_flight=(),
+        next_frame_id=0,
+        finished_req_ids=(),
+        stats=Stats(),
+    )

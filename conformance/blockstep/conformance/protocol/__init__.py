@@ -1,0 +1,1 @@
+"""Protocol: the words that every tool talks in, and where an engine is looked up."""

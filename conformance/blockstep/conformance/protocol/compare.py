@@ -1,0 +1,151 @@
+"""Compare: where two observations or two snapshots differ, in words that fit on one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+
+from blockstep.conformance.protocol.findings import Difference
+from blockstep.spec.vocabulary import BlockId, BlockKey, Observation, RequestSnapshot, Snapshot
+
+ABSENT = "-"
+
+
+def observation_differences(spec: Observation, engine: object) -> tuple[Difference, ...]:
+    """Where the engine's answer to one event differs from the spec's; empty if nowhere."""
+    if spec == engine:
+        return ()
+    if type(spec) is not type(engine):
+        return (Difference("observation", _short(spec), _short(engine)),)
+    return tuple(_field_differences("", spec, engine))
+
+
+def snapshot_differences(spec: Snapshot, engine: Snapshot) -> tuple[Difference, ...]:
+    """Where two states differ: queues, requests, blocks, then the rest."""
+    if spec == engine:
+        return ()
+    found: list[Difference] = []
+    for name in ("waiting", "skipped_waiting", "running", "free_queue"):
+        found.extend(_value(name, getattr(spec, name), getattr(engine, name)))
+    found.extend(_request_differences(spec, engine))
+    found.extend(_block_differences(spec, engine))
+    found.extend(_cached_differences(spec, engine))
+    for field in fields(Snapshot):
+        if field.name not in _SHOWN_APART:
+            spec_value, engine_value = getattr(spec, field.name), getattr(engine, field.name)
+            found.extend(_field_differences(field.name, spec_value, engine_value))
+    return tuple(found) or (Difference("snapshot", _short(spec), _short(engine)),)
+
+
+_SHOWN_APART = frozenset(
+    {
+        "waiting",
+        "skipped_waiting",
+        "running",
+        "free_queue",
+        "requests",
+        "ref_counts",
+        "block_keys",
+        "cached",
+    }
+)
+
+
+def name_key(key: BlockKey | None) -> str:
+    """A short name for a key: its block index and tokens, and what sets it apart."""
+    if key is None:
+        return ABSENT
+    extras = [key.adapter and f"adapter {key.adapter}", key.cache_salt and f"salt {key.cache_salt}"]
+    extras += [f"{identifier}@{offset}" for identifier, offset in key.items]
+    tokens = ",".join(map(str, key.token_ids[:6])) + ("..." if len(key.token_ids) > 6 else "")
+    return " ".join([f"#{key.index}[{tokens}]", *(extra for extra in extras if extra)])
+
+
+def _request_differences(spec: Snapshot, engine: Snapshot) -> list[Difference]:
+    found: list[Difference] = []
+    left = {request.request_id: request for request in spec.requests}
+    right = {request.request_id: request for request in engine.requests}
+    for name in sorted({*left, *right}):
+        if left.get(name) == right.get(name):
+            continue
+        mine, theirs = left.get(name), right.get(name)
+        if mine is None or theirs is None:
+            found.append(Difference(f"request {name}", _present(mine), _present(theirs)))
+        else:
+            found.extend(_field_differences(f"request {name}", mine, theirs))
+    return found
+
+
+def _present(request: RequestSnapshot | None) -> str:
+    return "no such request" if request is None else str(request.status)
+
+
+def _block_differences(spec: Snapshot, engine: Snapshot) -> list[Difference]:
+    found: list[Difference] = []
+    for block_id in range(max(len(spec.ref_counts), len(engine.ref_counts))):
+        mine, theirs = describe_block(spec, block_id), describe_block(engine, block_id)
+        if mine != theirs:
+            found.append(Difference(f"block {block_id}", mine, theirs))
+    return found
+
+
+def describe_block(snapshot: Snapshot, block_id: BlockId) -> str:
+    """`free, carries #0[1,2]`, `held by 2, no key` ..."""
+    if block_id >= len(snapshot.ref_counts):
+        return "no such block"
+    ref_count = snapshot.ref_counts[block_id]
+    queued = snapshot.free_queue.count(block_id)
+    held = f"held by {ref_count}" if ref_count else "free" if queued else "no holder, not queued"
+    twice = f", queued {queued} times" if queued > 1 or (queued and ref_count) else ""
+    key = snapshot.block_keys[block_id]
+    return f"{held}{twice}, " + ("no key" if key is None else f"carries {name_key(key)}")
+
+
+def _cached_differences(spec: Snapshot, engine: Snapshot) -> list[Difference]:
+    found: list[Difference] = []
+    left, right = spec.cached, engine.cached
+    for key in [*left, *(key for key in right if key not in left)]:
+        if left.get(key) != right.get(key):
+            mine, theirs = _blocks(left, key), _blocks(right, key)
+            found.append(Difference(f"cached {name_key(key)}", mine, theirs))
+    return found
+
+
+def _blocks(cached: Mapping[BlockKey, tuple[BlockId, ...]], key: BlockKey) -> str:
+    return "blocks " + ", ".join(map(str, cached[key])) if key in cached else ABSENT
+
+
+def _field_differences(name: str, mine: object, theirs: object) -> list[Difference]:
+    """Field by field where both sides are the same kind of record, else as they are."""
+    if mine == theirs:
+        return []
+    if is_dataclass(mine) and type(mine) is type(theirs):
+        found: list[Difference] = []
+        for field in fields(mine):
+            path = f"{name} {field.name}".strip()
+            found.extend(
+                _field_differences(path, getattr(mine, field.name), getattr(theirs, field.name))
+            )
+        return found
+    if isinstance(mine, tuple) and isinstance(theirs, tuple) and len(mine) == len(theirs):
+        records = [is_dataclass(value) for value in mine]
+        if records and all(records):
+            found = []
+            for left, right in zip(mine, theirs, strict=True):
+                label = getattr(left, "request_id", "")
+                found.extend(_field_differences(f"{name} {label}".strip(), left, right))
+            return found
+    return _value(name, mine, theirs)
+
+
+def _value(name: str, mine: object, theirs: object) -> list[Difference]:
+    return [] if mine == theirs else [Difference(name, _short(mine), _short(theirs))]
+
+
+def _short(value: object) -> str:
+    """A value on one line: plain tuples as lists, long ones cut."""
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        text = "[" + ", ".join(_short(item) for item in value[:12])
+        return text + (f", ... {len(value)} in all]" if len(value) > 12 else "]")
+    text = str(value)
+    return text if len(text) <= 120 else text[:117] + "..."

@@ -1,0 +1,117 @@
+"""Registry: which engines there are, and how a name becomes one."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, EngineFactory
+from blockstep.spec import Oracle
+from blockstep.spec.vocabulary import Config
+
+
+class SpecEngine(Oracle):
+    """The specification, dressed as an engine."""
+
+    def capabilities(self) -> frozenset[str]:
+        """Everything: it is what everything is measured by."""
+        return ALL_CAPABILITIES
+
+
+@dataclass(frozen=True, slots=True)
+class KnownEngine:
+    """An engine with a name of its own."""
+
+    name: str
+    target: str
+    """`module:attribute` of its factory."""
+    summary: str
+
+
+KNOWN_ENGINES: Mapping[str, KnownEngine] = {
+    engine.name: engine
+    for engine in (
+        KnownEngine(
+            "host",
+            "blockstep.impl.host:HostEngine",
+            "our engine on the CPU: struct of arrays, O(1) per block operation",
+        ),
+        KnownEngine(
+            "host-vector",
+            "blockstep.impl.host:make_vector_engine",
+            "the same, with its code for many rows used for few as well",
+        ),
+        KnownEngine(
+            "compiled",
+            "blockstep.impl.compiled:CompiledEngine",
+            "our fastest engine on the CPU: machine code, made by numba at its first import",
+        ),
+        KnownEngine(
+            "host-kernels",
+            "blockstep.conformance.judge.dataplane:HOST",
+            "our engine, its plans carried out by our kernels on real paged memory",
+        ),
+        KnownEngine(
+            "vllm",
+            "blockstep.conformance.engines.adapters.vllm:VllmEngine",
+            "the unmodified scheduler of an installed vLLM (make vllm)",
+        ),
+        KnownEngine(
+            "nano_vllm",
+            "blockstep.conformance.engines.adapters.nano_vllm:NanoVllm",
+            "the scheduler of a checkout of nano-vllm (--path CHECKOUT), by properties only",
+        ),
+        KnownEngine(
+            "spec",
+            "blockstep.conformance.protocol.registry:SpecEngine",
+            "the specification held to itself; for trying out the tools",
+        ),
+    )
+}
+
+
+MUSEUM = "museum:"
+"""Prefix of the names of planted defects: `museum:forward-frees`."""
+
+
+class EngineNotFoundError(LookupError):
+    """No engine of that name, or it cannot be loaded."""
+
+
+def load_engine(name: str) -> EngineFactory:
+    """The factory called `name`: a known engine, or `module:attribute`.
+
+    Raises:
+        EngineNotFoundError: naming what was tried, and how to name an engine.
+    """
+    if name.startswith(MUSEUM):
+        return _load_exhibit(name)
+    target = KNOWN_ENGINES[name].target if name in KNOWN_ENGINES else name
+    module_name, _, attribute = target.partition(":")
+    if not module_name or not attribute:
+        known = ", ".join(KNOWN_ENGINES)
+        raise EngineNotFoundError(
+            f"engine {name!r}: neither one of [{known}] nor of the form module:attribute"
+        )
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise EngineNotFoundError(
+            f"engine {name!r}: cannot load {target}: {error}; is it installed and importable?"
+        ) from error
+    if not callable(factory):
+        raise EngineNotFoundError(f"engine {name!r}: {target} is not callable: name a factory")
+    return cast("Callable[[Config], Engine]", factory)
+
+
+def _load_exhibit(name: str) -> EngineFactory:
+    """A planted defect. Imported late: the museum itself is built from a registered engine."""
+    museum = importlib.import_module("blockstep.conformance.museum")
+    try:
+        return cast("EngineFactory", museum.build(name.removeprefix(MUSEUM)))
+    except KeyError:
+        raise EngineNotFoundError(
+            f"engine {name!r}: no such exhibit; `blockstep museum` lists them"
+        ) from None

@@ -1,0 +1,1 @@
+"""Recorded: runs that happened elsewhere."""

@@ -1,0 +1,22 @@
+"""Traces: files of lines, read without surprises, and recorded runs among them."""
+
+from blockstep.conformance.recorded.traces.lines import TraceError, read_lines
+from blockstep.conformance.recorded.traces.recorded import (
+    TRACE_FORMAT,
+    TRACE_VERSION,
+    Trace,
+    TraceStep,
+    read_trace,
+    write_trace,
+)
+
+__all__ = [
+    "TRACE_FORMAT",
+    "TRACE_VERSION",
+    "Trace",
+    "TraceError",
+    "TraceStep",
+    "read_lines",
+    "read_trace",
+    "write_trace",
+]

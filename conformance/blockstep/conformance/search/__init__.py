@@ -1,0 +1,1 @@
+"""Search: many runs, and what to make of one that fails."""

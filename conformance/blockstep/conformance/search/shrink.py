@@ -1,0 +1,360 @@
+"""Shrink: from a failing program to one in which every line matters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import combinations
+
+from blockstep.conformance.draw.actions import request_name
+from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.lockstep.driver import LockStep, run_program
+from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Propose
+from blockstep.spec.profiles import STRICT, Profile
+from blockstep.spec.vocabulary import (
+    Abort,
+    Config,
+    ConfigError,
+    GrammarReady,
+    PauseState,
+    Policy,
+    Request,
+    RequestId,
+    Schedule,
+    SetPause,
+    SpecMethod,
+    Submit,
+)
+
+MAX_RUNS = 1200
+STRAIGHT_ROUNDS = 24
+OVERLAPPING_MAX = 3
+"""Actions of a run that is tried at every place, at most."""
+PAIRED_MAX = 24
+"""Actions of a program in which every two are tried, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shrunk:
+    """The smallest failing program found, and its last run."""
+
+    program: Program
+    run: LockStep
+    findings: list[Finding]
+    num_runs: int
+
+
+class _Budget(Exception):
+    """Enough has been tried."""
+
+
+class Shrinker:
+    """Keeps the smallest program that fails like the first one.
+
+    "Like" means: some finding names the same property, or both name none. A program may turn one
+    symptom into another on the way; it may not turn one defect into another kind of defect.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        make_engine: EngineFactory,
+        first: Finding,
+        profile: Profile = STRICT,
+        on_run: Callable[[int, int], None] = lambda _runs, _actions: None,
+    ) -> None:
+        self._make_engine = make_engine
+        self._profile = profile
+        self._wanted = (first.kind, first.property_id)
+        self._on_run = on_run
+        self._num_runs = 0
+        self.best = program
+        self.run, self.findings = run_program(program, make_engine, profile)
+
+    def shrink(self) -> Shrunk:
+        """Try ever smaller programs until none of them fails or `MAX_RUNS` are spent."""
+        try:
+            self._unroll_drain()
+            self._cut_tail()
+            self._straighten()
+            while True:
+                before = self.best
+                self._pipeline()
+                self._halve()
+                self._simplify_config()
+                self._remove_actions()
+                self._simplify_actions()
+                self._scale_down()
+                if self.best == before:
+                    self._remove_pairs()
+                if self.best == before:
+                    break
+            self._rename()
+        except _Budget:
+            pass
+        return Shrunk(self.best, self.run, self.findings, self._num_runs)
+
+    def _try(self, program: Program) -> bool:
+        """Adopt `program` if it fails in the same way."""
+        if self._num_runs >= MAX_RUNS:
+            raise _Budget
+        self._num_runs += 1
+        self._on_run(self._num_runs, len(self.best.actions))
+        try:
+            run, findings = run_program(program, self._make_engine, self._profile)
+        except ConfigError:
+            return False
+        if not any((found.kind, found.property_id) == self._wanted for found in findings):
+            return False
+        self.best, self.run, self.findings = program, run, findings
+        return True
+
+    def _with(self, actions: tuple[Action, ...]) -> Program:
+        return replace(self.best, actions=actions)
+
+    def _unroll_drain(self) -> None:
+        """Write a drain out as the actions it consists of, so that they can be removed."""
+        actions = self.best.actions
+        if not actions or not isinstance(actions[-1], Drain):
+            return
+        waiting = [
+            GrammarReady(action.request.request_id)
+            for action in actions
+            if isinstance(action, Submit) and action.request.structured_output
+        ]
+        head = (*actions[:-1], SetPause(PauseState.UNPAUSED), *waiting)
+        fill = (Schedule(),) * (self.best.config.max_frames_in_flight - 1)
+        for steps in (4, 16, 64, 256):
+            if self._try(self._with((*head, Answer(), *fill, *((Schedule(), Answer()) * steps)))):
+                return
+
+    def _cut_tail(self) -> None:
+        """Drop what comes after the failing action: the shortest failing head, by bisection."""
+        low, high = 0, len(self.best.actions)
+        actions = self.best.actions
+        while low < high:
+            middle = (low + high) // 2
+            if self._try(self._with(actions[:middle])):
+                high = middle
+            else:
+                low = middle + 1
+
+    def _straighten(self) -> None:
+        """Try the plainest programs there are: everybody comes at once, then steps follow.
+
+        Most defects need nothing more, and no removal of single actions would find that out.
+        """
+        submits = tuple(action for action in self.best.actions if isinstance(action, Submit))
+        fill = (Schedule(),) * (self.best.config.max_frames_in_flight - 1)
+        proposals = [action for action in self.best.actions if isinstance(action, Propose)][:1]
+        rounds: list[tuple[Action, ...]] = [(Schedule(), Answer())]
+        rounds += [(Schedule(), Answer(), proposal) for proposal in proposals]
+        for one_round in rounds:
+            actions = (*submits, *fill, *one_round * STRAIGHT_ROUNDS)
+            if self._try(self._with(actions)):
+                self._cut_tail()
+                return
+
+    def _remove_actions(self) -> None:
+        """Remove runs of actions, long ones first, from the end to the start."""
+        size = max(len(self.best.actions) // 2, 1)
+        while size >= 1:
+            # Short runs are tried at every place, long ones side by side.
+            stride = size if size > OVERLAPPING_MAX else 1
+            start = len(self.best.actions) - size
+            while start >= 0:
+                actions = self.best.actions
+                shorter = actions[:start] + actions[start + size :]
+                start -= size if self._try(self._with(shorter)) else stride
+            size = size // 2 if size > OVERLAPPING_MAX else size - 1
+
+    def _remove_pairs(self) -> None:
+        """Remove any two actions at once: a pause and its end, a step and a step elsewhere."""
+        num_actions = len(self.best.actions)
+        if num_actions > PAIRED_MAX:
+            return
+        for first, second in combinations(range(num_actions), 2):
+            actions = self.best.actions
+            if second < len(actions):
+                kept = (*actions[:first], *actions[first + 1 : second], *actions[second + 1 :])
+                self._try(self._with(kept))
+
+    def _pipeline(self) -> None:
+        """Let all plans be in flight at once, so that no answer is needed between them."""
+        actions = tuple(action for action in self.best.actions if not isinstance(action, Answer))
+        depth = sum(isinstance(action, Schedule) for action in actions)
+        most = getattr(self._make_engine, "max_depth", depth)
+        if len(actions) < len(self.best.actions) and 1 < depth <= most:
+            config = replace(self.best.config, max_frames_in_flight=depth)
+            self._try(replace(self.best, config=config, actions=actions))
+
+    def _halve(self) -> None:
+        """Halve everything that is counted in tokens at once, as long as the failure stays."""
+        while self._try(halved(self.best)):
+            if self.best == halved(self.best):
+                return
+
+    def _scale_down(self) -> None:
+        """Take blocks out of the pool and tokens out of one prompt at once: they go together."""
+        for index in range(len(self.best.actions)):
+            for num_blocks in (4, 2, 1):
+                while self._without_blocks(index, num_blocks):
+                    pass
+
+    def _without_blocks(self, index: int, num_blocks: int) -> bool:
+        action, config = self.best.actions[index], self.best.config
+        if not isinstance(action, Submit) or config.num_blocks - num_blocks < 2:
+            return False
+        prompt = action.request.prompt_token_ids
+        left = len(prompt) - num_blocks * config.block_size
+        if left < 1:
+            return False
+        shorter = Submit(replace(action.request, prompt_token_ids=prompt[:left], items=()))
+        actions = (*self.best.actions[:index], shorter, *self.best.actions[index + 1 :])
+        smaller = replace(config, num_blocks=config.num_blocks - num_blocks)
+        return self._try(replace(self.best, config=smaller, actions=actions))
+
+    def _simplify_actions(self) -> None:
+        for index in range(len(self.best.actions)):
+            progress = True
+            while progress:
+                actions = self.best.actions
+                progress = any(
+                    self._try(self._with((*actions[:index], simpler, *actions[index + 1 :])))
+                    for simpler in simpler_actions(actions[index])
+                )
+
+    def _simplify_config(self) -> None:
+        for config in simpler_configs(self.best.config):
+            self._try(replace(self.best, config=config))
+
+    def _rename(self) -> None:
+        """Call the requests A, B, C in order of submission, or of their names: these break ties."""
+        names = dict.fromkeys(
+            action.request.request_id for action in self.best.actions if isinstance(action, Submit)
+        )
+        for order in (list(names), sorted(names)):
+            plain = {name: request_name(index) for index, name in enumerate(order)}
+            if self._try(self._with(tuple(_renamed(each, plain) for each in self.best.actions))):
+                return
+
+
+def _renamed(action: Action, names: dict[RequestId, RequestId]) -> Action:
+    match action:
+        case Submit(request=request):
+            return Submit(replace(request, request_id=names[request.request_id]))
+        case Abort(request_ids=request_ids):
+            return Abort(tuple(names.get(name, name) for name in request_ids))
+        case GrammarReady(request_id=request_id):
+            return GrammarReady(names.get(request_id, request_id))
+        case _:
+            return action
+
+
+def halved(program: Program) -> Program:
+    """The program with half the tokens: in blocks, prompts and budgets."""
+    config = program.config
+
+    def half(number: int) -> int:
+        return (number + 1) // 2
+
+    smaller = replace(
+        config,
+        block_size=half(config.block_size),
+        max_num_batched_tokens=half(config.max_num_batched_tokens),
+        long_prefill_token_threshold=half(config.long_prefill_token_threshold),
+    )
+    actions = tuple(
+        Submit(
+            replace(
+                action.request,
+                prompt_token_ids=action.request.prompt_token_ids[
+                    : half(len(action.request.prompt_token_ids))
+                ],
+                items=(),
+            )
+        )
+        if isinstance(action, Submit)
+        else action
+        for action in program.actions
+    )
+    return replace(program, config=smaller, actions=actions)
+
+
+def simpler_actions(action: Action) -> Iterator[Action]:
+    """Variants of an action with less in it, the simplest first."""
+    match action:
+        case Submit(request=request):
+            yield from map(Submit, simpler_requests(request))
+        case Abort(request_ids=request_ids) if len(request_ids) > 1:
+            yield from (Abort((name,)) for name in request_ids)
+        case Propose(counts=counts):
+            if len(counts) > 1:
+                yield from (Propose((count,)) for count in counts)
+            elif counts and counts[0] > (1, 0):
+                number, right = counts[0]
+                yield Propose(((1, min(right, 1)),))
+                yield Propose(((number, 0),)) if right else Propose(((number - 1, right),))
+        case _:
+            return
+
+
+def simpler_requests(request: Request) -> Iterator[Request]:
+    """The request with a field at its default, fewer tokens, or plainer ones."""
+    plain = Request(request.request_id, request.prompt_token_ids)
+    for field in fields(Request):
+        value = getattr(request, field.name)
+        default = getattr(plain, field.name)
+        if field.name != "max_tokens" and value != default:
+            yield replace(request, **{field.name: default})
+    prompt = request.prompt_token_ids
+    for length in sorted({1, len(prompt) // 2, len(prompt) - 1}):
+        if 0 < length < len(prompt):
+            yield replace(request, prompt_token_ids=prompt[:length])
+    for count in sorted({1, request.max_tokens // 2, request.max_tokens - 1}):
+        if 0 < count < request.max_tokens:
+            yield replace(request, max_tokens=count)
+    if any(prompt):
+        yield replace(request, prompt_token_ids=(0,) * len(prompt))
+        counted = tuple(range(len(prompt)))
+        if prompt > counted:
+            yield replace(request, prompt_token_ids=counted)
+
+
+def simpler_configs(config: Config) -> Iterator[Config]:
+    """The config with one feature switched off, or one bound out of the way."""
+    plain = {
+        "policy": Policy.FCFS,
+        "long_prefill_token_threshold": 0,
+        "enable_chunked_prefill": True,
+        "scheduler_reserve_full_isl": True,
+        "enable_prefix_caching": False,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 64,
+    }
+    for name, value in plain.items():
+        if getattr(config, name) != value:
+            yield replace(config, **{name: value})  # type: ignore[arg-type]
+    for depth in range(1, config.max_frames_in_flight):
+        yield replace(config, max_frames_in_flight=depth)
+    if config.spec_method is not SpecMethod.NONE:
+        yield replace(config, spec_method=SpecMethod.NONE, num_speculative_tokens=0)
+        yield replace(config, num_speculative_tokens=1)
+    for block_size in (1, 2):
+        if block_size < config.block_size:
+            yield replace(config, block_size=block_size)
+    for num_blocks in range(2, min(config.num_blocks, 12)):
+        yield replace(config, num_blocks=num_blocks)
+
+
+def shrink(
+    program: Program,
+    make_engine: EngineFactory,
+    first: Finding,
+    profile: Profile = STRICT,
+    on_run: Callable[[int, int], None] = lambda _runs, _actions: None,
+) -> Shrunk:
+    """The smallest program found that fails as `program` does with `first`."""
+    return Shrinker(program, make_engine, first, profile, on_run).shrink()

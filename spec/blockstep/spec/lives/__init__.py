@@ -1,0 +1,1 @@
+"""Lives: what happens to a request between two steps."""

@@ -1,0 +1,131 @@
+"""Lifecycle: how a request comes in, is unblocked, and leaves before its time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.spec.hashing import extend_block_keys
+from blockstep.spec.lives.commit import forget
+from blockstep.spec.maps import FrozenMap
+from blockstep.spec.memory.slots import (
+    compute_max_slots,
+    compute_num_blocks,
+    is_servable,
+    release_slots,
+)
+from blockstep.spec.profiles import Quirk
+from blockstep.spec.state import RequestState, State
+from blockstep.spec.step.queues import is_blocked, process_append
+from blockstep.spec.vocabulary import (
+    Aborted,
+    Ack,
+    RejectCode,
+    Rejected,
+    Request,
+    RequestId,
+    Status,
+)
+
+
+def get_submit_problem(state: State, request: Request) -> Rejected | None:
+    """Why this request cannot be taken in now, or None.
+
+    What could never be served is refused here, with a reason: once in the queue it would block
+    everybody behind it for ever, as upstream's does. The id of an aborted request is free again
+    only when no frame in flight names it, or its tokens would go to a stranger.
+    Source: upstream #52520, seed 001 "FINISHED_IGNORED"; P11, P13.
+    """
+    config, request_id = state.config, request.request_id
+    if request_id in state.requests:
+        detail = f"{request_id!r} is unfinished; choose another id or abort it first"
+        return Rejected(RejectCode.DUPLICATE_REQUEST, detail)
+    for frame in state.frames:
+        if any(row.request_id == request_id for row in frame.rows):
+            detail = f"frame {frame.frame_id} still names {request_id!r}; commit it first"
+            return Rejected(RejectCode.REQUEST_IN_FLIGHT, detail)
+    num_prompt = len(request.prompt_token_ids)
+    if num_prompt >= config.max_model_len:
+        detail = f"{request_id!r}: prompt {num_prompt} + 1 output > max_model_len"
+        return Rejected(RejectCode.PROMPT_TOO_LONG, f"{detail} {config.max_model_len}; shorten it")
+    if not is_servable(config, request):
+        num_slots = compute_max_slots(
+            num_prompt,
+            request.max_tokens,
+            config.num_speculative_tokens,
+            config.num_lookahead_tokens,
+            config.max_model_len,
+        )
+        num_blocks = compute_num_blocks(num_slots, config.block_size)
+        detail = f"{request_id!r} may need {num_blocks} blocks, the pool has"
+        fix = "lower max_tokens or add blocks"
+        return Rejected(RejectCode.NEVER_FITS, f"{detail} {config.num_usable_blocks}; {fix}")
+    return None
+
+
+def process_submit(state: State, request: Request) -> tuple[State, Ack] | Rejected:
+    """Take a request in: to `waiting`, or to `skipped_waiting` while it is blocked.
+
+    Source: seed 000 "Request Arrives"; vLLM 0.19.1 `_enqueue_waiting_request`; P11, P16.
+    """
+    # refuse
+    problem = get_submit_problem(state, request)
+    if problem is not None:
+        return problem
+    # requests
+    blocked = Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    entry = RequestState(request, blocked if request.structured_output else Status.WAITING)
+    if state.config.enable_prefix_caching:
+        keys = extend_block_keys(entry, state.config.block_size, state.quirks)
+        entry = replace(entry, block_keys=keys)
+    requests = state.requests.to_dict()
+    requests[request.request_id] = entry
+    waiting, skipped = list(state.waiting), list(state.skipped_waiting)
+    has_two_queues = Quirk.ONE_WAITING_QUEUE not in state.quirks
+    queue = skipped if is_blocked(entry) and has_two_queues else waiting
+    process_append(state.config.policy, queue, request.request_id, requests)
+    # observe
+    return replace(
+        state,
+        requests=FrozenMap(requests),
+        waiting=tuple(waiting),
+        skipped_waiting=tuple(skipped),
+    ), Ack()
+
+
+def process_grammar_ready(state: State, request_id: RequestId) -> tuple[State, Ack] | Rejected:
+    """Note that the grammar is compiled; the next Schedule that meets the request promotes it.
+
+    Source: seed 001 "Filter on blocking status"; P18.
+    """
+    # refuse
+    request = state.requests.get(request_id)
+    if request is None:
+        detail = f"no unfinished request {request_id!r}"
+        return Rejected(RejectCode.UNKNOWN_REQUEST, detail)
+    if not request.request.structured_output:
+        detail = f"{request_id!r} was submitted without structured_output"
+        return Rejected(RejectCode.NOT_STRUCTURED, detail)
+    # requests
+    requests = state.requests.to_dict()
+    requests[request_id] = replace(request, grammar_ready=True)
+    return replace(state, requests=FrozenMap(requests)), Ack()
+
+
+def process_abort(state: State, request_ids: tuple[RequestId, ...]) -> tuple[State, Aborted]:
+    """End requests at once, wherever they are; unknown ids change nothing.
+
+    A frame in flight still writes their blocks, but before any later step does, so the blocks
+    are free at once. Source: seed 001 "finish_requests()"; P13, P18.
+    """
+    # pool, requests
+    pool = state.pool
+    requests = state.requests.to_dict()
+    ended: list[RequestId] = []
+    for request_id in request_ids:
+        request = requests.pop(request_id, None)
+        if request is not None:
+            pool = release_slots(pool, request, state.frees_unnamed_first)
+            ended.append(request_id)
+    # observe
+    state = replace(state, requests=FrozenMap(requests))
+    return forget(state, pool, ended), Aborted(tuple(ended))

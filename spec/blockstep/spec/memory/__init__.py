@@ -1,0 +1,1 @@
+"""Memory: who holds which block."""

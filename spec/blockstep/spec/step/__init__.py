@@ -1,0 +1,1 @@
+"""Step: one step of the schedule, one concept a module."""
