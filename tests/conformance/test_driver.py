@@ -194,7 +194,11 @@ def test_a_drain_ends_where_all_that_is_left_is_declined(shunned: type, depth: i
     class Engine(Shy):
         shuns = (shunned,)
 
-    run = LockStep.start(replace(CONFIG, max_frames_in_flight=depth), Engine, profile=SPARING)
+    run = LockStep.start(
+        replace(CONFIG, max_frames_in_flight=depth, async_scheduling=depth > 1),
+        Engine,
+        profile=SPARING,
+    )
     assert run.perform(Submit(Request("A", (1, 2, 3), max_tokens=3))) == []
     assert run.perform(Drain()) == []
     assert run.live.keys() == {"A"}
@@ -207,7 +211,9 @@ def test_where_a_plan_is_declined_the_oldest_frame_is_answered() -> None:
     class Engine(Shy):
         num_plans = 2
 
-    run = LockStep.start(replace(CONFIG, max_frames_in_flight=3), Engine, profile=SPARING)
+    run = LockStep.start(
+        replace(CONFIG, max_frames_in_flight=3, async_scheduling=True), Engine, profile=SPARING
+    )
     for action in (Submit(Request("A", (1, 2, 3), max_tokens=3)), Drain()):
         assert run.perform(action) == []
     assert len(run.said["A"]) == 2
@@ -289,7 +295,7 @@ def test_a_run_goes_on_behind_a_quirk_and_counts_what_it_reached() -> None:
     quirks = {Quirk.RESET_DROPS_TOKENS, Quirk.RESET_NAMES_ITS_VICTIMS}
     profile = Profile("dropping", frozenset(quirks))
     program = Program(
-        Config(num_blocks=9, max_frames_in_flight=2),
+        Config(num_blocks=9, max_frames_in_flight=2, async_scheduling=True),
         (
             Submit(Request("A", (1, 2), max_tokens=5)), Schedule(),
             Reset(reset_running_requests=True), Schedule(), Answer(), Schedule(), Answer(), Drain(),

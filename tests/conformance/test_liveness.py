@@ -93,7 +93,12 @@ def test_counters_do_not_tell_states_apart() -> None:
 def test_a_token_in_flight_is_no_cycle() -> None:
     # B is resumed and preempted by turns until the token of A comes in.
     config = replace(
-        CONFIG, num_blocks=4, policy=Policy.FCFS, max_frames_in_flight=4, max_model_len=64
+        CONFIG,
+        num_blocks=4,
+        policy=Policy.FCFS,
+        max_frames_in_flight=4,
+        async_scheduling=True,
+        max_model_len=64,
     )
     actions = [Submit(Request(name, (0, 0), max_tokens=1)) for name in "AB"]
     _, findings = run_program(Program(config, (*actions, Drain())), SpecEngine)

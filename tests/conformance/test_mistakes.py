@@ -35,7 +35,7 @@ CODES = {
 
 def started(depth: int) -> LockStep:
     """A decodes with drafts, B is in the middle of its prompt."""
-    config = replace(CONFIG, max_frames_in_flight=depth)
+    config = replace(CONFIG, max_frames_in_flight=depth, async_scheduling=depth > 1)
     run = LockStep.start(config, load_engine("host"), keep_exchanges=True)
     actions: list[Action] = [
         Submit(Request("A", (1, 2), max_tokens=9)),

@@ -265,7 +265,7 @@ def reset_forced() -> Play:
     return Play().do(Submit(A), Submit(C)).run(1).do(Reset(True))
 
 
-AHEAD = replace(CONFIG, max_frames_in_flight=3)
+AHEAD = replace(CONFIG, max_frames_in_flight=3, async_scheduling=True)
 DRAFTING_AHEAD = replace(AHEAD, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
 
 
@@ -297,7 +297,9 @@ def ahead() -> Play:
 
 
 def ahead_four_deep() -> Play:
-    play = Play(replace(AHEAD, max_frames_in_flight=4)).do(Submit(LONG), *[Schedule()] * 4)
+    play = Play(replace(AHEAD, max_frames_in_flight=4, async_scheduling=True)).do(
+        Submit(LONG), *[Schedule()] * 4
+    )
     assert play.step.new["A"].num_output_placeholders == 4
     return play
 
@@ -1183,6 +1185,7 @@ def test_two_that_preempt_each_other_by_turns_make_no_progress(depth: int) -> No
         long_prefill_token_threshold=2,
         scheduler_reserve_full_isl=False,
         max_frames_in_flight=depth,
+        async_scheduling=depth > 1,
     )
     release = get_profile("vllm-0.19.1")
     assert release is not None

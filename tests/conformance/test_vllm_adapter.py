@@ -219,6 +219,7 @@ def test_plans_run_ahead_of_their_answers(num_drafts: int) -> None:
     """Drafts stay with the worker: what the plans carry are placeholders."""
     config = Config(
         num_blocks=17, block_size=2, max_model_len=24, max_frames_in_flight=2,
+            async_scheduling=True,
         spec_method=SpecMethod.EAGLE if num_drafts else SpecMethod.NONE,
         num_speculative_tokens=num_drafts,
     )  # fmt: skip
@@ -342,6 +343,7 @@ SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
     Quirk.PLACEHOLDERS_OUTLIVE_A_GAP: (
         Config(
             num_blocks=9, max_num_batched_tokens=2, max_frames_in_flight=2,
+            async_scheduling=True,
             spec_method=SpecMethod.NGRAM, num_speculative_tokens=1,
         ),
         (
@@ -353,6 +355,7 @@ SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
     Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT: (
         Config(
             num_blocks=8, block_size=1, max_model_len=7, max_frames_in_flight=2,
+            async_scheduling=True,
             policy=Policy.PRIORITY, enable_prefix_caching=False,
         ),
         (
@@ -434,7 +437,7 @@ SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
         (Submit(Request("A", (1, 2, 3), max_tokens=4)), Schedule(), Abort(("A",))),
     ),
     Quirk.RESET_DROPS_TOKENS: (
-        Config(num_blocks=9, max_frames_in_flight=2),
+        Config(num_blocks=9, max_frames_in_flight=2, async_scheduling=True),
         (
             Submit(Request("A", (1, 2))), Schedule(), Reset(reset_running_requests=True),
             Schedule(), Answer(),
@@ -559,7 +562,10 @@ DECLINED: dict[str, tuple[str, Config, tuple[Action, ...], str]] = {
     ),
     "forced reset": (
         REFERENCE,
-        Config(num_blocks=9, block_size=1, max_model_len=4, max_frames_in_flight=2),
+        Config(
+            num_blocks=9, block_size=1, max_model_len=4, max_frames_in_flight=2,
+            async_scheduling=True,
+        ),
         (
             Submit(Request("A", (0, 0), max_tokens=9)),
             Schedule(), Schedule(), Reset(reset_running_requests=True), Answer(), Answer(),
@@ -570,6 +576,7 @@ DECLINED: dict[str, tuple[str, Config, tuple[Action, ...], str]] = {
         REFERENCE,
         Config(
             num_blocks=6, block_size=1, max_model_len=6, max_frames_in_flight=2,
+            async_scheduling=True,
             enable_prefix_caching=False,
         ),
         (
@@ -590,7 +597,7 @@ DECLINED: dict[str, tuple[str, Config, tuple[Action, ...], str]] = {
     ),
     "padded to the end": (
         "0.27.0",
-        replace(PADDING, max_model_len=4, max_frames_in_flight=2),
+        replace(PADDING, max_model_len=4, max_frames_in_flight=2, async_scheduling=True),
         (
             Submit(Request("A", (1,), max_tokens=3)), Schedule(), Answer(),
             Submit(Request("B", (1, 2), max_tokens=2)), Schedule(), Schedule(), Answer(), Answer(),
@@ -668,7 +675,9 @@ def test_its_counters_of_drafts_are_those_of_the_spec(
     if not RELEASE.has_drafts:
         pytest.skip(f"vLLM {VERSION} is given no drafts")
     # Without prefix caching, which has counters of its own.
-    config = replace(LATE, enable_prefix_caching=False, max_frames_in_flight=depth)
+    config = replace(
+        LATE, enable_prefix_caching=False, max_frames_in_flight=depth, async_scheduling=depth > 1
+    )
     actions = (
         Submit(Request("A", (0, 0, 0), max_tokens=9)), Propose(((2, 2),)), Schedule(), Answer(),
         *(Propose(((2, 1), (2, 0))), Schedule(), Answer()) * 2, Drain(),

@@ -161,7 +161,7 @@ def test_resets_are_told_apart() -> None:
     assert watched.counts["reset_done"] == 1
 
 
-AHEAD = replace(CONFIG, max_frames_in_flight=4)
+AHEAD = replace(CONFIG, max_frames_in_flight=4, async_scheduling=True)
 LONG = replace(A, max_tokens=6)
 
 

@@ -447,7 +447,7 @@ def test_a_block_costs_little() -> None:
 
 def pipelined(**fields: Any) -> Worker:
     """A has run its prompt and the next position, and no answer has been committed."""
-    worker = make_worker(max_frames_in_flight=3, **fields)
+    worker = make_worker(max_frames_in_flight=3, async_scheduling=True, **fields)
     assert worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),))) == []
     assert worker.execute(Plan(1, cached=(cached("A", 5, 1),))) == []
     return worker
@@ -472,7 +472,7 @@ def test_a_plan_must_count_what_frames_in_flight_promise() -> None:
 
 def test_rejected_drafts_put_the_scheduler_ahead_until_it_hears_of_them() -> None:
     drafting = {"spec_method": SpecMethod.NGRAM, "num_speculative_tokens": 2}
-    worker = make_worker(max_frames_in_flight=3, **drafting)
+    worker = make_worker(max_frames_in_flight=3, async_scheduling=True, **drafting)
     worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),)))
     row = cached("A", 5, 1, num_scheduled_tokens=3, draft_token_ids=(DRAFT_PLACEHOLDER,) * 2)
     assert worker.execute(Plan(1, cached=(replace(row, new_block_ids=((4,),)),))) == []
@@ -491,7 +491,7 @@ def test_rejected_drafts_put_the_scheduler_ahead_until_it_hears_of_them() -> Non
 
 def test_how_many_placeholders_are_right_is_set_from_outside() -> None:
     drafting = {"spec_method": SpecMethod.NGRAM, "num_speculative_tokens": 2}
-    worker = make_worker(max_frames_in_flight=2, **drafting)
+    worker = make_worker(max_frames_in_flight=2, async_scheduling=True, **drafting)
     worker.acceptance = (2, 0)
     worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),)))
     row = cached("A", 5, 1, num_scheduled_tokens=3, draft_token_ids=(DRAFT_PLACEHOLDER,) * 2)

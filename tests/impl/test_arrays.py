@@ -84,6 +84,7 @@ def draw_drafts(draw: random.Random, engine: HostEngine) -> Drafts:
 def test_arrays_say_what_events_say(seed: int, name: str) -> None:
     draw = random.Random(seed)
     method = draw.choice((SpecMethod.NONE, SpecMethod.NGRAM, SpecMethod.EAGLE))
+    depth = draw.choice((1, 2))
     config = Config(
         **SMALL,
         max_num_batched_tokens=draw.choice((24, 64)),
@@ -92,7 +93,8 @@ def test_arrays_say_what_events_say(seed: int, name: str) -> None:
         enable_prefix_caching=draw.random() < 0.8,
         spec_method=method,
         num_speculative_tokens=0 if method is SpecMethod.NONE else 2,
-        max_frames_in_flight=draw.choice((1, 2)),
+        max_frames_in_flight=depth,
+        async_scheduling=depth > 1,
     )
     by_events = HostEngine(config, vector_at=1000)
     by_arrays = ENGINES[name](config)
@@ -297,7 +299,9 @@ def test_many_tokens_at_once_push_none_out(
 
 @each_engine
 def test_a_hit_counts_what_came_after_the_preemption(name: str) -> None:
-    config = Config(num_blocks=40, block_size=1, max_num_seqs=2, max_frames_in_flight=3)
+    config = Config(
+        num_blocks=40, block_size=1, max_num_seqs=2, max_frames_in_flight=3, async_scheduling=True
+    )
     engine = ENGINES[name](config)
     for request_id in "ab":
         engine.apply(Submit(Request(request_id, (1, 2, 3), max_tokens=9)))

@@ -39,7 +39,13 @@ THREE = (-1, -1, -1)
 
 
 def pipeline(session: OpenSession, **fields: Any) -> Session:
-    sizes = {"num_blocks": 20, "block_size": 4, "max_model_len": 64, "max_frames_in_flight": 2}
+    sizes = {
+        "num_blocks": 20,
+        "block_size": 4,
+        "max_model_len": 64,
+        "max_frames_in_flight": 2,
+        "async_scheduling": True,
+    }
     return session(**{**sizes, **fields})
 
 
@@ -106,7 +112,7 @@ def test_who_skips_ahead_does_not_end_the_phase(session: OpenSession) -> None:
 
 
 def test_one_promised_token_is_counted_as_sure_however_many_frames(session: OpenSession) -> None:
-    s = pipeline(session, max_frames_in_flight=3)
+    s = pipeline(session, max_frames_in_flight=3, async_scheduling=True)
     s.submit("a", range(5), max_tokens=2)
     frames = [s.plan(), s.plan(), s.plan()]
     # The third row is in vain: the two before it end the request.
@@ -165,7 +171,7 @@ def test_a_stop_leaves_the_frames_after_it_in_flight(session: OpenSession) -> No
 
 
 def test_frames_are_committed_oldest_first_and_once(session: OpenSession) -> None:
-    s = pipeline(session, max_frames_in_flight=3)
+    s = pipeline(session, max_frames_in_flight=3, async_scheduling=True)
     s.submit("a", range(5))
     for _ in range(3):
         s.plan()
@@ -277,7 +283,7 @@ def test_the_proposer_keeps_its_drafts(session: OpenSession) -> None:
 
 def preempted_in_flight(session: OpenSession) -> tuple[Session, list[Plan]]:
     """b has lost its blocks to a; frames 1 and 2 are in flight, and b has a row in frame 1."""
-    s = pipeline(session, num_blocks=5, max_frames_in_flight=3)
+    s = pipeline(session, num_blocks=5, max_frames_in_flight=3, async_scheduling=True)
     s.submit("a", range(7), max_tokens=6)
     s.submit("b", range(10, 17), max_tokens=6)
     frames = [s.plan(), s.plan()]

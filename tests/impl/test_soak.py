@@ -42,6 +42,7 @@ NAMES = tuple("abcdefgh")
 def draw_config(draw: random.Random) -> Config:
     method = draw.choice(list(SpecMethod))
     chunked = draw.random() < 0.8
+    depth = draw.choice((1, 1, 2, 2, 3))
     return Config(
         num_blocks=draw.randint(7, 16),
         block_size=draw.choice((1, 2, 2, 4)),
@@ -55,7 +56,8 @@ def draw_config(draw: random.Random) -> Config:
         scheduler_reserve_full_isl=draw.random() < 0.5,
         spec_method=method,
         num_speculative_tokens=0 if method is SpecMethod.NONE else draw.randint(1, 3),
-        max_frames_in_flight=draw.choice((1, 1, 2, 2, 3)),
+        max_frames_in_flight=depth,
+        async_scheduling=depth > 1,
     )
 
 

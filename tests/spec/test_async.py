@@ -30,13 +30,16 @@ from blockstep.spec.vocabulary import (
     RowTokens,
 )
 
-CONFIG = Config(num_blocks=9, block_size=4, max_model_len=32, max_frames_in_flight=2)
+CONFIG = Config(
+    num_blocks=9, block_size=4, max_model_len=32, max_frames_in_flight=2, async_scheduling=True
+)
 
 
 def make(depth: int = 2, **fields: object) -> Oracle:
     config = Config(
         **{"num_blocks": 9, "block_size": 4, "max_model_len": 32, **fields},  # type: ignore[arg-type]
         max_frames_in_flight=depth,
+        async_scheduling=depth > 1,
     )
     return Oracle(config)
 

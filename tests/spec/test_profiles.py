@@ -152,6 +152,7 @@ def test_placeholders_outlive_a_gap(quirk: bool) -> None:
         spec_method=SpecMethod.NGRAM,
         num_speculative_tokens=1,
         max_frames_in_flight=2,
+        async_scheduling=True,
     )
     oracle = both(config, Quirk.PLACEHOLDERS_OUTLIVE_A_GAP)[quirk]
     oracle.submit(Request("A", (1,), max_tokens=8, eos_token_id=0))
@@ -169,7 +170,7 @@ def test_placeholders_outlive_a_gap(quirk: bool) -> None:
 @pytest.mark.parametrize(("quirk", "expected"), [(False, ["B", "C"]), (True, ["B"])])
 def test_a_victim_without_a_row_shifts_the_next(quirk: bool, expected: list[RequestId]) -> None:
     config = Config(
-        num_blocks=8, block_size=1, max_model_len=7, max_frames_in_flight=2,
+        num_blocks=8, block_size=1, max_model_len=7, max_frames_in_flight=2, async_scheduling=True,
         policy=Policy.PRIORITY, enable_prefix_caching=False,
     )  # fmt: skip
     oracle = both(config, Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT)[quirk]
@@ -298,7 +299,9 @@ def test_where_freed_blocks_go(
 
 @pytest.mark.parametrize(("quirk", "expected"), [(False, ["A"]), (True, [])])
 def test_frames_hold_the_preempted(quirk: bool, expected: list[RequestId]) -> None:
-    config = Config(num_blocks=9, max_num_batched_tokens=2, max_frames_in_flight=2)
+    config = Config(
+        num_blocks=9, max_num_batched_tokens=2, max_frames_in_flight=2, async_scheduling=True
+    )
     oracle = both(config, Quirk.FRAMES_HOLD_THE_PREEMPTED)[quirk]
     oracle.submit(Request("A", (1, 2, 3)))
     plan = oracle.schedule()  # a chunk of the prompt, which does not sample
@@ -312,7 +315,7 @@ def test_frames_hold_the_preempted(quirk: bool, expected: list[RequestId]) -> No
 @pytest.mark.parametrize(("quirk", "delivered"), [(False, 1), (True, 0)])
 def test_reset_drops_tokens(quirk: bool, delivered: int) -> None:
     """Upstream #42043: sampled again, and delivered then."""
-    config = Config(num_blocks=9, max_frames_in_flight=2)
+    config = Config(num_blocks=9, max_frames_in_flight=2, async_scheduling=True)
     oracle = both(config, Quirk.RESET_DROPS_TOKENS)[quirk]
     oracle.submit(Request("A", (1, 2)))
     plan = oracle.schedule()

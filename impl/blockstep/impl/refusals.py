@@ -156,7 +156,7 @@ def drafts_problem(config: Config, event: Drafts) -> Rejected | None:
     """Why nobody may hand in these drafts, or None."""
     if config.async_scheduling:
         detail = "under asynchronous scheduling the worker keeps its drafts"
-        return _bad_drafts(f"{detail}; send none, or set max_frames_in_flight = 1")
+        return _bad_drafts(f"{detail}; send none, or switch async_scheduling off")
     if config.spec_method is SpecMethod.NONE:
         return _bad_drafts("spec_method is none, so nobody drafts; configure a spec_method")
     most = config.num_speculative_tokens

@@ -48,6 +48,7 @@ def compute_block_key(
         adapter=request.adapter,
         cache_salt=request.cache_salt if index == 0 else None,
         items=items,
+        embeds=request.prompt_embeds[start : start + len(token_ids)],
     )
 
 

@@ -181,7 +181,7 @@ SCENARIOS: Mapping[str, Scenario] = {
         Scenario(
             "async",
             "as decode, two plans in flight",
-            lambda n: _config(n, 1024, max_frames_in_flight=2),
+            lambda n: _config(n, 1024, max_frames_in_flight=2, async_scheduling=True),
             _decoding,
         ),
         Scenario(

@@ -184,4 +184,5 @@ def draw_config(preset: Preset, draw: Draw, max_depth: int = MAX_DEPTH) -> Confi
         spec_method=spec_method,
         num_speculative_tokens=0 if spec_method is SpecMethod.NONE else draw.integer(1, 4),
         max_frames_in_flight=min(depth, max_depth),
+        async_scheduling=min(depth, max_depth) > 1,
     )

@@ -77,7 +77,11 @@ ARMS: tuple[Arm, ...] = (
     Arm(
         "async",
         "one plan in flight at a time, or three",
-        lambda config: replace(config, max_frames_in_flight=1 if config.async_scheduling else 3),
+        lambda config: replace(
+            config,
+            max_frames_in_flight=1 if config.async_scheduling else 3,
+            async_scheduling=not config.async_scheduling,
+        ),
     ),
     Arm(
         "pool",

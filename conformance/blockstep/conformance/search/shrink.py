@@ -185,8 +185,11 @@ class Shrinker:
         actions = tuple(action for action in self.best.actions if not isinstance(action, Answer))
         depth = sum(isinstance(action, Schedule) for action in actions)
         most = getattr(self._make_engine, "max_depth", depth)
+        is_async = self.best.config.async_scheduling or self.best.config.max_frames_in_flight == 1
         if len(actions) < len(self.best.actions) and 1 < depth <= most:
-            config = replace(self.best.config, max_frames_in_flight=depth)
+            config = replace(
+                self.best.config, max_frames_in_flight=depth, async_scheduling=is_async
+            )
             self._try(replace(self.best, config=config, actions=actions))
 
     def _halve(self) -> None:
@@ -338,7 +341,8 @@ def simpler_configs(config: Config) -> Iterator[Config]:
         if getattr(config, name) != value:
             yield replace(config, **{name: value})  # type: ignore[arg-type]
     for depth in range(1, config.max_frames_in_flight):
-        yield replace(config, max_frames_in_flight=depth)
+        is_async = config.async_scheduling and depth > 1
+        yield replace(config, max_frames_in_flight=depth, async_scheduling=is_async)
     if config.spec_method is not SpecMethod.NONE:
         yield replace(config, spec_method=SpecMethod.NONE, num_speculative_tokens=0)
         yield replace(config, num_speculative_tokens=1)

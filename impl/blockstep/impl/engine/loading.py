@@ -168,6 +168,7 @@ def get_config(
         spec_method=settings.spec_method,
         num_speculative_tokens=settings.num_speculative_tokens,
         max_frames_in_flight=settings.max_frames_in_flight,
+        async_scheduling=settings.max_frames_in_flight > 1,
     )
     problems = config_problems(config)
     if problems:

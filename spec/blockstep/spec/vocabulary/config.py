@@ -51,22 +51,19 @@ class Config:
     num_speculative_tokens: int = 0
     """Draft tokens per request and step, at most."""
     max_frames_in_flight: int = 1
-    """Plans scheduled but not yet committed, at most (the pipeline depth). More than one switches
-    asynchronous scheduling on: see `async_scheduling`."""
+    """Plans scheduled but not yet committed, at most: the pipeline depth. Several without
+    `async_scheduling` are what pipeline parallelism needs: a request then waits for its own token,
+    while others, and further chunks of its prompt, are planned behind it."""
+    async_scheduling: bool = False
+    """Whether a step is planned before the tokens of the one before are known.
+
+    What it will sample is then promised by placeholders, and drafts stay with the worker: a plan
+    says how many, not which (seed 001, "Async scheduling skip-ahead")."""
 
     @property
     def num_usable_blocks(self) -> int:
         """Blocks that requests can hold: all but the null block (upstream #52520)."""
         return self.num_blocks - 1
-
-    @property
-    def async_scheduling(self) -> bool:
-        """Whether a step is planned before the tokens of the one before are known.
-
-        What it will sample is then promised by placeholders, and drafts stay with the worker: a
-        plan says how many, not which (seed 001, "Async scheduling skip-ahead").
-        """
-        return self.max_frames_in_flight > 1
 
     @property
     def num_lookahead_tokens(self) -> int:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import TypeAlias, final
 
 from blockstep.spec.vocabulary.request import TokenIds
+
+Link: TypeAlias = tuple[
+    TokenIds, str | None, str | None, tuple[tuple[str, int], ...], int, TokenIds
+]
+"""What a key adds to its parent's: its fields after `parent`, in their order."""
 
 
 @final
@@ -20,7 +25,16 @@ class BlockKey:
     the same object, without recursion, and lets equal keys share one chain from then on.
     """
 
-    __slots__ = ("_hash", "adapter", "cache_salt", "group", "items", "parent", "token_ids")
+    __slots__ = (
+        "_hash",
+        "adapter",
+        "cache_salt",
+        "embeds",
+        "group",
+        "items",
+        "parent",
+        "token_ids",
+    )
 
     parent: BlockKey | None
     """The key of the block before it; None for the first block."""
@@ -33,6 +47,8 @@ class BlockKey:
     """Of each item that overlaps: identifier, and its offset relative to the block's first slot."""
     group: int
     """KV-cache group."""
+    embeds: TokenIds
+    """Of each prompt position in the block that the client sent an embedding for: which one."""
 
     def __init__(
         self,
@@ -42,6 +58,7 @@ class BlockKey:
         cache_salt: str | None = None,
         items: tuple[tuple[str, int], ...] = (),
         group: int = 0,
+        embeds: TokenIds = (),
     ) -> None:
         put = object.__setattr__
         put(self, "parent", parent)
@@ -50,8 +67,10 @@ class BlockKey:
         put(self, "cache_salt", cache_salt)
         put(self, "items", items)
         put(self, "group", group)
+        put(self, "embeds", embeds)
         parent_hash = 0 if parent is None else parent._hash
-        put(self, "_hash", hash((parent_hash, token_ids, adapter, cache_salt, items, group)))
+        link = (token_ids, adapter, cache_salt, items, group, embeds)
+        put(self, "_hash", hash((parent_hash, *link)))
 
     _hash: int
 
@@ -105,6 +124,7 @@ class BlockKey:
                 ("cache_salt", self.cache_salt),
                 ("items", self.items),
                 ("group", self.group),
+                ("embeds", self.embeds),
             )
             if value
         )
@@ -125,14 +145,19 @@ class BlockKey:
         keys.reverse()
         return keys
 
-    def _link(self) -> tuple[TokenIds, str | None, str | None, tuple[tuple[str, int], ...], int]:
+    def _link(self) -> Link:
         """What this key adds to its parent's."""
-        return (self.token_ids, self.adapter, self.cache_salt, self.items, self.group)
+        return (
+            self.token_ids,
+            self.adapter,
+            self.cache_salt,
+            self.items,
+            self.group,
+            self.embeds,
+        )
 
 
-def chain_from_links(
-    links: tuple[tuple[TokenIds, str | None, str | None, tuple[tuple[str, int], ...], int], ...],
-) -> BlockKey:
+def chain_from_links(links: tuple[Link, ...]) -> BlockKey:
     """The last key of the chain whose keys add `links`, first block first. At least one link."""
     key: BlockKey | None = None
     for link in links:

@@ -93,6 +93,9 @@ class Request:
     """Separates prefix-cache namespaces: part of the identity of the first block."""
     items: tuple[MultiModalItem, ...] = ()
     """Sorted by offset, not overlapping."""
+    prompt_embeds: TokenIds = ()
+    """Which embedding stands at each prompt position, where the client sends embeddings instead of
+    tokens: equal numbers mean equal vectors. Empty: the model embeds the tokens itself."""
     skip_reading_prefix_cache: bool = False
     """True: it never takes a prefix hit (its prompt logprobs are wanted, say)."""
     structured_output: bool = False

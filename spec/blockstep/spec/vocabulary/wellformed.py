@@ -80,7 +80,12 @@ def config_problems(config: object) -> tuple[ConfigProblem, ...]:
     ):
         ok = is_count(getattr(config, name), least)
         expect(ok, name, f"must be an int from {least} to {MAX_INT}", f"use at least {least}")
-    for name in ("enable_prefix_caching", "enable_chunked_prefill", "scheduler_reserve_full_isl"):
+    for name in (
+        "enable_prefix_caching",
+        "enable_chunked_prefill",
+        "scheduler_reserve_full_isl",
+        "async_scheduling",
+    ):
         expect(type(getattr(config, name)) is bool, name, "must be a bool", "use True or False")
     expect(isinstance(config.policy, Policy), "policy", "must be a Policy", "use Policy.FCFS")
     expect(
@@ -102,6 +107,12 @@ def config_problems(config: object) -> tuple[ConfigProblem, ...]:
         "max_num_batched_tokens",
         "without chunked prefill a whole prompt must fit one step's budget",
         "raise it to max_model_len, or enable chunked prefill",
+    )
+    expect(
+        not config.async_scheduling or config.max_frames_in_flight > 1,
+        "async_scheduling",
+        "needs room for a plan ahead of the one that runs",
+        "set max_frames_in_flight to 2 or more, or leave async_scheduling out",
     )
     return tuple(found)
 
@@ -189,6 +200,8 @@ def _request_problem(request: object) -> Rejected | None:
         return _malformed("stop_token_ids", request.stop_token_ids, f"a tuple of 0..{MAX_INT}")
     if request.eos_token_id is not None and not is_count(request.eos_token_id):
         return _malformed("eos_token_id", request.eos_token_id, "None or a token id")
+    if not _are_tokens(request.prompt_embeds):
+        return _malformed("prompt_embeds", request.prompt_embeds, f"a tuple of 0..{MAX_INT}")
     for name in ("max_tokens", "min_tokens", "arrival_time"):
         if type(getattr(request, name)) is not int:
             return _malformed(name, getattr(request, name), "an int")
@@ -216,6 +229,12 @@ def _request_problem(request: object) -> Rejected | None:
 def _range_problem(request: Request) -> Rejected | None:
     if not request.prompt_token_ids:
         return _bad(request, "prompt_token_ids", "is empty: a prompt has at least one token")
+    if request.prompt_embeds and len(request.prompt_embeds) != len(request.prompt_token_ids):
+        return _bad(
+            request,
+            f"prompt_embeds has {len(request.prompt_embeds)} entries",
+            f"must have one for each of {len(request.prompt_token_ids)} prompt tokens, or none",
+        )
     if not 1 <= request.max_tokens <= MAX_INT:
         return _bad(request, f"max_tokens = {_shown(request.max_tokens)}", f"must be 1..{MAX_INT}")
     if not 0 <= request.min_tokens <= request.max_tokens:

@@ -114,6 +114,7 @@ def build_config(
         long_prefill_token_threshold=threshold,
         enable_prefix_caching=False,
         max_frames_in_flight=max_frames_in_flight,
+        async_scheduling=max_frames_in_flight > 1,
         spec_method=SpecMethod.DRAFT_MODEL if num_speculative_tokens else SpecMethod.NONE,
         num_speculative_tokens=num_speculative_tokens,
     )
@@ -662,7 +663,10 @@ def check_host_publishes_the_same_blocks_of_what_a_commit_verified(
     """With frames in flight: full blocks before the last known token."""
     assert 1 <= block_size <= MAX_INT and 1 <= num_known <= 3 * block_size and num_known < 8192
     assert 0 <= num_settled <= 3
-    config = replace(build_config(block_size, max_frames_in_flight=2), enable_prefix_caching=True)
+    config = replace(
+        build_config(block_size, max_frames_in_flight=2),
+        enable_prefix_caching=True,
+    )
     request = replace(
         build_runner("a", num_known, num_known, (1, 2, 3)),
         num_cached_blocks=num_settled,

@@ -41,6 +41,7 @@ CONFIG = Config(
     max_model_len=900_000,
     enable_prefix_caching=False,
     max_frames_in_flight=2,
+    async_scheduling=True,
     spec_method=SpecMethod.NGRAM,
     num_speculative_tokens=2,
 )

@@ -441,6 +441,7 @@ def check_nobody_is_passed_over_because_of_a_victim_without_a_row(
         max_num_batched_tokens=budget,
         policy=Policy.PRIORITY,
         max_frames_in_flight=2,
+        async_scheduling=True,
         enable_prefix_caching=False,
     )
     first = build_runner("a", known_a, known_a, (1,))
