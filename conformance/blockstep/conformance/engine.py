@@ -24,7 +24,11 @@ class Capability(StrEnum):
     """It answers bad input with a typed `Rejected` instead of undefined behaviour. Without it, an
     engine is only given what the spec accepts."""
     ASYNC = "async"
-    """It takes configs with `max_frames_in_flight` above 1. Without it, it is only given 1."""
+    """It takes `async_scheduling`: several frames in flight, with placeholders for their tokens."""
+    PIPELINE = "pipeline"
+    """It takes `max_frames_in_flight` above 1 without `async_scheduling`."""
+    EMBEDS = "embeds"
+    """It takes requests with `prompt_embeds`."""
     STATISTICS = "statistics"
     """Its counters mean what `Stats` says."""
     CACHE_STATISTICS = "cache statistics"
