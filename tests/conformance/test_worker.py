@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from blockstep.conformance.judge.worker import PrefixNames, Worker, item_starts
+from blockstep.conformance.judge.worker import PrefixNames, Worker, extras_of
 from blockstep.conformance.judge.worker.names import BEFORE_RESET, NEVER_WRITTEN
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.tokens import token_function
@@ -406,7 +406,7 @@ def test_names_are_those_of_keys() -> None:
     items = (MultiModalItem("cat", 1, 4), MultiModalItem("dog", 5, 1))
     request = Request("A", (1, 2, 3, 4, 5, 6), adapter="x", cache_salt="y", items=items)
     chain: list[int] = []
-    starts = item_starts(request, 2)
+    starts = extras_of(request, 2)
     assert starts == {1: ("cat", 0), 2: ("cat", 1), 4: ("cat", 3), 5: ("dog", 0)}
     names.extend(chain, names.root("x", "y"), request.prompt_token_ids, starts, 0)
     first = BlockKey(None, (1, 2), "x", "y", (("cat", 1),))
