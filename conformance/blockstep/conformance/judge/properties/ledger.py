@@ -177,7 +177,7 @@ class Ledger:
     def placeholders(self, request_id: RequestId) -> int:
         """What counts as known to the scheduler beyond the known tokens: what is promised.
 
-        Nothing is without asynchronous scheduling, where no plan is made before the commit.
+        Nothing is without asynchronous scheduling, where a request waits for its token.
         """
         return self.promised.get(request_id, 0) if self.config.async_scheduling else 0
 
