@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import pytest
 
 from blockstep.impl.host import Digest, HostEngine
-from blockstep.impl.host.core import VECTOR_AT
 from blockstep.spec.vocabulary import (
     Commit,
     Config,
@@ -32,10 +31,8 @@ OpenSession: TypeAlias = "Callable[..., Session]"
 class Session:
     """Applies events to one engine and checks the pool after each of them."""
 
-    def __init__(
-        self, config: Config, digest: str | Digest = "sha256", vector_at: int = VECTOR_AT
-    ) -> None:
-        self.engine = HostEngine(config, digest, vector_at)
+    def __init__(self, config: Config, digest: str | Digest = "sha256") -> None:
+        self.engine = HostEngine(config, digest)
 
     def apply(self, event: Event) -> Observation:
         observation = self.engine.apply(event)
@@ -104,15 +101,11 @@ def check_promises(engine: HostEngine) -> None:
             assert not request.is_prefill_chunk
 
 
-@pytest.fixture(params=[VECTOR_AT, 1], ids=["few", "many"])
-def session(request: pytest.FixtureRequest) -> OpenSession:
-    """Opens a session: the fields of its Config, and perhaps a digest.
-
-    Every test of a session is run with the code for few rows, and with that for many.
-    """
-    vector_at: int = request.param
+@pytest.fixture
+def session() -> OpenSession:
+    """Opens a session: the fields of its Config, and perhaps a digest."""
 
     def open_session(digest: str | Digest = "sha256", **fields: Any) -> Session:
-        return Session(Config(**fields), digest, vector_at)
+        return Session(Config(**fields), digest)
 
     return open_session

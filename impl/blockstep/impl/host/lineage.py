@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 
-from blockstep.impl.host.digests import LENGTHS, Digest, chain_message, pack_extras, pack_tokens
+from blockstep.impl.host.digests import Digest, chain_message, pack_extras, pack_tokens
 from blockstep.spec.vocabulary import BlockKey, Request, TokenIds
 
 
@@ -52,21 +52,6 @@ class Lineage:
         if len(self._digests) < full:
             self._extend_digests(full)
         return self._digests
-
-    def fill_block(self, index: int, packed_tokens: bytes) -> bytes | None:
-        """The digest of block `index`, whose tokens need not be appended yet; None if not so short.
-
-        It takes a block in the middle of plain text, as outputs fill it: nearly all that decode
-        publishes.
-        """
-        digests = self._digests
-        if len(digests) != index or not index or self._ends:
-            return None
-        parent = digests[-1]
-        message = LENGTHS[len(parent)] + parent + packed_tokens + self._every
-        digest = self._digest.function(message)
-        digests.append(digest)
-        return digest
 
     def digest_of(self, index: int) -> bytes:
         """The digest of block `index`, which must be full."""
