@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from blockstep.impl.compiled import CompiledEngine
 from blockstep.impl.host import Digest, HostEngine
 from blockstep.spec.vocabulary import (
     Commit,
@@ -31,13 +32,14 @@ OpenSession: TypeAlias = "Callable[..., Session]"
 class Session:
     """Applies events to one engine and checks the pool after each of them."""
 
-    def __init__(self, config: Config, digest: str | Digest = "sha256") -> None:
-        self.engine = HostEngine(config, digest)
+    def __init__(self, engine: HostEngine | CompiledEngine) -> None:
+        self.engine: Any = engine
 
     def apply(self, event: Event) -> Observation:
-        observation = self.engine.apply(event)
+        observation: Observation = self.engine.apply(event)
         check_state(self.engine.snapshot())
-        check_promises(self.engine)
+        if isinstance(self.engine, HostEngine):
+            check_promises(self.engine)
         return observation
 
     def submit(
@@ -63,7 +65,8 @@ class Session:
         return plan, self.commit(plan, **tokens)
 
     def state(self) -> Snapshot:
-        return self.engine.snapshot()
+        snapshot: Snapshot = self.engine.snapshot()
+        return snapshot
 
     def request(self, request_id: str) -> RequestSnapshot:
         found = self.state().request(request_id)
@@ -106,6 +109,16 @@ def session() -> OpenSession:
     """Opens a session: the fields of its Config, and perhaps a digest."""
 
     def open_session(digest: str | Digest = "sha256", **fields: Any) -> Session:
-        return Session(Config(**fields), digest)
+        return Session(HostEngine(Config(**fields), digest))
+
+    return open_session
+
+
+@pytest.fixture(params=[HostEngine, CompiledEngine])
+def either(request: pytest.FixtureRequest) -> OpenSession:
+    """The same with either engine: what few tests tell apart from the soak of both."""
+
+    def open_session(**fields: Any) -> Session:
+        return Session(request.param(Config(**fields)))
 
     return open_session

@@ -229,6 +229,7 @@ class CompiledEngine:
             self.requests.state,
             self.next_frame_id,
             self._previous_id,
+            next(iter(self.frames), self.next_frame_id),
             self.config.max_num_batched_tokens if is_open else 0,
             self.pause_state is PauseState.UNPAUSED,
         )  # fmt: skip

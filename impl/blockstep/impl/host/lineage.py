@@ -85,6 +85,7 @@ class Lineage:
             and self.request.cache_salt == other.request.cache_salt
             and len(other.tokens) >= end
             and self.tokens[:end] == other.tokens[:end]
+            and self.request.prompt_embeds[:end] == other.request.prompt_embeds[:end]
             and self._has_equal_items(other, index)
         )
 
@@ -120,10 +121,16 @@ class Lineage:
             digests.append(parent)
 
     def _extras_of(self, index: int) -> bytes:
-        if index and not self._ends:
+        if index and not self._ends and not self.request.prompt_embeds:
             return self._every
         salt = None if index else self.request.cache_salt
-        return pack_extras(self.request.adapter, salt, self.items_of(index))
+        items, embeds = self.items_of(index), self._embeds_of(index)
+        return pack_extras(self.request.adapter, salt, items, embeds)
+
+    def _embeds_of(self, index: int) -> TokenIds:
+        """The embeddings of its prompt positions; none where the model embeds tokens itself."""
+        size = self._block_size
+        return self.request.prompt_embeds[index * size : (index + 1) * size]
 
     def _tokens_of(self, index: int) -> TokenIds:
         size = self._block_size
@@ -136,4 +143,5 @@ class Lineage:
             self.request.adapter,
             None if index else self.request.cache_salt,
             self.items_of(index),
+            embeds=self._embeds_of(index),
         )
