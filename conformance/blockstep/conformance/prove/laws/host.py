@@ -58,8 +58,8 @@ HOST: Any = load_engine("host")
 LINEAGE: Any = load_engine("blockstep.impl.host.lineage:Lineage")
 COLUMNS = (
     "num_prompt", "num_known", "num_output_placeholders", "num_computed", "num_cached_blocks",
-    "num_cached_tokens", "num_held_blocks", "num_preemptions", "max_known", "end_by_max_tokens",
-    "last_frame", "births", "is_watched", "is_prefill_chunk", "grammar_ready",
+    "num_cached_tokens", "num_preemptions", "max_known", "last_frame", "is_watched",
+    "is_prefill_chunk", "grammar_ready",
 )  # fmt: skip
 
 
