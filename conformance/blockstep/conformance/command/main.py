@@ -34,7 +34,7 @@ from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.draw.workloads import load
 from blockstep.conformance.judge.properties import PROPERTIES
 from blockstep.conformance.museum import EXHIBITS, Exhibit
-from blockstep.conformance.museum import hunt as hunting
+from blockstep.conformance.museum import trial as hunting
 from blockstep.conformance.protocol.registry import (
     KNOWN_ENGINES,
     MUSEUM,
@@ -537,7 +537,7 @@ def museum_run_command(
     """
     console = Console(highlight=False, stderr=json_path == Path("-"))
     max_events, max_seconds = parse_budget(budget)
-    hunt = hunting.Hunt(
+    hunt = hunting.Trial(
         seeds=tuple(seed) if seed else (0, 1, 2),
         max_events=max_events,
         max_seconds=max_seconds,
@@ -545,7 +545,7 @@ def museum_run_command(
     )
     chosen = [_exhibit(name) for name in names or EXHIBITS]
     with progress(console, "hunting") as advance:
-        hunted = hunting.run_hunt(chosen, hunt, advance)
+        hunted = hunting.run_trial(chosen, hunt, advance)
     rows = [hunting.row_of(entry) for entry in hunted]
     shown = ("exhibit", "events", "seconds", "shrunk to", "killed by")
     console.print(_table([{name: row[name] for name in shown} for row in rows]))

@@ -27,7 +27,7 @@ from blockstep.spec.strict import STRICT_RULES as STRICT
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Check = Callable[..., bool]
+Claim = Callable[..., bool]
 PLACES = ("blockstep.spec", "blockstep.conformance.prove")
 """Packages whose modules may have imported a function by name, so that a twin replaces it there."""
 
@@ -113,7 +113,7 @@ class Law:
     """A sentence that must hold for all arguments."""
 
     room: str
-    check: Check = field(repr=False)
+    check: Claim = field(repr=False)
     property_ids: tuple[str, ...]
     witness: tuple[int, ...]
     """Arguments that satisfy the assumptions, so that the law is about something."""
