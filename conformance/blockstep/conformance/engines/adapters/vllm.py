@@ -101,8 +101,6 @@ class VllmEngine:
             Capability.GRAMMAR: RELEASE.has_plain_grammar,
             Capability.DRAFTS: RELEASE.has_drafts,
             Capability.ASYNC: RELEASE.has_async,
-            Capability.PIPELINE: False,
-            Capability.EMBEDS: False,
         }
         return frozenset(one for one in Capability if has.get(one, True))
 

@@ -106,4 +106,5 @@ def compute_block_key(
             for item in items
             if item.offset < end and start < item.offset + item.length + reach
         ),
+        embeds=request.prompt_embeds[start:end] if release.has_named_embeds else (),
     )

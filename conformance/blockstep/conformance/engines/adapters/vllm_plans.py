@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from blockstep.conformance.engine import EngineFault
-from blockstep.conformance.engines.adapters.vllm_build import RELEASE
+from blockstep.conformance.engines.adapters.vllm_build import RELEASE, read_embeds
 from blockstep.conformance.engines.adapters.vllm_state import Run
 from blockstep.spec import vocabulary as v
 
@@ -28,13 +30,16 @@ def _read_new_rows(run: Run, output: SchedulerOutput) -> tuple[v.NewRow, ...]:
     """Source: `NewRequestData`."""
     rows = []
     for new in output.scheduled_new_reqs:
+        request, embeds = run.known[new.req_id].request, read_embeds(new.prompt_embeds)
         row = v.NewRow(
-            request=run.known[new.req_id].request,
+            request=request
+            if embeds == request.prompt_embeds
+            else replace(request, prompt_embeds=embeds),
             block_ids=tuple(map(tuple, new.block_ids)),
             num_computed_tokens=new.num_computed_tokens,
             num_scheduled_tokens=output.num_scheduled_tokens[new.req_id],
         )
-        drafts = tuple(output.scheduled_spec_decode_tokens.get(new.req_id, ()))
+        drafts = _get_drafts(output, new.req_id)
         if drafts != row.draft_token_ids:
             raise EngineFault(
                 f"new request {new.req_id!r} is planned with {row.num_scheduled_tokens} tokens "
@@ -50,6 +55,12 @@ def _read_cached_rows(run: Run, output: SchedulerOutput) -> tuple[v.CachedRow, .
     cached = output.scheduled_cached_reqs
     for index, name in enumerate(cached.req_ids):
         block_ids = cached.new_block_ids[index]
+        start, drafts = cached.num_computed_tokens[index], _get_drafts(output, name)
+        num_scheduled = output.num_scheduled_tokens[name]
+        known = run.scheduler.requests[name].all_token_ids[start : start + num_scheduled]
+        # In a pipeline its first stage is told which tokens were sampled in the last one.
+        if cached.new_token_ids and cached.new_token_ids[index] != known:
+            raise EngineFault(f"{name!r} is to run {cached.new_token_ids[index]}, not {known}")
         resumed, token_ids, num_outputs = _get_late_outputs(run, output, index)
         rows.append(
             v.CachedRow(
@@ -57,13 +68,17 @@ def _read_cached_rows(run: Run, output: SchedulerOutput) -> tuple[v.CachedRow, .
                 resumed=resumed,
                 new_block_ids=((),) if block_ids is None else tuple(map(tuple, block_ids)),
                 all_token_ids=None if token_ids is None else tuple(token_ids),
-                num_computed_tokens=cached.num_computed_tokens[index],
+                num_computed_tokens=start,
                 num_output_tokens=num_outputs,
-                num_scheduled_tokens=output.num_scheduled_tokens[name],
-                draft_token_ids=tuple(output.scheduled_spec_decode_tokens.get(name, ())),
+                num_scheduled_tokens=num_scheduled,
+                draft_token_ids=drafts,
             )
         )
     return tuple(rows)
+
+
+def _get_drafts(output: SchedulerOutput, name: v.RequestId) -> v.TokenIds:
+    return tuple(output.scheduled_spec_decode_tokens.get(name, ()))
 
 
 def _get_late_outputs(

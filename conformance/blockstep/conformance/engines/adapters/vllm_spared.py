@@ -15,6 +15,7 @@ from blockstep.spec import vocabulary as v
 FORCED_RESET = "forced reset under asynchronous scheduling (#42043)"
 RESUMED_TOO_EARLY = "resumed before its tokens (#47900)"
 PAST_THE_END = "min_tokens at the model length"
+BEHIND_DRAFTS = "a plan behind drafts in flight: fewer than no tokens"
 PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
 PADDED_TO_THE_END = "a plan behind padding to the model length (#53962)"
 
@@ -83,6 +84,13 @@ def find_reason(run: Run, event: v.Event) -> str | None:
                 return RESUMED_TOO_EARLY
             if _is_any_full(run, waiting):
                 return PAST_THE_END
+            # Where they are placeholders, those are counted.
+            if not (run.config.async_scheduling or RELEASE.waits_behind_drafts) and any(
+                name in run.scheduler.requests
+                for frame in run.frames.values()
+                for name in frame.scheduled_spec_decode_tokens
+            ):
+                return BEHIND_DRAFTS
             return _find_padding_problem(run, waiting)
     return None
 
@@ -126,6 +134,8 @@ def _find_lack(run: Run, request: v.Request) -> str | None:
         return "a grammar: the release wants its bitmask when it plans"
     if request.skip_reading_prefix_cache and not RELEASE.has_cache_opt_out:
         return "the release has no skip_reading_prefix_cache"
+    if request.prompt_embeds and config.enable_prefix_caching and not RELEASE.has_named_embeds:
+        return "embeddings with prefix caching: the release's front end has one or the other"
     return None
 
 
