@@ -13,18 +13,13 @@ from typer.testing import CliRunner, Result
 from blockstep.conformance.command.explore import explore_command
 from blockstep.conformance.explore.canonical import LEFT_OUT, Canonicaliser
 from blockstep.conformance.explore.copies import Copies
-from blockstep.conformance.explore.liveness import find_cycle
-from blockstep.conformance.explore.presets import WORLDS
+from blockstep.conformance.explore.cycles import find_cycle
 from blockstep.conformance.explore.probe import JUDGED_WITNESSES, get_ledger
+from blockstep.conformance.explore.shard import OUT_OF_NOTHING, Task
 from blockstep.conformance.explore.tables import NOWHERE, UNBROKEN
-from blockstep.conformance.explore.walk import (
-    OUT_OF_NOTHING,
-    LostShardError,
-    Task,
-    _Processes,
-    walk,
-)
+from blockstep.conformance.explore.walk import LostShardError, _Processes, walk
 from blockstep.conformance.explore.world import World, get_events
+from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.judge.properties import Ledger, Step
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine

@@ -120,9 +120,11 @@ class Canonicaliser:
         if found is None:
             chain = key.chain()
             tokens = tuple(token for link in chain for token in link.token_ids)
-            extras = [(link.adapter or "", link.cache_salt or "", link.items) for link in chain]
-            plain = all(extra == ("", "", ()) for extra in extras)
-            found = self._contents[key] = (tokens, () if plain else tuple(extras))
+            extras = tuple(
+                (link.adapter or "", link.cache_salt or "", link.items, link.embeds)
+                for link in chain
+            )
+            found = self._contents[key] = (tokens, extras if any(map(any, extras)) else ())
         return found
 
     def _rename_tokens(

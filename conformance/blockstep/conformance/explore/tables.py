@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from blockstep.conformance.explore.walk import MAX_STATES, PathStep, Task, walk
+from blockstep.conformance.explore.shard import MAX_STATES, Task
+from blockstep.conformance.explore.walk import PathStep, walk
 from blockstep.conformance.explore.world import World
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.program import describe, describe_event
