@@ -57,10 +57,12 @@ def _read_cached_rows(run: Run, output: SchedulerOutput) -> tuple[v.CachedRow, .
         block_ids = cached.new_block_ids[index]
         start, drafts = cached.num_computed_tokens[index], _get_drafts(output, name)
         num_scheduled = output.num_scheduled_tokens[name]
-        known = run.scheduler.requests[name].all_token_ids[start : start + num_scheduled]
-        # In a pipeline its first stage is told which tokens were sampled in the last one.
-        if cached.new_token_ids and cached.new_token_ids[index] != known:
-            raise EngineFault(f"{name!r} is to run {cached.new_token_ids[index]}, not {known}")
+        if cached.new_token_ids:
+            # In a pipeline its first stage is told which tokens were sampled in the last one.
+            told = cached.new_token_ids[index]
+            known = run.scheduler.requests[name].all_token_ids[start : start + num_scheduled]
+            if told != known:
+                raise EngineFault(f"{name!r} is to run {told} from position {start}, not {known}")
         resumed, token_ids, num_outputs = _get_late_outputs(run, output, index)
         rows.append(
             v.CachedRow(
