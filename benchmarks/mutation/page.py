@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from benchmarks._tables import make_table, quote_code
+from benchmarks._pages import make_table, quote_code
 from benchmarks.mutation.campaign import is_for
 from benchmarks.mutation.engines import COLLIDING, COMPILED_ARRAYS
 from benchmarks.mutation.mutants import RULES, WHOLE_MODULES, WINGS, is_in

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
+from benchmarks._pages import get_commit
 from benchmarks.mutation.campaign import Campaign, Played
 from benchmarks.mutation.journal import make_key
 from benchmarks.mutation.mutants import find_sources, mark_change
@@ -62,15 +61,6 @@ def to_json(campaign: Campaign, command: str) -> dict[str, Any]:
         "properties": count_voices(campaign),
         "survivors": [describe(one) for one in campaign.played if is_survivor(one)],
     }
-
-
-def get_commit() -> str:
-    """That of the sources which are played; "" where git does not know."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 def dump(results: Mapping[str, Any]) -> str:
