@@ -18,8 +18,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from blockstep.conformance.protocol.registry import EngineNotFoundError
 from blockstep.conformance.recorded.traces import TraceError
 from blockstep.conformance.report.explain import NotExplainedError
-from blockstep.conformance.search.check import ExitCode, find_profile
 from blockstep.conformance.search.isolation import HarnessError, RefusedError
+from blockstep.conformance.search.options import ExitCode, find_profile
 from blockstep.spec.profiles import Profile
 from blockstep.spec.vocabulary import ConfigError
 

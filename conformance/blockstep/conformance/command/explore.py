@@ -45,7 +45,7 @@ from blockstep.conformance.explore.walk import (
 )
 from blockstep.conformance.explore.world import World
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.conformance.search.check import ExitCode
+from blockstep.conformance.search.options import ExitCode
 from blockstep.spec.profiles import STRICT, Profile
 
 JobsOption = Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")]

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from blockstep.conformance.command.console import JsonOption, end, progress, usage, write_json
 from blockstep.conformance.engines.serving import CheckFailedError, ServingChecker
-from blockstep.conformance.search.check import ExitCode, exit_code_of
+from blockstep.conformance.search.options import ExitCode, exit_code_of
 from blockstep.spec.vocabulary import SpecMethod
 
 ENGINE = "blockstep.impl.engine"

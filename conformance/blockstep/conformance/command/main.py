@@ -32,6 +32,7 @@ from blockstep.conformance.command.generate import generate_command
 from blockstep.conformance.command.prove import prove_command
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.draw.workloads import load
+from blockstep.conformance.engine import get_traits
 from blockstep.conformance.judge.properties import PROPERTIES
 from blockstep.conformance.museum import EXHIBITS, Exhibit
 from blockstep.conformance.museum import hunt as hunting
@@ -52,21 +53,16 @@ from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.report.verdict import render_verdict
 from blockstep.conformance.search.arms import compare_arms
-from blockstep.conformance.search.check import (
-    CheckOptions,
-    CheckResult,
-    ExitCode,
-    check,
-    exit_code_of,
-    record_episode,
-)
-from blockstep.conformance.search.hunt import get_workarounds, hunt
+from blockstep.conformance.search.check import CheckResult, check
+from blockstep.conformance.search.episodes import record_episode
+from blockstep.conformance.search.hunt import hunt
 from blockstep.conformance.search.isolation import (
     BUILD_SECONDS,
     EVENT_SECONDS,
     Isolation,
     LostError,
 )
+from blockstep.conformance.search.options import CheckOptions, ExitCode, exit_code_of
 from blockstep.spec.profiles import PROFILES, QUIRKS, STRICT
 from blockstep.spec.vocabulary import Config, ConfigError, Policy, config_problems
 
@@ -475,7 +471,7 @@ def hunt_command(
     with input_errors(), progress(console, f"hunting in {engine}") as advance:
         make_engine = load_engine(engine)
         result = hunt(options, make_engine, advance)
-    workarounds = get_workarounds(make_engine)
+    workarounds = get_traits(make_engine).workarounds
     console.print(render_hunt(result, workarounds), markup=False, soft_wrap=True, end="")
     write_json(json_path, hunt_to_json(result, workarounds))
     if markdown is not None:

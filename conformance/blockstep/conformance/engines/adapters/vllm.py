@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from blockstep.conformance.engine import Capability, EngineFault
+from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
 from blockstep.conformance.engines.adapters.vllm_build import (
     RELEASE,
     AnyGrammar,
@@ -197,17 +197,12 @@ class VllmEngine:
     for which nobody proposed them.
     """
 
-    workarounds: Mapping[str, str] = MappingProxyType(WORKAROUNDS)
-    """What these flags are good for: `blockstep hunt` switches them off."""
-
-    version: str = RELEASE.version
-    """Of the vLLM that is installed."""
-
-    max_depth: int = 2
-    """Plans in flight that a check may have: as many as vLLM has without pipeline parallelism."""
-
-    out_of_reach: frozenset[str] = list_out_of_reach()
-    """Situations that a check does not require, because they cannot come up."""
+    traits = EngineTraits(
+        max_depth=2,  # as many plans in flight as vLLM has without pipeline parallelism
+        out_of_reach=list_out_of_reach(),
+        workarounds=MappingProxyType(WORKAROUNDS),
+        version=RELEASE.version,
+    )
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -252,9 +247,10 @@ class VllmEngine:
     def capabilities(self) -> frozenset[str]:
         """All but typed rejections, a counter of preemptions, and what the release has not.
 
-        See `workarounds`, too.
+        See `WORKAROUNDS`, too.
         """
         lacks = {Capability.REJECTION, Capability.STATISTICS}
+        lacks |= {Capability.PIPELINE, Capability.EMBEDS}
         if self.spare_counters:
             lacks.add(Capability.CACHE_STATISTICS)
         if self.spare_late_drafts:
