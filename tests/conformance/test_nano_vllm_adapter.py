@@ -11,7 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -458,17 +458,13 @@ def test_decoding_rows_of_nano_vllm_may_exceed_the_budget(monkeypatch: pytest.Mo
     nano(1, 0, preset="tiny", episode=0)  # puts the folder on the path
     from blockstep.conformance.engines.adapters.nano_vllm import NanoVllm
 
-    declared = NanoVllm.traits.equivalence
-    assert isinstance(declared, Safety)
-    fit = declared.fit_config
+    declared = cast("Safety", NanoVllm.traits.equivalence)
 
     def fit_to_any_budget(config: Config) -> Config:
-        return replace(fit(config), max_num_seqs=config.max_num_seqs)
+        return replace(declared.fit_config(config), max_num_seqs=config.max_num_seqs)
 
     class AnyBudget(NanoVllm):
-        traits = EngineTraits(
-            equivalence=Safety(fit_to_any_budget, declared.fit_request, takes_abort=False)
-        )
+        traits = EngineTraits(equivalence=replace(declared, fit_config=fit_to_any_budget))
 
     config = Config(num_blocks=6, block_size=2, max_num_batched_tokens=1, max_num_seqs=2)
     submits = [Submit(Request(name, (0,), 2)) for name in "AB"]
