@@ -24,8 +24,8 @@ from blockstep.conformance.command.console import (
 )
 from blockstep.conformance.explore import pictures
 from blockstep.conformance.explore.fill import fill
-from blockstep.conformance.explore.presets import WORLDS
 from blockstep.conformance.explore.probe import JUDGED_WITNESSES, OF_THE_PAST
+from blockstep.conformance.explore.shard import MAX_STATES, SPEC_IS_WRONG, Task
 from blockstep.conformance.explore.tables import (
     Shortest,
     find_shortest,
@@ -35,15 +35,9 @@ from blockstep.conformance.explore.tables import (
     tell_program,
 )
 from blockstep.conformance.explore.vectors import consume, read_vectors
-from blockstep.conformance.explore.walk import (
-    MAX_STATES,
-    SPEC_IS_WRONG,
-    LostShardError,
-    Task,
-    Walked,
-    walk,
-)
+from blockstep.conformance.explore.walk import LostShardError, Walked, walk
 from blockstep.conformance.explore.world import World
+from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.options import ExitCode
 from blockstep.spec.profiles import STRICT, Profile

@@ -40,10 +40,10 @@ from blockstep.conformance.protocol.registry import (
     KNOWN_ENGINES,
     MUSEUM,
     EngineNotFoundError,
-    SpecEngine,
     load_engine,
 )
-from blockstep.conformance.recorded import replay as replaying
+from blockstep.conformance.recorded.pace import REPLAY_PRESETS
+from blockstep.conformance.recorded.replay import replay
 from blockstep.conformance.recorded.traces import write_trace
 from blockstep.conformance.recorded.validate import render_validation, validate, validation_to_json
 from blockstep.conformance.report.arms import arms_to_json, render_arms
@@ -51,6 +51,7 @@ from blockstep.conformance.report.explain import explain_moment, explain_name
 from blockstep.conformance.report.failure import tell_failure
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
 from blockstep.conformance.report.jsonform import check_to_json
+from blockstep.conformance.report.replay import render_replay, replay_to_json
 from blockstep.conformance.report.verdict import render_verdict
 from blockstep.conformance.search.arms import compare_arms
 from blockstep.conformance.search.check import CheckResult, check
@@ -83,7 +84,7 @@ app.command("explore")(explore_command)
 app.command("generate")(generate_command)
 app.add_typer(vectors_app, name="vectors")
 
-TRUSTED = frozenset({"host", "host-vector", "compiled", "host-kernels", "spec"})
+TRUSTED = frozenset({"host", "compiled", "fastest", "host-kernels", "spec"})
 """Engines that are checked in this process, as the museum is: nothing of ours hangs or crashes."""
 
 DepthOption = Annotated[
@@ -290,18 +291,18 @@ def replay_command(
     }
     with input_errors():
         workload = load(trace, limit=limit)
-        preset = replaying.REPLAY_PRESETS[workload.format]
+        preset = REPLAY_PRESETS[workload.format]
         config = replay_config(preset.config, wanted)
         cadence = snapshot_every
         if cadence is None:
             cadence = default_cadence(config) if spec else 0
         make_engine = load_engine(engine)
         with progress(console, f"replaying {trace.name}") as advance:
-            report = replaying.replay(
+            report = replay(
                 workload,
                 config,
                 make_engine,
-                spec_factory=SpecEngine if spec else None,
+                with_spec=spec,
                 pace=preset.pace,
                 snapshot_every=cadence,
                 on_progress=lambda now: advance(
@@ -309,8 +310,8 @@ def replay_command(
                     f"{now.requests_finished:,} requests, {now.steps:,} steps",
                 ),
             )
-    replaying.render(report, console)
-    write_json(json_path, report.to_json())
+    render_replay(report, console)
+    write_json(json_path, replay_to_json(report))
     if report.finding is None:
         console.print(
             f"conforms: engine {engine}, in lock-step with the spec"

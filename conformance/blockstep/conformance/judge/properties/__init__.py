@@ -211,6 +211,7 @@ PROPERTIES: tuple[Property, ...] = (
             output.finished_request_is_forgotten_and_others_stay,
             output.outputs_in_the_state_are_those_delivered,
             admission.nobody_is_admitted_while_its_tokens_are_in_flight,
+            admission.row_waits_for_the_token_of_its_request,
         ),
     ),
     Property(

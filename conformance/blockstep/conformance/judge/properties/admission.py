@@ -165,12 +165,12 @@ def _only_lost_drafts(step: Step, name: RequestId) -> bool:
 def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """When nobody is scheduled or preempted, pool, queues and statistics are as before.
 
-    Under asynchronous scheduling who is passed over may change from one queue to the other.
+    With several frames in flight who is passed over may change from one queue to the other.
     """
     if step.plan.new or step.plan.cached or step.plan.preempted_req_ids:
         return
     before, after = step.before, step.after
-    queues = () if step.config.async_scheduling else ("waiting", "skipped_waiting")
+    queues = () if step.config.max_frames_in_flight > 1 else ("waiting", "skipped_waiting")
     for name in ("ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"):
         old, new = getattr(before, name), getattr(after, name)
         if old is not new and old != new:
@@ -289,6 +289,22 @@ def nobody_is_admitted_while_its_tokens_are_in_flight(
         promised = ledger.promised.get(row.request_id, 0)
         if promised:
             yield Complaint(f"{row.request_id!r} was admitted with {promised} tokens promised")
+
+
+@check("P13", Schedule)
+def row_waits_for_the_token_of_its_request(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """Without asynchronous scheduling nobody runs on before its token in flight is known.
+
+    Its known tokens are computed by then: a row would run one of them again, or one that nobody
+    knows, and sample a position twice.
+    """
+    if step.config.async_scheduling or not ledger.promised:
+        return
+    for row in step.running_rows:
+        if row.request_id in ledger.promised:
+            yield Complaint(
+                f"{row.request_id!r} runs position {row.first} with its token in flight"
+            )
 
 
 @check("P15", Schedule)

@@ -116,7 +116,7 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     skipped = [name for name in old.skipped_waiting if name not in admitted]
     if step.config.policy is Policy.PRIORITY and victims:
         waiting.sort(key=lambda name: ledger.lives[name].order)
-    elif step.config.async_scheduling and isinstance(step.event, Schedule) and old.waiting:
+    elif step.config.max_frames_in_flight > 1 and isinstance(step.event, Schedule) and old.waiting:
         moved = passed_over(step, ledger)
         skipped = [*moved, *(name for name in skipped if name not in moved)]
         waiting = [name for name in waiting if name not in moved]

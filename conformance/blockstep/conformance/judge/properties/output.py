@@ -203,7 +203,7 @@ def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Iterator
         known = life.num_prompt + len(new.output_token_ids)
         if flight.samples:
             expected = known + promised.get(flight.request_id, 0) - 1
-        elif step.config.async_scheduling:
+        elif step.config.max_frames_in_flight > 1:
             expected = step.old[flight.request_id].num_computed_tokens
         else:
             expected = flight.end

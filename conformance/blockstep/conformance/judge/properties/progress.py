@@ -54,7 +54,7 @@ def nobody_is_preempted_again_without_progress(step: Step, ledger: Ledger) -> It
             and (
                 other.last_planned_in >= since
                 or other.request.request_id in rows
-                or ledger.placeholders(other.request.request_id)
+                or ledger.promised.get(other.request.request_id)
             )
             for other in survivors
         ):

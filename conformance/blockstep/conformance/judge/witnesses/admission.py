@@ -106,7 +106,8 @@ def _kept_apart(step: Step, ledger: Ledger, life: Life) -> Iterator[str]:
 
 
 def _first_items(life: Life, size: int) -> list[object]:
-    return [(at, what) for at, what in life.items.items() if at < size]
+    extras = life.extras.items()
+    return [(at, what[:2]) for at, what in extras if at < size and isinstance(what[0], str)]
 
 
 def of_waiting(step: Step, ledger: Ledger) -> Iterator[str]:
