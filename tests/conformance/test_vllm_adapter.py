@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, is_async
+from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, get_capabilities
 from blockstep.conformance.engines.adapters import vllm_releases
 from blockstep.conformance.engines.adapters.vllm_names import compute_block_key, get_lora_name
 from blockstep.conformance.engines.adapters.vllm_releases import (
@@ -21,12 +21,14 @@ from blockstep.conformance.engines.adapters.vllm_releases import (
     get_release_problem,
 )
 from blockstep.conformance.judge.witnesses import WITNESSES
-from blockstep.conformance.lockstep.driver import LockStep, run_program
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Propose
 from blockstep.conformance.protocol.registry import EngineNotFoundError, load_engine
-from blockstep.conformance.search.check import CheckOptions, fit_depth, run_episode
-from blockstep.conformance.search.hunt import Cause, Means, explain
+from blockstep.conformance.search.episodes import fit_depth, run_episode
+from blockstep.conformance.search.hunt import Cause, Means, find_causes
+from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec import profiles
 from blockstep.spec.profiles import STRICT, Profile, Quirk
 from blockstep.spec.vocabulary import (
@@ -210,7 +212,7 @@ def test_it_is_an_engine_that_says_what_it_lacks() -> None:
     has |= {"cache statistics": RELEASE.has_sound_counters, "pipeline": False, "embeds": False}
     lacks = {"rejection", "statistics", "late drafts"} | {name for name in has if not has[name]}
     assert ALL_CAPABILITIES - engine.capabilities() == lacks
-    assert is_async(load_engine("vllm")) == RELEASE.has_async
+    assert ("async" in get_capabilities(load_engine("vllm"))) == RELEASE.has_async
 
 
 @needs_reference
@@ -664,7 +666,7 @@ def test_what_a_workaround_hides_a_hunt_finds(
 ) -> None:
     program = Program(config, actions, vocabulary_size=1)
     cause = Cause(Means.WORKAROUND, flag)
-    assert explain(program, load_engine("vllm"), frozenset(), ()) == (cause,)
+    assert find_causes(program, load_engine("vllm"), frozenset(), ()) == (cause,)
 
 
 @needs_vllm
@@ -708,7 +710,7 @@ def test_late_drafts_are_planned_for_a_position_that_they_were_not_proposed_for(
 
 @needs_vllm
 def test_what_it_puts_out_of_reach_is_a_situation() -> None:
-    assert set(WITNESSES) > importlib.import_module(ADAPTER).VllmEngine.out_of_reach
+    assert set(WITNESSES) > importlib.import_module(ADAPTER).VllmEngine.traits.out_of_reach
 
 
 @needs_reference
