@@ -14,6 +14,7 @@ from rich.console import Console
 from blockstep.conformance.bench.measure import (
     Measurement,
     NotEqualError,
+    NotMeasuredError,
     describe_machine,
     measure,
     merge_rounds,
@@ -114,6 +115,8 @@ def scheduler_command(
             rehearse(names, advance)
             for entry, size in work:
                 measurements.append(measure(entry, size, names, most, gc_on, advance))
+        except NotMeasuredError as error:
+            usage(str(error))
         except NotEqualError as error:
             end(ExitCode.FAILED, str(error))
     measurements = merge_rounds(measurements)
@@ -162,6 +165,8 @@ def profile_command(
             for name in dict.fromkeys(engine or ["host"]):
                 try:
                     profiles.append(profile(entry, size, name, steps, lines, advance))
+                except NotMeasuredError as error:
+                    usage(str(error))
                 except NotEqualError as error:
                     end(ExitCode.FAILED, str(error))
                 console.print(*to_lines(profiles[-1]), "", sep="\n", markup=False)
