@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from blockstep.conformance.command.explore import vectors_app
+from blockstep.conformance.command.vectors import vectors_app
 from blockstep.conformance.explore.canonical import Canonicaliser
 from blockstep.conformance.explore.cover import Tracer, choose, trace_program
 from blockstep.conformance.explore.fill import fill
@@ -25,7 +25,7 @@ from blockstep.conformance.explore.world import World, get_events
 from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.recorded.traces import TraceError
-from blockstep.spec.state import initial_state
+from blockstep.spec.profiles import initial_state
 from blockstep.spec.vocabulary import Event, Rejected
 
 
