@@ -24,9 +24,17 @@ from blockstep.conformance.judge.properties import Ledger, Step
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.spec.pool import Pool
-from blockstep.spec.profiles import QUIRKS, Profile, Quirk, QuirkStory
+from blockstep.spec.profiles import (
+    QUIRKS,
+    Profile,
+    Quirk,
+    QuirkStory,
+    get_smallest_profile,
+    initial_state,
+)
+from blockstep.spec.requests import Frame, FrameRow, Holding, RequestState
 from blockstep.spec.snapshots import get_snapshot
-from blockstep.spec.state import Frame, FrameRow, RequestState, State, initial_state
+from blockstep.spec.state import State
 from blockstep.spec.transition import transition
 from blockstep.spec.vocabulary import (
     Commit,
@@ -141,14 +149,14 @@ def test_a_digest_speaks_of_every_field_of_a_state() -> None:
         "pool", "requests", "waiting", "skipped_waiting", "running", "pause_state", "frames",
         "finished_req_ids", "prev_scheduled_req_ids", "reset_req_ids",
         "status", "output_token_ids", "num_computed_tokens", "num_output_placeholders",
-        "spec_token_ids", "is_prefill_chunk", "block_table", "num_cached_blocks",
+        "spec_token_ids", "is_prefill_chunk", "holdings", "block_table", "num_cached_blocks",
         "num_cached_tokens", "grammar_ready",
         "rows", "draft_token_ids", "samples", "is_dropped",
         "ref_counts", "free_queue", "cached",
     }  # fmt: skip
     fields = {
         field.name
-        for kind in (State, RequestState, Frame, FrameRow, Pool)
+        for kind in (State, RequestState, Holding, Frame, FrameRow, Pool)
         for field in dataclasses.fields(kind)
     }
     assert fields == known | LEFT_OUT
@@ -259,7 +267,7 @@ def test_a_quirk_breaks_a_property_of_its_story_by_the_program_of_the_page(
     if not story.property_ids:
         assert (violates_after, world, sentence) == (NOWHERE, NOWHERE, UNBROKEN)
         return
-    walked = walk(Task(WORLDS[world], story.smallest_profile))
+    walked = walk(Task(WORLDS[world], get_smallest_profile(story)))
     assert str(len(walked.path) + len(walked.cycle)) == violates_after
     assert any(line.startswith(sentence) for line in walked.found)
     assert sentence.split()[0] in story.property_ids

@@ -25,7 +25,7 @@ from blockstep.conformance.explore.world import World, get_events
 from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.recorded.traces import TraceError
-from blockstep.spec.state import initial_state
+from blockstep.spec.profiles import initial_state
 from blockstep.spec.vocabulary import Event, Rejected
 
 

@@ -11,7 +11,7 @@ from blockstep.conformance.explore.shard import Task
 from blockstep.conformance.explore.vectors import Manifest, write_vectors
 from blockstep.conformance.explore.walk import walk
 from blockstep.conformance.explore.world import World
-from blockstep.spec.state import initial_state
+from blockstep.spec.profiles import initial_state
 from blockstep.spec.vocabulary import Event
 
 

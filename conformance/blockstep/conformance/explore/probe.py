@@ -16,9 +16,10 @@ from blockstep.conformance.judge.properties import FlightRow, Ledger, Life, Step
 from blockstep.conformance.judge.witnesses import WITNESSES, situations
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
 from blockstep.conformance.protocol.findings import Difference
-from blockstep.spec.profiles import Quirk
+from blockstep.spec.releases import Quirk, get_rules
+from blockstep.spec.requests import RequestState
 from blockstep.spec.snapshots import get_request_snapshot, get_snapshot
-from blockstep.spec.state import RequestState, State
+from blockstep.spec.state import State
 from blockstep.spec.transition import transition
 from blockstep.spec.vocabulary import (
     Config,
@@ -213,8 +214,9 @@ class QuirkProbe:
     def __call__(self, moment: Moment) -> Hits:
         """What differs."""
         before = moment.before
-        other = get_moment(replace(before, quirks=before.quirks | {self._quirk}), moment.event)
-        after = replace(other.after, quirks=before.quirks)
+        quirks = frozenset({*map(Quirk, before.rules.quirks), self._quirk})
+        other = get_moment(replace(before, rules=get_rules(quirks, before.config)), moment.event)
+        after = replace(other.after, rules=before.rules)
         differences = list(observation_differences(moment.observation, other.observation))
         if after != moment.after:
             differences += snapshot_differences(get_snapshot(moment.after), get_snapshot(after))

@@ -31,8 +31,8 @@ from blockstep.conformance.explore.probe import (
 from blockstep.conformance.explore.world import World, get_events
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.invariants import get_broken_invariants
-from blockstep.spec.profiles import STRICT, Profile, Quirk
-from blockstep.spec.state import State, initial_state
+from blockstep.spec.profiles import STRICT, Profile, Quirk, initial_state
+from blockstep.spec.state import State
 from blockstep.spec.vocabulary import Event, Rejected
 
 OUT_OF_NOTHING = "only after events in this state that must change nothing"

@@ -11,7 +11,7 @@ from blockstep.conformance.explore.world import World
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.program import describe, describe_event
 from blockstep.conformance.protocol.registry import MUSEUM
-from blockstep.spec.profiles import QUIRKS, Profile
+from blockstep.spec.profiles import QUIRKS, Profile, get_smallest_profile
 from blockstep.spec.vocabulary import Commit, Drafts, Event
 
 NOWHERE = "-"
@@ -88,7 +88,7 @@ def quirk_rows(
     """For each quirk: when it first differs from the specification, and breaks a property."""
     rows: list[dict[str, object]] = []
     for story in QUIRKS:
-        quirk, profile = story.quirk, story.smallest_profile
+        quirk, profile = story.quirk, get_smallest_profile(story)
         if names and quirk not in names:
             continue
         advance(quirk)

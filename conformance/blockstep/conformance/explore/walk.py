@@ -22,7 +22,8 @@ from blockstep.conformance.explore.cycles import find_cycle
 from blockstep.conformance.explore.probe import get_moment
 from blockstep.conformance.explore.shard import Edge, Hit, Level, Novelty, Shard, Task
 from blockstep.conformance.explore.world import Counts, get_events
-from blockstep.spec.state import State, initial_state
+from blockstep.spec.profiles import initial_state
+from blockstep.spec.state import State
 from blockstep.spec.vocabulary import Event, Observation, Rejected
 
 
