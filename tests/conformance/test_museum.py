@@ -44,7 +44,7 @@ def with_survivor(monkeypatch: pytest.MonkeyPatch) -> str:
     """An exhibit that plants nothing. It is known in this process only, so it needs one job."""
     exhibits = {**EXHIBITS, IDLE.name: IDLE}
     monkeypatch.setattr(museum, "EXHIBITS", exhibits)
-    monkeypatch.setattr("blockstep.conformance.command.main.EXHIBITS", exhibits)
+    monkeypatch.setattr("blockstep.conformance.command.museum.EXHIBITS", exhibits)
     return IDLE.name
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from blockstep.conformance.command.explore import vectors_app
+from blockstep.conformance.command.vectors import vectors_app
 from blockstep.conformance.explore.canonical import Canonicaliser
 from blockstep.conformance.explore.cover import Tracer, choose, trace_program
 from blockstep.conformance.explore.fill import fill
