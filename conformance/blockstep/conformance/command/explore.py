@@ -29,6 +29,7 @@ from blockstep.conformance.explore.probe import JUDGED_WITNESSES, OF_THE_PAST
 from blockstep.conformance.explore.tables import (
     Shortest,
     find_shortest,
+    join_worlds,
     museum_rows,
     quirk_rows,
     render_table,
@@ -113,7 +114,7 @@ def explore_command(
         _echo(render_table(rows), json_path)
         write_json(json_path, rows)
         if markdown is not None:
-            write(markdown, render_table(rows, markdown=True))
+            write(markdown, render_table(join_worlds(rows) if museum else rows, markdown=True))
     elif witness:
         _show_witness(witness, worlds, max_states, jobs, json_path)
     elif dot is not None or svg is not None:
