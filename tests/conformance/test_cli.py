@@ -10,8 +10,9 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 from typer.testing import CliRunner, Result
 
-from blockstep.conformance.command.main import app, parse_budget
+from blockstep.conformance.command.main import app
 from blockstep.conformance.recorded.traces import read_trace, write_trace
+from blockstep.conformance.search.budget import read_budget
 from blockstep.spec.vocabulary import Ack, Plan
 
 COMMANDS = (
@@ -259,10 +260,10 @@ def test_usage_errors_name_the_input_and_the_rule(args: tuple[str, ...], says: s
 
 
 def test_budgets() -> None:
-    assert parse_budget("90s") == (None, 90.0)
-    assert parse_budget("2m") == (None, 120.0)
-    assert parse_budget("200_000") == (200_000, None)
-    assert parse_budget("500 events") == (500, None)
+    assert read_budget("90s") == (None, 90.0)
+    assert read_budget("2m") == (None, 120.0)
+    assert read_budget("200_000") == (200_000, None)
+    assert read_budget("500 events") == (500, None)
 
 
 def test_properties_are_listed_with_their_checks(tmp_path: Path) -> None:

@@ -16,18 +16,14 @@ from rich.console import Console
 
 from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START, WorkloadFormat, load
 from blockstep.conformance.engine import Capability, EngineFactory, EngineFault
-from blockstep.conformance.protocol.findings import Finding, FindingKind
-from blockstep.conformance.recorded.replay import (
-    REPLAY_PRESETS,
-    Arrivals,
-    Moment,
-    Pace,
-    Progress,
-    ReplayReport,
-    render,
-    replay,
-)
+from blockstep.conformance.lockstep.safety import Safety, SafetyCanary
+from blockstep.conformance.protocol.findings import FindingKind
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.recorded.figures import ReplayReport
+from blockstep.conformance.recorded.pace import REPLAY_PRESETS, Arrivals, Pace
+from blockstep.conformance.recorded.replay import DIFFERENCES_MAX, replay
 from blockstep.conformance.recorded.traces import read_trace, write_trace
+from blockstep.conformance.report.replay import render_replay, replay_to_json
 from blockstep.impl.host import HostEngine
 from blockstep.spec import Oracle
 from blockstep.spec.vocabulary import (
@@ -115,17 +111,18 @@ def test_every_request_runs_to_its_length_and_everything_is_counted() -> None:
     assert report.events_per_second == report.events
 
 
-def test_the_pool_in_use_is_the_engines_own(tmp_path: Path) -> None:
+def test_the_pool_in_use_is_the_engines_own() -> None:
     """Counted from plans alone, it equals the ref counts, also under preemption."""
     held: list[int] = []
 
-    def look(moment: Moment) -> Finding | None:
-        if isinstance(moment.event, Schedule):
-            assert moment.snapshot is not None
-            held.append(sum(refs > 0 for refs in moment.snapshot.ref_counts))
-        return None
+    class Looking(Spec):
+        def apply(self, event: Event) -> Observation:
+            seen = super().apply(event)
+            if isinstance(event, Schedule):
+                held.append(sum(refs > 0 for refs in self.oracle.snapshot().ref_counts))
+            return seen
 
-    report = replay(requests(8, output=30), replace(CONFIG, num_blocks=14), Spec, checks=[look])
+    report = replay(requests(8, output=30), replace(CONFIG, num_blocks=14), Looking)
     assert report.finding is None
     assert report.preemptions > 0
     assert report.tokens_resumed_hit > 0
@@ -153,7 +150,7 @@ def test_counters_are_those_of_the_specification() -> None:
 @pytest.mark.parametrize("threshold", [0, 5])
 def test_spec_and_host_engine_agree(pace: Pace, num_blocks: int, threshold: int) -> None:
     config = replace(CONFIG, num_blocks=num_blocks, long_prefill_token_threshold=threshold)
-    report = replay(requests(9, gap=7), config, HostEngine, spec_factory=Spec, pace=pace)
+    report = replay(requests(9, gap=7), config, HostEngine, with_spec=True, pace=pace)
     assert report.finding is None, report.finding
     assert report.requests_finished == 9
     assert report.equivalence == "exact"
@@ -162,7 +159,7 @@ def test_spec_and_host_engine_agree(pace: Pace, num_blocks: int, threshold: int)
 
 def test_the_snapshot_cadence_is_kept() -> None:
     def run(every: int) -> ReplayReport:
-        return replay(requests(), CONFIG, Spec, spec_factory=Spec, snapshot_every=every)
+        return replay(requests(), CONFIG, Spec, with_spec=True, snapshot_every=every)
 
     assert run(7).snapshots_taken == -(-run(7).events // 7), "the last state is always compared"
     assert (run(7).equivalence, run(0).equivalence) == ("exact", "observations")
@@ -172,8 +169,7 @@ def test_the_snapshot_cadence_is_kept() -> None:
 
 
 def test_closed_arrivals_keep_so_many_requests_unfinished() -> None:
-    spelled_out = 0
-    engines: list[Spec] = []
+    spelled_out = submitted = 0
 
     def source() -> Iterator[Request]:
         nonlocal spelled_out
@@ -181,19 +177,17 @@ def test_closed_arrivals_keep_so_many_requests_unfinished() -> None:
             spelled_out += 1
             yield request
 
-    def look(progress: Moment) -> Finding | None:
-        assert progress.snapshot is not None
-        unfinished = len(progress.snapshot.requests)
-        assert unfinished <= 2
-        submitted = sum(isinstance(event, Submit) for event in engines[0].events)
-        assert spelled_out <= submitted + 1, "prompts are not spelled out before their time"
-        return None
+    class Looking(Spec):
+        def apply(self, event: Event) -> Observation:
+            nonlocal submitted
+            seen = super().apply(event)
+            assert len(self.oracle.snapshot().requests) <= 2
+            submitted += isinstance(event, Submit)
+            assert spelled_out <= submitted + 1, "prompts are not spelled out before their time"
+            return seen
 
-    def make(config: Config) -> Spec:
-        engines.append(Spec(config))
-        return engines[-1]
-
-    report = replay(source(), CONFIG, make, pace=Pace(concurrency=2), checks=[look])
+    report = replay(source(), CONFIG, Looking, pace=Pace(concurrency=2))
+    assert report.finding is None
     assert report.requests_finished == 20
     assert report.requests_running_peak == 2
 
@@ -353,7 +347,7 @@ def test_an_engine_alone_is_found_out(
 
 @pytest.mark.parametrize("factory", [b[1] for b in BROKEN], ids=[b[0] for b in BROKEN])
 def test_in_lock_step_each_is_a_divergence_at_its_step(factory: EngineFactory) -> None:
-    report = replay(requests(1), CONFIG, factory, spec_factory=Spec)
+    report = replay(requests(1), CONFIG, factory, with_spec=True)
     assert report.finding is not None
     assert report.finding.kind is FindingKind.DIVERGENCE
     assert report.finding.differences
@@ -363,17 +357,36 @@ def test_a_differing_state_is_a_divergence() -> None:
     report = replay(
         requests(2),
         CONFIG,
-        lambda config: Spec(replace(config, max_num_seqs=1)),
-        spec_factory=lambda config: Spec(replace(config, num_blocks=40)),
+        lambda config: Spec(replace(config, num_blocks=100)),
+        with_spec=True,
         snapshot_every=1,
     )
     assert report.finding is not None
-    assert report.finding.sentence == "spec_and_engine_give_the_same_snapshot"
+    assert report.finding.kind is FindingKind.DIVERGENCE
+    assert report.finding.sentence == "engine_equals_spec"
+    assert {difference.field for difference in report.finding.differences} >= {"free_queue"}
     assert isinstance(report.finding_event, Submit)
-    assert len(report.finding.differences) <= 20
+    assert len(report.finding.differences) <= DIFFERENCES_MAX
 
 
-def test_what_either_side_raises_is_a_finding() -> None:
+def test_the_last_states_are_compared_wherever_the_cadence_stands() -> None:
+    class WrongAtTheEnd(Spec):
+        def snapshot(self) -> Snapshot | None:
+            seen = self.oracle.snapshot()
+            return seen if seen.requests else replace(seen, free_queue=seen.free_queue[::-1])
+
+    run, never = (
+        replay(requests(2), CONFIG, WrongAtTheEnd, with_spec=True, snapshot_every=every)
+        for every in (3, 0)
+    )
+    assert run.finding is not None
+    assert [difference.field for difference in run.finding.differences] == ["free_queue"]
+    assert isinstance(run.finding_event, Commit)
+    assert run.requests_finished == 2
+    assert never.finding is None
+
+
+def test_what_either_side_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def raising(error: Exception) -> EngineFactory:
         def raise_it(event: Event, seen: Observation) -> Observation:
             raise error
@@ -381,11 +394,17 @@ def test_what_either_side_raises_is_a_finding() -> None:
         return changing(raise_it)
 
     for error in (EngineFault("broken"), KeyError("k")):
-        report = replay(requests(1), CONFIG, raising(error))
-        assert report.finding is not None
-        assert report.finding.kind is FindingKind.FAULT
-        assert type(error).__name__ in report.finding.message
-    report = replay(requests(1), CONFIG, Spec, spec_factory=raising(AssertionError("P1")))
+        for with_spec in (False, True):
+            report = replay(requests(1), CONFIG, raising(error), with_spec=with_spec)
+            assert report.finding is not None
+            assert report.finding.kind is FindingKind.FAULT
+            assert type(error).__name__ in report.finding.message
+
+    def assert_nothing(spec: SpecEngine, event: Event) -> Observation:
+        raise AssertionError("P1")
+
+    monkeypatch.setattr(SpecEngine, "apply", assert_nothing)
+    report = replay(requests(1), CONFIG, Spec, with_spec=True)
     assert report.finding is not None
     assert report.finding.kind is FindingKind.SPEC
 
@@ -421,33 +440,56 @@ def test_steps_that_deliver_nothing_come_to_an_end() -> None:
     assert "delivered nothing" in report.finding.message
 
 
-def test_a_check_that_speaks_stops_the_replay() -> None:
-    spoken = Finding(FindingKind.PROPERTY, "P1", "pool_is_conserved", "it is not")
-    report = replay(
-        requests(), CONFIG, Spec, checks=[lambda moment: spoken if moment.step == 3 else None]
-    )
-    assert report.finding is spoken
-    assert report.finding_step == 3
+# --- engines that decide by rules of their own, and engines that refuse nothing
+
+
+class Judged(Spec):
+    equivalence = Safety()
+
+
+def test_an_engine_that_is_not_compared_is_judged_by_properties() -> None:
+    report = replay([Request("empty", ()), *requests()], CONFIG, Judged, with_spec=True)
+    assert report.finding is None, report.finding
+    assert (report.equivalence, report.requests_finished) == ("safety", 6)
+    assert report.requests_refused == {RejectCode.BAD_REQUEST.value: 1}
+    assert report.snapshots_taken == 0
+    broken = replay(requests(), CONFIG, SafetyCanary, with_spec=True)
+    assert broken.finding is not None
+    assert broken.finding.kind is FindingKind.PROPERTY
+
+
+def test_an_engine_that_refuses_nothing_is_not_given_what_the_spec_refuses() -> None:
+    engine = Spec(CONFIG)
+    bad = [Request("empty", ()), *requests(2)]
+    report = replay(bad, CONFIG, lambda config: engine, with_spec=True)
+    assert report.finding is None
+    assert report.requests_refused == {RejectCode.BAD_REQUEST.value: 1}
+    submitted = [event for event in engine.events if isinstance(event, Submit)]
+    assert len(submitted) == report.requests_finished == 2
 
 
 # --- the report
 
 
 def test_progress_is_told_now_and_then() -> None:
-    told: list[Progress] = []
+    told: list[tuple[int, int, int]] = []
+
+    def tell(now: ReplayReport) -> None:
+        told.append((now.steps, now.requests_submitted, now.requests_finished))
+
     report = replay(
-        requests(60, output=20), CONFIG, Spec, on_progress=told.append, pace=Pace(concurrency=1)
+        requests(60, output=20), CONFIG, Spec, on_progress=tell, pace=Pace(concurrency=1)
     )
     assert report.steps > 512
-    assert [p.steps for p in told] == [256, 512, 768, 1024, 1280][: len(told)]
-    assert all(p.requests_unfinished <= 1 for p in told)
-    assert told[-1].requests_finished > told[0].requests_finished
+    assert [steps for steps, _, _ in told] == [256, 512, 768, 1024, 1280][: len(told)]
+    assert all(submitted - finished <= 1 for _, submitted, finished in told)
+    assert told[-1][2] > told[0][2]
 
 
 def test_a_report_is_plain_json_with_stable_keys() -> None:
     report = replay([Request("x", ()), *requests(2)], CONFIG, Spec, clock=lambda: 0.0)
-    plain = json.loads(json.dumps(report.to_json()))
-    assert plain == report.to_json()
+    plain = json.loads(json.dumps(replay_to_json(report)))
+    assert plain == replay_to_json(report)
     assert (plain["format"], plain["version"]) == ("blockstep-replay", 1)
     assert plain["requests_refused"] == {"bad_request": 1}
     assert plain["config"]["policy"] == "fcfs"
@@ -462,13 +504,13 @@ def test_a_report_is_plain_json_with_stable_keys() -> None:
         *("pool_blocks_usable", "pool_blocks_peak", "pool_blocks_mean", "seconds"),
         *("prefix_hit_rate", "block_hit_rate", "events_per_second"),
     }
-    found = replay(requests(1), CONFIG, BROKEN[0][1], spec_factory=Spec).to_json()
+    found = replay_to_json(replay(requests(1), CONFIG, BROKEN[0][1], with_spec=True))
     assert json.loads(json.dumps(found))["finding"]["kind"] == "divergence"
 
 
 def rendered(report: ReplayReport) -> str:
     console = Console(file=io.StringIO(), width=100)
-    render(report, console)
+    render_replay(report, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -482,7 +524,7 @@ def test_a_report_is_shown_as_a_table() -> None:
 
 
 def test_a_finding_is_shown_beneath() -> None:
-    text = rendered(replay(requests(1), CONFIG, BROKEN[0][1], spec_factory=Spec))
+    text = rendered(replay(requests(1), CONFIG, BROKEN[0][1], with_spec=True))
     assert "DIVERGENCE at step" in text
     assert "num_scheduled_tokens" in text
     assert "expected" in text
@@ -491,11 +533,11 @@ def test_a_finding_is_shown_beneath() -> None:
 def test_a_replay_can_be_recorded_and_read_back(tmp_path: Path) -> None:
     steps: list[tuple[Event, Observation]] = []
 
-    def record(moment: Moment) -> Finding | None:
-        steps.append((moment.event, moment.observation))
-        return None
+    def record(event: Event, seen: Observation) -> Observation:
+        steps.append((event, seen))
+        return seen
 
-    report = replay(requests(), CONFIG, Spec, checks=[record], snapshot_every=0)
+    report = replay(requests(), CONFIG, changing(record))
     assert write_trace(tmp_path / "t.jsonl.gz", CONFIG, steps) == report.events
     assert read_trace(tmp_path / "t.jsonl.gz").steps == tuple(steps)
 
@@ -591,7 +633,7 @@ def test_spec_and_host_engine_agree_on_published_traces(
         workload,
         replace(preset.config, num_blocks=num_blocks, block_size=block_size),
         HostEngine,
-        spec_factory=Spec,
+        with_spec=True,
         pace=preset.pace,
         snapshot_every=snapshot_every,
     )

@@ -11,8 +11,6 @@ with less, but `--dist loadgroup` has to be asked for, and pytest 9 with xdist 3
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shutil
 import sys
@@ -264,18 +262,13 @@ def _read_options(config: pytest.Config, presets: Sequence[str]) -> dict[str, Ch
 
 
 def _parse_budget(text: str) -> tuple[int | None, float | None]:
-    """As `--budget` of the command line, which says what is wrong and exits."""
-    import typer  # noqa: PLC0415 - only if wanted
+    """As `--budget` of the command line."""
+    from blockstep.conformance.search.budget import read_budget  # noqa: PLC0415 - only if wanted
 
-    from blockstep.conformance.command.main import parse_budget  # noqa: PLC0415
-
-    words = io.StringIO()
     try:
-        with contextlib.redirect_stderr(words):
-            return parse_budget(text)
-    except typer.Exit:
-        said = words.getvalue().strip().removeprefix("blockstep: --")
-        raise pytest.UsageError(f"--blockstep-{said}") from None
+        return read_budget(text)
+    except ValueError as error:
+        raise pytest.UsageError(f"--blockstep-{error}") from None
 
 
 # The tests.

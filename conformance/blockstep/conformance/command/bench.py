@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from blockstep.conformance.bench.measure import (
     Measurement,
@@ -20,7 +19,7 @@ from blockstep.conformance.bench.measure import (
     rehearse,
 )
 from blockstep.conformance.bench.page import draw_plot, make_markdown
-from blockstep.conformance.bench.profile import NotProfiledError, Profile, profile, to_lines
+from blockstep.conformance.bench.profile import Profile, profile, to_lines
 from blockstep.conformance.bench.report import (
     get_seconds,
     list_slopes,
@@ -30,15 +29,15 @@ from blockstep.conformance.bench.report import (
 )
 from blockstep.conformance.bench.scenarios import SCENARIOS, TRACE, Scenario, get_trace_scenario
 from blockstep.conformance.command.console import (
-    JsonOption,
-    check_output,
     end,
     input_errors,
+    make_console,
     progress,
     usage,
     write,
     write_json,
 )
+from blockstep.conformance.command.options import JsonOption, check_output
 from blockstep.conformance.search.check import ExitCode
 
 SIZES = (1, 8, 64, 256, 1024, 4096)
@@ -103,7 +102,7 @@ def scheduler_command(
 
     Example: blockstep bench scheduler --engine host --engine vllm --scenario decode -n 64 -n 1024
     """
-    console = Console(highlight=False, stderr=json_path == Path("-"), width=150)
+    console = make_console(json_path, width=150)
     names = list(dict.fromkeys(engine or ["host"]))
     conditions = {**_get_conditions(), "gc": "on" if gc_on else "off", "steps": steps}
     measurements: list[Measurement] = []
@@ -154,7 +153,7 @@ def profile_command(
 
     Example: blockstep bench profile --scenario decode -n 1024
     """
-    console = Console(highlight=False, stderr=json_path == Path("-"), width=150)
+    console = make_console(json_path, width=150)
     conditions = {**_get_conditions(), "steps": steps}
     profiles: list[Profile] = []
     with input_errors(), progress(console, "profiling") as advance:
@@ -162,8 +161,6 @@ def profile_command(
             for name in dict.fromkeys(engine or ["host"]):
                 try:
                     profiles.append(profile(entry, size, name, steps, lines, advance))
-                except NotProfiledError as error:
-                    usage(str(error))
                 except NotEqualError as error:
                     end(ExitCode.FAILED, str(error))
                 console.print(*to_lines(profiles[-1]), "", sep="\n", markup=False)

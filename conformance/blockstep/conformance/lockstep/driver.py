@@ -129,6 +129,13 @@ class LockStep:
     has_failed: bool = False
     """Something was wrong; both sides no longer mean the same thing."""
     keep_exchanges: bool = False
+    last: Exchange | None = None
+    """The last event that was given to both, or that only the spec was given, which refused it."""
+    compare_every: int | None = None
+    """Events between two comparisons of whole states, 0: none; answers are compared at each event
+    and nothing is judged. None: every state is compared and judged."""
+    num_compared: int = 0
+    """States compared."""
     equivalence: str = ""
     """The weaker equivalence that the engine is held to; "" if it is compared with the spec."""
     known: dict[str, int] = field(default_factory=dict)
@@ -143,21 +150,26 @@ class LockStep:
         vocabulary_size: int = 50,
         keep_exchanges: bool = False,
         profile: Profile = STRICT,
+        compare_every: int | None = None,
     ) -> Self:
         """Build both sides. What the engine raises while it is built passes through."""
         engine = make_engine(config)
         make_worker: MakeWorker = getattr(make_engine, "make_worker", Worker)
+        # A worker has every slot in memory; one that is given no plan needs none.
+        room = config if compare_every is None else Config(num_blocks=2)
         run = cls(
             config=config,
             engine=engine,
-            worker=make_worker(config, token_function(token_seed, vocabulary_size)),
+            worker=make_worker(room, token_function(token_seed, vocabulary_size)),
             spec=SpecEngine(config, profile),
             ledger=Ledger(config),
             witnesses=Witnesses(),
             capabilities=engine.capabilities(),
             keep_exchanges=keep_exchanges,
+            compare_every=compare_every,
         )
-        run.before = run._comparable(engine.snapshot())
+        if compare_every is None:
+            run.before = run._comparable(engine.snapshot())
         if Capability.REJECTION in run.capabilities:
             run.judges = frozenset(RejectCode)
         elif isinstance(engine, Judging):
@@ -249,10 +261,11 @@ class LockStep:
             return [_spec_finding(error)]
         if isinstance(expected, Rejected) and expected.code not in self.judges:
             self._skip(Capability.REJECTION)
+            self.last = Exchange(event, expected, expected)
             return []
         try:
             seen = self.engine.apply(event)
-            after = self.engine.snapshot()
+            after = self.engine.snapshot() if self._sees_state() else None
         except Exception as error:
             self._keep(Exchange(event, expected, None))
             return [_fault(error)]
@@ -261,7 +274,9 @@ class LockStep:
         findings = list(self._diverge(event, expected, seen, after))
         if not isinstance(seen, Observation):
             return findings
-        if after is None:
+        if self.compare_every is not None:
+            pass  # who judges must have seen every state
+        elif after is None:
             findings = self._unexplained([*self.worker.observe(event, seen), *findings])
         elif self.before is not None:
             step = Step(self.config, self.num_events, event, seen, self.before, after)
@@ -274,13 +289,29 @@ class LockStep:
         self._follow(event, expected)
         return findings
 
+    def _sees_state(self) -> bool:
+        every = self.compare_every
+        return every is None or (every > 0 and self.num_events % every == 0)
+
+    def compare_states(self) -> list[Finding]:
+        """Compare both states once more, whenever that was done last."""
+        if self.last is None:
+            return []
+        event, expected, seen = self.last.event, self.last.expected, self.last.seen
+        try:
+            after = self._comparable(self.engine.snapshot())
+        except Exception as error:
+            return [_fault(error)]
+        return list(self._diverge(event, expected, seen, after))
+
     def _unexplained(self, findings: list[Finding]) -> list[Finding]:
         """What is left when the quirks of the profile have spoken.
 
         The engine did exactly what the spec with its quirks does, so a violated property is the
         work of a quirk, at first or second hand; a divergence never is.
         """
-        if not self.spec.state.quirks or any(found.kind not in EXPLICABLE for found in findings):
+        quirks = self.spec.state.rules.quirks
+        if not quirks or any(found.kind not in EXPLICABLE for found in findings):
             return findings
         for found in findings:
             self.known[found.property_id] = self.known.get(found.property_id, 0) + 1
@@ -303,6 +334,7 @@ class LockStep:
     ) -> Iterator[Finding]:
         differences = observation_differences(expected, seen)
         if after is not None:
+            self.num_compared += 1
             differences += snapshot_differences(self.spec.snapshot(), after)
         if differences:
             what = type(event).__name__.lower()
@@ -343,6 +375,7 @@ class LockStep:
                 self.texts.append(request.prompt_token_ids + said)
 
     def _keep(self, exchange: Exchange) -> None:
+        self.last = exchange
         if self.keep_exchanges:
             self.exchanges.append(exchange)
 

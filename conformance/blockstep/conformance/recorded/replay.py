@@ -16,20 +16,18 @@ share blocks, and every request runs to its `max_tokens` (or `max_model_len`).
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from enum import StrEnum
-from types import MappingProxyType
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias, cast
 
-from rich.console import Console
-from rich.table import Table
-
-from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START, WorkloadFormat
-from blockstep.conformance.engine import Engine, EngineFactory
-from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START
+from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.lockstep.driver import LockStep, _fault
+from blockstep.conformance.lockstep.safety import Safety
+from blockstep.conformance.protocol.findings import Finding, FindingKind
+from blockstep.conformance.recorded.figures import ReplayReport
+from blockstep.conformance.recorded.pace import Arrivals, Pace
+from blockstep.spec.transition import transition
 from blockstep.spec.vocabulary import (
     Ack,
     BlockId,
@@ -49,7 +47,6 @@ from blockstep.spec.vocabulary import (
     RequestId,
     RowTokens,
     Schedule,
-    Snapshot,
     Submit,
     TokenIds,
 )
@@ -64,222 +61,66 @@ PROGRESS_STEPS = 256
 """Steps between two calls of `on_progress`."""
 
 
-class Arrivals(StrEnum):
-    """When requests are submitted."""
-
-    OPEN = "open"
-    """At their arrival time, however busy the engine is."""
-    CLOSED = "closed"
-    """As soon as fewer than `concurrency` are unfinished."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How fast requests come."""
-
-    arrivals: Arrivals = Arrivals.CLOSED
-    concurrency: int = 256
-    """Requests unfinished at once, at most, when arrivals are closed."""
-    ticks_per_step: int = 50
-    """Ticks that one step takes, when arrivals are open; the ticks of a workload are ms."""
-
-    def __post_init__(self) -> None:
-        if self.concurrency < 1 or self.ticks_per_step < 1:
-            raise ValueError(f"{self}: concurrency and ticks_per_step must be at least 1")
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayPreset:
-    """A config and a pace that suit one workload."""
-
-    config: Config
-    pace: Pace
-
-
-REPLAY_PRESETS: Mapping[WorkloadFormat, ReplayPreset] = MappingProxyType(
-    {
-        # All blocks that the whole trace ever allocates fit (191,195): nothing is evicted, so
-        # what hits depends on the trace alone.
-        WorkloadFormat.MOONCAKE: ReplayPreset(
-            Config(
-                num_blocks=200_000,
-                block_size=512,
-                max_num_seqs=256,
-                max_num_batched_tokens=8192,
-                max_model_len=131_072,
-            ),
-            Pace(Arrivals.CLOSED, concurrency=256),
-        ),
-        # A pool under pressure: prompts are unique, so what matters is the traffic in blocks.
-        WorkloadFormat.AZURE: ReplayPreset(
-            Config(
-                num_blocks=16_384,
-                block_size=16,
-                max_num_seqs=256,
-                max_num_batched_tokens=8192,
-                max_model_len=16_384,
-            ),
-            Pace(Arrivals.CLOSED, concurrency=256),
-        ),
-        WorkloadFormat.AGENT: ReplayPreset(
-            Config(
-                num_blocks=65_536,
-                block_size=16,
-                max_num_seqs=64,
-                max_num_batched_tokens=8192,
-                max_model_len=65_536,
-            ),
-            Pace(Arrivals.CLOSED, concurrency=64),
-        ),
-    }
-)
-"""What `blockstep replay` uses unless told otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """What a check is shown: one event that an engine took."""
-
-    step: int
-    """Schedules before it."""
-    event: Event
-    observation: Observation
-    snapshot: Snapshot | None
-    """The engine's; only at the snapshot cadence."""
-
-
-Check: TypeAlias = Callable[[Moment], Finding | None]
-"""A property, asked after every event; may keep a state of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a replay is."""
-
-    steps: int
-    requests_submitted: int
-    requests_finished: int
-    requests_refused: int
-    requests_unfinished: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayReport:
-    """What a replay did. Rates are between 0 and 1, and 0 where nothing was counted."""
-
-    equivalence: str
-    """"exact" (snapshots equal), "observations", or "none": an engine alone."""
-    snapshot_every: int
-    """Events between two snapshots, with one more at the end; 0: none taken."""
-    config: Config
-    pace: Pace
-    finding: Finding | None = None
-    """What stopped the replay; None if it went through."""
-    finding_step: int | None = None
-    """Schedules before the event that `finding` is about."""
-    finding_event: Event | None = None
-    requests_submitted: int = 0
-    requests_finished: int = 0
-    requests_refused: Mapping[str, int] = field(default_factory=dict)
-    """By reject code."""
-    requests_running_peak: int = 0
-    steps: int = 0
-    """Schedules."""
-    events: int = 0
-    snapshots_taken: int = 0
-    rows: int = 0
-    """Rows of all plans."""
-    tokens_scheduled: int = 0
-    tokens_prompt: int = 0
-    """Of requests at their first admission; likewise the next three."""
-    tokens_prefix_hit: int = 0
-    blocks_prompt: int = 0
-    """A partial last block counts as one, as it does in the published traces."""
-    blocks_prefix_hit: int = 0
-    tokens_resumed_hit: int = 0
-    """Prefix hits of requests that came back from preemption."""
-    tokens_output: int = 0
-    preemptions: int = 0
-    pool_blocks_usable: int = 0
-    pool_blocks_peak: int = 0
-    """Blocks held after a plan, at most."""
-    pool_blocks_mean: float = 0.0
-    """Blocks held after a plan, on average over plans."""
-    seconds: float = 0.0
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """Share of prompt tokens that a prefix hit served."""
-        return _ratio(self.tokens_prefix_hit, self.tokens_prompt)
-
-    @property
-    def block_hit_rate(self) -> float:
-        """Share of prompt blocks that a prefix hit served."""
-        return _ratio(self.blocks_prefix_hit, self.blocks_prompt)
-
-    @property
-    def events_per_second(self) -> float:
-        """Events by wall clock, the replayer's own work included."""
-        return _ratio(self.events, self.seconds)
-
-    def to_json(self) -> dict[str, object]:
-        """The report in JSON types, with stable keys."""
-        plain: dict[str, object] = {"format": "blockstep-replay", "version": 1}
-        for spec in fields(self):
-            plain[spec.name] = getattr(self, spec.name)
-        plain["config"] = _plain_fields(self.config)
-        plain["pace"] = _plain_fields(self.pace)
-        plain["requests_refused"] = dict(sorted(self.requests_refused.items()))
-        plain["finding"] = None if self.finding is None else _plain_finding(self.finding)
-        plain["finding_event"] = None if self.finding_event is None else repr(self.finding_event)
-        plain["prefix_hit_rate"] = self.prefix_hit_rate
-        plain["block_hit_rate"] = self.block_hit_rate
-        plain["events_per_second"] = self.events_per_second
-        return plain
+def cut(text: str, length: int = 200) -> str:
+    """`text`, or as much of it as fits."""
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def replay(
     requests: Iterable[Request],
     config: Config,
-    engine_factory: EngineFactory,
+    make_engine: EngineFactory,
     *,
-    spec_factory: EngineFactory | None = None,
+    with_spec: bool = False,
     pace: Pace | None = None,
-    checks: Sequence[Check] = (),
     snapshot_every: int = 1,
     steps_max: int | None = None,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[ReplayReport], None] = lambda _report: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> ReplayReport:
     """Drive `requests` (by time of arrival) to their ends, or to the first finding.
 
-    With `spec_factory` every event goes to both, and every observation is compared; snapshots
-    every `snapshot_every` events and at the end (0: never). An engine alone is asked for snapshots
-    only if there are `checks` to show them to. `steps_max` Schedules are the end of it in any case
-    (a LIVENESS finding), and so is a long run of steps that deliver nothing. `clock` gives seconds
-    and is used for the report only.
+    With `with_spec` every observation is compared with the spec's, and whole states every
+    `snapshot_every` events and at the end (0: never); an engine that declares a weaker equivalence
+    is held to that instead. `steps_max` Schedules are the end of it in any case (a LIVENESS
+    finding), and so is a long run of steps that deliver nothing. `on_progress` is shown the report
+    as it grows. `clock` gives seconds and is used for the report only.
 
-    What the factories raise (a `ConfigError`, say) passes through; what the engines raise later
-    is a finding.
+    What the factory raises (a `ConfigError`, say) passes through; what the engine raises later is
+    a finding.
     """
     if snapshot_every < 0:
         raise ValueError(f"snapshot_every = {snapshot_every}: must be at least 0")
     started = clock()
-    pace = Pace() if pace is None else pace
-    sides = _Sides(engine_factory, spec_factory, config, checks, snapshot_every)
-    run = _Replay(iter(requests), config, pace, sides, steps_max, on_progress)
-    finding: Finding | None = None
+    weaker: Safety | None = getattr(make_engine, "equivalence", None) if with_spec else None
+    config = config if weaker is None else weaker.fit_config(config)
+    report = ReplayReport(config, pace or Pace(), pool_blocks_usable=config.num_usable_blocks)
+    side: _Side
+    if weaker is not None:
+        side = _Beside(weaker.start(config, make_engine))
+        report.equivalence = weaker.name
+    elif with_spec:
+        side = _Beside(LockStep.start(config, make_engine, compare_every=snapshot_every))
+        report.equivalence, report.snapshot_every = "observations", snapshot_every
+    else:
+        side = _Alone(make_engine, config)
+    run = _Replay(iter(requests), report, side, steps_max, on_progress)
     try:
         run.drive()
-    except _Found as found:
-        finding = found.finding
-    return run.report(finding, clock() - started)
+    except _FoundError as error:
+        found = error.finding
+        report.finding = replace(found, differences=found.differences[:DIFFERENCES_MAX])
+        report.finding_step, report.finding_event = report.steps, run.last_event
+    if side.num_compared:
+        report.equivalence, report.snapshots_taken = "exact", side.num_compared
+    report.seconds = clock() - started
+    return report
 
 
-# --- both sides of the comparison
+# --- whom the events go to
 
 
-class _Found(Exception):
+class _FoundError(Exception):
     """Unwinds the loop with what was found."""
 
     def __init__(self, finding: Finding) -> None:
@@ -287,136 +128,83 @@ class _Found(Exception):
         super().__init__(finding.message)
 
 
-class _Sides:
-    """The engine, perhaps the spec beside it, and the checks on top."""
+class _Alone:
+    """An engine without the spec beside it."""
 
-    def __init__(
-        self,
-        engine_factory: EngineFactory,
-        spec_factory: EngineFactory | None,
-        config: Config,
-        checks: Sequence[Check],
-        snapshot_every: int,
-    ) -> None:
-        self._spec = None if spec_factory is None else spec_factory(config)
-        self._engine = engine_factory(config)
-        self._checks = tuple(checks)
-        compares = self._spec is not None or bool(self._checks)
-        self.snapshot_every = snapshot_every if compares else 0
-        self.events = 0
-        self.snapshots_taken = 0
-        self.snapshots_compared = 0
-        self.step = 0
-        """Schedules so far."""
-        self.last_event: Event | None = None
-        self._bare = self._spec is None and not self._checks
+    num_compared = 0
 
-    @property
-    def equivalence(self) -> str:
-        """Which equivalence held so far (architecture D4)."""
-        if self._spec is None:
-            return "none"
-        return "exact" if self.snapshots_compared else "observations"
+    def __init__(self, make_engine: EngineFactory, config: Config) -> None:
+        self._engine = make_engine(config)
 
     def apply(self, event: Event) -> Observation:
-        """Let both sides take `event`; the engine's answer. Raises `_Found`."""
-        self.last_event = event
-        self.events += 1
-        expected: Observation | None = None
-        if self._spec is not None:
-            expected = _guarded(self._spec, event, FindingKind.SPEC)
-        seen = _guarded(self._engine, event, FindingKind.FAULT)
-        if expected is not None and seen != expected:
-            raise _divergence("observation", observation_differences(expected, seen))
-        if not self._bare:
-            self._look(event, seen)
-        return seen
+        """The engine's answer. Raises `_FoundError`, as all of these."""
+        try:
+            return self._engine.apply(event)
+        except Exception as error:
+            raise _FoundError(_fault(error)) from error
 
     def finish(self) -> None:
-        """Compare the last states, wherever the cadence stood. Raises `_Found`."""
-        if self.snapshot_every and self.events % self.snapshot_every != 0:
-            self._compare_snapshots()
-
-    def _look(self, event: Event, seen: Observation) -> None:
-        snapshot: Snapshot | None = None
-        if self.snapshot_every and self.events % self.snapshot_every == 0:
-            snapshot = self._compare_snapshots()
-        for check in self._checks:
-            finding = check(Moment(self.step, event, seen, snapshot))
-            if finding is not None:
-                raise _Found(finding)
-
-    def _compare_snapshots(self) -> Snapshot | None:
-        """The engine's snapshot, equal to the spec's where there is one."""
-        snapshot = _guarded_snapshot(self._engine, FindingKind.FAULT)
-        if snapshot is None:
-            return None
-        self.snapshots_taken += 1
-        if self._spec is not None:
-            expected = _guarded_snapshot(self._spec, FindingKind.SPEC)
-            if expected is not None:
-                self.snapshots_compared += 1
-                if snapshot != expected:
-                    raise _divergence("snapshot", snapshot_differences(expected, snapshot))
-        return snapshot
+        """There is nothing to compare."""
 
 
-def _guarded(engine: Engine, event: Event, kind: FindingKind) -> Observation:
-    try:
-        return engine.apply(event)
-    except Exception as error:
-        raise _Found(_raised(kind, type(event).__name__, error)) from error
+class _Beside:
+    """An engine in lock-step with the spec, or judged by the properties alone."""
+
+    def __init__(self, run: LockStep) -> None:
+        self._run = run
+
+    @property
+    def num_compared(self) -> int:
+        """States that were compared."""
+        return 0 if self._run.equivalence else self._run.num_compared
+
+    def apply(self, event: Event) -> Observation:
+        """The engine's answer, or the spec's refusal of what the engine is not to be given."""
+        run = self._run
+        if isinstance(event, Submit):
+            event = cast("Submit", run.fit(event))
+        _expect_nothing(run.apply(event))
+        if run.last is None or run.last.event is not event:  # it can never fit
+            refusal = transition(run.spec.state, event)
+            assert isinstance(refusal, Rejected)
+            return refusal
+        assert run.last.seen is not None
+        return run.last.seen
+
+    def finish(self) -> None:
+        """Compare the last states, wherever the cadence stood."""
+        run = self._run
+        if run.compare_every and run.num_events % run.compare_every:
+            _expect_nothing(run.compare_states())
 
 
-def _guarded_snapshot(engine: Engine, kind: FindingKind) -> Snapshot | None:
-    try:
-        return engine.snapshot()
-    except Exception as error:
-        raise _Found(_raised(kind, "snapshot()", error)) from error
+_Side: TypeAlias = _Alone | _Beside
 
 
-def _raised(kind: FindingKind, what: str, error: Exception) -> Finding:
-    side = "spec" if kind is FindingKind.SPEC else "engine"
-    message = f"{side} raised {type(error).__name__} at {what}: {error}"
-    return Finding(kind, "", "an_event_is_taken_or_rejected", _cut(message, 400))
-
-
-def _divergence(what: str, differences: tuple[Difference, ...]) -> _Found:
-    named = ", ".join(difference.field for difference in differences[:4])
-    if len(differences) > 4:
-        named += f" and {len(differences) - 4} more"
-    return _Found(
-        Finding(
-            FindingKind.DIVERGENCE,
-            "",
-            f"spec_and_engine_give_the_same_{what}",
-            f"{what}s differ in {named}",
-            differences[:DIFFERENCES_MAX],
-        )
-    )
+def _expect_nothing(findings: list[Finding]) -> None:
+    if findings:
+        raise _FoundError(findings[0])
 
 
 # --- the loop
 
 
+@dataclass(slots=True)
 class _Live:
     """One unfinished request, as the replayer knows it."""
 
-    __slots__ = ("end", "known", "prompt", "sampled", "table", "token")
-
-    def __init__(self, prompt: int, end: int, token: int) -> None:
-        self.prompt = prompt
-        """Prompt tokens."""
-        self.known = prompt
-        """Prompt and output tokens."""
-        self.end = end
-        """The known tokens with which it ends."""
-        self.token = token
-        """Its next output, less `OUTPUT_TOKENS_START`, before it wraps around."""
-        self.sampled: TokenIds = ()
-        """What the commit under way says it sampled."""
-        self.table: list[BlockId] = []
-        """The blocks it holds, all groups in one list."""
+    prompt: int
+    """Prompt tokens."""
+    known: int
+    """Prompt and output tokens."""
+    end: int
+    """The known tokens with which it ends."""
+    token: int
+    """Its next output, less `OUTPUT_TOKENS_START`, before it wraps around."""
+    sampled: TokenIds = ()
+    """What the commit under way says it sampled."""
+    table: list[BlockId] = field(default_factory=list)
+    """The blocks it holds, all groups in one list."""
 
 
 class _Replay:
@@ -425,19 +213,20 @@ class _Replay:
     def __init__(
         self,
         source: Iterator[Request],
-        config: Config,
-        pace: Pace,
-        sides: _Sides,
+        report: ReplayReport,
+        side: _Side,
         steps_max: int | None,
-        on_progress: Callable[[Progress], None] | None,
+        on_progress: Callable[[ReplayReport], None],
     ) -> None:
         self._source = source
         self._next = next(source, None)
-        self._config = config
-        self._pace = pace
-        self._sides = sides
+        self._report = report
+        self._config = config = report.config
+        self._pace = report.pace
+        self._side = side
         self._steps_max = steps_max
         self._on_progress = on_progress
+        self.last_event: Event | None = None
         self._ticks = 0
         self._live: dict[RequestId, _Live] = {}
         self._refs: dict[BlockId, int] = {}
@@ -449,19 +238,14 @@ class _Replay:
         chunks = -(-config.max_model_len // config.max_num_batched_tokens)
         self._idle_steps_max = 1000 + 4 * config.max_num_seqs * chunks
         self._blocks_sum = 0
-        self._refused: Counter[str] = Counter()
-        self._submitted = self._finished = self._running_peak = self._blocks_peak = 0
-        self._rows = self._scheduled = self._outputs = self._preemptions = 0
-        self._prompt_tokens = self._hit_tokens = self._resumed_hit_tokens = 0
-        self._prompt_blocks = self._hit_blocks = 0
 
     def drive(self) -> None:
-        """Until every request is finished or refused. Raises `_Found`."""
+        """Until every request is finished or refused. Raises `_FoundError`."""
         while True:
             self._submit_due()
             if not self._live:
                 if self._next is None:
-                    self._sides.finish()
+                    self._side.finish()
                     return
                 self._ticks = max(self._ticks, self._next.arrival_time)
                 continue
@@ -471,11 +255,10 @@ class _Replay:
             elif not plan.preempted_req_ids:
                 self._wait()
             if self._idle_steps >= self._idle_steps_max:
-                raise _Found(self._liveness(f"{self._idle_steps} steps delivered nothing"))
+                raise self._stall(f"{self._idle_steps} steps delivered nothing")
             self._ticks += self._pace.ticks_per_step
-            steps = self._sides.step
-            if self._on_progress is not None and steps % PROGRESS_STEPS == 0:
-                self._on_progress(self._progress())
+            if self._report.steps % PROGRESS_STEPS == 0:
+                self._on_progress(self._report)
 
     def _submit_due(self) -> None:
         closed = self._pace.arrivals is Arrivals.CLOSED
@@ -489,54 +272,60 @@ class _Replay:
             self._submit(request)
             self._next = next(self._source, None)
 
+    def _apply(self, event: Event) -> Observation:
+        self.last_event = event
+        self._report.events += 1
+        return self._side.apply(event)
+
     def _submit(self, request: Request) -> None:
-        self._submitted += 1
-        observation = self._sides.apply(Submit(request))
+        report = self._report
+        report.requests_submitted += 1
+        observation = self._apply(Submit(request))
         if isinstance(observation, Rejected):
-            self._refused[observation.code.value] += 1
+            code = observation.code.value
+            report.requests_refused[code] = report.requests_refused.get(code, 0) + 1
             return
         if not isinstance(observation, Ack):
-            what = f"it gave {_cut(repr(observation))}"
-            raise _Found(_broken("P11", "a_submit_is_taken_or_refused", what))
+            what = f"it gave {cut(repr(observation))}"
+            raise _broken("P11", "a_submit_is_taken_or_refused", what)
         prompt = len(request.prompt_token_ids)
         end = min(prompt + request.max_tokens, self._config.max_model_len)
-        self._live[request.request_id] = _Live(prompt, end, self._outputs_promised)
+        self._live[request.request_id] = _Live(prompt, prompt, end, self._outputs_promised)
         self._outputs_promised += end - prompt
         if request.structured_output:
-            self._sides.apply(GrammarReady(request.request_id))
+            self._apply(GrammarReady(request.request_id))
 
     # The next three run once per row of every plan: they are written for speed.
 
     def _schedule(self) -> Plan:
-        sides = self._sides
-        if self._steps_max is not None and sides.step >= self._steps_max:
-            raise _Found(self._liveness(f"{sides.step} steps, the most allowed, were taken"))
-        plan = sides.apply(Schedule())
-        sides.step += 1
+        report = self._report
+        if self._steps_max is not None and report.steps >= self._steps_max:
+            raise self._stall(f"{report.steps} steps, the most allowed, were taken")
+        plan = self._apply(Schedule())
+        report.steps += 1
         self._idle_steps += 1
         if not isinstance(plan, Plan):
-            raise _Found(_broken("P26", "a_schedule_gives_a_plan", f"it gave {_cut(repr(plan))}"))
+            raise _broken("P26", "a_schedule_gives_a_plan", f"it gave {cut(repr(plan))}")
         try:
             for request_id in plan.preempted_req_ids:
                 self._release(self._live[request_id])
-                self._preemptions += 1
+                report.preemptions += 1
             for new in plan.new:
                 self._admit(new)
             for row in plan.cached:
                 if row.resumed:
-                    self._resumed_hit_tokens += row.num_computed_tokens
+                    report.tokens_resumed_hit += row.num_computed_tokens
                     self._release(self._live[row.request_id])
                 if row.new_block_ids != ((),):
                     self._hold(self._live[row.request_id], row.new_block_ids)
         except KeyError as error:
-            raise _Found(
-                _broken("P26", "a_plan_names_unfinished_requests", f"it names {error}")
-            ) from None
+            raise _broken("P26", "a_plan_names_unfinished_requests", f"it names {error}") from None
         rows = len(plan.new) + len(plan.cached)
-        self._rows += rows
-        self._running_peak = max(self._running_peak, rows)
+        report.rows += rows
+        report.requests_running_peak = max(report.requests_running_peak, rows)
+        report.pool_blocks_peak = max(report.pool_blocks_peak, len(self._refs))
         self._blocks_sum += len(self._refs)
-        self._blocks_peak = max(self._blocks_peak, len(self._refs))
+        report.pool_blocks_mean = self._blocks_sum / report.steps
         return plan
 
     def _commit(self, plan: Plan) -> None:
@@ -551,7 +340,7 @@ class _Replay:
                 state = live.get(request_id)
                 if state is None:
                     what = f"it names {request_id!r}"
-                    raise _Found(_broken("P26", "a_plan_names_unfinished_requests", what))
+                    raise _broken("P26", "a_plan_names_unfinished_requests", what)
                 count = row.num_scheduled_tokens
                 scheduled += count
                 missing = state.known - row.num_computed_tokens - count
@@ -564,43 +353,43 @@ class _Replay:
                     state.token += 1
                 else:
                     what = f"{request_id!r} has {state.known} tokens, the plan ends {-missing} on"
-                    raise _Found(_broken("P12", "a_plan_schedules_known_tokens", what))
+                    raise _broken("P12", "a_plan_schedules_known_tokens", what)
                 answers.append(RowTokens(request_id, state.sampled))
-        self._scheduled += scheduled
+        self._report.tokens_scheduled += scheduled
         self._deliver(plan, tuple(answers), sampling)
 
     def _deliver(self, plan: Plan, answers: tuple[RowTokens, ...], sampling: int) -> None:
-        outputs = self._sides.apply(Commit(plan.frame_id, answers))
+        outputs = self._apply(Commit(plan.frame_id, answers))
         if not isinstance(outputs, Outputs):
-            what = f"it gave {_cut(repr(outputs))}"
-            raise _Found(_broken("P13", "a_commit_gives_outputs", what))
+            what = f"it gave {cut(repr(outputs))}"
+            raise _broken("P13", "a_commit_gives_outputs", what)
         if len(outputs.rows) != sampling:
             what = f"{sampling} rows sampled, {len(outputs.rows)} delivered"
-            raise _Found(_broken("P13", "every_sampled_token_is_delivered_once", what))
+            raise _broken("P13", "every_sampled_token_is_delivered_once", what)
         live = self._live
         for row in outputs.rows:
             state = live.get(row.request_id)
             if state is None or row.new_token_ids != state.sampled:
-                what = f"{row.request_id!r} was given {_cut(repr(row.new_token_ids))}"
-                raise _Found(_broken("P13", "every_sampled_token_is_delivered_once", what))
+                what = f"{row.request_id!r} was given {cut(repr(row.new_token_ids))}"
+                raise _broken("P13", "every_sampled_token_is_delivered_once", what)
             state.known += 1
             if (state.known < state.end) is not (row.finish_reason is None):
                 self._check_end(row.request_id, state, row.finish_reason)
             if row.finish_reason is not None:
                 self._release(state)
                 del live[row.request_id]
-                self._finished += 1
+                self._report.requests_finished += 1
         if sampling:
-            self._outputs += sampling
+            self._report.tokens_output += sampling
             self._idle_steps = 0
 
     def _admit(self, row: NewRow) -> None:
-        state = self._live[row.request.request_id]
+        state, report = self._live[row.request.request_id], self._report
         size = self._config.block_size
-        self._prompt_tokens += state.prompt
-        self._hit_tokens += row.num_computed_tokens
-        self._prompt_blocks += -(-state.prompt // size)
-        self._hit_blocks += row.num_computed_tokens // size
+        report.tokens_prompt += state.prompt
+        report.tokens_prefix_hit += row.num_computed_tokens
+        report.blocks_prompt += -(-state.prompt // size)
+        report.blocks_prefix_hit += row.num_computed_tokens // size
         self._hold(state, row.block_ids)
 
     def _hold(self, state: _Live, tables: BlockTables) -> None:
@@ -624,146 +413,20 @@ class _Replay:
         if reason in (FinishReason.STOP, FinishReason.REPETITION):
             return  # the request asked for it: workloads never do, other requests may
         what = f"{request_id!r} has {state.known} of {state.end} tokens and finish_reason {reason}"
-        raise _Found(_broken("P13", "a_request_ends_at_its_length_cap", what))
+        raise _broken("P13", "a_request_ends_at_its_length_cap", what)
 
     def _wait(self) -> None:
         """After an empty plan only an arrival can change anything: go there, or give up."""
         if self._next is None or self._pace.arrivals is Arrivals.CLOSED:
-            raise _Found(self._liveness("an empty plan, and nothing is due from outside"))
+            raise self._stall("an empty plan, and nothing is due from outside")
         self._ticks = max(self._ticks, self._next.arrival_time)
 
-    def _liveness(self, what: str) -> Finding:
+    def _stall(self, what: str) -> _FoundError:
         oldest = next(iter(self._live), "none")
-        return Finding(
-            FindingKind.LIVENESS,
-            "P10",
-            "unfinished_requests_make_progress",
-            f"{what}; {len(self._live)} requests are unfinished, the oldest {oldest!r}",
-        )
-
-    def _progress(self) -> Progress:
-        return Progress(
-            self._sides.step,
-            self._submitted,
-            self._finished,
-            self._refused.total(),
-            len(self._live),
-        )
-
-    def report(self, finding: Finding | None, seconds: float) -> ReplayReport:
-        """What happened so far."""
-        sides = self._sides
-        return ReplayReport(
-            equivalence=sides.equivalence,
-            snapshot_every=sides.snapshot_every,
-            config=self._config,
-            pace=self._pace,
-            finding=finding,
-            finding_step=None if finding is None else sides.step,
-            finding_event=None if finding is None else sides.last_event,
-            requests_submitted=self._submitted,
-            requests_finished=self._finished,
-            requests_refused=dict(self._refused),
-            requests_running_peak=self._running_peak,
-            steps=sides.step,
-            events=sides.events,
-            snapshots_taken=sides.snapshots_taken,
-            rows=self._rows,
-            tokens_scheduled=self._scheduled,
-            tokens_prompt=self._prompt_tokens,
-            tokens_prefix_hit=self._hit_tokens,
-            blocks_prompt=self._prompt_blocks,
-            blocks_prefix_hit=self._hit_blocks,
-            tokens_resumed_hit=self._resumed_hit_tokens,
-            tokens_output=self._outputs,
-            preemptions=self._preemptions,
-            pool_blocks_usable=self._config.num_usable_blocks,
-            pool_blocks_peak=self._blocks_peak,
-            pool_blocks_mean=_ratio(self._blocks_sum, sides.step),
-            seconds=seconds,
-        )
+        message = f"{what}; {len(self._live)} requests are unfinished, the oldest {oldest!r}"
+        sentence = "unfinished_requests_make_progress"
+        return _FoundError(Finding(FindingKind.LIVENESS, "P10", sentence, message))
 
 
-def _broken(property_id: str, sentence: str, message: str) -> Finding:
-    return Finding(FindingKind.PROPERTY, property_id, sentence, message)
-
-
-# --- the report
-
-
-def render(report: ReplayReport, console: Console) -> None:
-    """Print `report` as a table, and its finding, if any, beneath."""
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    table.add_column(style="dim")
-    for name, value, note in _lines(report):
-        table.add_row(name, value, note)
-    console.print(table)
-    finding = report.finding
-    if finding is None:
-        return
-    named = f"{finding.property_id} {finding.sentence}".strip()
-    console.print(
-        f"{finding.kind.value.upper()} at step {report.finding_step}: {named}",
-        style="bold red",
-        markup=False,
-        highlight=False,
-    )
-    console.print(f"  {finding.message}", markup=False, highlight=False)
-    console.print(f"  event     {_cut(repr(report.finding_event))}", markup=False, highlight=False)
-    for difference in finding.differences:
-        console.print(f"  {difference.field}", markup=False, highlight=False)
-        console.print(f"    expected  {difference.expected}", markup=False, highlight=False)
-        console.print(f"    seen      {difference.seen}", markup=False, highlight=False)
-
-
-def _lines(report: ReplayReport) -> Iterator[tuple[str, str, str]]:
-    refused = sum(report.requests_refused.values())
-    codes = ", ".join(f"{n:,} {code}" for code, n in sorted(report.requests_refused.items()))
-    yield "requests finished", f"{report.requests_finished:,}", f"of {report.requests_submitted:,}"
-    yield "requests refused", f"{refused:,}", codes
-    yield "steps", f"{report.steps:,}", f"{report.rows:,} rows"
-    yield "events", f"{report.events:,}", f"{report.events_per_second:,.0f} per second"
-    yield "tokens scheduled", f"{report.tokens_scheduled:,}", ""
-    yield "prompt tokens", f"{report.tokens_prompt:,}", ""
-    hits = f"{report.tokens_prefix_hit:,} tokens"
-    yield "  prefix hits", f"{report.prefix_hit_rate:.1%}", hits
-    blocks = f"{report.blocks_prefix_hit:,} of {report.blocks_prompt:,}"
-    yield "  blocks hit", f"{report.block_hit_rate:.1%}", blocks
-    yield "output tokens", f"{report.tokens_output:,}", ""
-    resumed = f"{report.tokens_resumed_hit:,} tokens hit when resumed" if report.preemptions else ""
-    yield "preemptions", f"{report.preemptions:,}", resumed
-    usable = report.pool_blocks_usable
-    yield "pool in use, mean", f"{_ratio(report.pool_blocks_mean, usable):.1%}", "of usable blocks"
-    peak = f"{report.pool_blocks_peak:,} of {usable:,}"
-    yield "pool in use, peak", f"{_ratio(report.pool_blocks_peak, usable):.1%}", peak
-    cadence = f"snapshots every {report.snapshot_every} events" if report.snapshot_every else ""
-    yield "equivalence", report.equivalence, cadence
-    yield "seconds", f"{report.seconds:.2f}", ""
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
-
-
-def _cut(text: str, length: int = 200) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."
-
-
-def _plain_fields(value: Config | Pace) -> dict[str, object]:
-    plain = {spec.name: getattr(value, spec.name) for spec in fields(value)}
-    return {name: str(v) if isinstance(v, StrEnum) else v for name, v in plain.items()}
-
-
-def _plain_finding(finding: Finding) -> dict[str, object]:
-    return {
-        "kind": str(finding.kind),
-        "property_id": finding.property_id,
-        "sentence": finding.sentence,
-        "message": finding.message,
-        "differences": [
-            {"field": d.field, "expected": d.expected, "seen": d.seen, "note": d.note}
-            for d in finding.differences
-        ],
-    }
+def _broken(property_id: str, sentence: str, message: str) -> _FoundError:
+    return _FoundError(Finding(FindingKind.PROPERTY, property_id, sentence, message))

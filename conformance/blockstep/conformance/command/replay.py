@@ -1,0 +1,110 @@
+"""Command: `blockstep replay`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blockstep.conformance.command.console import (
+    input_errors,
+    make_console,
+    progress,
+    write_json,
+)
+from blockstep.conformance.command.options import EngineOption, JsonOption
+from blockstep.conformance.draw.workloads import load
+from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.recorded.pace import REPLAY_PRESETS
+from blockstep.conformance.recorded.replay import replay
+from blockstep.conformance.report.replay import render_replay, replay_to_json
+from blockstep.conformance.search.check import exit_code_of
+from blockstep.spec.vocabulary import Config, ConfigError, Policy, config_problems
+
+
+def replay_command(
+    trace: Annotated[
+        Path, typer.Argument(help="A workload: mooncake, azure or agent; gz or plain.")
+    ],
+    engine: EngineOption = "host",
+    spec: Annotated[
+        bool, typer.Option("--spec/--no-spec", help="In lock-step with the spec, or alone.")
+    ] = True,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first N requests only.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(min=2)] = None,
+    block_size: Annotated[int | None, typer.Option(min=1)] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1)] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=2)] = None,
+    policy: Annotated[Policy | None, typer.Option()] = None,
+    caching: Annotated[
+        bool | None, typer.Option("--caching/--no-caching", help="Prefix caching.")
+    ] = None,
+    snapshot_every: Annotated[
+        int | None,
+        typer.Option(min=0, help="Events between two comparisons of whole states; 0: never."),
+    ] = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Drive real traffic through an engine, in lock-step with the spec or alone.
+
+    Example: blockstep replay mooncake_conversation.jsonl.gz --limit 300 --block-size 16
+    """
+    console = make_console(json_path)
+    wanted = {
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "policy": policy,
+        "enable_prefix_caching": caching,
+    }
+    with input_errors():
+        workload = load(trace, limit=limit)
+        preset = REPLAY_PRESETS[workload.format]
+        config = replay_config(preset.config, wanted)
+        cadence = snapshot_every
+        if cadence is None:
+            cadence = default_cadence(config) if spec else 0
+        make_engine = load_engine(engine)
+        with progress(console, f"replaying {trace.name}") as advance:
+            report = replay(
+                workload,
+                config,
+                make_engine,
+                with_spec=spec,
+                pace=preset.pace,
+                snapshot_every=cadence,
+                on_progress=lambda now: advance(
+                    now.requests_finished / max(len(workload), 1),
+                    f"{now.requests_finished:,} requests, {now.steps:,} steps",
+                ),
+            )
+    render_replay(report, console)
+    write_json(json_path, replay_to_json(report))
+    if report.finding is None:
+        console.print(
+            f"conforms: engine {engine}, in lock-step with the spec"
+            if spec
+            else f"done: engine {engine}, alone (--spec holds it to the spec)"
+        )
+    raise typer.Exit(exit_code_of(report.finding))
+
+
+def replay_config(config: Config, wanted: Mapping[str, object]) -> Config:
+    """`config` with the options that were given. Raises ConfigError."""
+    given = {name: value for name, value in wanted.items() if value is not None}
+    changed = replace(config, **given)  # type: ignore[arg-type]
+    problems = config_problems(changed)
+    if problems:
+        raise ConfigError(problems)
+    return changed
+
+
+def default_cadence(config: Config) -> int:
+    """Events between two snapshots in a replay: each one while the pool is small."""
+    return max(config.num_blocks // 256, 1)

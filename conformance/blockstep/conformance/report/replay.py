@@ -1,0 +1,104 @@
+"""Replay: what a workload came to, for people and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from enum import StrEnum
+
+from rich.console import Console
+from rich.table import Table
+
+from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.recorded.figures import ReplayReport, get_ratio
+from blockstep.conformance.recorded.pace import Pace
+from blockstep.conformance.recorded.replay import cut
+from blockstep.conformance.report.jsonform import difference_to_json
+from blockstep.spec.vocabulary import Config
+
+
+def render_replay(report: ReplayReport, console: Console) -> None:
+    """Print `report` as a table, and its finding, if any, beneath."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    for name, value, note in _lines(report):
+        table.add_row(name, value, note)
+    console.print(table)
+    finding = report.finding
+    if finding is None:
+        return
+    named = f"{finding.property_id} {finding.sentence}".strip()
+    console.print(
+        f"{finding.kind.value.upper()} at step {report.finding_step}: {named}",
+        style="bold red",
+        markup=False,
+        highlight=False,
+    )
+    console.print(f"  {finding.message}", markup=False, highlight=False)
+    console.print(f"  event     {cut(repr(report.finding_event))}", markup=False, highlight=False)
+    for difference in finding.differences:
+        console.print(f"  {difference.field}", markup=False, highlight=False)
+        console.print(f"    expected  {difference.expected}", markup=False, highlight=False)
+        console.print(f"    seen      {difference.seen}", markup=False, highlight=False)
+
+
+def _lines(report: ReplayReport) -> Iterator[tuple[str, str, str]]:
+    refused = sum(report.requests_refused.values())
+    codes = ", ".join(f"{n:,} {code}" for code, n in sorted(report.requests_refused.items()))
+    yield "requests finished", f"{report.requests_finished:,}", f"of {report.requests_submitted:,}"
+    yield "requests refused", f"{refused:,}", codes
+    yield "steps", f"{report.steps:,}", f"{report.rows:,} rows"
+    yield "events", f"{report.events:,}", f"{report.events_per_second:,.0f} per second"
+    yield "tokens scheduled", f"{report.tokens_scheduled:,}", ""
+    yield "prompt tokens", f"{report.tokens_prompt:,}", ""
+    hits = f"{report.tokens_prefix_hit:,} tokens"
+    yield "  prefix hits", f"{report.prefix_hit_rate:.1%}", hits
+    blocks = f"{report.blocks_prefix_hit:,} of {report.blocks_prompt:,}"
+    yield "  blocks hit", f"{report.block_hit_rate:.1%}", blocks
+    yield "output tokens", f"{report.tokens_output:,}", ""
+    resumed = f"{report.tokens_resumed_hit:,} tokens hit when resumed" if report.preemptions else ""
+    yield "preemptions", f"{report.preemptions:,}", resumed
+    usable = report.pool_blocks_usable
+    yield (
+        "pool in use, mean",
+        f"{get_ratio(report.pool_blocks_mean, usable):.1%}",
+        "of usable blocks",
+    )
+    peak = f"{report.pool_blocks_peak:,} of {usable:,}"
+    yield "pool in use, peak", f"{get_ratio(report.pool_blocks_peak, usable):.1%}", peak
+    cadence = f"snapshots every {report.snapshot_every} events" if report.snapshot_every else ""
+    yield "equivalence", report.equivalence, cadence
+    yield "seconds", f"{report.seconds:.2f}", ""
+
+
+def replay_to_json(report: ReplayReport) -> dict[str, object]:
+    """The report in JSON types, with stable keys (docs/reference/json.md)."""
+    plain: dict[str, object] = {"format": "blockstep-replay", "version": 1}
+    for spec in fields(report):
+        plain[spec.name] = getattr(report, spec.name)
+    plain["config"] = _plain_fields(report.config)
+    plain["pace"] = _plain_fields(report.pace)
+    plain["requests_refused"] = dict(sorted(report.requests_refused.items()))
+    plain["finding"] = None if report.finding is None else _plain_finding(report.finding)
+    plain["finding_event"] = None if report.finding_event is None else repr(report.finding_event)
+    plain["prefix_hit_rate"] = report.prefix_hit_rate
+    plain["block_hit_rate"] = report.block_hit_rate
+    plain["events_per_second"] = report.events_per_second
+    return plain
+
+
+def _plain_fields(value: Config | Pace) -> dict[str, object]:
+    plain = {spec.name: getattr(value, spec.name) for spec in fields(value)}
+    return {name: str(v) if isinstance(v, StrEnum) else v for name, v in plain.items()}
+
+
+def _plain_finding(finding: Finding) -> dict[str, object]:
+    return {
+        "kind": str(finding.kind),
+        "property_id": finding.property_id,
+        "sentence": finding.sentence,
+        "message": finding.message,
+        "differences": [difference_to_json(difference) for difference in finding.differences],
+    }
