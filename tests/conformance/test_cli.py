@@ -181,7 +181,7 @@ def test_an_engine_that_fails_fails_no_campaign(
 def test_an_engine_that_is_never_built_is_told_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockstep.conformance.search.isolation.BUILD_SECONDS", 4.0)
+    monkeypatch.setattr("blockstep.conformance.search.isolation.process.BUILD_SECONDS", 4.0)
     result = check_engine(tmp_path, "NeverBuilt")
     assert result.exit_code == 1
     told = " ".join(result.output.split())

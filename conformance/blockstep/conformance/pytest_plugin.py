@@ -176,7 +176,7 @@ class Campaign:
 
     def _ensure(self, preset: str, wait: bool = True) -> None:
         """Check a preset unless that was done; without `wait`, also unless somebody is at it."""
-        from blockstep.conformance.search.isolation import locked  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.search.isolation.lock import locked  # noqa: PLC0415 - only if wanted
 
         path = self.folder / f"{preset}.json"
         with locked(self.folder / f"{preset}.lock", wait) as is_held:
@@ -418,6 +418,7 @@ class Bench:
             AssertionError: with all that is wrong.
         """
         from blockstep.conformance.protocol.program import Program  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.report.failure import tell_program  # noqa: PLC0415
 
         __tracebackhide__ = True
         if not isinstance(program, Program):
@@ -429,8 +430,8 @@ class Bench:
         elif config is not None:
             raise ValueError("a Program has a config of its own: leave config out")
         outcome = self._campaign.isolation.run(self.engine, program, self.profile)
-        if outcome.text:
-            raise AssertionError(f"{outcome.text}\n{self._reproduce()}")
+        if outcome.failure is not None or outcome.loss is not None:
+            raise AssertionError(f"{tell_program(outcome, self.engine)}\n{self._reproduce()}")
         for name, count in outcome.skipped.items():
             pytest.skip(f"not tried: the engine lacks {name} ({count} actions left out)")
 
@@ -451,10 +452,12 @@ class Bench:
     def render(self, walk: Walk, findings: list[Finding]) -> str:
         """The face of a failure, ending with how to see it again."""
         from blockstep.conformance.protocol.program import Program  # noqa: PLC0415
-        from blockstep.conformance.search.isolation import render_program  # noqa: PLC0415
+        from blockstep.conformance.report.failure import render_program  # noqa: PLC0415
+        from blockstep.conformance.search.shrink import conclude  # noqa: PLC0415
 
         program = Program(walk.run.config, tuple(walk.actions))
-        return f"{render_program(self.engine, program, walk.run, findings)}\n{self._reproduce()}"
+        text = render_program(conclude(program, walk.run, findings), self.engine)
+        return f"{text}\n{self._reproduce()}"
 
     def _reproduce(self) -> str:
         profile = "" if self.profile == "strict" else f" --blockstep-profile={self.profile}"

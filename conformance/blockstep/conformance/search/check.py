@@ -26,7 +26,7 @@ from blockstep.conformance.lockstep.safety import Safety
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Action, Drain, Program
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.conformance.search.shrink import Shrunk, shrink
+from blockstep.conformance.search.shrink import Shrunk, conclude, shrink
 from blockstep.spec.profiles import PROFILES, STRICT, Profile, get_profile
 from blockstep.spec.vocabulary import Config, Event, Observation, Policy, Submit
 
@@ -100,12 +100,22 @@ class CheckOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A failure as it is told where it was seen: it crosses process borders, a run does not."""
+class Loss:
+    """What became of an engine that did not live, or could not even be built."""
 
-    failure: Mapping[str, object]
-    """As docs/reference/json.md has it."""
-    text: str
+    message: str
+    config: str = ""
+    events: tuple[str, ...] = ()
+    """What it was given, the last one included."""
+    last_words: tuple[str, ...] = ()
+    """The end of its standard error."""
+    event_seconds: float | None = None
+    """For how long it might keep an event, if not as long as usual."""
+
+    @property
+    def finding(self) -> Finding:
+        """A finding of kind FAULT."""
+        return Finding(FindingKind.FAULT, "", "engine_answers_every_call", self.message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +131,8 @@ class EpisodeResult:
     program: Program | None = None
     """The program, if it failed; None if its engine did not live to say so."""
     first: Finding | None = None
-    told: Told | None = None
-    """The failure of an engine that did not live."""
+    loss: Loss | None = None
+    """What became of an engine that did not live; then `first` says so."""
 
 
 @dataclass(slots=True)
@@ -148,8 +158,8 @@ class CheckResult:
     """The first failure, or a shorter one like it; without findings if it did not come back."""
     first: Finding | None = None
     failing_program: Program | None = None
-    told: Told | None = None
-    """Instead of `failure`, if it was seen in another process."""
+    loss: Loss | None = None
+    """What became of an engine that did not live: at first, or when `first` was to be shrunk."""
 
     @property
     def equivalence(self) -> str:
@@ -409,7 +419,7 @@ def _add(result: CheckResult, episode: EpisodeResult) -> None:
     result.has_snapshot &= episode.has_snapshot
     if episode.first is not None:
         result.first, result.failed_episode = episode.first, episode.index
-        result.failing_program, result.told = episode.program, episode.told
+        result.failing_program, result.loss = episode.program, episode.loss
 
 
 def shrink_first(result: CheckResult, make_engine: EngineFactory) -> None:
@@ -429,7 +439,7 @@ def see_again(result: CheckResult, make_engine: EngineFactory) -> None:
     assert result.failing_program is not None
     program = result.failing_program
     run, findings = run_program(program, make_engine, find_profile(result.options.profile))
-    result.failure = Shrunk(program, run, findings, 0)
+    result.failure = conclude(program, run, findings)
 
 
 def _find_shortest(result: CheckResult, make_engine: EngineFactory) -> None:

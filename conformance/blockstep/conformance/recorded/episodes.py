@@ -1,0 +1,18 @@
+"""Episodes: those of a check, recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.recorded.traces import write_trace
+from blockstep.conformance.search.check import CheckOptions, record_episode
+
+
+def write_episode(options: CheckOptions, make_engine: EngineFactory | None, path: Path) -> None:
+    """Write the episode of the options as a trace; in a process of its own, `Isolation.call`s it.
+
+    Raises:
+        TraceError: if the file cannot be written.
+    """
+    write_trace(path, *record_episode(options, make_engine))
