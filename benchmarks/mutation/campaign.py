@@ -23,7 +23,7 @@ from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-from benchmarks.mutation.engines import ARRAYS, COLLIDING, COMPILED_ARRAYS
+from benchmarks.mutation.engines import COLLIDING, COMPILED_ARRAYS
 from benchmarks.mutation.journal import Journal, make_key
 from benchmarks.mutation.mutants import (
     Mutant,
@@ -48,7 +48,6 @@ class Plan:
         ("host", "tiny", 3_000),
         (COLLIDING, "small", 3_000),
         ("host", "small", 14_000),
-        (ARRAYS, "small", 6_000),
         ("compiled", "tiny", 1_000),
         ("compiled", "small", 3_000),
         (COMPILED_ARRAYS, "small", 3_000),
@@ -57,8 +56,6 @@ class Plan:
     deep: tuple[Stage, ...] = (
         ("host", "small", 150_000),
         (COLLIDING, "small", 15_000),
-        ("host-vector", "small", 15_000),
-        (ARRAYS, "small", 30_000),
         ("compiled", "small", 8_000),
         (COMPILED_ARRAYS, "small", 8_000),
     )

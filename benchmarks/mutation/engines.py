@@ -27,14 +27,11 @@ from blockstep.spec.vocabulary import (
 )
 
 COLLIDING = f"{__name__}:make_colliding"
-ARRAYS = f"{__name__}:Arrays"
 COMPILED_ARRAYS = f"{__name__}:CompiledArrays"
 """As `blockstep check --engine` takes them."""
-SMALL = {"TAIL": 8, "_SETTLE": 4, "_LAG": 2, "_MANY": 2}
-"""For 256, 128, 8 and 24, which is more than preset small has; for the whole process."""
 NARROW = {"_SLOTS": 1, "TABLE_ENTRIES": 1, "_STEP": 2}
-"""Of the compiled engine: for 8, 2**26 and 2**24. Each table has one row until it must grow, and
-between two labels there is room for one."""
+"""Of the compiled engine, for the whole process: for 8, 2**26 and 2**24. Each table has one row
+until it must grow, and between two labels there is room for one."""
 
 
 def make_colliding(config: Config) -> Any:
@@ -50,12 +47,12 @@ def _digest_in_two_bits(message: bytes) -> bytes:
     return bytes((zlib.crc32(message) & 3,))
 
 
-class Arrays:
-    """The host engine, asked for its plans and given its answers as arrays.
+class CompiledArrays:
+    """The compiled engine, asked for its plans and given its answers as arrays.
 
-    One row at a time is handled alone, more of them through numpy. What it says is read out of
-    arrays in one frame, and out of the objects that they make in the next. Its tails are so short
-    that a dozen outputs go round them, and two blocks are many.
+    What it says is read out of arrays in one frame, and out of the objects that they make in the
+    next. Its tables grow row by row, its contents collide, and whatever it takes must come back: a
+    leak shows in no snapshot.
     """
 
     def __init__(self, config: Config) -> None:
@@ -64,9 +61,11 @@ class Arrays:
         """Those in flight."""
 
     def _make_engine(self, config: Config) -> Any:
-        host = importlib.import_module("blockstep.impl.host")
-        _set_constants("blockstep.impl.host", ("table", "core", "batch_results", "pool"), SMALL)
-        return host.HostEngine(config, vector_at=2)
+        compiled = importlib.import_module("blockstep.impl.compiled")
+        _set_constants("blockstep.impl.compiled", ("state", "names"), NARROW)
+        blocks: Any = importlib.import_module("blockstep.impl.compiled.blocks")
+        blocks._hash_content = _hash_in_two_bits
+        return compiled.CompiledEngine(config)
 
     def apply(self, event: Event) -> Observation:
         """Take one event; only a plan and the answer to one can be in arrays."""
@@ -85,7 +84,8 @@ class Arrays:
         return answer
 
     def snapshot(self) -> Snapshot:
-        """That of the engine."""
+        """That of the engine, once what it has in use is found to be what somebody uses."""
+        _assert_nothing_leaks(self.engine.requests)
         snapshot: Snapshot = self.engine.snapshot()
         return snapshot
 
@@ -148,26 +148,6 @@ class Arrays:
             drafts = (~np.isin(places + 1, counts.cumsum())).nonzero()[0]
             found += [(tokens ^ (places == at), counts) for at in drafts]
         return found
-
-
-class CompiledArrays(Arrays):
-    """The compiled engine, asked and answered in the same way.
-
-    Its tables grow row by row, its contents collide, and whatever it takes must come back: a leak
-    shows in no snapshot.
-    """
-
-    def _make_engine(self, config: Config) -> Any:
-        compiled = importlib.import_module("blockstep.impl.compiled")
-        _set_constants("blockstep.impl.compiled", ("state", "names"), NARROW)
-        blocks: Any = importlib.import_module("blockstep.impl.compiled.blocks")
-        blocks._hash_content = _hash_in_two_bits
-        return compiled.CompiledEngine(config)
-
-    def snapshot(self) -> Snapshot:
-        """That of the engine, once what it has in use is found to be what somebody uses."""
-        _assert_nothing_leaks(self.engine.requests)
-        return super().snapshot()
 
 
 def _set_constants(package: str, names: Sequence[str], values: Mapping[str, int]) -> None:

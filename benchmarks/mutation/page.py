@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.mutation.campaign import is_for
-from benchmarks.mutation.engines import ARRAYS, COLLIDING, COMPILED_ARRAYS
+from benchmarks.mutation.engines import COLLIDING, COMPILED_ARRAYS
 from benchmarks.mutation.mutants import RULES, WHOLE_MODULES, WINGS
 from benchmarks.mutation.runner import EPISODE_SECONDS, Stage
 
@@ -25,8 +25,8 @@ VERDICTS: Mapping[str, str] = {
 }
 ENGINES: Mapping[str, str] = {
     COLLIDING: "the host engine with a digest of two bits, so that contents collide",
-    "host-vector": "the host engine with its code for many rows used for few as well",
-    ARRAYS: "the host engine, plans and answers in arrays, that code used from two rows on",
+    "host-vector": "the host engine with its code for many rows, which is gone, used for few too",
+    "benchmarks.mutation.engines:Arrays": "the same from two rows on, plans and answers in arrays",
     "compiled": "the compiled engine, as the Python that it is",
     COMPILED_ARRAYS: "the same, plans and answers in arrays; tables grow row by row, contents "
     "collide, and what is in use is counted after each event, so that no leak is overlooked",

@@ -23,7 +23,7 @@ from benchmarks.mutation.campaign import (
     measure_reach,
     put_into,
 )
-from benchmarks.mutation.engines import ARRAYS, COLLIDING, COMPILED_ARRAYS
+from benchmarks.mutation.engines import COLLIDING, COMPILED_ARRAYS
 from benchmarks.mutation.journal import Journal, make_key
 from benchmarks.mutation.mutants import (
     Source,
@@ -160,7 +160,7 @@ def test_the_unmutated_code_survives() -> None:
     assert outcome.num_events >= 800
 
 
-@pytest.mark.parametrize("engine", [COLLIDING, ARRAYS, "host-vector", COMPILED_ARRAYS])
+@pytest.mark.parametrize("engine", [COLLIDING, COMPILED_ARRAYS])
 def test_the_unmutated_code_survives_with_every_engine(engine: str) -> None:
     importlib.import_module("blockstep.impl.compiled")  # as machine code, which must be forgotten
     stages: tuple[Stage, ...] = ((engine, "small", 3_000),)
@@ -213,13 +213,13 @@ def test_a_mutant_of_what_the_engines_share_is_killed() -> None:
     ("module", "engines"),
     [
         ("spec/pool.py", ["host"]),
-        ("impl/host/pool.py", ["host", ARRAYS]),
+        ("impl/host/pool.py", ["host", COLLIDING]),
         ("impl/compiled/blocks.py", ["compiled", COMPILED_ARRAYS]),
-        ("impl/arrays.py", ["host", ARRAYS, "compiled", COMPILED_ARRAYS]),
+        ("impl/arrays.py", ["host", COLLIDING, "compiled", COMPILED_ARRAYS]),
     ],
 )
 def test_a_mutant_meets_the_engines_of_its_wing(module: str, engines: list[str]) -> None:
-    played = ("host", ARRAYS, "compiled", COMPILED_ARRAYS)
+    played = ("host", COLLIDING, "compiled", COMPILED_ARRAYS)
     assert [one for one in played if is_for((one, "small", 1), module)] == engines
 
 
@@ -243,22 +243,21 @@ def test_a_mutant_that_loops_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert play_changed("impl/host/pool.py", old, new) is signal.SIGPROF
 
 
-def test_a_mutant_of_code_for_many_rows_meets_the_engine_that_runs_it() -> None:
-    old, new = "columns.last_frame[slots] = frame_id", "columns.last_frame[slots] = 0"
-    assert play_changed("impl/host/issuing.py", old, new).killed_by == ""
-    for engine in ("host-vector", ARRAYS):
-        stages: tuple[Stage, ...] = ((engine, "small", 400),)
-        assert play_changed("impl/host/issuing.py", old, new, stages).killed_by
+def test_a_mutant_of_code_for_collisions_meets_the_engine_that_runs_it() -> None:
+    old, new = "and self._indices[block] == index\n", "and self._indices[block] != index\n"
+    assert play_changed("impl/host/prefix.py", old, new).killed_by == ""
+    stages: tuple[Stage, ...] = ((COLLIDING, "small", 400),)
+    assert play_changed("impl/host/prefix.py", old, new, stages).killed_by
 
 
 def test_only_stages_that_execute_the_line_are_played() -> None:
     pytest.importorskip("cosmic_ray")
-    stages: tuple[Stage, ...] = (("host", "tiny", 50), ("host-vector", "tiny", 50))
-    (source,) = find_sources(["impl/host/issuing.py"])
+    stages: tuple[Stage, ...] = (("host", "tiny", 50), (COLLIDING, "tiny", 50))
+    (source,) = find_sources(["impl/host/prefix.py"])
     reached = measure_reach([source], Plan(stages, ()), lambda *_: None)
     mutants, _ = find_mutants(source)
     runs = [make_run(one, source, reached) for one in mutants]
-    played = [get_stages(run, stages) for run in runs if "_advance_each" in run.mutant.function]
+    played = [get_stages(run, stages) for run in runs if "_verified_hits" in run.mutant.function]
     assert played
     assert all(one == [stages[1]] for one in played)
 

@@ -258,8 +258,3 @@ def test_an_engine_may_narrow_a_check_and_the_report_says_so() -> None:
     assert f"left out    a known defect: {result.skipped['a known defect']} times" in (
         console.export_text()
     )
-
-
-def test_code_for_many_rows_conforms_in_few() -> None:
-    result = check(CheckOptions(engine="host-vector", seed=2, max_events=6_000))
-    assert result.first is None

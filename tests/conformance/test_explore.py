@@ -13,25 +13,28 @@ from typer.testing import CliRunner, Result
 from blockstep.conformance.command.explore import explore_command
 from blockstep.conformance.explore.canonical import LEFT_OUT, Canonicaliser
 from blockstep.conformance.explore.copies import Copies
-from blockstep.conformance.explore.liveness import find_cycle
-from blockstep.conformance.explore.presets import WORLDS
+from blockstep.conformance.explore.cycles import find_cycle
 from blockstep.conformance.explore.probe import JUDGED_WITNESSES, get_ledger
+from blockstep.conformance.explore.shard import OUT_OF_NOTHING, Task
 from blockstep.conformance.explore.tables import NOWHERE, UNBROKEN
-from blockstep.conformance.explore.walk import (
-    OUT_OF_NOTHING,
-    LostShardError,
-    Task,
-    _Processes,
-    walk,
-)
+from blockstep.conformance.explore.walk import LostShardError, _Processes, walk
 from blockstep.conformance.explore.world import World, get_events
+from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.judge.properties import Ledger, Step
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.spec.pool import Pool
-from blockstep.spec.profiles import QUIRKS, Profile, Quirk, QuirkStory
+from blockstep.spec.profiles import (
+    QUIRKS,
+    Profile,
+    Quirk,
+    QuirkStory,
+    get_smallest_profile,
+    initial_state,
+)
+from blockstep.spec.requests import Frame, FrameRow, Holding, RequestState
 from blockstep.spec.snapshots import get_snapshot
-from blockstep.spec.state import Frame, FrameRow, RequestState, State, initial_state
+from blockstep.spec.state import State
 from blockstep.spec.transition import transition
 from blockstep.spec.vocabulary import (
     Commit,
@@ -146,14 +149,14 @@ def test_a_digest_speaks_of_every_field_of_a_state() -> None:
         "pool", "requests", "waiting", "skipped_waiting", "running", "pause_state", "frames",
         "finished_req_ids", "prev_scheduled_req_ids", "reset_req_ids",
         "status", "output_token_ids", "num_computed_tokens", "num_output_placeholders",
-        "spec_token_ids", "is_prefill_chunk", "block_table", "num_cached_blocks",
+        "spec_token_ids", "is_prefill_chunk", "holdings", "block_table", "num_cached_blocks",
         "num_cached_tokens", "grammar_ready",
         "rows", "draft_token_ids", "samples", "is_dropped",
         "ref_counts", "free_queue", "cached",
     }  # fmt: skip
     fields = {
         field.name
-        for kind in (State, RequestState, Frame, FrameRow, Pool)
+        for kind in (State, RequestState, Holding, Frame, FrameRow, Pool)
         for field in dataclasses.fields(kind)
     }
     assert fields == known | LEFT_OUT
@@ -264,7 +267,7 @@ def test_a_quirk_breaks_a_property_of_its_story_by_the_program_of_the_page(
     if not story.property_ids:
         assert (violates_after, world, sentence) == (NOWHERE, NOWHERE, UNBROKEN)
         return
-    walked = walk(Task(WORLDS[world], story.smallest_profile))
+    walked = walk(Task(WORLDS[world], get_smallest_profile(story)))
     assert str(len(walked.path) + len(walked.cycle)) == violates_after
     assert any(line.startswith(sentence) for line in walked.found)
     assert sentence.split()[0] in story.property_ids

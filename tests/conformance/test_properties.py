@@ -10,6 +10,7 @@ import pytest
 
 from blockstep.conformance.draw.actions import SeededDraw, View, next_action
 from blockstep.conformance.draw.presets import PRESETS, draw_swarm
+from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.judge.properties import CHECKS_OF, PROPERTIES, Ledger, Step, check_step
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.protocol.program import Answer, Hostile, Misanswer, Propose
@@ -43,6 +44,7 @@ from blockstep.spec.vocabulary import (
     RowTokens,
     Schedule,
     SetPause,
+    Snapshot,
     SpecMethod,
     Stats,
     Status,
@@ -58,12 +60,12 @@ CHECKS = {sentence.sentence: sentence for entry in PROPERTIES for sentence in en
 class Play:
     """A clean engine, what is known of it, and its last step."""
 
-    def __init__(self, config: Config = CONFIG) -> None:
+    def __init__(self, config: Config = CONFIG, make_engine: EngineFactory = HostEngine) -> None:
         self.config = config
-        self.engine = HostEngine(config)
+        self.engine = make_engine(config)
         self.ledger = Ledger(config)
         self.worker = Worker(config, token_function(1, 50))
-        self.before = self.engine.snapshot()
+        self.before = self._snapshot()
         self.plans: list[Plan] = []
         self.num_steps = 0
         self._last: Step | None = None
@@ -78,7 +80,7 @@ class Play:
             if self._last is not None:
                 self.ledger.record(self._last)
             observation = self.engine.apply(event)
-            after = self.engine.snapshot()
+            after = self._snapshot()
             self.num_steps += 1
             step = Step(self.config, self.num_steps, event, observation, self.before, after)
             assert check_step(step, self.ledger, self.worker) == []
@@ -88,6 +90,11 @@ class Play:
                 self.plans.pop(0)
             self._last, self.before = step, after
         return self
+
+    def _snapshot(self) -> Snapshot:
+        snapshot = self.engine.snapshot()
+        assert snapshot is not None
+        return snapshot
 
     def commit(self) -> Play:
         frame_id = self.plans[0].frame_id
@@ -404,6 +411,38 @@ def alone_and_preempted() -> Play:
     play = Play(config).do(Submit(request("A", *range(5), max_tokens=2)))
     play.do(Schedule(), Schedule(), Schedule())
     return play
+
+
+PIPELINE = replace(CONFIG, max_frames_in_flight=3)
+
+
+def waiting_for_its_token() -> Play:
+    """A's token is in flight: C is planned behind it, and A has no row."""
+    play = Play(PIPELINE, SpecEngine).do(Submit(LONG), Schedule(), Submit(C), Schedule())
+    assert [row.request_id for row in play.step.plan.new] == ["C"]
+    assert play.step.plan.cached == ()
+    return play
+
+
+def chunks_in_pipeline() -> Play:
+    """Three chunks of a prompt are in flight, of which the last samples; the first is committed."""
+    config = replace(PIPELINE, max_num_batched_tokens=2)
+    return Play(config, SpecEngine).do(Submit(A), *[Schedule()] * 3).commit()
+
+
+def running_on_in_pipeline() -> Play:
+    """A and C take turns: each is planned when its token of two plans before is there."""
+    play = Play(PIPELINE, SpecEngine).do(Submit(LONG), Schedule(), Submit(C), Schedule())
+    play.commit().do(Schedule()).commit().do(Schedule()).commit()
+    assert play.step.new["A"].num_computed_tokens == 6
+    return play
+
+
+def drafted_in_pipeline() -> Play:
+    """A runs with drafts behind a plan of C."""
+    config = replace(DRAFTING, max_frames_in_flight=2)
+    play = Play(config, SpecEngine).do(Submit(LONG), Schedule(), Submit(C), Schedule()).commit()
+    return play.propose("A", 3, 1).do(Schedule())
 
 
 def refused_out_of_order() -> Play:
@@ -943,7 +982,45 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
         preempted_again,
         lambda s: after(s, running=("C",)),
     ),
-    # Several frames in flight.
+    # Several frames in flight without placeholders.
+    ("row_waits_for_the_token_of_its_request", waiting_for_its_token, with_rows_for_all),
+    (
+        "row_waits_for_the_token_of_its_request",
+        waiting_for_its_token,
+        lambda s: with_row(with_rows_for_all(s), "A", num_computed_tokens=4),
+    ),
+    ("running_request_gets_all_it_can", waiting_for_its_token, with_rows_for_all),
+    (
+        "counters_stay_within_what_is_known",
+        waiting_for_its_token,
+        lambda s: changed(s, "A", num_output_placeholders=1),
+    ),
+    (
+        "counters_stay_within_what_is_known",
+        waiting_for_its_token,
+        lambda s: changed(s, "A", num_computed_tokens=4),
+    ),
+    (
+        "sampling_leaves_one_token_to_compute",
+        chunks_in_pipeline,
+        lambda s: changed(s, "A", num_computed_tokens=2),
+    ),
+    (
+        "sampling_leaves_one_token_to_compute",
+        running_on_in_pipeline,
+        lambda s: changed(s, "A", num_computed_tokens=7),
+    ),
+    (
+        "dispatched_drafts_are_the_last_proposed_ones",
+        drafted_in_pipeline,
+        lambda s: with_row(s, "A", draft_token_ids=(7, 7, 7)),
+    ),
+    (
+        "event_leaves_alone_what_it_is_not_about",
+        running_on_in_pipeline,
+        lambda s: with_key(s, table_of(s, "A")[2], BlockKey(None, (5, 48))),
+    ),
+    # Several frames in flight, with placeholders.
     (
         "counters_stay_within_what_is_known",
         ahead,

@@ -18,13 +18,14 @@ from blockstep.conformance.command.vectors import vectors_app
 from blockstep.conformance.explore.canonical import Canonicaliser
 from blockstep.conformance.explore.cover import Tracer, choose, trace_program
 from blockstep.conformance.explore.fill import fill
-from blockstep.conformance.explore.presets import WORLDS
+from blockstep.conformance.explore.shard import Task
 from blockstep.conformance.explore.vectors import consume, read_vectors
-from blockstep.conformance.explore.walk import Task, walk
+from blockstep.conformance.explore.walk import walk
 from blockstep.conformance.explore.world import World, get_events
+from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.recorded.traces import TraceError
-from blockstep.spec.state import initial_state
+from blockstep.spec.profiles import initial_state
 from blockstep.spec.vocabulary import Event, Rejected
 
 

@@ -207,7 +207,7 @@ def test_it_is_an_engine_that_says_what_it_lacks() -> None:
         "grammar": RELEASE.has_plain_grammar,
         "async": RELEASE.has_async,
     }
-    has["cache statistics"] = RELEASE.has_sound_counters
+    has |= {"cache statistics": RELEASE.has_sound_counters, "pipeline": False, "embeds": False}
     lacks = {"rejection", "statistics", "late drafts"} | {name for name in has if not has[name]}
     assert ALL_CAPABILITIES - engine.capabilities() == lacks
     assert is_async(load_engine("vllm")) == RELEASE.has_async
@@ -279,7 +279,7 @@ def get_collisions(monkeypatch: pytest.MonkeyPatch, separate_names: bool) -> lis
     engine = adapter.VllmEngine(Config(num_blocks=9, block_size=2))
     engine.apply(Submit(Request("A", (1, 2, 3), adapter="x")))
     engine.apply(Submit(Request("B", (1, 2, 3), cache_salt="x")))
-    collisions: list[Any] = engine.collisions
+    collisions: list[Any] = engine.run.digests.collisions
     return collisions
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from blockstep.conformance.judge.worker import PrefixNames, Worker, item_starts
+from blockstep.conformance.judge.worker import PrefixNames, Worker, extras_of
 from blockstep.conformance.judge.worker.names import BEFORE_RESET, NEVER_WRITTEN
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.tokens import token_function
@@ -221,12 +221,25 @@ def test_another_prefix_is_not_read() -> None:
         {"cache_salt": "x"},
         {"items": (MultiModalItem("cat", 0, 2),)},
         {"items": (MultiModalItem("cat", 1, 2),)},
+        {"prompt_embeds": (7, 7, 7, 7, 7)},
     ],
 )
 def test_the_same_tokens_with_other_extras_are_not_read(fields: dict[str, Any]) -> None:
     other = replace(A, request_id="B", **fields)
     findings = started().execute(Plan(1, new=(NewRow(other, ((1, 2, 4),), 4, 1),)))
     assert said(findings) == [("P6", "attended_slot_is_of_the_same_adapter_salt_and_items")]
+
+
+def test_embeddings_tell_slots_apart_where_they_stand() -> None:
+    worker = make_worker()
+    first = replace(A, prompt_embeds=(1, 2, 3, 4, 5))
+    assert worker.execute(Plan(0, new=(NewRow(first, ((1, 2, 3),), 0, 5),))) == []
+    same = replace(first, request_id="B", prompt_embeds=(1, 2, 3, 4, 9))
+    assert worker.execute(Plan(1, new=(NewRow(same, ((1, 2, 4),), 4, 1),))) == []
+    other = replace(first, request_id="C", prompt_embeds=(1, 2, 9, 4, 5))
+    findings = worker.execute(Plan(2, new=(NewRow(other, ((1, 2, 5),), 4, 1),)))
+    assert said(findings) == [("P6", "attended_slot_is_of_the_same_adapter_salt_and_items")]
+    assert findings[0].differences[0].field == "kv[2][0]"
 
 
 def test_a_hit_on_what_the_same_plan_writes_is_right() -> None:
@@ -363,6 +376,14 @@ def test_a_preempted_request_is_compared_by_its_outputs_only() -> None:
             BlockKey(None, (1, 2), items=(("cat", 1),)),
             ("P6", "published_block_is_of_the_same_adapter_salt_and_items"),
         ),
+        (
+            BlockKey(None, (1, 2), embeds=(4, 4)),
+            ("P6", "published_block_is_of_the_same_adapter_salt_and_items"),
+        ),
+        (
+            BlockKey(None, (1, 2), embeds=(4, 4, 4)),
+            ("P3", "published_block_holds_the_right_prefix"),
+        ),
         (BlockKey(None, (1, 2), group=1), ("P3", "published_block_holds_the_right_prefix")),
         (BlockKey(None, (1, 2, 3)), ("P3", "published_block_holds_the_right_prefix")),
         (
@@ -406,7 +427,7 @@ def test_names_are_those_of_keys() -> None:
     items = (MultiModalItem("cat", 1, 4), MultiModalItem("dog", 5, 1))
     request = Request("A", (1, 2, 3, 4, 5, 6), adapter="x", cache_salt="y", items=items)
     chain: list[int] = []
-    starts = item_starts(request, 2)
+    starts = extras_of(request, 2)
     assert starts == {1: ("cat", 0), 2: ("cat", 1), 4: ("cat", 3), 5: ("dog", 0)}
     names.extend(chain, names.root("x", "y"), request.prompt_token_ids, starts, 0)
     first = BlockKey(None, (1, 2), "x", "y", (("cat", 1),))
@@ -414,6 +435,22 @@ def test_names_are_those_of_keys() -> None:
     third = BlockKey(second, (5, 6), "x", None, (("cat", -3), ("dog", 1)))
     assert [*names.of_key(first), *names.of_key(second), *names.of_key(third)] == chain
     assert names.of_key(third) is names.of_key(third)
+
+
+def test_an_embedding_is_named_where_it_stands() -> None:
+    names = PrefixNames(2)
+    items = (MultiModalItem("cat", 1, 1),)
+    request = Request("A", (1, 2, 3), items=items, prompt_embeds=(7, 8, 9))
+    starts = extras_of(request, 2)
+    assert starts == {0: (7,), 1: ("cat", 0, 8), 2: (9,)}
+    chain: list[int] = []
+    names.extend(chain, names.root(None, None), (1, 2, 3, 4), starts, 0)
+    first = BlockKey(None, (1, 2), items=(("cat", 1),), embeds=(7, 8))
+    second = BlockKey(first, (3, 4), embeds=(9,))
+    assert [*names.of_key(first), *names.of_key(second)] == chain
+    other = BlockKey(first, (3, 4), embeds=(9, 4))
+    assert names.of_key(other)[0] == chain[2]
+    assert names.same_tokens(names.of_key(other)[1], chain[3])
 
 
 def test_names_are_shown_to_readers() -> None:
@@ -517,6 +554,48 @@ def test_nobody_is_resumed_while_its_tokens_are_in_flight() -> None:
     row = cached("A", 0, 2, resumed=True, all_token_ids=A.prompt_token_ids, num_scheduled_tokens=5)
     findings = worker.execute(Plan(3, cached=(replace(row, new_block_ids=((4, 5, 6),)),)))
     assert ("P13", "resumed_request_has_no_token_in_flight") in said(findings)
+
+
+def waiting_for_its_token() -> Worker:
+    """A has run its prompt in a pipeline of plans, and its token is in flight."""
+    worker = make_worker(max_frames_in_flight=3)
+    assert worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),))) == []
+    assert worker.execute(Plan(1)) == []
+    return worker
+
+
+def test_without_placeholders_a_request_waits_for_its_token() -> None:
+    worker = waiting_for_its_token()
+    again = Plan(2, cached=(cached("A", 5, 0, all_token_ids=A.prompt_token_ids),))
+    assert ("P13", "row_waits_for_the_token_of_its_request") in said(worker.execute(again))
+    worker = waiting_for_its_token()
+    worker.commit(Commit(0, worker.answer(0)))
+    tokens = tuple(worker.views["A"].tokens)
+    assert worker.execute(Plan(2, cached=(cached("A", 5, 1, all_token_ids=tokens),))) == []
+
+
+def test_chunks_of_a_prompt_follow_each_other_in_a_pipeline() -> None:
+    worker = make_worker(max_frames_in_flight=3)
+    assert worker.execute(Plan(0, new=(NewRow(A, ((1,),), 0, 2),))) == []
+    second = cached("A", 2, 0, new_block_ids=((2,),), num_scheduled_tokens=2)
+    assert worker.execute(Plan(1, cached=(second,))) == []
+    assert worker.execute(Plan(2, cached=(cached("A", 4, 0, new_block_ids=((3,),)),))) == []
+    assert [len(worker.answer(frame)[0].token_ids) for frame in range(3)] == [0, 0, 1]
+
+
+def test_in_a_pipeline_nobody_is_resumed_before_its_token_is_known() -> None:
+    for is_known in (False, True):
+        worker = waiting_for_its_token()
+        assert worker.execute(Plan(2, preempted_req_ids=("A",))) == []
+        if is_known:
+            worker.commit(Commit(0, worker.answer(0)))
+        tokens = tuple(worker.views["A"].reported_token_ids)
+        row = cached("A", 0, len(tokens) - 5, resumed=True, all_token_ids=tokens)
+        row = replace(row, new_block_ids=((4, 5, 6),), num_scheduled_tokens=len(tokens))
+        accused = ("P13", "resumed_request_has_no_token_in_flight") in said(
+            worker.execute(Plan(3, cached=(row,)))
+        )
+        assert accused is not is_known
 
 
 def test_who_reads_wrong_kv_goes_astray() -> None:

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from blockstep.impl.compiled import CompiledEngine
 from blockstep.impl.host import Digest, HostEngine
-from blockstep.impl.host.core import VECTOR_AT
 from blockstep.spec.vocabulary import (
     Commit,
     Config,
@@ -32,15 +32,14 @@ OpenSession: TypeAlias = "Callable[..., Session]"
 class Session:
     """Applies events to one engine and checks the pool after each of them."""
 
-    def __init__(
-        self, config: Config, digest: str | Digest = "sha256", vector_at: int = VECTOR_AT
-    ) -> None:
-        self.engine = HostEngine(config, digest, vector_at)
+    def __init__(self, engine: HostEngine | CompiledEngine) -> None:
+        self.engine: Any = engine
 
     def apply(self, event: Event) -> Observation:
-        observation = self.engine.apply(event)
+        observation: Observation = self.engine.apply(event)
         check_state(self.engine.snapshot())
-        check_promises(self.engine)
+        if isinstance(self.engine, HostEngine):
+            check_promises(self.engine)
         return observation
 
     def submit(
@@ -66,7 +65,8 @@ class Session:
         return plan, self.commit(plan, **tokens)
 
     def state(self) -> Snapshot:
-        return self.engine.snapshot()
+        snapshot: Snapshot = self.engine.snapshot()
+        return snapshot
 
     def request(self, request_id: str) -> RequestSnapshot:
         found = self.state().request(request_id)
@@ -104,15 +104,21 @@ def check_promises(engine: HostEngine) -> None:
             assert not request.is_prefill_chunk
 
 
-@pytest.fixture(params=[VECTOR_AT, 1], ids=["few", "many"])
-def session(request: pytest.FixtureRequest) -> OpenSession:
-    """Opens a session: the fields of its Config, and perhaps a digest.
-
-    Every test of a session is run with the code for few rows, and with that for many.
-    """
-    vector_at: int = request.param
+@pytest.fixture
+def session() -> OpenSession:
+    """Opens a session: the fields of its Config, and perhaps a digest."""
 
     def open_session(digest: str | Digest = "sha256", **fields: Any) -> Session:
-        return Session(Config(**fields), digest, vector_at)
+        return Session(HostEngine(Config(**fields), digest))
+
+    return open_session
+
+
+@pytest.fixture(params=[HostEngine, CompiledEngine])
+def either(request: pytest.FixtureRequest) -> OpenSession:
+    """The same with either engine: what few tests tell apart from the soak of both."""
+
+    def open_session(**fields: Any) -> Session:
+        return Session(request.param(Config(**fields)))
 
     return open_session

@@ -1,9 +1,8 @@
-"""Plans and answers in arrays: the same as events, for few rows and for many."""
+"""Plans and answers in arrays: the same as events."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,7 @@ import pytest
 
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan
 from blockstep.impl.compiled import CompiledEngine
-from blockstep.impl.host import HostEngine, make_vector_engine
-from blockstep.impl.host.frames import Frame
-from blockstep.impl.host.table import TAIL
+from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     Abort,
     Ack,
@@ -35,13 +32,6 @@ from blockstep.spec.vocabulary import (
     TokenIds,
 )
 
-ENGINES: dict[str, Callable[[Config], HostEngine | CompiledEngine]] = {
-    "host": HostEngine,
-    "host, some by arrays": lambda config: HostEngine(config, vector_at=4),
-    "host, all by arrays": make_vector_engine,
-    "compiled": CompiledEngine,
-}
-each_engine = pytest.mark.parametrize("name", ENGINES)
 SMALL: dict[str, Any] = {"num_blocks": 60, "block_size": 4, "max_num_seqs": 24}
 
 
@@ -79,9 +69,8 @@ def draw_drafts(draw: random.Random, engine: HostEngine) -> Drafts:
     )
 
 
-@each_engine
 @pytest.mark.parametrize("seed", range(12))
-def test_arrays_say_what_events_say(seed: int, name: str) -> None:
+def test_arrays_say_what_events_say(seed: int) -> None:
     draw = random.Random(seed)
     method = draw.choice((SpecMethod.NONE, SpecMethod.NGRAM, SpecMethod.EAGLE))
     depth = draw.choice((1, 2))
@@ -96,8 +85,7 @@ def test_arrays_say_what_events_say(seed: int, name: str) -> None:
         max_frames_in_flight=depth,
         async_scheduling=depth > 1,
     )
-    by_events = HostEngine(config, vector_at=1000)
-    by_arrays = ENGINES[name](config)
+    by_events, by_arrays = HostEngine(config), CompiledEngine(config)
     waiting = draw_requests(draw, 60)
     while waiting or by_events.table.slot_of:
         for request in waiting[: draw.randint(0, 4)]:
@@ -119,9 +107,7 @@ def test_arrays_say_what_events_say(seed: int, name: str) -> None:
         assert by_arrays.snapshot() == by_events.snapshot()
 
 
-def commit_both(
-    draw: random.Random, by_events: HostEngine, by_arrays: HostEngine | CompiledEngine
-) -> None:
+def commit_both(draw: random.Random, by_events: HostEngine, by_arrays: CompiledEngine) -> None:
     frame_id, frame = next(iter(by_events.frames.items()))
     answer = [(name, draw_tokens(draw, drafts)) for name, drafts in frame.items()]
     flat = np.array([token for _, tokens in answer for token in tokens], np.int32)
@@ -139,10 +125,8 @@ def commit_both(
     ]
 
 
-def open_engine(
-    name: str, max_tokens: int = 60, **fields: Any
-) -> tuple[HostEngine | CompiledEngine, ArrayPlan]:
-    engine = ENGINES[name](Config(**{**SMALL, **fields}))
+def open_engine(max_tokens: int = 60, **fields: Any) -> tuple[CompiledEngine, ArrayPlan]:
+    engine = CompiledEngine(Config(**{**SMALL, **fields}))
     for request_id in "abc":
         request = Request(request_id, (1, 2, 3), max_tokens=max_tokens)
         assert engine.apply(Submit(request)) == Ack()
@@ -154,7 +138,6 @@ def open_engine(
     return engine, plan
 
 
-@each_engine
 @pytest.mark.parametrize(
     ("tokens", "counts"),
     [
@@ -171,9 +154,9 @@ def open_engine(
     ],
 )
 def test_an_answer_that_does_not_fit_changes_nothing(
-    name: str, tokens: TokenIds, counts: TokenIds | None
+    tokens: TokenIds, counts: TokenIds | None
 ) -> None:
-    engine, plan = open_engine(name)
+    engine, plan = open_engine()
     before = engine.snapshot()
     lengths = None if counts is None else np.array(counts, np.int32)
     answer = engine.commit_arrays(plan.frame_id, np.array(tokens, np.int32), lengths)
@@ -182,9 +165,8 @@ def test_an_answer_that_does_not_fit_changes_nothing(
     assert engine.snapshot() == before
 
 
-@each_engine
-def test_frames_are_refused_as_with_events(name: str) -> None:
-    engine, plan = open_engine(name)
+def test_frames_are_refused_as_with_events() -> None:
+    engine, plan = open_engine()
     full = engine.schedule_arrays()
     assert isinstance(full, Rejected)
     assert full.code is RejectCode.PIPELINE_FULL
@@ -193,9 +175,8 @@ def test_frames_are_refused_as_with_events(name: str) -> None:
     assert unknown.code is RejectCode.UNKNOWN_FRAME
 
 
-@each_engine
-def test_accepted_tokens_must_be_drafts(name: str) -> None:
-    engine, plan = open_engine(name, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
+def test_accepted_tokens_must_be_drafts() -> None:
+    engine, plan = open_engine(spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
     engine.commit_arrays(plan.frame_id, np.array([4, 5, 6], np.int32))
     engine.apply(Drafts((RowTokens("b", (7, 8)),)))
     plan = engine.schedule_arrays()  # type: ignore[assignment]
@@ -216,9 +197,8 @@ def test_accepted_tokens_must_be_drafts(name: str) -> None:
     assert [row.new_token_ids for row in right.build_outputs().rows] == [(1,), (7, 9), (1,)]
 
 
-@each_engine
-def test_one_token_each_accepts_no_draft(name: str) -> None:
-    engine, plan = open_engine(name, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
+def test_one_token_each_accepts_no_draft() -> None:
+    engine, plan = open_engine(spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
     engine.commit_arrays(plan.frame_id, np.array([4, 5, 6], np.int32))
     engine.apply(Drafts((RowTokens("b", (7, 8)),)))
     plan = engine.schedule_arrays()  # type: ignore[assignment]
@@ -230,14 +210,13 @@ def test_one_token_each_accepts_no_draft(name: str) -> None:
     assert request.num_computed_tokens == 5  # all known tokens but the last
 
 
-@each_engine
 @pytest.mark.parametrize("caching", [True, False])
-def test_tokens_that_lag_behind_are_there_when_asked_for(caching: bool, name: str) -> None:
+def test_many_outputs_are_there_when_asked_for(caching: bool) -> None:
     engine, plan = open_engine(
-        name, 600, num_blocks=700, enable_prefix_caching=caching, max_model_len=1000
+        600, num_blocks=700, enable_prefix_caching=caching, max_model_len=1000
     )
     said: list[int] = []
-    for step in range(2 * TAIL + 9):
+    for step in range(520):
         engine.commit_arrays(plan.frame_id, np.array([step, 0, 1], np.int32))
         said.append(step)
         plan = engine.schedule_arrays()  # type: ignore[assignment]
@@ -246,18 +225,6 @@ def test_tokens_that_lag_behind_are_there_when_asked_for(caching: bool, name: st
     assert request.output_token_ids == (4, *said)
 
 
-def test_a_snapshot_leaves_what_lags_behind_where_it_is() -> None:
-    engine, plan = open_engine("host, all by arrays")
-    assert isinstance(engine, HostEngine)
-    engine.commit_arrays(plan.frame_id, np.array([7, 8, 9], np.int32))
-    lengths = [len(lineage.tokens) for lineage in engine.table.lineages]
-    assert lengths < [engine.table.num_known[slot] for slot in range(3)]
-    first = engine.snapshot()
-    assert [len(lineage.tokens) for lineage in engine.table.lineages] == lengths
-    assert engine.snapshot() == first
-
-
-@each_engine
 @pytest.mark.parametrize(
     ("block_size", "num_prompt", "counts"),
     [
@@ -269,9 +236,9 @@ def test_a_snapshot_leaves_what_lags_behind_where_it_is() -> None:
     ],
 )
 def test_many_tokens_at_once_push_none_out(
-    block_size: int, num_prompt: int, counts: TokenIds, name: str
+    block_size: int, num_prompt: int, counts: TokenIds
 ) -> None:
-    engine = ENGINES[name](
+    engine = CompiledEngine(
         Config(
             num_blocks=30,
             block_size=block_size,
@@ -297,12 +264,11 @@ def test_many_tokens_at_once_push_none_out(
     assert request.output_token_ids == tuple(said)
 
 
-@each_engine
-def test_a_hit_counts_what_came_after_the_preemption(name: str) -> None:
+def test_a_hit_counts_what_came_after_the_preemption() -> None:
     config = Config(
         num_blocks=40, block_size=1, max_num_seqs=2, max_frames_in_flight=3, async_scheduling=True
     )
-    engine = ENGINES[name](config)
+    engine = CompiledEngine(config)
     for request_id in "ab":
         engine.apply(Submit(Request(request_id, (1, 2, 3), max_tokens=9)))
     for _ in range(3):
@@ -316,8 +282,7 @@ def test_a_hit_counts_what_came_after_the_preemption(name: str) -> None:
     assert plan.num_computed_tokens.tolist() == [0, 5]
 
 
-@each_engine
-def test_a_victim_without_a_row_gives_nothing_back(name: str) -> None:
+def test_a_victim_without_a_row_gives_nothing_back() -> None:
     requests = [(12, 1), (10, 4), (1, 2), (6, 5), (12, 3), (1, 5), (1, 3)]
     config = Config(
         num_blocks=15,
@@ -329,7 +294,7 @@ def test_a_victim_without_a_row_gives_nothing_back(name: str) -> None:
         scheduler_reserve_full_isl=False,
         enable_prefix_caching=False,
     )
-    engine = ENGINES[name](config)
+    engine = CompiledEngine(config)
     preempted: list[str] = []
     for step in range(8):
         if step < len(requests):
@@ -345,19 +310,8 @@ def test_a_victim_without_a_row_gives_nothing_back(name: str) -> None:
     assert preempted == ["r3"]
 
 
-def test_a_frame_reads_like_a_map() -> None:
-    engine, plan = open_engine("host, all by arrays")
-    frame = engine.frames[plan.frame_id]
-    assert isinstance(frame, Frame)
-    assert dict(frame) == {"a": (), "b": (), "c": ()}
-    assert len(frame) == 3
-    assert "a" in frame
-    assert "d" not in frame
-
-
-@each_engine
-def test_objects_of_a_plan_say_what_the_plan_says(name: str) -> None:
-    engine = ENGINES[name](Config(**SMALL))
+def test_objects_of_a_plan_say_what_the_plan_says() -> None:
+    engine = CompiledEngine(Config(**SMALL))
     for request_id in "ab":
         engine.apply(Submit(Request(request_id, (1, 2, 3, 4), max_tokens=9)))
     plan = engine.schedule_arrays()

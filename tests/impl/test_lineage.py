@@ -42,6 +42,9 @@ def test_extra_keys_of_different_kinds_stay_apart() -> None:
         pack_extras(adapter="xs"),
         pack_extras(items=(("x", 0), ("x", 1))),
         pack_extras(adapter="\ud800"),
+        pack_extras(embeds=(1,)),
+        pack_extras(embeds=(1, 0)),
+        pack_extras(items=(("x", 0),), embeds=(1,)),
     ]
     assert len(set(packed)) == len(packed)
 
@@ -89,6 +92,7 @@ def test_equal_contents_have_equal_digests_and_keys() -> None:
         Request("b", (1, 2, 3, 4), cache_salt="x"),
         Request("b", (1, 2, 3, 4), items=(MultiModalItem("x", 3, 1),)),
         Request("b", (1, 2, 3, 4), items=(MultiModalItem("x", 0, 1),)),
+        Request("b", (1, 2, 3, 4), prompt_embeds=(0, 0, 0, 0)),
     ],
 )
 def test_different_contents_differ(other: Request) -> None:

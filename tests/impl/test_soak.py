@@ -57,7 +57,7 @@ def draw_config(draw: random.Random) -> Config:
         spec_method=method,
         num_speculative_tokens=0 if method is SpecMethod.NONE else draw.randint(1, 3),
         max_frames_in_flight=depth,
-        async_scheduling=depth > 1,
+        async_scheduling=depth > 1 and draw.random() < 0.6,
     )
 
 
@@ -82,6 +82,7 @@ def draw_request(draw: random.Random) -> Request:
         adapter=draw.choice((None,) * 7 + ("x",)),
         cache_salt=draw.choice((None,) * 7 + ("x",)),
         items=items,
+        prompt_embeds=tuple(draw.choices(range(2), k=len(prompt))) if draw.random() < 0.1 else (),
         skip_reading_prefix_cache=draw.random() < 0.1,
         structured_output=draw.random() < 0.15,
     )

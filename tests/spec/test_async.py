@@ -17,8 +17,8 @@ from blockstep.spec import (
     Submit,
 )
 from blockstep.spec.invariants import get_broken_invariants
-from blockstep.spec.state import RequestState
-from blockstep.spec.step.schedule import is_past_max_tokens
+from blockstep.spec.requests import RequestState
+from blockstep.spec.step.share import is_past_max_tokens
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     CachedRow,

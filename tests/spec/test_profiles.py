@@ -467,4 +467,5 @@ def test_drafts_publish_at_commit(quirk: bool, expected: int) -> None:
     steps(oracle, 1)
     oracle.apply(Drafts((RowTokens("A", (6,)),)))
     oracle.commit(oracle.schedule(), {"A": [6, 7]})
-    assert oracle.state.requests["A"].num_cached_blocks == expected
+    (held,) = oracle.state.requests["A"].holdings
+    assert held.num_cached_blocks == expected

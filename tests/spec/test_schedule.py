@@ -17,7 +17,7 @@ from blockstep.spec import (
 )
 from blockstep.spec.memory.slots import compute_max_slots, compute_num_blocks
 from blockstep.spec.step.queues import select_victim
-from blockstep.spec.step.schedule import compute_num_running_tokens
+from blockstep.spec.step.share import compute_share
 from blockstep.spec.vocabulary import RowTokens
 
 CONFIG = Config(num_blocks=21, block_size=4, max_model_len=64)
@@ -50,7 +50,15 @@ def step(oracle: Oracle, token: int = 99) -> Plan:
     ids=["gap", "threshold", "budget", "model length", "nothing to do", "at the model length"],
 )
 def test_caps_of_a_running_request(args: tuple[int, int, int, int, int], expected: int) -> None:
-    assert compute_num_running_tokens(*args) == expected
+    num_wanted, num_computed, threshold, budget, max_model_len = args
+    share = compute_share(num_wanted, num_computed, threshold, budget, max_model_len - 1)
+    assert share == expected
+
+
+def test_a_gap_that_must_be_taken_whole_gets_all_or_nothing() -> None:
+    assert compute_share(9, 2, 0, 7, 9, is_whole=True) == 7
+    assert compute_share(9, 2, 0, 6, 9, is_whole=True) == 0
+    assert compute_share(9, 2, 5, 6, 9, is_whole=True) == 5, "the threshold comes first"
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])

@@ -6,12 +6,13 @@ import pytest
 
 from blockstep.spec import Config, MultiModalItem, Request, SpecMethod
 from blockstep.spec.hashing import compute_block_key, extend_block_keys
-from blockstep.spec.state import RequestState
+from blockstep.spec.requests import RequestState
+from blockstep.spec.strict import STRICT_RULES
 from blockstep.spec.vocabulary import BlockKey, Status
 
 
 def key_of(request: Request, block_size: int = 2) -> BlockKey:
-    return extend_block_keys(RequestState(request, Status.WAITING), block_size)[-1]
+    return extend_block_keys(RequestState(request, Status.WAITING), block_size, STRICT_RULES)[-1]
 
 
 def test_equal_content_is_one_key_however_it_was_built() -> None:
@@ -32,8 +33,13 @@ def test_equal_content_is_one_key_however_it_was_built() -> None:
         Request("B", (1, 2, 3, 4), cache_salt="x"),
         Request("B", (1, 2, 3, 4), items=(MultiModalItem("x", 2, 1),)),
         Request("B", (1, 2, 3, 4), items=(MultiModalItem("x", 0, 1),)),
+        Request("B", (1, 2, 3, 4), prompt_embeds=(0, 0, 0, 7)),
+        Request("B", (1, 2, 3, 4), prompt_embeds=(7, 0, 0, 0)),
     ],
-    ids=["last token", "earlier token", "no prefix", "adapter", "salt", "item", "earlier item"],
+    ids=[
+        *("last token", "earlier token", "no prefix", "adapter", "salt", "item", "earlier item"),
+        *("embedding", "earlier embedding"),
+    ],
 )
 def test_different_content_is_another_key(other: Request) -> None:
     assert key_of(Request("A", (1, 2, 3, 4))) != key_of(other)
@@ -41,8 +47,8 @@ def test_different_content_is_another_key(other: Request) -> None:
 
 def test_keys_of_different_kinds_do_not_collide() -> None:
     """Upstream keeps adapter and salt in one flat list, where "x" is "x" (P6)."""
-    adapter = compute_block_key(Request("A", (1, 2), adapter="x"), (1, 2), 0, None)
-    salt = compute_block_key(Request("A", (1, 2), cache_salt="x"), (1, 2), 0, None)
+    adapter = compute_block_key(Request("A", (1, 2), adapter="x"), (1, 2), 0, None, STRICT_RULES)
+    salt = compute_block_key(Request("A", (1, 2), cache_salt="x"), (1, 2), 0, None, STRICT_RULES)
     assert adapter != salt
 
 
@@ -55,14 +61,14 @@ def test_one_item_at_two_places_is_two_contents() -> None:
 
 def test_an_item_marks_only_the_blocks_it_overlaps() -> None:
     request = Request("A", tuple(range(8)), items=(MultiModalItem("cat", 3, 2),))
-    keys = extend_block_keys(RequestState(request, Status.WAITING), 2)
+    keys = extend_block_keys(RequestState(request, Status.WAITING), 2, STRICT_RULES)
     assert [key.items for key in keys] == [(), (("cat", 1),), (("cat", -1),), ()]
 
 
 def test_outputs_continue_the_chain() -> None:
     whole = Request("A", (1, 2, 3, 4, 5, 6))
     split = RequestState(Request("B", (1, 2, 3)), Status.RUNNING, output_token_ids=(4, 5, 6))
-    assert extend_block_keys(split, 2)[-1] == key_of(whole)
+    assert extend_block_keys(split, 2, STRICT_RULES)[-1] == key_of(whole)
 
 
 def test_a_long_chain_compares_and_pickles_without_recursion() -> None:

@@ -9,7 +9,8 @@ A, B, C, D, E, F, G, H, I, J, K, L, M, N, O, P = range(16)  # noqa: E741 - the l
 
 
 def table(oracle: Oracle, name: str) -> tuple[BlockId, ...]:
-    return oracle.state.requests[name].block_table
+    (table,) = oracle.state.requests[name].block_tables
+    return table
 
 
 def published(state: State) -> dict[tuple[int, ...], tuple[BlockId, ...]]:

@@ -32,8 +32,6 @@ from blockstep.spec.vocabulary import (
 Int32s: TypeAlias = NDArray[np.int32]
 _NO_NEW_BLOCKS: Final[BlockTables] = ((),)
 _GOES_ON: Final[tuple[FinishReason | None, int | None]] = (None, None)
-_NO_ROWS: Final = np.empty(0, np.int64)
-_NO_BLOCKS: Final = np.empty(0, np.int32)
 
 
 class SlotNames:
@@ -96,7 +94,7 @@ class ArrayPlan:
     frame_id: FrameId
     slots: NDArray[np.int64]
     """[rows]; a number below the table's size that a request keeps while it is unfinished."""
-    names: NDArray[np.object_] | SlotNames
+    names: SlotNames
     """[rows]; request ids."""
     num_computed_tokens: Int32s
     """[rows]; before this step, as if all drafts in flight were accepted."""
@@ -106,7 +104,7 @@ class ArrayPlan:
     """[rows]; known ones, and those promised by frames in flight."""
     samples: NDArray[np.bool_] | None
     """[rows]; whether it will sample. None: all of them."""
-    block_rows: NDArray[np.int64] | Int32s
+    block_rows: Int32s
     """[new blocks]; the row that each belongs to, ascending. All blocks of admitted rows."""
     block_ids: Int32s
     """[new blocks]"""
@@ -209,79 +207,11 @@ class ArrayPlan:
         return flat, np.fromiter(map(len, tokens), np.int32, len(tokens))
 
 
-def make_plan(
-    plan: Plan, slots: list[int], rows: list[CachedRow | NewRow], samples: list[bool]
-) -> ArrayPlan:
-    """A plan in arrays, of a plan of the vocabulary; `rows` are its rows in order of scheduling."""
-    numbers = np.array(
-        [(row.num_computed_tokens, row.num_scheduled_tokens, _num_outputs_of(row)) for row in rows],
-        np.int32,
-    ).reshape(-1, 3)
-    made = ArrayPlan(
-        plan.frame_id,
-        np.array(slots, np.int64),
-        np.array([row.request_id for row in rows], np.object_),
-        numbers[:, 0],
-        numbers[:, 1],
-        numbers[:, 2],
-        None if all(samples) else np.array(samples, np.bool_),
-        _NO_ROWS,
-        _NO_BLOCKS,
-        {
-            at: row.draft_token_ids
-            for at, row in enumerate(rows)
-            if isinstance(row, CachedRow) and row.draft_token_ids
-        },
-        {},
-        {},
-        [],
-        plan.finished_req_ids,
-        plan.preempted_req_ids,
-    )
-    taken: list[tuple[int, int]] = []
-    for at, row in enumerate(rows):
-        if isinstance(row, NewRow):
-            made.new_rows[at] = row.request
-            taken += [(at, block) for block in row.block_ids[0]]
-            continue
-        taken += [(at, block) for block in row.new_block_ids[0]]
-        if row.resumed:
-            made.resumed_rows.append(at)
-        if row.all_token_ids is not None:
-            made.all_token_ids[at] = row.all_token_ids
-    if taken:
-        made.block_rows, made.block_ids = (
-            np.array([at for at, _ in taken], np.int64),
-            np.array([block for _, block in taken], np.int32),
-        )
-    return made
-
-
-def _num_outputs_of(row: CachedRow | NewRow) -> int:
-    return row.num_output_tokens if isinstance(row, CachedRow) else 0
-
-
-def make_outputs(rows: Sequence[OutputRow]) -> ArrayOutputs:
-    """Outputs in arrays, of rows of the vocabulary."""
-    counts = [len(row.new_token_ids) for row in rows]
-    return ArrayOutputs(
-        np.array([row.request_id for row in rows], np.object_),
-        np.array([token for row in rows for token in row.new_token_ids], np.int32),
-        None if counts.count(1) == len(counts) else np.array(counts, np.int32),
-        np.array([row.num_cached_tokens for row in rows], np.int32),
-        {
-            at: (row.finish_reason, row.stop_token_id)
-            for at, row in enumerate(rows)
-            if row.finish_reason is not None
-        },
-    )
-
-
 @dataclass(eq=False)
 class ArrayOutputs:
     """What a step delivered: rows in the order of scheduling, only those with new tokens."""
 
-    names: NDArray[np.object_] | SlotNames
+    names: SlotNames
     """[rows]; request ids."""
     token_ids: Int32s
     """[tokens]; row after row."""

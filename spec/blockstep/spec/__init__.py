@@ -6,8 +6,9 @@ in this order: `vocabulary`, `hashing`, `pool`, `state`, `slots`, `prefix`, `que
 """
 
 from blockstep.spec.oracle import Oracle, RejectedEvent
+from blockstep.spec.profiles import initial_state
 from blockstep.spec.snapshots import get_snapshot
-from blockstep.spec.state import State, initial_state
+from blockstep.spec.state import State
 from blockstep.spec.transition import Accepted, transition
 from blockstep.spec.vocabulary import (
     Abort,

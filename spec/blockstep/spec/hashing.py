@@ -6,10 +6,8 @@ contents can ever share a key (P6). A digest is an engine's way to be fast.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from blockstep.spec.profiles import Quirk
-from blockstep.spec.state import RequestState
+from blockstep.spec.requests import RequestState
+from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import BlockKey, Request, TokenIds
 
 
@@ -31,30 +29,27 @@ def compute_block_key(
     token_ids: TokenIds,
     index: int,
     parent: BlockKey | None,
-    quirks: frozenset[Quirk] = frozenset(),
+    rules: Rules,
 ) -> BlockKey:
     """The key of block `index` of a request, whose content is `token_ids` (block-size many).
 
     The adapter is part of every block's key, the salt of the first one's: the chain carries it on.
+    Embeddings that stand for tokens name the blocks that they lie in.
     Source: seed 001 "Block Hash Computation"; seed 003 section 1.2; P6.
     """
     start = index * len(token_ids)
-    items = get_item_keys(request, start, start + len(token_ids))
-    if Quirk.ITEMS_NAMED_WITHOUT_PLACE in quirks:
-        items = tuple((identifier, 0) for identifier, _ in items)
+    end = start + len(token_ids)
     return BlockKey(
         parent,
         token_ids,
         adapter=request.adapter,
         cache_salt=request.cache_salt if index == 0 else None,
-        items=items,
-        embeds=request.prompt_embeds[start : start + len(token_ids)],
+        items=rules.get_item_keys(request, start, end),
+        embeds=request.prompt_embeds[start:end],
     )
 
 
-def extend_block_keys(
-    request: RequestState, block_size: int, quirks: frozenset[Quirk] = frozenset()
-) -> tuple[BlockKey, ...]:
+def extend_block_keys(request: RequestState, block_size: int, rules: Rules) -> tuple[BlockKey, ...]:
     """The request's keys, with one more for every further full block of known tokens.
 
     Only full blocks have a key. Known tokens are prompt and verified outputs: a draft never gets
@@ -65,23 +60,18 @@ def extend_block_keys(
     for index in range(len(keys), num_full_blocks):
         asked = request.request
         if index > 0 and request.output_token_ids:
-            asked = get_asked_late(asked, quirks)
+            asked = rules.get_request_behind_outputs(asked)
         tokens = get_tokens(request, index * block_size, (index + 1) * block_size)
-        keys.append(compute_block_key(asked, tokens, index, keys[-1] if keys else None, quirks))
+        keys.append(compute_block_key(asked, tokens, index, keys[-1] if keys else None, rules))
     return tuple(keys)
 
 
-def get_asked_late(request: Request, quirks: frozenset[Quirk]) -> Request:
-    """The request with the items that name its blocks once it has output: all, but for quirks.
+def get_request_behind_outputs(request: Request) -> Request:
+    """The request as a block sees it that outputs complete: with all of its items.
 
-    Source: vLLM 0.11.0 to 0.27.0 `_gen_mm_extra_hash_keys` with `start_mm_idx` -1.
+    Source: seed 001 "Block Hash Computation"; P6.
     """
-    items = request.items
-    if Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM in quirks:
-        items = items[-1:]
-    if items and Quirk.TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK in quirks:
-        items = (*items[:-1], replace(items[-1], length=items[-1].length + 1))
-    return request if items == request.items else replace(request, items=items)
+    return request
 
 
 def get_tokens(request: RequestState, start: int, end: int) -> TokenIds:

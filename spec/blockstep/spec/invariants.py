@@ -7,8 +7,9 @@ properties that every engine must have stand in `blockstep.conformance.judge.pro
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import chain, pairwise
 
+from blockstep.spec.requests import NOTHING_HELD
 from blockstep.spec.state import State
 from blockstep.spec.step.queues import get_rank
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Policy, RequestId, Status
@@ -22,7 +23,7 @@ def is_every_block_free_or_held(state: State) -> bool:
     pool = state.pool
     holders = [0] * state.config.num_blocks
     for request in state.requests.values():
-        for block_id in request.block_table:
+        for block_id in chain.from_iterable(request.block_tables):
             holders[block_id] += 1
     free = sorted(pool.free_queue)
     usable = range(NULL_BLOCK + 1, state.config.num_blocks)
@@ -39,7 +40,8 @@ def is_every_unpublished_block_held_once(state: State) -> bool:
     return all(
         pool.ref_counts[block_id] == 1
         for request in state.requests.values()
-        for block_id in request.block_table[request.num_cached_blocks :]
+        for holding in request.holdings
+        for block_id in holding.block_table[holding.num_cached_blocks :]
     )
 
 
@@ -58,13 +60,14 @@ def is_cache_map_exact(state: State) -> bool:
 def is_every_settled_block_keyed(state: State) -> bool:
     """The settled blocks of a table carry the keys of its request's tokens. Source: P3."""
     return all(
-        request.num_cached_blocks <= len(request.block_table)
+        holding.num_cached_blocks <= len(holding.block_table)
         and tuple(
             state.pool.block_keys[block_id]
-            for block_id in request.block_table[: request.num_cached_blocks]
+            for block_id in holding.block_table[: holding.num_cached_blocks]
         )
-        == request.block_keys[: request.num_cached_blocks]
+        == request.block_keys[: holding.num_cached_blocks]
         for request in state.requests.values()
+        for holding in request.holdings
     )
 
 
@@ -90,8 +93,8 @@ def is_token_accounting_sound(state: State) -> bool:
         <= request.num_computed_tokens
         <= request.num_known_tokens
         + (request.num_output_placeholders or drafts.get(request.request_id, 0))
-        and (request.status is Status.RUNNING or not request.block_table)
-        and (request.block_table != () or request.num_computed_tokens == 0)
+        and (request.status is Status.RUNNING or request.holdings == NOTHING_HELD)
+        and (all(request.block_tables) or request.num_computed_tokens == 0)
         for request in state.requests.values()
     )
 

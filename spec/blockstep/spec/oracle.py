@@ -4,25 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from blockstep.spec.profiles import STRICT, Profile
+from blockstep.spec.hashing import extend_block_keys
+from blockstep.spec.memory.prefix import get_prefix_hit
+from blockstep.spec.pool import get_num_free_blocks
+from blockstep.spec.profiles import STRICT, Profile, initial_state
+from blockstep.spec.requests import RequestState
 from blockstep.spec.snapshots import get_snapshot
-from blockstep.spec.state import State, initial_state
+from blockstep.spec.state import State
 from blockstep.spec.transition import transition
 from blockstep.spec.vocabulary import (
     Abort,
+    Aborted,
     Commit,
     Config,
+    Drafts,
+    DraftsTaken,
     Event,
+    GrammarReady,
     Observation,
     Outputs,
+    PauseState,
     Plan,
     Rejected,
     Request,
     RequestId,
+    Reset,
+    ResetDone,
     RowTokens,
     Schedule,
+    SetPause,
     Snapshot,
+    Status,
     Submit,
+    event_problem,
 )
 
 
@@ -37,6 +51,8 @@ class RejectedEvent(Exception):
 class Oracle:
     """A scheduler that is right by definition; deterministic, without clock or randomness.
 
+    One method for each event, and questions that change nothing.
+
     Raises:
         ConfigError: from the constructor, if the config breaks a rule.
         RejectedEvent: from every method but `apply`, if the event is refused.
@@ -45,6 +61,8 @@ class Oracle:
     def __init__(self, config: Config, profile: Profile = STRICT) -> None:
         self.state: State = initial_state(config, profile)
         """The state now: an immutable value, to keep, compare or go back to."""
+
+    # Events.
 
     def apply(self, event: Event) -> Observation:
         """Take one event; a refusal is an answer (`Rejected`) and changes nothing."""
@@ -73,16 +91,75 @@ class Oracle:
         assert isinstance(outputs, Outputs), "Commit is answered with Outputs"
         return outputs
 
-    def abort(self, *request_ids: RequestId) -> None:
-        """End requests."""
-        self._accepted(Abort(request_ids))
+    def propose(self, drafts: Mapping[RequestId, Iterable[int]]) -> tuple[RequestId, ...]:
+        """Hand in draft tokens per request; returns those whose drafts were attached."""
+        rows = tuple(RowTokens(name, tuple(tokens)) for name, tokens in drafts.items())
+        taken = self._accepted(Drafts(rows))
+        assert isinstance(taken, DraftsTaken), "Drafts are answered with DraftsTaken"
+        return taken.request_ids
 
-    def snapshot(self) -> Snapshot:
-        """The state in the form that engines are compared in."""
-        return get_snapshot(self.state)
+    def abort(self, *request_ids: RequestId) -> tuple[RequestId, ...]:
+        """End requests; returns those that were unfinished."""
+        aborted = self._accepted(Abort(request_ids))
+        assert isinstance(aborted, Aborted), "Abort is answered with Aborted"
+        return aborted.request_ids
+
+    def grammar_ready(self, request_id: RequestId) -> None:
+        """Report that the grammar of a request is compiled."""
+        self._accepted(GrammarReady(request_id))
+
+    def pause(self, pause_state: PauseState = PauseState.PAUSED_ALL) -> None:
+        """Set what the next step may schedule."""
+        self._accepted(SetPause(pause_state))
+
+    def resume(self) -> None:
+        """Let the next step schedule everybody again."""
+        self.pause(PauseState.UNPAUSED)
+
+    def reset(self, reset_running_requests: bool = False) -> bool:
+        """Empty the prefix cache; False if blocks were held, and then nothing has changed."""
+        done = self._accepted(Reset(reset_running_requests))
+        assert isinstance(done, ResetDone), "Reset is answered with ResetDone"
+        return done.success
 
     def _accepted(self, event: Event) -> Observation:
         observation = self.apply(event)
         if isinstance(observation, Rejected):
             raise RejectedEvent(observation)
         return observation
+
+    # Questions.
+
+    def peek(self, request: Request) -> int:
+        """Tokens that this request would find in the prefix cache if it were admitted now.
+
+        Nothing changes: it need not be submitted, and no block is touched.
+        """
+        problem = event_problem(Submit(request))
+        if problem is not None:
+            raise RejectedEvent(problem)
+        config, rules = self.state.config, self.state.rules
+        entry = RequestState(request, Status.WAITING)
+        known = RequestState(
+            request, Status.WAITING, block_keys=extend_block_keys(entry, config.block_size, rules)
+        )
+        return get_prefix_hit(config, self.state.pool, known).num_tokens
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a seat."""
+        return len(self.state.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait, those that were passed over included."""
+        return len(self.state.waiting) + len(self.state.skipped_waiting)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that could be allocated, evicting what they carry."""
+        return get_num_free_blocks(self.state.pool)
+
+    def snapshot(self) -> Snapshot:
+        """The state in the form that engines are compared in."""
+        return get_snapshot(self.state)

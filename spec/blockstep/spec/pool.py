@@ -93,12 +93,11 @@ def allocate_blocks(pool: Pool, num_blocks: int) -> tuple[Pool, tuple[BlockId, .
     return replace(pool, ref_counts=tuple(ref_counts), free_queue=free_queue), taken
 
 
-def free_blocks(pool: Pool, block_table: Sequence[BlockId], unnamed_first: bool = False) -> Pool:
+def free_blocks(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
     """Give up one hold on each block of a table, its tail first.
 
     Blocks that nobody holds any more join the end of the free queue in that order, keys and all:
-    the tail of a prompt is the least likely to be asked for again, so it is evicted first. With
-    `unnamed_first` those without a key join its front instead (`State.frees_unnamed_first`).
+    the tail of a prompt is the least likely to be asked for again, so it is evicted first.
     Source: seed 001 "Deallocation: free_blocks()"; seed 003 section 2.2; P1, P16.
     """
     if not block_table:
@@ -111,10 +110,6 @@ def free_blocks(pool: Pool, block_table: Sequence[BlockId], unnamed_first: bool 
         if ref_counts[block_id] == 0:
             released.append(block_id)
     free_queue = (*pool.free_queue, *released)
-    if unnamed_first:
-        named = [block_id for block_id in released if pool.block_keys[block_id] is not None]
-        unnamed = [block_id for block_id in released if pool.block_keys[block_id] is None]
-        free_queue = (*unnamed, *pool.free_queue, *named)
     return replace(pool, ref_counts=tuple(ref_counts), free_queue=free_queue)
 
 

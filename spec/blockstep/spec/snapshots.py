@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from blockstep.spec.state import RequestState, State
+from blockstep.spec.requests import RequestState
+from blockstep.spec.state import State
 from blockstep.spec.vocabulary import RequestSnapshot, Snapshot
 
 
@@ -45,8 +46,8 @@ def get_request_snapshot(request: RequestState) -> RequestSnapshot:
         num_output_placeholders=request.num_output_placeholders,
         spec_token_ids=request.spec_token_ids,
         is_prefill_chunk=request.is_prefill_chunk,
-        block_tables=(request.block_table,),
-        num_cached_blocks=(request.num_cached_blocks,),
+        block_tables=request.block_tables,
+        num_cached_blocks=tuple([holding.num_cached_blocks for holding in request.holdings]),
         num_cached_tokens=request.num_cached_tokens,
         num_preemptions=request.num_preemptions,
         grammar_ready=request.grammar_ready,

@@ -99,6 +99,7 @@ def draw_request(draw: random.Random, number: int) -> Request:
         adapter=draw.choice((None, None, "lora")),
         cache_salt=draw.choice((None, None, f"salt {number}")),
         items=items,
+        prompt_embeds=prompt if draw.random() < 0.3 else (),
         priority=draw.randrange(2),
     )
 
@@ -208,9 +209,17 @@ def test_labels_compare_like_ids(seed: int) -> None:
 
 def test_extras_are_those_of_the_specification() -> None:
     items = (MultiModalItem("p", 0, 3), MultiModalItem("q", 3, 4), MultiModalItem("p", 9, 1))
-    request = Request("a", tuple(range(12)), adapter="lora", cache_salt="salt", items=items)
+    tokens = tuple(range(12))
+    request = Request(
+        "a", tokens, adapter="lora", cache_salt="salt", items=items, prompt_embeds=tokens
+    )
     assert list_extras(request, 2, 6) == [
-        ("lora", None if index else "salt", get_item_keys(request, 2 * index, 2 * index + 2))
+        (
+            "lora",
+            None if index else "salt",
+            get_item_keys(request, 2 * index, 2 * index + 2),
+            (2 * index, 2 * index + 1),
+        )
         for index in range(6)
     ]
     table = ExtrasTable()

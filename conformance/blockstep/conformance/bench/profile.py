@@ -25,15 +25,13 @@ from blockstep.conformance.bench.measure import (
 )
 from blockstep.conformance.bench.player import Pilot, Track, play
 from blockstep.conformance.bench.scenarios import Scenario
-from blockstep.conformance.bench.sides import ArraySide
+from blockstep.spec.vocabulary import Commit, Schedule
 
-STEPS = frozenset({"schedule_arrays", "commit_arrays", "schedule", "update_from_output"})
-"""The calls of a step: of an engine with arrays, and of vLLM's scheduler."""
+STEPS = frozenset({"apply", "schedule_arrays", "commit_arrays", "schedule", "update_from_output"})
+"""The calls of a step: of any engine, of one with arrays, and of vLLM's scheduler."""
+PLACES = ("arrays", "scheduler", "engine")
+"""Where a side keeps what it asks."""
 ADDRESS = re.compile(r" object at 0x[0-9a-f]+")
-
-
-class NotProfiledError(ValueError):
-    """An engine that is asked by messages: they are not told apart here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +73,8 @@ class Watched:
 
     def _watch(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*arguments: Any) -> Any:
+            if step.__name__ == "apply" and not isinstance(arguments[0], (Schedule, Commit)):
+                return step(*arguments)
             self._profiler.enable()
             try:
                 return step(*arguments)
@@ -95,7 +95,6 @@ def profile(
     """Look at `num_steps` steps: the `num_lines` functions that take most with what they call.
 
     Raises:
-        NotProfiledError: the engine has no calls of its own for a step.
         NotEqualError: the engine decided differently from the pilot.
         EngineNotFoundError: it cannot be loaded.
     """
@@ -104,9 +103,7 @@ def profile(
     pilot = Pilot(open_side(PILOT, config), scenario, num_running, config)
     advance(0.0, f"{engine}, {scenario.name} {num_running}: filling")
     play(side, track, fill(pilot, scenario, num_running))
-    place = "arrays" if isinstance(side, ArraySide) else "scheduler"
-    if not hasattr(side, place):
-        raise NotProfiledError(f"engine {engine!r}: has no schedule_arrays, and is not vllm")
+    place = next(name for name in PLACES if hasattr(side, name))
     setattr(side, place, Watched(getattr(side, place), profiler))
     with garbage_collection(on=False):
         moments = [pilot.step() for _ in range(num_steps)]

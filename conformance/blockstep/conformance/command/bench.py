@@ -19,7 +19,7 @@ from blockstep.conformance.bench.measure import (
     rehearse,
 )
 from blockstep.conformance.bench.page import draw_plot, make_markdown
-from blockstep.conformance.bench.profile import NotProfiledError, Profile, profile, to_lines
+from blockstep.conformance.bench.profile import Profile, profile, to_lines
 from blockstep.conformance.bench.report import (
     get_seconds,
     list_slopes,
@@ -161,8 +161,6 @@ def profile_command(
             for name in dict.fromkeys(engine or ["host"]):
                 try:
                     profiles.append(profile(entry, size, name, steps, lines, advance))
-                except NotProfiledError as error:
-                    usage(str(error))
                 except NotEqualError as error:
                     end(ExitCode.FAILED, str(error))
                 console.print(*to_lines(profiles[-1]), "", sep="\n", markup=False)

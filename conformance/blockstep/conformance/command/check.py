@@ -44,7 +44,7 @@ from blockstep.conformance.search.isolation import (
 from blockstep.spec.profiles import STRICT
 from blockstep.spec.vocabulary import Policy
 
-TRUSTED = frozenset({"host", "host-vector", "compiled", "host-kernels", "spec"})
+TRUSTED = frozenset({"host", "compiled", "fastest", "host-kernels", "spec"})
 """Engines that are checked in this process, as the museum is: nothing of ours hangs or crashes."""
 
 FolderOption = Annotated[

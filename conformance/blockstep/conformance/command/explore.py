@@ -27,8 +27,8 @@ from blockstep.conformance.command.options import (
     require_profile,
 )
 from blockstep.conformance.explore import pictures
-from blockstep.conformance.explore.presets import WORLDS
 from blockstep.conformance.explore.probe import JUDGED_WITNESSES, OF_THE_PAST
+from blockstep.conformance.explore.shard import MAX_STATES, Task
 from blockstep.conformance.explore.tables import (
     find_shortest,
     museum_rows,
@@ -36,8 +36,9 @@ from blockstep.conformance.explore.tables import (
     render_table,
     tell_program,
 )
-from blockstep.conformance.explore.walk import MAX_STATES, LostShardError, Task, walk
+from blockstep.conformance.explore.walk import LostShardError, walk
 from blockstep.conformance.explore.world import World
+from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.report.explore import (
     get_exit_code,
     render_shortest,

@@ -23,7 +23,7 @@ from blockstep.conformance.command.options import (
     require_budget,
 )
 from blockstep.conformance.museum import EXHIBITS, Exhibit
-from blockstep.conformance.museum import hunt as hunting
+from blockstep.conformance.museum import trial as hunting
 from blockstep.conformance.search.check import ExitCode
 
 museum_app = typer.Typer(
@@ -73,7 +73,7 @@ def museum_run_command(
     """
     console = make_console(json_path)
     max_events, max_seconds = require_budget(budget)
-    hunt = hunting.Hunt(
+    hunt = hunting.Trial(
         seeds=tuple(seed) if seed else (0, 1, 2),
         max_events=max_events,
         max_seconds=max_seconds,
@@ -81,7 +81,7 @@ def museum_run_command(
     )
     chosen = [_exhibit(name) for name in names or EXHIBITS]
     with progress(console, "hunting") as advance:
-        hunted = hunting.run_hunt(chosen, hunt, advance)
+        hunted = hunting.run_trial(chosen, hunt, advance)
     rows = [hunting.row_of(entry) for entry in hunted]
     shown = ("exhibit", "events", "seconds", "shrunk to", "killed by")
     console.print(make_table([{name: row[name] for name in shown} for row in rows]))

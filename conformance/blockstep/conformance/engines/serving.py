@@ -22,8 +22,7 @@ from typing import Protocol
 from blockstep.conformance.engine import Engine, EngineFactory
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.judge.worker.names import NEVER_WRITTEN, Name
-from blockstep.conformance.judge.worker.view import RequestView
-from blockstep.conformance.judge.worker.worker import FrameRow
+from blockstep.conformance.judge.worker.view import FrameRow, RequestView
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.protocol.findings import Difference, Finding
 from blockstep.conformance.report.failure import HEADLINES, render_divergence, render_finding

@@ -16,10 +16,12 @@ from __future__ import annotations
 import marshal
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, TypeAlias
 
 from blockstep.conformance.explore.world import World
-from blockstep.spec.state import RequestState, State
+from blockstep.spec.requests import RequestState
+from blockstep.spec.state import State
 from blockstep.spec.vocabulary import BlockKey, PauseState, RequestId, Status, TokenId, TokenIds
 
 Form: TypeAlias = tuple[Any, ...]
@@ -33,7 +35,7 @@ _NO_KEY = ((), ())
 
 LEFT_OUT = frozenset(
     {
-        "config", "quirks", "stats", "next_frame_id",  # of State: fixed, or only growing
+        "config", "rules", "stats", "next_frame_id",  # of State: fixed, or only growing
         "request", "request_id", "num_preemptions", "block_keys",  # of RequestState, FrameRow
         "frame_id",  # of Frame
     }
@@ -65,7 +67,7 @@ class Canonicaliser:
         requests: list[Form] = []
         for name in order:
             request = state.requests[name]
-            for block_id in request.block_table:
+            for block_id in chain.from_iterable(request.block_tables):
                 if block_id not in places:
                     places[block_id] = len(places)
             requests.append(_request_form(request, labels[name], places))
@@ -120,9 +122,11 @@ class Canonicaliser:
         if found is None:
             chain = key.chain()
             tokens = tuple(token for link in chain for token in link.token_ids)
-            extras = [(link.adapter or "", link.cache_salt or "", link.items) for link in chain]
-            plain = all(extra == ("", "", ()) for extra in extras)
-            found = self._contents[key] = (tokens, () if plain else tuple(extras))
+            extras = tuple(
+                (link.adapter or "", link.cache_salt or "", link.items, link.embeds)
+                for link in chain
+            )
+            found = self._contents[key] = (tokens, extras if any(map(any, extras)) else ())
         return found
 
     def _rename_tokens(
@@ -157,8 +161,8 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
         request.num_computed_tokens,
         request.num_output_placeholders,
         request.is_prefill_chunk,
-        tuple(places[block_id] for block_id in request.block_table),
-        request.num_cached_blocks,
+        *(tuple(places[block_id] for block_id in table) for table in request.block_tables),
+        *(held.num_cached_blocks for held in request.holdings),
         request.num_cached_tokens,
         request.grammar_ready,
     )

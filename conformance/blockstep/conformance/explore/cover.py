@@ -13,10 +13,10 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
-from blockstep.conformance.explore.probe import Moment, StateMemo, count_witnesses
+from blockstep.conformance.explore.probe import Moment, StateMemo, count_witnesses, get_moment
 from blockstep.spec.state import State
 from blockstep.spec.transition import transition
-from blockstep.spec.vocabulary import Event, Rejected
+from blockstep.spec.vocabulary import Event
 
 Deeds: TypeAlias = frozenset[str]
 
@@ -43,13 +43,9 @@ class Tracer:
         before = sys.gettrace()
         sys.settrace(self._enter)
         try:
-            result = transition(state, event)
+            moment = get_moment(state, event)
         finally:
             sys.settrace(before)
-        if isinstance(result, Rejected):
-            moment = Moment(state, event, state, result)
-        else:
-            moment = Moment(state, event, result.state, result.observation)
         answer = f"{type(event).__name__} -> {type(moment.observation).__name__}"
         return moment, frozenset({answer, *self._arcs, *count_witnesses(moment, self._memo)})
 

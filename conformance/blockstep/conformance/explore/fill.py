@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blockstep.conformance.explore.cover import choose, trace_program
+from blockstep.conformance.explore.shard import Task
 from blockstep.conformance.explore.vectors import Manifest, write_vectors
-from blockstep.conformance.explore.walk import Task, walk
+from blockstep.conformance.explore.walk import walk
 from blockstep.conformance.explore.world import World
-from blockstep.spec.state import initial_state
+from blockstep.spec.profiles import initial_state
 from blockstep.spec.vocabulary import Event
 
 

@@ -6,9 +6,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 from html import escape
 
+from blockstep.conformance.explore.shard import sketch
 from blockstep.conformance.explore.tables import tell_event
-from blockstep.conformance.explore.walk import Walked, sketch
-from blockstep.spec.state import initial_state
+from blockstep.conformance.explore.walk import Walked
+from blockstep.spec.profiles import initial_state
 
 STATES_MAX = 300
 """More than this nobody reads."""

@@ -16,11 +16,13 @@ from blockstep.conformance.judge.properties import FlightRow, Ledger, Life, Step
 from blockstep.conformance.judge.witnesses import WITNESSES, situations
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
 from blockstep.conformance.protocol.findings import Difference
-from blockstep.spec.profiles import Quirk
+from blockstep.spec.releases import Quirk, get_rules
+from blockstep.spec.requests import RequestState
 from blockstep.spec.snapshots import get_request_snapshot, get_snapshot
-from blockstep.spec.state import RequestState, State
+from blockstep.spec.state import State
 from blockstep.spec.transition import transition
 from blockstep.spec.vocabulary import (
+    Config,
     Drafts,
     Event,
     GrammarReady,
@@ -31,15 +33,15 @@ from blockstep.spec.vocabulary import (
     Reset,
     SetPause,
     Snapshot,
+    Submit,
 )
 
-NEEDED: Mapping[type, Capability] = {
+_NEEDED: Mapping[type, Capability] = {
     Drafts: Capability.DRAFTS,
     SetPause: Capability.PAUSE,
     Reset: Capability.RESET,
     GrammarReady: Capability.GRAMMAR,
 }
-"""What an engine must be able to do to be given an event."""
 
 Hits: TypeAlias = list[str]
 """What was found in a transition, a line each."""
@@ -68,6 +70,14 @@ class Moment:
     after: State
     """`before` itself if the event was refused."""
     observation: Observation
+
+
+def get_moment(state: State, event: Event) -> Moment:
+    """The transition of this event."""
+    result = transition(state, event)
+    if isinstance(result, Rejected):
+        return Moment(state, event, state, result)
+    return Moment(state, event, result.state, result.observation)
 
 
 Probe: TypeAlias = Callable[[Moment], Hits]
@@ -99,6 +109,22 @@ def get_ledger(state: State) -> Ledger:
     ledger.scheduled = set(state.prev_scheduled_req_ids)
     ledger.pause_state = state.pause_state
     return ledger
+
+
+def needed_by(event: Event) -> Capability | None:
+    """What an engine must be able to do to be given an event."""
+    if isinstance(event, Submit) and event.request.items:
+        return Capability.MULTIMODAL
+    if isinstance(event, Submit) and event.request.prompt_embeds:
+        return Capability.EMBEDS
+    return _NEEDED.get(type(event))
+
+
+def needed_for(config: Config) -> Capability | None:
+    """What an engine must be able to do to have so many frames in flight."""
+    if config.async_scheduling:
+        return Capability.ASYNC
+    return Capability.PIPELINE if config.max_frames_in_flight > 1 else None
 
 
 class StateMemo:
@@ -188,13 +214,10 @@ class QuirkProbe:
     def __call__(self, moment: Moment) -> Hits:
         """What differs."""
         before = moment.before
-        result = transition(replace(before, quirks=before.quirks | {self._quirk}), moment.event)
-        if isinstance(result, Rejected):
-            seen: Observation = result
-            after = before
-        else:
-            seen, after = result.observation, replace(result.state, quirks=before.quirks)
-        differences = list(observation_differences(moment.observation, seen))
+        quirks = frozenset({*map(Quirk, before.rules.quirks), self._quirk})
+        other = get_moment(replace(before, rules=get_rules(quirks, before.config)), moment.event)
+        after = replace(other.after, rules=before.rules)
+        differences = list(observation_differences(moment.observation, other.observation))
         if after != moment.after:
             differences += snapshot_differences(get_snapshot(moment.after), get_snapshot(after))
             differences = differences or [Difference("state", "of the spec", "of the quirk")]

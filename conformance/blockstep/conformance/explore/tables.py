@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from blockstep.conformance.explore.walk import MAX_STATES, PathStep, Task, walk
+from blockstep.conformance.explore.shard import MAX_STATES, Task
+from blockstep.conformance.explore.walk import PathStep, walk
 from blockstep.conformance.explore.world import World
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.program import describe, describe_event
 from blockstep.conformance.protocol.registry import MUSEUM
-from blockstep.spec.profiles import QUIRKS, Profile
+from blockstep.spec.profiles import QUIRKS, Profile, get_smallest_profile
 from blockstep.spec.vocabulary import Commit, Drafts, Event
 
 NOWHERE = "-"
@@ -87,7 +88,7 @@ def quirk_rows(
     """For each quirk: when it first differs from the specification, and breaks a property."""
     rows: list[dict[str, object]] = []
     for story in QUIRKS:
-        quirk, profile = story.quirk, story.smallest_profile
+        quirk, profile = story.quirk, get_smallest_profile(story)
         if names and quirk not in names:
             continue
         advance(quirk)

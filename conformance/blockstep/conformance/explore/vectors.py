@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from blockstep.conformance.engine import Capability, Engine, EngineFactory
-from blockstep.conformance.explore.probe import NEEDED
+from blockstep.conformance.explore.probe import needed_by, needed_for
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
 from blockstep.conformance.protocol.findings import Difference
 from blockstep.conformance.protocol.program import describe_event
@@ -56,6 +56,7 @@ class _Link(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     adapter: str | None = None
     cache_salt: str | None = None
     items: tuple[tuple[str, int], ...] = ()
+    embeds: tuple[int, ...] = ()
 
 
 class _State(msgspec.Struct, forbid_unknown_fields=True):
@@ -183,7 +184,8 @@ def _to_json(snapshot: Snapshot) -> _State:
 
 def _to_links(key: BlockKey) -> tuple[_Link, ...]:
     return tuple(
-        _Link(link.token_ids, link.adapter, link.cache_salt, link.items) for link in key.chain()
+        _Link(link.token_ids, link.adapter, link.cache_salt, link.items, link.embeds)
+        for link in key.chain()
     )
 
 
@@ -275,7 +277,9 @@ def _read_state(path: Path, line: int, text: str) -> Snapshot:
 def _from_links(links: tuple[_Link, ...]) -> BlockKey | None:
     key: BlockKey | None = None
     for link in links:
-        key = BlockKey(key, link.token_ids, link.adapter, link.cache_salt, link.items)
+        key = BlockKey(
+            key, link.token_ids, link.adapter, link.cache_salt, link.items, embeds=link.embeds
+        )
     return key
 
 
@@ -318,8 +322,9 @@ def consume(vectors: Vectors, make_engine: EngineFactory) -> Consumed:
     for number, steps in enumerate(vectors.programs, 1):
         engine = make_engine(vectors.config)
         capabilities = engine.capabilities()
-        if vectors.config.async_scheduling and Capability.ASYNC not in capabilities:
-            result.skipped[Capability.ASYNC] = sum(map(len, vectors.programs))
+        needed = needed_for(vectors.config)
+        if needed is not None and needed not in capabilities:
+            result.skipped[needed] = sum(map(len, vectors.programs))
             return result
         for count, step in enumerate(steps, 1):
             lacking = _lacking(step, capabilities)
@@ -341,7 +346,7 @@ def consume(vectors: Vectors, make_engine: EngineFactory) -> Consumed:
 def _lacking(step: VectorStep, capabilities: frozenset[str]) -> Capability | None:
     if isinstance(step.observation, Rejected):
         return None if Capability.REJECTION in capabilities else Capability.REJECTION
-    needed = NEEDED.get(type(step.event))
+    needed = needed_by(step.event)
     return needed if needed is not None and needed not in capabilities else None
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
-from blockstep.spec.state import Frame, State
+from blockstep.spec.requests import Frame
+from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     Abort,
     Commit,

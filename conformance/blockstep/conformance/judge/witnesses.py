@@ -426,7 +426,8 @@ def _kept_apart(step: Step, ledger: Ledger, life: Life) -> Iterator[Name]:
 
 
 def _first_items(life: Life, size: int) -> list[object]:
-    return [(at, what) for at, what in life.items.items() if at < size]
+    extras = life.extras.items()
+    return [(at, what[:2]) for at, what in extras if at < size and isinstance(what[0], str)]
 
 
 def _of_waiting(step: Step, ledger: Ledger) -> Iterator[Name]:

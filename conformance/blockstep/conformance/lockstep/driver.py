@@ -310,7 +310,8 @@ class LockStep:
         The engine did exactly what the spec with its quirks does, so a violated property is the
         work of a quirk, at first or second hand; a divergence never is.
         """
-        if not self.spec.state.quirks or any(found.kind not in EXPLICABLE for found in findings):
+        quirks = self.spec.state.rules.quirks
+        if not quirks or any(found.kind not in EXPLICABLE for found in findings):
             return findings
         for found in findings:
             self.known[found.property_id] = self.known.get(found.property_id, 0) + 1

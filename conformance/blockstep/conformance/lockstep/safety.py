@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from blockstep.conformance.engine import Capability, EngineFactory
-from blockstep.conformance.judge.properties import ANSWER_TYPES, Check, Step, output, pool
+from blockstep.conformance.judge.properties import ANSWER_TYPES, Sentence, Step, output, pool
 from blockstep.conformance.judge.properties.output import cut_at_stop
 from blockstep.conformance.lockstep.driver import Exchange, LockStep, _fault
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
@@ -64,7 +64,7 @@ from blockstep.spec.vocabulary import (
     TokenIds,
 )
 
-JUDGED: tuple[Check, ...] = (
+JUDGED: tuple[Sentence, ...] = (
     # P1: counting holders is no policy.
     pool.pool_keeps_its_size,
     pool.every_block_is_free_or_held,

@@ -36,17 +36,17 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
         KnownEngine(
             "host",
             "blockstep.impl.host:HostEngine",
-            "our engine on the CPU: struct of arrays, O(1) per block operation",
-        ),
-        KnownEngine(
-            "host-vector",
-            "blockstep.impl.host:make_vector_engine",
-            "the same, with its code for many rows used for few as well",
+            "our engine in plain Python: every feature, O(1) per block operation",
         ),
         KnownEngine(
             "compiled",
             "blockstep.impl.compiled:CompiledEngine",
             "our fastest engine on the CPU: machine code, made by numba at its first import",
+        ),
+        KnownEngine(
+            "fastest",
+            "blockstep.impl.fastest:make_engine",
+            "compiled where numba is installed and the config allows it, else host",
         ),
         KnownEngine(
             "host-kernels",

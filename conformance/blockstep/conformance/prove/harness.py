@@ -11,8 +11,10 @@ from dataclasses import replace
 
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import Pool
-from blockstep.spec.state import RequestState, State
+from blockstep.spec.requests import Holding, RequestState
+from blockstep.spec.state import State
 from blockstep.spec.step.schedule import process_schedule
+from blockstep.spec.strict import STRICT_RULES
 from blockstep.spec.vocabulary import (
     BlockId,
     BlockKey,
@@ -83,8 +85,21 @@ def build_runner(
         status=Status.RUNNING,
         output_token_ids=(),
         num_computed_tokens=num_computed,
-        block_table=block_table,
+        holdings=(Holding(block_table),),
     )
+
+
+def with_table(
+    request: RequestState, block_table: tuple[BlockId, ...], num_cached_blocks: int = 0
+) -> RequestState:
+    """The request holding these blocks, so many of them settled."""
+    return replace(request, holdings=(Holding(block_table, num_cached_blocks),))
+
+
+def table_of(request: RequestState) -> tuple[BlockId, ...]:
+    """The one block table of a request."""
+    (table,) = request.block_tables
+    return table
 
 
 def build_state(
@@ -92,11 +107,12 @@ def build_state(
 ) -> State:
     """A state of these requests; blocks that none of them holds are free, in order of their ids."""
     holders = [0] * config.num_blocks
-    for block_id in (block_id for request in running for block_id in request.block_table):
+    for block_id in (b for request in running for table in request.block_tables for b in table):
         holders[block_id] += 1
     free = tuple(block_id for block_id in range(1, config.num_blocks) if not holders[block_id])
     return State(
         config,
+        STRICT_RULES,
         build_pool(tuple(holders), free, published=()),
         FrozenMap({request.request_id: request for request in (*running, *waiting)}),
         waiting=tuple(request.request_id for request in waiting),

@@ -17,14 +17,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
+
+from blockstep.spec.rules import Rules
+from blockstep.spec.strict import STRICT_RULES as STRICT
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Check = Callable[..., bool]
+Claim = Callable[..., bool]
 PLACES = ("blockstep.spec", "blockstep.conformance.prove")
 """Packages whose modules may have imported a function by name, so that a twin replaces it there."""
 
@@ -47,25 +50,43 @@ class Twin:
     @contextmanager
     def planted(self) -> Iterator[None]:
         """With the mistake in every place where the right one was."""
-        owners = self._owners()
-        for owner in owners:
-            setattr(owner, self.attribute, self.wrong)
+        rules = self._rules()
+        places: list[tuple[object, str, object, object]] = [
+            *((owner, self.attribute, self.right, self.wrong) for owner in self._owners()),
+            *((owner, "STRICT_RULES", STRICT, rules) for owner in _importers(STRICT)),
+        ]
+        for owner, attribute, _, wrong in places:
+            setattr(owner, attribute, wrong)
         try:
             yield
         finally:
-            for owner in owners:
-                setattr(owner, self.attribute, self.right)
+            for owner, attribute, right, _ in places:
+                setattr(owner, attribute, right)
+
+    def _rules(self) -> Rules:
+        """The strict rules with the mistake in the place of the right one, if they have it."""
+        wrong: dict[str, Any] = {
+            part.name: self.wrong
+            for part in fields(STRICT)
+            if getattr(STRICT, part.name) is self.right
+        }
+        return replace(STRICT, **wrong)
 
     def _owners(self) -> list[object]:
         if self.owner is not None:
             return [self.owner]
-        found: list[object] = [
-            module
-            for name, module in sys.modules.items()
-            if name.startswith(PLACES) and vars(module).get(self.attribute) is self.right
-        ]
+        found = _importers(self.right, self.attribute)
         assert found, f"nobody uses {self.attribute}, which {self.name} replaces"
         return found
+
+
+def _importers(value: object, attribute: str = "STRICT_RULES") -> list[object]:
+    """The modules in which a value has this name."""
+    return [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith(PLACES) and vars(module).get(attribute) is value
+    ]
 
 
 def instead(right: Callable[P, R], wrong: Callable[P, R], theirs: str = "") -> Twin:
@@ -92,7 +113,7 @@ class Law:
     """A sentence that must hold for all arguments."""
 
     room: str
-    check: Check = field(repr=False)
+    check: Claim = field(repr=False)
     property_ids: tuple[str, ...]
     witness: tuple[int, ...]
     """Arguments that satisfy the assumptions, so that the law is about something."""

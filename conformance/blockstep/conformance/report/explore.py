@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from blockstep.conformance.explore.shard import SPEC_IS_WRONG
 from blockstep.conformance.explore.tables import Shortest, tell_program
-from blockstep.conformance.explore.walk import SPEC_IS_WRONG, PathStep, Walked
+from blockstep.conformance.explore.walk import PathStep, Walked
 from blockstep.conformance.search.check import ExitCode
 
 

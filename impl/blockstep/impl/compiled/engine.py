@@ -9,7 +9,7 @@ from typing import Final, assert_never
 import numpy as np
 
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan, SlotNames
-from blockstep.impl.capabilities import CAPABILITIES
+from blockstep.impl.capabilities import COMPILED
 from blockstep.impl.compiled import results
 from blockstep.impl.compiled.blocks import withdraw_all
 from blockstep.impl.compiled.lives import end, get_tokens, preempt_all
@@ -212,7 +212,7 @@ class CompiledEngine:
 
     def capabilities(self) -> frozenset[str]:
         """What it implements: everything, as the values of conformance's `Capability`."""
-        return CAPABILITIES
+        return COMPILED
 
     # a step
 
@@ -229,6 +229,7 @@ class CompiledEngine:
             self.requests.state,
             self.next_frame_id,
             self._previous_id,
+            next(iter(self.frames), self.next_frame_id),
             self.config.max_num_batched_tokens if is_open else 0,
             self.pause_state is PauseState.UNPAUSED,
         )  # fmt: skip

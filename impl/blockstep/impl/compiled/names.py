@@ -6,11 +6,11 @@ from bisect import bisect_left
 from typing import Final, TypeAlias
 
 from blockstep.impl.compiled.state import Int64s
-from blockstep.spec.vocabulary import Request, RequestId
+from blockstep.spec.vocabulary import Request, RequestId, TokenIds
 
-Extras: TypeAlias = tuple[str | None, str | None, tuple[tuple[str, int], ...]]
-"""Adapter, cache salt and overlapping items of a block (P6)."""
-NOTHING: Final[Extras] = (None, None, ())
+Extras: TypeAlias = tuple[str | None, str | None, tuple[tuple[str, int], ...], TokenIds]
+"""Adapter, cache salt, overlapping items and embeddings of a block (P6)."""
+NOTHING: Final[Extras] = (None, None, (), ())
 _STEP: Final = 1 << 24
 _LAST: Final = 1 << 62
 
@@ -64,7 +64,8 @@ def list_extras(request: Request, block_size: int, count: int) -> list[Extras]:
         while last < len(items) and items[last].offset < end:
             last += 1
         overlapping = tuple((item.identifier, item.offset - start) for item in items[first:last])
-        found.append((request.adapter, None if index else request.cache_salt, overlapping))
+        salt = None if index else request.cache_salt
+        found.append((request.adapter, salt, overlapping, request.prompt_embeds[start:end]))
     return found
 
 

@@ -193,14 +193,12 @@ def _select_victim(s: State) -> int:
 
 
 @compiled
-def _schedule_waiting(s: State) -> None:
+def _schedule_waiting(s: State, oldest_id: int) -> None:
     while s.scalars[BUDGET] > 0 and s.scalars[NUM_RUNNING] < s.scalars[MAX_NUM_SEQS]:
         slot = get_head(s, select_queue(s))
         if slot == NONE:
             break
-        # Preempted with a promise to be kept: admitted now, the position after its known tokens
-        # would be sampled twice (ours, P13; upstream #48245).
-        if not _is_ready(s, slot) or s.requests[slot, NUM_PROMISED] > 0:
+        if not _is_ready(s, slot) or _awaits_token(s, slot, oldest_id):
             pass_over(s, slot)
         elif not _try_admit(s, slot):
             break
@@ -216,6 +214,16 @@ def _is_ready(s: State, slot: int) -> bool:
         return False
     s.requests[slot, STATUS] = IS_WAITING
     return True
+
+
+@compiled
+def _awaits_token(s: State, slot: int, oldest_id: int) -> bool:
+    """Whether it was preempted, and a frame in flight samples for it.
+
+    Admitted now, the position after its known tokens would be sampled twice (ours, P13; upstream
+    #48245). Who has a row that samples has no chunk after it, so its last row tells.
+    """
+    return bool(s.requests[slot, LAST_FRAME] >= oldest_id and s.requests[slot, IS_PREFILL] == 0)
 
 
 @compiled
@@ -295,9 +303,20 @@ were running before, how many of these the plan before lacked, and how many were
 in `scratch`, preempted first)."""
 
 
-@entry("state", "int", "int", "int", "bool")
-def plan_step(s: State, frame_id: int, previous_id: int, budget: int, admits: bool) -> PlanArrays:
-    """Plan one step; the rooms of all arrays have been seen to."""
+@entry("state", "int", "int", "int", "int", "bool")
+def plan_step(
+    s: State, frame_id: int, previous_id: int, oldest_id: int, budget: int, admits: bool
+) -> PlanArrays:
+    """Plan one step; the rooms of all arrays have been seen to.
+
+    Args:
+        s: everything.
+        frame_id: of this plan.
+        previous_id: of the plan before.
+        oldest_id: of the oldest frame in flight; this one if there is none.
+        budget: tokens.
+        admits: whether the waiting phase is run, unless somebody is preempted.
+    """
     s.scalars[BUDGET] = budget
     s.scalars[NUM_ROWS] = s.scalars[NUM_PREEMPTED] = 0
     _schedule_running(s)
@@ -305,7 +324,7 @@ def plan_step(s: State, frame_id: int, previous_id: int, budget: int, admits: bo
         _close_gaps(s)
     num_running = int(s.scalars[NUM_ROWS])
     if admits and s.scalars[NUM_PREEMPTED] == 0:
-        _schedule_waiting(s)
+        _schedule_waiting(s, oldest_id)
     return _issue(s, frame_id, previous_id, num_running)
 
 

@@ -192,7 +192,8 @@ class Requests:
 
 
 def _has_extras(request: Request) -> bool:
-    return bool(request.items) or request.adapter is not None or request.cache_salt is not None
+    is_named = request.adapter is not None or request.cache_salt is not None
+    return is_named or bool(request.items or request.prompt_embeds)
 
 
 def _mark_of(request: Request, token: int) -> int:

@@ -158,8 +158,10 @@ class View:
             missing.append(node)
             node = int(s.nodes[node, PARENT])
         for node in reversed(missing):
-            adapter, salt, items = self.engine.requests.extras.values[s.nodes[node, NODE_EXTRAS]]
-            parent = BlockKey(parent, tuple(s.node_tokens[node].tolist()), adapter, salt, items)
+            extras = self.engine.requests.extras.values[s.nodes[node, NODE_EXTRAS]]
+            adapter, salt, items, embeds = extras
+            tokens = tuple(s.node_tokens[node].tolist())
+            parent = BlockKey(parent, tokens, adapter, salt, items, embeds=embeds)
             self._keys[node] = (int(s.nodes[node, SERIAL]), parent)
         assert parent is not None, "a node has a key"
         return parent

@@ -106,7 +106,6 @@ class WaitingPhase(Promises):
         blocks = table.block_tables[slot]
         blocks.extend(hits)
         blocks.extend(self.pool.take(needed))
-        table.num_held_blocks[slot] = len(blocks)
         num_hit = len(hits) * self.block_size
         table.num_computed[slot] = num_hit
         self._publish(slot, num_hit, num_scheduled)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from blockstep.impl.host.digests import Digest, find_digest, pack_tokens
+from blockstep.impl.host.digests import Digest, find_digest
 from blockstep.impl.host.pool import BlockPool
 from blockstep.impl.host.prefix import PrefixMap
 from blockstep.impl.host.queues import make_queue
-from blockstep.impl.host.table import TAIL, RequestTable
+from blockstep.impl.host.table import RequestTable
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     Config,
@@ -27,12 +23,6 @@ from blockstep.spec.vocabulary import (
     config_problems,
 )
 
-if TYPE_CHECKING:
-    from blockstep.impl.host.batches import RunningView
-
-VECTOR_AT: Final = 12
-"""Below so many rows a loop is quicker than numpy (`benchmarks/results`, decode)."""
-
 
 class Core:
     """What all phases share. Requests are named by their slot in `table`.
@@ -45,9 +35,7 @@ class Core:
     pool_type: ClassVar[type[BlockPool]] = BlockPool
     prefix_type: ClassVar[type[PrefixMap]] = PrefixMap
 
-    def __init__(
-        self, config: Config, digest: str | Digest = "sha256", vector_at: int = VECTOR_AT
-    ) -> None:
+    def __init__(self, config: Config, digest: str | Digest = "sha256") -> None:
         problems = config_problems(config)
         if problems:
             raise ConfigError(problems)
@@ -68,11 +56,8 @@ class Core:
         self.table = RequestTable()
         self.waiting = make_queue(config.policy, self.table.rank_of)
         self.skipped_waiting = make_queue(config.policy, self.table.rank_of)
-        self.running: array[int] = array("q")
+        self.running: list[int] = []
         """Slots in running order."""
-        self._running_view: RunningView | None = None
-        self.vector_at = vector_at
-        """Rows from which on they are handled through numpy."""
         self.pause_state = PauseState.UNPAUSED
         self.frames: dict[FrameId, Mapping[RequestId, TokenIds | None]] = {}
         """Frames in flight, oldest first. Of each row, in order of scheduling: the drafts that it
@@ -119,38 +104,10 @@ class Core:
         settled = table.num_cached_blocks[slot]
         if full <= settled or not self.config.enable_prefix_caching:
             return
-        lineage, blocks = table.settle(slot), table.block_tables[slot]
+        lineage, blocks = table.lineages[slot], table.block_tables[slot]
         for index in range(settled, full):
             self.prefix.publish(blocks[index], lineage, index)
         table.num_cached_blocks[slot] = full
-
-    def _publish_rows(
-        self, slots: NDArray[np.int64], settled: NDArray[np.int32], full: NDArray[np.int32]
-    ) -> None:
-        """The same for many, each from `settled` up to `full` blocks, at least one."""
-        table, size, publish = self.table, self.block_size, self.prefix.publish_named
-        lineages, tables, tails = table.lineages, table.block_tables, table.tails
-        starts = settled * size
-        places = slots * TAIL + starts % TAIL  # where the first block begins if its tokens lag
-        may_lag = (
-            self.digest.cryptographic  # otherwise a hit compares tokens
-            and TAIL % size == 0
-            and np.count_nonzero(full - settled > 1) == 0
-        )
-        for slot, first, start, at, count in zip(
-            slots.tolist(), settled.tolist(), starts.tolist(), places.tolist(), full.tolist(),
-            strict=True,
-        ):  # fmt: skip
-            lineage, blocks = lineages[slot], tables[slot]
-            if may_lag and len(lineage.tokens) <= start:
-                digest = lineage.fill_block(first, pack_tokens(tails[at : at + size]))
-                if digest is not None:
-                    publish(blocks[first], lineage, first, digest)
-                    continue
-            table.settle(slot)
-            for index in range(first, count):
-                publish(blocks[index], lineage, index, lineage.digest_of(index))
-        table.columns.num_cached_blocks[slots] = full
 
     def _preempt(self, slot: int) -> None:
         """Take everything from a request that has left `running`; it will start again.
@@ -160,7 +117,6 @@ class Core:
         those frames go on, and what they sample is delivered (P13).
         """
         table = self.table
-        table.settle(slot)  # only who runs has a tail
         self._withdraw_unwritten(slot)
         self._free_blocks(slot)
         table.num_computed[slot] = 0
@@ -187,12 +143,11 @@ class Core:
         table = self.table
         self.pool.free(table.block_tables[slot])
         del table.block_tables[slot][:]
-        table.num_cached_blocks[slot] = table.num_held_blocks[slot] = 0
+        table.num_cached_blocks[slot] = 0
 
     def _finish(self, slot: int) -> None:
         """End an unfinished request, wherever it is; the next plan tells the worker."""
         table = self.table
-        table.settle(slot)  # its blocks stay named by its tokens
         if table.statuses[slot] is Status.RUNNING:
             self.running.remove(slot)
         elif not self.waiting.remove(slot):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from blockstep.spec.vocabulary import RequestId
+from blockstep.spec.vocabulary import RequestId, TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,13 @@ def pack_extras(
     adapter: str | None = None,
     cache_salt: str | None = None,
     items: tuple[tuple[RequestId, int], ...] = (),
+    embeds: TokenIds = (),
 ) -> bytes:
     """What beside tokens shapes a block's KV, as bytes; empty if there is nothing.
 
     Each part starts with its kind and its length, so an adapter, a salt and an item of the same
-    name stay apart and no part can run into the next (P6).
+    name stay apart and no part can run into the next (P6). `embeds` are the embeddings of the
+    block's prompt positions, by number.
     """
     parts: list[bytes] = []
     if adapter is not None:
@@ -82,6 +84,8 @@ def pack_extras(
         parts.append(_pack_name(b"s", cache_salt))
     for identifier, offset in items:
         parts.append(_pack_name(b"i", identifier) + struct.pack("<q", offset))
+    if embeds:
+        parts.append(b"e" + struct.pack("<I", len(embeds)) + pack_tokens(array("i", embeds)))
     return b"".join(parts)
 
 

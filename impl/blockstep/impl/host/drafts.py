@@ -32,7 +32,8 @@ class Proposals(Core):
         """Whether drafts would continue its known tokens: all but the last are computed (P24).
 
         So it has an output, and no frame in flight has a row of it: the row would have left
-        either a prefill chunk or no known token uncomputed.
+        either a prefill chunk or no known token uncomputed. Its own token must be known first, also
+        where several frames are in flight.
         """
         table = self.table
         return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 
-from blockstep.impl.host.digests import LENGTHS, Digest, chain_message, pack_extras, pack_tokens
+from blockstep.impl.host.digests import Digest, chain_message, pack_extras, pack_tokens
 from blockstep.spec.vocabulary import BlockKey, Request, TokenIds
 
 
@@ -53,21 +53,6 @@ class Lineage:
             self._extend_digests(full)
         return self._digests
 
-    def fill_block(self, index: int, packed_tokens: bytes) -> bytes | None:
-        """The digest of block `index`, whose tokens need not be appended yet; None if not so short.
-
-        It takes a block in the middle of plain text, as outputs fill it: nearly all that decode
-        publishes.
-        """
-        digests = self._digests
-        if len(digests) != index or not index or self._ends:
-            return None
-        parent = digests[-1]
-        message = LENGTHS[len(parent)] + parent + packed_tokens + self._every
-        digest = self._digest.function(message)
-        digests.append(digest)
-        return digest
-
     def digest_of(self, index: int) -> bytes:
         """The digest of block `index`, which must be full."""
         if index >= len(self._digests):
@@ -100,6 +85,7 @@ class Lineage:
             and self.request.cache_salt == other.request.cache_salt
             and len(other.tokens) >= end
             and self.tokens[:end] == other.tokens[:end]
+            and self.request.prompt_embeds[:end] == other.request.prompt_embeds[:end]
             and self._has_equal_items(other, index)
         )
 
@@ -135,10 +121,16 @@ class Lineage:
             digests.append(parent)
 
     def _extras_of(self, index: int) -> bytes:
-        if index and not self._ends:
+        if index and not self._ends and not self.request.prompt_embeds:
             return self._every
         salt = None if index else self.request.cache_salt
-        return pack_extras(self.request.adapter, salt, self.items_of(index))
+        items, embeds = self.items_of(index), self._embeds_of(index)
+        return pack_extras(self.request.adapter, salt, items, embeds)
+
+    def _embeds_of(self, index: int) -> TokenIds:
+        """The embeddings of its prompt positions; none where the model embeds tokens itself."""
+        size = self._block_size
+        return self.request.prompt_embeds[index * size : (index + 1) * size]
 
     def _tokens_of(self, index: int) -> TokenIds:
         size = self._block_size
@@ -151,4 +143,5 @@ class Lineage:
             self.request.adapter,
             None if index else self.request.cache_salt,
             self.items_of(index),
+            embeds=self._embeds_of(index),
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from blockstep.impl.arrays import ArrayPlan, make_plan
-from blockstep.impl.host.issuing import Issuing
+from blockstep.impl.host.admission import WaitingPhase
+from blockstep.impl.host.running import RunningPhase
 from blockstep.impl.host.step import RunningRow, Step
 from blockstep.impl.refusals import schedule_problem
 from blockstep.spec.vocabulary import (
@@ -22,45 +22,23 @@ from blockstep.spec.vocabulary import (
 _NO_NEW_BLOCKS: Final[BlockTables] = ((),)
 
 
-class Planning(Issuing):
+class Planning(RunningPhase, WaitingPhase):
     """Runs both phases and tells the worker what changed since the plan before (P26)."""
 
     def _schedule(self) -> Plan | Rejected:
-        step = self._plan_step()
-        if isinstance(step, Rejected):
-            return step
-        if step.batches:
-            return self._issue_arrays(step).build_plan()
-        return self._issue_plan(step)
-
-    def _plan_step(self) -> Step | Rejected:
-        """Run both phases."""
         problem = schedule_problem(self.config, len(self.frames))
         if problem is not None:
             return problem
         step = Step(budget=self._step_budget())
-        if len(self.running) >= self.vector_at:
-            self._schedule_batches(step)
-        else:
-            self._schedule_running(step)
+        self._schedule_running(step)
         if not step.preempted_req_ids and self.pause_state is PauseState.UNPAUSED:
             self._schedule_waiting(step)
-        return step
+        return self._issue_plan(step)
 
     def _step_budget(self) -> int:
         if self.pause_state is PauseState.PAUSED_ALL:
             return 0
         return self.config.max_num_batched_tokens
-
-    def _issue_few(self, step: Step) -> ArrayPlan:
-        """The plan in arrays, of rows that were made one at a time."""
-        plan = self._issue_plan(step)
-        told: dict[RequestId, CachedRow | NewRow] = {row.request_id: row for row in plan.rows}
-        requests = self.table.requests
-        slots = [*step.rows, *[slot for slot, _, _ in step.admitted]]
-        rows = [told[requests[slot].request_id] for slot in slots]
-        frame = self.frames.get(plan.frame_id, {})
-        return make_plan(plan, slots, rows, [drafts is not None for drafts in frame.values()])
 
     def _issue_plan(self, step: Step) -> Plan:
         """Turn the step into a plan, and its rows into a frame in flight."""

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from blockstep.impl.host.prefix import PrefixMap
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockId
-
-_MANY: Final = 24
-"""Blocks from which on numpy is quicker than a loop."""
 
 
 class BlockPool:
@@ -27,29 +19,25 @@ class BlockPool:
 
     When the room is used up, the stretch moves to the front without its gaps: the array is twice
     as long as there are blocks, so that costs O(1) per block freed. A freed block keeps its key
-    until it is taken again (lazy eviction; seed 003, section 2.2). Few blocks are handled one at a
-    time in array("i"), many at once through numpy, in the same memory.
+    until it is taken again (lazy eviction; seed 003, section 2.2).
     """
 
     def __init__(self, num_blocks: int, prefix: PrefixMap) -> None:
         self.prefix = prefix
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1
-        self.ref_counts = array("i", bytes(4 * num_blocks))
-        self._queue = array("i", (*range(1, num_blocks), *bytes(num_blocks + 1)))
-        self._place = array("i", (0, *range(num_blocks - 1)))
+        self.ref_counts = [0] * num_blocks
+        self._queue = [*range(1, num_blocks), *bytes(num_blocks + 1)]
+        self._place = [0, *range(num_blocks - 1)]
         """Where a free block stands in the queue."""
         self._head = 0
         self._tail = num_blocks - 1
 
-    def take(self, count: int) -> Sequence[BlockId]:
+    def take(self, count: int) -> list[BlockId]:
         """Pop `count` blocks from the head, in order; each is held once and carries no key.
 
         The caller has made sure that `count <= num_free`.
         """
-        if count >= _MANY:
-            taken_many: list[BlockId] = self.take_many(count).tolist()
-            return taken_many
         taken: list[BlockId] = []
         queue, head = self._queue, self._head
         for _ in range(count):
@@ -67,9 +55,6 @@ class BlockPool:
 
     def touch(self, blocks: Sequence[BlockId]) -> None:
         """Hold each block once more; one that nobody held leaves the middle of the free queue."""
-        if len(blocks) >= _MANY:
-            self._touch_many(blocks)
-            return
         refs = self.ref_counts
         for block in blocks:
             if refs[block] == 0:
@@ -78,9 +63,6 @@ class BlockPool:
 
     def free(self, table: Sequence[BlockId]) -> None:
         """Let go of a block table, last block first, so that its prefix is evicted last."""
-        if len(table) >= _MANY:
-            self._free_many(table)
-            return
         refs = self.ref_counts
         for block in reversed(table):
             refs[block] -= 1
@@ -93,8 +75,6 @@ class BlockPool:
 
     def count_free(self, blocks: Sequence[BlockId]) -> int:
         """How many of `blocks` nobody holds."""
-        if len(blocks) >= _MANY:
-            return len(blocks) - int(np.count_nonzero(_view(self.ref_counts)[np.array(blocks)]))
         return sum(map(self.is_free, blocks))
 
     def is_unused(self) -> bool:
@@ -122,54 +102,8 @@ class BlockPool:
 
     def _close_gaps(self) -> None:
         """Move the stretch to the front of the array; at least half of it is room then."""
-        queue = _view(self._queue)
-        blocks = queue[self._head : self._tail]
-        blocks = blocks[blocks != NULL_BLOCK]
-        queue[: len(blocks)] = blocks
-        _view(self._place)[blocks] = np.arange(len(blocks), dtype=np.int32)
+        blocks = self.free_queue()
+        self._queue[: len(blocks)] = blocks
+        for place, block in enumerate(blocks):
+            self._place[block] = place
         self._head, self._tail = 0, len(blocks)
-
-    # many at once
-
-    def take_many(self, count: int) -> NDArray[np.int32]:
-        """`take` as an array."""
-        head, end = self._head, self._head + count
-        taken = _view(self._queue)[head:end]
-        while np.count_nonzero(taken) < count:  # gaps: look at twice as much
-            end = min(head + 2 * (end - head), self._tail)
-            taken = _view(self._queue)[head:end]
-        if end - head > count:
-            places = taken.nonzero()[0][:count]
-            taken, end = taken[places], head + int(places[-1]) + 1
-        else:
-            taken = taken.copy()  # the queue is written over
-        _view(self.ref_counts)[taken] = 1
-        self._head = end
-        self.num_free -= count
-        self.prefix.withdraw_each(taken)
-        return taken
-
-    def _touch_many(self, blocks: Sequence[BlockId]) -> None:
-        """`blocks` are different from each other, as the blocks of a hit are."""
-        touched, refs = np.array(blocks), _view(self.ref_counts)
-        free = touched[refs[touched] == 0]
-        _view(self._queue)[_view(self._place)[free]] = NULL_BLOCK
-        self.num_free -= len(free)
-        refs[touched] += 1
-
-    def _free_many(self, table: Sequence[BlockId]) -> None:
-        """The blocks of a table are different from each other."""
-        blocks, refs = np.array(table)[::-1], _view(self.ref_counts)
-        refs[blocks] -= 1
-        freed = blocks[refs[blocks] == 0]
-        if self._tail + len(freed) > len(self._queue):
-            self._close_gaps()
-        start, end = self._tail, self._tail + len(freed)
-        _view(self._queue)[start:end] = freed
-        _view(self._place)[freed] = np.arange(start, end, dtype=np.int32)
-        self._tail = end
-        self.num_free += len(freed)
-
-
-def _view(column: array[int]) -> NDArray[np.int32]:
-    return np.frombuffer(column, np.int32)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
 
 from blockstep.impl.host.lineage import Lineage
 from blockstep.spec.vocabulary import BlockId, BlockKey
@@ -31,19 +27,14 @@ class PrefixMap:
         always it is one, and a list for each would cost more than all else in `publish`."""
         self._lineages: list[Lineage | None] = [None] * num_blocks
         self._digests = [b""] * num_blocks
-        self._indices = array("i", bytes(4 * num_blocks))
-        self._is_published = bytearray(num_blocks)
+        self._indices = [0] * num_blocks
 
     def publish(self, block: BlockId, lineage: Lineage, index: int) -> None:
         """From now on `block` is found as block `index` of `lineage`."""
-        self.publish_named(block, lineage, index, lineage.digest_of(index))
-
-    def publish_named(self, block: BlockId, lineage: Lineage, index: int, digest: bytes) -> None:
-        """The same, where `lineage` has just given the digest."""
+        digest = lineage.digest_of(index)
         self._lineages[block] = lineage
         self._digests[block] = digest
         self._indices[block] = index
-        self._is_published[block] = True
         if self._buckets.setdefault(digest, block) != block:
             self._publish_beside(block, digest)
 
@@ -52,7 +43,6 @@ class PrefixMap:
         if self._lineages[block] is None:
             return
         self._lineages[block] = None
-        self._is_published[block] = False
         digest = self._digests[block]
         bucket = self._buckets[digest]
         if isinstance(bucket, int):
@@ -62,23 +52,11 @@ class PrefixMap:
         if not bucket:
             del self._buckets[digest]
 
-    def withdraw_each(self, blocks: NDArray[np.int32]) -> None:
-        """`withdraw` for many."""
-        for block in self.published_of(blocks):
-            self.withdraw(block)
-
-    def published_of(self, blocks: NDArray[np.int32]) -> list[BlockId]:
-        """Those of `blocks` that can be found."""
-        published = np.frombuffer(self._is_published, np.bool_).take(blocks)
-        found: list[BlockId] = blocks[published].tolist() if published.any() else []
-        return found
-
     def clear(self) -> None:
         """No block is found any more (P25)."""
         for bucket in self._buckets.values():
             for block in _blocks_in(bucket):
                 self._lineages[block] = None
-                self._is_published[block] = False
         self._buckets.clear()
 
     def hits(self, lineage: Lineage, limit: int) -> list[BlockId]:
@@ -124,10 +102,6 @@ class PrefixMap:
             and self._indices[block] == index
             and lineage.agrees_with(other, index)
         )
-
-    def is_published(self, block: BlockId) -> bool:
-        """Whether `block` can be found."""
-        return self._lineages[block] is not None
 
     def keys(self) -> list[BlockKey | None]:
         """What each block carries, by block id; None where it is not published."""

@@ -9,6 +9,10 @@ its rows will sample stands as placeholders: one for the token of the model's ow
 So `computed == known + placeholders - 1` for a running request with a promise (P12). Drafts stay
 with the worker, and a plan says only how many of them to verify (seed 001, "Async scheduling
 skip-ahead").
+
+Without it nothing is promised, however many frames are in flight (pipeline parallelism): once a row
+samples all known tokens are computed, so that the request has no other row before the token is
+known, while others, and chunks of a prompt, are planned behind it.
 """
 
 from __future__ import annotations
@@ -35,12 +39,15 @@ class Promises(Core):
         return sure >= table.num_prompt[slot] + table.requests[slot].max_tokens
 
     def _awaits_tokens(self, slot: int) -> bool:
-        """Whether a request at the head of a queue was preempted with a promise still to be kept.
+        """Whether a request at the head of a queue was preempted, and a frame in flight samples
+        for it.
 
         It is not admitted before: the position after its known tokens would be sampled twice
-        (ours, P13; upstream #48245).
+        (ours, P13; upstream #48245). A frame that runs a chunk of it, and samples nothing, does not
+        hold it up.
         """
-        return self.table.num_output_placeholders[slot] > 0
+        request_id = self.table.requests[slot].request_id
+        return any(frame.get(request_id) is not None for frame in self.frames.values())
 
     def _promise_outputs(
         self, frame_id: FrameId, frame: Mapping[RequestId, TokenIds | None]

@@ -8,9 +8,11 @@ from typing import Final, TypeAlias
 from blockstep.impl.host.promises import Promises
 from blockstep.impl.refusals import answer_problem, frame_out_of_order, unknown_frame
 from blockstep.spec.vocabulary import (
+    Commit,
     FinishReason,
     FrameId,
     OutputRow,
+    Outputs,
     Rejected,
     RequestId,
     Status,
@@ -23,7 +25,20 @@ _GOES_ON: Final[Verdict] = (None, None)
 
 
 class Results(Promises):
-    """What a Commit says is checked, all rows of it, before one changes anything."""
+    """Takes Commit: all rows of it are checked before one changes anything."""
+
+    def _commit(self, event: Commit) -> Outputs | Rejected:
+        frame_id = event.frame_id
+        frame = self._find_frame(frame_id)
+        if isinstance(frame, Rejected):
+            return frame
+        answers = {row.request_id: row.token_ids for row in event.sampled}
+        problem = self._result_problem(frame_id, len(event.sampled), frame, answers)
+        if problem is not None:
+            return problem
+        rows = self._deliver_rows(frame, answers)
+        self._close_frame(frame_id)
+        return Outputs(tuple(rows))
 
     def _find_frame(self, frame_id: FrameId) -> Mapping[RequestId, TokenIds | None] | Rejected:
         """The frame, if it is the one to be committed next."""
@@ -100,7 +115,7 @@ class Results(Promises):
 
     def _accept(self, slot: int, tokens: TokenIds) -> tuple[TokenIds, Verdict]:
         """Append tokens one by one; nothing after the one that ends the request is kept."""
-        lineage, num_known = self.table.settle(slot), self.table.num_known
+        lineage, num_known = self.table.lineages[slot], self.table.num_known
         for count, token in enumerate(tokens, 1):
             lineage.append(token)
             num_known[slot] += 1

@@ -41,7 +41,6 @@ class RunningPhase(Promises):
     def _take_blocks(self, slot: int, needed: int) -> tuple[BlockId, ...]:
         taken = self.pool.take(needed)
         self.table.block_tables[slot].extend(taken)
-        self.table.num_held_blocks[slot] += needed
         return tuple(taken)
 
     def _tokens_to_run(self, slot: int, budget: int) -> int:
@@ -105,8 +104,6 @@ class RunningPhase(Promises):
         row = step.rows.pop(victim, None)
         if row is not None:
             step.budget += row[0]
-        elif step.batches:
-            step.budget += step.remove_from_batches(victim)
 
     def _take_drafts(self, slot: int, num_scheduled: int) -> TokenIds:
         """The drafts among the scheduled tokens; whatever did not fit is given up (P24)."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from blockstep.impl.arrays import ArrayOutputs, ArrayPlan, Int32s
-from blockstep.impl.capabilities import CAPABILITIES
-from blockstep.impl.host.batch_results import BatchedResults
+from blockstep.impl.capabilities import HOST
 from blockstep.impl.host.drafts import Proposals
-from blockstep.impl.host.frames import Frame
 from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.planning import Planning
+from blockstep.impl.host.results import Results
 from blockstep.impl.host.view import take_snapshot
 from blockstep.impl.refusals import grammar_problem, most_blocks, submit_problem
 from blockstep.spec.vocabulary import (
@@ -18,10 +16,8 @@ from blockstep.spec.vocabulary import (
     Aborted,
     Ack,
     Commit,
-    Config,
     Drafts,
     Event,
-    FrameId,
     GrammarReady,
     Observation,
     Rejected,
@@ -38,13 +34,12 @@ from blockstep.spec.vocabulary import (
 )
 
 
-class HostEngine(Planning, BatchedResults, Proposals):
+class HostEngine(Planning, Results, Proposals):
     """The scheduler and its paged KV memory on one CPU core.
 
     Args:
         config: the constants of the run.
         digest: names block contents; "sha256", "crc32" (each hit is then verified), or your own.
-        vector_at: rows from which on they are handled through numpy; the decisions are the same.
 
     Raises:
         ConfigError: `config_problems` has something against the config.
@@ -81,40 +76,13 @@ class HostEngine(Planning, BatchedResults, Proposals):
             case _:
                 assert_never(event)
 
-    def schedule_arrays(self) -> ArrayPlan | Rejected:
-        """`Schedule` without an object per row; refused like that event."""
-        step = self._plan_step()
-        if isinstance(step, Rejected):
-            return step
-        return self._issue_arrays(step) if step.batches else self._issue_few(step)
-
-    def commit_arrays(
-        self, frame_id: FrameId, token_ids: Int32s, counts: Int32s | None = None
-    ) -> ArrayOutputs | Rejected:
-        """`Commit` without an object per row; refused like that event.
-
-        Args:
-            frame_id: of the plan that is answered.
-            token_ids: [tokens] int32, row after row in the order of the plan; rows that do not
-                sample have none.
-            counts: [rows] int32, tokens of each row; None: one for each row that samples, so that
-                no drafts are accepted.
-        """
-        frame = self._find_frame(frame_id)
-        if isinstance(frame, Rejected):
-            return frame
-        if not isinstance(frame, Frame):
-            return self._commit_few(frame_id, frame, token_ids, counts)
-        problem = self._array_problem(frame_id, frame, token_ids, counts)
-        return problem or self._commit_each(frame_id, frame, token_ids, counts)
-
     def snapshot(self) -> Snapshot:
         """The whole state in canonical form. O(blocks and tokens); takes no part in a step."""
         return take_snapshot(self)
 
     def capabilities(self) -> frozenset[str]:
         """What it implements: everything, as the values of conformance's `Capability`."""
-        return CAPABILITIES
+        return HOST
 
     def _submit(self, request: Request) -> Ack | Rejected:
         problem = self._submit_problem(request)
@@ -170,8 +138,3 @@ class HostEngine(Planning, BatchedResults, Proposals):
             return False
         self.prefix.clear()
         return True
-
-
-def make_vector_engine(config: Config) -> HostEngine:
-    """The engine that handles even a single row through numpy, to be held to the same rules."""
-    return HostEngine(config, vector_at=1)

@@ -9,19 +9,6 @@ from blockstep.spec.vocabulary import RequestSnapshot, Snapshot
 def take_snapshot(core: Core) -> Snapshot:
     """The canonical state. Digests become structural keys, slots become request ids."""
     table = core.table
-    lineages = [(table.lineages[slot], slot) for slot in table.slot_of.values()]
-    lengths = [len(lineage.tokens) for lineage, _ in lineages]
-    for _, slot in lineages:
-        table.settle(slot)
-    snapshot = _view(core)
-    # What lagged behind lags again: who is watched must do what it does unwatched.
-    for (lineage, _), length in zip(lineages, lengths, strict=True):
-        del lineage.tokens[length:]
-    return snapshot
-
-
-def _view(core: Core) -> Snapshot:
-    table = core.table
     id_of = [request.request_id for request in table.requests]
     keys = core.prefix.keys()
     return Snapshot(

@@ -6,24 +6,22 @@ from dataclasses import replace
 
 from blockstep.spec.hashing import extend_block_keys
 from blockstep.spec.lives.drafts import compute_num_rejected, is_accepted_prefix
+from blockstep.spec.lives.endings import get_extended, get_without_ended
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import publish_slots, release_slots
 from blockstep.spec.pool import Pool
-from blockstep.spec.profiles import Quirk
-from blockstep.spec.state import Frame, RequestState, State
+from blockstep.spec.requests import Frame, RequestState
+from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     Commit,
     Config,
-    FinishReason,
     OutputRow,
     Outputs,
     RejectCode,
     Rejected,
-    RepetitionDetection,
     RequestId,
     Stats,
     Status,
-    TokenIds,
 )
 
 
@@ -60,21 +58,21 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
         request = get_fulfilled(state.config, request, len(row.draft_token_ids))
         request = get_rolled_back(request, len(row.draft_token_ids), len(tokens))
         stats = count_drafts(stats, len(row.draft_token_ids), len(tokens))
-        request, output = get_extended(request, tokens, state.config.max_model_len, state.quirks)
+        request, output = get_extended(request, tokens, state.config.max_model_len, state.rules)
         outputs.append(output)
         if state.config.enable_prefix_caching:
-            keys = extend_block_keys(request, state.config.block_size, state.quirks)
+            keys = extend_block_keys(request, state.config.block_size, state.rules)
             pool, request = publish_verified(state, pool, replace(request, block_keys=keys))
         if output.finish_reason is None:
             requests[row.request_id] = request
         else:
-            pool = release_slots(pool, request, state.frees_unnamed_first)
+            pool = release_slots(pool, request, state.rules)
             del requests[row.request_id]
             ended.append(row.request_id)
     frames = tuple(f for f in state.frames if f.frame_id != frame.frame_id)
-    state = replace(state, requests=FrozenMap(requests), frames=frames, stats=stats)
+    state = replace(state, pool=pool, requests=FrozenMap(requests), frames=frames, stats=stats)
     # observe
-    return forget(state, pool, ended), Outputs(tuple(outputs))
+    return get_without_ended(state, ended), Outputs(tuple(outputs))
 
 
 def get_result_problem(frame: Frame, commit: Commit) -> str:
@@ -119,13 +117,18 @@ def publish_verified(state: State, pool: Pool, request: RequestState) -> tuple[P
     but the last are computed by now. A preempted request has no block to publish.
     Source: vLLM 0.19.1 `AsyncScheduler._update_request_with_output`; P4.
     """
-    is_due = state.config.async_scheduling or (
-        Quirk.DRAFTS_PUBLISH_AT_COMMIT in state.quirks and state.config.num_speculative_tokens > 0
-    )
-    if not is_due or request.status is not Status.RUNNING:
+    if not state.rules.publishes_at_commit(state.config) or request.status is not Status.RUNNING:
         return pool, request
     num_verified = request.num_known_tokens - 1
     return publish_slots(pool, request, num_verified // state.config.block_size)
+
+
+def publishes_at_commit(config: Config) -> bool:
+    """Whether a commit publishes: where the next plan, which would, may come long before.
+
+    Source: vLLM 0.19.1 `AsyncScheduler._update_request_with_output`; P4.
+    """
+    return config.async_scheduling
 
 
 def get_rolled_back(request: RequestState, num_drafts: int, num_sampled: int) -> RequestState:
@@ -147,103 +150,4 @@ def count_drafts(stats: Stats, num_drafts: int, num_sampled: int) -> Stats:
         stats,
         drafts_scheduled=stats.drafts_scheduled + num_drafts,
         drafts_accepted=stats.drafts_accepted + num_sampled - 1,
-    )
-
-
-def get_extended(
-    request: RequestState,
-    tokens: TokenIds,
-    max_model_len: int,
-    quirks: frozenset[Quirk] = frozenset(),
-) -> tuple[RequestState, OutputRow]:
-    """Append tokens one by one until one of them ends the request; drop those after it.
-
-    Source: seed 001 "Request Completion", vLLM 0.19.1 `_update_request_with_output`; P13.
-    """
-    outputs = request.output_token_ids
-    num_prompt = len(request.request.prompt_token_ids)
-    num_taken = 0
-    reason: FinishReason | None = None
-    stop_token_id: int | None = None
-    while reason is None and num_taken < len(tokens):
-        num_taken += 1
-        known_outputs = outputs + tokens[:num_taken]
-        num_known = num_prompt + len(known_outputs)
-        reason, stop_token_id = compute_stop(
-            request, known_outputs, num_known, max_model_len, quirks
-        )
-    delivered = tokens[:num_taken]
-    row = OutputRow(
-        request.request_id,
-        delivered,
-        finish_reason=reason,
-        stop_token_id=stop_token_id,
-        num_cached_tokens=max(request.num_cached_tokens, 0),
-    )
-    return replace(request, output_token_ids=outputs + delivered), row
-
-
-def compute_stop(
-    request: RequestState,
-    outputs: TokenIds,
-    num_known: int,
-    max_model_len: int,
-    quirks: frozenset[Quirk] = frozenset(),
-) -> tuple[FinishReason | None, int | None]:
-    """Why the request ends after the last of `outputs`, and by which stop token.
-
-    In this order: eos, stop token, length, repetition. `min_tokens` holds off what the text
-    decides, never the length caps: upstream lets it mask them, and the request then waits for
-    ever at the model length. Source: vLLM 0.19.1 `check_stop`; seed 000 "Request Completion"; P10,
-    P13.
-    """
-    asked = request.request
-    last = outputs[-1]
-    text_may_stop = len(outputs) >= asked.min_tokens
-    if Quirk.MIN_TOKENS_MASK_LENGTH in quirks and not text_may_stop:
-        return None, None
-    is_at_length = num_known >= max_model_len or len(outputs) >= asked.max_tokens
-    if Quirk.LENGTH_COMES_BEFORE_STOP in quirks and is_at_length:
-        return FinishReason.LENGTH, None
-    token_may_stop = text_may_stop or Quirk.STOP_TOKENS_IGNORE_MIN_TOKENS in quirks
-    if token_may_stop and last == asked.eos_token_id:
-        return FinishReason.STOP, None
-    if token_may_stop and last in asked.stop_token_ids:
-        return FinishReason.STOP, last
-    if is_at_length:
-        return FinishReason.LENGTH, None
-    detection = asked.repetition_detection
-    if text_may_stop and detection is not None and is_repeating(outputs, detection):
-        return FinishReason.REPETITION, None
-    return None, None
-
-
-def is_repeating(outputs: TokenIds, detection: RepetitionDetection) -> bool:
-    """Whether the outputs end with `min_count` copies of one pattern of an allowed size.
-
-    Source: vLLM 0.19.1 `check_sequence_repetition`, when run.
-    """
-    for size in range(detection.min_pattern_size, detection.max_pattern_size + 1):
-        num_tokens = size * detection.min_count
-        if num_tokens > len(outputs):
-            return False
-        tail = outputs[len(outputs) - num_tokens :]
-        if tail == tail[:size] * detection.min_count:
-            return True
-    return False
-
-
-def forget(state: State, pool: Pool, ended: list[RequestId]) -> State:
-    """The state without requests that ended and whose blocks are free in `pool` already.
-
-    The next plan tells the worker. Source: seed 001 "Request Completion"; P13.
-    """
-    gone = set(ended)
-    return replace(
-        state,
-        pool=pool,
-        running=tuple(r for r in state.running if r not in gone),
-        waiting=tuple(r for r in state.waiting if r not in gone),
-        skipped_waiting=tuple(r for r in state.skipped_waiting if r not in gone),
-        finished_req_ids=tuple(sorted(gone.union(state.finished_req_ids))),
     )

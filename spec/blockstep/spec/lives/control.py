@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.pool import free_blocks, get_num_free_blocks, withdraw_all
-from blockstep.spec.profiles import Quirk
+from blockstep.spec.memory.slots import release_slots
+from blockstep.spec.pool import get_num_free_blocks, withdraw_all
+from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.step.queues import process_prepend
-from blockstep.spec.step.schedule import get_preempted
-from blockstep.spec.vocabulary import Ack, PauseState, ResetDone
+from blockstep.spec.vocabulary import Ack, PauseState, RequestId, ResetDone
 
 
 def process_pause(state: State, pause_state: PauseState) -> tuple[State, Ack]:
@@ -41,45 +42,43 @@ def process_forced_preemption(state: State) -> State:
 
     Source: vLLM 0.19.1 `reset_prefix_cache`; P25, P26.
     """
+    rules = state.rules
+    # pool, requests
     pool = state.pool
     requests = state.requests.to_dict()
     waiting = list(state.waiting)
     for request_id in reversed(state.running):
-        table = requests[request_id].block_table
-        pool = free_blocks(pool, table, state.frees_unnamed_first)
-        requests[request_id] = get_preempted(requests[request_id], state.quirks)
+        request = requests[request_id]
+        pool = release_slots(pool, request, rules)
+        requests[request_id] = rules.get_reset_request(rules.get_preempted(request))
         process_prepend(state.config.policy, waiting, request_id, requests)
+    # observe
+    named = state.running if rules.names_victims_of_resets else ()
     preemptions = state.stats.preemptions + len(state.running)
-    if Quirk.RESET_DROPS_TOKENS in state.quirks:
-        state = get_without_tokens_in_flight(state)
-        for request_id in state.running:
-            requests[request_id] = replace(requests[request_id], num_output_placeholders=0)
-    if Quirk.RESET_NAMES_ITS_VICTIMS in state.quirks:
-        state = replace(state, reset_req_ids=(*state.reset_req_ids, *state.running))
     return replace(
         state,
         pool=pool,
         requests=FrozenMap(requests),
         waiting=tuple(waiting),
         running=(),
+        frames=rules.get_frames_after_reset(state.frames, state.running),
         prev_scheduled_req_ids=(),
+        reset_req_ids=(*state.reset_req_ids, *named),
         stats=replace(state.stats, preemptions=preemptions),
     )
 
 
-def get_without_tokens_in_flight(state: State) -> State:
-    """The state in which what runs gets no token any more from the frames in flight.
+def get_reset_request(request: RequestState) -> RequestState:
+    """A preempted request as a forced reset leaves it: like any other that was preempted.
 
-    Source: vLLM 0.27.0 `_preempt_request`, when run.
+    Its tokens in flight still come. Source: upstream #42043, #48245; P13.
     """
-    frames = tuple(
-        replace(
-            frame,
-            rows=tuple(
-                replace(row, is_dropped=row.is_dropped or row.request_id in state.running)
-                for row in frame.rows
-            ),
-        )
-        for frame in state.frames
-    )
-    return replace(state, frames=frames)
+    return request
+
+
+def get_frames_after_reset(
+    frames: tuple[Frame, ...], request_ids: Sequence[RequestId]
+) -> tuple[Frame, ...]:
+    """The frames in flight after a forced reset: what they sampled counts. Source: P13, P14."""
+    del request_ids
+    return frames

@@ -1,19 +1,16 @@
 """Drafts: tokens that a proposer guessed and the next step verifies.
 
-    known tokens         |--------------- k ---------------|
-    a step of n tokens            |-- computed c --|---- n ----|
-    drafts in it                                   |- c+n-k -|
-
-A step that reaches past the known tokens carries drafts; the worker answers with those that it
-accepts and one token of its own. Under asynchronous scheduling tokens that frames in flight promise
-count as known, and drafts are placeholders: only the worker knows them.
+A step that reaches past the known tokens carries drafts (`step.share`); the worker answers with
+those that it accepts and one token of its own. Under asynchronous scheduling tokens that frames in
+flight promise count as known, and drafts are placeholders: only the worker knows them.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.spec.state import RequestState, State
+from blockstep.spec.requests import RequestState
+from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     DraftsTaken,
@@ -24,14 +21,6 @@ from blockstep.spec.vocabulary import (
     Status,
     TokenIds,
 )
-
-
-def compute_num_drafts(num_computed: int, num_scheduled: int, num_known: int) -> int:
-    """Drafts among the scheduled tokens: those past the known ones.
-
-    Source: seed 001 "Packing Spec Tokens at Schedule Time".
-    """
-    return max(num_computed + num_scheduled - num_known, 0)
 
 
 def compute_num_rejected(num_drafts: int, num_sampled: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.spec.hashing import extend_block_keys
-from blockstep.spec.lives.commit import forget
+from blockstep.spec.lives.endings import get_without_ended
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import (
     compute_max_slots,
@@ -13,8 +13,8 @@ from blockstep.spec.memory.slots import (
     is_servable,
     release_slots,
 )
-from blockstep.spec.profiles import Quirk
-from blockstep.spec.state import RequestState, State
+from blockstep.spec.requests import RequestState
+from blockstep.spec.state import State
 from blockstep.spec.step.queues import is_blocked, process_append
 from blockstep.spec.vocabulary import (
     Aborted,
@@ -75,13 +75,12 @@ def process_submit(state: State, request: Request) -> tuple[State, Ack] | Reject
     blocked = Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     entry = RequestState(request, blocked if request.structured_output else Status.WAITING)
     if state.config.enable_prefix_caching:
-        keys = extend_block_keys(entry, state.config.block_size, state.quirks)
+        keys = extend_block_keys(entry, state.config.block_size, state.rules)
         entry = replace(entry, block_keys=keys)
     requests = state.requests.to_dict()
     requests[request.request_id] = entry
     waiting, skipped = list(state.waiting), list(state.skipped_waiting)
-    has_two_queues = Quirk.ONE_WAITING_QUEUE not in state.quirks
-    queue = skipped if is_blocked(entry) and has_two_queues else waiting
+    queue = skipped if is_blocked(entry) and state.rules.has_skipped_queue else waiting
     process_append(state.config.policy, queue, request.request_id, requests)
     # observe
     return replace(
@@ -124,8 +123,8 @@ def process_abort(state: State, request_ids: tuple[RequestId, ...]) -> tuple[Sta
     for request_id in request_ids:
         request = requests.pop(request_id, None)
         if request is not None:
-            pool = release_slots(pool, request, state.frees_unnamed_first)
+            pool = release_slots(pool, request, state.rules)
             ended.append(request_id)
     # observe
-    state = replace(state, requests=FrozenMap(requests))
-    return forget(state, pool, ended), Aborted(tuple(ended))
+    state = replace(state, pool=pool, requests=FrozenMap(requests))
+    return get_without_ended(state, ended), Aborted(tuple(ended))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from blockstep.spec.memory.slots import NO_HIT
 from blockstep.spec.pool import Pool, find_block
-from blockstep.spec.state import RequestState
-from blockstep.spec.vocabulary import BlockId, Config
+from blockstep.spec.requests import Hit, RequestState
+from blockstep.spec.vocabulary import BlockId, BlockKey, Config
 
 
 def compute_max_hit_blocks(num_known: int, block_size: int) -> int:
@@ -17,24 +20,32 @@ def compute_max_hit_blocks(num_known: int, block_size: int) -> int:
     return (num_known - 1) // block_size
 
 
-def get_prefix_hit(config: Config, pool: Pool, request: RequestState) -> tuple[BlockId, ...]:
-    """The blocks, in order, of the longest published prefix of the request's known tokens.
+def get_prefix_hit(config: Config, pool: Pool, request: RequestState) -> Hit:
+    """The longest published prefix of the request's known tokens, in every group.
 
-    Keys are chained, so the first miss ends the search. With a proposer that needs hidden states
-    the last hit block is given back, to be computed again.
-    Source: seed 001 "find_longest_cache_hit()"; seed 003 section 1.1; P5.
+    With a proposer that needs hidden states the last hit block is given back, to be computed
+    again. Source: seed 001 "find_longest_cache_hit()"; seed 003 section 1.1; P5.
     """
     if not reads_prefix_cache(config, request):
-        return ()
+        return NO_HIT
     max_blocks = compute_max_hit_blocks(request.num_known_tokens, config.block_size)
+    hit = find_published(pool, request.block_keys[:max_blocks])
+    if config.drops_last_hit_block:
+        hit = hit[:-1]
+    return Hit(len(hit) * config.block_size, (hit,))
+
+
+def find_published(pool: Pool, keys: Sequence[BlockKey]) -> tuple[BlockId, ...]:
+    """The blocks of one group that a hit on these keys takes, in order.
+
+    Keys are chained, so the first miss ends the search. Source: seed 003 section 1.1; P5.
+    """
     hit: list[BlockId] = []
-    for key in request.block_keys[:max_blocks]:
+    for key in keys:
         block_id = find_block(pool, key)
         if block_id is None:
             break
         hit.append(block_id)
-    if config.drops_last_hit_block and hit:
-        hit.pop()
     return tuple(hit)
 
 

@@ -16,14 +16,16 @@ from blockstep.spec.pool import (
     Pool,
     allocate_blocks,
     count_free,
-    free_blocks,
     get_num_free_blocks,
     publish_blocks,
     touch_blocks,
     withdraw_blocks,
 )
-from blockstep.spec.state import RequestState
-from blockstep.spec.vocabulary import BlockId, Config, Request
+from blockstep.spec.requests import NOTHING_HELD, Hit, Holding, RequestState
+from blockstep.spec.rules import Rules
+from blockstep.spec.vocabulary import BlockId, BlockTables, Config, Request
+
+NO_HIT = Hit(0, ((),) * len(NOTHING_HELD))
 
 
 def compute_num_blocks(num_tokens: int, block_size: int) -> int:
@@ -90,16 +92,36 @@ def is_servable(config: Config, request: Request) -> bool:
     return compute_num_blocks(num_slots, config.block_size) <= config.num_usable_blocks
 
 
-def can_hold(
-    pool: Pool, num_slots: int, block_size: int, held: int, hit: tuple[BlockId, ...]
-) -> bool:
-    """Whether the free blocks suffice for `num_slots`, `held` blocks and the `hit` being there.
+def count_needed_blocks(
+    pool: Pool, num_slots: int, block_size: int, num_held: int, hit: tuple[BlockId, ...]
+) -> int:
+    """Free blocks that one group needs for `num_slots`, beside those held and those hit.
 
     A hit on a free block uses up a free block, too. Source: seed 001 "Phase 2"; upstream #11562;
     P8.
     """
-    num_new_blocks = compute_num_new_blocks(num_slots, block_size, held + len(hit))
-    return num_new_blocks + count_free(pool, hit) <= get_num_free_blocks(pool)
+    num_new_blocks = compute_num_new_blocks(num_slots, block_size, num_held + len(hit))
+    return num_new_blocks + count_free(pool, hit)
+
+
+def can_hold(
+    pool: Pool,
+    num_slots: int,
+    block_size: int,
+    holdings: tuple[Holding, ...],
+    hit_tables: BlockTables,
+) -> bool:
+    """Whether the free blocks suffice for `num_slots` in all groups together.
+
+    Source: seed 001 "Phase 2"; P8.
+    """
+    num_needed = sum(
+        [
+            count_needed_blocks(pool, num_slots, block_size, len(holding.block_table), hit)
+            for holding, hit in zip(holdings, hit_tables, strict=True)
+        ]
+    )
+    return num_needed <= get_num_free_blocks(pool)
 
 
 def allocate_slots(
@@ -108,30 +130,30 @@ def allocate_slots(
     request: RequestState,
     num_new: int,
     num_lookahead: int = 0,
-    hit: tuple[BlockId, ...] = (),
+    hit: Hit = NO_HIT,
 ) -> tuple[Pool, RequestState] | None:
     """Give the request slots for `num_new` tokens past its computed ones and its hit.
 
     Returns the pool and the request afterwards, or None if the pool is too full; then nothing has
-    happened (P7). Publishing comes with it: the step that computes the tokens is about to run.
+    happened (P7). Hits of all groups are touched before any group takes a block. Publishing comes
+    with it: the step that computes the tokens is about to run.
     Source: seed 001 "allocate_slots() -- The Block Allocation Pipeline"; P4, P7, P8.
     """
-    num_computed = request.num_computed_tokens + len(hit) * config.block_size
+    num_computed = request.num_computed_tokens + hit.num_tokens
     num_slots = compute_num_slots(num_computed, num_new, num_lookahead, config.max_model_len)
-    num_held = len(request.block_table)
     # refuse
-    if not can_hold(pool, num_slots, config.block_size, num_held, hit):
+    if not can_hold(pool, num_slots, config.block_size, request.holdings, hit.block_tables):
         return None
     # pool
-    pool = touch_blocks(pool, hit)
-    num_new_blocks = compute_num_new_blocks(num_slots, config.block_size, num_held + len(hit))
-    pool, new_blocks = allocate_blocks(pool, num_new_blocks)
+    for block_ids in hit.block_tables:
+        pool = touch_blocks(pool, block_ids)
+    holdings = []
+    for holding, block_ids in zip(request.holdings, hit.block_tables, strict=True):
+        pool, after = extend_holding(pool, holding, block_ids, num_slots, config.block_size)
+        holdings.append(after)
     # requests
-    request = replace(
-        request,
-        block_table=request.block_table + hit + new_blocks,
-        num_cached_blocks=request.num_cached_blocks + len(hit),
-    )
+    if holdings != [*request.holdings]:
+        request = replace(request, holdings=tuple(holdings))
     if not config.enable_prefix_caching:
         return pool, request
     num_full = compute_num_publishable_blocks(
@@ -140,23 +162,45 @@ def allocate_slots(
     return publish_slots(pool, request, num_full)
 
 
+def extend_holding(
+    pool: Pool, holding: Holding, hit: tuple[BlockId, ...], num_slots: int, block_size: int
+) -> tuple[Pool, Holding]:
+    """One group's table with its hit, and with new blocks until it has `num_slots`.
+
+    Source: seed 001 "Phase 3", "Phase 4"; P8.
+    """
+    table = holding.block_table + hit
+    num_new_blocks = compute_num_new_blocks(num_slots, block_size, len(table))
+    if not hit and num_new_blocks == 0:
+        return pool, holding
+    pool, new_blocks = allocate_blocks(pool, num_new_blocks)
+    return pool, Holding(table + new_blocks, holding.num_cached_blocks + len(hit))
+
+
 def publish_slots(pool: Pool, request: RequestState, num_full: int) -> tuple[Pool, RequestState]:
-    """Make the first `num_full` blocks of the table findable, as far as they are not yet.
+    """Make the first `num_full` blocks of each table findable, as far as they are not yet.
 
     Source: seed 001 "Phase 5: commit to the prefix cache"; P3, P4.
     """
-    fresh = slice(request.num_cached_blocks, num_full)
-    pool = publish_blocks(pool, request.block_table[fresh], request.block_keys[fresh])
-    num_cached_blocks = max(request.num_cached_blocks, num_full)
-    return pool, replace(request, num_cached_blocks=num_cached_blocks)
+    if all(holding.num_cached_blocks >= num_full for holding in request.holdings):
+        return pool, request
+    holdings = []
+    for holding in request.holdings:
+        fresh = slice(holding.num_cached_blocks, num_full)
+        pool = publish_blocks(pool, holding.block_table[fresh], request.block_keys[fresh])
+        num_cached_blocks = max(holding.num_cached_blocks, num_full)
+        holdings.append(Holding(holding.block_table, num_cached_blocks))
+    return pool, replace(request, holdings=tuple(holdings))
 
 
-def release_slots(pool: Pool, request: RequestState, unnamed_first: bool = False) -> Pool:
-    """Free every block of a request that ends. Source: seed 001 "Deallocation"; P1."""
-    return free_blocks(pool, request.block_table, unnamed_first)
+def release_slots(pool: Pool, request: RequestState, rules: Rules) -> Pool:
+    """Free every block that a request holds. Source: seed 001 "Deallocation"; P1."""
+    for holding in request.holdings:
+        pool = rules.free_blocks(pool, holding.block_table)
+    return pool
 
 
-def revoke_slots(pool: Pool, request: RequestState, block_size: int) -> Pool:
+def revoke_slots(pool: Pool, request: RequestState, block_size: int, rules: Rules) -> Pool:
     """Free every block of a request that is preempted, unpublishing what will not be computed.
 
     A request that was planned earlier in this very step has published blocks which now nobody
@@ -164,5 +208,7 @@ def revoke_slots(pool: Pool, request: RequestState, block_size: int) -> Pool:
     they are withdrawn. Blocks computed before this step keep their keys. Source: P4.
     """
     num_written = request.num_computed_tokens // block_size
-    pool = withdraw_blocks(pool, request.block_table[num_written : request.num_cached_blocks])
-    return free_blocks(pool, request.block_table)
+    for holding in request.holdings:
+        unwritten = holding.block_table[num_written : holding.num_cached_blocks]
+        pool = withdraw_blocks(pool, unwritten)
+    return release_slots(pool, request, rules)

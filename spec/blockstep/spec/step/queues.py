@@ -7,10 +7,9 @@ preempted return to the front. Under PRIORITY both are kept sorted, and neither 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from blockstep.spec.profiles import Quirk
-from blockstep.spec.state import RequestState
+from blockstep.spec.requests import RequestState
 from blockstep.spec.vocabulary import Policy, RequestId, Status
 
 Requests = Mapping[RequestId, RequestState]
@@ -80,7 +79,7 @@ def select_victim(
     policy: Policy,
     running: list[RequestId],
     requests: Requests,
-    quirks: frozenset[Quirk] = frozenset(),
+    get_victim_rank: Callable[[RequestState], tuple[int | str, ...]] = get_rank,
 ) -> int:
     """Index in `running` of the request to preempt.
 
@@ -91,5 +90,12 @@ def select_victim(
     """
     if policy is Policy.FCFS:
         return len(running) - 1
-    length = 2 if Quirk.EQUALS_PREEMPT_THE_FIRST in quirks else 3
-    return max(range(len(running)), key=lambda index: get_rank(requests[running[index]])[:length])
+    return max(range(len(running)), key=lambda index: get_victim_rank(requests[running[index]]))
+
+
+def get_order_of_return(passed_over: list[RequestId]) -> list[RequestId]:
+    """Those that a step passed over, in the order in which they stand in their queue again.
+
+    Source: seed 001 "Waiting Queue -- Admission Gate"; P7, P16.
+    """
+    return passed_over

@@ -23,8 +23,7 @@ import torch
 from blockstep.conformance.judge.dataplane import memory
 from blockstep.conformance.judge.worker import NextToken, Worker
 from blockstep.conformance.judge.worker.names import NEVER_WRITTEN, Name
-from blockstep.conformance.judge.worker.view import RequestView
-from blockstep.conformance.judge.worker.worker import FrameRow
+from blockstep.conformance.judge.worker.view import FrameRow, RequestView
 from blockstep.conformance.protocol.findings import Difference
 from blockstep.spec.vocabulary import BlockId, Config, RequestId
 

@@ -1,8 +1,8 @@
 """Properties: what holds for every correct engine, judged without a reference (D5).
 
 Data flows through the modules in this order: `step` is one event with the states around it,
-`ledger` what was known before it, `check` a sentence about both, `amounts` and `queue_replay` what
-several sentences need; then one module for each family of sentences.
+`ledger` what was known before it, `sentence` what must hold of both, `amounts` and `queue_replay`
+what several sentences need; then one module for each family of sentences.
 
 A property that speaks of contents (P2, P3, P4, P6, P25) or of what the plans tell (P26) is judged
 by the `Worker` as well.
@@ -24,8 +24,8 @@ from blockstep.conformance.judge.properties import (
     statistics,
     stillness,
 )
-from blockstep.conformance.judge.properties.check import Check, Complaint, check
 from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger, Life
+from blockstep.conformance.judge.properties.sentence import Complaint, Sentence
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.protocol.findings import Finding, FindingKind
@@ -52,7 +52,6 @@ __all__ = [
     "ANSWER_TYPES",
     "CHECKS_OF",
     "PROPERTIES",
-    "Check",
     "Complaint",
     "FlightRow",
     "Ledger",
@@ -60,8 +59,8 @@ __all__ = [
     "PlannedRow",
     "Property",
     "RowKind",
+    "Sentence",
     "Step",
-    "check",
     "check_step",
 ]
 
@@ -73,7 +72,7 @@ class Property:
     id: str
     name: str
     statement: str
-    checks: tuple[Check, ...]
+    checks: tuple[Sentence, ...]
 
 
 PROPERTIES: tuple[Property, ...] = (
@@ -211,6 +210,7 @@ PROPERTIES: tuple[Property, ...] = (
             output.finished_request_is_forgotten_and_others_stay,
             output.outputs_in_the_state_are_those_delivered,
             admission.nobody_is_admitted_while_its_tokens_are_in_flight,
+            admission.row_waits_for_the_token_of_its_request,
         ),
     ),
     Property(
@@ -318,7 +318,7 @@ PROPERTIES: tuple[Property, ...] = (
     ),
 )
 
-CHECKS_OF: dict[type, tuple[Check, ...]] = {
+CHECKS_OF: dict[type, tuple[Sentence, ...]] = {
     kind: tuple(
         sentence
         for one_property in PROPERTIES

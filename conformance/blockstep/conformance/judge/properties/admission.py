@@ -12,7 +12,6 @@ from blockstep.conformance.judge.properties.amounts import (
     running_blocks,
     share_of,
 )
-from blockstep.conformance.judge.properties.check import Complaint, check, difference
 from blockstep.conformance.judge.properties.ledger import Ledger, Life
 from blockstep.conformance.judge.properties.queue_replay import (
     freed_blocks,
@@ -22,6 +21,7 @@ from blockstep.conformance.judge.properties.queue_replay import (
     replay_schedule,
     victims_of,
 )
+from blockstep.conformance.judge.properties.sentence import Complaint, difference, sentence
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.spec.vocabulary import (
     PauseState,
@@ -38,7 +38,7 @@ def may_ask_the_cache(step: Step, life: Life) -> bool:
     return step.config.enable_prefix_caching and not life.request.skip_reading_prefix_cache
 
 
-@check("P5", Schedule)
+@sentence("P5", Schedule)
 def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """A hit is whole blocks, and leaves a known token to compute: its logits are needed.
 
@@ -57,7 +57,7 @@ def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Iterat
             )
 
 
-@check("P5", Schedule)
+@sentence("P5", Schedule)
 def hit_is_the_longest_there_is(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Every block that was cached before the step and still is could be hit, so it was.
 
@@ -82,7 +82,7 @@ def hit_is_the_longest_there_is(step: Step, ledger: Ledger) -> Iterator[Complain
             )
 
 
-@check("P16", Schedule)
+@sentence("P16", Schedule)
 def hit_takes_the_oldest_copy(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Of several blocks of one key a hit takes the one published first.
 
@@ -113,7 +113,7 @@ def _lasting(step: Step, ledger: Ledger, name: int) -> list[int]:
     ]
 
 
-@check("P7", Schedule)
+@sentence("P7", Schedule)
 def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Who is neither scheduled nor preempted is as before, also if its admission was tried.
 
@@ -161,16 +161,16 @@ def _only_lost_drafts(step: Step, name: RequestId) -> bool:
     )
 
 
-@check("P7", Schedule)
+@sentence("P7", Schedule)
 def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """When nobody is scheduled or preempted, pool, queues and statistics are as before.
 
-    Under asynchronous scheduling who is passed over may change from one queue to the other.
+    With several frames in flight who is passed over may change from one queue to the other.
     """
     if step.plan.new or step.plan.cached or step.plan.preempted_req_ids:
         return
     before, after = step.before, step.after
-    queues = () if step.config.async_scheduling else ("waiting", "skipped_waiting")
+    queues = () if step.config.max_frames_in_flight > 1 else ("waiting", "skipped_waiting")
     for name in ("ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"):
         old, new = getattr(before, name), getattr(after, name)
         if old is not new and old != new:
@@ -178,7 +178,7 @@ def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Iterator[Com
             yield Complaint(what, (difference(name, old, new),))
 
 
-@check("P8", Schedule)
+@sentence("P8", Schedule)
 def row_gains_exactly_the_blocks_it_needs(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """Blocks gained are those for the tokens of the step and the proposer's lookahead.
 
@@ -203,7 +203,7 @@ def _wrong_gain(row: PlannedRow, need: int) -> Complaint:
     )
 
 
-@check("P8", Schedule)
+@sentence("P8", Schedule)
 def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Under `scheduler_reserve_full_isl` all known tokens fit the blocks free at admission.
 
@@ -232,7 +232,7 @@ def _need(step: Step, num_tokens: int, num_hits: int) -> int:
     return max(blocks_for(config, min(num_tokens, config.max_model_len)) - num_hits, 0)
 
 
-@check("P15", Schedule)
+@sentence("P15", Schedule)
 def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """In running order, each gets what it asks for or what is left of the budget.
 
@@ -264,7 +264,7 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Comp
         left -= seen
 
 
-@check("P15", Schedule)
+@sentence("P15", Schedule)
 def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """No row for a request whose last output may be in flight: it would run for nothing.
 
@@ -280,7 +280,7 @@ def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Iterator[Comp
             )
 
 
-@check("P13", Schedule)
+@sentence("P13", Schedule)
 def nobody_is_admitted_while_its_tokens_are_in_flight(
     step: Step, ledger: Ledger
 ) -> Iterator[Complaint]:
@@ -291,7 +291,23 @@ def nobody_is_admitted_while_its_tokens_are_in_flight(
             yield Complaint(f"{row.request_id!r} was admitted with {promised} tokens promised")
 
 
-@check("P15", Schedule)
+@sentence("P13", Schedule)
+def row_waits_for_the_token_of_its_request(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+    """Without asynchronous scheduling nobody runs on before its token in flight is known.
+
+    Its known tokens are computed by then: a row would run one of them again, or one that nobody
+    knows, and sample a position twice.
+    """
+    if step.config.async_scheduling or not ledger.promised:
+        return
+    for row in step.running_rows:
+        if row.request_id in ledger.promised:
+            yield Complaint(
+                f"{row.request_id!r} runs position {row.first} with its token in flight"
+            )
+
+
+@sentence("P15", Schedule)
 def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Who is visited after a row was taken back has the budget as if that row had never been.
 
@@ -325,7 +341,7 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Iter
         room -= len(rows[name].gained) if name in rows else 0
 
 
-@check("P15", Schedule)
+@sentence("P15", Schedule)
 def admitted_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """In order of admission, each gets what it asks for or what is left of the budget."""
     config = step.config
@@ -341,7 +357,7 @@ def admitted_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Com
         left -= row.num_scheduled
 
 
-@check("P15", Schedule)
+@sentence("P15", Schedule)
 def head_of_the_queue_is_admitted_when_it_fits(
     step: Step, ledger: Ledger
 ) -> list[Complaint] | None:
@@ -407,7 +423,7 @@ def _hits_now(step: Step, ledger: Ledger, life: Life) -> list[int]:
     return hits
 
 
-@check("P15", Schedule)
+@sentence("P15", Schedule)
 def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """Without the last preemption of a step, somebody would have lacked blocks.
 
@@ -427,7 +443,7 @@ def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> list
     return [Complaint(f"{last.request_id!r} was preempted, with {free - given} blocks free")]
 
 
-@check("P26", Schedule)
+@sentence("P26", Schedule)
 def admitted_row_kind_follows_its_status(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """A preempted request returns as a resumed row, anybody else as a new one."""
     for row in step.admitted_rows:

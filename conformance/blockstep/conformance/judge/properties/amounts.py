@@ -3,8 +3,8 @@
 0          first              known      due                 end
 | computed | known, to be run | promised | drafts, to be run | lookahead | ... max_model_len
 
-Promised are tokens that frames in flight may still bring; without asynchronous scheduling no plan
-is made while there are any.
+Promised are tokens that frames in flight may still bring; without asynchronous scheduling a request
+gets no row while it is promised any.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from blockstep.conformance.judge.properties.check import Complaint, check, difference
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import victims_of
+from blockstep.conformance.judge.properties.sentence import Complaint, difference, sentence
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec.vocabulary import (
     Abort,
@@ -20,7 +20,7 @@ from blockstep.spec.vocabulary import (
 )
 
 
-@check("P9", Schedule)
+@sentence("P9", Schedule)
 def plan_stays_within_token_budget(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """A step runs at most `max_num_batched_tokens` tokens."""
     total = sum(row.num_scheduled for row in step.rows)
@@ -28,14 +28,14 @@ def plan_stays_within_token_budget(step: Step, _ledger: Ledger) -> list[Complain
     return [Complaint(f"{total} tokens planned, {limit} allowed")] if total > limit else None
 
 
-@check("P9", Schedule)
+@sentence("P9", Schedule)
 def running_stays_within_max_num_seqs(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """At most `max_num_seqs` requests run."""
     running, limit = len(step.after.running), step.config.max_num_seqs
     return [Complaint(f"{running} requests run, {limit} may")] if running > limit else None
 
 
-@check("P9", Schedule)
+@sentence("P9", Schedule)
 def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """A row runs a token at least, at most the long-prefill threshold, with at most K drafts."""
     config = step.config
@@ -47,7 +47,7 @@ def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Iterator[Complaint
             yield Complaint(f"{row.request_id!r} carries {len(row.drafts)} drafts")
 
 
-@check("P9", Schedule)
+@sentence("P9", Schedule)
 def row_stays_within_max_model_len(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """The last position of the model is never run: there is no token left to sample from it.
 
@@ -61,7 +61,7 @@ def row_stays_within_max_model_len(step: Step, _ledger: Ledger) -> Iterator[Comp
             )
 
 
-@check("P9", Schedule)
+@sentence("P9", Schedule)
 def paused_scheduler_admits_nobody(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """PAUSED_NEW admits nobody, PAUSED_ALL schedules nobody."""
     if ledger.pause_state is PauseState.UNPAUSED:
@@ -70,7 +70,7 @@ def paused_scheduler_admits_nobody(step: Step, ledger: Ledger) -> list[Complaint
     return [Complaint(f"{row.request_id!r} scheduled while {ledger.pause_state}") for row in rows]
 
 
-@check("P9", Schedule)
+@sentence("P9", Schedule)
 def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Without chunked prefill an admission runs all uncached tokens, or the threshold's share."""
     if step.config.enable_chunked_prefill:
@@ -82,7 +82,7 @@ def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Iterator[C
             yield Complaint(f"{row.request_id!r} was admitted with {rest} tokens left out")
 
 
-@check("P12", Schedule, Commit, Abort, Reset)
+@sentence("P12", Schedule, Commit, Abort, Reset)
 def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Computed is no more than known and promised, and exactly that by whoever is promised any.
 
@@ -119,7 +119,7 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Iterator[C
             )
 
 
-@check("P12", Schedule, Commit, Abort, Reset)
+@sentence("P12", Schedule, Commit, Abort, Reset)
 def only_running_requests_hold_anything(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """Who waits has no block, no computed token and no draft."""
     for request in step.after.requests:
@@ -132,7 +132,7 @@ def only_running_requests_hold_anything(step: Step, _ledger: Ledger) -> Iterator
             yield Complaint(f"{request.request_id!r} is {request.status} and holds {request}")
 
 
-@check("P12", Schedule)
+@sentence("P12", Schedule)
 def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """A row starts where its request stands, and moves it by the tokens that it runs."""
     for row in step.rows:
@@ -153,7 +153,7 @@ def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Iterator[Complai
                 yield Complaint(what, (difference(name, expected, seen),))
 
 
-@check("P12", Schedule, Reset)
+@sentence("P12", Schedule, Reset)
 def preempted_request_starts_again(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """A preempted request keeps its outputs and history, and loses everything else.
 
@@ -182,7 +182,7 @@ def _preempted(request: RequestSnapshot) -> RequestSnapshot:
     )
 
 
-@check("P12", Submit)
+@sentence("P12", Submit)
 def submitted_request_starts_from_nothing(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """A new request waits, for its grammar if it needs one, and holds nothing."""
     assert isinstance(step.event, Submit)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
-from blockstep.conformance.judge.worker.names import Name, PrefixNames, item_starts
+from blockstep.conformance.judge.worker.names import Name, PrefixNames, extras_of
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     Abort,
@@ -44,7 +44,7 @@ class Life:
     """One unfinished request, from its submission on."""
 
     __slots__ = (
-        "admitted_in", "chain", "drafts", "grammar_ready", "items", "last_planned_in", "names",
+        "admitted_in", "chain", "drafts", "extras", "grammar_ready", "last_planned_in", "names",
         "num_cached_tokens", "num_known_then", "num_prompt", "preempted_at", "request", "root",
         "tokens",
     )  # fmt: skip
@@ -53,7 +53,7 @@ class Life:
         self.request = request
         self.names = names
         self.root = names.root(request.adapter, request.cache_salt)
-        self.items = item_starts(request, names.block_size)
+        self.extras = extras_of(request, names.block_size)
         self.tokens: list[TokenId] = list(request.prompt_token_ids)
         """Prompt and delivered outputs: all known tokens."""
         self.num_prompt = len(self.tokens)
@@ -94,7 +94,7 @@ class Life:
         start = len(self.chain)
         if start < end:
             tokens = self.tokens[start:end]
-            self.names.extend(self.chain, self.root, tokens, self.items, start)
+            self.names.extend(self.chain, self.root, tokens, self.extras, start)
         return self.chain[end - 1]
 
     def block_name_with(self, delivered: TokenIds, index: int) -> Name:
@@ -177,7 +177,7 @@ class Ledger:
     def placeholders(self, request_id: RequestId) -> int:
         """What counts as known to the scheduler beyond the known tokens: what is promised.
 
-        Nothing is without asynchronous scheduling, where no plan is made before the commit.
+        Nothing is without asynchronous scheduling, where a request waits for its token.
         """
         return self.promised.get(request_id, 0) if self.config.async_scheduling else 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from blockstep.conformance.judge.properties.check import Complaint, check, difference, differing
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import (
     freed_blocks,
@@ -14,6 +13,12 @@ from blockstep.conformance.judge.properties.queue_replay import (
     passed_over,
     replay_schedule,
     victims_of,
+)
+from blockstep.conformance.judge.properties.sentence import (
+    Complaint,
+    difference,
+    differing,
+    sentence,
 )
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec.vocabulary import (
@@ -30,7 +35,7 @@ from blockstep.spec.vocabulary import (
 )
 
 
-@check("P16", Submit, Schedule, Commit, Abort, Reset)
+@sentence("P16", Submit, Schedule, Commit, Abort, Reset)
 def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """Each unfinished request is in exactly one of the queues and the running list, by status."""
     after = step.after
@@ -51,7 +56,7 @@ def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> list[Compl
     return wrong or None
 
 
-@check("P16", Submit)
+@sentence("P16", Submit)
 def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """FCFS: behind everybody. PRIORITY: behind whoever is not after it in order."""
     assert isinstance(step.event, Submit)
@@ -72,7 +77,7 @@ def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Iterato
         yield from differing(queue, expected, getattr(after, queue)) or ()
 
 
-@check("P16", Schedule)
+@sentence("P16", Schedule)
 def admissions_follow_the_policy(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """Admitted are the first in policy order that wait for nothing outside, none left out.
 
@@ -89,7 +94,7 @@ def admissions_follow_the_policy(step: Step, ledger: Ledger) -> list[Complaint] 
     return differing("order of admission", ready[: len(admitted)], admitted)
 
 
-@check("P16", Schedule)
+@sentence("P16", Schedule)
 def running_keeps_its_order(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """Those who stay keep their order, the admitted follow."""
     victims = set(step.plan.preempted_req_ids)
@@ -98,7 +103,7 @@ def running_keeps_its_order(step: Step, _ledger: Ledger) -> list[Complaint] | No
     return differing("running", expected, list(step.after.running))
 
 
-@check("P16", Schedule, Reset)
+@sentence("P16", Schedule, Reset)
 def queues_keep_their_order(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """The admitted leave; the preempted come to the head, the first preempted furthest back.
 
@@ -116,7 +121,7 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     skipped = [name for name in old.skipped_waiting if name not in admitted]
     if step.config.policy is Policy.PRIORITY and victims:
         waiting.sort(key=lambda name: ledger.lives[name].order)
-    elif step.config.async_scheduling and isinstance(step.event, Schedule) and old.waiting:
+    elif step.config.max_frames_in_flight > 1 and isinstance(step.event, Schedule) and old.waiting:
         moved = passed_over(step, ledger)
         skipped = [*moved, *(name for name in skipped if name not in moved)]
         waiting = [name for name in waiting if name not in moved]
@@ -126,7 +131,7 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     yield from differing("skipped_waiting", skipped, list(step.after.skipped_waiting)) or ()
 
 
-@check("P16", Schedule)
+@sentence("P16", Schedule)
 def preempted_fcfs_are_the_youngest(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """FCFS preempts from the end of the running list."""
     if step.config.policy is not Policy.FCFS or not step.plan.preempted_req_ids:
@@ -136,7 +141,7 @@ def preempted_fcfs_are_the_youngest(step: Step, _ledger: Ledger) -> list[Complai
     return differing("preempted", tail, list(step.plan.preempted_req_ids))
 
 
-@check("P16", Schedule)
+@sentence("P16", Schedule)
 def preempted_priority_never_outrank_survivors(
     step: Step, ledger: Ledger
 ) -> list[Complaint] | None:
@@ -148,7 +153,7 @@ def preempted_priority_never_outrank_survivors(
     return differing("preempted", sorted(ranked[:count]), list(step.plan.preempted_req_ids))
 
 
-@check("P16", Schedule)
+@sentence("P16", Schedule)
 def nobody_is_admitted_after_a_preemption(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """A step that preempts admits nobody: what was just freed is for those who run. A policy."""
     if not step.plan.preempted_req_ids or not step.admitted_rows:
@@ -157,7 +162,7 @@ def nobody_is_admitted_after_a_preemption(step: Step, _ledger: Ledger) -> list[C
     return [Complaint(f"{names} admitted although {step.plan.preempted_req_ids} were preempted")]
 
 
-@check("P16", Schedule)
+@sentence("P16", Schedule)
 def new_blocks_come_from_the_head_of_the_free_queue(
     step: Step, ledger: Ledger
 ) -> list[Complaint] | None:
@@ -177,7 +182,7 @@ def new_blocks_come_from_the_head_of_the_free_queue(
     return differing("free_queue", replay.final, list(step.after.free_queue))
 
 
-@check("P16", Schedule)
+@sentence("P16", Schedule)
 def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """A victim's blocks join the end of the free queue last block first, so that the blocks at
     the end of a prefix are evicted before those at its start.
@@ -201,7 +206,7 @@ def _freed_by_last(step: Step, victims: Sequence[RequestId]) -> list[int]:
     return freed_blocks(step.before, victims)[len(before_it) :]
 
 
-@check("P16", Commit, Abort, Reset)
+@sentence("P16", Commit, Abort, Reset)
 def freed_tail_is_evicted_first(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """Blocks of the ended join the end of the free queue, last block of each table first.
 
@@ -224,7 +229,7 @@ def freed_tail_is_evicted_first(step: Step, _ledger: Ledger) -> list[Complaint] 
     return differing("free_queue", expected, after.free_queue)
 
 
-@check("P16", Commit, Abort)
+@sentence("P16", Commit, Abort)
 def queues_lose_exactly_the_ended(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """A commit or an abort takes the ended out of their queue; the others keep their order."""
     left = step.new.keys()

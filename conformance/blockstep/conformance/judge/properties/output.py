@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
-from blockstep.conformance.judge.properties.check import Complaint, check, difference, differing
 from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
+from blockstep.conformance.judge.properties.sentence import (
+    Complaint,
+    difference,
+    differing,
+    sentence,
+)
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec.vocabulary import (
     Commit,
@@ -110,14 +115,14 @@ def _rows(step: Step) -> tuple[OutputRow, ...]:
     return step.observation.rows
 
 
-@check("P13", Commit)
+@sentence("P13", Commit)
 def delivered_rows_are_those_that_sampled(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """Each unfinished request that sampled gets one row, in order of scheduling; nobody else."""
     expected = [row.request_id for row in expected_outputs(step, ledger)]
     return differing("rows", expected, [row.request_id for row in _rows(step)])
 
 
-@check("P13", Commit)
+@sentence("P13", Commit)
 def delivered_tokens_are_the_sampled_ones_until_the_stop(
     step: Step, ledger: Ledger
 ) -> Iterator[Complaint]:
@@ -130,7 +135,7 @@ def delivered_tokens_are_the_sampled_ones_until_the_stop(
             yield Complaint(what, (difference("new_token_ids", tokens, row.new_token_ids),))
 
 
-@check("P13", Commit)
+@sentence("P13", Commit)
 def finish_reason_is_the_one_that_holds(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """A request ends when and only when a stop condition holds, for the first that holds."""
     expected = {row.request_id: row for row in expected_outputs(step, ledger)}
@@ -148,7 +153,7 @@ def finish_reason_is_the_one_that_holds(step: Step, ledger: Ledger) -> Iterator[
             )
 
 
-@check("P13", Commit)
+@sentence("P13", Commit)
 def finished_request_is_forgotten_and_others_stay(
     step: Step, _ledger: Ledger
 ) -> Iterator[Complaint]:
@@ -160,7 +165,7 @@ def finished_request_is_forgotten_and_others_stay(
         yield Complaint(what, (difference("unfinished", sorted(expected), sorted(step.new)),))
 
 
-@check("P13", Commit)
+@sentence("P13", Commit)
 def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """A state holds as outputs what was delivered, in order."""
     delivered = {row.request_id: row.new_token_ids for row in _rows(step)}
@@ -173,7 +178,7 @@ def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Iter
                 yield Complaint(what, (difference("outputs", expected, new.output_token_ids),))
 
 
-@check("P21", Commit)
+@sentence("P21", Commit)
 def told_cached_tokens_are_those_of_the_first_hit(
     step: Step, ledger: Ledger
 ) -> Iterator[Complaint]:
@@ -186,7 +191,7 @@ def told_cached_tokens_are_those_of_the_first_hit(
             yield Complaint(what, (difference("num_cached_tokens", due, row.num_cached_tokens),))
 
 
-@check("P14", Commit)
+@sentence("P14", Commit)
 def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """After a commit, all but the last token of a request that sampled is computed.
 
@@ -203,7 +208,7 @@ def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Iterator
         known = life.num_prompt + len(new.output_token_ids)
         if flight.samples:
             expected = known + promised.get(flight.request_id, 0) - 1
-        elif step.config.async_scheduling:
+        elif step.config.max_frames_in_flight > 1:
             expected = step.old[flight.request_id].num_computed_tokens
         else:
             expected = flight.end
@@ -214,7 +219,7 @@ def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Iterator
             )
 
 
-@check("P14", Commit)
+@sentence("P14", Commit)
 def commit_changes_only_outputs_and_computed_tokens(
     step: Step, ledger: Ledger
 ) -> Iterator[Complaint]:
@@ -247,7 +252,7 @@ def _flight(step: Step, ledger: Ledger) -> tuple[FlightRow, ...]:
     return ledger.frames.get(step.event.frame_id, ())
 
 
-@check("P24", Schedule)
+@sentence("P24", Schedule)
 def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """A row carries a prefix of the drafts last attached to its request, after its known tokens.
 
@@ -265,7 +270,7 @@ def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> 
             )
 
 
-@check("P24", Schedule, Commit, Drafts)
+@sentence("P24", Schedule, Commit, Drafts)
 def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """A state holds as drafts what was proposed last and taken, until it is scheduled.
 
@@ -294,7 +299,7 @@ def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> It
                 yield Complaint(what, (difference("spec_token_ids", expected, new.spec_token_ids),))
 
 
-@check("P24", Drafts)
+@sentence("P24", Drafts)
 def drafts_are_taken_only_for_the_next_position(
     step: Step, ledger: Ledger
 ) -> list[Complaint] | None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from blockstep.conformance.judge.properties.check import Complaint, check, difference
 from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.sentence import Complaint, difference, sentence
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
@@ -25,7 +25,7 @@ from blockstep.spec.vocabulary import (
 )
 
 
-@check("P1", Schedule, Commit, Abort, Reset)
+@sentence("P1", Schedule, Commit, Abort, Reset)
 def pool_keeps_its_size(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """A state speaks of each block of the pool, no more and no fewer."""
     after, num_blocks = step.after, step.config.num_blocks
@@ -35,7 +35,7 @@ def pool_keeps_its_size(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     return [Complaint(f"{sizes[0]} ref counts and {sizes[1]} keys for {num_blocks} blocks")]
 
 
-@check("P1", Schedule, Commit, Abort, Reset)
+@sentence("P1", Schedule, Commit, Abort, Reset)
 def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """Its ref count is the number of its holders; free ones are in the free queue, once."""
     after, num_blocks = step.after, step.config.num_blocks
@@ -63,7 +63,7 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> list[Complaint] 
     return None
 
 
-@check("P1", Schedule, Commit, Abort, Reset)
+@sentence("P1", Schedule, Commit, Abort, Reset)
 def null_block_is_nobodys(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """The null block is never queued, held or published."""
     after = step.after
@@ -76,7 +76,7 @@ def null_block_is_nobodys(step: Step, _ledger: Ledger) -> list[Complaint] | None
     return None
 
 
-@check("P2", Schedule)
+@sentence("P2", Schedule)
 def no_table_names_a_block_twice(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """Two positions of one request never share a block."""
     for request in step.after.requests:
@@ -85,7 +85,7 @@ def no_table_names_a_block_twice(step: Step, _ledger: Ledger) -> Iterator[Compla
                 yield Complaint(f"{request.request_id!r} has the block table {table}")
 
 
-@check("P2", Schedule, Commit)
+@sentence("P2", Schedule, Commit)
 def block_still_to_be_written_has_one_holder(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """From the first block that is not full of known, computed tokens on, blocks are exclusive."""
     ref_counts = step.after.ref_counts
@@ -97,7 +97,7 @@ def block_still_to_be_written_has_one_holder(step: Step, ledger: Ledger) -> Iter
             )
 
 
-@check("P4", Schedule, Commit)
+@sentence("P4", Schedule, Commit)
 def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """A block is not findable while a later step will write to it."""
     block_keys = step.after.block_keys
@@ -119,7 +119,7 @@ def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[RequestSnapshot
     return found
 
 
-@check("P3", Schedule, Commit, Abort, Reset)
+@sentence("P3", Schedule, Commit, Abort, Reset)
 def cache_map_and_blocks_agree(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """The cache map has a block under a key exactly if the block carries the key, and once."""
     after = step.after
@@ -138,7 +138,7 @@ def cache_map_and_blocks_agree(step: Step, _ledger: Ledger) -> list[Complaint] |
     return None
 
 
-@check("P3", Schedule)
+@sentence("P3", Schedule)
 def nothing_is_cached_without_caching(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """With prefix caching off, no block carries a key."""
     if step.config.enable_prefix_caching or not step.after.cached:
@@ -146,7 +146,7 @@ def nothing_is_cached_without_caching(step: Step, _ledger: Ledger) -> list[Compl
     return [Complaint("a block is cached although prefix caching is off")]
 
 
-@check("P3", Schedule)
+@sentence("P3", Schedule)
 def computed_full_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Once a row is dispatched, its blocks that are full of known tokens can be found.
 
@@ -181,7 +181,7 @@ def _published(step: Step, ledger: Ledger, row: PlannedRow) -> tuple[int, int]:
     return first, max(first, end)
 
 
-@check("P4", Schedule)
+@sentence("P4", Schedule)
 def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """A key appears on a block only if the block was full before, or a row of the plan fills it.
 
@@ -240,7 +240,7 @@ def _delivered(step: Step) -> dict[RequestId, TokenIds]:
     return {row.request_id: row.new_token_ids for row in step.observation.rows}
 
 
-@check("P3", Commit)
+@sentence("P3", Commit)
 def verified_full_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Under asynchronous scheduling a commit makes findable what its tokens filled and verified.
 
@@ -261,7 +261,7 @@ def verified_full_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[C
             )
 
 
-@check("P4", Commit)
+@sentence("P4", Commit)
 def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """A commit changes keys of those blocks only that it verified, and takes none away.
 
@@ -289,7 +289,7 @@ def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[C
         yield Complaint("the cache map holds something else than was published, in order")
 
 
-@check("P3", Schedule, Commit)
+@sentence("P3", Schedule, Commit)
 def held_block_carries_the_name_of_its_tokens(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """The key of a held block names the tokens of whoever holds it."""
     names = ledger.names
@@ -301,7 +301,7 @@ def held_block_carries_the_name_of_its_tokens(step: Step, ledger: Ledger) -> Ite
             )
 
 
-@check("P6", Schedule, Commit)
+@sentence("P6", Schedule, Commit)
 def held_block_carries_the_extra_keys_of_its_request(
     step: Step, ledger: Ledger
 ) -> Iterator[Complaint]:

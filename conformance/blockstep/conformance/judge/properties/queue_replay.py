@@ -72,7 +72,7 @@ def in_policy_order(config: Config, ledger: Ledger, snapshot: Snapshot) -> list[
 
 def is_passed_over(ledger: Ledger, request: RequestSnapshot) -> bool:
     """Whether a request waits for something outside: its grammar, or its tokens in flight."""
-    if ledger.placeholders(request.request_id):
+    if ledger.promised.get(request.request_id):
         return True
     return (
         request.status is Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from blockstep.conformance.judge.properties.amounts import blocks_for, longest_extent
-from blockstep.conformance.judge.properties.check import Complaint, check, difference
 from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
+from blockstep.conformance.judge.properties.sentence import Complaint, difference, sentence
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec.vocabulary import (
     EVENT_TYPES,
@@ -25,7 +25,7 @@ from blockstep.spec.vocabulary import (
 )
 
 
-@check("P7", Rejected)
+@sentence("P7", Rejected)
 def rejected_event_changes_nothing(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """The state after a refusal is the state before it, statistics included."""
     before, after = step.before, step.after
@@ -44,7 +44,7 @@ def rejected_event_changes_nothing(step: Step, _ledger: Ledger) -> list[Complain
     ]
 
 
-@check("P11", Submit)
+@sentence("P11", Submit)
 def accepted_request_fits_an_empty_pool(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """What was accepted can be served: at its longest it fits the pool when nobody else runs."""
     assert isinstance(step.event, Submit)
@@ -52,7 +52,7 @@ def accepted_request_fits_an_empty_pool(step: Step, _ledger: Ledger) -> list[Com
     return None if code is None else [Complaint(f"accepted, but can never be served: {code}")]
 
 
-@check("P11", Rejected)
+@sentence("P11", Rejected)
 def request_is_refused_for_its_size_only_if_it_never_fits(
     step: Step, _ledger: Ledger
 ) -> list[Complaint] | None:
@@ -67,7 +67,7 @@ def request_is_refused_for_its_size_only_if_it_never_fits(
     return None if true is code else [Complaint(f"refused as {code}, which is not so")]
 
 
-@check("P18", Rejected)
+@sentence("P18", Rejected)
 def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """The code of a refusal is the one that the event earned."""
     assert isinstance(step.observation, Rejected)
@@ -79,7 +79,7 @@ def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> list[Complaint] |
     return [Complaint("the event was refused, but not for that", differences)]
 
 
-@check("P18", *EVENT_TYPES)
+@sentence("P18", *EVENT_TYPES)
 def stale_or_wrong_event_is_refused(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """What is malformed, unknown, late or a duplicate is not taken."""
     expected = due_refusal(step.config, step.event, ledger)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from blockstep.conformance.judge.properties.check import Complaint, check, difference, differing
 from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.sentence import (
+    Complaint,
+    difference,
+    differing,
+    sentence,
+)
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec.vocabulary import (
     Abort,
@@ -55,7 +60,7 @@ _STILL_ASYNC = {
 """Likewise under asynchronous scheduling, where a commit publishes blocks."""
 
 
-@check("P18", *_STILL)
+@sentence("P18", *_STILL)
 def event_leaves_alone_what_it_is_not_about(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """An event changes only what it is about: an abort no frame, a pause no queue, and so on."""
     before, after = step.before, step.after
@@ -69,7 +74,7 @@ def event_leaves_alone_what_it_is_not_about(step: Step, _ledger: Ledger) -> list
     return found or None
 
 
-@check("P18", Submit, Drafts, GrammarReady, Abort)
+@sentence("P18", Submit, Drafts, GrammarReady, Abort)
 def event_leaves_other_requests_alone(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """Requests that an event does not name, or whose part in it was dropped, are as before."""
     concerned = _concerned(step)
@@ -100,7 +105,7 @@ def _besides(step: Step, request: RequestSnapshot) -> list[object]:
     return [getattr(request, name) for name in type(request).__dataclass_fields__ if name != field]
 
 
-@check("P18", GrammarReady, SetPause)
+@sentence("P18", GrammarReady, SetPause)
 def signal_is_remembered(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """A compiled grammar is marked as ready, also twice; a pause state is as set."""
     if isinstance(step.event, SetPause):
@@ -112,7 +117,7 @@ def signal_is_remembered(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     return [Complaint(f"the grammar of {step.event.request_id!r} is not marked as ready")]
 
 
-@check("P18", Abort)
+@sentence("P18", Abort)
 def abort_ends_exactly_the_unfinished_it_names(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Those named and unfinished end, once each, in the order named; unknown ids do nothing."""
     assert isinstance(step.event, Abort)
@@ -123,7 +128,7 @@ def abort_ends_exactly_the_unfinished_it_names(step: Step, ledger: Ledger) -> It
     yield from differing("unfinished", sorted(left), sorted(step.new)) or ()
 
 
-@check("P25", Reset)
+@sentence("P25", Reset)
 def reset_empties_the_cache(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """After a reset that succeeded no block can be found, whoever published it."""
     assert isinstance(step.observation, ResetDone)
@@ -135,7 +140,7 @@ def reset_empties_the_cache(step: Step, _ledger: Ledger) -> list[Complaint] | No
     return None
 
 
-@check("P25", Commit)
+@sentence("P25", Commit)
 def answer_from_before_a_reset_publishes_nothing(
     step: Step, ledger: Ledger
 ) -> list[Complaint] | None:
@@ -149,7 +154,7 @@ def answer_from_before_a_reset_publishes_nothing(
     return [Complaint(f"frame {step.event.frame_id}, planned before the reset, published a block")]
 
 
-@check("P25", Reset)
+@sentence("P25", Reset)
 def reset_succeeds_unless_blocks_are_held(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """By force always; otherwise only if nobody holds a block."""
     assert isinstance(step.event, Reset)
@@ -159,7 +164,7 @@ def reset_succeeds_unless_blocks_are_held(step: Step, _ledger: Ledger) -> list[C
     return differing("success", expected, step.observation.success)
 
 
-@check("P25", Reset)
+@sentence("P25", Reset)
 def forced_reset_preempts_all_who_run(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """By force nobody runs on with KV from before; otherwise no request changes."""
     assert isinstance(step.event, Reset)
@@ -176,7 +181,7 @@ def forced_reset_preempts_all_who_run(step: Step, _ledger: Ledger) -> Iterator[C
             yield Complaint(f"a reset changed {name!r}, which did not run")
 
 
-@check("P25", Reset)
+@sentence("P25", Reset)
 def refused_reset_changes_nothing(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """A reset that says no leaves the cache as it is."""
     assert isinstance(step.observation, ResetDone)

@@ -2,13 +2,13 @@
 
 A name stands for a whole chain, from a root that holds adapter and salt:
 
-    root(adapter, salt) <- (token 0, item 0) <- (token 1, item 1) <- ... <- (token p, item p)
+    root(adapter, salt) <- (token 0, extra 0) <- (token 1, extra 1) <- ... <- (token p, extra p)
 
-Two positions have the same name exactly if everything that shaped their KV is the same. `item p`
+Two positions have the same name exactly if everything that shaped their KV is the same. `extra p`
 says which multimodal item starts at position p or goes on into p's block there, and how far into
-the item p is. An item is named once per block, not once per position: its identifier names its
-whole content, so a shorter item of the same identifier would be a client's mistake, not an
-engine's.
+the item p is; and which embedding stands at p instead of the token's own. An item is named once per
+block, not once per position: its identifier names its whole content, so a shorter item of the same
+identifier would be a client's mistake, not an engine's.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import TypeAlias
 from blockstep.spec.vocabulary import BlockKey, Request
 
 Name: TypeAlias = int
-ItemStart: TypeAlias = tuple[str, int]
-"""Identifier of an item, and how far into it the position is."""
+Extra: TypeAlias = tuple[str | int, ...]
+"""Identifier of an item and how far into it the position is; then the number of an embedding."""
 
 NEVER_WRITTEN: Name = -1
 """Held by a slot that no plan ever wrote."""
@@ -55,7 +55,7 @@ class PrefixNames:
         chain: list[Name],
         root: Name,
         tokens: Sequence[int],
-        items: Mapping[int, ItemStart],
+        extras: Mapping[int, Extra],
         first: int,
     ) -> None:
         """Append the names of `tokens`, which stand at positions `first`, `first` + 1, ...
@@ -66,7 +66,7 @@ class PrefixNames:
         parent = chain[-1] if chain else root
         for position, token in enumerate(tokens, first):
             link: tuple[object, ...] = (
-                (parent, token, items[position]) if position in items else (parent, token)
+                (parent, token, extras[position]) if position in extras else (parent, token)
             )
             name = children.get(link)
             if name is None:
@@ -139,16 +139,18 @@ class PrefixNames:
     def _slots(self, key: BlockKey, parent_slots: list[Name]) -> list[Name]:
         """The names of `key`'s slots, after those of its parent."""
         size = self.block_size
-        starts: dict[int, ItemStart] = {}
+        extras: dict[int, Extra] = {}
         for identifier, offset in key.items:
             slot = max(offset, 0)
-            if slot >= size or slot in starts:
+            if slot >= size or slot in extras:
                 return self._odd(key)
-            starts[slot] = (identifier, slot - offset)
+            extras[slot] = (identifier, slot - offset)
+        _add_embeds(extras, key.embeds)
         parent = key.parent
         is_first = parent is None
         if (
             len(key.token_ids) != size
+            or len(key.embeds) > size
             or key.group != 0
             or (parent is not None and (key.cache_salt is not None or not parent_slots))
             or (parent is not None and parent.adapter != key.adapter)
@@ -156,7 +158,7 @@ class PrefixNames:
             return self._odd(key)
         root = self.root(key.adapter, key.cache_salt) if is_first else parent_slots[-1]
         slots: list[Name] = []
-        self.extend(slots, root, key.token_ids, starts, 0)
+        self.extend(slots, root, key.token_ids, extras, 0)
         return slots
 
     def _odd(self, key: BlockKey) -> list[Name]:
@@ -164,13 +166,22 @@ class PrefixNames:
         return [self._root(("odd", key, slot)) for slot in range(self.block_size)]
 
 
-def item_starts(request: Request, block_size: int) -> dict[int, ItemStart]:
-    """Where an item starts, or goes on into another block, by position in the prompt."""
-    starts: dict[int, ItemStart] = {}
+def extras_of(request: Request, block_size: int) -> dict[int, Extra]:
+    """By position in the prompt: what else than the token shapes the KV there.
+
+    That is an item which starts there, or goes on into another block, and an embedding.
+    """
+    extras: dict[int, Extra] = {}
     for item in request.items:
         end = item.offset + item.length
-        starts[item.offset] = (item.identifier, 0)
+        extras[item.offset] = (item.identifier, 0)
         next_block = (item.offset // block_size + 1) * block_size
         for position in range(next_block, end, block_size):
-            starts[position] = (item.identifier, position - item.offset)
-    return starts
+            extras[position] = (item.identifier, position - item.offset)
+    _add_embeds(extras, request.prompt_embeds)
+    return extras
+
+
+def _add_embeds(extras: dict[int, Extra], embeds: Sequence[int]) -> None:
+    for position, number in enumerate(embeds):
+        extras[position] = (*extras.get(position, ()), number)

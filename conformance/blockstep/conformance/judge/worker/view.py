@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from blockstep.conformance.judge.worker.names import Name, PrefixNames, item_starts
+from blockstep.conformance.judge.worker.names import Name, PrefixNames, extras_of
 from blockstep.spec.vocabulary import Request, TokenIds
 
 
@@ -14,8 +15,8 @@ class RequestView:
     __slots__ = (
         "block_size",
         "chain",
+        "extras",
         "is_preempted",
-        "items",
         "may_resume",
         "names",
         "num_computed",
@@ -36,7 +37,7 @@ class RequestView:
         self.names = names
         self.block_size = names.block_size
         self.root = names.root(request.adapter, request.cache_salt)
-        self.items = item_starts(request, names.block_size)
+        self.extras = extras_of(request, names.block_size)
         self.tokens = list(request.prompt_token_ids)
         """Prompt, and what it sampled so far."""
         self.num_prompt = len(self.tokens)
@@ -83,10 +84,10 @@ class RequestView:
             known = len(self.tokens)
             if start < known:
                 self.names.extend(
-                    chain, self.root, self.tokens[start : min(end, known)], self.items, start
+                    chain, self.root, self.tokens[start : min(end, known)], self.extras, start
                 )
             if end > known:
-                self.names.extend(chain, self.root, drafts[: end - known], self.items, known)
+                self.names.extend(chain, self.root, drafts[: end - known], self.extras, known)
         for page in range(len(self.pages), end // size):
             self.pages.append(chain[page * size : (page + 1) * size])
 
@@ -94,3 +95,32 @@ class RequestView:
         """Forget the names of positions from `end` on: those tokens are not known any more."""
         del self.chain[end:]
         del self.pages[end // self.block_size :]
+
+
+@dataclass(slots=True)
+class FrameRow:
+    """What one request does in one dispatched plan."""
+
+    view: RequestView
+    first: int
+    """Position of the first token that runs."""
+    end: int
+    """One past the last."""
+    drafts: TokenIds
+    samples: bool
+    """The worker's own decision: all tokens it knows are computed once this has run."""
+    num_known: int
+    """Tokens it knew before."""
+    sampled: TokenIds = ()
+    is_astray: bool = False
+    """It read KV of something else."""
+
+    @property
+    def num_promised(self) -> int:
+        """Tokens that the row could bring."""
+        return 1 + len(self.drafts) if self.samples else 0
+
+    @property
+    def num_rejected(self) -> int:
+        """Drafts that were not accepted."""
+        return self.num_promised - len(self.sampled)

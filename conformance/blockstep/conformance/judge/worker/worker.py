@@ -4,20 +4,17 @@
 
 It decides by itself what each request holds, which rows sample and which drafts are right. A plan
 runs when it is dispatched; its answer may be committed much later, and by then the worker is ahead
-of the scheduler by what the frames in flight have sampled, and by the drafts they rejected. Each
-slot of its KV remembers the exact prefix that it was written for; each attended slot is checked
-when it is read. So "wrong tokens" is seen in the step in which it happens.
+of the scheduler by what the frames in flight have sampled, and by the drafts they rejected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
-from blockstep.conformance.judge.worker.names import BEFORE_RESET, NEVER_WRITTEN, Name, PrefixNames
-from blockstep.conformance.judge.worker.view import RequestView
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.judge.worker.kv import TaggedKV
+from blockstep.conformance.judge.worker.view import FrameRow, RequestView
+from blockstep.conformance.protocol.findings import Difference, Finding
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     BlockId,
@@ -44,47 +41,13 @@ NextToken: TypeAlias = Callable[[Sequence[int]], int]
 """Which token truly follows a text. Deterministic: what a request must get is unique."""
 
 
-@dataclass(slots=True)
-class FrameRow:
-    """What one request does in one dispatched plan."""
-
-    view: RequestView
-    first: int
-    """Position of the first token that runs."""
-    end: int
-    """One past the last."""
-    drafts: TokenIds
-    samples: bool
-    """The worker's own decision: all tokens it knows are computed once this has run."""
-    num_known: int
-    """Tokens it knew before."""
-    sampled: TokenIds = ()
-    is_astray: bool = False
-    """It read KV of something else."""
-
-    @property
-    def num_promised(self) -> int:
-        """Tokens that the row could bring."""
-        return 1 + len(self.drafts) if self.samples else 0
-
-    @property
-    def num_rejected(self) -> int:
-        """Drafts that were not accepted."""
-        return self.num_promised - len(self.sampled)
-
-
-class Worker:
+class Worker(TaggedKV):
     """A model worker. One object is one run."""
 
     def __init__(self, config: Config, next_token: NextToken) -> None:
-        self.config = config
+        super().__init__(config)
         self.next_token = next_token
-        self.names = PrefixNames(config.block_size)
         self.views: dict[RequestId, RequestView] = {}
-        self.kv: list[list[Name]] = [
-            [NEVER_WRITTEN] * config.block_size for _ in range(config.num_blocks)
-        ]
-        """The name of what each slot holds, by block id and slot."""
         self.last_plan: Plan | None = None
         self.acceptance: tuple[int, ...] = (0,)
         """How many drafts are right, by turns, where the worker keeps its drafts to itself."""
@@ -92,9 +55,6 @@ class Worker:
         """Dispatched, and their commit not heard of."""
         self._num_proposals = 0
         self._last_scheduled: set[RequestId] = set()
-        self._checked: list[object] = [None] * config.num_blocks
-        """The key for which a block was found right, until the block is written again."""
-        self._findings: list[Finding] = []
         self._hears_more_than_plans = False
         """Somebody tells it of commits, so of resets too; else it cannot know of forced ones."""
 
@@ -253,6 +213,12 @@ class Worker:
             self._complain(
                 "preempted_request_returns_resumed", f"{row.request_id!r} holds no block here"
             )
+        elif view.num_unreported and not self.config.async_scheduling:
+            self._complain(
+                "row_waits_for_the_token_of_its_request",
+                f"{row.request_id!r} runs again before its token in flight is known",
+                property_id="P13",
+            )
         view.table.extend(blocks)
         expected = view.num_computed + view.num_rejected
         if row.num_computed_tokens != expected:
@@ -318,94 +284,6 @@ class Worker:
         first = min(first, end)
         return FrameRow(view, first, end, drafts, samples=end >= known, num_known=known)
 
-    # KV.
-
-    def _write(self, rows: list[FrameRow]) -> None:
-        """Every row writes its slots, in plan order."""
-        size, kv, checked = self.config.block_size, self.kv, self._checked
-        writers: dict[BlockId, tuple[FrameRow, int]] = {}
-        for row in rows:
-            view, position, end = row.view, row.first, row.end
-            view.name_positions(end, row.drafts)
-            chain, table = view.chain, view.table
-            while position < end:
-                index = position // size
-                slot = position - index * size
-                stop = min(end, (index + 1) * size)
-                block = table[index]
-                kv[block][slot : slot + stop - position] = chain[position:stop]
-                checked[block] = None
-                if block in writers:
-                    self._complain_shared(writers[block], (row, index), block)
-                writers[block] = (row, index)
-                position = stop
-        for row in rows:
-            self._check_exclusive(row, writers)
-
-    def _check_exclusive(self, row: FrameRow, writers: dict[BlockId, tuple[FrameRow, int]]) -> None:
-        """A written block is in no other table, except as a hit at the same position."""
-        size, table = self.config.block_size, row.view.table
-        written = range(row.first // size, -(-row.end // size))
-        others = table[: written.start] + table[written.stop :]
-        if writers.keys().isdisjoint(others):
-            return
-        for index, block in enumerate(table):
-            if block in writers and index not in written:
-                writer, position = writers[block]
-                if writer is row or position != index:
-                    self._complain_shared(writers[block], (row, index), block)
-
-    def _read(self, row: FrameRow) -> None:
-        """Every position up to the last scheduled one must hold what this request expects."""
-        view, size, kv = row.view, self.config.block_size, self.kv
-        full, rest = divmod(row.end, size)
-        table = view.table
-        is_right = [kv[block] for block in table[:full]] == view.pages[:full]
-        if is_right and rest:
-            is_right = kv[table[full]][:rest] == view.chain[full * size : row.end]
-        if not is_right:
-            row.is_astray = True
-            self._complain_read(row)
-
-    def _complain_read(self, row: FrameRow) -> None:
-        """Name the first attended slot that holds something else."""
-        view, size = row.view, self.config.block_size
-        for position, expected in enumerate(view.chain[: row.end]):
-            block = view.table[position // size]
-            seen = self.kv[block][position % size]
-            if seen != expected:
-                self._complain(
-                    *self._blame("attended_slot", expected, seen),
-                    Difference(
-                        f"kv[{block}][{position % size}]",
-                        self.names.show(expected),
-                        self.names.show(seen),
-                        f"read by {view.request.request_id!r} at position {position}",
-                    ),
-                    property_id=self._property(expected, seen),
-                )
-                return
-
-    def _property(self, expected: Name, seen: Name) -> str:
-        if seen == NEVER_WRITTEN:
-            return "P4"
-        if seen == BEFORE_RESET:
-            return "P25"
-        return "P6" if self.names.same_tokens(expected, seen) else "P3"
-
-    def _blame(self, what: str, expected: Name, seen: Name) -> tuple[str, str]:
-        """Sentence and message for a slot that holds something else than it should."""
-        messages = {
-            "P4": (f"{what}_was_written", "the slot was never written"),
-            "P25": (f"{what}_was_written_since_the_reset", "the KV is from before the reset"),
-            "P6": (
-                f"{what}_is_of_the_same_adapter_salt_and_items",
-                "the tokens are the same, adapter, salt or items are not",
-            ),
-            "P3": (f"{what}_holds_the_right_prefix", "the KV is of another prefix"),
-        }
-        return messages[self._property(expected, seen)]
-
     # Answers.
 
     def answer(self, frame_id: FrameId) -> tuple[RowTokens, ...]:
@@ -464,37 +342,10 @@ class Worker:
 
     def reset(self, forced: bool) -> None:
         """The cache was emptied: nothing written so far may be read again (P25)."""
-        for block, slots in enumerate(self.kv):
-            self._checked[block] = None
-            slots[:] = [name if name == NEVER_WRITTEN else BEFORE_RESET for name in slots]
+        self.forget()
         if forced:
             for view in self.views.values():
                 view.may_resume = True
-
-    def check_published(self, snapshot: Snapshot) -> list[Finding]:
-        """Every block that can be hit must hold, completely, what its key names (P3, P4, P6)."""
-        self._findings = []
-        checked = self._checked
-        for block, key in enumerate(snapshot.block_keys):
-            if key is None or checked[block] is key:
-                continue
-            expected = self.names.of_key(key)
-            if self.kv[block] == expected:
-                checked[block] = key
-                continue
-            slot, name, seen = next(
-                (slot, name, seen)
-                for slot, (name, seen) in enumerate(zip(expected, self.kv[block], strict=True))
-                if name != seen
-            )
-            self._complain(
-                *self._blame("published_block", name, seen),
-                Difference(
-                    f"kv[{block}][{slot}]", self.names.show(name), self.names.show(seen), repr(key)
-                ),
-                property_id=self._property(name, seen),
-            )
-        return self._findings
 
     def check_view(self, snapshot: Snapshot) -> list[Finding]:
         """What the plans told must be what the state says (P26).
@@ -532,25 +383,6 @@ class Worker:
                         Difference(name, _shown(state), _shown(seen), "state; worker"),
                     )
         return self._findings
-
-    # Complaints.
-
-    def _complain_shared(
-        self, writer: tuple[FrameRow, int], other: tuple[FrameRow, int], block: BlockId
-    ) -> None:
-        places = " and ".join(
-            f"{row.view.request.request_id!r} at index {index}" for row, index in (writer, other)
-        )
-        self._complain(
-            "written_block_is_in_one_place", f"block {block} is of {places}", property_id="P2"
-        )
-
-    def _complain(
-        self, sentence: str, message: str, *differences: Difference, property_id: str = "P26"
-    ) -> None:
-        self._findings.append(
-            Finding(FindingKind.PROPERTY, property_id, sentence, message, differences)
-        )
 
 
 def _shown(value: object) -> str:

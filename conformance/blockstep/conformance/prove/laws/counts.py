@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from blockstep.conformance.prove.law import Room, instead
-from blockstep.spec.step.schedule import (
-    compute_num_running_tokens,
-    compute_num_waiting_tokens,
-    is_past_max_tokens,
-)
+from blockstep.spec.step.share import compute_share, is_past_max_tokens
 
 ROOM = Room("counts")
 
@@ -16,73 +12,113 @@ ROOM = Room("counts")
 
 
 def budget_is_overdrawn_by_a_decode(
-    num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
+    num_wanted: int,
+    num_computed: int,
+    threshold: int,
+    budget: int,
+    end: int,
+    is_whole: bool = False,
 ) -> int:
     """A shortcut for the plain decode, taken without a look at the budget."""
-    if num_with_spec - num_computed == 1:
+    if num_wanted - num_computed == 1:
         return 1
-    capped = threshold if 0 < threshold < num_with_spec - num_computed else budget
-    return min(num_with_spec - num_computed, capped, budget, max_model_len - 1 - num_computed)
+    capped = threshold if 0 < threshold < num_wanted - num_computed else budget
+    return min(num_wanted - num_computed, capped, budget, end - num_computed)
 
 
 def last_position_is_computed_too(
-    num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
+    num_wanted: int,
+    num_computed: int,
+    threshold: int,
+    budget: int,
+    end: int,
+    is_whole: bool = False,
 ) -> int:
     """The room is counted up to the model length itself."""
-    num_new = num_with_spec - num_computed
+    num_new = num_wanted - num_computed
     if 0 < threshold < num_new:
         num_new = threshold
-    return min(num_new, budget, max_model_len - num_computed)
+    return min(num_new, budget, end + 1 - num_computed)
 
 
 def threshold_is_for_newcomers_only(
-    num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
+    num_wanted: int,
+    num_computed: int,
+    threshold: int,
+    budget: int,
+    end: int,
+    is_whole: bool = False,
 ) -> int:
     """A runner is not held to it."""
-    return min(num_with_spec - num_computed, budget, max_model_len - 1 - num_computed)
+    return min(num_wanted - num_computed, budget, end - num_computed)
 
 
 def threshold_is_a_minimum(
-    num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
+    num_wanted: int,
+    num_computed: int,
+    threshold: int,
+    budget: int,
+    end: int,
+    is_whole: bool = False,
 ) -> int:
     """A request is given the threshold even where its gap is smaller."""
-    num_new = max(num_with_spec - num_computed, threshold)
-    return min(num_new, budget, max_model_len - 1 - num_computed)
+    num_new = max(num_wanted - num_computed, threshold)
+    return min(num_new, budget, end - num_computed)
 
 
 def threshold_is_taken_off_the_budget(
-    num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
+    num_wanted: int,
+    num_computed: int,
+    threshold: int,
+    budget: int,
+    end: int,
+    is_whole: bool = False,
 ) -> int:
     """What the threshold reserves for others is not given to anybody."""
-    num_new = num_with_spec - num_computed
-    return min(num_new, max(budget - threshold, 1), max_model_len - 1 - num_computed)
+    num_new = num_wanted - num_computed
+    return min(num_new, max(budget - threshold, 1), end - num_computed)
 
 
 def chunk_is_rounded_down_to_blocks(
-    num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
+    num_wanted: int,
+    num_computed: int,
+    threshold: int,
+    budget: int,
+    end: int,
+    is_whole: bool = False,
 ) -> int:
     """Chunks end at a block of 16; upstream does so for recurrent state ('align')."""
-    num_new = num_with_spec - num_computed
+    num_new = num_wanted - num_computed
     if 0 < threshold < num_new:
         num_new = threshold
-    num_new = min(num_new, budget, max_model_len - 1 - num_computed)
-    return num_new if num_new == num_with_spec - num_computed else num_new // 16 * 16
+    num_new = min(num_new, budget, end - num_computed)
+    return num_new if num_new == num_wanted - num_computed else num_new // 16 * 16
 
 
 def threshold_of_zero_caps(
-    num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
+    num_wanted: int,
+    num_computed: int,
+    threshold: int,
+    budget: int,
+    end: int,
+    is_whole: bool = False,
 ) -> int:
     """Zero is taken as a cap instead of as no cap."""
-    num_new = min(num_with_spec - num_computed, threshold)
-    return min(num_new, budget, max_model_len - 1 - num_computed)
+    num_new = min(num_wanted - num_computed, threshold)
+    return min(num_new, budget, end - num_computed)
 
 
 def whoever_does_not_fit_waits(
-    num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
+    num_wanted: int,
+    num_computed: int,
+    threshold: int,
+    budget: int,
+    end: int,
+    is_whole: bool = False,
 ) -> int:
     """No chunking: all or nothing."""
-    num_new = num_with_spec - num_computed
-    return num_new if num_new <= min(budget, max_model_len - 1 - num_computed) else 0
+    num_new = num_wanted - num_computed
+    return num_new if num_new <= min(budget, end - num_computed) else 0
 
 
 def drafts_count_as_sure(
@@ -106,20 +142,58 @@ def nothing_in_flight_counts_as_a_promise(
     return num_computed + 2 - num_placeholders >= num_prompt + max_tokens
 
 
-def hit_is_computed_again(num_known: int, num_hit: int, threshold: int) -> int:
+def hit_is_computed_again(
+    num_wanted: int,
+    num_computed: int,
+    threshold: int,
+    budget: int,
+    end: int,
+    is_whole: bool = False,
+) -> int:
     """The hit is not taken off."""
-    return threshold if 0 < threshold < num_known else num_known
+    return min(threshold if 0 < threshold < num_wanted else num_wanted, budget)
 
 
-def hit_counts_twice(num_known: int, num_hit: int, threshold: int) -> int:
+def hit_counts_twice(
+    num_wanted: int,
+    num_computed: int,
+    threshold: int,
+    budget: int,
+    end: int,
+    is_whole: bool = False,
+) -> int:
     """The hit is taken off once more where the threshold caps."""
-    num_new = num_known - num_hit
-    return threshold - min(num_hit, threshold) if 0 < threshold < num_new else num_new
+    num_new = num_wanted - num_computed
+    capped = 0 < threshold < num_new
+    return min(threshold - min(num_computed, threshold) if capped else num_new, budget)
 
 
-def threshold_is_for_runners_only(num_known: int, num_hit: int, threshold: int) -> int:
-    """A newcomer is not held to the threshold."""
-    return num_known - num_hit
+def threshold_is_for_runners_only(
+    num_wanted: int,
+    num_computed: int,
+    threshold: int,
+    budget: int,
+    end: int,
+    is_whole: bool = False,
+) -> int:
+    """A newcomer, which is told by having no room behind what it wants, is not held to it."""
+    capped = threshold if end > num_wanted and threshold > 0 else budget
+    return min(num_wanted - num_computed, capped, budget, end - num_computed)
+
+
+def part_is_taken_for_the_whole(
+    num_wanted: int,
+    num_computed: int,
+    threshold: int,
+    budget: int,
+    end: int,
+    is_whole: bool = False,
+) -> int:
+    """A newcomer is cut into chunks although chunking is off."""
+    num_new = num_wanted - num_computed
+    if 0 < threshold < num_new:
+        num_new = threshold
+    return min(num_new, budget, end - num_computed)
 
 
 # A running request.
@@ -128,7 +202,7 @@ def threshold_is_for_runners_only(num_known: int, num_hit: int, threshold: int) 
 @ROOM.law(
     "P9",
     witness=(20, 4, 8, 6, 100),
-    twins=(instead(compute_num_running_tokens, budget_is_overdrawn_by_a_decode),),
+    twins=(instead(compute_share, budget_is_overdrawn_by_a_decode),),
 )
 def check_running_request_stays_within_the_budget(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
@@ -136,9 +210,7 @@ def check_running_request_stays_within_the_budget(
     """Whatever the caps are, zero budget included."""
     assert 0 <= num_computed <= num_with_spec and 0 <= threshold and 0 <= budget
     assert 2 <= max_model_len
-    num_new = compute_num_running_tokens(
-        num_with_spec, num_computed, threshold, budget, max_model_len
-    )
+    num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
     assert num_new <= budget
     return True
 
@@ -146,7 +218,7 @@ def check_running_request_stays_within_the_budget(
 @ROOM.law(
     "P9",
     witness=(20, 4, 8, 6, 100),
-    twins=(instead(compute_num_running_tokens, last_position_is_computed_too),),
+    twins=(instead(compute_share, last_position_is_computed_too),),
 )
 def check_position_before_the_model_length_is_never_computed(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
@@ -154,9 +226,7 @@ def check_position_before_the_model_length_is_never_computed(
     """The token sampled before it was the last one."""
     assert 0 <= num_computed <= num_with_spec and 0 <= threshold and 0 <= budget
     assert 2 <= max_model_len
-    num_new = compute_num_running_tokens(
-        num_with_spec, num_computed, threshold, budget, max_model_len
-    )
+    num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
     assert num_computed + num_new <= max_model_len - 1
     return True
 
@@ -164,7 +234,7 @@ def check_position_before_the_model_length_is_never_computed(
 @ROOM.law(
     "P9",
     witness=(20, 4, 8, 60, 100),
-    twins=(instead(compute_num_running_tokens, threshold_is_for_newcomers_only),),
+    twins=(instead(compute_share, threshold_is_for_newcomers_only),),
 )
 def check_running_request_stays_within_the_threshold(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
@@ -172,9 +242,7 @@ def check_running_request_stays_within_the_threshold(
     """One request gets no more than that in one step."""
     assert 0 <= num_computed <= num_with_spec and 0 < threshold and 0 <= budget
     assert 2 <= max_model_len
-    num_new = compute_num_running_tokens(
-        num_with_spec, num_computed, threshold, budget, max_model_len
-    )
+    num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
     assert num_new <= threshold
     return True
 
@@ -182,7 +250,7 @@ def check_running_request_stays_within_the_threshold(
 @ROOM.law(
     "P12",
     witness=(20, 4, 8, 60, 100),
-    twins=(instead(compute_num_running_tokens, threshold_is_a_minimum),),
+    twins=(instead(compute_share, threshold_is_a_minimum),),
 )
 def check_running_request_gets_no_more_than_its_gap(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
@@ -190,9 +258,7 @@ def check_running_request_gets_no_more_than_its_gap(
     """Nothing is scheduled that nobody knows, promised or drafted."""
     assert 0 <= num_computed <= num_with_spec and 0 <= threshold and 0 <= budget
     assert 2 <= max_model_len
-    num_new = compute_num_running_tokens(
-        num_with_spec, num_computed, threshold, budget, max_model_len
-    )
+    num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
     assert num_computed + num_new <= num_with_spec
     return True
 
@@ -200,16 +266,14 @@ def check_running_request_gets_no_more_than_its_gap(
 @ROOM.law(
     "P15",
     witness=(20, 4, 8, 6, 100),
-    twins=(instead(compute_num_running_tokens, threshold_is_taken_off_the_budget),),
+    twins=(instead(compute_share, threshold_is_taken_off_the_budget),),
 )
 def check_running_request_catches_up_unless_a_cap_binds(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
 ) -> bool:
     """It gets its gap, or exactly what one of the three caps leaves."""
     assert 0 <= num_computed < num_with_spec and 0 <= threshold and 0 <= budget
-    num_new = compute_num_running_tokens(
-        num_with_spec, num_computed, threshold, budget, max_model_len
-    )
+    num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
     caps = (num_with_spec - num_computed, budget, max_model_len - 1 - num_computed)
     assert num_new in caps or (threshold > 0 and num_new == threshold)
     return True
@@ -219,9 +283,9 @@ def check_running_request_catches_up_unless_a_cap_binds(
     "P10",
     witness=(20, 4, 8, 6, 100),
     twins=(
-        instead(compute_num_running_tokens, whoever_does_not_fit_waits),
+        instead(compute_share, whoever_does_not_fit_waits),
         instead(
-            compute_num_running_tokens,
+            compute_share,
             chunk_is_rounded_down_to_blocks,
             theirs="#40707 (recurrent state)",
         ),
@@ -233,9 +297,7 @@ def check_running_request_with_a_gap_room_and_budget_progresses(
     """One token at least: the same step would come again otherwise, and bring no more."""
     assert 0 <= num_computed < num_with_spec and 0 <= threshold
     assert 1 <= budget and num_computed < max_model_len - 1
-    num_new = compute_num_running_tokens(
-        num_with_spec, num_computed, threshold, budget, max_model_len
-    )
+    num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
     assert num_new >= 1
     return True
 
@@ -243,7 +305,7 @@ def check_running_request_with_a_gap_room_and_budget_progresses(
 @ROOM.law(
     "P15",
     witness=(20, 4, 60, 100),
-    twins=(instead(compute_num_running_tokens, threshold_of_zero_caps),),
+    twins=(instead(compute_share, threshold_of_zero_caps),),
 )
 def check_threshold_of_zero_is_no_threshold(
     num_with_spec: int, num_computed: int, budget: int, max_model_len: int
@@ -251,17 +313,15 @@ def check_threshold_of_zero_is_no_threshold(
     """It gives what a threshold as large as the gap gives."""
     assert 0 <= num_computed < num_with_spec and 0 <= budget
     gap = num_with_spec - num_computed
-    without = compute_num_running_tokens(num_with_spec, num_computed, 0, budget, max_model_len)
-    assert without == compute_num_running_tokens(
-        num_with_spec, num_computed, gap, budget, max_model_len
-    )
+    without = compute_share(num_with_spec, num_computed, 0, budget, max_model_len - 1)
+    assert without == compute_share(num_with_spec, num_computed, gap, budget, max_model_len - 1)
     return True
 
 
 @ROOM.law(
     "P15",
     witness=(20, 4, 8, 6, 3, 100),
-    twins=(instead(compute_num_running_tokens, whoever_does_not_fit_waits),),
+    twins=(instead(compute_share, whoever_does_not_fit_waits),),
 )
 def check_more_budget_never_means_fewer_tokens(
     num_with_spec: int,
@@ -274,10 +334,8 @@ def check_more_budget_never_means_fewer_tokens(
     """And no more of them than there is more budget."""
     assert 0 <= num_computed <= num_with_spec and 0 <= threshold and 0 <= budget and 0 <= more
     assert 2 <= max_model_len
-    few = compute_num_running_tokens(num_with_spec, num_computed, threshold, budget, max_model_len)
-    many = compute_num_running_tokens(
-        num_with_spec, num_computed, threshold, budget + more, max_model_len
-    )
+    few = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
+    many = compute_share(num_with_spec, num_computed, threshold, budget + more, max_model_len - 1)
     assert few <= many <= few + more
     return True
 
@@ -285,7 +343,7 @@ def check_more_budget_never_means_fewer_tokens(
 @ROOM.law(
     "P15",
     witness=(20, 4, 6, 5, 100),
-    twins=(instead(compute_num_running_tokens, whoever_does_not_fit_waits),),
+    twins=(instead(compute_share, whoever_does_not_fit_waits),),
 )
 def check_two_steps_compute_what_one_of_both_budgets_would(
     num_with_spec: int, num_computed: int, budget: int, next_budget: int, max_model_len: int
@@ -293,12 +351,10 @@ def check_two_steps_compute_what_one_of_both_budgets_would(
     """Cutting a prompt into chunks loses nothing and repeats nothing."""
     assert 0 <= num_computed < num_with_spec and 0 <= budget and 0 <= next_budget
     assert num_computed < max_model_len
-    first = compute_num_running_tokens(num_with_spec, num_computed, 0, budget, max_model_len)
-    second = compute_num_running_tokens(
-        num_with_spec, num_computed + first, 0, next_budget, max_model_len
-    )
-    assert first + second == compute_num_running_tokens(
-        num_with_spec, num_computed, 0, budget + next_budget, max_model_len
+    first = compute_share(num_with_spec, num_computed, 0, budget, max_model_len - 1)
+    second = compute_share(num_with_spec, num_computed + first, 0, next_budget, max_model_len - 1)
+    assert first + second == compute_share(
+        num_with_spec, num_computed, 0, budget + next_budget, max_model_len - 1
     )
     return True
 
@@ -350,8 +406,8 @@ def check_request_with_nothing_promised_is_never_passed_over(
     "P15",
     witness=(20, 16, 8),
     twins=(
-        instead(compute_num_waiting_tokens, hit_is_computed_again),
-        instead(compute_num_waiting_tokens, hit_counts_twice),
+        instead(compute_share, hit_is_computed_again),
+        instead(compute_share, hit_counts_twice),
     ),
 )
 def check_newcomer_computes_what_the_hit_leaves_up_to_the_threshold(
@@ -359,7 +415,7 @@ def check_newcomer_computes_what_the_hit_leaves_up_to_the_threshold(
 ) -> bool:
     """With a hit that leaves a token it gets at least one, and never one that was hit."""
     assert 0 <= num_hit < num_known and 0 <= threshold
-    num_new = compute_num_waiting_tokens(num_known, num_hit, threshold)
+    num_new = compute_share(num_known, num_hit, threshold, num_known, num_known)
     assert 1 <= num_new <= num_known - num_hit
     assert num_new == num_known - num_hit or num_new == threshold
     return True
@@ -369,8 +425,8 @@ def check_newcomer_computes_what_the_hit_leaves_up_to_the_threshold(
     "P15",
     witness=(20, 4, 8, 100),
     twins=(
-        instead(compute_num_waiting_tokens, threshold_is_for_runners_only),
-        instead(compute_num_running_tokens, threshold_of_zero_caps),
+        instead(compute_share, threshold_is_for_runners_only),
+        instead(compute_share, part_is_taken_for_the_whole),
     ),
 )
 def check_admission_and_running_count_alike(
@@ -378,8 +434,10 @@ def check_admission_and_running_count_alike(
 ) -> bool:
     """A hit is as good as computed tokens: there is no prefill phase with a rule of its own."""
     assert 0 <= num_done < num_known and 0 <= threshold and 0 <= budget
-    waiting = min(compute_num_waiting_tokens(num_known, num_done, threshold), budget)
-    assert waiting == compute_num_running_tokens(
-        num_known, num_done, threshold, budget, num_known + 1
-    )
+    waiting = compute_share(num_known, num_done, threshold, budget, num_known)
+    whole = compute_share(num_known, num_done, threshold, budget, num_known, is_whole=True)
+    running = compute_share(num_known, num_done, threshold, budget, num_known + 1)
+    assert waiting == running
+    due = compute_share(num_known, num_done, threshold, num_known, num_known)
+    assert whole == (due if due <= budget else 0)
     return True

@@ -10,14 +10,14 @@ from dataclasses import replace
 from blockstep.conformance.prove.harness import build_runner
 from blockstep.conformance.prove.law import Room, instead
 from blockstep.spec.lives.commit import count_drafts, get_rolled_back
-from blockstep.spec.lives.drafts import compute_num_drafts, compute_num_rejected, is_accepted_prefix
+from blockstep.spec.lives.drafts import compute_num_rejected, is_accepted_prefix
 from blockstep.spec.memory.slots import (
     compute_num_new_blocks,
     compute_num_publishable_blocks,
     compute_num_slots,
 )
-from blockstep.spec.state import RequestState
-from blockstep.spec.step.schedule import compute_num_running_tokens
+from blockstep.spec.requests import RequestState
+from blockstep.spec.step.share import compute_num_drafts, compute_share
 from blockstep.spec.vocabulary import Stats, Status, TokenIds
 
 ROOM = Room("drafts")
@@ -104,9 +104,7 @@ def check_dispatched_drafts_are_some_of_the_attached_ones(
 ) -> bool:
     """None is made up, and a prefill chunk carries none."""
     assert 0 <= num_computed < num_known < max_model_len and 0 <= num_attached and 1 <= budget
-    num_new = compute_num_running_tokens(
-        num_known + num_attached, num_computed, 0, budget, max_model_len
-    )
+    num_new = compute_share(num_known + num_attached, num_computed, 0, budget, max_model_len - 1)
     num_drafts = compute_num_drafts(num_computed, num_new, num_known)
     assert 0 <= num_drafts <= num_attached
     assert num_computed + num_new >= num_known or num_drafts == 0

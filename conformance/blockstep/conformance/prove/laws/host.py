@@ -19,16 +19,13 @@ from blockstep.conformance.prove.harness import (
     build_state,
     key_of,
     schedule,
+    with_table,
 )
 from blockstep.conformance.prove.law import Room, instead_in
 from blockstep.spec.hashing import get_item_keys
-from blockstep.spec.lives.commit import (
-    compute_stop,
-    get_rolled_back,
-    is_repeating,
-    publish_verified,
-)
-from blockstep.spec.lives.drafts import can_take_drafts, compute_num_drafts
+from blockstep.spec.lives.commit import get_rolled_back, publish_verified
+from blockstep.spec.lives.drafts import can_take_drafts
+from blockstep.spec.lives.endings import compute_stop, is_repeating
 from blockstep.spec.memory.slots import (
     compute_max_slots,
     compute_num_blocks,
@@ -38,13 +35,11 @@ from blockstep.spec.memory.slots import (
     revoke_slots,
 )
 from blockstep.spec.pool import allocate_blocks, free_blocks, touch_blocks
-from blockstep.spec.state import Frame, FrameRow, RequestState, State
+from blockstep.spec.requests import Frame, FrameRow, RequestState
+from blockstep.spec.state import State
 from blockstep.spec.step.queues import select_victim
-from blockstep.spec.step.schedule import (
-    compute_num_running_tokens,
-    compute_num_waiting_tokens,
-    is_past_max_tokens,
-)
+from blockstep.spec.step.share import compute_num_drafts, compute_share, is_past_max_tokens
+from blockstep.spec.strict import STRICT_RULES
 from blockstep.spec.vocabulary import (
     MAX_INT,
     Config,
@@ -63,8 +58,8 @@ HOST: Any = load_engine("host")
 LINEAGE: Any = load_engine("blockstep.impl.host.lineage:Lineage")
 COLUMNS = (
     "num_prompt", "num_known", "num_output_placeholders", "num_computed", "num_cached_blocks",
-    "num_cached_tokens", "num_held_blocks", "num_preemptions", "max_known", "end_by_max_tokens",
-    "last_frame", "births", "is_watched", "is_prefill_chunk", "grammar_ready",
+    "num_cached_tokens", "num_preemptions", "max_known", "last_frame", "is_watched",
+    "is_prefill_chunk", "grammar_ready",
 )  # fmt: skip
 
 
@@ -88,12 +83,13 @@ def build_host(config: Config, *requests: RequestState) -> Any:
         table.num_output_placeholders[slot] = request.num_output_placeholders
         table.spec_token_ids[slot] = request.spec_token_ids
         table.is_prefill_chunk[slot] = request.is_prefill_chunk
-        table.num_cached_blocks[slot] = request.num_cached_blocks
+        (held,) = request.holdings
+        table.num_cached_blocks[slot] = held.num_cached_blocks
         table.last_frame[slot] = host.next_frame_id
         if request.status is Status.RUNNING:
             host.running.append(slot)
-            table.block_tables[slot].extend(request.block_table)
-            host.pool.touch(request.block_table)
+            table.block_tables[slot].extend(held.block_table)
+            host.pool.touch(held.block_table)
         else:
             host.waiting.append(slot)
     return host
@@ -350,9 +346,7 @@ def check_host_counts_the_tokens_of_a_runner_as_the_specification_does(
     config = build_config(max_model_len=max_model_len, threshold=threshold)
     request = replace(build_runner("a", num_known, num_computed), spec_token_ids=Tokens(num_drafts))
     host = build_host(config, request)
-    due = compute_num_running_tokens(
-        num_known + num_drafts, num_computed, threshold, budget, max_model_len
-    )
+    due = compute_share(num_known + num_drafts, num_computed, threshold, budget, max_model_len - 1)
     assert max(host._tokens_to_run(0, budget), 0) == max(due, 0)
     return True
 
@@ -384,7 +378,7 @@ def check_host_counts_promised_tokens_as_the_specification_does(
     host = build_host(build_config(max_frames_in_flight=3), request)
     num_with_spec = num_known + num_placeholders + 2
     is_past = is_past_max_tokens(num_computed, num_placeholders, num_prompt, max_tokens)
-    due = compute_num_running_tokens(num_with_spec, num_computed, 0, budget, 8192)
+    due = compute_share(num_with_spec, num_computed, 0, budget, 8191)
     assert host._tokens_to_run(0, budget) == (0 if is_past else due)
     return True
 
@@ -450,9 +444,8 @@ def check_host_admits_as_many_tokens(
         max_num_batched_tokens=8192,
     )
     host = build_host(config, build_request("a", num_known))
-    num_new = compute_num_waiting_tokens(num_known, num_hit, threshold)
-    admitted = host._tokens_to_admit(0, num_hit, budget)
-    assert admitted == (min(num_new, budget) if is_chunked or num_new <= budget else 0)
+    due = compute_share(num_known, num_hit, threshold, budget, num_known, not is_chunked)
+    assert host._tokens_to_admit(0, num_hit, budget) == due
     return True
 
 
@@ -639,9 +632,7 @@ def check_host_publishes_the_same_blocks(
     """Those of the table that are full now and not settled yet."""
     assert 1 <= block_size <= MAX_INT and 0 <= num_computed and 1 <= num_scheduled
     assert 1 <= num_known <= 3 * block_size and num_known < 8192 and 0 <= num_settled <= 3
-    request = replace(
-        build_runner("a", num_known, num_computed, (1, 2, 3)), num_cached_blocks=num_settled
-    )
+    request = with_table(build_runner("a", num_known, num_computed), (1, 2, 3), num_settled)
     host = build_host(replace(build_config(block_size), enable_prefix_caching=True), request)
     host.prefix = Published()
     host._publish(0, num_computed, num_scheduled)
@@ -668,8 +659,7 @@ def check_host_publishes_the_same_blocks_of_what_a_commit_verified(
         enable_prefix_caching=True,
     )
     request = replace(
-        build_runner("a", num_known, num_known, (1, 2, 3)),
-        num_cached_blocks=num_settled,
+        with_table(build_runner("a", num_known, num_known), (1, 2, 3), num_settled),
         block_keys=tuple(map(key_of, (1, 2, 3))),
     )
     pool = build_pool((0, 1, 1, 1, 0, 0), (4, 5), published=(1, 2, 3)[:num_settled])
@@ -678,7 +668,7 @@ def check_host_publishes_the_same_blocks_of_what_a_commit_verified(
     host.prefix = Published(*(1, 2, 3)[:num_settled])
     host._publish_verified(0)
     assert host.prefix.blocks == [b for b in (1, 2, 3) if after.block_keys[b] is not None]
-    assert host.table.num_cached_blocks[0] == due.num_cached_blocks
+    assert host.table.num_cached_blocks[0] == due.holdings[0].num_cached_blocks
     return True
 
 
@@ -693,9 +683,9 @@ def check_host_withdraws_the_same_keys_from_a_victim(
     """Asked of every block that was not full before, also where there is no key to withdraw."""
     assert 1 <= block_size <= MAX_INT and 0 <= num_computed <= 3 * block_size
     assert num_computed < 8192 and 0 <= num_settled <= 3
-    request = replace(build_runner("a", 1, num_computed, (1, 2, 3)), num_cached_blocks=num_settled)
+    request = with_table(build_runner("a", 1, num_computed), (1, 2, 3), num_settled)
     pool = build_pool((0, 1, 1, 1, 0, 0), (4, 5), published=(1, 2, 3)[:num_settled])
-    after = revoke_slots(pool, request, block_size)
+    after = revoke_slots(pool, request, block_size, STRICT_RULES)
     host = build_host(build_config(block_size), request)
     host.prefix = Published(*(1, 2, 3)[:num_settled])
     host._withdraw_unwritten(0)

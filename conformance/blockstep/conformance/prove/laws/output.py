@@ -10,11 +10,16 @@ from dataclasses import replace
 from blockstep.conformance.prove.harness import Tokens, build_request
 from blockstep.conformance.prove.law import Room, instead
 from blockstep.spec.hashing import extend_block_keys, get_item_keys, get_tokens
-from blockstep.spec.lives.commit import compute_stop, get_extended, is_repeating
-from blockstep.spec.profiles import Quirk
-from blockstep.spec.state import RequestState
+from blockstep.spec.lives.endings import compute_stop, get_extended, is_repeating
+from blockstep.spec.releases.identity import (
+    output_blocks_name_the_last_item as last_item_names_outputs,
+)
+from blockstep.spec.requests import RequestState
+from blockstep.spec.rules import Rules, Stop
+from blockstep.spec.strict import STRICT_RULES
 from blockstep.spec.vocabulary import (
     BlockKey,
+    Config,
     FinishReason,
     MultiModalItem,
     OutputRow,
@@ -30,8 +35,6 @@ _get_extended = get_extended
 _get_item_keys = get_item_keys
 _is_repeating = is_repeating
 
-Stop = tuple[FinishReason | None, int | None]
-
 
 # Mistakes.
 
@@ -41,11 +44,11 @@ def min_tokens_hold_off_the_length(
     outputs: TokenIds,
     num_known: int,
     max_model_len: int,
-    quirks: frozenset[Quirk] = frozenset(),
 ) -> Stop:
     """Below min_tokens not even the length ends a request."""
-    quirks |= {Quirk.MIN_TOKENS_MASK_LENGTH}
-    return _compute_stop(request, outputs, num_known, max_model_len, quirks)
+    if len(outputs) < request.request.min_tokens:
+        return None, None
+    return _compute_stop(request, outputs, num_known, max_model_len)
 
 
 def length_is_reached_one_token_late(
@@ -53,7 +56,6 @@ def length_is_reached_one_token_late(
     outputs: TokenIds,
     num_known: int,
     max_model_len: int,
-    quirks: frozenset[Quirk] = frozenset(),
 ) -> Stop:
     """Greater than, instead of at least."""
     is_long = num_known > max_model_len or len(outputs) > request.request.max_tokens
@@ -65,22 +67,21 @@ def min_tokens_count_the_token_before(
     outputs: TokenIds,
     num_known: int,
     max_model_len: int,
-    quirks: frozenset[Quirk] = frozenset(),
 ) -> Stop:
     """Less than, instead of at most: one token more is demanded."""
     later = replace(request.request, min_tokens=request.request.min_tokens + 1)
-    return _compute_stop(replace(request, request=later), outputs, num_known, max_model_len, quirks)
+    return _compute_stop(replace(request, request=later), outputs, num_known, max_model_len)
 
 
 def all_sampled_tokens_are_delivered(
     request: RequestState,
     tokens: TokenIds,
     max_model_len: int,
-    quirks: frozenset[Quirk] = frozenset(),
+    rules: Rules,
 ) -> tuple[RequestState, OutputRow]:
     """The stop is looked for in the last token only, behind accepted drafts."""
     grown = replace(request, output_token_ids=request.output_token_ids + tokens[:-1])
-    after, row = _get_extended(grown, tokens[-1:], max_model_len, quirks)
+    after, row = _get_extended(grown, tokens[-1:], max_model_len, rules)
     return after, replace(row, new_token_ids=tokens)
 
 
@@ -88,10 +89,10 @@ def token_that_ends_is_not_delivered(
     request: RequestState,
     tokens: TokenIds,
     max_model_len: int,
-    quirks: frozenset[Quirk] = frozenset(),
+    rules: Rules,
 ) -> tuple[RequestState, OutputRow]:
     """The stop token itself is dropped with those behind it."""
-    after, row = _get_extended(request, tokens, max_model_len, quirks)
+    after, row = _get_extended(request, tokens, max_model_len, rules)
     if row.finish_reason is not None:
         row = replace(row, new_token_ids=row.new_token_ids[:-1])
     return after, row
@@ -119,11 +120,10 @@ def item_names_only_the_block_it_starts_in(
 
 
 def last_item_names_the_blocks_of_outputs(
-    request: RequestState, block_size: int, quirks: frozenset[Quirk] = frozenset()
+    request: RequestState, block_size: int, rules: Rules
 ) -> tuple[BlockKey, ...]:
     """Once there are outputs, a new key has the last item in it and no other."""
-    quirks |= {Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM}
-    return _extend_block_keys(request, block_size, quirks)
+    return _extend_block_keys(request, block_size, last_item_names_outputs(rules, Config(8)))
 
 
 def outputs_start_over_in_each_block(request: RequestState, start: int, end: int) -> TokenIds:
@@ -200,7 +200,7 @@ def check_nothing_is_delivered_behind_the_token_that_ends(
         request, request=replace(request.request, eos_token_id=eos), output_token_ids=()
     )
     tokens = (first, second, third)
-    after, row = get_extended(request, tokens, 8192)
+    after, row = get_extended(request, tokens, 8192, STRICT_RULES)
     num_taken = 1 if first == eos else 2 if second == eos else 3
     assert row.new_token_ids == tokens[:num_taken]
     assert after.output_token_ids == row.new_token_ids
@@ -295,7 +295,7 @@ def check_block_that_an_output_completes_names_every_item_in_it(
     items = (MultiModalItem("x", offset, 1), MultiModalItem("y", next_offset, 1))
     asked = Request("a", (1, 1, 1, 1, 1, 1, 1), items=items)
     request = replace(build_request("a", 1), request=asked, output_token_ids=(2,))
-    keys = extend_block_keys(request, 4)
+    keys = extend_block_keys(request, 4, STRICT_RULES)
     assert len(keys) == 2
     assert keys[1].items == (("x", offset - 4), ("y", next_offset - 4))
     return True

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import build_pool, is_conserved, key_of
+from blockstep.conformance.prove.harness import build_pool, is_conserved, key_of, table_of
 from blockstep.conformance.prove.law import Room, instead
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import revoke_slots
@@ -27,7 +27,9 @@ from blockstep.spec.pool import (
     withdraw_all,
     withdraw_blocks,
 )
-from blockstep.spec.state import RequestState
+from blockstep.spec.requests import Holding, RequestState
+from blockstep.spec.rules import Rules
+from blockstep.spec.strict import STRICT_RULES
 from blockstep.spec.vocabulary import BlockId, BlockKey, Request, Status
 
 ROOM = Room("pool")
@@ -60,33 +62,25 @@ def touched_block_leaves_from_the_head(pool: Pool, block_ids: Sequence[BlockId])
     return replace(_touch_blocks(pool, block_ids), free_queue=pool.free_queue[num_free:])
 
 
-def table_is_freed_from_its_head(
-    pool: Pool, block_table: Sequence[BlockId], unnamed_first: bool = False
-) -> Pool:
+def table_is_freed_from_its_head(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
     """The prefix that others may want is evicted before its tail."""
     return _free_blocks(pool, tuple(reversed(block_table)))
 
 
-def shared_block_is_freed_with_its_first_holder(
-    pool: Pool, block_table: Sequence[BlockId], unnamed_first: bool = False
-) -> Pool:
+def shared_block_is_freed_with_its_first_holder(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
     """The others go on reading what somebody else may write."""
     alone = tuple(min(count, 1) for count in pool.ref_counts)
     return _free_blocks(replace(pool, ref_counts=alone), block_table)
 
 
-def freed_blocks_go_to_the_front(
-    pool: Pool, block_table: Sequence[BlockId], unnamed_first: bool = False
-) -> Pool:
+def freed_blocks_go_to_the_front(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
     """What was used last is evicted first."""
     freed = _free_blocks(pool, block_table)
     released = freed.free_queue[len(pool.free_queue) :]
     return replace(freed, free_queue=(*released, *pool.free_queue))
 
 
-def freed_block_loses_its_key(
-    pool: Pool, block_table: Sequence[BlockId], unnamed_first: bool = False
-) -> Pool:
+def freed_block_loses_its_key(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
     """Nothing is left to be hit once its holder has gone."""
     return _withdraw_blocks(_free_blocks(pool, block_table), block_table)
 
@@ -137,14 +131,18 @@ def reset_puts_free_blocks_in_order_of_their_ids(pool: Pool) -> Pool:
     )
 
 
-def keys_of_unwritten_blocks_stay(pool: Pool, request: RequestState, block_size: int) -> Pool:
+def keys_of_unwritten_blocks_stay(
+    pool: Pool, request: RequestState, block_size: int, rules: Rules
+) -> Pool:
     """A preempted request's blocks are freed and no more, whatever the step was going to write."""
-    return _free_blocks(pool, request.block_table)
+    return _free_blocks(pool, table_of(request))
 
 
-def all_keys_of_a_victim_are_withdrawn(pool: Pool, request: RequestState, block_size: int) -> Pool:
+def all_keys_of_a_victim_are_withdrawn(
+    pool: Pool, request: RequestState, block_size: int, rules: Rules
+) -> Pool:
     """Also those of blocks that were computed long ago, so that it finds none of them again."""
-    return _free_blocks(_withdraw_blocks(pool, request.block_table), request.block_table)
+    return _free_blocks(_withdraw_blocks(pool, table_of(request)), table_of(request))
 
 
 # Holding.
@@ -362,10 +360,9 @@ def check_preemption_withdraws_exactly_the_keys_that_nobody_will_write(
         Request("a", (1,)),
         Status.RUNNING,
         num_computed_tokens=num_computed,
-        block_table=(2, 3),
-        num_cached_blocks=2,
+        holdings=(Holding((2, 3), num_cached_blocks=2),),
     )
-    pool = revoke_slots(build(1, second, 1), request, block_size)
+    pool = revoke_slots(build(1, second, 1), request, block_size, STRICT_RULES)
     assert find_block(pool, key_of(2)) == (2 if num_computed >= block_size else None)
     assert find_block(pool, key_of(3)) is None
     assert pool.free_queue == (*QUEUE, 3, *((2,) if second == 1 else ()))

@@ -5,15 +5,15 @@ Priorities and arrivals are symbolic; ties are decided by the ids a, b, c.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from blockstep.conformance.prove.harness import build_request, build_runner, build_state
 from blockstep.conformance.prove.law import Room, instead
-from blockstep.spec.profiles import Quirk
-from blockstep.spec.state import RequestState
+from blockstep.spec.requests import NOTHING_HELD, Holding, RequestState
+from blockstep.spec.step.preemption import get_preempted, process_preemption
 from blockstep.spec.step.queues import get_rank, process_prepend, select_queue, select_victim
-from blockstep.spec.step.schedule import Scheduled, Step, get_preempted, process_preemption
+from blockstep.spec.step.work import Budget, Scheduled, Step
 from blockstep.spec.vocabulary import Config, Policy, RequestId, Stats, Status
 
 ROOM = Room("preemption")
@@ -23,6 +23,7 @@ _select_queue = select_queue
 _select_victim = select_victim
 
 Requests = Mapping[RequestId, RequestState]
+RankOf = Callable[[RequestState], tuple[int | str, ...]]
 
 
 def ranked(name: str, priority: int, arrival_time: int) -> RequestState:
@@ -39,27 +40,29 @@ def first_of_equals_goes(
     policy: Policy,
     running: list[RequestId],
     requests: Requests,
-    quirks: frozenset[Quirk] = frozenset(),
+    get_victim_rank: RankOf = get_rank,
 ) -> int:
     """The id is left out, and the first of equal priority and arrival goes."""
-    return _select_victim(policy, running, requests, quirks | {Quirk.EQUALS_PREEMPT_THE_FIRST})
+    return _select_victim(policy, running, requests, lambda request: get_rank(request)[:2])
 
 
 def oldest_goes(
     policy: Policy,
     running: list[RequestId],
     requests: Requests,
-    quirks: frozenset[Quirk] = frozenset(),
+    get_victim_rank: RankOf = get_rank,
 ) -> int:
     """First come, first preempted."""
-    return 0 if policy is Policy.FCFS else _select_victim(policy, running, requests, quirks)
+    return (
+        0 if policy is Policy.FCFS else _select_victim(policy, running, requests, get_victim_rank)
+    )
 
 
 def most_urgent_goes(
     policy: Policy,
     running: list[RequestId],
     requests: Requests,
-    quirks: frozenset[Quirk] = frozenset(),
+    get_victim_rank: RankOf = get_rank,
 ) -> int:
     """A lower number is taken for less urgent."""
     if policy is Policy.FCFS:
@@ -97,7 +100,7 @@ def budget_of_the_victim_is_lost(step: Step, victim_index: int) -> RequestId:
 
 def row_of_the_victim_stays(step: Step, victim_index: int) -> RequestId:
     """The worker is told to run a request that has no blocks."""
-    rows = step.rows
+    rows = list(step.rows)
     victim_id = _process_preemption(step, victim_index)
     step.rows = rows
     return victim_id
@@ -105,20 +108,17 @@ def row_of_the_victim_stays(step: Step, victim_index: int) -> RequestId:
 
 def budget_is_given_back_for_everybody(step: Step, victim_index: int) -> RequestId:
     """All rows of the step are undone, as far as the budget goes."""
-    step.budget += sum(row.num_scheduled for row in step.rows[:-1])
+    for row in step.rows[:-1]:
+        step.budget = step.budget.with_returned(row.cost)
     return _process_preemption(step, victim_index)
 
 
-def outputs_are_sampled_again(
-    request: RequestState, quirks: frozenset[Quirk] = frozenset()
-) -> RequestState:
+def outputs_are_sampled_again(request: RequestState) -> RequestState:
     """A preempted request starts from its prompt, and delivers its outputs twice."""
     return replace(_get_preempted(request), output_token_ids=())
 
 
-def computed_tokens_are_kept(
-    request: RequestState, quirks: frozenset[Quirk] = frozenset()
-) -> RequestState:
+def computed_tokens_are_kept(request: RequestState) -> RequestState:
     """Counted as computed, although their blocks are gone."""
     return replace(_get_preempted(request), num_computed_tokens=request.num_computed_tokens)
 
@@ -244,7 +244,14 @@ def build_step(budget: int, num_first: int, num_second: int) -> Step:
     )
     state = build_state(Config(num_blocks=4, policy=Policy.PRIORITY), running)
     step = Step(
-        state, budget, state.pool, state.requests.to_dict(), ["a", "b", "c"], [], [], Stats()
+        state,
+        Budget(budget),
+        state.pool,
+        state.requests.to_dict(),
+        ["a", "b", "c"],
+        [],
+        [],
+        Stats(),
     )
     step.rows = [
         Scheduled("a", 0, num_first, ()),
@@ -269,7 +276,7 @@ def check_tokens_of_a_victim_return_to_the_budget(
     assert 0 <= budget and 1 <= num_first and 1 <= num_second and 0 <= victim_index <= 2
     step = build_step(budget, num_first, num_second)
     process_preemption(step, victim_index)
-    assert step.budget + sum(row.num_scheduled for row in step.rows) == (
+    assert step.budget.num_tokens + sum(row.num_scheduled for row in step.rows) == (
         budget + num_first + num_second
     )
     return True
@@ -316,15 +323,14 @@ def check_preempted_request_keeps_its_tokens_and_what_is_in_flight_and_nothing_e
         num_computed_tokens=num_computed,
         num_output_placeholders=num_placeholders,
         spec_token_ids=(7, 8),
-        block_table=(1, 2),
-        num_cached_blocks=1,
+        holdings=(Holding((1, 2), num_cached_blocks=1),),
         num_preemptions=num_before,
     )
     after = get_preempted(request)
     assert after.num_known_tokens == num_prompt + num_outputs
     assert after.num_output_placeholders == num_placeholders
-    assert (after.num_computed_tokens, after.num_cached_blocks) == (0, 0)
-    assert (after.block_table, after.spec_token_ids) == ((), ())
+    assert (after.num_computed_tokens, after.holdings) == (0, NOTHING_HELD)
+    assert after.spec_token_ids == ()
     assert after.num_preemptions == num_before + 1
     assert after.status is Status.PREEMPTED
     return True

@@ -6,6 +6,7 @@ that will be known but the last. A plan keeps it, and so does the commit of ever
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.conformance.prove.harness import (
@@ -16,22 +17,18 @@ from blockstep.conformance.prove.harness import (
 )
 from blockstep.conformance.prove.law import Room, instead
 from blockstep.spec.lives.commit import get_fulfilled, get_rolled_back
-from blockstep.spec.profiles import Quirk
-from blockstep.spec.state import FrameRow, RequestState
-from blockstep.spec.step.schedule import (
-    Step,
-    compute_num_running_tokens,
-    get_preempted,
-    is_past_max_tokens,
-    process_promises,
-    process_waiting_phase,
-)
+from blockstep.spec.releases.drafts import placeholders_outlive_a_gap as gap_rule
+from blockstep.spec.requests import Frame, FrameRow, Holding, RequestState
+from blockstep.spec.step.admission import is_held_by_frames
+from blockstep.spec.step.plans import process_promises
+from blockstep.spec.step.preemption import get_preempted
+from blockstep.spec.step.share import compute_share, is_past_max_tokens
+from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Config, SpecMethod, Status
 
 ROOM = Room("promises")
 _get_preempted = get_preempted  # twins of these names call the right ones
 _process_promises = process_promises
-_process_waiting_phase = process_waiting_phase
 
 DRAFTS = (-1, -1)
 """Placeholders for what only the worker knows."""
@@ -63,7 +60,7 @@ def prefill_chunks_promise_as_well(step: Step, rows: list[FrameRow]) -> None:
 def placeholders_outlive_a_gap(step: Step, rows: list[FrameRow]) -> None:
     """Who is left out of a plan keeps its draft placeholders."""
     before = step.state
-    step.state = replace(before, quirks=frozenset({Quirk.PLACEHOLDERS_OUTLIVE_A_GAP}))
+    step.state = replace(before, rules=gap_rule(before.rules, before.config))
     _process_promises(step, rows)
     step.state = before
 
@@ -75,29 +72,22 @@ def only_the_own_token_is_delivered(
     return replace(request, num_output_placeholders=request.num_output_placeholders - 1)
 
 
-def preemption_forgets_what_is_in_flight(
-    request: RequestState, quirks: frozenset[Quirk] = frozenset()
-) -> RequestState:
+def preemption_forgets_what_is_in_flight(request: RequestState) -> RequestState:
     """The counter is zeroed, and the frames then deliver more than was promised."""
     return replace(_get_preempted(request), num_output_placeholders=0)
 
 
-def preemption_discards_one_frame(
-    request: RequestState, quirks: frozenset[Quirk] = frozenset()
-) -> RequestState:
+def preemption_discards_one_frame(request: RequestState) -> RequestState:
     """The latest frame is written off, as if there were never two."""
     num_placeholders = max(request.num_output_placeholders - 1, 0)
     return replace(_get_preempted(request), num_output_placeholders=num_placeholders)
 
 
-def admission_does_not_wait_for_tokens_in_flight(step: Step) -> None:
+def admission_does_not_wait_for_tokens_in_flight(
+    frames: Sequence[Frame], request: RequestState
+) -> bool:
     """A preempted request comes back with its old placeholders still standing."""
-    standing = {name: request.num_output_placeholders for name, request in step.requests.items()}
-    for name in (*step.waiting, *step.skipped):
-        step.requests[name] = replace(step.requests[name], num_output_placeholders=0)
-    _process_waiting_phase(step)
-    for name, num_placeholders in standing.items():
-        step.requests[name] = replace(step.requests[name], num_output_placeholders=num_placeholders)
+    return False
 
 
 def nobody_is_past_its_last_token(
@@ -108,10 +98,15 @@ def nobody_is_past_its_last_token(
 
 
 def promised_tokens_are_no_gap(
-    num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
+    num_wanted: int,
+    num_computed: int,
+    threshold: int,
+    budget: int,
+    end: int,
+    is_whole: bool = False,
 ) -> int:
     """Cut to what the last frame left: never more than one token."""
-    return min(num_with_spec - num_computed, 1, budget, max_model_len - 1 - num_computed)
+    return min(num_wanted - num_computed, 1, budget, end - num_computed)
 
 
 def build_promised(
@@ -159,7 +154,7 @@ def check_plan_keeps_computed_one_behind_everything_promised(
 @ROOM.law(
     "P15",
     witness=(20, 3, 8),
-    twins=(instead(compute_num_running_tokens, promised_tokens_are_no_gap),),
+    twins=(instead(compute_share, promised_tokens_are_no_gap),),
 )
 def check_request_with_a_promise_runs_its_next_token_and_all_drafts(
     num_known: int, num_placeholders: int, budget: int
@@ -211,7 +206,7 @@ def check_no_row_is_planned_behind_the_last_token(
         status=Status.RUNNING,
         num_computed_tokens=request.num_computed_tokens,
         num_output_placeholders=num_placeholders,
-        block_table=(1,),
+        holdings=(Holding((1,)),),
     )
     _, plan = schedule(build_state(CONFIG, (request,)))
     assert bool(plan.rows) == (num_outputs + 1 < max_tokens)
@@ -271,7 +266,7 @@ def check_frames_of_a_preempted_request_deliver_exactly_what_was_promised(
     witness=(20, 0, 30),
     twins=(
         instead(
-            process_waiting_phase,
+            is_held_by_frames,
             admission_does_not_wait_for_tokens_in_flight,
             theirs="#47900, #48245",
         ),
@@ -288,7 +283,10 @@ def check_row_of_a_resumed_request_samples_exactly_when_its_known_tokens_are_com
         status=Status.PREEMPTED,
         num_output_placeholders=num_placeholders,
     )
-    after, _ = schedule(build_state(config, (), (request,)))
-    for row in (row for frame in after.frames for row in frame.rows):
+    state = build_state(config, (), (request,))
+    if num_placeholders > 0:
+        state = replace(state, frames=(Frame(0, (FrameRow("a", (), samples=True),)),))
+    after, _ = schedule(state)
+    for row in (row for frame in after.frames[len(state.frames) :] for row in frame.rows):
         assert row.samples == (after.requests["a"].num_computed_tokens >= num_known)
     return True

@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import Tokens, build_pool, is_conserved
+from blockstep.conformance.prove.harness import Tokens, build_pool, is_conserved, table_of
 from blockstep.conformance.prove.law import Room, instead, instead_in
 from blockstep.spec.memory.prefix import compute_max_hit_blocks
 from blockstep.spec.memory.slots import (
     allocate_slots,
-    can_hold,
     compute_max_slots,
     compute_num_blocks,
     compute_num_new_blocks,
     compute_num_publishable_blocks,
     compute_num_slots,
+    count_needed_blocks,
     is_servable,
 )
 from blockstep.spec.pool import Pool, allocate_blocks, count_free
-from blockstep.spec.state import RequestState
+from blockstep.spec.requests import Hit, Holding, RequestState
 from blockstep.spec.vocabulary import BlockId, Config, Request, Status
 
 ROOM = Room("slots")
@@ -149,11 +149,10 @@ def every_hit_costs_a_block(pool: Pool, block_ids: Sequence[BlockId]) -> int:
 
 
 def hits_are_credited_twice(
-    pool: Pool, num_slots: int, block_size: int, held: int, hit: tuple[BlockId, ...]
-) -> bool:
+    pool: Pool, num_slots: int, block_size: int, num_held: int, hit: tuple[BlockId, ...]
+) -> int:
     """The hit is taken off the need once as held, and once more as a hit."""
-    num_new_blocks = compute_num_new_blocks(num_slots, block_size, held + 2 * len(hit))
-    return num_new_blocks + len(hit) <= len(pool.free_queue)
+    return compute_num_new_blocks(num_slots, block_size, num_held + 2 * len(hit)) + len(hit)
 
 
 def blocks_come_from_the_tail(pool: Pool, num_blocks: int) -> tuple[Pool, tuple[BlockId, ...]]:
@@ -458,14 +457,17 @@ def check_running_request_is_granted_exactly_what_it_needs_from_the_head_of_the_
     assert 1 <= block_size and 0 <= num_computed <= 2 * block_size and 1 <= num_new
     assert num_computed + num_new < 8192
     request = RequestState(
-        Request("a", (1,)), Status.RUNNING, num_computed_tokens=num_computed, block_table=(1, 2)
+        Request("a", (1,)),
+        Status.RUNNING,
+        num_computed_tokens=num_computed,
+        holdings=(Holding((1, 2)),),
     )
     granted = allocate_slots(build_small_config(block_size), build_small_pool(1), request, num_new)
     num_missing = compute_num_new_blocks(num_computed + num_new, block_size, 2)
     assert (granted is None) == (num_computed + num_new > 6 * block_size)
     if granted is not None:
         pool, after = granted
-        assert after.block_table == (1, 2, *FREE[:num_missing])
+        assert table_of(after) == (1, 2, *FREE[:num_missing])
         assert pool.free_queue == FREE[num_missing:]
         assert is_conserved(pool)
     return True
@@ -477,7 +479,7 @@ def check_running_request_is_granted_exactly_what_it_needs_from_the_head_of_the_
     witness=(30, 16),
     twins=(
         instead(count_free, free_hits_cost_nothing),
-        instead(can_hold, hits_are_credited_twice),
+        instead(count_needed_blocks, hits_are_credited_twice),
     ),
 )
 def check_hit_on_a_free_block_uses_up_a_free_block(num_new: int, block_size: int) -> bool:
@@ -485,13 +487,17 @@ def check_hit_on_a_free_block_uses_up_a_free_block(num_new: int, block_size: int
     assert 1 <= block_size and 1 <= num_new and block_size + num_new < 8192
     request = RequestState(Request("a", (1,)), Status.WAITING)
     granted = allocate_slots(
-        build_small_config(block_size), build_small_pool(1), request, num_new, hit=(3,)
+        build_small_config(block_size),
+        build_small_pool(1),
+        request,
+        num_new,
+        hit=Hit(block_size, ((3,),)),
     )
     num_missing = compute_num_new_blocks(num_new, block_size, 0)
     assert (granted is None) == (num_new > 3 * block_size)
     if granted is not None:
         pool, after = granted
-        assert after.block_table == (3, *FREE[1 : 1 + num_missing])
+        assert table_of(after) == (3, *FREE[1 : 1 + num_missing])
         assert pool.free_queue == FREE[1 + num_missing :]
         assert pool.ref_counts[3] == 1
     return True
@@ -511,13 +517,17 @@ def check_hit_on_a_held_block_is_free_of_charge(
     assert 1 <= block_size and 1 <= num_new and block_size + num_new < 8192 and 1 <= num_holders
     request = RequestState(Request("a", (1,)), Status.WAITING)
     granted = allocate_slots(
-        build_small_config(block_size), build_small_pool(num_holders), request, num_new, hit=(1,)
+        build_small_config(block_size),
+        build_small_pool(num_holders),
+        request,
+        num_new,
+        hit=Hit(block_size, ((1,),)),
     )
     num_missing = compute_num_new_blocks(num_new, block_size, 0)
     assert (granted is None) == (num_new > 4 * block_size)
     if granted is not None:
         pool, after = granted
-        assert after.block_table == (1, *FREE[:num_missing])
+        assert table_of(after) == (1, *FREE[:num_missing])
         assert pool.free_queue == FREE[num_missing:]
         assert pool.ref_counts[1] == num_holders + 1
     return True

@@ -16,6 +16,7 @@ from blockstep.conformance.prove.harness import (
     is_conserved,
     key_of,
     schedule,
+    table_of,
 )
 from blockstep.conformance.prove.law import Room, instead, instead_in
 from blockstep.spec.memory.prefix import compute_max_hit_blocks
@@ -25,21 +26,18 @@ from blockstep.spec.memory.slots import (
     revoke_slots,
 )
 from blockstep.spec.pool import Pool, free_blocks
-from blockstep.spec.profiles import Quirk
-from blockstep.spec.state import RequestState, State
-from blockstep.spec.step import schedule as schedule_room
+from blockstep.spec.releases.order import victim_without_a_row_shifts_the_next as shift_rule
+from blockstep.spec.requests import Holding, RequestState
+from blockstep.spec.rules import Rules
+from blockstep.spec.state import State
+from blockstep.spec.step import admission as admission_room
+from blockstep.spec.step.admission import process_admission, process_waiting_phase
+from blockstep.spec.step.preemption import process_preemption
 from blockstep.spec.step.queues import Requests, select_victim
-from blockstep.spec.step.schedule import (
-    Step,
-    compute_num_running_tokens,
-    compute_num_waiting_tokens,
-    process_admission,
-    process_grant,
-    process_preemption,
-    process_running_phase,
-    process_waiting_phase,
-)
-from blockstep.spec.vocabulary import BlockId, Config, Plan, Policy, RequestId
+from blockstep.spec.step.running import process_grant, process_running_phase
+from blockstep.spec.step.share import compute_share
+from blockstep.spec.step.work import Step, Verdict
+from blockstep.spec.vocabulary import BlockTables, Config, Plan, Policy, RequestId
 
 ROOM = Room("step")
 _process_admission = process_admission  # twins of these names call the right ones
@@ -56,8 +54,9 @@ def grant_takes_nothing_off_the_budget(
     step: Step, request: RequestState, num_new: int, granted: tuple[Pool, RequestState]
 ) -> None:
     """Each request is given the whole budget."""
+    budget = step.budget
     _process_grant(step, request, num_new, granted)
-    step.budget += num_new
+    step.budget = budget
 
 
 def grant_forgets_the_new_blocks(
@@ -65,7 +64,7 @@ def grant_forgets_the_new_blocks(
 ) -> None:
     """They leave the pool, and no table names them: a leak."""
     pool, after = granted
-    _process_grant(step, request, num_new, (pool, replace(after, block_table=request.block_table)))
+    _process_grant(step, request, num_new, (pool, replace(after, holdings=request.holdings)))
 
 
 def each_chunk_starts_a_block(num_slots: int, block_size: int, num_held: int) -> int:
@@ -82,7 +81,7 @@ def oldest_goes(
     policy: Policy,
     running: list[RequestId],
     requests: Requests,
-    quirks: frozenset[Quirk] = frozenset(),
+    get_victim_rank: object = None,
 ) -> int:
     """First come, first preempted."""
     return 0
@@ -91,23 +90,24 @@ def oldest_goes(
 def victim_without_a_row_shifts_the_next(step: Step) -> None:
     """The place in line is counted back only for a victim that had a row."""
     before = step.state
-    quirks = frozenset({Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT})
-    step.state = replace(before, quirks=quirks)
+    step.state = replace(before, rules=shift_rule(before.rules, before.config))
     _process_running_phase(step)
     step.state = before
 
 
-def blocks_of_the_victim_leak(pool: Pool, request: RequestState, block_size: int) -> Pool:
+def blocks_of_the_victim_leak(
+    pool: Pool, request: RequestState, block_size: int, rules: Rules
+) -> Pool:
     """Preempted, and its blocks stay held by nobody."""
     return pool
 
 
 def blocks_of_the_victim_are_freed_twice(
-    pool: Pool, request: RequestState, block_size: int
+    pool: Pool, request: RequestState, block_size: int, rules: Rules
 ) -> Pool:
     """They stand in the free queue two times."""
-    freed = free_blocks(pool, request.block_table)
-    return replace(freed, free_queue=(*freed.free_queue, *request.block_table))
+    freed = free_blocks(pool, table_of(request))
+    return replace(freed, free_queue=(*freed.free_queue, *table_of(request)))
 
 
 def budget_of_the_victim_is_lost(step: Step, victim_index: int) -> RequestId:
@@ -119,10 +119,15 @@ def budget_of_the_victim_is_lost(step: Step, victim_index: int) -> RequestId:
 
 
 def one_token_of_the_budget_is_kept(
-    num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
+    num_wanted: int,
+    num_computed: int,
+    threshold: int,
+    budget: int,
+    end: int,
+    is_whole: bool = False,
 ) -> int:
     """For whoever may come."""
-    return min(num_with_spec - num_computed, budget - 1, max_model_len - 1 - num_computed)
+    return min(num_wanted - num_computed, budget - 1, end - num_computed)
 
 
 def seats_are_counted_before_the_step(step: Step) -> None:
@@ -134,28 +139,34 @@ def seats_are_counted_before_the_step(step: Step) -> None:
     step.state = before
 
 
-def head_that_does_not_fit_is_overtaken(step: Step, request: RequestState) -> bool:
+def head_that_does_not_fit_is_overtaken(step: Step, request: RequestState) -> Verdict:
     """The search goes on behind it: it may wait for ever."""
-    if _process_admission(step, request):
-        return True
+    verdict = _process_admission(step, request)
+    if verdict is Verdict.ADMITTED:
+        return verdict
     others = [name for name in step.waiting if name != request.request_id]
     for name in others:
-        if _process_admission(step, step.requests[name]):
+        if _process_admission(step, step.requests[name]) is Verdict.ADMITTED:
             step.waiting.remove(name)
-    return False
+    return verdict
 
 
-def refused_admission_is_counted_as_a_query(step: Step, request: RequestState) -> bool:
+def refused_admission_is_counted_as_a_query(step: Step, request: RequestState) -> Verdict:
     """Statistics of a request that will ask again next step."""
-    if _process_admission(step, request):
-        return True
+    verdict = _process_admission(step, request)
+    if verdict is Verdict.ADMITTED:
+        return verdict
     queries = step.stats.prefix_cache_queries + request.num_known_tokens
     step.stats = replace(step.stats, prefix_cache_queries=queries)
-    return False
+    return verdict
 
 
 def gate_looks_at_nothing(
-    pool: Pool, num_slots: int, block_size: int, held: int, hit: tuple[BlockId, ...]
+    pool: Pool,
+    num_slots: int,
+    block_size: int,
+    holdings: tuple[Holding, ...],
+    hit_tables: BlockTables,
 ) -> bool:
     """Admission checks only the first chunk."""
     return True
@@ -166,9 +177,16 @@ def full_hit_leaves_nothing_to_compute(num_known: int, block_size: int) -> int:
     return num_known // block_size
 
 
-def hit_is_computed_again(num_known: int, num_hit: int, threshold: int) -> int:
+def hit_is_computed_again(
+    num_wanted: int,
+    num_computed: int,
+    threshold: int,
+    budget: int,
+    end: int,
+    is_whole: bool = False,
+) -> int:
     """The hit is not taken off."""
-    return num_known
+    return min(num_wanted, budget)
 
 
 # One running request: it holds blocks 1 and 2; 3 and 4 are free.
@@ -195,7 +213,7 @@ def step_of_one(
     witness=(50, 20, 30, 0, 16),
     twins=(
         instead(compute_num_new_blocks, each_chunk_starts_a_block),
-        instead(compute_num_running_tokens, one_token_of_the_budget_is_kept),
+        instead(compute_share, one_token_of_the_budget_is_kept),
     ),
 )
 def check_request_alone_in_the_pool_gets_a_token_in_every_step(
@@ -232,7 +250,7 @@ def check_every_computed_token_of_a_runner_lies_in_a_block_of_its_own(
     assert num_known < 8192
     after, _ = step_of_one(num_known, num_computed, budget, threshold, block_size)
     request = after.requests["a"]
-    table = request.block_table
+    table = table_of(request)
     assert len(table) * block_size >= request.num_computed_tokens
     assert (len(table) - 1) * block_size < request.num_computed_tokens or not table
     assert is_conserved(after.pool)
@@ -300,7 +318,7 @@ def check_every_block_has_one_place_after_a_step_of_two(
     assert 1 <= block_size and 1 <= budget and 0 <= computed_a <= 2 * block_size
     assert computed_a < known_a < 8192 and 1 <= known_b < 8192
     after, _ = step_of_two(known_a, known_b, computed_a, budget, block_size)
-    tables = after.requests["a"].block_table + after.requests["b"].block_table
+    tables = table_of(after.requests["a"]) + table_of(after.requests["b"])
     assert sorted(tables + after.pool.free_queue) == [1, 2, 3, 4]
     assert is_conserved(after.pool)
     return True
@@ -328,7 +346,7 @@ def check_first_come_first_served_keeps_its_order_through_preemption(
     witness=(60, 20, 30, 40, 16),
     twins=(
         instead(select_victim, oldest_goes),
-        instead(compute_num_running_tokens, one_token_of_the_budget_is_kept),
+        instead(compute_share, one_token_of_the_budget_is_kept),
     ),
 )
 def check_oldest_request_that_fits_the_pool_gets_all_that_the_budget_has(
@@ -345,7 +363,7 @@ def check_oldest_request_that_fits_the_pool_gets_all_that_the_budget_has(
 @ROOM.law(
     "P15",
     witness=(32, 20, 30, 12, 16),
-    twins=(instead(compute_num_running_tokens, one_token_of_the_budget_is_kept),),
+    twins=(instead(compute_share, one_token_of_the_budget_is_kept),),
 )
 def check_younger_request_gets_what_the_older_one_leaves_of_the_budget(
     known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
@@ -488,7 +506,7 @@ def check_three_requests_share_budget_and_blocks_in_order(
         build_runner("c", known_c, 0, (3,)),
     )
     after, plan = schedule(build_state(config, runners))
-    tables = [block_id for name in "abc" for block_id in after.requests[name].block_table]
+    tables = [block_id for name in "abc" for block_id in table_of(after.requests[name])]
     assert sum(row.num_scheduled_tokens for row in plan.rows) <= budget
     assert sorted((*tables, *after.pool.free_queue)) == [1, 2, 3, 4]
     assert is_conserved(after.pool)
@@ -574,7 +592,7 @@ def check_refused_admission_leaves_no_trace(known_a: int, budget: int, block_siz
     "P8",
     "P10",
     witness=(40, 20, 16),
-    twins=(instead_in(schedule_room, "can_hold", gate_looks_at_nothing),),
+    twins=(instead_in(admission_room, "can_hold", gate_looks_at_nothing),),
 )
 def check_admission_leaves_room_for_the_rest_of_the_prompt(
     known_a: int, budget: int, block_size: int
@@ -588,7 +606,7 @@ def check_admission_leaves_room_for_the_rest_of_the_prompt(
         enable_prefix_caching=False,
     )
     after, _ = schedule(build_state(config, (), (build_request("a", known_a),)))
-    num_later = compute_num_blocks(known_a, block_size) - len(after.requests["a"].block_table)
+    num_later = compute_num_blocks(known_a, block_size) - len(table_of(after.requests["a"]))
     assert after.waiting or num_later <= len(after.pool.free_queue)
     return True
 
@@ -604,7 +622,7 @@ def check_admission_leaves_room_for_the_rest_of_the_prompt(
             full_hit_leaves_nothing_to_compute,
             theirs="#30320 (hits of a connector)",
         ),
-        instead(compute_num_waiting_tokens, hit_is_computed_again),
+        instead(compute_share, hit_is_computed_again),
     ),
 )
 def check_admission_with_a_hit_computes_only_what_is_left_and_at_least_one_token(

@@ -1,0 +1,274 @@
+"""Shard: the part of a walk's states that one process owns, and what it finds in them.
+
+States are dealt out by digest. A shard remembers those that it has seen, tries every event in the
+new ones, and hands what belongs to others over to them (see `walk`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from blockstep.conformance.engine import ALL_CAPABILITIES, Engine
+from blockstep.conformance.explore.canonical import Canonicaliser, Digest
+from blockstep.conformance.explore.copies import Copies, Kept, Packer, get_constants
+from blockstep.conformance.explore.cover import Tracer
+from blockstep.conformance.explore.cycles import get_no_progress
+from blockstep.conformance.explore.probe import (
+    Hits,
+    Moment,
+    Probe,
+    PropertyProbe,
+    QuirkProbe,
+    StateMemo,
+    WitnessProbe,
+    compare,
+    get_moment,
+    is_for,
+    needed_by,
+)
+from blockstep.conformance.explore.world import World, get_events
+from blockstep.conformance.protocol.registry import load_engine
+from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec.profiles import STRICT, Profile, Quirk, initial_state
+from blockstep.spec.state import State
+from blockstep.spec.vocabulary import Event, Rejected
+
+OUT_OF_NOTHING = "only after events in this state that must change nothing"
+SPEC_IS_WRONG = "the specification failed an assertion of its own"
+MAX_STATES = 3_000_000
+"""About a quarter of a kilobyte each, in all shards together."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to do in a world."""
+
+    world: World
+    profile: Profile = STRICT
+    """Quirks that the spec follows."""
+    properties: bool = True
+    """Judge every transition by the properties, and look for cycles without progress."""
+    witness: str = ""
+    """Stop where this situation is reached."""
+    quirk: Quirk | None = None
+    """Stop where the specification with this quirk goes another way."""
+    engine: str = ""
+    """Give every event in every state to this engine, and compare."""
+    edges: bool = False
+    """Keep the graph."""
+    deeds: bool = False
+    """Keep the first transitions that do something new (see `cover`); slow."""
+    max_states: int = MAX_STATES
+    max_depth: int = 1_000_000
+    """Events on the way to a state that is still expanded, at most."""
+
+
+class Candidate(NamedTuple):
+    """A state that may be new."""
+
+    digest: Digest
+    parent: Digest
+    number: int
+    """Of the event, among those of its parent."""
+    state: State | bytes
+    """Packed on its way to another shard."""
+    kept: Kept
+    """An engine that stands in it."""
+
+
+class Hit(NamedTuple):
+    """Something that was looked for."""
+
+    parent: Digest
+    number: int
+    lines: Hits
+
+
+class Edge(NamedTuple):
+    """One transition between two states."""
+
+    source: Digest
+    event: Event
+    target: Digest
+    sketch: str
+    """The target, in a few words."""
+
+
+class Novelty(NamedTuple):
+    """A transition that does something that none before it did."""
+
+    parent: Digest
+    number: int
+
+
+@dataclass(slots=True)
+class Level:
+    """What one shard found at one depth."""
+
+    outboxes: list[list[Candidate]]
+    """States of other shards; its own stay where they are."""
+    transitions: int = 0
+    refused: int = 0
+    hits: list[Hit] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    novelties: list[Novelty] = field(default_factory=list)
+
+
+class Shard:
+    """The states whose digests leave one remainder; used by one level after the other."""
+
+    def __init__(self, task: Task, index: int, num_shards: int) -> None:
+        self._task = task
+        self._index = index
+        self._num_shards = num_shards
+        self._digest = Canonicaliser(task.world).digest
+        self._memo = StateMemo()
+        self._probes: list[Probe] = [PropertyProbe(self._memo)] if task.properties else []
+        if task.witness:
+            self._probes.append(WitnessProbe(task.witness, self._memo))
+        if task.quirk is not None:
+            self._probes.append(QuirkProbe(task.quirk))
+        self._capabilities = ALL_CAPABILITIES
+        self._copies: Copies | None = None
+        if task.engine:
+            make_engine = load_engine(task.engine)
+            self._copies = Copies(make_engine, task.world)
+            self._capabilities = make_engine(task.world.config).capabilities()
+        self._tracer = Tracer() if task.deeds else None
+        self._done: set[str] = set()
+        self._parents: dict[Digest, Digest] = {}
+        self._packer = Packer(get_constants(task.world))
+        self._frontier: list[Candidate] = []
+        self._found: list[Candidate] = []
+        """States of this shard for the next level."""
+        self._sent: set[Digest] = set()
+        """States of other shards that they have been told of."""
+        self._stalls = array("Q")
+        """Transitions without progress, source and target by turns."""
+
+    def start(self) -> None:
+        """Take the initial state, if it is of this shard."""
+        state = initial_state(self._task.world.config, self._task.profile)
+        digest = self._digest(state)
+        if digest % self._num_shards == self._index:
+            kept = () if self._copies is None else self._copies.start()
+            self.absorb([Candidate(digest, digest, -1, state, kept)])
+
+    def absorb(self, candidates: list[Candidate]) -> int:
+        """Take the new ones of these states as the next level; returns how many there are."""
+        new: dict[Digest, Candidate] = {}
+        for candidate in sorted([*self._found, *candidates], key=lambda found: found[:3]):
+            if candidate.digest not in self._parents:
+                new.setdefault(candidate.digest, candidate)
+        for digest, candidate in new.items():
+            self._parents[digest] = candidate.parent
+        self._frontier, self._found = list(new.values()), []
+        return len(new)
+
+    def expand(self) -> Level:
+        """Try every event in every state of the level."""
+        level = Level([[] for _ in range(self._num_shards)])
+        sent: set[Digest] = set()
+        for found in self._frontier:
+            packed = found.state
+            state = self._packer.unpack(packed) if isinstance(packed, bytes) else packed
+            self._expand_state(level, sent, found.digest, state, found.kept)
+        self._frontier = []
+        return level
+
+    def _expand_state(
+        self, level: Level, sent: set[Digest], digest: Digest, state: State, kept: Kept
+    ) -> None:
+        engine: Engine | None = None
+        for number, event in enumerate(get_events(self._task.world, state)):
+            needed = needed_by(event)
+            if needed is not None and needed not in self._capabilities:
+                continue
+            try:
+                moment = self._apply(level, state, event, (digest, number))
+            except AssertionError as error:
+                level.hits.append(Hit(digest, number, [f"{SPEC_IS_WRONG}: {error}"]))
+                continue
+            lines = [line for probe in self._probes for line in probe(moment)]
+            if self._copies is not None and is_for(self._capabilities, moment.observation):
+                is_fresh = engine is None
+                engine = engine or self._copies.revive(kept)
+                differences = self._compare(engine, moment)
+                if differences and not is_fresh:
+                    fresh = self._compare(self._copies.revive(kept), moment)
+                    differences = fresh or [f"{OUT_OF_NOTHING}: {line}" for line in differences]
+                lines += differences
+            if moment.after is state and isinstance(moment.observation, Rejected):
+                level.refused += 1  # `engine` still stands here, and is used again
+            else:
+                level.transitions += 1
+                target = digest if moment.after is state else self._digest(moment.after)
+                self._record(level, moment, digest, target)
+                if self._is_new(sent, target):
+                    if self._task.properties:
+                        lines += [
+                            f"invariant {name}" for name in get_broken_invariants(moment.after)
+                        ]
+                    after: Kept = ()
+                    if self._copies is not None and engine is not None:
+                        after = self._copies.keep(engine, kept, event)
+                    self._send(level, Candidate(target, digest, number, moment.after, after))
+                engine = None
+            if lines:
+                level.hits.append(Hit(digest, number, lines))
+
+    def _record(self, level: Level, moment: Moment, source: Digest, target: Digest) -> None:
+        if self._task.edges:
+            level.edges.append(Edge(source, moment.event, target, sketch(moment.after)))
+        if self._task.properties and get_no_progress(moment, target == source):
+            self._stalls.extend((source, target))
+
+    def _is_new(self, sent: set[Digest], target: Digest) -> bool:
+        """Whether this shard has not come to a state before, on this level or an earlier one."""
+        if target in self._parents or target in sent or target in self._sent:
+            return False
+        (sent if target % self._num_shards == self._index else self._sent).add(target)
+        return True
+
+    def _send(self, level: Level, found: Candidate) -> None:
+        owner = found.digest % self._num_shards
+        if owner == self._index:
+            self._found.append(found)
+        else:
+            assert isinstance(found.state, State), "it has just been found"
+            packed = self._packer.pack(found.state)
+            level.outboxes[owner].append(found._replace(state=packed))
+
+    def _compare(self, engine: Engine, moment: Moment) -> Hits:
+        return compare(engine, moment, self._memo.snapshot_after(moment), self._capabilities)
+
+    def _apply(self, level: Level, state: State, event: Event, place: tuple[Digest, int]) -> Moment:
+        if self._tracer is None:
+            return get_moment(state, event)
+        moment, deeds = self._tracer.apply(state, event)
+        if not deeds <= self._done:
+            self._done |= deeds
+            level.novelties.append(Novelty(*place))
+        return moment
+
+    def parent(self, digest: Digest) -> Digest | None:
+        """Where the shortest way to a state comes from; itself for the initial state."""
+        return self._parents.get(digest)
+
+    def stalls(self) -> array[int]:
+        """Transitions without progress, source and target by turns."""
+        return self._stalls
+
+
+def sketch(state: State) -> str:
+    """A state in a few words: who stands where with how much, and what lies about."""
+    words = []
+    for name, request in state.requests.items():
+        runs = f"runs {request.num_computed_tokens}/{request.num_known_tokens}"
+        words.append(f"{name} {runs if name in state.running else request.status}")
+    words += [f"{len(state.frames)} in flight"] if state.frames else []
+    words += [f"{' '.join(state.finished_req_ids)} ended"] if state.finished_req_ids else []
+    words += [f"{len(state.pool.cached)} cached"] if state.pool.cached else []
+    return "\n".join(words) or "empty"

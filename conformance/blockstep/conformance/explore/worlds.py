@@ -1,0 +1,383 @@
+"""Worlds: the scopes that are walked by name, and what there is in each.
+
+Each is told as what it changes in a base: few blocks of two slots, and greedy requests of equal
+tokens. The first ones are a handful of states each, made for one thing; the others are as large as
+can be walked in minutes. Counts are committed: a change of the specification shows as others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from blockstep.conformance.explore.world import Counts, World
+from blockstep.spec.vocabulary import (
+    Config,
+    MultiModalItem,
+    PauseState,
+    Policy,
+    RepetitionDetection,
+    Request,
+    RequestId,
+    SpecMethod,
+)
+
+_LIKE_0 = 193
+"""The first token whose block, alone, has a SHA-256 that begins like that of token 0."""
+_BOTH = (False, True)
+
+
+def _config(**changes: Any) -> Config:
+    """Four blocks for requests, two seats, a step of four tokens, a model of six."""
+    sizes = {
+        "num_blocks": 5,
+        "block_size": 2,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 4,
+        "max_model_len": 6,
+    }
+    return Config(**(sizes | changes))
+
+
+def _request(name: RequestId, num_tokens: int, max_tokens: int, **more: Any) -> Request:
+    """So many equal tokens, and at most so many to sample."""
+    prompt = (more.pop("token", 0),) * num_tokens
+    return Request(name, prompt, max_tokens=max_tokens, **more)
+
+
+def _item(name: str, offset: int) -> MultiModalItem:
+    return MultiModalItem(name, offset, 1)
+
+
+_a, _b, _c = (partial(_request, name) for name in "ABC")
+_thin = partial(_config, block_size=1)
+_RANKED = {"policy": Policy.PRIORITY}
+_UNRESERVED = {"scheduler_reserve_full_isl": False}
+_UNCACHED = {"enable_prefix_caching": False}
+_AHEAD = {"max_frames_in_flight": 2, "async_scheduling": True}
+_NGRAM = {"spec_method": SpecMethod.NGRAM, "num_speculative_tokens": 1}
+
+
+WORLDS: Mapping[str, World] = {
+    world.name: world
+    for world in (
+        World(
+            "loop",
+            "one request that finds its own first block again",
+            _thin(num_blocks=3, max_num_seqs=1, max_num_batched_tokens=2, max_model_len=3),
+            (_a(2, 1),),
+            expected=Counts(8, 11, 21, 5),
+        ),
+        World(
+            "pair",
+            "two requests, three blocks, two tokens to sample, aborts",
+            _config(num_blocks=4, max_num_batched_tokens=3),
+            (_a(3, 2), _b(2, 2)),
+            vocabulary=(0, 1),
+            aborts=True,
+            expected=Counts(1_071, 4_265, 3_583, 21),
+        ),
+        World(
+            "equals",
+            "PRIORITY, no caching: two of one rank that do not both fit, one that never does",
+            _thin(num_blocks=4, max_model_len=5, **_RANKED, **_UNRESERVED, **_UNCACHED),
+            (_a(1, 3), _b(1, 3), _c(3, 2)),
+            aborts=True,
+            expected=Counts(127, 576, 644, 11),
+        ),
+        World(
+            "endings",
+            "every way to end: eos, a stop token, both lengths, repetition; min_tokens",
+            _config(max_model_len=4),
+            (
+                _a(2, 3, min_tokens=3, stop_token_ids=(1,)),
+                _b(1, 3, min_tokens=1, eos_token_id=1, repetition_detection=RepetitionDetection(1)),
+                _c(1, 1, stop_token_ids=(1,)),
+            ),
+            vocabulary=(0, 1),
+            expected=Counts(1_705, 3_686, 6_611, 20),
+        ),
+        World(
+            "items",
+            "blocks of equal tokens that items keep apart: which, and where",
+            _config(block_size=3, max_model_len=5),
+            (
+                _a(2, 2, items=(_item("x", 0), _item("z", 1))),
+                _b(3, 2, items=(_item("z", 0),)),
+                _c(3, 2, items=(_item("z", 1),)),
+            ),
+            expected=Counts(1_984, 3_637, 8_419, 24),
+        ),
+        World(
+            "tail",
+            "a second block that two items of the prompt and an output fill",
+            _config(
+                num_blocks=4,
+                block_size=3,
+                max_num_seqs=1,
+                max_num_batched_tokens=5,
+                max_model_len=8,
+            ),
+            (_a(5, 2, items=(_item("x", 3), _item("z", 4))),),
+            expected=Counts(16, 21, 43, 12),
+        ),
+        World(
+            "names",
+            "blocks of equal tokens that an adapter or a salt keeps apart, and who must not look",
+            _thin(num_blocks=4, max_num_batched_tokens=3, max_model_len=3),
+            (
+                _a(2, 1, adapter="m"),
+                _b(2, 1, cache_salt="m"),
+                _c(2, 1, skip_reading_prefix_cache=True),
+            ),
+            expected=Counts(480, 919, 1_801, 10),
+        ),
+        World(
+            "whole",
+            "no chunked prefill: a prompt waits for a budget that holds it; repetition, or none",
+            _thin(
+                num_blocks=9,
+                max_num_seqs=3,
+                max_model_len=4,
+                enable_chunked_prefill=False,
+                **_UNCACHED,
+            ),
+            (_a(2, 2), _b(3, 1), _c(1, 3, repetition_detection=RepetitionDetection(1))),
+            vocabulary=(0, 1),
+            expected=Counts(317, 775, 1_427, 9),
+        ),
+        World(
+            "seats",
+            "PRIORITY, one seat; and two tokens whose digests begin with the same byte",
+            _thin(
+                num_blocks=4, max_num_seqs=1, max_num_batched_tokens=3, max_model_len=4, **_RANKED
+            ),
+            (_a(1, 2, priority=1), _b(3, 1), _c(2, 1, token=_LIKE_0)),
+            expected=Counts(184, 428, 700, 12),
+        ),
+        World(
+            "shared",
+            "a victim that shares a block, and one that finds its own after two chunks",
+            _thin(
+                num_blocks=6,
+                max_num_seqs=3,
+                max_num_batched_tokens=5,
+                max_model_len=5,
+                long_prefill_token_threshold=2,
+                **_UNRESERVED,
+            ),
+            (_a(1, 2), _b(4, 1, token=1), _c(2, 2)),
+            expected=Counts(1_500, 2_704, 6_446, 18),
+        ),
+        World(
+            "rows",
+            "PRIORITY, no caching: whose row is taken back, and who gets what it leaves",
+            _thin(
+                num_blocks=7,
+                max_num_seqs=3,
+                long_prefill_token_threshold=2,
+                **_RANKED,
+                **_UNRESERVED,
+                **_UNCACHED,
+            ),
+            (_a(1, 4, priority=2), _b(3, 1, priority=1), _c(4, 1)),
+            aborts=True,
+            expected=Counts(1_437, 6_961, 7_287, 26),
+        ),
+        World(
+            "signals",
+            "a grammar, pauses, both resets",
+            _thin(num_blocks=4, max_num_batched_tokens=2, max_model_len=4),
+            (_a(1, 2, structured_output=True), _b(1, 2, structured_output=True), _c(1, 1)),
+            aborts=True,
+            resets=_BOTH,
+            pauses=tuple(PauseState),
+            expected=Counts(14_841, 168_507, 68_064, 23),
+        ),
+        World(
+            "chunks",
+            "a threshold of one token, a hit within a prompt, no reservation",
+            _thin(
+                max_num_seqs=3,
+                max_num_batched_tokens=3,
+                max_model_len=5,
+                long_prefill_token_threshold=1,
+                **_UNRESERVED,
+            ),
+            (_a(3, 2), _b(3, 2), _c(3, 2)),
+            aborts=True,
+            expected=Counts(1_632, 8_012, 6_829, 20),
+        ),
+        World(
+            "storm",
+            "PRIORITY: blocks so short that a step takes back what it has planned",
+            _config(
+                num_blocks=4, max_num_seqs=3, max_num_batched_tokens=3, **_RANKED, **_UNRESERVED
+            ),
+            (_a(1, 4, priority=2), _b(1, 3, priority=1), _c(1, 2)),
+            aborts=True,
+            resets=_BOTH,
+            expected=Counts(9_770, 68_317, 45_523, 26),
+        ),
+        World(
+            "victims",
+            "PRIORITY, drafts: who is preempted was planned in this very step",
+            _config(max_model_len=8, **_RANKED, **_UNRESERVED, **_NGRAM),
+            (_a(2, 4, priority=1), _b(2, 4)),
+            aborts=True,
+            expected=Counts(3_467, 17_024, 12_114, 21),
+        ),
+        World(
+            "guesses",
+            "drafts of a head: lookahead slots, the last hit block given back",
+            _config(spec_method=SpecMethod.EAGLE, num_speculative_tokens=1),
+            (_a(3, 3), _b(2, 3)),
+            vocabulary=(0, 1),
+            aborts=True,
+            expected=Counts(5_885, 39_078, 19_498, 22),
+        ),
+        World(
+            "edge",
+            "an item that ends where the blocks of the outputs begin",
+            _thin(max_num_seqs=1, max_num_batched_tokens=2, max_model_len=4),
+            (_a(1, 3, items=(_item("z", 0),)),),
+            expected=Counts(20, 25, 59, 16),
+        ),
+        World(
+            "alone",
+            "one request with room for drafts that finds its own first block again",
+            _thin(
+                num_blocks=4,
+                max_num_seqs=1,
+                max_num_batched_tokens=2,
+                max_model_len=5,
+                spec_method=SpecMethod.NGRAM,
+                num_speculative_tokens=2,
+            ),
+            (_a(2, 1),),
+            expected=Counts(12, 31, 27, 8),
+        ),
+        World(
+            "brink",
+            "two requests, and more drafts than the model length has room for",
+            _thin(
+                max_num_batched_tokens=5,
+                max_model_len=3,
+                spec_method=SpecMethod.NGRAM,
+                num_speculative_tokens=3,
+            ),
+            (_a(1, 2), _b(1, 2)),
+            expected=Counts(109, 673, 342, 11),
+        ),
+        World(
+            "gap",
+            "two plans in flight, drafts with the worker, a budget for one of two",
+            _config(num_blocks=6, max_num_batched_tokens=2, **_AHEAD, **_NGRAM),
+            (_a(1, 4), _b(1, 4)),
+            aborts=True,
+            resets=(True,),
+            expected=Counts(6_299, 31_902, 28_543, 29),
+        ),
+        World(
+            "ahead",
+            "PRIORITY, two plans in flight: preempted and reset while tokens are owed",
+            _config(
+                num_blocks=4, max_num_seqs=3, max_model_len=5, **_RANKED, **_AHEAD, **_UNRESERVED
+            ),
+            (_a(1, 2, priority=2), _b(1, 3, priority=1), _c(2, 2)),
+            aborts=True,
+            resets=(True,),
+            expected=Counts(19_364, 115_922, 124_945, 23),
+        ),
+        World(
+            "tokens",
+            "FCFS with caching: three tokens to sample, two of them alike, both resets",
+            _config(max_num_seqs=3, max_num_batched_tokens=3),
+            (_a(3, 3), _b(2, 3)),
+            vocabulary=(0, 1, 2),
+            aborts=True,
+            resets=_BOTH,
+            expected=Counts(22_054, 140_008, 74_149, 26),
+        ),
+        World(
+            "deep",
+            "FCFS with caching, three plans in flight, forced resets",
+            _config(**_AHEAD | {"max_frames_in_flight": 3}),
+            (_a(3, 3), _b(2, 3)),
+            vocabulary=(0, 1),
+            aborts=True,
+            resets=_BOTH,
+            expected=Counts(39_657, 266_443, 211_252, 25),
+        ),
+        World(
+            "fcfs",
+            "FCFS with caching: three requests, two of them alike, aborts and both resets",
+            _config(max_num_seqs=3, max_num_batched_tokens=3),
+            (_a(3, 3), _b(2, 3), _c(2, 3)),
+            vocabulary=(0, 1),
+            aborts=True,
+            resets=_BOTH,
+            expected=Counts(84_742, 614_543, 345_573, 32),
+        ),
+        World(
+            "priority",
+            "PRIORITY with caching: three requests of three ranks that do not all fit, aborts",
+            _config(max_num_seqs=3, **_RANKED, **_UNRESERVED),
+            (_a(3, 3, priority=2), _b(2, 3, priority=1), _c(1, 3)),
+            vocabulary=(0, 1),
+            aborts=True,
+            expected=Counts(150_030, 834_490, 605_032, 34),
+        ),
+        World(
+            "plain",
+            "no caching, three alike, drafts with the worker, two plans in flight",
+            _config(
+                num_blocks=6,
+                max_num_seqs=3,
+                max_model_len=7,
+                **_AHEAD,
+                **_UNRESERVED,
+                **_UNCACHED,
+                **_NGRAM,
+            ),
+            (_a(3, 4), _b(3, 4), _c(3, 4)),
+            aborts=True,
+            resets=(True,),
+            expected=Counts(10_950, 63_984, 78_558, 29),
+        ),
+        World(
+            "async-priority",
+            "PRIORITY, two plans in flight, drafts with the worker, forced resets",
+            _config(max_num_seqs=3, **_RANKED, **_AHEAD, **_UNRESERVED, **_NGRAM),
+            (_a(3, 3, priority=2), _b(2, 3, priority=1), _c(1, 3)),
+            aborts=True,
+            resets=(True,),
+            expected=Counts(94_722, 598_238, 599_032, 38),
+        ),
+        World(
+            "async",
+            "FCFS with caching, two plans in flight, two tokens to sample, aborts",
+            _config(max_num_seqs=3, **_AHEAD),
+            (_a(3, 3), _b(2, 3), _c(2, 3)),
+            vocabulary=(0, 1),
+            aborts=True,
+            expected=Counts(165_003, 1_003_091, 805_282, 28),
+        ),
+        World(
+            "drafts",
+            "FCFS with caching, drafts of a model with KV of its own, aborts",
+            _config(
+                num_blocks=6,
+                max_num_seqs=3,
+                spec_method=SpecMethod.DRAFT_MODEL,
+                num_speculative_tokens=1,
+            ),
+            (_a(3, 3), _b(2, 3), _c(2, 3)),
+            vocabulary=(0, 1),
+            aborts=True,
+            expected=Counts(391_979, 3_729_666, 1_554_063, 30),
+        ),
+    )
+}
+"""All worlds: those made for one thing, then the large ones."""

@@ -1,0 +1,53 @@
+"""Fastest: the engine that one takes who does not care which, chosen by the config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Protocol, TypeAlias, cast
+
+from blockstep.impl.capabilities import COMPILED, list_needed
+from blockstep.impl.host import HostEngine
+from blockstep.spec.vocabulary import Config, Event, Observation, Snapshot
+
+
+class Scheduler(Protocol):
+    """Any of our engines."""
+
+    def apply(self, event: Event) -> Observation:
+        """Take one event."""
+        ...
+
+    def snapshot(self) -> Snapshot:
+        """The canonical state."""
+        ...
+
+    def capabilities(self) -> frozenset[str]:
+        """What it implements."""
+        ...
+
+
+MakeScheduler: TypeAlias = Callable[[Config], Scheduler]
+
+
+def get_fastest(config: Config) -> MakeScheduler:
+    """The factory of the fastest engine that can take this config here.
+
+    The compiled one if numba is there and its capabilities cover what the config asks for; the host
+    engine, which can do everything, otherwise. Imported only then: its import compiles.
+    """
+    if find_spec("numba") is not None and list_needed(config) <= COMPILED:
+        compiled: Any = import_module("blockstep.impl.compiled")
+        if compiled.IS_COMPILED:
+            return cast("MakeScheduler", compiled.CompiledEngine)
+    return HostEngine
+
+
+def make_engine(config: Config) -> Scheduler:
+    """An engine that `get_fastest` chose.
+
+    Raises:
+        ConfigError: `config_problems` has something against the config.
+    """
+    return get_fastest(config)(config)

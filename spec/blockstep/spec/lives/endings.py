@@ -1,0 +1,113 @@
+"""Endings: what a request delivers, why it ends, and what is left of it then: nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.spec.requests import RequestState
+from blockstep.spec.rules import Rules, Stop
+from blockstep.spec.state import State
+from blockstep.spec.vocabulary import (
+    FinishReason,
+    OutputRow,
+    RepetitionDetection,
+    Request,
+    RequestId,
+    TokenIds,
+)
+
+
+def get_extended(
+    request: RequestState,
+    tokens: TokenIds,
+    max_model_len: int,
+    rules: Rules,
+) -> tuple[RequestState, OutputRow]:
+    """Append tokens one by one until one of them ends the request; drop those after it.
+
+    Source: seed 001 "Request Completion", vLLM 0.19.1 `_update_request_with_output`; P13.
+    """
+    outputs = request.output_token_ids
+    num_prompt = len(request.request.prompt_token_ids)
+    num_taken = 0
+    reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    while reason is None and num_taken < len(tokens):
+        num_taken += 1
+        known_outputs = outputs + tokens[:num_taken]
+        num_known = num_prompt + len(known_outputs)
+        reason, stop_token_id = rules.compute_stop(request, known_outputs, num_known, max_model_len)
+    delivered = tokens[:num_taken]
+    row = OutputRow(
+        request.request_id,
+        delivered,
+        finish_reason=reason,
+        stop_token_id=stop_token_id,
+        num_cached_tokens=max(request.num_cached_tokens, 0),
+    )
+    return replace(request, output_token_ids=outputs + delivered), row
+
+
+def compute_stop(
+    request: RequestState,
+    outputs: TokenIds,
+    num_known: int,
+    max_model_len: int,
+) -> Stop:
+    """Why the request ends after the last of `outputs`, and by which stop token.
+
+    In this order: eos, stop token, length, repetition. `min_tokens` holds off what the text
+    decides, never the length caps: upstream lets it mask them, and the request then waits for
+    ever at the model length. Source: vLLM 0.19.1 `check_stop`; seed 000 "Request Completion"; P10,
+    P13.
+    """
+    asked = request.request
+    last = outputs[-1]
+    text_may_stop = len(outputs) >= asked.min_tokens
+    if text_may_stop and last == asked.eos_token_id:
+        return FinishReason.STOP, None
+    if text_may_stop and last in asked.stop_token_ids:
+        return FinishReason.STOP, last
+    if is_at_length(asked, len(outputs), num_known, max_model_len):
+        return FinishReason.LENGTH, None
+    detection = asked.repetition_detection
+    if text_may_stop and detection is not None and is_repeating(outputs, detection):
+        return FinishReason.REPETITION, None
+    return None, None
+
+
+def is_at_length(asked: Request, num_outputs: int, num_known: int, max_model_len: int) -> bool:
+    """Whether the request has all the tokens it may have. Source: vLLM 0.19.1 `check_stop`; P13."""
+    return num_known >= max_model_len or num_outputs >= asked.max_tokens
+
+
+def is_repeating(outputs: TokenIds, detection: RepetitionDetection) -> bool:
+    """Whether the outputs end with `min_count` copies of one pattern of an allowed size.
+
+    Source: vLLM 0.19.1 `check_sequence_repetition`, when run.
+    """
+    for size in range(detection.min_pattern_size, detection.max_pattern_size + 1):
+        num_tokens = size * detection.min_count
+        if num_tokens > len(outputs):
+            return False
+        tail = outputs[len(outputs) - num_tokens :]
+        if tail == tail[:size] * detection.min_count:
+            return True
+    return False
+
+
+def get_without_ended(state: State, ended: list[RequestId]) -> State:
+    """The state without requests that ended and whose blocks are free already.
+
+    The next plan tells the worker. Source: seed 001 "Request Completion"; P13.
+    """
+    if not ended:
+        return state
+    gone = set(ended)
+    return replace(
+        state,
+        running=tuple(r for r in state.running if r not in gone),
+        waiting=tuple(r for r in state.waiting if r not in gone),
+        skipped_waiting=tuple(r for r in state.skipped_waiting if r not in gone),
+        finished_req_ids=tuple(sorted(gone.union(state.finished_req_ids))),
+    )

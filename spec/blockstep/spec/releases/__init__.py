@@ -1,0 +1,46 @@
+"""Releases: what released engines decide otherwise, story and code of each quirk together.
+
+The specification keeps every property. A quirk is a rule of some release that does not, or that is
+only another behaviour; it is off unless a profile switches it on. It wraps one decision of the
+strict rules (`blockstep.spec.rules`), which know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from blockstep.spec.releases import drafts, endings, flight, identity, memory, order
+from blockstep.spec.releases.quirk import Quirk, QuirkStory
+from blockstep.spec.rules import Rules
+from blockstep.spec.strict import STRICT_RULES
+from blockstep.spec.vocabulary import Config
+
+__all__ = ["QUIRKS", "Quirk", "QuirkStory", "get_rules"]
+
+_STORIES: Mapping[Quirk, QuirkStory] = {
+    story.quirk: story
+    for theme in (memory, identity, order, drafts, flight, endings)
+    for story in theme.STORIES
+}
+QUIRKS: tuple[QuirkStory, ...] = tuple(_STORIES[quirk] for quirk in Quirk)
+"""In the order in which they are folded into the rules."""
+
+
+def get_rules(quirks: frozenset[Quirk], config: Config) -> Rules:
+    """The strict rules with these quirks in them, to be made once per run.
+
+    Source: architecture D5.
+    """
+
+    def remake() -> tuple[Callable[..., Rules], tuple[Any, ...]]:
+        return get_rules, (quirks, config)
+
+    if not quirks:
+        return STRICT_RULES
+    rules = replace(STRICT_RULES, quirks=frozenset(quirks), remake=remake)
+    for story in QUIRKS:
+        if story.quirk in quirks:
+            rules = story.change(rules, config)
+    return rules

@@ -1,0 +1,88 @@
+"""Flight: what a release does to requests that frames in flight name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from blockstep.spec.releases.quirk import Quirk, QuirkStory
+from blockstep.spec.requests import Frame, RequestState
+from blockstep.spec.rules import Rules
+from blockstep.spec.vocabulary import Config, RequestId
+
+
+def frames_hold_the_preempted(rules: Rules, _config: Config) -> Rules:
+    """A preempted request waits for every frame that names it, also where it does not sample."""
+
+    def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
+        return rules.is_held_by_frames(frames, request) or any(
+            row.request_id == request.request_id and not row.is_dropped
+            for frame in frames
+            for row in frame.rows
+        )
+
+    return replace(rules, is_held_by_frames=is_held_by_frames)
+
+
+def reset_drops_tokens(rules: Rules, _config: Config) -> Rules:
+    """A forced reset drops what frames in flight sampled; it is sampled again."""
+
+    def get_frames_after_reset(
+        frames: tuple[Frame, ...], request_ids: Sequence[RequestId]
+    ) -> tuple[Frame, ...]:
+        return tuple(
+            replace(
+                frame,
+                rows=tuple(
+                    replace(row, is_dropped=row.is_dropped or row.request_id in request_ids)
+                    for row in frame.rows
+                ),
+            )
+            for frame in rules.get_frames_after_reset(frames, request_ids)
+        )
+
+    def get_reset_request(request: RequestState) -> RequestState:
+        return replace(rules.get_reset_request(request), num_output_placeholders=0)
+
+    return replace(
+        rules,
+        get_frames_after_reset=get_frames_after_reset,
+        get_reset_request=get_reset_request,
+    )
+
+
+def reset_names_its_victims(rules: Rules, _config: Config) -> Rules:
+    """The plan after a forced reset names those whom the reset preempted."""
+    return replace(rules, names_victims_of_resets=True)
+
+
+STORIES = (
+    QuirkStory(
+        Quirk.FRAMES_HOLD_THE_PREEMPTED,
+        frames_hold_the_preempted,
+        "a preempted request waits for every frame that names it, also where it does not sample",
+        ("P15", "P16"),
+        "#48245 (merged)",
+        "0.27.0",
+        "asynchronous; a request is preempted while a chunk of its prompt is in flight: it is "
+        "passed over until that frame was answered",
+    ),
+    QuirkStory(
+        Quirk.RESET_DROPS_TOKENS,
+        reset_drops_tokens,
+        "a forced reset drops what frames in flight sampled; it is sampled again",
+        ("P12", "P13", "P14", "P26"),
+        "#42043, #42117, #48245 (merged)",
+        "0.27.0 0.33.0",
+        "one request, its first plan in flight, a forced reset: the answer delivers nothing",
+    ),
+    QuirkStory(
+        Quirk.RESET_NAMES_ITS_VICTIMS,
+        reset_names_its_victims,
+        "the plan after a forced reset names those whom the reset preempted",
+        ("P21", "P26"),
+        "not found upstream",
+        "0.27.0 0.33.0",
+        "one request runs, a forced reset: the next plan resumes it, and names it as preempted",
+    ),
+)

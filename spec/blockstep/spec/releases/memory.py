@@ -1,0 +1,125 @@
+"""Memory: which blocks a release takes, keeps and gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from blockstep.spec.memory.slots import release_slots
+from blockstep.spec.pool import Pool
+from blockstep.spec.releases.quirk import Quirk, QuirkStory
+from blockstep.spec.requests import RequestState
+from blockstep.spec.rules import Rules
+from blockstep.spec.vocabulary import BlockId, Config
+
+
+def _with_unnamed_first(rules: Rules) -> Rules:
+    """The rules where free blocks without a key are taken before all others."""
+
+    def free_blocks(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
+        after = rules.free_blocks(pool, block_table)
+        released = after.free_queue[len(pool.free_queue) :]
+        named = [block_id for block_id in released if pool.block_keys[block_id] is not None]
+        unnamed = [block_id for block_id in released if pool.block_keys[block_id] is None]
+        return replace(after, free_queue=(*unnamed, *pool.free_queue, *named))
+
+    return replace(rules, free_blocks=free_blocks)
+
+
+def unwritten_keys_stay(rules: Rules, _config: Config) -> Rules:
+    """A victim's keys stay published although the step that fills their blocks lost it."""
+
+    def revoke_slots(pool: Pool, request: RequestState, block_size: int, rules: Rules) -> Pool:
+        del block_size
+        return release_slots(pool, request, rules)
+
+    return replace(rules, revoke_slots=revoke_slots)
+
+
+def nothing_reserved(rules: Rules, _config: Config) -> Rules:
+    """A request is admitted when its first chunk fits, whatever the config says of the rest."""
+    return replace(rules, reserves_full_isl=False)
+
+
+def admitted_with_lookahead(rules: Rules, _config: Config) -> Rules:
+    """A request is admitted with the slots for lookahead, which it does not need yet."""
+    return replace(rules, get_num_lookahead_at_admission=lambda config: config.num_lookahead_tokens)
+
+
+def unnamed_blocks_first(rules: Rules, config: Config) -> Rules:
+    """With caching, freed blocks without a key are taken before all others."""
+    return _with_unnamed_first(rules) if config.enable_prefix_caching else rules
+
+
+def uncached_blocks_first(rules: Rules, config: Config) -> Rules:
+    """Without caching, the block that was freed last is taken first."""
+    return rules if config.enable_prefix_caching else _with_unnamed_first(rules)
+
+
+def drafts_publish_at_commit(rules: Rules, _config: Config) -> Rules:
+    """With drafts a synchronous commit publishes the blocks that it fills."""
+
+    def publishes_at_commit(config: Config) -> bool:
+        return config.num_speculative_tokens > 0 or rules.publishes_at_commit(config)
+
+    return replace(rules, publishes_at_commit=publishes_at_commit)
+
+
+STORIES = (
+    QuirkStory(
+        Quirk.UNWRITTEN_KEYS_STAY,
+        unwritten_keys_stay,
+        "a victim's keys stay published although the step that fills their blocks lost it",
+        ("P3", "P4", "P25"),
+        "#43569 (open)",
+        "0.12.0 0.19.1 0.20.2 0.23.0 0.27.0 0.33.0",
+        "PRIORITY; a low request fills a block in this step, a high one behind it needs a block: "
+        "the low one is preempted, its key stays, the next request with that prefix hits it",
+    ),
+    QuirkStory(
+        Quirk.NOTHING_RESERVED,
+        nothing_reserved,
+        "a request is admitted when its first chunk fits, whatever the config says of the rest",
+        ("P8",),
+        "#37307 (the option came with 0.19.1)",
+        "0.11.0 0.12.0 0.14.1 0.16.0 0.18.1",
+        "3 blocks of 1 are free, a budget of 2: a prompt of 4 tokens is admitted",
+    ),
+    QuirkStory(
+        Quirk.ADMITTED_WITH_LOOKAHEAD,
+        admitted_with_lookahead,
+        "a request is admitted with the slots for lookahead, which it does not need yet",
+        ("P8", "P15"),
+        "not found upstream",
+        "0.23.0 0.27.0 0.33.0",
+        "a draft head and 2 drafts, blocks of 1: a prompt of 3 tokens takes 5 blocks",
+    ),
+    QuirkStory(
+        Quirk.UNNAMED_BLOCKS_FIRST,
+        unnamed_blocks_first,
+        "with caching, freed blocks without a key are taken before all others",
+        ("P16",),
+        "not found upstream",
+        "0.27.0 0.33.0",
+        "a prompt of a block and a half is aborted: the half block is at the head of the queue",
+    ),
+    QuirkStory(
+        Quirk.UNCACHED_BLOCKS_FIRST,
+        uncached_blocks_first,
+        "without caching, the block that was freed last is taken first",
+        ("P16",),
+        "not found upstream",
+        "0.33.0",
+        "no caching; a request is aborted: its blocks are at the head of the queue",
+    ),
+    QuirkStory(
+        Quirk.DRAFTS_PUBLISH_AT_COMMIT,
+        drafts_publish_at_commit,
+        "with drafts a synchronous commit publishes the blocks that it fills",
+        ("P14", "P18"),
+        "not found upstream",
+        "0.33.0",
+        "one draft, blocks of 2; the commit of a prompt of 4 tokens and of two accepted ones names "
+        "the third block, which the next plan would",
+    ),
+)

@@ -1,0 +1,146 @@
+"""Order: whose turn it is in a release, and who has to go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.spec.releases.quirk import Quirk, QuirkStory
+from blockstep.spec.requests import RequestState
+from blockstep.spec.rules import Rules
+from blockstep.spec.step.queues import get_rank
+from blockstep.spec.vocabulary import Config, Policy
+
+
+def equals_preempt_the_first(rules: Rules, _config: Config) -> Rules:
+    """Of equal priority and arrival the first in running order is preempted."""
+    return replace(rules, get_victim_rank=lambda request: get_rank(request)[:2])
+
+
+def victim_without_a_row_shifts_the_next(rules: Rules, _config: Config) -> Rules:
+    """A victim that the step had passed over makes the step pass over another request."""
+
+    def compute_next_index(index: int, victim_index: int, had_row: bool) -> int:
+        return rules.compute_next_index(index, victim_index, had_row) if had_row else index
+
+    return replace(rules, compute_next_index=compute_next_index)
+
+
+def one_waiting_queue(rules: Rules, _config: Config) -> Rules:
+    """What is passed over waits in the queue of all others, at its front."""
+    return replace(rules, has_skipped_queue=False)
+
+
+def passed_over_come_back_reversed(rules: Rules, _config: Config) -> Rules:
+    """Those that a step passes over change their order."""
+    return replace(rules, get_order_of_return=lambda passed_over: passed_over[::-1])
+
+
+def cached_tokens_of_the_last_hit(rules: Rules, _config: Config) -> Rules:
+    """Until its first output the cached tokens of a request are those of its latest hit."""
+
+    def get_num_cached_tokens(request: RequestState, num_hit: int) -> int:
+        if not request.output_token_ids:
+            return num_hit
+        return rules.get_num_cached_tokens(request, num_hit)
+
+    return replace(rules, get_num_cached_tokens=get_num_cached_tokens)
+
+
+def lone_request_has_no_threshold(rules: Rules, _config: Config) -> Rules:
+    """The threshold for long prefills does not bind the only request there is."""
+
+    def get_threshold(config: Config, num_unfinished: int) -> int:
+        return 0 if num_unfinished == 1 else rules.get_threshold(config, num_unfinished)
+
+    return replace(rules, get_threshold=get_threshold)
+
+
+def self_victim_lets_others_run(rules: Rules, _config: Config) -> Rules:
+    """Under PRIORITY a step goes on after a request that preempted itself."""
+    return replace(rules, goes_on_after_self_victim=lambda config: config.policy is Policy.PRIORITY)
+
+
+def too_long_is_passed_over(rules: Rules, _config: Config) -> Rules:
+    """Without chunked prefill, a prompt beyond what is left of the budget holds nobody up."""
+    return replace(rules, passes_over_too_long=True)
+
+
+STORIES = (
+    QuirkStory(
+        Quirk.EQUALS_PREEMPT_THE_FIRST,
+        equals_preempt_the_first,
+        "of equal priority and arrival the first in running order is preempted",
+        ("P10", "P16"),
+        "not found upstream",
+        "0.12.0 0.19.1 0.20.2 0.23.0 0.27.0 0.33.0",
+        "PRIORITY; two requests of one priority and arrival that do not both fit, no caching: each "
+        "preempts the other for ever",
+    ),
+    QuirkStory(
+        Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT,
+        victim_without_a_row_shifts_the_next,
+        "a victim that the step had passed over makes the step pass over another request",
+        ("P15",),
+        "not found upstream",
+        "0.12.0 0.19.1 0.20.2 0.23.0 0.27.0",
+        "PRIORITY, asynchronous; of three requests the first has its last token in flight, so it "
+        "has no row, and is preempted for the second: the third gets no row in that step",
+    ),
+    QuirkStory(
+        Quirk.ONE_WAITING_QUEUE,
+        one_waiting_queue,
+        "what is passed over waits in the queue of all others, at its front",
+        ("P16",),
+        "not found upstream",
+        "0.11.0 0.12.0 0.14.1 0.16.0 0.33.0",
+        "a request whose grammar is not compiled stands in `waiting`, not in `skipped_waiting`",
+    ),
+    QuirkStory(
+        Quirk.PASSED_OVER_COME_BACK_REVERSED,
+        passed_over_come_back_reversed,
+        "those that a step passes over change their order",
+        ("P7", "P16"),
+        "not found upstream (fixed in 0.14.1)",
+        "0.11.0 0.12.0",
+        "FCFS; two requests whose grammar is not compiled: after a plan the second is in front",
+    ),
+    QuirkStory(
+        Quirk.CACHED_TOKENS_OF_THE_LAST_HIT,
+        cached_tokens_of_the_last_hit,
+        "until its first output the cached tokens of a request are those of its latest hit",
+        ("P21",),
+        "not found upstream (fixed in 0.27.0)",
+        "0.20.2 0.23.0",
+        "a long prompt without a hit is preempted between two chunks: resumed, it hits its own "
+        "blocks, and they are told as its cached tokens",
+    ),
+    QuirkStory(
+        Quirk.LONE_REQUEST_HAS_NO_THRESHOLD,
+        lone_request_has_no_threshold,
+        "the threshold for long prefills does not bind the only request there is",
+        ("P9", "P15"),
+        "not found upstream",
+        "0.33.0",
+        "a threshold of 2, one prompt of 6 tokens: all of it is in the first plan",
+    ),
+    QuirkStory(
+        Quirk.SELF_VICTIM_LETS_OTHERS_RUN,
+        self_victim_lets_others_run,
+        "under PRIORITY a step goes on after a request that preempted itself",
+        (),
+        "not found upstream",
+        "0.33.0",
+        "PRIORITY; the lowest of three runs first in order, needs a block and preempts itself: the "
+        "two behind it run in the same step",
+    ),
+    QuirkStory(
+        Quirk.TOO_LONG_IS_PASSED_OVER,
+        too_long_is_passed_over,
+        "without chunked prefill, a prompt beyond what is left of the budget holds nobody up",
+        ("P16",),
+        "not found upstream (fixed in 0.12.0)",
+        "0.11.0",
+        "no chunked prefill, a budget of 5; prompts of 3, 3 and 1 tokens: the first and the third "
+        "are admitted",
+    ),
+)

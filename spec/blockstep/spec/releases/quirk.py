@@ -1,0 +1,66 @@
+"""Quirk: the name of a known deviation, and what there is to say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from blockstep.spec.rules import Rules
+from blockstep.spec.vocabulary import Config
+
+Change: TypeAlias = Callable[[Rules, Config], Rules]
+"""The rules with the deviation in them; it may call what it wraps."""
+
+
+class Quirk(StrEnum):
+    """A known deviation."""
+
+    UNWRITTEN_KEYS_STAY = "unwritten_keys_stay"
+    EQUALS_PREEMPT_THE_FIRST = "equals_preempt_the_first"
+    MIN_TOKENS_MASK_LENGTH = "min_tokens_mask_length"
+    OUTPUT_BLOCKS_NAME_THE_LAST_ITEM = "output_blocks_name_the_last_item"
+    PLACEHOLDERS_OUTLIVE_A_GAP = "placeholders_outlive_a_gap"
+    VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT = "victim_without_a_row_shifts_the_next"
+    ITEMS_NAMED_WITHOUT_PLACE = "items_named_without_place"
+    TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK = "touching_item_names_an_output_block"
+    NOTHING_RESERVED = "nothing_reserved"
+    ONE_WAITING_QUEUE = "one_waiting_queue"
+    DRAFTS_OUTLIVE_PREEMPTION = "drafts_outlive_preemption"
+    PASSED_OVER_COME_BACK_REVERSED = "passed_over_come_back_reversed"
+    CACHED_TOKENS_OF_THE_LAST_HIT = "cached_tokens_of_the_last_hit"
+    ADMITTED_WITH_LOOKAHEAD = "admitted_with_lookahead"
+    UNNAMED_BLOCKS_FIRST = "unnamed_blocks_first"
+    UNCACHED_BLOCKS_FIRST = "uncached_blocks_first"
+    FRAMES_HOLD_THE_PREEMPTED = "frames_hold_the_preempted"
+    RESET_DROPS_TOKENS = "reset_drops_tokens"
+    RESET_NAMES_ITS_VICTIMS = "reset_names_its_victims"
+    LONE_REQUEST_HAS_NO_THRESHOLD = "lone_request_has_no_threshold"
+    SELF_VICTIM_LETS_OTHERS_RUN = "self_victim_lets_others_run"
+    STOP_TOKENS_IGNORE_MIN_TOKENS = "stop_tokens_ignore_min_tokens"
+    LENGTH_COMES_BEFORE_STOP = "length_comes_before_stop"
+    TOO_LONG_IS_PASSED_OVER = "too_long_is_passed_over"
+    ADMITTED_WITH_PADDING = "admitted_with_padding"
+    PADDING_WAITS_AT_THE_END = "padding_waits_at_the_end"
+    HIT_IS_COMPANY_ENOUGH = "hit_is_company_enough"
+    DRAFTS_PUBLISH_AT_COMMIT = "drafts_publish_at_commit"
+
+
+@dataclass(frozen=True, slots=True)
+class QuirkStory:
+    """What there is to say about a quirk, and what it does."""
+
+    quirk: Quirk
+    change: Change
+    title: str
+    property_ids: tuple[str, ...]
+    """Properties that it breaks; none if it is only another behaviour."""
+    upstream: str
+    """Issue or pull request, or that none was found."""
+    seen_in: str
+    """Releases in which it was seen by running them; others were not tried."""
+    program: str
+    """A small program that shows it, in words."""
+    upon: tuple[Quirk, ...] = ()
+    """What it changes, and says nothing without."""

@@ -1,0 +1,110 @@
+"""Requests: one unfinished request, what it holds of each KV group, and the frames it is in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from blockstep.spec.vocabulary import (
+    BlockId,
+    BlockKey,
+    BlockTables,
+    FrameId,
+    Request,
+    RequestId,
+    Status,
+    TokenIds,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a request holds of one KV group."""
+
+    block_table: tuple[BlockId, ...] = ()
+    num_cached_blocks: int = 0
+    """Leading blocks of the table whose key is settled (hit or published)."""
+
+
+NOTHING_HELD = (Holding(),)
+"""Before admission, and after preemption."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A prefix found in the cache: valid for every KV group, so of one length."""
+
+    num_tokens: int
+    block_tables: BlockTables
+    """Per group: the blocks to share."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestState:
+    """One unfinished request.
+
+    num_known_tokens         |------ prompt ------|-- verified outputs --|
+    num_tokens_with_spec     |------ prompt ------|-- verified outputs --|-- drafts --|
+    num_computed_tokens      |---- KV exists ---->|
+
+    and with frames in flight, of which each promises a token and its drafts:
+
+    num_known_tokens         |------ prompt ------|-- verified outputs --|
+    num_output_placeholders                                              |-- promised --|
+    num_computed_tokens      |---- KV exists, or will once they have run ------------->|
+    """
+
+    request: Request
+    status: Status
+    output_token_ids: TokenIds = ()
+    num_computed_tokens: int = 0
+    num_output_placeholders: int = 0
+    spec_token_ids: TokenIds = ()
+    is_prefill_chunk: bool = False
+    holdings: tuple[Holding, ...] = NOTHING_HELD
+    """Per KV group."""
+    block_keys: tuple[BlockKey, ...] = ()
+    """Keys of its full blocks of known tokens: they follow from the tokens (see `hashing`)."""
+    num_cached_tokens: int = -1
+    num_preemptions: int = 0
+    grammar_ready: bool = False
+
+    @property
+    def request_id(self) -> RequestId:
+        """The id of `request`."""
+        return self.request.request_id
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and verified outputs (vLLM's `num_tokens`)."""
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def all_token_ids(self) -> TokenIds:
+        """Prompt and verified outputs."""
+        return self.request.prompt_token_ids + self.output_token_ids
+
+    @property
+    def block_tables(self) -> BlockTables:
+        """Per KV group: the blocks it holds, positions in order."""
+        return tuple([holding.block_table for holding in self.holdings])
+
+
+@dataclass(frozen=True, slots=True)
+class FrameRow:
+    """What a frame in flight asks of one request."""
+
+    request_id: RequestId
+    draft_token_ids: TokenIds
+    samples: bool
+    """Whether the step reaches the last token that will be known, so that the worker samples."""
+    is_dropped: bool = False
+    """Whether what it sampled is not delivered; in no strict run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A plan on its way: scheduled, not yet committed."""
+
+    frame_id: FrameId
+    rows: tuple[FrameRow, ...]
+    """In the order of scheduling, which is the order of commit."""

@@ -1,0 +1,109 @@
+"""Rules: the decisions that some release takes otherwise, as one value.
+
+A state carries its rules. Each field is a function or a plain value that the rooms ask at the one
+place where the decision is made. `strict.STRICT_RULES` has the specification's own for every field;
+what a release does instead wraps one of them (architecture D5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from blockstep.spec.pool import Pool
+from blockstep.spec.requests import Frame, RequestState
+from blockstep.spec.vocabulary import (
+    BlockId,
+    Config,
+    FinishReason,
+    Request,
+    RequestId,
+    TokenIds,
+)
+
+Stop: TypeAlias = tuple[FinishReason | None, int | None]
+"""Why a request ends, and the stop token that it ended by; (None, None) while it goes on."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Rules:
+    """How each such decision is made.
+
+    Two are equal if they follow the same quirks; hash, pickle and text are by them alone, too.
+    """
+
+    quirks: frozenset[str]
+    """Names of the deviations in it (`releases.Quirk`); none in the specification proper."""
+    remake: Callable[[], tuple[Callable[..., Rules], tuple[Any, ...]]]
+    """A function and the arguments from which it makes these very rules, to be pickled by."""
+
+    # identity
+    get_item_keys: Callable[[Request, int, int], tuple[tuple[str, int], ...]]
+    """The items that name the block at token positions [start, end)."""
+    get_request_behind_outputs: Callable[[Request], Request]
+    """The request as blocks see it that outputs complete."""
+
+    # memory
+    free_blocks: Callable[[Pool, Sequence[BlockId]], Pool]
+    """Give up a table: the order in which its blocks are queued."""
+    revoke_slots: Callable[[Pool, RequestState, int, Rules], Pool]
+    """Free what a preempted request holds, given the block size."""
+    reserves_full_isl: bool
+    """Whether `scheduler_reserve_full_isl` is known."""
+    get_num_lookahead_at_admission: Callable[[Config], int]
+    publishes_at_commit: Callable[[Config], bool]
+    """Whether a commit publishes the blocks that it fills."""
+
+    # order
+    get_victim_rank: Callable[[RequestState], tuple[int | str, ...]]
+    """PRIORITY preempts the first of greatest rank."""
+    compute_next_index: Callable[[int, int, bool], int]
+    """Whose turn it is after a preemption: (index, the victim's index, whether it had a row)."""
+    goes_on_after_self_victim: Callable[[Config], bool]
+    """Whether the running phase goes on behind a request that preempted itself."""
+    get_threshold: Callable[[Config, int], int]
+    """The cap of a long prefill, given the number of unfinished requests; 0: none."""
+    has_skipped_queue: bool
+    """Whether what is passed over waits in a queue of its own."""
+    get_order_of_return: Callable[[list[RequestId]], list[RequestId]]
+    """In which order those that a step passed over stand in their queue again."""
+    passes_over_too_long: bool
+    """Whether a prompt beyond the rest of the budget is passed over, without chunked prefill."""
+    get_num_cached_tokens: Callable[[RequestState, int], int]
+    """What is told as cached once a request is admitted with a hit of so many tokens."""
+
+    # drafts
+    get_num_padding: Callable[[Config, int, int, int, Iterable[RequestState]], int | None]
+    """Drafts that a request is admitted with: (config, known tokens, hit tokens, budget, planned
+    running requests); None if it is to wait for their sake."""
+    keeps_drafts: Callable[[bool, bool], bool]
+    """Whether a running request's drafts outlive a plan: (is in it, samples in it)."""
+    get_preempted: Callable[[RequestState], RequestState]
+    """The request after it lost its blocks."""
+
+    # frames in flight
+    is_held_by_frames: Callable[[Sequence[Frame], RequestState], bool]
+    """Whether a preempted request waits for frames in flight before it is admitted again."""
+    get_frames_after_reset: Callable[[tuple[Frame, ...], Sequence[RequestId]], tuple[Frame, ...]]
+    """Frames in flight after a reset preempted these requests."""
+    get_reset_request: Callable[[RequestState], RequestState]
+    """A preempted request as a forced reset leaves it."""
+    names_victims_of_resets: bool
+    """Whether the next plan names those that a forced reset preempted."""
+
+    # endings
+    compute_stop: Callable[[RequestState, TokenIds, int, int], Stop]
+    """Why a request ends: (request, outputs, known tokens, max_model_len)."""
+
+    def __eq__(self, other: object) -> bool:
+        return self.quirks == other.quirks if isinstance(other, Rules) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.quirks)
+
+    def __repr__(self) -> str:
+        return f"Rules({', '.join(sorted(self.quirks))})"
+
+    def __reduce__(self) -> tuple[Callable[..., Rules], tuple[Any, ...]]:
+        return self.remake()

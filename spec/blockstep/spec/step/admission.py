@@ -1,0 +1,183 @@
+"""Admission: waiting requests pass the gates one by one, or end the phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
+from blockstep.spec.memory.slots import allocate_slots, can_hold
+from blockstep.spec.requests import Frame, Hit, RequestState
+from blockstep.spec.step.queues import is_blocked, process_prepend, select_queue
+from blockstep.spec.step.share import compute_num_drafts, compute_share
+from blockstep.spec.step.work import Scheduled, Step, Verdict
+from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, Config, RequestId, Status
+
+
+def process_waiting_phase(step: Step) -> None:
+    """Admit waiting requests, in queue order, while tokens, seats and blocks last.
+
+    The first that does not fit ends the phase: nobody overtakes it, and nobody is preempted for
+    it. Source: seed 001 "Waiting Queue -- Admission Gate"; seed 000 "Phase 2"; P15, P16.
+    """
+    config, rules = step.state.config, step.state.rules
+    passed_over: list[RequestId] = []
+    while (step.waiting or step.skipped) and not step.budget.is_spent:
+        if len(step.running) == config.max_num_seqs:
+            break
+        queue = select_queue(config.policy, step.waiting, step.skipped, step.requests)
+        verdict = get_verdict(step, queue[0])
+        if verdict is Verdict.NO_ROOM:
+            break
+        request_id = queue.pop(0)
+        if verdict is Verdict.PASSED_OVER:
+            passed_over.append(request_id)
+    for request_id in reversed(rules.get_order_of_return(passed_over)):
+        queue = step.skipped if rules.has_skipped_queue else step.waiting
+        process_prepend(config.policy, queue, request_id, step.requests)
+
+
+def get_verdict(step: Step, request_id: RequestId) -> Verdict:
+    """Whether the request is admitted now; the first gate that holds it up decides.
+
+    Source: seed 001 "Waiting Queue -- Admission Gate"; P15, P16.
+    """
+    for gate in GATES:
+        verdict = gate(step, step.requests[request_id])
+        if verdict is not None:
+            return verdict
+    return process_admission(step, step.requests[request_id])
+
+
+def process_grammar_gate(step: Step, request: RequestState) -> Verdict | None:
+    """Who waits for a grammar is passed over until it is compiled, and then is like all others.
+
+    Source: seed 001 "Filter on blocking status"; P15.
+    """
+    if not is_blocked(request):
+        return None
+    if not request.grammar_ready:
+        return Verdict.PASSED_OVER
+    step.requests[request.request_id] = replace(request, status=Status.WAITING)
+    return None
+
+
+def process_flight_gate(step: Step, request: RequestState) -> Verdict | None:
+    """Who was preempted in flight is passed over until its tokens are there.
+
+    Admitted before, it would sample a position twice (upstream #48245). Source: P13.
+    """
+    frames = step.state.frames
+    is_held = bool(frames) and step.state.rules.is_held_by_frames(frames, request)
+    return Verdict.PASSED_OVER if is_held else None
+
+
+Gate: TypeAlias = Callable[[Step, RequestState], Verdict | None]
+"""What may hold a waiting request up for reasons of its own; None lets it pass."""
+GATES: tuple[Gate, ...] = (process_grammar_gate, process_flight_gate)
+"""In this order, before anything is asked of budget and pool."""
+
+
+def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
+    """Whether a frame in flight samples for the request. Source: upstream #48245; P13."""
+    return any(
+        row.samples and not row.is_dropped and row.request_id == request.request_id
+        for frame in frames
+        for row in frame.rows
+    )
+
+
+def process_admission(step: Step, request: RequestState) -> Verdict:
+    """Admit `request` if it fits; otherwise change nothing (P7).
+
+    Source: seed 001 "Decision 2: Which WAITING requests get admitted?", "Full ISL reservation";
+    upstream #37307; P7, P8.
+    """
+    config, rules = step.state.config, step.state.rules
+    # refuse
+    hit = get_prefix_hit(config, step.pool, request)
+    num_known = request.num_known_tokens
+    running = (step.requests[row.request_id] for row in step.rows if row.status is Status.RUNNING)
+    num_padding = rules.get_num_padding(
+        config, num_known, hit.num_tokens, step.budget.num_tokens, running
+    )
+    if num_padding is None:
+        return Verdict.NO_ROOM
+    num_new = compute_share(
+        num_known + num_padding,
+        hit.num_tokens,
+        rules.get_threshold(config, len(step.requests)),
+        step.budget.num_tokens,
+        end=num_known + num_padding,
+        is_whole=not config.enable_chunked_prefill,
+    )
+    if num_new == 0:
+        return Verdict.PASSED_OVER if rules.passes_over_too_long else Verdict.NO_ROOM
+    if config.scheduler_reserve_full_isl and rules.reserves_full_isl:
+        num_slots = min(num_known, config.max_model_len)
+        if not can_hold(
+            step.pool, num_slots, config.block_size, request.holdings, hit.block_tables
+        ):
+            return Verdict.NO_ROOM
+    num_lookahead = rules.get_num_lookahead_at_admission(config)
+    granted = allocate_slots(config, step.pool, request, num_new, num_lookahead, hit)
+    if granted is None:
+        return Verdict.NO_ROOM
+    # pool
+    step.pool, after = granted
+    # requests
+    process_entrance(step, request, after, hit, num_new)
+    return Verdict.ADMITTED
+
+
+def process_entrance(
+    step: Step, request: RequestState, after: RequestState, hit: Hit, num_new: int
+) -> None:
+    """Let an admitted request run: its seat, its row, what is counted of it.
+
+    Source: seed 001 "For Waiting Requests (First Prefill)"; P21.
+    """
+    num_known, num_hit = request.num_known_tokens, hit.num_tokens
+    step.requests[request.request_id] = replace(
+        after,
+        status=Status.RUNNING,
+        num_computed_tokens=num_hit,
+        num_cached_tokens=step.state.rules.get_num_cached_tokens(request, num_hit),
+    )
+    step.running.append(request.request_id)
+    if reads_prefix_cache(step.state.config, request):
+        step.stats = replace(
+            step.stats,
+            prefix_cache_queries=step.stats.prefix_cache_queries + num_known,
+            prefix_cache_hits=step.stats.prefix_cache_hits + num_hit,
+        )
+    drafts = (DRAFT_PLACEHOLDER,) * compute_num_drafts(num_hit, num_new, num_known)
+    tables = after.block_tables
+    step.add(Scheduled(request.request_id, num_hit, num_new, tables, drafts, request.status))
+
+
+def get_num_cached_tokens(request: RequestState, num_hit: int) -> int:
+    """What is told as cached: the hit of the first admission. Source: seed 001; P21."""
+    return num_hit if request.num_cached_tokens < 0 else request.num_cached_tokens
+
+
+def get_num_lookahead_at_admission(config: Config) -> int:
+    """Slots for a proposer's lookahead that an admission asks for: none, nothing is drafted yet.
+
+    Source: vLLM 0.19.1 `schedule`, when run; P8.
+    """
+    del config
+    return 0
+
+
+def get_num_padding(
+    config: Config,
+    num_known: int,
+    num_hit: int,
+    budget: int,
+    running: Iterable[RequestState],
+) -> int | None:
+    """Drafts that a request is admitted with: none, for nobody has proposed any. Source: P24."""
+    del config, num_known, num_hit, budget, running
+    return 0

@@ -1,0 +1,119 @@
+"""Plans: what the worker is told, and the state once it is on its way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.spec.maps import FrozenMap
+from blockstep.spec.requests import Frame, FrameRow
+from blockstep.spec.state import State
+from blockstep.spec.step.work import Step
+from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
+    CachedRow,
+    NewRow,
+    Plan,
+    Status,
+)
+
+
+def get_plan(step: Step) -> Plan:
+    """The plan of the step: everything about new requests, differences for known ones.
+
+    Source: seed 001 "SchedulerOutput Construction", "CachedRequestData Construction"; P26.
+    """
+    new: list[NewRow] = []
+    cached: list[CachedRow] = []
+    resumed: list[CachedRow] = []
+    for row in step.rows:
+        request = step.requests[row.request_id]
+        if row.status is Status.WAITING:
+            new.append(NewRow(request.request, row.new_blocks, row.num_computed, row.num_scheduled))
+            continue
+        known_to_worker = row.request_id in step.state.prev_scheduled_req_ids
+        is_resumed = row.status is Status.PREEMPTED
+        assert not (is_resumed and known_to_worker), "a preempted request was not in the last plan"
+        (resumed if is_resumed else cached).append(
+            CachedRow(
+                request_id=row.request_id,
+                resumed=is_resumed,
+                new_block_ids=row.new_blocks,
+                all_token_ids=None if known_to_worker else request.all_token_ids,
+                num_computed_tokens=row.num_computed,
+                num_output_tokens=len(request.output_token_ids) + request.num_output_placeholders,
+                num_scheduled_tokens=row.num_scheduled,
+                draft_token_ids=row.drafts,
+            )
+        )
+    return Plan(
+        frame_id=step.state.next_frame_id,
+        new=tuple(new),
+        cached=(*cached, *resumed),
+        finished_req_ids=step.state.finished_req_ids,
+        preempted_req_ids=tuple(sorted({*step.preempted, *step.state.reset_req_ids})),
+    )
+
+
+def process_advance(step: Step, plan: Plan) -> State:
+    """The state once the plan is on its way: scheduled tokens count as computed.
+
+    So that a next step can be planned before this one ends; what is rejected later is taken back
+    by the commit. Source: seed 001 "_update_after_schedule()"; P12.
+    """
+    rows = []
+    for row in step.rows:
+        request = step.requests[row.request_id]
+        num_computed = row.num_computed + row.num_scheduled
+        samples = num_computed >= request.num_known_tokens + request.num_output_placeholders
+        rows.append(FrameRow(row.request_id, row.drafts, samples))
+        step.requests[row.request_id] = replace(
+            request, num_computed_tokens=num_computed, is_prefill_chunk=not samples
+        )
+    if step.state.config.async_scheduling:
+        process_promises(step, rows)
+    frames = step.state.frames
+    if rows:
+        frames = (*frames, Frame(plan.frame_id, tuple(rows)))
+    return replace(
+        step.state,
+        pool=step.pool,
+        requests=FrozenMap(step.requests),
+        waiting=tuple(step.waiting),
+        skipped_waiting=tuple(step.skipped),
+        running=tuple(step.running),
+        frames=frames,
+        next_frame_id=plan.frame_id + 1,
+        finished_req_ids=(),
+        prev_scheduled_req_ids=tuple(sorted(row.request_id for row in step.rows)),
+        reset_req_ids=(),
+        stats=step.stats,
+    )
+
+
+def process_promises(step: Step, rows: list[FrameRow]) -> None:
+    """Count the tokens that the step will sample, and leave room for the drafts that follow them.
+
+    A row that samples promises a token and its drafts. What the worker then proposes only it knows,
+    and only until the next plan: who is left out of this one has no drafts in the next, where
+    upstream keeps its placeholders and has them verified as if they were drafts (#46899).
+    Source: vLLM 0.19.1 `AsyncScheduler._update_after_schedule`; P12, P24.
+    """
+    promising = {row.request_id: 1 + len(row.draft_token_ids) for row in rows if row.samples}
+    planned = {row.request_id for row in rows}
+    placeholders = (DRAFT_PLACEHOLDER,) * step.state.config.num_speculative_tokens
+    for request_id in step.running:
+        request = step.requests[request_id]
+        num_promised = promising.get(request_id, 0)
+        if step.state.rules.keeps_drafts(request_id in planned, num_promised > 0):
+            continue
+        step.requests[request_id] = replace(
+            request,
+            num_output_placeholders=request.num_output_placeholders + num_promised,
+            spec_token_ids=placeholders if num_promised else (),
+        )
+
+
+def keeps_drafts(is_planned: bool, samples: bool) -> bool:
+    """Whether a running request's drafts outlive a plan: only until it, so never. Source: P24."""
+    del is_planned, samples
+    return False

@@ -1,0 +1,90 @@
+"""Preemption: where blocks are short, a running request gives up all of its own.
+
+Its blocks are free at once (`memory.slots.revoke_slots`): the last of its table is queued first,
+and what was written stays findable until somebody else needs the block. It waits at the front and
+computes everything again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.spec.memory.slots import allocate_slots
+from blockstep.spec.pool import Pool
+from blockstep.spec.requests import NOTHING_HELD, RequestState
+from blockstep.spec.step.queues import process_prepend, select_victim
+from blockstep.spec.step.work import Step
+from blockstep.spec.vocabulary import RequestId, Status
+
+
+def process_claim(
+    step: Step, index: int, num_new: int
+) -> tuple[tuple[Pool, RequestState] | None, int]:
+    """Slots for the running request at `index`, at the cost of others as long as they are short.
+
+    Returns what it is granted, or None if it had to preempt itself, and the index at which the
+    running phase goes on: then that of the request behind it.
+    Source: seed 001 "Preemption in the Running Loop"; P15, P16.
+    """
+    config, rules = step.state.config, step.state.rules
+    request = step.requests[step.running[index]]
+    while True:
+        granted = allocate_slots(config, step.pool, request, num_new, config.num_lookahead_tokens)
+        if granted is not None:
+            return granted, index
+        victim_index = select_victim(
+            config.policy, step.running, step.requests, rules.get_victim_rank
+        )
+        num_rows = len(step.rows)
+        if process_preemption(step, victim_index) == request.request_id:
+            return None, index
+        had_row = len(step.rows) < num_rows
+        index = rules.compute_next_index(index, victim_index, had_row)
+
+
+def compute_next_index(index: int, victim_index: int, had_row: bool) -> int:
+    """Where the request at `index` stands once the victim has left the running ones.
+
+    Whether or not the victim had a row. Source: seed 001 "Preemption in the Running Loop"; P15.
+    """
+    del had_row
+    return index - 1 if victim_index < index else index
+
+
+def process_preemption(step: Step, victim_index: int) -> RequestId:
+    """Send one running request back to wait; if it was in this step already, take it out.
+
+    Under PRIORITY the victim may have been planned earlier in the same step: its tokens return to
+    the budget, its row, its drafts and what it published for this step are withdrawn.
+    Source: seed 001 "Preemption in the Running Loop"; upstream #23347, #23713, #28558, #43569;
+    P4, P9, P14.
+    """
+    config, rules = step.state.config, step.state.rules
+    victim_id = step.running.pop(victim_index)
+    # select
+    step.withdraw(victim_id)
+    step.preempted.append(victim_id)
+    # pool, requests
+    victim = step.requests[victim_id]
+    step.pool = rules.revoke_slots(step.pool, victim, config.block_size, rules)
+    step.requests[victim_id] = rules.get_preempted(victim)
+    step.stats = replace(step.stats, preemptions=step.stats.preemptions + 1)
+    process_prepend(config.policy, step.waiting, victim_id, step.requests)
+    return victim_id
+
+
+def get_preempted(request: RequestState) -> RequestState:
+    """The request after it lost its blocks: it recomputes everything, but keeps its outputs.
+
+    It keeps its placeholders, too: frames in flight still deliver its tokens, and until they have
+    it is not admitted again. Dropping the frames' tokens, or their count, is what upstream does in
+    turns (#47900, #48245). Source: seed 001 "Preemption Policy -- Recomputation Only in V1"; P12.
+    """
+    return replace(
+        request,
+        status=Status.PREEMPTED,
+        num_computed_tokens=0,
+        spec_token_ids=(),
+        holdings=NOTHING_HELD,
+        num_preemptions=request.num_preemptions + 1,
+    )

@@ -1,0 +1,90 @@
+"""Running: those that run catch up with what they know, in running order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.spec.pool import Pool
+from blockstep.spec.requests import RequestState
+from blockstep.spec.step.preemption import process_claim
+from blockstep.spec.step.share import compute_num_drafts, compute_share, is_past_max_tokens
+from blockstep.spec.step.work import Scheduled, Step
+from blockstep.spec.vocabulary import Config
+
+
+def process_running_phase(step: Step) -> None:
+    """Let running requests catch up, in running order; preempt where blocks are short.
+
+    Stops when the budget is spent, or when a request had to preempt itself.
+    Source: seed 001 "Schedule RUNNING Requests"; seed 000 "Phase 1"; P15.
+    """
+    index = 0
+    while index < len(step.running) and not step.budget.is_spent:
+        request = step.requests[step.running[index]]
+        num_new = get_num_running_tokens(step, request)
+        if num_new <= 0:
+            index += 1
+            continue
+        granted, index = process_claim(step, index, num_new)
+        if granted is not None:
+            process_grant(step, request, num_new, granted)
+            index += 1
+        elif not step.state.rules.goes_on_after_self_victim(step.state.config):
+            return
+
+
+def goes_on_after_self_victim(config: Config) -> bool:
+    """Whether the phase goes on behind a request that preempted itself: never.
+
+    It lacked blocks, and so would whoever comes after it. Source: seed 001 "Preemption in the
+    Running Loop"; P15.
+    """
+    del config
+    return False
+
+
+def get_num_running_tokens(step: Step, request: RequestState) -> int:
+    """Tokens that a running request gets in this step; none if 0 or less.
+
+    Position max_model_len - 1 is never computed: the token sampled before it was the last.
+    Source: seed 001 "For Running Requests", "Async scheduling skip-ahead".
+    """
+    config, asked = step.state.config, request.request
+    num_computed, num_placeholders = request.num_computed_tokens, request.num_output_placeholders
+    num_prompt = len(asked.prompt_token_ids)
+    if is_past_max_tokens(num_computed, num_placeholders, num_prompt, asked.max_tokens):
+        return 0
+    return compute_share(
+        request.num_known_tokens + num_placeholders + len(request.spec_token_ids),
+        num_computed,
+        step.state.rules.get_threshold(config, len(step.requests)),
+        step.budget.num_tokens,
+        end=config.max_model_len - 1,
+    )
+
+
+def process_grant(
+    step: Step, request: RequestState, num_new: int, granted: tuple[Pool, RequestState]
+) -> None:
+    """Put a running request into the step; its drafts go along, or are gone.
+
+    A draft the budget cut off is dropped: next step's proposer sees more tokens and knows better.
+    Source: seed 001 "Packing Spec Tokens at Schedule Time".
+    """
+    step.pool, after = granted
+    num_computed = request.num_computed_tokens
+    num_promised = request.num_known_tokens + request.num_output_placeholders
+    num_drafts = compute_num_drafts(num_computed, num_new, num_promised)
+    if request.spec_token_ids:
+        after = replace(after, spec_token_ids=())
+    step.requests[request.request_id] = after
+    held = zip(request.block_tables, after.block_tables, strict=True)
+    step.add(
+        Scheduled(
+            request_id=request.request_id,
+            num_computed=num_computed,
+            num_scheduled=num_new,
+            new_blocks=tuple([table[len(before) :] for before, table in held]),
+            drafts=request.spec_token_ids[:num_drafts],
+        )
+    )

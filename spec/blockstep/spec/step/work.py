@@ -1,0 +1,91 @@
+"""Work: a step while it is planned, and what it may still spend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from blockstep.spec.pool import Pool
+from blockstep.spec.requests import RequestState
+from blockstep.spec.state import State
+from blockstep.spec.vocabulary import BlockTables, RequestId, Stats, Status, TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a step may spend, or a row of it costs; one field for each thing that is short (P9)."""
+
+    num_tokens: int
+
+    def without(self, cost: Budget) -> Budget:
+        """What is left behind a row of this cost."""
+        return Budget(self.num_tokens - cost.num_tokens)
+
+    def with_returned(self, cost: Budget) -> Budget:
+        """What is there again once a row of this cost was taken back."""
+        return Budget(self.num_tokens + cost.num_tokens)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether no row can be planned any more."""
+        return self.num_tokens <= 0
+
+
+class Verdict(Enum):
+    """What becomes of a waiting request that a step looks at."""
+
+    ADMITTED = auto()
+    PASSED_OVER = auto()
+    """It waits for something that this step does not bring; others may go first."""
+    NO_ROOM = auto()
+    """It lacks tokens or blocks; nobody overtakes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """One request's share of the step being planned."""
+
+    request_id: RequestId
+    num_computed: int
+    """Computed tokens before the step, the prefix hit included."""
+    num_scheduled: int
+    new_blocks: BlockTables
+    """Per group: blocks appended in this step; all of them for an admitted request."""
+    drafts: TokenIds = ()
+    status: Status = Status.RUNNING
+    """What it was before: RUNNING, or WAITING or PREEMPTED when the step admits it."""
+
+    @property
+    def cost(self) -> Budget:
+        """What it takes off the step's budget."""
+        return Budget(self.num_scheduled)
+
+
+@dataclass(slots=True)
+class Step:
+    """A step while it is planned: the one place where this room changes something."""
+
+    state: State
+    """As it was before the step."""
+    budget: Budget
+    pool: Pool
+    requests: dict[RequestId, RequestState]
+    running: list[RequestId]
+    waiting: list[RequestId]
+    skipped: list[RequestId]
+    stats: Stats
+    rows: list[Scheduled] = field(default_factory=list)
+    preempted: list[RequestId] = field(default_factory=list)
+
+    def add(self, row: Scheduled) -> None:
+        """Plan a row, and pay for it."""
+        self.budget = self.budget.without(row.cost)
+        self.rows.append(row)
+
+    def withdraw(self, request_id: RequestId) -> bool:
+        """Take back the row of a request, with what it cost; whether there was one."""
+        rows = [row for row in self.rows if row.request_id == request_id]
+        for row in rows:
+            self.budget = self.budget.with_returned(row.cost)
+            self.rows.remove(row)
+        return bool(rows)

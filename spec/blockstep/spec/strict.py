@@ -1,0 +1,64 @@
+"""Strict: the specification's own rule for every decision that some release takes otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from blockstep.spec.hashing import get_item_keys, get_request_behind_outputs
+from blockstep.spec.lives.commit import publishes_at_commit
+from blockstep.spec.lives.control import get_frames_after_reset, get_reset_request
+from blockstep.spec.lives.endings import compute_stop
+from blockstep.spec.memory.slots import revoke_slots
+from blockstep.spec.pool import free_blocks
+from blockstep.spec.rules import Rules
+from blockstep.spec.step.admission import (
+    get_num_cached_tokens,
+    get_num_lookahead_at_admission,
+    get_num_padding,
+    is_held_by_frames,
+)
+from blockstep.spec.step.plans import keeps_drafts
+from blockstep.spec.step.preemption import compute_next_index, get_preempted
+from blockstep.spec.step.queues import get_order_of_return, get_rank
+from blockstep.spec.step.running import goes_on_after_self_victim
+from blockstep.spec.step.share import get_threshold
+
+
+def get_strict_rules() -> Rules:
+    """The rules of the specification proper. Source: architecture D5."""
+    return STRICT_RULES
+
+
+def remake_strict_rules() -> tuple[Callable[..., Rules], tuple[Any, ...]]:
+    """What the strict rules are pickled by. Source: architecture D5."""
+    return get_strict_rules, ()
+
+
+STRICT_RULES: Final = Rules(
+    quirks=frozenset(),
+    remake=remake_strict_rules,
+    get_item_keys=get_item_keys,
+    get_request_behind_outputs=get_request_behind_outputs,
+    free_blocks=free_blocks,
+    revoke_slots=revoke_slots,
+    reserves_full_isl=True,
+    get_num_lookahead_at_admission=get_num_lookahead_at_admission,
+    publishes_at_commit=publishes_at_commit,
+    get_victim_rank=get_rank,
+    compute_next_index=compute_next_index,
+    goes_on_after_self_victim=goes_on_after_self_victim,
+    get_threshold=get_threshold,
+    has_skipped_queue=True,
+    get_order_of_return=get_order_of_return,
+    passes_over_too_long=False,
+    get_num_cached_tokens=get_num_cached_tokens,
+    get_num_padding=get_num_padding,
+    keeps_drafts=keeps_drafts,
+    get_preempted=get_preempted,
+    is_held_by_frames=is_held_by_frames,
+    get_frames_after_reset=get_frames_after_reset,
+    get_reset_request=get_reset_request,
+    names_victims_of_resets=False,
+    compute_stop=compute_stop,
+)
