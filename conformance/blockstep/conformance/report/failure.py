@@ -10,21 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.conformance.draw.presets import MAX_DEPTH
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
 from blockstep.conformance.protocol.program import WIDTH, describe, describe_config
+from blockstep.conformance.protocol.wording import HEADLINES, render_divergence, render_finding
 from blockstep.conformance.search.check import CheckOptions, CheckResult, Loss
 from blockstep.conformance.search.isolation import ProgramOutcome
 from blockstep.conformance.search.shrink import Shrunk
 from blockstep.spec.profiles import STRICT
 
-HEADLINES = {
-    FindingKind.PROPERTY: "VIOLATION",
-    FindingKind.DIVERGENCE: "DIVERGENCE",
-    FindingKind.FAULT: "FAULT",
-    FindingKind.LIVENESS: "STALL",
-    FindingKind.SPEC: "THE SPEC IS WRONG",
-}
-MAX_DIFFERENCES = 12
 LINES_MAX = 60
 """Events of a program that was not shrunk that are shown, at most; the last ones."""
 NOT_AGAIN = (
@@ -149,38 +141,6 @@ def reproduce(options: CheckOptions, episode: int, loss: Loss | None = None) -> 
     )
 
 
-def render_finding(finding: Finding) -> list[str]:
-    """Property and sentence, then what was seen; a property says what it expected."""
-    name = f"{finding.property_id} {finding.sentence}".strip()
-    label = "property" if finding.property_id else str(finding.kind)
-    told = [finding.message]
-    if finding.kind is not FindingKind.DIVERGENCE:
-        told += [_told(difference) for difference in finding.differences[:MAX_DIFFERENCES]]
-    indent = " " * 14
-    wrapped = [
-        line
-        for text in told
-        for line in textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
-    ]
-    return [f"  {label:<12}{name}", *wrapped]
-
-
-def render_divergence(findings: Sequence[Finding]) -> list[str]:
-    """Where the states of spec and engine differ, as a table after an empty line; [] if nowhere."""
-    differences = [
-        difference
-        for finding in findings
-        if finding.kind is FindingKind.DIVERGENCE
-        for difference in finding.differences
-    ]
-    return ["", *_render_differences(differences)] if differences else []
-
-
-def _told(difference: Difference) -> str:
-    note = f" ({difference.note})" if difference.note else ""
-    return f"{difference.field}: expected {difference.expected}, seen {difference.seen}{note}"
-
-
 def _render_answers(shrunk: Shrunk) -> list[str]:
     """What both sides answered to the last event."""
     last = shrunk.last
@@ -200,24 +160,3 @@ def _render_answers(shrunk: Shrunk) -> list[str]:
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
-
-
-def _render_differences(differences: list[Difference]) -> list[str]:
-    """A table of three columns: field, the spec's side, the engine's side."""
-    left = "spec"
-    shown = differences[:MAX_DIFFERENCES]
-    field_width = max(len("state after"), *(len(d.field) for d in shown))
-    value_width = max(len(left), *(min(len(d.expected), 44) for d in shown))
-    lines = [f"  {'state after':<{field_width}}  {left:<{value_width}}  engine"]
-    for difference in shown:
-        note = f"   <- {difference.note}" if difference.note else ""
-        expected = textwrap.wrap(difference.expected, 44) or [""]
-        seen = textwrap.wrap(difference.seen, 44) or [""]
-        for row in range(max(len(expected), len(seen))):
-            name = difference.field if row == 0 else ""
-            left_cell = expected[row] if row < len(expected) else ""
-            right_cell = seen[row] if row < len(seen) else ""
-            cells = f"{name:<{field_width}}  {left_cell:<{value_width}}  {right_cell}"
-            lines += [f"  {cells}{note if row == 0 else ''}"]
-    hidden = len(differences) - len(shown)
-    return [*lines, f"  and {hidden} more (all of them with --json)"] if hidden else lines

@@ -18,9 +18,9 @@ from typing import Any, BinaryIO, TypeAlias
 
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.lockstep.driver import run_program
+from blockstep.conformance.protocol.lines import TraceError
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError
-from blockstep.conformance.recorded.traces import TraceError
 from blockstep.conformance.search.check import (
     CheckOptions,
     CheckResult,
