@@ -50,7 +50,7 @@ from blockstep.spec.vocabulary import (
     Submit,
 )
 
-QUICK = ("loop", "equals", "endings", "pair", "tail", "whole", "seats", "shared", "rows")
+QUICK = ("loop", "equals", "endings", "pair", "tail", "whole", "seats", "shared", "rows", "embeds")
 """Worlds of a second at most."""
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "small-worlds.md"
 
@@ -100,12 +100,21 @@ def test_counts_are_those_committed_and_every_property_holds(name: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["host", "compiled"])
-@pytest.mark.parametrize("name", ["loop", "equals", "endings", "whole", "seats", "shared"])
+@pytest.mark.parametrize(
+    "name", ["loop", "equals", "endings", "whole", "seats", "shared", "embeds"]
+)
 def test_our_engines_agree_on_every_event_in_every_state(name: str, engine: str) -> None:
     walked = walk(Task(WORLDS[name], properties=False, engine=engine))
     assert walked.is_complete
     assert walked.found == ()
     assert walked.counts == WORLDS[name].expected
+
+
+def test_a_pipeline_without_placeholders_is_walked_beside_our_engine() -> None:
+    walked = walk(Task(WORLDS["pipeline"], engine="host"))
+    assert walked.is_complete
+    assert walked.found == ()
+    assert walked.counts == WORLDS["pipeline"].expected
 
 
 def test_every_world_has_a_valid_config_and_committed_counts() -> None:
@@ -213,7 +222,7 @@ def test_blocks_are_told_apart_by_what_they_carry_and_when_they_are_taken() -> N
 # --- what is judged
 
 
-@pytest.mark.parametrize("name", ["endings", "gap", "guesses"])
+@pytest.mark.parametrize("name", ["endings", "gap", "guesses", "pipeline"])
 def test_the_ledger_of_a_state_is_what_a_run_would_have_kept(name: str) -> None:
     """As far as a state tells: what is checked here is what the properties rely on."""
     world = WORLDS[name]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.recorded.traces import write_trace
-from blockstep.conformance.search.check import CheckOptions, record_episode
+from blockstep.conformance.search.episodes import record_episode
+from blockstep.conformance.search.options import CheckOptions
 
 
 def write_episode(options: CheckOptions, make_engine: EngineFactory | None, path: Path) -> None:

@@ -12,8 +12,10 @@ from dataclasses import replace
 from blockstep.conformance.draw.presets import MAX_DEPTH
 from blockstep.conformance.protocol.program import WIDTH, describe, describe_config
 from blockstep.conformance.protocol.wording import HEADLINES, render_divergence, render_finding
-from blockstep.conformance.search.check import CheckOptions, CheckResult, Loss
+from blockstep.conformance.search.check import CheckResult
+from blockstep.conformance.search.episodes import Loss
 from blockstep.conformance.search.isolation import ProgramOutcome
+from blockstep.conformance.search.options import CheckOptions
 from blockstep.conformance.search.shrink import Shrunk
 from blockstep.spec.profiles import STRICT
 

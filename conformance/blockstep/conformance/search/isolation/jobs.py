@@ -17,22 +17,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from blockstep.conformance.engine import EngineFactory
-from blockstep.conformance.lockstep.driver import run_program
+from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.lines import TraceError
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError
-from blockstep.conformance.search.check import (
-    CheckOptions,
-    CheckResult,
-    EpisodeResult,
-    Loss,
-    find_profile,
-    load,
-    run_episode,
-    see_again,
-    shrink_first,
-)
+from blockstep.conformance.search.check import CheckResult, see_again, shrink_first
+from blockstep.conformance.search.episodes import EpisodeResult, Loss, run_episode
 from blockstep.conformance.search.isolation.watched import IMPORTING, Journal, WatchedFactory
+from blockstep.conformance.search.options import CheckOptions, find_profile, load
 from blockstep.conformance.search.shrink import Shrunk, conclude
 from blockstep.spec.vocabulary import ConfigError
 

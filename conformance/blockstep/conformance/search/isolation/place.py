@@ -15,15 +15,9 @@ from typing import Any, TypeVar, TypeVarTuple, cast
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError
-from blockstep.conformance.search.check import (
-    CheckOptions,
-    CheckResult,
-    EpisodeResult,
-    Facts,
-    Loss,
-    look,
-    search,
-)
+from blockstep.conformance.search.check import CheckResult, search
+from blockstep.conformance.search.episodes import EpisodeResult, Loss
+from blockstep.conformance.search.floor import Facts, look
 from blockstep.conformance.search.isolation import jobs
 from blockstep.conformance.search.isolation.jobs import ProgramOutcome
 from blockstep.conformance.search.isolation.process import (
@@ -32,6 +26,7 @@ from blockstep.conformance.search.isolation.process import (
     Process,
     RefusedError,
 )
+from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.profiles import STRICT
 
 T = TypeVar("T")

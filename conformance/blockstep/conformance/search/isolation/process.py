@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from blockstep.conformance.protocol.registry import EngineNotFoundError
-from blockstep.conformance.search.check import Loss
+from blockstep.conformance.search.episodes import Loss
 from blockstep.conformance.search.isolation import jobs
 from blockstep.conformance.search.isolation.watched import ASIDE, BUILDING, IMPORTING
 

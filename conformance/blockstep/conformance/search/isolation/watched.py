@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
-from blockstep.conformance.engine import Declining, Engine, EngineFactory, Judging
+from blockstep.conformance.engine import Engine, EngineFactory, get_declines, get_judged, get_traits
 from blockstep.conformance.protocol.program import describe, describe_config, describe_event
 from blockstep.spec.vocabulary import Commit, Config, Drafts, Event, Observation, Snapshot
 
@@ -77,14 +77,14 @@ class WatchedEngine:
     def __init__(self, engine: Engine, watched: WatchedFactory) -> None:
         self._engine = engine
         self._watched = watched
-        if isinstance(engine, Judging):
-            self.judges = engine.judges
-        if isinstance(engine, Declining):
-            self.declines = self._declines
+        self.judges = watched.call("(naming what it judges)", get_judged, engine)
+        self._declines = get_declines(engine)
 
-    def _declines(self, event: Event) -> str | None:
-        assert isinstance(self._engine, Declining)
-        return self._watched.call("(saying what it declines)", self._engine.declines, event)
+    def declines(self, event: Event) -> str | None:
+        """As the engine does."""
+        if self._declines is None:
+            return None
+        return self._watched.call("(saying what it declines)", self._declines, event)
 
     def apply(self, event: Event) -> Observation:
         """As the engine does."""
@@ -100,16 +100,14 @@ class WatchedEngine:
 
 
 class WatchedFactory:
-    """A factory of watched engines; declares whatever the engine's own declares."""
+    """A factory of watched engines; says of them what the engine's own says."""
 
     def __init__(self, make_engine: EngineFactory, journal: Journal) -> None:
         self._make_engine = make_engine
+        self.traits = get_traits(make_engine)
         self.journal = journal
         self.error: Exception | None = None
         """What the engine raised last."""
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._make_engine, name)
 
     def __call__(self, config: Config) -> WatchedEngine:
         """Build one."""
