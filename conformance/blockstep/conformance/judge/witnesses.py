@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
-from blockstep.conformance.judge.properties.admission import may_ask_the_cache, next_in_line
+from blockstep.conformance.judge.properties.admission import next_in_line
 from blockstep.conformance.judge.properties.amounts import blocks_for, ends_in_flight, share_of
+from blockstep.conformance.judge.properties.hits import may_ask_the_cache
 from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger, Life
 from blockstep.conformance.judge.properties.pool import verified_blocks
 from blockstep.conformance.judge.properties.queue_replay import passed_over, victims_of

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from blockstep.conformance.judge.properties import (
     admission,
     budgets,
+    hits,
     messages,
     order,
     output,
@@ -124,8 +125,8 @@ PROPERTIES: tuple[Property, ...] = (
         "boundary valid for all groups",
         "a hit length is valid for every KV group, and is the largest such",
         (
-            admission.hit_is_whole_blocks_and_leaves_a_token,
-            admission.hit_is_the_longest_there_is,
+            hits.hit_is_whole_blocks_and_leaves_a_token,
+            hits.hit_is_the_longest_there_is,
         ),
     ),
     Property(
@@ -252,7 +253,7 @@ PROPERTIES: tuple[Property, ...] = (
             order.new_blocks_come_from_the_head_of_the_free_queue,
             order.preempted_tail_is_evicted_first,
             order.freed_tail_is_evicted_first,
-            admission.hit_takes_the_oldest_copy,
+            hits.hit_takes_the_oldest_copy,
         ),
     ),
     Property(
