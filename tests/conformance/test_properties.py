@@ -13,6 +13,8 @@ from blockstep.conformance.draw.presets import PRESETS, draw_swarm
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.judge.properties import CHECKS_OF, PROPERTIES, Ledger, Step, check_step
 from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.lockstep.client import Client
+from blockstep.conformance.protocol.features import Wish, find_lacking
 from blockstep.conformance.protocol.program import Answer, Hostile, Misanswer, Propose
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.tokens import token_function
@@ -66,9 +68,13 @@ class Play:
         self.ledger = Ledger(config)
         self.worker = Worker(config, token_function(1, 50))
         self.before = self._snapshot()
-        self.plans: list[Plan] = []
+        self.client = Client()
         self.num_steps = 0
         self._last: Step | None = None
+
+    @property
+    def plans(self) -> list[Plan]:
+        return self.client.plans
 
     @property
     def step(self) -> Step:
@@ -84,10 +90,7 @@ class Play:
             self.num_steps += 1
             step = Step(self.config, self.num_steps, event, observation, self.before, after)
             assert check_step(step, self.ledger, self.worker) == []
-            if isinstance(observation, Plan) and observation.rows:
-                self.plans.append(observation)
-            if isinstance(event, Commit) and isinstance(observation, Outputs):
-                self.plans.pop(0)
+            self.client.follow(event, observation)
             self._last, self.before = step, after
         return self
 
@@ -1417,17 +1420,19 @@ def test_shared_blocks_stay_out_of_the_queue() -> None:
 def test_a_clean_engine_is_never_accused(preset: str, in_pipeline: bool) -> None:
     for index in range(25):
         draw = SeededDraw(f"clean/{preset}/{index}")
-        swarm = draw_swarm(PRESETS[preset], draw)
+        engine = SpecEngine if in_pipeline else HostEngine
+        lacking = find_lacking(engine(CONFIG).capabilities())
+        wish = Wish(never=frozenset(feature.name for feature in lacking))
+        swarm = draw_swarm(PRESETS[preset], draw, wish=wish)
         if in_pipeline:
             depth = 2 + index % 3
             config = replace(swarm.config, async_scheduling=False, max_frames_in_flight=depth)
             swarm = replace(swarm, config=config)
-        play, view = Play(swarm.config, SpecEngine if in_pipeline else HostEngine), View(swarm)
+        play = Play(swarm.config, engine)
+        view = View(swarm, play.client)
         for _ in range(120):
-            view.live = {name: life.request for name, life in play.ledger.lives.items()}
-            view.frames_in_flight = [plan.frame_id for plan in play.plans]
             action = next_action(view, draw)
-            view.num_submitted += isinstance(action, Submit)
+            view.note(action)
             if isinstance(action, Answer):
                 play.commit()
             elif isinstance(action, Misanswer):
@@ -1435,7 +1440,7 @@ def test_a_clean_engine_is_never_accused(preset: str, in_pipeline: bool) -> None
             elif isinstance(action, Propose) and swarm.config.async_scheduling:
                 play.worker.acceptance = tuple(right for _, right in action.counts)
             elif isinstance(action, Propose):
-                for name in list(view.live)[:2]:
+                for name in list(play.client.live)[:2]:
                     play.propose(name, *action.counts[0])
             elif isinstance(action, Hostile):
                 play.do(action.event)

@@ -13,6 +13,7 @@ import typer
 from blockstep.conformance.bench.measure import (
     Measurement,
     NotEqualError,
+    NotMeasuredError,
     describe_machine,
     measure,
     merge_rounds,
@@ -38,7 +39,7 @@ from blockstep.conformance.command.console import (
     write_json,
 )
 from blockstep.conformance.command.options import JsonOption, check_output
-from blockstep.conformance.search.check import ExitCode
+from blockstep.conformance.search.options import ExitCode
 
 SIZES = (1, 8, 64, 256, 1024, 4096)
 TRACE_STEPS_MAX = 1 << 30
@@ -113,6 +114,8 @@ def scheduler_command(
             rehearse(names, advance)
             for entry, size in work:
                 measurements.append(measure(entry, size, names, most, gc_on, advance))
+        except NotMeasuredError as error:
+            usage(str(error))
         except NotEqualError as error:
             end(ExitCode.FAILED, str(error))
     measurements = merge_rounds(measurements)
@@ -161,6 +164,8 @@ def profile_command(
             for name in dict.fromkeys(engine or ["host"]):
                 try:
                     profiles.append(profile(entry, size, name, steps, lines, advance))
+                except NotMeasuredError as error:
+                    usage(str(error))
                 except NotEqualError as error:
                     end(ExitCode.FAILED, str(error))
                 console.print(*to_lines(profiles[-1]), "", sep="\n", markup=False)

@@ -45,7 +45,7 @@ from blockstep.conformance.report.explore import (
     render_walked,
     walked_to_json,
 )
-from blockstep.conformance.search.check import ExitCode
+from blockstep.conformance.search.options import ExitCode
 from blockstep.spec.profiles import STRICT, Profile
 
 MarkdownOption = Annotated[
