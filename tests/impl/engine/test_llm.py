@@ -152,11 +152,11 @@ def test_an_interrupt_between_two_sides_leaves_no_request_on_one(
 ) -> None:
     llm = LLM(qwen3.folder)
     name = llm.add_request(prompts[0], EIGHT)
-    scheduler = type(llm._scheduler)
+    scheduler: Any = type(llm._scheduler)
     really = scheduler.apply
 
     def interrupt(self: Scheduler, given: Event) -> Observation:
-        answer = really(self, given)
+        answer: Observation = really(self, given)
         if isinstance(given, event):
             raise KeyboardInterrupt
         return answer

@@ -6,9 +6,9 @@ from typing import Final
 
 from blockstep.impl.host.promises import Promises
 from blockstep.impl.host.step import Step
-from blockstep.spec.vocabulary import BlockId, Policy, TokenIds
+from blockstep.spec.vocabulary import BlockTables, Policy, TokenIds
 
-_NOTHING: Final[tuple[int, ...]] = ()
+_NOTHING: Final[tuple[()]] = ()
 
 
 class RunningPhase(Promises):
@@ -29,19 +29,23 @@ class RunningPhase(Promises):
                 position = self._make_room(slot, needed, position, step)
                 if position < 0:
                     return
-            taken = self._take_blocks(slot, needed) if needed else _NOTHING
+            taken = self._take_blocks(slot, num_scheduled) if needed else _NOTHING
             self._publish(slot, table.num_computed[slot], num_scheduled)
-            drafts = _NOTHING
+            drafts: TokenIds = _NOTHING
             if table.spec_token_ids[slot]:
                 drafts = self._take_drafts(slot, num_scheduled)
             step.rows[slot] = (num_scheduled, taken, drafts)
             step.budget -= num_scheduled
             position += 1
 
-    def _take_blocks(self, slot: int, needed: int) -> tuple[BlockId, ...]:
-        taken = self.pool.take(needed)
-        self.table.block_tables[slot].extend(taken)
-        return tuple(taken)
+    def _take_blocks(self, slot: int, num_scheduled: int) -> BlockTables:
+        """Those that `_blocks_needed` has counted, for each group in turn."""
+        extent, tables = self._extent_of(slot, num_scheduled), []
+        for holding in self.table.holdings[slot]:
+            taken = self.pool.take(max(extent - len(holding.blocks), 0))
+            holding.blocks += taken
+            tables.append(tuple(taken))
+        return tuple(tables)
 
     def _tokens_to_run(self, slot: int, budget: int) -> int:
         """Tokens of a running request in this step, drafts included; none if not positive.
@@ -63,13 +67,19 @@ class RunningPhase(Promises):
         return min(gap, self.max_tokens_per_row, budget, room)
 
     def _blocks_needed(self, slot: int, num_scheduled: int) -> int:
-        """New blocks for the scheduled tokens and the lookahead after them (P8)."""
-        table = self.table
-        end = table.num_computed[slot] + num_scheduled + self.num_lookahead_tokens
+        """New blocks of all groups for the scheduled tokens and the lookahead after them (P8)."""
+        extent, needed = self._extent_of(slot, num_scheduled), 0
+        for holding in self.table.holdings[slot]:
+            if extent > len(holding.blocks):
+                needed += extent - len(holding.blocks)
+        return needed
+
+    def _extent_of(self, slot: int, num_scheduled: int) -> int:
+        """Blocks that each of its tables must have then."""
+        end = self.table.num_computed[slot] + num_scheduled + self.num_lookahead_tokens
         if end > self.max_model_len:
             end = self.max_model_len
-        missing = -(-end // self.block_size) - len(table.block_tables[slot])
-        return missing if missing > 0 else 0
+        return -(-end // self.block_size)
 
     def _make_room(self, slot: int, needed: int, position: int, step: Step) -> int:
         """Preempt until `needed` blocks are free for `slot`, at `position` of `running`.

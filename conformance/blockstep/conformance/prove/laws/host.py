@@ -57,7 +57,7 @@ ROOM = Room("host")
 HOST: Any = load_engine("host")
 LINEAGE: Any = load_engine("blockstep.impl.host.lineage:Lineage")
 COLUMNS = (
-    "num_prompt", "num_known", "num_output_placeholders", "num_computed", "num_cached_blocks",
+    "num_prompt", "num_known", "num_output_placeholders", "num_computed",
     "num_cached_tokens", "num_preemptions", "max_known", "last_frame", "is_watched",
     "is_prefill_chunk", "grammar_ready",
 )  # fmt: skip
@@ -84,11 +84,11 @@ def build_host(config: Config, *requests: RequestState) -> Any:
         table.spec_token_ids[slot] = request.spec_token_ids
         table.is_prefill_chunk[slot] = request.is_prefill_chunk
         (held,) = request.holdings
-        table.num_cached_blocks[slot] = held.num_cached_blocks
+        table.holdings[slot][0].num_cached = held.num_cached_blocks
         table.last_frame[slot] = host.next_frame_id
         if request.status is Status.RUNNING:
             host.running.append(slot)
-            table.block_tables[slot].extend(held.block_table)
+            table.holdings[slot][0].blocks.extend(held.block_table)
             host.pool.touch(held.block_table)
         else:
             host.waiting.append(slot)
@@ -139,7 +139,7 @@ def threshold_is_for_newcomers_only(self: Any, slot: int, budget: int) -> Any:
 def exact_multiples_take_a_block_more(self: Any, slot: int, num_scheduled: int) -> Any:
     """The quotient and one more, also where nothing is left over."""
     end = self.table.num_computed[slot] + num_scheduled
-    return end // self.block_size + 1 - len(self.table.block_tables[slot])
+    return end // self.block_size + 1 - len(self.table.holdings[slot][0].blocks)
 
 
 def promised_tokens_are_no_gap(self: Any, slot: int, budget: int) -> Any:
@@ -162,14 +162,15 @@ def one_frame_ahead_is_enough(self: Any, slot: int) -> Any:
 def lookahead_passes_the_model_length(self: Any, slot: int, num_scheduled: int) -> Any:
     """No cap."""
     end = self.table.num_computed[slot] + num_scheduled + self.num_lookahead_tokens
-    missing = -(-end // self.block_size) - len(self.table.block_tables[slot])
+    missing = -(-end // self.block_size) - len(self.table.holdings[slot][0].blocks)
     return max(missing, 0)
 
 
 def missing_blocks_may_be_negative(self: Any, slot: int, num_scheduled: int) -> Any:
     """Not cut at zero."""
     end = self.table.num_computed[slot] + num_scheduled + self.num_lookahead_tokens
-    return -(-min(end, self.max_model_len) // self.block_size) - len(self.table.block_tables[slot])
+    extent = -(-min(end, self.max_model_len) // self.block_size)
+    return extent - len(self.table.holdings[slot][0].blocks)
 
 
 def whole_prompt_must_fit_always(self: Any, slot: int, num_hit: int, budget: int) -> Any:
@@ -245,7 +246,8 @@ def drafts_are_taken_in_mid_prefill(self: Any, slot: int) -> Any:
 def drafts_are_published(self: Any, slot: int, num_computed: int, num_scheduled: int) -> None:
     """Whatever is scheduled counts, although drafts in it may be rejected."""
     full = (num_computed + num_scheduled) // self.block_size
-    self.table.num_cached_blocks[slot] = max(full, self.table.num_cached_blocks[slot])
+    for holding in self.table.holdings[slot]:
+        holding.num_cached = max(full, holding.num_cached)
 
 
 def last_token_counts_as_computed(self: Any, slot: int) -> None:
@@ -256,8 +258,9 @@ def last_token_counts_as_computed(self: Any, slot: int) -> None:
 def partly_computed_block_stays_published(self: Any, slot: int) -> None:
     """Rounded up: a block that the victim had begun keeps its key."""
     first = -(-self.table.num_computed[slot] // self.block_size)
-    for block in self.table.block_tables[slot][first:]:
-        self.prefix.withdraw(block)
+    for holding in self.table.holdings[slot]:
+        for block in holding.blocks[first:]:
+            self.prefix.withdraw(block)
 
 
 def ring_is_not_closed_behind_the_taken(self: Any, count: int) -> Any:
@@ -638,7 +641,7 @@ def check_host_publishes_the_same_blocks(
     host._publish(0, num_computed, num_scheduled)
     full = compute_num_publishable_blocks(num_computed, num_scheduled, num_known, block_size)
     assert tuple(host.prefix.blocks) == (1, 2, 3)[num_settled:full]
-    assert host.table.num_cached_blocks[0] == max(num_settled, full)
+    assert host.table.holdings[0][0].num_cached == max(num_settled, full)
     return True
 
 
@@ -668,7 +671,7 @@ def check_host_publishes_the_same_blocks_of_what_a_commit_verified(
     host.prefix = Published(*(1, 2, 3)[:num_settled])
     host._publish_verified(0)
     assert host.prefix.blocks == [b for b in (1, 2, 3) if after.block_keys[b] is not None]
-    assert host.table.num_cached_blocks[0] == due.holdings[0].num_cached_blocks
+    assert host.table.holdings[0][0].num_cached == due.holdings[0].num_cached_blocks
     return True
 
 
