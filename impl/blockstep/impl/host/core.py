@@ -104,11 +104,10 @@ class Core:
         known = table.num_known[slot]
         full = (written if written < known else known) // self.block_size
         for holding in table.holdings[slot]:
-            if full <= holding.num_cached or not self.config.enable_prefix_caching:
-                continue
-            for index in range(holding.num_cached, full):
-                self.prefix.publish(holding.blocks[index], table.lineages[slot], index)
-            holding.num_cached = full
+            if full > holding.num_cached and self.config.enable_prefix_caching:
+                for index in range(holding.num_cached, full):
+                    self.prefix.publish(holding.blocks[index], table.lineages[slot], index)
+                holding.num_cached = full
 
     def _preempt(self, slot: int) -> None:
         """Take everything from a request that has left `running`; it will start again.

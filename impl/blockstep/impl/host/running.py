@@ -29,7 +29,7 @@ class RunningPhase(Promises):
                 position = self._make_room(slot, needed, position, step)
                 if position < 0:
                     return
-            taken = self._take_blocks(slot, num_scheduled) if needed else _NOTHING
+            taken = self._take_blocks(slot, needed) if needed else _NOTHING
             self._publish(slot, table.num_computed[slot], num_scheduled)
             drafts: TokenIds = _NOTHING
             if table.spec_token_ids[slot]:
@@ -38,11 +38,12 @@ class RunningPhase(Promises):
             step.budget -= num_scheduled
             position += 1
 
-    def _take_blocks(self, slot: int, num_scheduled: int) -> BlockTables:
-        """Those that `_blocks_needed` has counted, for each group in turn."""
-        extent, tables = self._extent_of(slot, num_scheduled), []
-        for holding in self.table.holdings[slot]:
-            taken = self.pool.take(max(extent - len(holding.blocks), 0))
+    def _take_blocks(self, slot: int, needed: int) -> BlockTables:
+        """An equal part for each group, as its tables are equally long; group by group."""
+        holdings = self.table.holdings[slot]
+        tables = []
+        for holding in holdings:
+            taken = self.pool.take(needed // len(holdings))
             holding.blocks += taken
             tables.append(tuple(taken))
         return tuple(tables)
@@ -68,18 +69,15 @@ class RunningPhase(Promises):
 
     def _blocks_needed(self, slot: int, num_scheduled: int) -> int:
         """New blocks of all groups for the scheduled tokens and the lookahead after them (P8)."""
-        extent, needed = self._extent_of(slot, num_scheduled), 0
-        for holding in self.table.holdings[slot]:
+        table = self.table
+        end = table.num_computed[slot] + num_scheduled + self.num_lookahead_tokens
+        if end > self.max_model_len:
+            end = self.max_model_len
+        extent, needed = -(-end // self.block_size), 0
+        for holding in table.holdings[slot]:
             if extent > len(holding.blocks):
                 needed += extent - len(holding.blocks)
         return needed
-
-    def _extent_of(self, slot: int, num_scheduled: int) -> int:
-        """Blocks that each of its tables must have then."""
-        end = self.table.num_computed[slot] + num_scheduled + self.num_lookahead_tokens
-        if end > self.max_model_len:
-            end = self.max_model_len
-        return -(-end // self.block_size)
 
     def _make_room(self, slot: int, needed: int, position: int, step: Step) -> int:
         """Preempt until `needed` blocks are free for `slot`, at `position` of `running`.
