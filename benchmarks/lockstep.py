@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
-from blockstep.conformance.search.check import CheckOptions, record_episode, run_episode
+from blockstep.conformance.search.episodes import record_episode, run_episode
+from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.vocabulary import Config, Event
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.search.arms import ARMS, compare_arms, usable_arms
-from blockstep.conformance.search.check import CheckOptions
+from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.vocabulary import config_problems
 
 

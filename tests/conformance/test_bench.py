@@ -28,7 +28,7 @@ from blockstep.conformance.bench.scenarios import SCENARIOS, Scenario
 from blockstep.conformance.bench.sides import ArraySide, ProtocolSide, make_side
 from blockstep.conformance.command.main import app
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.conformance.search.check import ExitCode
+from blockstep.conformance.search.options import ExitCode
 
 SIDES = ("host", "compiled", "tests.conformance.test_bench:make_plain_host")
 QUICK = ("decode", "storm", "drafts", "async")

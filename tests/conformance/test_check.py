@@ -14,19 +14,15 @@ from typer.testing import CliRunner
 from blockstep.conformance.command.main import app
 from blockstep.conformance.draw.actions import SeededDraw
 from blockstep.conformance.draw.presets import PRESETS, draw_config
-from blockstep.conformance.engine import ALL_CAPABILITIES
-from blockstep.conformance.judge.witnesses import missing_witnesses
+from blockstep.conformance.engine import ALL_CAPABILITIES, EngineTraits
 from blockstep.conformance.museum import EXHIBITS, build
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.report.verdict import render_verdict
-from blockstep.conformance.search.check import (
-    CheckOptions,
-    ExitCode,
-    check,
-    play_episode,
-    release_canary,
-)
+from blockstep.conformance.search.check import check
+from blockstep.conformance.search.episodes import play_episode
+from blockstep.conformance.search.floor import release_canary, required_witnesses
+from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.spec.profiles import get_profile
 from blockstep.spec.vocabulary import (
     Config,
@@ -237,8 +233,7 @@ def test_an_engine_that_looks_at_some_stop_tokens_only_is_found(
 class Shallow(SpecEngine):
     """An engine that says how deep a check may go, what cannot come up, and what it declines."""
 
-    max_depth = 2
-    out_of_reach = ("skip_ahead",)
+    traits = EngineTraits(max_depth=2, out_of_reach=frozenset({"skip_ahead"}))
 
     def declines(self, event: Event) -> str | None:
         return "a known defect" if isinstance(event, Reset) else None
@@ -250,9 +245,10 @@ def test_an_engine_may_narrow_a_check_and_the_report_says_so() -> None:
     assert result.first is None
     assert result.options.max_depth == 2
     assert result.skipped.keys() == {"a known defect"}
-    plain = missing_witnesses(result.witnesses, "tiny", None, 2)
+    required = required_witnesses(result.options)
+    plain = tuple(name for name in required if not result.witnesses[name])
     assert result.missing == tuple(name for name in plain if name != "skip_ahead")
-    assert "skip_ahead" in missing_witnesses(Counter(), "tiny", None, 2)
+    assert "skip_ahead" in required
     console = Console(record=True, width=100, file=io.StringIO())
     render_verdict(result, console)
     assert f"left out    a known defect: {result.skipped['a known defect']} times" in (

@@ -19,7 +19,8 @@ from blockstep.conformance.judge.dataplane import HOST, OnKernels, memory
 from blockstep.conformance.judge.dataplane.faults import FAULTS
 from blockstep.conformance.judge.worker.names import BEFORE_RESET, GARBLED, NEVER_WRITTEN
 from blockstep.conformance.protocol.findings import Finding
-from blockstep.conformance.search.check import CheckOptions, run_episode
+from blockstep.conformance.search.episodes import run_episode
+from blockstep.conformance.search.options import CheckOptions
 
 TINY = CheckOptions(preset="tiny")
 NAMES = [0, 1, 5, BEFORE_RESET, 300, 70_000, NEVER_WRITTEN, 12_345_678]

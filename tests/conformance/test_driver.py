@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from blockstep.conformance.engine import ALL_CAPABILITIES, Declining
-from blockstep.conformance.lockstep.driver import LockStep, drain_bound, run_program
+from blockstep.conformance.lockstep.driver import LockStep, drain_bound
+from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import (
     Answer,

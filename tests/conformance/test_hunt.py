@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
-from blockstep.conformance.engine import ALL_CAPABILITIES
+from blockstep.conformance.engine import ALL_CAPABILITIES, EngineTraits
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Answer, Program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
-from blockstep.conformance.search.check import CheckOptions
 from blockstep.conformance.search.hunt import (
     Cause,
     Forgiving,
     HuntResult,
     Means,
-    explain,
-    get_workarounds,
+    find_causes,
     hunt,
 )
+from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.profiles import Profile, Quirk, get_profile
 from blockstep.spec.vocabulary import (
     Config,
@@ -100,7 +98,7 @@ class Spared(SpecEngine):
     """Takes what never fits, and breaks at a forced reset; its adapter knows of both."""
 
     spare_unservable: bool = True
-    workarounds: Mapping[str, str] = {"spare_unservable": "what never fits is taken (#1)"}
+    traits = EngineTraits(workarounds={"spare_unservable": "what never fits is taken (#1)"})
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -136,7 +134,7 @@ def test_workarounds_and_declined_events_are_off_until_they_account_for_somethin
     first = {defect.causes[0].means: defect.shrunk.findings[0] for defect in result.defects}
     assert first[Means.WORKAROUND].property_id == "P11"
     assert first[Means.DECLINED].kind is FindingKind.FAULT
-    text = render_hunt(result, get_workarounds(Spared))
+    text = render_hunt(result, Spared.traits.workarounds)
     assert "what never fits is taken (#1)" in text
     assert "forced reset (#2)" in text
 
@@ -153,5 +151,5 @@ def test_what_passes_with_one_quirk_is_explained_by_it() -> None:
     program = Program(config, (Submit(alive), *(Schedule(), Answer()) * 2))
     follows = find(RELEASE).quirks
     cause = Cause(Means.QUIRK, Quirk.MIN_TOKENS_MASK_LENGTH)
-    assert explain(program, follow_release, frozenset(), follows) == (cause,)
-    assert explain(program, follow_release, frozenset(), follows - {cause.name}) == ()
+    assert find_causes(program, follow_release, frozenset(), follows) == (cause,)
+    assert find_causes(program, follow_release, frozenset(), follows - {cause.name}) == ()

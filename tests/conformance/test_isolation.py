@@ -10,13 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from blockstep.conformance.engine import EngineTraits
 from blockstep.conformance.protocol.program import Answer, Drain, Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError, SpecEngine
 from blockstep.conformance.recorded.validate import validate
 from blockstep.conformance.report.failure import tell_failure
 from blockstep.conformance.report.jsonform import check_to_json
-from blockstep.conformance.search.check import CANARY, CheckOptions, ExitCode, check, play_episode
+from blockstep.conformance.search.check import check
+from blockstep.conformance.search.episodes import play_episode
+from blockstep.conformance.search.floor import CANARY
 from blockstep.conformance.search.isolation import JOURNAL_BYTES, Isolation, Journal, LostError, say
+from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.spec.vocabulary import (
     Config,
     Event,
@@ -29,6 +33,7 @@ from blockstep.spec.vocabulary import (
 
 ENGINES = '''
 import ctypes, os, signal, subprocess, sys, time
+from blockstep.conformance.engine import EngineTraits
 from blockstep.conformance.lockstep.canary import CanaryEngine
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec.vocabulary import Abort, Reset
@@ -104,7 +109,7 @@ class Named(str):
 
 class Declining(SpecEngine):
     """Says how deep a check may go, and what it declines, by a name of a type of its own."""
-    max_depth = 2
+    traits = EngineTraits(max_depth=2)
 
     def declines(self, event):
         return Named("a known defect") if isinstance(event, Reset) else None
@@ -282,7 +287,7 @@ def test_what_an_engine_declares_is_heard_and_jobs_change_nothing(
 class Declining(SpecEngine):
     """As the one above."""
 
-    max_depth = 2
+    traits = EngineTraits(max_depth=2)
 
     def declines(self, event: Event) -> str | None:
         return "a known defect" if isinstance(event, Reset) else None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from blockstep.conformance.lockstep.driver import run_program
 from blockstep.conformance.lockstep.liveness import Watch, is_same_state
+from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine

@@ -11,26 +11,22 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from blockstep.conformance.engine import Capability, EngineFault
+from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
+from blockstep.conformance.judge.answers import JUDGED
 from blockstep.conformance.judge.witnesses import WITNESSES
-from blockstep.conformance.lockstep.driver import run_program
-from blockstep.conformance.lockstep.safety import JUDGED, Safety, SafetyRun, show_state
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.safety import Safety, SafetyRun, show_state
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError
-from blockstep.conformance.search.check import (
-    SAFETY_CANARY,
-    CheckOptions,
-    ExitCode,
-    check,
-    play_episode,
-    release_canary,
-    run_batch,
-)
+from blockstep.conformance.search.check import check, run_batch
+from blockstep.conformance.search.episodes import play_episode
+from blockstep.conformance.search.floor import SAFETY_CANARY, release_canary
+from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.spec.vocabulary import (
     Ack,
     CachedRow,
@@ -81,7 +77,9 @@ def fit_request(request: Request, _config: Config) -> Request:
 class Toy:
     """One request at a time, and it holds all blocks that it will ever need."""
 
-    equivalence = Safety(fit_config=fit_config, fit_request=fit_request, takes_abort=False)
+    traits = EngineTraits(
+        equivalence=Safety(fit_config=fit_config, fit_request=fit_request, takes_abort=False)
+    )
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -239,10 +237,12 @@ class Skips(Silent):
 class Overspends(Silent):
     """Built with a smaller budget than it keeps."""
 
-    equivalence = Safety(
-        fit_config=lambda config: replace(fit_config(config), max_num_batched_tokens=2),
-        fit_request=fit_request,
-        takes_abort=False,
+    traits = EngineTraits(
+        equivalence=Safety(
+            fit_config=lambda config: replace(fit_config(config), max_num_batched_tokens=2),
+            fit_request=fit_request,
+            takes_abort=False,
+        )
     )
 
 
@@ -309,7 +309,7 @@ def test_an_engine_that_decides_differently_conforms(name: str) -> None:
 
 def test_compared_with_the_spec_it_does_not() -> None:
     class Compared(Toy):
-        equivalence = None  # type: ignore[assignment]
+        traits = EngineTraits()
 
     _, _, findings = play_episode(CheckOptions(preset="tiny", max_depth=1), 0, Compared)
     assert findings
@@ -376,7 +376,9 @@ def test_a_config_that_does_not_fit_is_refused() -> None:
 
 def test_without_its_situations_a_run_proves_nothing() -> None:
     class Picky(Toy):
-        equivalence = replace(Toy.equivalence, situations=("prefix_hit",))
+        traits = EngineTraits(
+            equivalence=Safety(fit_config, fit_request, False, situations=("prefix_hit",))
+        )
 
     globals()["Picky"] = Picky
     result = check(options("Picky", max_events=200))
@@ -456,13 +458,13 @@ def test_decoding_rows_of_nano_vllm_may_exceed_the_budget(monkeypatch: pytest.Mo
     nano(1, 0, preset="tiny", episode=0)  # puts the folder on the path
     from blockstep.conformance.engines.adapters.nano_vllm import NanoVllm
 
+    declared = cast("Safety", NanoVllm.traits.equivalence)
+
+    def fit_to_any_budget(config: Config) -> Config:
+        return replace(declared.fit_config(config), max_num_seqs=config.max_num_seqs)
+
     class AnyBudget(NanoVllm):
-        equivalence = replace(
-            NanoVllm.equivalence,
-            fit_config=lambda config: replace(
-                NanoVllm.equivalence.fit_config(config), max_num_seqs=config.max_num_seqs
-            ),
-        )
+        traits = EngineTraits(equivalence=replace(declared, fit_config=fit_to_any_budget))
 
     config = Config(num_blocks=6, block_size=2, max_num_batched_tokens=1, max_num_seqs=2)
     submits = [Submit(Request(name, (0,), 2)) for name in "AB"]

@@ -15,8 +15,9 @@ import pytest
 from rich.console import Console
 
 from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START, WorkloadFormat, load
-from blockstep.conformance.engine import Capability, EngineFactory, EngineFault
-from blockstep.conformance.lockstep.safety import Safety, SafetyCanary
+from blockstep.conformance.engine import Capability, EngineFactory, EngineFault, EngineTraits
+from blockstep.conformance.lockstep.canary import SafetyCanary
+from blockstep.conformance.lockstep.safety import Safety
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.recorded.figures import ReplayReport
@@ -444,7 +445,7 @@ def test_steps_that_deliver_nothing_come_to_an_end() -> None:
 
 
 class Judged(Spec):
-    equivalence = Safety()
+    traits = EngineTraits(equivalence=Safety())
 
 
 def test_an_engine_that_is_not_compared_is_judged_by_properties() -> None:

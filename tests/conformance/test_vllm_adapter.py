@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 
-from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, is_async
+from blockstep.conformance.engine import (
+    ALL_CAPABILITIES,
+    Engine,
+    EngineFault,
+    get_capabilities,
+)
 from blockstep.conformance.engines.adapters import vllm_releases
 from blockstep.conformance.engines.adapters.vllm_names import compute_block_key, get_lora_name
 from blockstep.conformance.engines.adapters.vllm_releases import (
@@ -21,12 +26,14 @@ from blockstep.conformance.engines.adapters.vllm_releases import (
     get_release_problem,
 )
 from blockstep.conformance.judge.witnesses import WITNESSES
-from blockstep.conformance.lockstep.driver import LockStep, run_program
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Propose
 from blockstep.conformance.protocol.registry import EngineNotFoundError, load_engine
-from blockstep.conformance.search.check import CheckOptions, fit_depth, run_episode
-from blockstep.conformance.search.hunt import Cause, Means, explain
+from blockstep.conformance.search.episodes import fit_depth, run_episode
+from blockstep.conformance.search.hunt import Cause, Means, find_causes
+from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec import profiles
 from blockstep.spec.profiles import STRICT, Profile, Quirk
 from blockstep.spec.vocabulary import (
@@ -178,6 +185,16 @@ def test_the_first_block_names_every_item_though_outputs_complete_it() -> None:
     assert key.items == (("a", 2), ("b", 6))
 
 
+@pytest.mark.parametrize(("version", "embeds"), [("0.11.0", ((), ())), (REFERENCE, ((7, 8), (9,)))])
+def test_a_digest_stands_for_the_embeddings_of_its_prompt_positions(
+    version: str, embeds: tuple[tuple[int, ...], ...]
+) -> None:
+    request = Request("A", (0, 0, 0), prompt_embeds=(7, 8, 9))
+    first = compute_block_key(RELEASES[version], request, None, (0, 0), 0, is_after_output=False)
+    second = compute_block_key(RELEASES[version], request, first, (0, 5), 2, is_after_output=True)
+    assert (first.embeds, second.embeds) == embeds
+
+
 # With vLLM.
 
 
@@ -207,10 +224,10 @@ def test_it_is_an_engine_that_says_what_it_lacks() -> None:
         "grammar": RELEASE.has_plain_grammar,
         "async": RELEASE.has_async,
     }
-    has |= {"cache statistics": RELEASE.has_sound_counters, "pipeline": False, "embeds": False}
+    has["cache statistics"] = RELEASE.has_sound_counters
     lacks = {"rejection", "statistics", "late drafts"} | {name for name in has if not has[name]}
     assert ALL_CAPABILITIES - engine.capabilities() == lacks
-    assert is_async(load_engine("vllm")) == RELEASE.has_async
+    assert ("async" in get_capabilities(load_engine("vllm"))) == RELEASE.has_async
 
 
 @needs_reference
@@ -234,6 +251,66 @@ def test_plans_run_ahead_of_their_answers(num_drafts: int) -> None:
     rows = [row for plan in plans_of(run) for row in plan.cached]
     drafts = {token for row in rows for token in row.draft_token_ids}
     assert drafts == ({DRAFT_PLACEHOLDER} if num_drafts else set())
+
+
+@needs_vllm
+def test_in_a_pipeline_a_request_waits_for_its_own_token_and_nobody_else_does() -> None:
+    config = Config(
+        num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=2,
+        max_frames_in_flight=3,
+    )  # fmt: skip
+    actions = (
+        Submit(Request("A", (0, 0, 0, 0), max_tokens=3)), Schedule(), Schedule(),
+        Submit(Request("B", (0,), max_tokens=2)), Schedule(), Answer(), Answer(), Schedule(),
+    )  # fmt: skip
+    run, wrong = follow(PROFILE, config, *actions)
+    assert wrong == ""
+    assert run.before is not None
+    assert run.before.frames_in_flight == (2, 3)
+    rows = [
+        [(row.request_id, row.num_scheduled_tokens) for row in plan.rows] for plan in plans_of(run)
+    ]
+    assert rows == [[("A", 2)], [("A", 2)], [("B", 1)], [("A", 1)]]
+
+
+@needs_vllm
+def test_what_the_first_stage_of_a_pipeline_is_told_must_be_what_was_sampled() -> None:
+    config = Config(num_blocks=9, max_frames_in_flight=2)
+    actions = (Submit(Request("A", (1, 2), max_tokens=9)), Schedule(), Answer())
+    engine = importlib.import_module(ADAPTER).VllmEngine(config)
+    play_alone(engine, actions)
+    scheduler = engine.run.scheduler
+    plan = scheduler.schedule()
+    assert plan.scheduled_cached_reqs.new_token_ids == [[0]]
+    plan.scheduled_cached_reqs.new_token_ids = [[1]]
+    scheduler.schedule = lambda: plan
+    with pytest.raises(EngineFault, match="'A' is to run \\[1\\] from position 2, not \\[0\\]"):
+        engine.apply(Schedule())
+
+
+@needs_vllm
+def test_embeddings_shape_blocks_and_are_told_to_the_worker() -> None:
+    config = Config(num_blocks=20, block_size=2, max_model_len=16)
+    tokens = (0, 0, 0, 0, 0)
+    embeds = {"A": (7, 8, 9, 9, 9), "B": (7, 8, 2**31 - 1, 9, 9), "C": ()}
+    actions: list[Action] = [
+        Submit(Request(name, tokens, max_tokens=4, prompt_embeds=numbers))
+        for name, numbers in embeds.items()
+    ]
+    run, wrong = follow(PROFILE, config, *actions, *(Schedule(), Answer()) * 3, Drain())
+    assert wrong == ""
+    if not RELEASE.has_named_embeds:
+        reason = "embeddings with prefix caching: the release's front end has one or the other"
+        assert run.skipped[reason] == 2
+        config = replace(config, enable_prefix_caching=False)
+        run, wrong = follow(PROFILE, config, *actions, Drain())
+        assert wrong == ""
+        assert reason not in run.skipped
+    (plan, *_) = plans_of(run)
+    told = {row.request_id: row.request.prompt_embeds for row in plan.new}
+    assert told == embeds
+    if RELEASE.has_named_embeds:
+        assert [row.num_computed_tokens for row in plan.new] == [0, 2, 0]
 
 
 @needs_vllm
@@ -586,6 +663,18 @@ DECLINED: dict[str, tuple[str, Config, tuple[Action, ...], str]] = {
         ),
         "resumed before its tokens (#47900)",
     ),
+    "behind drafts": (
+        REFERENCE,
+        Config(
+            num_blocks=9, block_size=2, max_model_len=16, max_frames_in_flight=2,
+            spec_method=SpecMethod.NGRAM, num_speculative_tokens=2,
+        ),
+        (
+            Submit(Request("A", (0, 0), max_tokens=9)), Schedule(), Answer(), Propose(((2, 2),)),
+            Schedule(), Schedule(), Answer(), Answer(),
+        ),
+        "a plan behind drafts in flight: fewer than no tokens",
+    ),
     "padded past the threshold": (
         "0.33.0",
         replace(PADDING, long_prefill_token_threshold=2),
@@ -664,7 +753,7 @@ def test_what_a_workaround_hides_a_hunt_finds(
 ) -> None:
     program = Program(config, actions, vocabulary_size=1)
     cause = Cause(Means.WORKAROUND, flag)
-    assert explain(program, load_engine("vllm"), frozenset(), ()) == (cause,)
+    assert find_causes(program, load_engine("vllm"), frozenset(), ()) == (cause,)
 
 
 @needs_vllm
@@ -708,7 +797,7 @@ def test_late_drafts_are_planned_for_a_position_that_they_were_not_proposed_for(
 
 @needs_vllm
 def test_what_it_puts_out_of_reach_is_a_situation() -> None:
-    assert set(WITNESSES) > importlib.import_module(ADAPTER).VllmEngine.out_of_reach
+    assert set(WITNESSES) > importlib.import_module(ADAPTER).VllmEngine.traits.out_of_reach
 
 
 @needs_reference
@@ -721,11 +810,15 @@ def test_no_more_plans_are_in_flight_than_vllm_has() -> None:
 def play_alone(engine: Engine, actions: tuple[Action, ...]) -> None:
     """Do these on the engine alone; every row that can sample samples 0."""
     plans: list[Plan] = []
+    rows: tuple[RowTokens, ...] = ()
     for action in actions:
         if isinstance(action, Answer):
             plan = plans.pop(0)
             rows = tuple(RowTokens(row.request_id, (0,)) for row in plan.rows)
             engine.apply(Commit(plan.frame_id, rows))
+        elif isinstance(action, Propose):
+            ((num_drafts, _),) = action.counts
+            engine.apply(Drafts(tuple(replace(row, token_ids=(0,) * num_drafts) for row in rows)))
         else:
             assert isinstance(action, Submit | Schedule | Reset)
             answer = engine.apply(action)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from blockstep.conformance.draw.actions import SeededDraw, View, next_action
 from blockstep.conformance.draw.presets import PRESETS, draw_swarm
 from blockstep.conformance.judge.properties import Ledger, Step
-from blockstep.conformance.judge.witnesses import (
-    WITNESSES,
-    Witnesses,
+from blockstep.conformance.judge.witnesses import WITNESSES, Witnesses
+from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.lockstep.client import Client
+from blockstep.conformance.protocol.features import Wish, find_lacking
+from blockstep.conformance.protocol.program import Answer, Hostile, Misanswer, Propose
+from blockstep.conformance.protocol.tokens import token_function
+from blockstep.conformance.search.floor import (
+    Facts,
+    look,
     missing_witnesses,
     required_witnesses,
 )
-from blockstep.conformance.judge.worker import Worker
-from blockstep.conformance.protocol.program import Answer, Hostile, Misanswer, Propose
-from blockstep.conformance.protocol.tokens import token_function
+from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     Abort,
@@ -26,7 +31,6 @@ from blockstep.spec.vocabulary import (
     Config,
     Drafts,
     Event,
-    Outputs,
     PauseState,
     Plan,
     Policy,
@@ -53,17 +57,14 @@ class Watched:
         self.ledger = Ledger(config)
         self.witnesses = Witnesses()
         self.before = self.engine.snapshot()
-        self.plans: list[Plan] = []
+        self.client = Client()
 
     def do(self, *events: Event) -> Watched:
         for event in events:
             observation = self.engine.apply(event)
             after = self.engine.snapshot()
             assert self.worker.observe(event, observation) == []
-            if isinstance(observation, Plan) and observation.rows:
-                self.plans.append(observation)
-            if isinstance(observation, Outputs):
-                self.plans.pop(0)
+            self.client.follow(event, observation)
             step = Step(self.config, 0, event, observation, self.before, after)
             self.witnesses.observe(step, self.ledger)
             self.ledger.record(step)
@@ -76,6 +77,10 @@ class Watched:
 
     def propose(self, name: str, count: int, num_right: int) -> Watched:
         return self.do(Drafts((RowTokens(name, self.worker.propose(name, count, num_right)),)))
+
+    @property
+    def plans(self) -> list[Plan]:
+        return self.client.plans
 
     @property
     def counts(self) -> Counter[str]:
@@ -254,9 +259,10 @@ def test_resets_in_flight_are_told_apart_from_preemption() -> None:
 
 
 def test_what_needs_several_frames_is_required_only_with_several() -> None:
-    sync, deep = set(required_witnesses()), set(required_witnesses(max_depth=4))
+    deep = set(required_witnesses(CheckOptions()))
+    sync, three = (set(required_witnesses(CheckOptions(max_depth=depth))) for depth in (1, 3))
     assert {"skip_ahead", "rejected_frame_out_of_order"} <= deep - sync
-    assert deep - set(required_witnesses(max_depth=3)) == {"four_frames_in_flight"}
+    assert deep - three == {"four_frames_in_flight"}
     assert sync < deep
 
 
@@ -265,48 +271,73 @@ def test_refusals_are_counted_by_code() -> None:
     assert watched.counts == {"rejected_duplicate_request": 1}
 
 
-def test_counts_add_up_and_what_is_missing_is_named() -> None:
-    witnesses = Witnesses()
-    assert witnesses.missing() == required_witnesses()
-    witnesses.merge(dict.fromkeys(WITNESSES, 1))
-    witnesses.merge({"preempted": 2})
-    assert witnesses.counts["preempted"] == 3
-    assert witnesses.missing() == ()
+FACTS = Facts(4, (), None, (), frozenset())
+"""Of an engine that can do everything."""
+
+
+def test_what_is_missing_is_named() -> None:
+    options = CheckOptions()
+    assert missing_witnesses({}, options, FACTS) == required_witnesses(options)
+    assert missing_witnesses(dict.fromkeys(WITNESSES, 1), options, FACTS) == ()
     counts = {name: 1 for name in WITNESSES if name != "preempted"}
-    assert missing_witnesses(counts) == ("preempted",)
+    assert missing_witnesses(counts, options, FACTS) == ("preempted",)
+    assert (
+        missing_witnesses(counts, options, replace(FACTS, out_of_reach=frozenset({"preempted"})))
+        == ()
+    )
+    weaker = replace(FACTS, weaker="safety", situations=("admitted", "preempted"))
+    assert missing_witnesses(counts, options, weaker) == ("preempted",)
+
+
+def required(*lacking: str, **fields: Any) -> set[str]:
+    return set(required_witnesses(CheckOptions(**fields), lacking))
 
 
 def test_what_cannot_be_reached_is_not_required() -> None:
-    fcfs, both = required_witnesses("small", Policy.FCFS), required_witnesses("small")
-    assert set(both) - set(fcfs) == {
+    both = required()
+    urgent = {
         "admission_overtakes",
         "priority_victim_already_scheduled",
         "priority_victim_not_last",
     }
-    assert set(required_witnesses("small", Policy.PRIORITY)) <= set(both)
-    assert set(required_witnesses("real")) < set(both)
+    assert both - required(policy=Policy.FCFS) == urgent
+    assert both - required(without_features=("priority",)) == urgent
+    assert required(policy=Policy.PRIORITY) <= both
+    assert required(preset="real") < both
+
+
+def test_what_an_engine_lacks_or_nobody_wants_is_not_required() -> None:
+    both = required()
+    pause = {"paused_new", "paused_all"}
+    assert both - required("pause") == both - required(without_features=("pause",)) == pause
+    waits = {name for name in both if name.startswith("pipeline_")}
+    assert both - required("pipeline") == waits
+    assert "several_frames_in_flight" in required("pipeline")
+    assert "skip_ahead" not in required("async")
+    assert "several_frames_in_flight" in required("async")
+    assert required("async", "pipeline") == required(max_depth=1)
 
 
 def test_a_run_of_moderate_length_reaches_everything() -> None:
     counts: Counter[str] = Counter()
+    facts = look(CheckOptions(), HostEngine)
     for index in range(2000):
         counts.update(_episode(index))
-        if index % 50 == 0 and not missing_witnesses(counts, max_depth=4):
+        if index % 50 == 0 and not missing_witnesses(counts, CheckOptions(), facts):
             break
-    assert missing_witnesses(counts, max_depth=4) == ()
+    assert missing_witnesses(counts, CheckOptions(), facts) == ()
 
 
 def _episode(index: int) -> Counter[str]:
     draw = SeededDraw(f"witnesses/{index}")
-    swarm = draw_swarm(PRESETS["small"], draw)
-    watched, view = Watched(swarm.config), View(swarm)
+    lacking = find_lacking(HostEngine(CONFIG).capabilities())
+    wish = Wish(never=frozenset(feature.name for feature in lacking))
+    swarm = draw_swarm(PRESETS["small"], draw, wish=wish)
+    watched = Watched(swarm.config)
+    view = View(swarm, watched.client)
     for _ in range(120):
-        alive = set(view.live)
-        view.live = {name: life.request for name, life in watched.ledger.lives.items()}
-        view.ended += sorted(alive - view.live.keys())
-        view.frames_in_flight = [plan.frame_id for plan in watched.plans]
         action = next_action(view, draw)
-        view.num_submitted += isinstance(action, Submit)
+        view.note(action)
         if isinstance(action, Answer):
             watched.commit()
         elif isinstance(action, Misanswer):
@@ -316,7 +347,7 @@ def _episode(index: int) -> Counter[str]:
         elif isinstance(action, Propose) and swarm.config.async_scheduling:
             watched.worker.acceptance = tuple(right for _, right in action.counts)
         elif isinstance(action, Propose):
-            for name in list(view.live)[:2]:
+            for name in list(watched.client.live)[:2]:
                 watched.propose(name, *action.counts[0])
         elif isinstance(action, Hostile):
             watched.do(action.event)

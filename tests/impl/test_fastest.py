@@ -14,7 +14,7 @@ from blockstep.conformance.bench.measure import NotMeasuredError, open_side
 from blockstep.conformance.command.main import app
 from blockstep.conformance.engine import ALL_CAPABILITIES
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.conformance.search.check import ExitCode
+from blockstep.conformance.search.options import ExitCode
 from blockstep.impl import fastest
 from blockstep.impl.capabilities import list_needed
 from blockstep.impl.compiled import IS_COMPILED, CompiledEngine

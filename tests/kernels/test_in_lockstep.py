@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from blockstep.conformance.judge.dataplane import OnKernels
-from blockstep.conformance.search.check import CheckOptions, run_episode
+from blockstep.conformance.search.episodes import run_episode
+from blockstep.conformance.search.options import CheckOptions
 
 
 @pytest.mark.parametrize("episode", range(2))

@@ -1,12 +1,29 @@
-"""Engine: what a system under test implements to be held to the spec (architecture section 4)."""
+"""Engine: what a system under test implements to be held to the spec (architecture section 4).
+
+An engine is one object for one run, made by a factory: often its class. What is true of all its
+engines, the factory says by an attribute `traits`; what depends on a run, an engine says by methods
+of its own (`Declining`, `Judging`). Neither is owed: an engine that says nothing is compared with
+the specification after every event.
+
+    class Adapter:
+        traits = EngineTraits(max_depth=2, version="1.4")
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from blockstep.spec.vocabulary import Config, Event, Observation, RejectCode, Snapshot
+from blockstep.spec.vocabulary import (
+    Config,
+    Event,
+    Observation,
+    RejectCode,
+    Request,
+    Snapshot,
+)
 
 
 class Capability(StrEnum):
@@ -62,6 +79,12 @@ class Engine(Protocol):
         ...
 
 
+EngineFactory: TypeAlias = Callable[[Config], Engine]
+
+
+# Of one engine.
+
+
 @runtime_checkable
 class Declining(Protocol):
     """An engine with defects so well known that it is spared what would end a run later on.
@@ -90,10 +113,85 @@ class Judging(Protocol):
     """Refusals that it is held to."""
 
 
-EngineFactory: TypeAlias = Callable[[Config], Engine]
+def get_judged(engine: Engine) -> frozenset[RejectCode]:
+    """What an engine is given although the spec refuses it so, for it should do likewise."""
+    if Capability.REJECTION in engine.capabilities():
+        return frozenset(RejectCode)
+    return engine.judges if isinstance(engine, Judging) else frozenset()
 
 
-def is_async(make_engine: EngineFactory) -> bool:
-    """Whether the engine can have several frames in flight. Asks one built for the purpose."""
-    probe = make_engine(Config(num_blocks=8, max_model_len=64))
-    return Capability.ASYNC in probe.capabilities()
+def get_declines(engine: Engine) -> Callable[[Event], str | None] | None:
+    """What says why an engine is not to be given an event; None: it takes all."""
+    return engine.declines if isinstance(engine, Declining) else None
+
+
+# Of a factory, and so of all its engines.
+
+
+class Equivalence(Protocol):
+    """A weaker way to be held to the spec than by comparison: see `lockstep.safety.Safety`."""
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        ...
+
+    @property
+    def situations(self) -> tuple[str, ...]:
+        """What a run must have reached to mean anything."""
+        ...
+
+    @property
+    def fit_config(self) -> Callable[[Config], Config]:
+        """From a config to the nearest that the engine can be built with."""
+        ...
+
+    @property
+    def fit_request(self) -> Callable[[Request, Config], Request]:
+        """From a request to the nearest that the engine understands under a config."""
+        ...
+
+    @property
+    def start(self) -> Callable[..., Any]:
+        """Builds a run, as `lockstep.driver.LockStep.start` does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """What a factory says of its engines, besides what they can do (`Engine.capabilities`)."""
+
+    equivalence: Equivalence | None = None
+    """How they are held to the spec; None: by the strongest comparison that they allow."""
+    make_worker: Callable[..., Any] | None = None
+    """From a config and a token function to the worker that runs their plans; None: `Worker`."""
+    max_depth: int | None = None
+    """Frames in flight that a run may have, at most; None: as many as are wanted."""
+    out_of_reach: frozenset[str] = frozenset()
+    """Situations that cannot come up, and are not required."""
+    workarounds: Mapping[str, str] = field(default_factory=dict)
+    """Flags of theirs that keep a defect from showing, each with that defect in words:
+    `blockstep hunt` switches them off."""
+    version: str = ""
+    """Of what is under test."""
+
+
+NO_TRAITS = EngineTraits()
+
+
+def get_traits(make_engine: EngineFactory) -> EngineTraits:
+    """What a factory says of its engines.
+
+    Raises:
+        TypeError: its attribute `traits` is something else.
+    """
+    traits = getattr(make_engine, "traits", NO_TRAITS)
+    if not isinstance(traits, EngineTraits):
+        raise TypeError(f"traits of {make_engine!r}: must be EngineTraits, not {traits!r}")
+    return traits
+
+
+def get_capabilities(make_engine: EngineFactory) -> frozenset[str]:
+    """What the engines of a factory implement. Asks one built for the purpose."""
+    config, weaker = Config(num_blocks=8, max_model_len=64), get_traits(make_engine).equivalence
+    return make_engine(config if weaker is None else weaker.fit_config(config)).capabilities()

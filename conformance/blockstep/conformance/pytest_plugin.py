@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from blockstep.conformance.lockstep.driver import LockStep
     from blockstep.conformance.protocol.findings import Finding
     from blockstep.conformance.protocol.program import Action, Program
-    from blockstep.conformance.search.check import CheckOptions
     from blockstep.conformance.search.isolation import Isolation
+    from blockstep.conformance.search.options import CheckOptions
     from blockstep.spec.vocabulary import Config
 
 NAME = "blockstep"
@@ -229,7 +229,7 @@ CAMPAIGN = pytest.StashKey[Campaign]()
 def _read_options(config: pytest.Config, presets: Sequence[str]) -> dict[str, CheckOptions]:
     """The options of each check. Raises UsageError in the words of the command line."""
     from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS  # noqa: PLC0415
-    from blockstep.conformance.search import check as checking  # noqa: PLC0415
+    from blockstep.conformance.search import options as checking  # noqa: PLC0415
 
     for preset in presets:
         if preset not in PRESETS:
@@ -436,9 +436,9 @@ class Bench:
 
     def lockstep(self, config: Config, token_seed: int = 0, vocabulary_size: int = 50) -> Walk:
         """Both sides, to be given one action at a time; in this process."""
-        from blockstep.conformance.lockstep.driver import get_start  # noqa: PLC0415
+        from blockstep.conformance.lockstep.runs import get_start  # noqa: PLC0415
         from blockstep.conformance.protocol.registry import load_engine  # noqa: PLC0415
-        from blockstep.conformance.search.check import find_profile  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.search.options import find_profile  # noqa: PLC0415 - only if wanted
 
         if self._campaign.path not in sys.path:
             sys.path.insert(0, self._campaign.path)

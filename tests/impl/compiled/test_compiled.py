@@ -13,7 +13,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from blockstep.conformance.search.check import CheckOptions, check
+from blockstep.conformance.search.check import check
+from blockstep.conformance.search.options import CheckOptions
 from blockstep.impl.arrays import ArrayPlan
 from blockstep.impl.compiled import IS_COMPILED, CompiledEngine
 from blockstep.impl.compiled import state as state_of_engine

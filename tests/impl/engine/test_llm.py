@@ -152,8 +152,8 @@ def test_an_interrupt_between_two_sides_leaves_no_request_on_one(
 ) -> None:
     llm = LLM(qwen3.folder)
     name = llm.add_request(prompts[0], EIGHT)
-    scheduler: Any = type(llm._scheduler)
-    really = scheduler.apply
+    scheduler = type(llm._scheduler)
+    really: Any = scheduler.apply
 
     def interrupt(self: Scheduler, given: Event) -> Observation:
         answer: Observation = really(self, given)

@@ -24,7 +24,7 @@ from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.report.arms import arms_to_json, render_arms
 from blockstep.conformance.search.arms import compare_arms
-from blockstep.conformance.search.check import CheckOptions, ExitCode
+from blockstep.conformance.search.options import CheckOptions, ExitCode
 
 
 def arms_command(

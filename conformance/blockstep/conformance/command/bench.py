@@ -39,7 +39,7 @@ from blockstep.conformance.command.console import (
     write_json,
 )
 from blockstep.conformance.command.options import JsonOption, check_output
-from blockstep.conformance.search.check import ExitCode
+from blockstep.conformance.search.options import ExitCode
 
 SIZES = (1, 8, 64, 256, 1024, 4096)
 TRACE_STEPS_MAX = 1 << 30

@@ -34,13 +34,15 @@ from blockstep.conformance.recorded.traces import write_trace
 from blockstep.conformance.report.failure import tell_failure
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.report.verdict import render_verdict
-from blockstep.conformance.search.check import CheckOptions, CheckResult, check, record_episode
+from blockstep.conformance.search.check import CheckResult, check
+from blockstep.conformance.search.episodes import record_episode
 from blockstep.conformance.search.isolation import (
     BUILD_SECONDS,
     EVENT_SECONDS,
     Isolation,
     LostError,
 )
+from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.profiles import STRICT
 from blockstep.spec.vocabulary import Policy
 

@@ -18,8 +18,8 @@ from rich.table import Table
 from blockstep.conformance.protocol.registry import EngineNotFoundError
 from blockstep.conformance.recorded.traces import TraceError
 from blockstep.conformance.report.explain import NotExplainedError
-from blockstep.conformance.search.check import ExitCode
 from blockstep.conformance.search.isolation import HarnessError, RefusedError
+from blockstep.conformance.search.options import ExitCode
 from blockstep.spec.vocabulary import ConfigError
 
 SECONDS_BETWEEN_LINES = 10.0

@@ -22,7 +22,7 @@ from rich.console import Console
 from blockstep.conformance.command.console import end, progress, usage, write_json
 from blockstep.conformance.command.options import JsonOption, SeedOption
 from blockstep.conformance.engines.serving import CheckFailedError, ServingChecker
-from blockstep.conformance.search.check import ExitCode, exit_code_of
+from blockstep.conformance.search.options import ExitCode, exit_code_of
 from blockstep.spec.vocabulary import SpecMethod
 
 ENGINE = "blockstep.impl.engine"

@@ -24,10 +24,11 @@ from blockstep.conformance.command.options import (
     require_profile,
 )
 from blockstep.conformance.draw.presets import MAX_DEPTH
+from blockstep.conformance.engine import get_traits
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
-from blockstep.conformance.search.check import CheckOptions, ExitCode
-from blockstep.conformance.search.hunt import get_workarounds, hunt
+from blockstep.conformance.search.hunt import hunt
+from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.spec.profiles import STRICT
 
 
@@ -59,7 +60,7 @@ def hunt_command(
     with input_errors(), progress(make_console(json_path), f"hunting in {engine}") as advance:
         make_engine = load_engine(engine)
         result = hunt(options, make_engine, advance)
-    workarounds = get_workarounds(make_engine)
+    workarounds = get_traits(make_engine).workarounds
     say(render_hunt(result, workarounds), json_path)
     write_json(json_path, hunt_to_json(result, workarounds))
     if markdown is not None:

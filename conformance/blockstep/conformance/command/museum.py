@@ -24,7 +24,7 @@ from blockstep.conformance.command.options import (
 )
 from blockstep.conformance.museum import EXHIBITS, Exhibit
 from blockstep.conformance.museum import trial as hunting
-from blockstep.conformance.search.check import ExitCode
+from blockstep.conformance.search.options import ExitCode
 
 museum_app = typer.Typer(
     help="List the planted defects; `blockstep museum run` kills them.",

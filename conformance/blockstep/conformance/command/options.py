@@ -11,7 +11,7 @@ import typer
 from blockstep.conformance.command.console import usage
 from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.search.budget import read_budget
-from blockstep.conformance.search.check import find_profile
+from blockstep.conformance.search.options import find_profile
 from blockstep.spec.profiles import Profile
 
 

@@ -33,7 +33,7 @@ from blockstep.conformance.prove.table import (
     proofs_to_json,
     summarize,
 )
-from blockstep.conformance.search.check import ExitCode
+from blockstep.conformance.search.options import ExitCode
 
 
 def prove_command(

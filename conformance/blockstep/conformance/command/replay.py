@@ -21,7 +21,7 @@ from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.recorded.pace import REPLAY_PRESETS
 from blockstep.conformance.recorded.replay import replay
 from blockstep.conformance.report.replay import render_replay, replay_to_json
-from blockstep.conformance.search.check import exit_code_of
+from blockstep.conformance.search.options import exit_code_of
 from blockstep.spec.vocabulary import Config, ConfigError, Policy, config_problems
 
 

@@ -11,7 +11,7 @@ from blockstep.conformance.command.console import input_errors, say, write_json
 from blockstep.conformance.command.options import JsonOption
 from blockstep.conformance.recorded.validate import validate
 from blockstep.conformance.report.validate import render_validation, validation_to_json
-from blockstep.conformance.search.check import ExitCode
+from blockstep.conformance.search.options import ExitCode
 
 
 def validate_command(

@@ -15,7 +15,7 @@ from blockstep.conformance.explore.fill import fill
 from blockstep.conformance.explore.vectors import consume, read_vectors
 from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.conformance.search.check import ExitCode
+from blockstep.conformance.search.options import ExitCode
 
 vectors_app = typer.Typer(
     help="Portable test vectors: programs with the right answers.",

@@ -1,18 +1,32 @@
-"""Rules: what may be done next, and how its details are drawn.
+"""Actions: what may be done next, and how its details are drawn.
 
-One set of rules serves the seeded generator and the Hypothesis machine; they differ only in where
-a `Draw` takes its decisions from. A rule sees a `View`: what any client could know.
+One table serves the seeded generator and the Hypothesis machine; they differ only in where a `Draw`
+takes its decisions from. Who draws an action sees a `View`: what any client could know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
-from typing import TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
-from blockstep.conformance.draw.presets import Draw, Kind, Swarm
+from blockstep.conformance.draw.presets import Draw, Habit, Swarm
+from blockstep.conformance.protocol.features import (
+    ABORTS,
+    DRAFTS,
+    EMBEDS,
+    GRAMMAR,
+    HOSTILE,
+    KEYS,
+    MULTIMODAL,
+    PAUSE,
+    PRIORITY,
+    RESET,
+    STOPS,
+    Feature,
+)
 from blockstep.conformance.protocol.program import (
     Action,
     Answer,
@@ -28,6 +42,7 @@ from blockstep.spec.vocabulary import (
     GrammarReady,
     MultiModalItem,
     PauseState,
+    Plan,
     Policy,
     RepetitionDetection,
     Request,
@@ -36,7 +51,6 @@ from blockstep.spec.vocabulary import (
     RowTokens,
     Schedule,
     SetPause,
-    SpecMethod,
     Submit,
     TokenIds,
 )
@@ -67,34 +81,58 @@ class SeededDraw:
         return tuple(int(self._random.random() * vocabulary_size) for _ in range(count))
 
 
+class Memory(Protocol):
+    """What a client remembers of a run (see `lockstep.client`)."""
+
+    @property
+    def live(self) -> dict[RequestId, Request]:
+        """Accepted and not ended, in order of submission."""
+        ...
+
+    @property
+    def ended(self) -> list[RequestId]:
+        """Lately ended ids, to be named again by mistake."""
+        ...
+
+    @property
+    def texts(self) -> Sequence[TokenIds]:
+        """What ended requests came to: the next turn of a talk begins with it."""
+        ...
+
+    @property
+    def plans(self) -> list[Plan]:
+        """In flight, oldest first."""
+        ...
+
+
 @dataclass(slots=True)
 class View:
     """What a client knows of a run so far."""
 
     swarm: Swarm
-    live: dict[RequestId, Request] = field(default_factory=dict)
-    """Accepted and not ended, in order of submission."""
-    frames_in_flight: Sequence[int] = ()
+    client: Memory
     num_submitted: int = 0
-    ended: list[RequestId] = field(default_factory=list)
-    """Lately ended ids, to be named again by mistake."""
-    texts: Sequence[TokenIds] = ()
-    """What ended requests came to, prompt and outputs: the next turn of a talk begins with it."""
+
+    def note(self, action: Action) -> None:
+        """An action was done."""
+        self.num_submitted += isinstance(action, Submit)
 
 
-Rule = Callable[[View, Draw], Action]
+Drawing: TypeAlias = Callable[[View, Draw], Action]
+"""Draws the details of one kind of action."""
 
 
 def submit(view: View, draw: Draw) -> Action:
     """A new request, most often with a prompt that shares a prefix with others."""
-    if view.swarm.kinds >= {Kind.HOSTILE} and view.live and draw.chance(4):
-        return Submit(draw.choice(list(view.live.values())))
+    client = view.client
+    if view.swarm.has(HOSTILE) and client.live and draw.chance(4):
+        return Submit(draw.choice(list(client.live.values())))
     name = request_name(shuffled(view.num_submitted))
-    if view.ended and draw.chance(8):
-        name = draw.choice(view.ended)
-    elif view.ended and view.frames_in_flight and draw.chance(8):
-        name = view.ended[-1]  # a frame may still name it
-    return Submit(draw_request(view.swarm, draw, name, view.num_submitted, view.texts))
+    if client.ended and draw.chance(8):
+        name = draw.choice(client.ended)
+    elif client.ended and client.plans and draw.chance(8):
+        name = client.ended[-1]  # a frame may still name it
+    return Submit(draw_request(view.swarm, draw, name, view.num_submitted, client.texts))
 
 
 def request_name(index: int) -> RequestId:
@@ -112,18 +150,16 @@ def draw_request(
     swarm: Swarm, draw: Draw, name: RequestId, index: int, texts: Sequence[TokenIds] = ()
 ) -> Request:
     """A request within the swarm's bounds, now and then beyond them; `texts` to go on from."""
-    kinds = swarm.kinds
     room = get_room(swarm, draw)
     most = 2 * swarm.config.block_size if swarm.is_storm else room  # many fit, and then they grow
     prompt = draw_prompt(swarm, draw, max(min(room - 1, most), 1), texts)
-    stops = Kind.STOPS in kinds
+    stops, keyed = swarm.has(STOPS), swarm.has(KEYS)
     least, most = swarm.preset.max_output
     max_tokens = draw.integer(least, max(min(most, room - len(prompt)), least))
     if draw.chance(6):
         max_tokens = swarm.config.max_model_len  # the model length will end it
     token = draw.integer(0, swarm.vocabulary_size - 1)
-    priorities = Kind.PRIORITIES in kinds or swarm.config.policy is Policy.PRIORITY
-    keyed = Kind.EXTRA_KEYS in kinds
+    priorities = swarm.has(PRIORITY) or swarm.config.policy is Policy.PRIORITY
     return Request(
         request_id=name,
         prompt_token_ids=prompt,
@@ -140,9 +176,12 @@ def draw_request(
         arrival_time=index // 2 if draw.chance(20) else index,
         adapter=draw.choice(("x", "y")) if keyed and draw.chance(30) else None,
         cache_salt=draw.choice(("x", "y")) if keyed and draw.chance(30) else None,
-        items=draw_items(draw, len(prompt)) if keyed and draw.chance(30) else (),
+        items=draw_items(draw, len(prompt)) if swarm.has(MULTIMODAL) and draw.chance(30) else (),
+        prompt_embeds=draw_embeds(draw, len(prompt))
+        if swarm.has(EMBEDS) and draw.chance(40)
+        else (),
         skip_reading_prefix_cache=draw.chance(5),
-        structured_output=Kind.GRAMMAR in kinds and draw.chance(40),
+        structured_output=swarm.has(GRAMMAR) and draw.chance(40),
     )
 
 
@@ -211,6 +250,14 @@ def draw_items(draw: Draw, num_prompt: int) -> tuple[MultiModalItem, ...]:
     return tuple(items)
 
 
+def draw_embeds(draw: Draw, num_prompt: int) -> TokenIds:
+    """Embeddings of a prompt: all alike, or one of them another, so that prefixes are shared."""
+    embeds = [0] * num_prompt
+    if draw.chance(60):
+        embeds[draw.integer(0, num_prompt - 1)] = draw.integer(1, 2)
+    return tuple(embeds)
+
+
 def schedule(_view: View, _draw: Draw) -> Action:
     """Plan a step; with a frame in flight this is one step too many, and refused."""
     return Schedule()
@@ -231,7 +278,7 @@ def misanswer(view: View, draw: Draw) -> Action:
 def propose(view: View, draw: Draw) -> Action:
     """Drafts, some right and some wrong, now and then none or one too many."""
     limit = view.swarm.config.num_speculative_tokens
-    if Kind.HOSTILE in view.swarm.kinds and draw.chance(5):
+    if view.swarm.has(HOSTILE) and draw.chance(5):
         limit += 1
     counts = []
     for _ in range(draw.integer(1, 3)):
@@ -242,15 +289,16 @@ def propose(view: View, draw: Draw) -> Action:
 
 def abort(view: View, draw: Draw) -> Action:
     """One or more requests give up; some ids may be unknown or ended."""
-    known = [*view.live, *view.ended[-2:], "nobody"]
+    known = [*view.client.live, *view.client.ended[-2:], "nobody"]
     count = 1 if draw.chance(80) else draw.integer(1, 3)
     return Abort(tuple(draw.choice(known) for _ in range(count)))
 
 
 def grammar_ready(view: View, draw: Draw) -> Action:
     """A grammar is compiled, of one that waits for it if there is one."""
-    waiting = [name for name, request in view.live.items() if request.structured_output]
-    return GrammarReady(draw.choice(waiting or [*view.live, "nobody"]))
+    live = view.client.live
+    waiting = [name for name, request in live.items() if request.structured_output]
+    return GrammarReady(draw.choice(waiting or [*live, "nobody"]))
 
 
 def pause(_view: View, draw: Draw) -> Action:
@@ -266,8 +314,9 @@ def reset(_view: View, draw: Draw) -> Action:
 
 def hostile(view: View, draw: Draw) -> Action:
     """What a broken client or a late worker might send."""
-    names = [*view.live, *view.ended[-2:], "nobody"]
-    frames = [*view.frames_in_flight, 0, 10**6]
+    client = view.client
+    names = [*client.live, *client.ended[-2:], "nobody"]
+    frames = [*(plan.frame_id for plan in client.plans), 0, 10**6]
     token = draw.integer(0, view.swarm.vocabulary_size - 1)
     row = RowTokens(draw.choice(names), (token,) * draw.integer(0, 3))
     return draw.choice(
@@ -278,7 +327,7 @@ def hostile(view: View, draw: Draw) -> Action:
             Hostile(Commit(draw.choice(frames), (row, row))),
             Hostile(Drafts((row,))),
             Hostile(Drafts((row, row))),
-            Hostile(Drafts(tuple(RowTokens(name, (token,)) for name in view.live))),
+            Hostile(Drafts(tuple(RowTokens(name, (token,)) for name in client.live))),
             Hostile(Drafts((RowTokens(row.request_id, (token,) * 9),))),
             Hostile(GrammarReady("nobody")),
             Hostile(Submit(Request("bad", ()))),
@@ -290,69 +339,67 @@ def hostile(view: View, draw: Draw) -> Action:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightedRule:
-    """A rule, how often it is tried, and the kind that switches it off."""
+class WeightedAction:
+    """How an action is drawn, how often it is tried, and the feature that it is part of."""
 
-    rule: Rule
+    draw: Drawing
     weight: int
-    kind: Kind | None = None
+    feature: Feature | None = None
 
 
-RULES: Mapping[str, WeightedRule] = {
-    "submit": WeightedRule(submit, 22),
-    "schedule": WeightedRule(schedule, 36),
-    "answer": WeightedRule(answer, 36),
-    "propose": WeightedRule(propose, 24, Kind.DRAFTS),
-    "abort": WeightedRule(abort, 3, Kind.ABORT),
-    "grammar_ready": WeightedRule(grammar_ready, 8, Kind.GRAMMAR),
-    "pause": WeightedRule(pause, 3, Kind.PAUSE),
-    "reset": WeightedRule(reset, 2, Kind.RESET),
-    "hostile": WeightedRule(hostile, 4, Kind.HOSTILE),
-    "misanswer": WeightedRule(misanswer, 5, Kind.HOSTILE),
+ACTIONS: Mapping[str, WeightedAction] = {
+    "submit": WeightedAction(submit, 22),
+    "schedule": WeightedAction(schedule, 36),
+    "answer": WeightedAction(answer, 36),
+    "propose": WeightedAction(propose, 24, DRAFTS),
+    "abort": WeightedAction(abort, 3, ABORTS),
+    "grammar_ready": WeightedAction(grammar_ready, 8, GRAMMAR),
+    "pause": WeightedAction(pause, 3, PAUSE),
+    "reset": WeightedAction(reset, 2, RESET),
+    "hostile": WeightedAction(hostile, 4, HOSTILE),
+    "misanswer": WeightedAction(misanswer, 5, HOSTILE),
 }
 
 
 def is_enabled(name: str, view: View) -> bool:
-    """Whether a rule makes sense now. Pointless actions are left to `hostile`."""
-    kind = RULES[name].kind
-    if kind is not None and kind not in view.swarm.kinds:
+    """Whether an action makes sense now. Pointless ones are left to `hostile`."""
+    swarm, feature = view.swarm, ACTIONS[name].feature
+    if feature is not None and not swarm.has(feature):
         return False
     if name == "submit":
-        return len(view.live) < view.swarm.preset.num_requests_max
+        return len(view.client.live) < swarm.preset.num_requests_max
     if name == "answer":
-        return bool(view.frames_in_flight)
+        return bool(view.client.plans)
     if name == "schedule":
-        return not _is_pipeline_full(view) or Kind.HOSTILE in view.swarm.kinds
-    if name == "propose":
-        return view.swarm.config.spec_method is not SpecMethod.NONE
+        return not _is_pipeline_full(view) or swarm.has(HOSTILE)
     if name == "grammar_ready":
-        return bool(view.live)
+        return bool(view.client.live)
     return True
 
 
 def next_action(view: View, draw: Draw) -> Action:
-    """Draw a rule by weight, and its details."""
-    names = [name for name in RULES if is_enabled(name, view)]
+    """Draw an action by weight, and its details."""
+    names = [name for name in ACTIONS if is_enabled(name, view)]
     weights = [_weight(name, view) for name in names]
     ticket = draw.integer(1, sum(weights))
     chosen = next(index for index, total in enumerate(accumulate(weights)) if ticket <= total)
-    return RULES[names[chosen]].rule(view, draw)
+    return ACTIONS[names[chosen]].draw(view, draw)
 
 
 def _is_pipeline_full(view: View) -> bool:
-    return len(view.frames_in_flight) >= view.swarm.config.max_frames_in_flight
+    return len(view.client.plans) >= view.swarm.config.max_frames_in_flight
 
 
 def _weight(name: str, view: View) -> int:
     """Without late commits an answer follows a full pipeline closely, as in real runs."""
-    weight, kinds = RULES[name].weight, view.swarm.kinds
-    if name == "schedule" and not view.live:
+    weight, habits = ACTIONS[name].weight, view.swarm.habits
+    if name == "schedule" and not view.client.live:
         return 4
     if name == "schedule" and _is_pipeline_full(view):
         return 2
     if name == "answer" and _is_pipeline_full(view):
-        return weight if Kind.LATE_COMMIT in kinds else weight * 6
-    if name == "answer" and Kind.FULL_PIPELINE in kinds:
+        return weight if Habit.LATE_COMMIT in habits else weight * 6
+    if name == "answer" and Habit.FULL_PIPELINE in habits:
         return 4
     if name == "propose" and view.swarm.config.async_scheduling:
         return 4  # it is no event there, it sets how many drafts will be right

@@ -1,7 +1,7 @@
-"""Presets: the same rules at three sizes, and a swarm of configurations at each.
+"""Presets: the same actions at three sizes, and a swarm of configurations at each.
 
 A run never uses a preset as it is. From its seed it draws a whole configuration and switches
-whole kinds of action off: a rare situation needs others to be absent, not only to be rare.
+whole features off: a rare situation needs others to be absent, not only to be rare.
 """
 
 from __future__ import annotations
@@ -11,6 +11,20 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
+from blockstep.conformance.protocol.features import (
+    ASYNC,
+    CACHING,
+    DRAFTS,
+    FEATURES,
+    NO_WISH,
+    PAUSE,
+    PIPELINE,
+    PRIORITY,
+    RESET,
+    SEVERAL_AT_ONCE,
+    Feature,
+    Wish,
+)
 from blockstep.spec.vocabulary import Config, Policy, SpecMethod
 
 T = TypeVar("T")
@@ -36,18 +50,9 @@ class Draw(Protocol):
         ...
 
 
-class Kind(StrEnum):
-    """Kinds of action that a swarm may switch off."""
+class Habit(StrEnum):
+    """How a runner of a swarm may go about its work."""
 
-    ABORT = "abort"
-    RESET = "reset"
-    PAUSE = "pause"
-    GRAMMAR = "grammar"
-    DRAFTS = "drafts"
-    STOPS = "stops"
-    EXTRA_KEYS = "extra_keys"
-    PRIORITIES = "priorities"
-    HOSTILE = "hostile"
     LATE_COMMIT = "late_commit"
     FULL_PIPELINE = "full_pipeline"
     """Answers wait until no further plan may be in flight."""
@@ -78,6 +83,9 @@ REAL = Preset("real", (16, 16), (24, 400), (4, 32), (32, 1024), (128, 1024), (4,
 DEPTHS = (1, 1, 1, 2, 2, 3, 4)
 """Frames in flight, at most: what a config is drawn from. Some defects need three (#47900)."""
 MAX_DEPTH = max(DEPTHS)
+PROPOSERS = tuple(method for method in SpecMethod if method is not SpecMethod.NONE)
+SWITCHED = tuple(feature for feature in FEATURES if feature.request or feature.actions)
+"""Features that a swarm switches on or off, whatever its config."""
 PRESETS = {preset.name: preset for preset in (TINY, SMALL, REAL)}
 
 
@@ -87,7 +95,9 @@ class Swarm:
 
     preset: Preset
     config: Config
-    kinds: frozenset[Kind]
+    features: frozenset[str]
+    """Names of the features that may come up."""
+    habits: frozenset[Habit]
     token_seed: int
     hot_prefixes: tuple[tuple[int, ...], ...]
     vocabulary_size: int
@@ -95,35 +105,50 @@ class Swarm:
     is_storm: bool = False
     """Whether everybody is in everybody's way (`draw_storm`)."""
 
+    def has(self, feature: Feature) -> bool:
+        """Whether a feature may come up."""
+        return feature.name in self.features
+
+    def fit(self, config: Config) -> Swarm:
+        """The swarm with another config, without what the config then has no use for."""
+        useless = () if DRAFTS.is_asked_by(config) else (DRAFTS.name,)
+        return replace(self, config=config, features=self.features.difference(useless))
+
 
 def draw_swarm(
-    preset: Preset, draw: Draw, policy: Policy | None = None, max_depth: int = MAX_DEPTH
+    preset: Preset,
+    draw: Draw,
+    policy: Policy | None = None,
+    max_depth: int = MAX_DEPTH,
+    wish: Wish = NO_WISH,
 ) -> Swarm:
     """Draw a swarm; `policy` fixes the policy, `max_depth` bounds the frames in flight."""
-    config = draw_config(preset, draw, max_depth)
+    config = draw_config(preset, draw, max_depth, wish)
     is_storm = draw.chance(20)
     if is_storm:
         config = draw_storm(preset, config, draw)
-    if policy is not None:
-        config = replace(config, policy=policy)
-    kinds = frozenset(kind for kind in Kind if draw.chance(60))
+    is_priority = wish.decide(PRIORITY, config.policy is Policy.PRIORITY)
+    drawn = Policy.PRIORITY if is_priority else Policy.FCFS
+    config = replace(config, policy=policy or drawn)
+    features = {feature.name for feature in SWITCHED if wish.decide(feature, draw.chance(60))}
     if is_storm:
-        kinds = kinds - {Kind.PAUSE, Kind.RESET} | {Kind.DRAFTS}
-    if config.spec_method is SpecMethod.NONE:
-        kinds -= {Kind.DRAFTS}
+        features -= {PAUSE.name, RESET.name} - wish.always
+        features |= {DRAFTS.name} - wish.never
+    habits = frozenset(habit for habit in Habit if draw.chance(60))
     vocabulary_size = draw.choice((2, 3, 5, 50))
     length = config.max_model_len
     return Swarm(
         preset=preset,
         config=config,
-        kinds=kinds,
+        features=frozenset(features),
+        habits=habits,
         token_seed=draw.integer(0, 2**30),
         hot_prefixes=tuple(
             draw.tokens(min(length, 256), vocabulary_size) for _ in range(preset.num_hot_prefixes)
         ),
         vocabulary_size=vocabulary_size,
         is_storm=is_storm,
-    )
+    ).fit(config)
 
 
 def draw_storm(preset: Preset, config: Config, draw: Draw) -> Config:
@@ -153,7 +178,22 @@ def draw_storm(preset: Preset, config: Config, draw: Draw) -> Config:
     )
 
 
-def draw_config(preset: Preset, draw: Draw, max_depth: int = MAX_DEPTH) -> Config:
+def draw_depth(draw: Draw, max_depth: int, wish: Wish) -> tuple[int, bool]:
+    """Frames in flight, at most, and whether they are scheduled asynchronously, as most are."""
+    depth = min(draw.choice(DEPTHS), max_depth)
+    is_async = wish.decide(ASYNC, draw.chance(75))
+    if wish.never >= SEVERAL_AT_ONCE:
+        return 1, False
+    if SEVERAL_AT_ONCE & wish.always:
+        depth, is_async = max(depth, 2), ASYNC.name in wish.always
+    elif PIPELINE.name in wish.never:
+        is_async = True
+    return depth, is_async and depth > 1
+
+
+def draw_config(
+    preset: Preset, draw: Draw, max_depth: int = MAX_DEPTH, wish: Wish = NO_WISH
+) -> Config:
     """A valid config within the preset's bounds."""
     block_size = draw.integer(*preset.block_size)
     unit = preset.block_size[0]
@@ -162,8 +202,9 @@ def draw_config(preset: Preset, draw: Draw, max_depth: int = MAX_DEPTH) -> Confi
     if draw.chance(30):
         # Exactly enough for one request of the greatest length: where off-by-ones live.
         max_model_len = max(usable * block_size + draw.integer(-1, 1), 2)
-    spec_method = draw.choice(tuple(SpecMethod)) if draw.chance(60) else SpecMethod.NONE
-    depth = draw.choice(DEPTHS)
+    has_drafts = wish.decide(DRAFTS, draw.chance(45))
+    spec_method = draw.choice(PROPOSERS) if has_drafts else SpecMethod.NONE
+    depth, is_async = draw_depth(draw, max_depth, wish)
     least, most = preset.max_num_batched_tokens
     # Half of the budgets are so tight that running requests compete for them.
     budget = draw.integer(least, min(most, least + 6) if draw.chance(50) else most)
@@ -175,7 +216,7 @@ def draw_config(preset: Preset, draw: Draw, max_depth: int = MAX_DEPTH) -> Confi
         max_num_batched_tokens=budget if chunked else max(budget, max_model_len),
         max_model_len=max_model_len,
         policy=draw.choice(tuple(Policy)),
-        enable_prefix_caching=draw.chance(80),
+        enable_prefix_caching=wish.decide(CACHING, draw.chance(80)),
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=draw.choice(
             (0, 0, 0, unit, 2 * unit, 3 * unit, block_size, budget)
@@ -183,6 +224,6 @@ def draw_config(preset: Preset, draw: Draw, max_depth: int = MAX_DEPTH) -> Confi
         scheduler_reserve_full_isl=draw.chance(70),
         spec_method=spec_method,
         num_speculative_tokens=0 if spec_method is SpecMethod.NONE else draw.integer(1, 4),
-        max_frames_in_flight=min(depth, max_depth),
-        async_scheduling=min(depth, max_depth) > 1,
+        max_frames_in_flight=depth,
+        async_scheduling=is_async,
     )

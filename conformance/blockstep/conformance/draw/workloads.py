@@ -53,7 +53,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from blockstep.conformance.recorded.traces.lines import TraceError, read_lines, shown
+from blockstep.conformance.protocol.lines import TraceError, read_lines, shown
 from blockstep.spec.vocabulary import MAX_INT, Request, TokenIds
 
 OUTPUT_TOKENS_START = 1 << 30

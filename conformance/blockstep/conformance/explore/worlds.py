@@ -110,6 +110,17 @@ WORLDS: Mapping[str, World] = {
             expected=Counts(1_984, 3_637, 8_419, 24),
         ),
         World(
+            "embeds",
+            "blocks of equal tokens that embeddings keep apart: in the first block, and behind it",
+            _config(max_model_len=5),
+            (
+                _a(3, 2, prompt_embeds=(1, 1, 1)),
+                _b(4, 1, prompt_embeds=(1, 2, 1, 1)),
+                _c(3, 1, prompt_embeds=(1, 1, 2)),
+            ),
+            expected=Counts(1_122, 2_099, 4_527, 19),
+        ),
+        World(
             "tail",
             "a second block that two items of the prompt and an output fill",
             _config(
@@ -289,6 +300,21 @@ WORLDS: Mapping[str, World] = {
             aborts=True,
             resets=(True,),
             expected=Counts(19_364, 115_922, 124_945, 23),
+        ),
+        World(
+            "pipeline",
+            "two plans in flight, no placeholders: chunks in both, preempted and reset in flight",
+            _config(
+                num_blocks=4,
+                max_num_batched_tokens=2,
+                max_frames_in_flight=2,
+                **_UNRESERVED,
+                **_NGRAM,
+            ),
+            (_a(3, 2), _b(2, 3)),
+            aborts=True,
+            resets=(True,),
+            expected=Counts(3_374, 20_404, 17_153, 21),
         ),
         World(
             "tokens",

@@ -12,18 +12,26 @@ nothing but the plans, whether one can live on them.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self, TypeAlias, cast
+from typing import Self
 
 from blockstep.conformance.draw.mistakes import make_mistake
-from blockstep.conformance.engine import Capability, Declining, Engine, EngineFactory, Judging
+from blockstep.conformance.engine import (
+    Capability,
+    Engine,
+    EngineFactory,
+    get_declines,
+    get_judged,
+    get_traits,
+)
 from blockstep.conformance.judge.properties import Ledger, Step, check_step
 from blockstep.conformance.judge.witnesses import Witnesses
-from blockstep.conformance.judge.worker import NextToken, Worker
+from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.lockstep.liveness import Watch
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
+from blockstep.conformance.protocol.features import NEEDED, Feature, find_lacking, fit
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
 from blockstep.conformance.protocol.program import (
     Action,
@@ -31,7 +39,6 @@ from blockstep.conformance.protocol.program import (
     Drain,
     Hostile,
     Misanswer,
-    Program,
     Propose,
 )
 from blockstep.conformance.protocol.registry import SpecEngine
@@ -40,44 +47,25 @@ from blockstep.spec.lives.drafts import can_take_drafts
 from blockstep.spec.profiles import STRICT, Profile
 from blockstep.spec.transition import transition
 from blockstep.spec.vocabulary import (
-    Abort,
-    Aborted,
+    Commit,
     Config,
     Drafts,
     Event,
     GrammarReady,
     Observation,
-    Outputs,
     PauseState,
     Plan,
     RejectCode,
     Rejected,
     Request,
     RequestId,
-    Reset,
     RowTokens,
     Schedule,
     SetPause,
     Snapshot,
     Submit,
-    TokenIds,
 )
-from blockstep.spec.vocabulary import Commit as CommitEvent
 
-NEEDED: Mapping[type, Capability] = {
-    Propose: Capability.DRAFTS,
-    SetPause: Capability.PAUSE,
-    Reset: Capability.RESET,
-    GrammarReady: Capability.GRAMMAR,
-    Hostile: Capability.REJECTION,
-    Misanswer: Capability.REJECTION,
-}
-"""What an engine must be able to do for an action to be tried on it."""
-
-
-MakeWorker: TypeAlias = Callable[[Config, NextToken], Worker]
-"""A factory of engines may have one, as `make_worker`: its plans are run by such a worker then."""
-TEXTS_MAX = 6
 EXPLICABLE = frozenset({FindingKind.PROPERTY, FindingKind.LIVENESS})
 """What a quirk can be the reason of."""
 
@@ -93,9 +81,9 @@ class Exchange:
     """The engine's answer; None if it raised."""
 
 
-@dataclass(slots=True)
-class LockStep:
-    """One run of one engine beside the spec. Not reusable."""
+@dataclass(slots=True, kw_only=True)
+class LockStep(Client):
+    """One run of one engine beside the spec, and what its client remembers. Not reusable."""
 
     config: Config
     engine: Engine
@@ -103,32 +91,15 @@ class LockStep:
     spec: SpecEngine
     ledger: Ledger
     witnesses: Witnesses
-    exchanges: list[Exchange] = field(default_factory=list)
-    live: dict[RequestId, Request] = field(default_factory=dict)
-    """Accepted by the spec and not ended."""
-    ended: list[RequestId] = field(default_factory=list)
-    texts: deque[TokenIds] = field(default_factory=lambda: deque(maxlen=TEXTS_MAX))
-    """Prompt and outputs of those that ended last."""
-    said: dict[RequestId, TokenIds] = field(default_factory=dict)
-    """Outputs delivered to those in `live`."""
-    plans: list[Plan] = field(default_factory=list)
-    """In flight, oldest first."""
-    last_plan: Plan | None = None
-    last_commit: CommitEvent | None = None
-    sampled: tuple[RequestId, ...] = ()
-    """Requests that sampled in the last answered plan, for `Propose`."""
-    skipped: dict[str, int] = field(default_factory=dict)
-    """Actions not tried because the engine lacks a capability, and events that it declines."""
-    before: Snapshot | None = None
-    capabilities: frozenset[str] = frozenset()
-    judges: frozenset[RejectCode] = frozenset()
+    capabilities: frozenset[str]
+    lacking: tuple[Feature, ...]
+    """What the engine is not given, for want of a capability."""
+    judged: frozenset[RejectCode]
     """What the engine is given although the spec refuses it so."""
     declines: Callable[[Event], str | None] | None = None
     """Why the engine is not to be given an event, if it ever declines one."""
-    num_events: int = 0
-    has_failed: bool = False
-    """Something was wrong; both sides no longer mean the same thing."""
     keep_exchanges: bool = False
+    exchanges: list[Exchange] = field(default_factory=list)
     last: Exchange | None = None
     """The last event that was given to both, or that only the spec was given, which refused it."""
     compare_every: int | None = None
@@ -136,6 +107,12 @@ class LockStep:
     and nothing is judged. None: every state is compared and judged."""
     num_compared: int = 0
     """States compared."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """What was left out because the engine lacks a capability, and events that it declines."""
+    before: Snapshot | None = None
+    num_events: int = 0
+    has_failed: bool = False
+    """Something was wrong; both sides no longer mean the same thing."""
     equivalence: str = ""
     """The weaker equivalence that the engine is held to; "" if it is compared with the spec."""
     known: dict[str, int] = field(default_factory=dict)
@@ -154,9 +131,10 @@ class LockStep:
     ) -> Self:
         """Build both sides. What the engine raises while it is built passes through."""
         engine = make_engine(config)
-        make_worker: MakeWorker = getattr(make_engine, "make_worker", Worker)
+        make_worker = get_traits(make_engine).make_worker or Worker
         # A worker has every slot in memory; one that is given no plan needs none.
         room = config if compare_every is None else Config(num_blocks=2)
+        capabilities = engine.capabilities()
         run = cls(
             config=config,
             engine=engine,
@@ -164,23 +142,25 @@ class LockStep:
             spec=SpecEngine(config, profile),
             ledger=Ledger(config),
             witnesses=Witnesses(),
-            capabilities=engine.capabilities(),
+            capabilities=capabilities,
+            lacking=find_lacking(capabilities),
+            judged=get_judged(engine),
+            declines=get_declines(engine) if profile.spares else None,
             keep_exchanges=keep_exchanges,
             compare_every=compare_every,
         )
         if compare_every is None:
             run.before = run._comparable(engine.snapshot())
-        if Capability.REJECTION in run.capabilities:
-            run.judges = frozenset(RejectCode)
-        elif isinstance(engine, Judging):
-            run.judges = engine.judges
-        if profile.spares and isinstance(engine, Declining):
-            run.declines = engine.declines
         return run
 
     def fit(self, action: Action) -> Action:
-        """The action as this engine can be given it; a weaker equivalence may leave things out."""
-        return action
+        """The action as this engine can be given it; what it lacks is left out, and counted."""
+        if not isinstance(action, Submit):
+            return action
+        request, missing = fit(action.request, self.lacking)
+        for capability in missing:
+            self.skip(capability)
+        return Submit(request) if missing else action
 
     def perform(self, action: Action) -> list[Finding]:
         """Do one action on both sides; returns what is wrong, [] if nothing.
@@ -194,7 +174,7 @@ class LockStep:
     def _perform(self, action: Action) -> list[Finding]:
         needed = NEEDED.get(type(action))
         if needed is not None and needed not in self.capabilities:
-            self._skip(needed)
+            self.skip(needed)
             return []
         if isinstance(action, Drain):
             return self._drain()
@@ -220,7 +200,7 @@ class LockStep:
                     for index, name in enumerate(self.sampled)
                 )
                 return self._proposal(rows) if rows else None
-            case Hostile(event=CommitEvent() as event) if self._is_welcome(event):
+            case Hostile(event=Commit() as event) if self._is_welcome(event):
                 return None  # a right answer but not the worker's: it would lose its tokens
             case Hostile(event=event):
                 return event
@@ -229,8 +209,8 @@ class LockStep:
             case _:
                 return action
 
-    def _answer(self, plan: Plan) -> CommitEvent:
-        return CommitEvent(plan.frame_id, self.worker.answer(plan.frame_id))
+    def _answer(self, plan: Plan) -> Commit:
+        return Commit(plan.frame_id, self.worker.answer(plan.frame_id))
 
     def _is_welcome(self, event: Event) -> bool:
         """Whether the spec would take the event now."""
@@ -252,15 +232,15 @@ class LockStep:
         """
         reason = None if self.declines is None else self.declines(event)
         if reason is not None:
-            self._skip(reason)
+            self.skip(reason)
             return []
         self.num_events += 1
         try:
             expected = self.spec.apply(event)
         except AssertionError as error:
             return [_spec_finding(error)]
-        if isinstance(expected, Rejected) and expected.code not in self.judges:
-            self._skip(Capability.REJECTION)
+        if isinstance(expected, Rejected) and expected.code not in self.judged:
+            self.skip(Capability.REJECTION)
             self.last = Exchange(event, expected, expected)
             return []
         try:
@@ -268,7 +248,7 @@ class LockStep:
             after = self.engine.snapshot() if self._sees_state() else None
         except Exception as error:
             self._keep(Exchange(event, expected, None))
-            return [_fault(error)]
+            return [fault_of(error)]
         self._keep(Exchange(event, expected, seen))
         after = self._comparable(after)
         findings = list(self._diverge(event, expected, seen, after))
@@ -276,9 +256,9 @@ class LockStep:
             return findings
         if self.compare_every is not None:
             pass  # who judges must have seen every state
-        elif after is None:
+        elif after is None or self.before is None:
             findings = self._unexplained([*self.worker.observe(event, seen), *findings])
-        elif self.before is not None:
+        else:
             step = Step(self.config, self.num_events, event, seen, self.before, after)
             findings = [*check_step(step, self.ledger, self.worker), *findings]
             findings = self._unexplained(findings)
@@ -286,7 +266,7 @@ class LockStep:
                 self.witnesses.observe(step, self.ledger)
             self.ledger.record(step)
         self.before = after
-        self._follow(event, expected)
+        self.follow(event, expected)
         return findings
 
     def _sees_state(self) -> bool:
@@ -301,7 +281,7 @@ class LockStep:
         try:
             after = self._comparable(self.engine.snapshot())
         except Exception as error:
-            return [_fault(error)]
+            return [fault_of(error)]
         return list(self._diverge(event, expected, seen, after))
 
     def _unexplained(self, findings: list[Finding]) -> list[Finding]:
@@ -326,7 +306,8 @@ class LockStep:
             stats = replace(snapshot.stats, preemptions=stats.preemptions)
         return replace(snapshot, stats=stats)
 
-    def _skip(self, reason: str) -> None:
+    def skip(self, reason: str) -> None:
+        """Count something that was left out."""
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
     def _diverge(
@@ -343,36 +324,6 @@ class LockStep:
             yield Finding(
                 FindingKind.DIVERGENCE, "", "engine_equals_spec", message, tuple(differences)
             )
-
-    def _follow(self, event: Event, observation: Observation) -> None:
-        """Keep what a client and a runner would remember."""
-        match event, observation:
-            case _, Rejected():
-                return
-            case Submit(request=request), _:
-                self.live[request.request_id] = request
-            case Schedule(), Plan() as plan:
-                self.last_plan = plan
-                if plan.rows:
-                    self.plans.append(plan)
-            case CommitEvent(frame_id=frame_id, sampled=sampled), Outputs(rows=rows):
-                self.last_commit = event
-                self.plans = [plan for plan in self.plans if plan.frame_id != frame_id]
-                self.sampled = tuple(row.request_id for row in sampled if row.token_ids)
-                for row in rows:
-                    self.said[row.request_id] = (
-                        self.said.get(row.request_id, ()) + row.new_token_ids
-                    )
-                self._end(row.request_id for row in rows if row.finish_reason is not None)
-            case Abort(), Aborted(request_ids=request_ids):
-                self._end(request_ids)
-
-    def _end(self, request_ids: Iterator[RequestId] | tuple[RequestId, ...]) -> None:
-        for request_id in request_ids:
-            request, said = self.live.pop(request_id, None), self.said.pop(request_id, ())
-            self.ended.append(request_id)
-            if request is not None and said:
-                self.texts.append(request.prompt_token_ids + said)
 
     def _keep(self, exchange: Exchange) -> None:
         self.last = exchange
@@ -444,32 +395,8 @@ def drain_bound(live: Mapping[RequestId, Request]) -> int:
     return 20 + work * (1 + len(live))
 
 
-def get_start(make_engine: EngineFactory) -> Callable[..., LockStep]:
-    """`LockStep.start`, or that of the weaker equivalence that the factory declares."""
-    weaker = getattr(make_engine, "equivalence", None)
-    return LockStep.start if weaker is None else cast("Callable[..., LockStep]", weaker.start)
-
-
-def run_program(
-    program: Program, make_engine: EngineFactory, profile: Profile = STRICT
-) -> tuple[LockStep, list[Finding]]:
-    """Run a program from the start until it ends or something is wrong."""
-    run = get_start(make_engine)(
-        program.config,
-        make_engine,
-        program.token_seed,
-        program.vocabulary_size,
-        keep_exchanges=True,
-        profile=profile,
-    )
-    for action in program.actions:
-        findings = run.perform(action)
-        if findings:
-            return run, findings
-    return run, []
-
-
-def _fault(error: Exception) -> Finding:
+def fault_of(error: Exception) -> Finding:
+    """What an engine that raised has done wrong."""
     return Finding(
         FindingKind.FAULT,
         "",

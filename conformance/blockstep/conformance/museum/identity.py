@@ -88,6 +88,18 @@ def items_in_few_bits(clean: Any) -> Methods:
     )
 
 
+@PAGE.exhibit(
+    "an embedding is no part of a block's identity", "#28738 (seen in review)", "P6", "P3"
+)
+def embeds_ignored(clean: Any) -> Methods:
+    """Prompts sent as embeddings have placeholder tokens, so each is answered for the first one."""
+
+    def misread(lineage: Any) -> None:
+        lineage.request = replace(lineage.request, prompt_embeds=())
+
+    return _misread(clean, misread)
+
+
 @PAGE.exhibit("a block is known by one byte of its digest", "LMCache #3301", "P6", "P3", "P15")
 def digest_in_one_byte(clean: Any) -> Methods:
     """Upstream it was two, and of images; one is enough for short runs to meet a collision."""

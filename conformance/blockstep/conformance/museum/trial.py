@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from blockstep.conformance.museum.exhibit import Exhibit
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.registry import MUSEUM
-from blockstep.conformance.search.check import CheckOptions, check
+from blockstep.conformance.search.check import check
+from blockstep.conformance.search.options import CheckOptions
 
 SURVIVED = "SURVIVED"
 DIVERGENCE = "divergence"

@@ -8,6 +8,7 @@ runs, which blocks they hold) is concrete.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import Pool
@@ -22,6 +23,7 @@ from blockstep.spec.vocabulary import (
     Plan,
     Rejected,
     Request,
+    SpecMethod,
     Status,
 )
 
@@ -100,6 +102,31 @@ def table_of(request: RequestState) -> tuple[BlockId, ...]:
     """The one block table of a request."""
     (table,) = request.block_tables
     return table
+
+
+def asking(request: RequestState, **fields: Any) -> RequestState:
+    """The same request, with other fields in what was submitted."""
+    return replace(request, request=replace(request.request, **fields))
+
+
+def build_config(
+    block_size: int = 16,
+    max_model_len: int = 8192,
+    num_speculative_tokens: int = 0,
+    max_frames_in_flight: int = 1,
+    **changes: Any,
+) -> Config:
+    """Five usable blocks, no caching; drafts are of a model, several frames are planned ahead."""
+    fields = {"num_blocks": 6, "enable_prefix_caching": False} | changes
+    return Config(
+        block_size=block_size,
+        max_model_len=max_model_len,
+        spec_method=SpecMethod.DRAFT_MODEL if num_speculative_tokens else SpecMethod.NONE,
+        num_speculative_tokens=num_speculative_tokens,
+        max_frames_in_flight=max_frames_in_flight,
+        async_scheduling=max_frames_in_flight > 1,
+        **fields,
+    )
 
 
 def build_state(

@@ -133,23 +133,20 @@ class Law:
 
 
 class Room:
-    """The laws about one room of the specification, or about the engine on the host."""
+    """The laws of one theme."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.laws: list[Law] = []
 
     def law(
-        self,
-        *property_ids: str,
-        witness: tuple[int, ...],
-        twins: tuple[Twin, ...],
-        is_slow: bool = False,
+        self, property_ids: str, witness: tuple[int, ...], *twins: Twin, is_slow: bool = False
     ) -> Callable[[Callable[P, bool]], Callable[P, bool]]:
         """Make a law of a function whose name is `check_` and a sentence."""
 
         def keep(check: Callable[P, bool]) -> Callable[P, bool]:
-            self.laws.append(Law(self.name, check, property_ids, witness, twins, is_slow))
+            ids = tuple(property_ids.split())
+            self.laws.append(Law(self.name, check, ids, witness, twins, is_slow))
             return check
 
         return keep

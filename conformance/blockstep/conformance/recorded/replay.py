@@ -21,9 +21,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias, cast
 
 from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START
-from blockstep.conformance.engine import EngineFactory
-from blockstep.conformance.lockstep.driver import LockStep, _fault
-from blockstep.conformance.lockstep.safety import Safety
+from blockstep.conformance.engine import EngineFactory, get_traits
+from blockstep.conformance.lockstep.driver import LockStep, fault_of
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.recorded.figures import ReplayReport
 from blockstep.conformance.recorded.pace import Arrivals, Pace
@@ -92,7 +91,7 @@ def replay(
     if snapshot_every < 0:
         raise ValueError(f"snapshot_every = {snapshot_every}: must be at least 0")
     started = clock()
-    weaker: Safety | None = getattr(make_engine, "equivalence", None) if with_spec else None
+    weaker = get_traits(make_engine).equivalence if with_spec else None
     config = config if weaker is None else weaker.fit_config(config)
     report = ReplayReport(config, pace or Pace(), pool_blocks_usable=config.num_usable_blocks)
     side: _Side
@@ -141,7 +140,7 @@ class _Alone:
         try:
             return self._engine.apply(event)
         except Exception as error:
-            raise _FoundError(_fault(error)) from error
+            raise _FoundError(fault_of(error)) from error
 
     def finish(self) -> None:
         """There is nothing to compare."""

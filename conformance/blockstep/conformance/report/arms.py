@@ -5,7 +5,7 @@ from __future__ import annotations
 from blockstep.conformance.protocol.program import describe_request
 from blockstep.conformance.report.failure import describe_config
 from blockstep.conformance.search.arms import ARMS, Answer, ArmsResult, Contrast
-from blockstep.conformance.search.check import CheckOptions
+from blockstep.conformance.search.options import CheckOptions
 
 
 def render_arms(result: ArmsResult, options: CheckOptions, seconds: float) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from blockstep.conformance.explore.shard import SPEC_IS_WRONG
 from blockstep.conformance.explore.tables import Shortest, tell_program
 from blockstep.conformance.explore.walk import PathStep, Walked
-from blockstep.conformance.search.check import ExitCode
+from blockstep.conformance.search.options import ExitCode
 
 
 def get_exit_code(walked: Walked) -> ExitCode:

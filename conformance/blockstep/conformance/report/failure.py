@@ -12,7 +12,8 @@ from dataclasses import replace
 from blockstep.conformance.draw.presets import MAX_DEPTH
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
 from blockstep.conformance.protocol.program import describe, describe_observation
-from blockstep.conformance.search.check import CheckOptions, CheckResult
+from blockstep.conformance.search.check import CheckResult
+from blockstep.conformance.search.options import CheckOptions
 from blockstep.conformance.search.shrink import Shrunk
 from blockstep.spec.profiles import STRICT
 from blockstep.spec.vocabulary import Config

@@ -9,7 +9,8 @@ from rich.table import Table
 
 from blockstep.conformance.engine import ALL_CAPABILITIES
 from blockstep.conformance.judge.witnesses import WITNESSES
-from blockstep.conformance.search.check import CheckResult, ExitCode
+from blockstep.conformance.search.check import CheckResult
+from blockstep.conformance.search.options import ExitCode
 
 COLUMNS = 2
 WIDTH_MIN = 100

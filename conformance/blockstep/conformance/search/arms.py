@@ -16,11 +16,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from blockstep.conformance.draw.actions import SeededDraw, draw_request, request_name
-from blockstep.conformance.draw.presets import PRESETS, Kind, Swarm, draw_swarm
-from blockstep.conformance.engine import Capability, Engine, EngineFactory
+from blockstep.conformance.draw.presets import Swarm
+from blockstep.conformance.engine import Engine, EngineFactory, get_capabilities, get_traits
 from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.lockstep.client import Client
+from blockstep.conformance.protocol.features import (
+    ASYNC,
+    DRAFTS,
+    GRAMMAR,
+    PIPELINE,
+    Feature,
+    find_lacking,
+    fit,
+)
 from blockstep.conformance.protocol.tokens import token_function
-from blockstep.conformance.search.check import CheckOptions, fit_depth
+from blockstep.conformance.search.episodes import draw_options, fit_config, fit_depth
+from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.vocabulary import (
     Commit,
     Config,
@@ -29,7 +40,6 @@ from blockstep.spec.vocabulary import (
     GrammarReady,
     Outputs,
     Plan,
-    Rejected,
     Request,
     RequestId,
     RowTokens,
@@ -42,6 +52,8 @@ from blockstep.spec.vocabulary import (
 REQUESTS_MAX = 8
 GROWTH = 8
 """The large pool has so many times the blocks."""
+DEPTH = 3
+"""Plans in flight, where a change is to have several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +63,24 @@ class Arm:
     name: str
     summary: str
     change: Callable[[Config], Config]
+    feature: Feature | None = None
+    """What an engine needs for it."""
 
 
-def _without_drafts(config: Config) -> Config:
-    return replace(config, spec_method=SpecMethod.NONE, num_speculative_tokens=0)
-
-
-def _with_drafts(config: Config) -> Config:
+def _switch_drafts(config: Config) -> Config:
+    if DRAFTS.is_asked_by(config):
+        return DRAFTS.take_from(config)
     return replace(config, spec_method=SpecMethod.EAGLE, num_speculative_tokens=2)
+
+
+def _switch_async(config: Config) -> Config:
+    depth = 1 if config.async_scheduling else DEPTH
+    return replace(config, max_frames_in_flight=depth, async_scheduling=depth > 1)
+
+
+def _switch_pipeline(config: Config) -> Config:
+    depth = 1 if PIPELINE.is_asked_by(config) else DEPTH
+    return replace(config, max_frames_in_flight=depth, async_scheduling=False)
 
 
 ARMS: tuple[Arm, ...] = (
@@ -67,22 +89,9 @@ ARMS: tuple[Arm, ...] = (
         "prefix caching switched over",
         lambda config: replace(config, enable_prefix_caching=not config.enable_prefix_caching),
     ),
-    Arm(
-        "drafts",
-        "speculation switched over",
-        lambda config: (
-            _without_drafts(config) if config.num_speculative_tokens else _with_drafts(config)
-        ),
-    ),
-    Arm(
-        "async",
-        "one plan in flight at a time, or three",
-        lambda config: replace(
-            config,
-            max_frames_in_flight=1 if config.async_scheduling else 3,
-            async_scheduling=not config.async_scheduling,
-        ),
-    ),
+    Arm("drafts", "speculation switched over", _switch_drafts, DRAFTS),
+    Arm("async", "one plan in flight at a time, or three", _switch_async, ASYNC),
+    Arm("pipeline", "the same, each request waiting for its token", _switch_pipeline, PIPELINE),
     Arm(
         "pool",
         "a pool so large that nobody is preempted",
@@ -143,102 +152,108 @@ def compare_arms(
     result = ArmsResult({arm.name: 0 for arm in arms}, not_tried=not_tried)
     for episode in range(num_episodes):
         swarm, requests = draw_workload(options, episode)
+        swarm, requests = _fit_workload(make_engine, swarm, requests)
         plain = run_workload(make_engine, swarm, swarm.config, requests)
         result.num_episodes += 1
         on_progress(result.num_episodes)
         for arm in arms:
-            changed = arm.change(swarm.config)
+            changed, _ = fit_config(arm.change(swarm.config), make_engine)
+            if changed == swarm.config:
+                continue
             other = run_workload(make_engine, swarm, changed, requests)
             result.num_compared[arm.name] += len(plain.keys() & other.keys())
-            wrong = first_difference(plain, other)
-            if wrong is not None:
-                result.contrast = _shrink(make_engine, swarm, arm, episode, requests)
+            if first_difference(plain, other) is not None:
+                found = _shrink(make_engine, swarm, changed, requests)
+                result.contrast = Contrast(arm.name, episode, swarm.config, changed, *found)
                 return result
     return result
 
 
 def usable_arms(make_engine: EngineFactory) -> tuple[list[Arm], tuple[str, ...]]:
     """The arms that the engine's capabilities allow, and the names of the others."""
-    probe = make_engine(Config(num_blocks=8, max_model_len=64)).capabilities()
-    needs = {"drafts": Capability.DRAFTS, "async": Capability.ASYNC}
-    missing = tuple(name for name, needed in needs.items() if needed not in probe)
+    lacking = find_lacking(get_capabilities(make_engine))
+    missing = tuple(arm.name for arm in ARMS if arm.feature in lacking)
     return [arm for arm in ARMS if arm.name not in missing], missing
 
 
 def draw_workload(options: CheckOptions, episode: int) -> tuple[Swarm, tuple[Request, ...]]:
     """A config and requests; everything follows from preset, seed and episode."""
     draw = SeededDraw(f"arms/{options.preset}/{options.seed}/{episode}")
-    swarm = draw_swarm(PRESETS[options.preset], draw, options.policy, options.max_depth)
+    swarm = draw_options(options, draw)
     # Every drawn config must still be one when an arm has changed it.
     config = replace(swarm.config, enable_chunked_prefill=True)
-    swarm = replace(swarm, config=config, kinds=swarm.kinds - {Kind.GRAMMAR})
+    swarm = replace(swarm, config=config, features=swarm.features - {GRAMMAR.name})
     count = draw.integer(2, REQUESTS_MAX)
     return swarm, tuple(
         draw_request(swarm, draw, request_name(index), index) for index in range(count)
     )
 
 
+def _fit_workload(
+    make_engine: EngineFactory, swarm: Swarm, requests: tuple[Request, ...]
+) -> tuple[Swarm, tuple[Request, ...]]:
+    """The workload as the engine can be given it."""
+    config, _ = fit_config(swarm.config, make_engine)
+    weaker = get_traits(make_engine).equivalence
+    if weaker is not None:
+        requests = tuple(weaker.fit_request(request, config) for request in requests)
+    lacking = find_lacking(get_capabilities(make_engine))
+    return replace(swarm, config=config), tuple(fit(request, lacking)[0] for request in requests)
+
+
 def run_workload(
     make_engine: EngineFactory, swarm: Swarm, config: Config, requests: Sequence[Request]
 ) -> dict[RequestId, Answer]:
     """What the accepted requests came to when all are submitted one step after another."""
-    engine = make_engine(config)
+    engine, client = make_engine(config), Client()
     worker = Worker(config, token_function(swarm.token_seed, swarm.vocabulary_size))
     worker.acceptance = (0, 1, 2)
-    said: dict[RequestId, list[int]] = {}
-    reasons: dict[RequestId, FinishReason] = {}
-    plans: list[Plan] = []
+    answers: dict[RequestId, Answer] = {}
     work = sum(len(request.prompt_token_ids) + request.max_tokens for request in requests)
     for step in range(20 + work * (1 + len(requests))):
-        if step < len(requests) and not _is_refused(engine, requests[step]):
-            said[requests[step].request_id] = []
-        if step >= len(requests) and reasons.keys() == said.keys():
+        if step < len(requests):
+            _submit(engine, client, requests[step])
+            answers |= {name: Answer((), None) for name in client.live if name not in answers}
+        elif not client.live:
             break
         plan = engine.apply(Schedule())
-        if isinstance(plan, Plan):
-            worker.observe(Schedule(), plan)
-            plans += [plan] if plan.rows else []
-        if len(plans) == config.max_frames_in_flight or (plans and not _has_rows(plan)):
-            _commit(engine, worker, plans.pop(0), said, reasons)
-    return {name: Answer(tuple(tokens), reasons.get(name)) for name, tokens in said.items()}
+        worker.observe(Schedule(), plan)
+        client.follow(Schedule(), plan)
+        has_rows = isinstance(plan, Plan) and bool(plan.rows)
+        if len(client.plans) == config.max_frames_in_flight or (client.plans and not has_rows):
+            _commit(engine, worker, client, answers)
+    return answers
 
 
-def _has_rows(plan: object) -> bool:
-    return isinstance(plan, Plan) and bool(plan.rows)
-
-
-def _is_refused(engine: Engine, request: Request) -> bool:
-    if isinstance(engine.apply(Submit(request)), Rejected):
-        return True
-    if request.structured_output:
+def _submit(engine: Engine, client: Client, request: Request) -> None:
+    event = Submit(request)
+    client.follow(event, engine.apply(event))
+    if request.structured_output and request.request_id in client.live:
         engine.apply(GrammarReady(request.request_id))
-    return False
 
 
 def _commit(
-    engine: Engine,
-    worker: Worker,
-    plan: Plan,
-    said: dict[RequestId, list[int]],
-    reasons: dict[RequestId, FinishReason],
+    engine: Engine, worker: Worker, client: Client, answers: dict[RequestId, Answer]
 ) -> None:
-    event = Commit(plan.frame_id, worker.answer(plan.frame_id))
+    """Answer the oldest plan, and propose drafts for those who sampled and go on."""
+    frame_id = client.plans[0].frame_id
+    event = Commit(frame_id, worker.answer(frame_id))
     outputs = engine.apply(event)
     worker.observe(event, outputs)
+    client.follow(event, outputs)
     if not isinstance(outputs, Outputs):
+        client.plans.pop(0)
         return
     for row in outputs.rows:
-        said[row.request_id].extend(row.new_token_ids)
-        if row.finish_reason is not None:
-            reasons[row.request_id] = row.finish_reason
+        said = answers[row.request_id].token_ids
+        answers[row.request_id] = Answer(said + row.new_token_ids, row.finish_reason)
     config = worker.config
     if config.num_speculative_tokens and not config.async_scheduling:
         count = config.num_speculative_tokens
-        names = [row.request_id for row in event.sampled if row.token_ids]
         rows = [
             RowTokens(name, worker.propose(name, count, index % (count + 1)))
-            for index, name in enumerate(names)
-            if name not in reasons
+            for index, name in enumerate(client.sampled)
+            if name in client.live
         ]
         engine.apply(Drafts(tuple(rows)))
 
@@ -251,10 +266,9 @@ def first_difference(
 
 
 def _shrink(
-    make_engine: EngineFactory, swarm: Swarm, arm: Arm, episode: int, requests: tuple[Request, ...]
-) -> Contrast:
-    """The contrast with as few requests as show it."""
-    changed = arm.change(swarm.config)
+    make_engine: EngineFactory, swarm: Swarm, changed: Config, requests: tuple[Request, ...]
+) -> tuple[tuple[Request, ...], RequestId, Answer, Answer]:
+    """As few requests as show it, the one that is answered differently, and both answers."""
 
     def differ(some: Sequence[Request]) -> tuple[RequestId, Answer, Answer] | None:
         plain = run_workload(make_engine, swarm, swarm.config, some)
@@ -269,4 +283,4 @@ def _shrink(
         if smaller is not None:
             requests, found = fewer, smaller
     assert found is not None, "a run is a function of its options"
-    return Contrast(arm.name, episode, swarm.config, changed, requests, *found)
+    return requests, *found

@@ -1,50 +1,45 @@
-"""Check: many short runs from one seed, until the budget is spent or something is wrong.
-
-An episode is a swarm drawn from (preset, seed, index), a program drawn as it runs, and a drain at
-its end. Everything follows from those three, so a failure is reproduced by naming them.
-"""
+"""Check: many episodes from one seed, until the budget is spent or something is wrong."""
 
 from __future__ import annotations
 
 import multiprocessing
-import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
-from typing import Protocol, cast
+from typing import Protocol
 
-from blockstep.conformance.draw.actions import SeededDraw, View, next_action
-from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS, TINY, draw_swarm
-from blockstep.conformance.engine import Capability, EngineFactory, is_async
-from blockstep.conformance.judge.witnesses import WITNESSES, missing_witnesses
-from blockstep.conformance.lockstep.driver import LockStep, get_start, run_program
-from blockstep.conformance.lockstep.safety import Safety
+from blockstep.conformance.draw.presets import PRESETS, TINY
+from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.features import BY_NAME, SEVERAL_AT_ONCE
 from blockstep.conformance.protocol.findings import Finding, FindingKind
-from blockstep.conformance.protocol.program import Action, Drain, Program
-from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.protocol.program import Program
+from blockstep.conformance.search.episodes import EpisodeResult, Told, run_episode
+from blockstep.conformance.search.floor import (
+    CANARY,
+    SAFETY_CANARY,
+    Facts,
+    look,
+    missing_witnesses,
+    release_canary,
+    require_wish,
+)
+from blockstep.conformance.search.options import (
+    CheckOptions,
+    ExitCode,
+    exit_code_of,
+    find_profile,
+    get_wish,
+    load,
+)
 from blockstep.conformance.search.shrink import Shrunk, shrink
-from blockstep.spec.profiles import PROFILES, STRICT, Profile, get_profile
-from blockstep.spec.vocabulary import Config, Event, Observation, Policy, Submit
 
-CANARY = "blockstep.conformance.lockstep.canary:CanaryEngine"
-SAFETY_CANARY = "blockstep.conformance.lockstep.safety:SafetyCanary"
-"""The canary of a run that is not compared with the spec."""
 EPISODES_PER_BATCH = 8
 LONG_EPISODE = 150
 """Episodes of more actions than this are batches of their own."""
-CANARY_EPISODES = 50
-SITUATIONS_OF: Mapping[str, tuple[str, ...]] = {
-    Capability.REJECTION: ("rejected_", "drafts_dropped"),
-    Capability.DRAFTS: ("draft", "rollback_", "stop_inside_accepted_drafts"),
-    Capability.PAUSE: ("paused_",),
-    Capability.RESET: ("reset_", "commit_for_preempted", "ended_while_preempted"),
-    Capability.GRAMMAR: ("grammar_", "admission_after_skip"),
-}
-"""Names, by their beginnings, of situations that need a capability."""
 EPISODES_COMPARED = 40
 """Episodes, from the first failing one on, in which a simpler failure is looked for."""
 EPISODES_COMPARED_MAX = 500
@@ -54,75 +49,6 @@ SHORT_PROGRAM = 10
 SHRUNK_MAX = 3
 """Failures of one scope that are shrunk, at most."""
 TINY_EPISODES = 300
-
-
-class ExitCode(IntEnum):
-    """What the process says when it ends (architecture section 5)."""
-
-    CONFORMS = 0
-    FAILED = 1
-    """A divergence, a violated property or a fault of the engine."""
-    USAGE = 2
-    SPEC = 3
-    """The spec failed an assertion of its own."""
-    LIVENESS = 4
-    HARNESS = 5
-    """Nothing ran, a required witness is missing, or the canary survived."""
-
-
-def exit_code_of(finding: Finding | None) -> ExitCode:
-    """What a process ends with when this is what it found."""
-    if finding is None:
-        return ExitCode.CONFORMS
-    codes = {FindingKind.SPEC: ExitCode.SPEC, FindingKind.LIVENESS: ExitCode.LIVENESS}
-    return codes.get(finding.kind, ExitCode.FAILED)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckOptions:
-    """What to check, and how long."""
-
-    engine: str = "host"
-    preset: str = "small"
-    policy: Policy | None = None
-    seed: int = 0
-    max_events: int | None = None
-    max_seconds: float | None = None
-    episode: int | None = None
-    """Run this one episode only."""
-    jobs: int = 1
-    max_depth: int = MAX_DEPTH
-    """Frames in flight, at most. An engine without `Capability.ASYNC` is given one at a time."""
-    profile: str = STRICT.name
-    """Release whose known quirks the spec follows; `strict` follows none."""
-    path: str | None = None
-    """A folder that is looked in first when the engine is imported."""
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """A failure as it is told where it was seen: it crosses process borders, a run does not."""
-
-    failure: Mapping[str, object]
-    """As docs/reference/json.md has it."""
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeResult:
-    """What one episode came to. Small: it crosses process borders."""
-
-    index: int
-    num_events: int
-    witnesses: dict[str, int]
-    skipped: dict[str, int]
-    known: dict[str, int]
-    has_snapshot: bool
-    program: Program | None = None
-    """The program, if it failed; None if its engine did not live to say so."""
-    first: Finding | None = None
-    told: Told | None = None
-    """The failure of an engine that did not live."""
 
 
 @dataclass(slots=True)
@@ -167,26 +93,6 @@ class CheckResult:
         return ExitCode.CONFORMS
 
 
-def is_reachable(witness: str, skipped: Container[str]) -> bool:
-    """Whether a situation can be reached without the capabilities that were skipped."""
-    return not any(
-        capability in skipped and witness.startswith(starts)
-        for capability, starts in SITUATIONS_OF.items()
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What an engine's factory says of a check. Small: it crosses process borders."""
-
-    max_depth: int
-    weaker: str | None
-    situations: tuple[str, ...]
-    """What a check by the weaker equivalence must reach."""
-    out_of_reach: frozenset[str]
-    """Situations that cannot come up with this engine."""
-
-
 class Place(Protocol):
     """Where an engine is run: in this process, or in one that it may take with it."""
 
@@ -203,100 +109,6 @@ class Place(Protocol):
         ...
 
 
-def find_profile(name: str) -> Profile:
-    """The profile called `name`. Raises ValueError naming those there are."""
-    profile = get_profile(name)
-    if profile is None:
-        known = ", ".join(profile.name for profile in PROFILES)
-        raise ValueError(f"profile {name!r}: must be one of {known}")
-    return profile
-
-
-def load(options: CheckOptions) -> EngineFactory:
-    """The engine of the options, looked for in their folder first.
-
-    Raises:
-        EngineNotFoundError: if the engine cannot be loaded.
-    """
-    if options.path is not None and options.path not in sys.path:
-        sys.path.insert(0, options.path)
-    return load_engine(options.engine)
-
-
-def get_equivalence(make_engine: EngineFactory) -> Safety | None:
-    """The weaker equivalence that a factory declares; None for an engine to be compared."""
-    return cast("Safety | None", getattr(make_engine, "equivalence", None))
-
-
-def fit_depth(options: CheckOptions, make_engine: EngineFactory) -> CheckOptions:
-    """The options with no more frames in flight than the engine can have, or says it should."""
-    if options.max_depth == 1:
-        return options
-    depth = getattr(make_engine, "max_depth", MAX_DEPTH) if is_async(make_engine) else 1
-    return options if options.max_depth <= depth else replace(options, max_depth=depth)
-
-
-def play_episode(
-    options: CheckOptions, index: int, make_engine: EngineFactory, keep_exchanges: bool = False
-) -> tuple[LockStep, Program, list[Finding]]:
-    """Play one episode to its end, or to its first findings."""
-    preset = PRESETS[options.preset]
-    draw = SeededDraw(f"{options.preset}/{options.seed}/{index}")
-    swarm = draw_swarm(preset, draw, options.policy, options.max_depth)
-    weaker = get_equivalence(make_engine)
-    if weaker is not None:
-        swarm = replace(swarm, config=weaker.fit_config(swarm.config))
-    run = get_start(make_engine)(
-        swarm.config,
-        make_engine,
-        swarm.token_seed,
-        swarm.vocabulary_size,
-        keep_exchanges,
-        find_profile(options.profile),
-    )
-    view = View(swarm)
-    actions: list[Action] = []
-    findings: list[Finding] = []
-    for number in range(preset.num_actions + 1):
-        view.live, view.ended, view.texts = run.live, run.ended, run.texts
-        view.frames_in_flight = [plan.frame_id for plan in run.plans]
-        action = Drain() if number == preset.num_actions else run.fit(next_action(view, draw))
-        view.num_submitted += isinstance(action, Submit)
-        actions.append(action)
-        findings = run.perform(action)
-        if findings:
-            break
-    program = Program(swarm.config, tuple(actions), swarm.token_seed, swarm.vocabulary_size)
-    return run, program, findings
-
-
-def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -> EpisodeResult:
-    """Play one episode and keep what a report needs of it."""
-    run, program, findings = play_episode(options, index, make_engine)
-    return EpisodeResult(
-        index=index,
-        num_events=run.num_events,
-        witnesses=dict(run.witnesses.counts),
-        skipped=run.skipped,
-        known=run.known,
-        has_snapshot=Capability.SNAPSHOT in run.capabilities,
-        program=program if findings else None,
-        first=findings[0] if findings else None,
-    )
-
-
-def record_episode(
-    options: CheckOptions, make_engine: EngineFactory | None = None
-) -> tuple[Config, list[tuple[Event, Observation]]]:
-    """The config and the exchanges of one episode: what the engine answered to each event."""
-    make_engine = make_engine or load(options)
-    options = fit_depth(options, make_engine)
-    run, _, _ = play_episode(options, options.episode or 0, make_engine, keep_exchanges=True)
-    return run.config, [
-        (exchange.event, exchange.seen) for exchange in run.exchanges if exchange.seen is not None
-    ]
-
-
 def run_batch(options: CheckOptions, start: int, count: int) -> list[EpisodeResult]:
     """Some episodes in a row, stopping at the first that fails."""
     make_engine = load(options)
@@ -306,18 +118,6 @@ def run_batch(options: CheckOptions, start: int, count: int) -> list[EpisodeResu
         if results[-1].first is not None:
             break
     return results
-
-
-def look(options: CheckOptions, make_engine: EngineFactory) -> Facts:
-    """What the engine says of itself. Builds one, to ask it."""
-    weaker = get_equivalence(make_engine)
-    beyond: Container[str] = getattr(make_engine, "out_of_reach", ())
-    return Facts(
-        max_depth=fit_depth(options, make_engine).max_depth,
-        weaker=None if weaker is None else str(weaker.name),
-        situations=() if weaker is None else weaker.situations,
-        out_of_reach=frozenset(name for name in WITNESSES if name in beyond),
-    )
 
 
 class InProcess:
@@ -366,13 +166,17 @@ def search(
 
     Raises:
         EngineNotFoundError: if the engine cannot be loaded.
+        UsageError: if the options want what the engine lacks.
     """
     started = time.perf_counter()
+    get_wish(options)
     facts = place.look(options)
+    require_wish(options, facts)
     wanted, options = options, replace(options, max_depth=facts.max_depth)
     result = CheckResult(options, weaker=facts.weaker)
     if options.max_depth == 1 < wanted.max_depth:
-        result.skipped[Capability.ASYNC] += 1
+        lacking = (BY_NAME[name] for name in facts.lacking if name in SEVERAL_AT_ONCE)
+        result.skipped.update(str(feature.capability) for feature in lacking)
     if options.episode is None:
         canary = CANARY if facts.weaker is None else SAFETY_CANARY
         result.canary_killed_after = release_canary(options, canary)
@@ -384,17 +188,7 @@ def search(
             on_progress(result)
             if result.first is not None:
                 break
-    if facts.weaker is None:
-        missing = missing_witnesses(
-            result.witnesses, options.preset, options.policy, options.max_depth
-        )
-        result.missing = tuple(
-            name
-            for name in missing
-            if name not in facts.out_of_reach and is_reachable(name, result.skipped)
-        )
-    else:
-        result.missing = tuple(name for name in facts.situations if not result.witnesses[name])
+    result.missing = missing_witnesses(result.witnesses, options, facts)
     return result
 
 
@@ -530,16 +324,3 @@ def _run_batches(
                 pending.append(pool.submit(place.run_batch, options, next_start, size))
                 next_start += size
             yield pending.popleft().result()
-
-
-def release_canary(options: CheckOptions, engine: str = CANARY) -> int | None:
-    """Events until the canary is caught; None if it survives."""
-    num_events = 0
-    canary = replace(options, engine=engine, preset="tiny", profile=STRICT.name)
-    make_engine = load_engine(engine)
-    for index in range(CANARY_EPISODES):
-        episode = run_episode(canary, index, make_engine)
-        num_events += episode.num_events
-        if episode.first is not None:
-            return num_events
-    return None

@@ -5,9 +5,8 @@ defects account for it, forgives those from then on, and plays the same episode 
 defect is found by a run in which nobody knew of it, and only named afterwards.
 
 What may be forgiven: a quirk that the specification can follow, an event that an adapter declines
-to give (`Declining`), and a workaround of an adapter. All of them are off at first. The factory of
-an engine tells its workarounds by an attribute of that name: flags of its engines, true where
-something is done against a defect, and that defect in words.
+to give (`Declining`), and a workaround of an adapter (`EngineTraits.workarounds`: flags of its
+engines, true where something is done against a defect). All of them are off at first.
 """
 
 from __future__ import annotations
@@ -16,20 +15,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import cast
 
-from blockstep.conformance.draw.presets import MAX_DEPTH, SMALL, TINY
-from blockstep.conformance.engine import Declining, Engine, EngineFactory, Judging
-from blockstep.conformance.lockstep.driver import run_program
+from blockstep.conformance.draw.presets import SMALL, TINY
+from blockstep.conformance.engine import (
+    Engine,
+    EngineFactory,
+    get_declines,
+    get_judged,
+    get_traits,
+)
+from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Program
-from blockstep.conformance.search.check import (
-    CheckOptions,
-    EpisodeResult,
-    find_profile,
-    fit_depth,
-    run_episode,
-)
+from blockstep.conformance.search.episodes import EpisodeResult, fit_depth, run_episode
+from blockstep.conformance.search.floor import look, require_wish
+from blockstep.conformance.search.options import CheckOptions, find_profile
 from blockstep.conformance.search.shrink import Shrunk, shrink
 from blockstep.spec.profiles import SPARING, Profile, Quirk
 from blockstep.spec.vocabulary import (
@@ -37,7 +37,6 @@ from blockstep.spec.vocabulary import (
     Event,
     Observation,
     Policy,
-    RejectCode,
     Request,
     RequestId,
     Schedule,
@@ -147,7 +146,8 @@ class Watched:
         lookout: Lookout | None,
     ) -> None:
         self.engine, self.config, self.forgives, self.lookout = engine, config, forgives, lookout
-        self.judges = engine.judges if isinstance(engine, Judging) else frozenset[RejectCode]()
+        self.judges = get_judged(engine)
+        self._declines = get_declines(engine)
         self.requests: dict[RequestId, Request] = {}
 
     def capabilities(self) -> frozenset[str]:
@@ -173,7 +173,7 @@ class Watched:
 
     def declines(self, event: Event) -> str | None:
         """Why the engine declines it, if that is forgiven."""
-        reason = self.engine.declines(event) if isinstance(self.engine, Declining) else None
+        reason = None if self._declines is None else self._declines(event)
         if reason is None:
             return None
         return reason if self.forgives(Cause(Means.DECLINED, reason)) else None
@@ -189,12 +189,12 @@ class Forgiving:
         lookout: Lookout | None = None,
     ) -> None:
         self.make_engine, self.forgiven, self.lookout = make_engine, forgiven, lookout
-        self.max_depth: int = getattr(make_engine, "max_depth", MAX_DEPTH)
+        self.traits = get_traits(make_engine)
 
     def __call__(self, config: Config) -> Watched:
         """Build one."""
         engine = self.make_engine(config)
-        for name in get_workarounds(self.make_engine):
+        for name in self.traits.workarounds:
             setattr(engine, name, self._forgives(Cause(Means.WORKAROUND, name)))
         return Watched(engine, config, self._forgives, self.lookout)
 
@@ -208,7 +208,7 @@ def follow(forgiven: Iterable[Cause]) -> Profile:
     return Profile("+".join((SPARING.name, *sorted(quirks))), quirks)
 
 
-def explain(
+def find_causes(
     program: Program,
     make_engine: EngineFactory,
     forgiven: frozenset[Cause],
@@ -225,7 +225,7 @@ def explain(
         quirks: What may account for it, besides workarounds and what the engine declines.
     """
     asked = [Cause(Means.QUIRK, quirk) for quirk in quirks]
-    asked += [Cause(Means.WORKAROUND, name) for name in get_workarounds(make_engine)]
+    asked += [Cause(Means.WORKAROUND, name) for name in get_traits(make_engine).workarounds]
     lenient = Forgiving(make_engine, None)
     run, findings = run_program(program, lenient, follow([*forgiven, *asked]))
     asked += [Cause(Means.DECLINED, reason) for reason in run.skipped]
@@ -246,11 +246,6 @@ def _passes(program: Program, make_engine: EngineFactory, forgiven: frozenset[Ca
     return not run_program(program, Forgiving(make_engine, forgiven), follow(forgiven))[1]
 
 
-def get_workarounds(make_engine: EngineFactory) -> Mapping[str, str]:
-    """What an adapter keeps from showing, by the name of the flag; {} for most engines."""
-    return cast("Mapping[str, str]", getattr(make_engine, "workarounds", {}))
-
-
 class Hunter:
     """One hunt: what is forgiven by now, and what was found."""
 
@@ -262,7 +257,7 @@ class Hunter:
     ) -> None:
         self.options = fit_depth(options, make_engine)
         self.make_engine = make_engine
-        self.result = HuntResult(self.options, getattr(make_engine, "version", ""))
+        self.result = HuntResult(self.options, get_traits(make_engine).version)
         self.forgiven: frozenset[Cause] = frozenset()
         self._on_progress = on_progress
         profile = find_profile(options.profile)
@@ -315,7 +310,7 @@ class Hunter:
             return False
         defect = self._shrink(options, episode, factory)
         program = defect.shrunk.program
-        causes = explain(program, self.make_engine, self.forgiven, self._quirks)
+        causes = find_causes(program, self.make_engine, self.forgiven, self._quirks)
         tried = self._tried.setdefault(causes or said, [])
         tried.append(replace(defect, causes=causes))
         # What has two causes at once may come apart in another program.
@@ -372,5 +367,9 @@ def hunt(
             account for what is found; one without quirks: all that there are.
         make_engine: The engine.
         on_progress: Told the share that is done, and a line about it.
+
+    Raises:
+        UsageError: if the options want what the engine lacks.
     """
+    require_wish(options, look(options, make_engine))
     return Hunter(options, make_engine, on_progress).hunt()

@@ -32,8 +32,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeAlias, TypeVar, TypeVarTuple, cast
 
-from blockstep.conformance.engine import Declining, Engine, EngineFactory, Judging
-from blockstep.conformance.lockstep.driver import LockStep, run_program
+from blockstep.conformance.engine import Engine, EngineFactory, get_declines, get_judged, get_traits
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Program, describe, describe_event
 from blockstep.conformance.protocol.registry import EngineNotFoundError
@@ -47,21 +48,10 @@ from blockstep.conformance.report.failure import (
     tell_failure,
 )
 from blockstep.conformance.report.jsonform import failure_to_json, finding_to_json
-from blockstep.conformance.search.check import (
-    CheckOptions,
-    CheckResult,
-    EpisodeResult,
-    Facts,
-    Told,
-    find_profile,
-    load,
-    look,
-    record_episode,
-    run_episode,
-    search,
-    see_again,
-    shrink_first,
-)
+from blockstep.conformance.search.check import CheckResult, search, see_again, shrink_first
+from blockstep.conformance.search.episodes import EpisodeResult, Told, record_episode, run_episode
+from blockstep.conformance.search.floor import Facts, look
+from blockstep.conformance.search.options import CheckOptions, find_profile, load
 from blockstep.conformance.search.shrink import Shrunk
 from blockstep.spec.profiles import STRICT
 from blockstep.spec.vocabulary import (
@@ -182,14 +172,14 @@ class WatchedEngine:
     def __init__(self, engine: Engine, watched: WatchedFactory) -> None:
         self._engine = engine
         self._watched = watched
-        if isinstance(engine, Judging):
-            self.judges = engine.judges
-        if isinstance(engine, Declining):
-            self.declines = self._declines
+        self.judges = watched.call("(naming what it judges)", get_judged, engine)
+        self._declines = get_declines(engine)
 
-    def _declines(self, event: Event) -> str | None:
-        assert isinstance(self._engine, Declining)
-        return self._watched.call("(saying what it declines)", self._engine.declines, event)
+    def declines(self, event: Event) -> str | None:
+        """As the engine does."""
+        if self._declines is None:
+            return None
+        return self._watched.call("(saying what it declines)", self._declines, event)
 
     def apply(self, event: Event) -> Observation:
         """As the engine does."""
@@ -205,16 +195,14 @@ class WatchedEngine:
 
 
 class WatchedFactory:
-    """A factory of watched engines; declares whatever the engine's own declares."""
+    """A factory of watched engines; says of them what the engine's own says."""
 
     def __init__(self, make_engine: EngineFactory, journal: Journal) -> None:
         self._make_engine = make_engine
+        self.traits = get_traits(make_engine)
         self.journal = journal
         self.error: Exception | None = None
         """What the engine raised last."""
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._make_engine, name)
 
     def __call__(self, config: Config) -> WatchedEngine:
         """Build one."""

@@ -1,4 +1,4 @@
-"""Machine: the same rules as a Hypothesis state machine, so that Hypothesis shrinks and remembers.
+"""Machine: the actions as a Hypothesis state machine, so that Hypothesis shrinks and remembers.
 
 from blockstep.conformance.search.machine import machine
 TestMyEngine = machine("mypkg.adapter:make").TestCase
@@ -6,20 +6,22 @@ TestMyEngine = machine("mypkg.adapter:make").TestCase
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hypothesis import note, strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from blockstep.conformance.draw.actions import RULES, SeededDraw, View, is_enabled
-from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS, Draw, Preset, draw_swarm
-from blockstep.conformance.engine import EngineFactory, is_async
+from blockstep.conformance.draw.actions import ACTIONS, SeededDraw, View, is_enabled
+from blockstep.conformance.draw.presets import Draw
+from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Drain, describe
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.spec.vocabulary import Policy, Submit
+from blockstep.conformance.search.episodes import draw_options, fit_depth, start_run
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.spec.vocabulary import Policy
 
 T = TypeVar("T")
 
@@ -52,8 +54,7 @@ class EngineMachine(RuleBasedStateMachine):
     """One engine beside the spec; every rule is an action, every step is compared."""
 
     make_engine: EngineFactory
-    preset: Preset
-    policy: Policy | None = None
+    options: CheckOptions
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,23 +65,21 @@ class EngineMachine(RuleBasedStateMachine):
     def start(self, data: strategies.DataObject) -> None:
         """Draw a swarm and build both sides."""
         make_engine = type(self).make_engine
-        depth = MAX_DEPTH if is_async(make_engine) else 1
-        swarm = draw_swarm(self.preset, HypothesisDraw(data), self.policy, depth)
-        note(f"config {swarm.config}")
-        self.view = View(swarm)
-        self.run = LockStep.start(
-            swarm.config, make_engine, swarm.token_seed, swarm.vocabulary_size
-        )
+        options = fit_depth(self.options, make_engine)
+        swarm = draw_options(options, HypothesisDraw(data))
+        self.run, self.view = start_run(swarm, make_engine, options)
+        note(f"config {self.run.config}")
 
     def is_possible(self, name: str) -> bool:
-        """Whether rule `name` makes sense now."""
+        """Whether action `name` makes sense now."""
         return self.view is not None and is_enabled(name, self.view)
 
     def act(self, name: str, data: strategies.DataObject) -> None:
-        """Draw the details of rule `name` and do it."""
+        """Draw the details of action `name` and do it."""
+        assert self.run is not None
         assert self.view is not None
         draw: Draw = HypothesisDraw(data)
-        self.perform(RULES[name].rule(self.view, draw))
+        self.perform(self.run.fit(ACTIONS[name].draw(self.view, draw)))
 
     def perform(self, action: Action) -> None:
         """Do one action on both sides. Raises AssertionError with what is wrong."""
@@ -89,75 +88,22 @@ class EngineMachine(RuleBasedStateMachine):
         note(describe(action))
         findings = self.run.perform(action)
         assert not findings, "\n".join(describe_finding(found) for found in findings)
-        self.view.num_submitted += isinstance(action, Submit)
-        self.view.live, self.view.ended = self.run.live, self.run.ended
-        self.view.texts = self.run.texts
-        self.view.frames_in_flight = [plan.frame_id for plan in self.run.plans]
-
-    @precondition(lambda self: self.is_possible("submit"))
-    @rule(data=strategies.data())
-    def submit(self, data: strategies.DataObject) -> None:
-        """See `rules.submit`; likewise those below."""
-        self.act("submit", data)
-
-    @precondition(lambda self: self.is_possible("schedule"))
-    @rule(data=strategies.data())
-    def schedule(self, data: strategies.DataObject) -> None:
-        """Plan a step."""
-        self.act("schedule", data)
-
-    @precondition(lambda self: self.is_possible("answer"))
-    @rule(data=strategies.data())
-    def answer(self, data: strategies.DataObject) -> None:
-        """Answer the plan in flight."""
-        self.act("answer", data)
-
-    @precondition(lambda self: self.is_possible("propose"))
-    @rule(data=strategies.data())
-    def propose(self, data: strategies.DataObject) -> None:
-        """Hand in drafts."""
-        self.act("propose", data)
-
-    @precondition(lambda self: self.is_possible("abort"))
-    @rule(data=strategies.data())
-    def abort(self, data: strategies.DataObject) -> None:
-        """End requests."""
-        self.act("abort", data)
-
-    @precondition(lambda self: self.is_possible("grammar_ready"))
-    @rule(data=strategies.data())
-    def grammar_ready(self, data: strategies.DataObject) -> None:
-        """Report a grammar."""
-        self.act("grammar_ready", data)
-
-    @precondition(lambda self: self.is_possible("pause"))
-    @rule(data=strategies.data())
-    def pause(self, data: strategies.DataObject) -> None:
-        """Pause or resume."""
-        self.act("pause", data)
-
-    @precondition(lambda self: self.is_possible("reset"))
-    @rule(data=strategies.data())
-    def reset(self, data: strategies.DataObject) -> None:
-        """Empty the cache."""
-        self.act("reset", data)
-
-    @precondition(lambda self: self.is_possible("misanswer"))
-    @rule(data=strategies.data())
-    def misanswer(self, data: strategies.DataObject) -> None:
-        """Answer wrongly."""
-        self.act("misanswer", data)
-
-    @precondition(lambda self: self.is_possible("hostile"))
-    @rule(data=strategies.data())
-    def hostile(self, data: strategies.DataObject) -> None:
-        """Send what nobody should send."""
-        self.act("hostile", data)
+        self.view.note(action)
 
     def teardown(self) -> None:
         """Let everything end, unless the run failed already."""
         if self.run is not None and self.view is not None and not self.run.has_failed:
             self.perform(Drain())
+
+
+def _make_rule(name: str) -> Callable[[EngineMachine, strategies.DataObject], None]:
+    """The rule of action `name`."""
+
+    def act(self: EngineMachine, data: strategies.DataObject) -> None:
+        self.act(name, data)
+
+    act.__name__ = name
+    return precondition(lambda self: self.is_possible(name))(rule(data=strategies.data())(act))
 
 
 def describe_finding(finding: Finding) -> str:
@@ -175,9 +121,9 @@ def machine(
 ) -> type[EngineMachine]:
     """A state machine class for an engine, named or given as a factory."""
     make_engine = load_engine(engine) if isinstance(engine, str) else engine
-    members = {
+    members: dict[str, object] = {
+        **{name: _make_rule(name) for name in ACTIONS},
         "make_engine": staticmethod(make_engine),
-        "preset": PRESETS[preset],
-        "policy": policy,
+        "options": CheckOptions(preset=preset, policy=policy),
     }
     return type("EngineMachine", (EngineMachine,), members)

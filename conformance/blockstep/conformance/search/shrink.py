@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields, replace
 from itertools import combinations
 
 from blockstep.conformance.draw.actions import request_name
-from blockstep.conformance.engine import EngineFactory
-from blockstep.conformance.lockstep.driver import LockStep, run_program
+from blockstep.conformance.engine import EngineFactory, get_traits
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Propose
 from blockstep.spec.profiles import STRICT, Profile
@@ -184,7 +185,7 @@ class Shrinker:
         """Let all plans be in flight at once, so that no answer is needed between them."""
         actions = tuple(action for action in self.best.actions if not isinstance(action, Answer))
         depth = sum(isinstance(action, Schedule) for action in actions)
-        most = getattr(self._make_engine, "max_depth", depth)
+        most = get_traits(self._make_engine).max_depth or depth
         is_async = self.best.config.async_scheduling or self.best.config.max_frames_in_flight == 1
         if len(actions) < len(self.best.actions) and 1 < depth <= most:
             config = replace(

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from blockstep.conformance.engine import Capability, EngineFault
+from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
 from blockstep.conformance.lockstep.safety import Safety, show_state
 from blockstep.spec import vocabulary as v
 
@@ -56,14 +56,16 @@ def fit_request(request: v.Request, config: v.Config) -> v.Request:
 class NanoVllm:
     """nano-vllm's scheduler as a system under test."""
 
-    equivalence = Safety(
-        fit_config=fit_config,
-        fit_request=fit_request,
-        takes_abort=False,
-        situations=(
-            *("admitted", "prefix_hit", "chunked_prefill", "preempted", "preempted_then_resumed"),
-            *("resumed_with_hit", "resumed_with_outputs", "stop_eos", "stop_length"),
-        ),
+    traits = EngineTraits(
+        equivalence=Safety(
+            fit_config=fit_config,
+            fit_request=fit_request,
+            takes_abort=False,
+            situations=(
+                *("admitted", "prefix_hit", "chunked_prefill", "preempted", "stop_length"),
+                *("preempted_then_resumed", "resumed_with_hit", "resumed_with_outputs", "stop_eos"),
+            ),
+        )
     )
 
     def __init__(self, config: v.Config) -> None:

@@ -20,8 +20,6 @@ no counter of preemptions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 # First, because it says what to do where vLLM cannot be imported.
 from blockstep.conformance.engines.adapters.vllm_build import RELEASE, AnyGrammar, build_request
 
@@ -29,7 +27,7 @@ from blockstep.conformance.engines.adapters.vllm_build import RELEASE, AnyGramma
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from blockstep.conformance.engine import Capability, EngineFault
+from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
 from blockstep.conformance.engines.adapters.vllm_names import Known
 from blockstep.conformance.engines.adapters.vllm_plans import read_outputs, read_plan
 from blockstep.conformance.engines.adapters.vllm_spared import (
@@ -62,17 +60,12 @@ class VllmEngine:
     """Whether drafts are kept away that their request cannot take now: it would keep them, and be
     planned with them later at a position for which nobody proposed them."""
 
-    workarounds: Mapping[str, str] = WORKAROUNDS
-    """What these flags are good for: `blockstep hunt` switches them off."""
-
-    version: str = RELEASE.version
-    """Of the vLLM that is installed."""
-
-    max_depth: int = 2
-    """Plans in flight that a check may have: as many as vLLM has without pipeline parallelism."""
-
-    out_of_reach: frozenset[str] = list_out_of_reach()
-    """Situations that a check does not require, because they cannot come up."""
+    traits = EngineTraits(
+        max_depth=2,  # as many plans in flight as vLLM has without pipeline parallelism
+        out_of_reach=list_out_of_reach(),
+        workarounds=WORKAROUNDS,
+        version=RELEASE.version,
+    )
 
     def __init__(self, config: v.Config) -> None:
         self.run = Run(config)
@@ -90,7 +83,7 @@ class VllmEngine:
     def capabilities(self) -> frozenset[str]:
         """All but typed rejections, a counter of preemptions, and what the release has not.
 
-        See `workarounds`, too.
+        See `WORKAROUNDS`, too.
         """
         has = {
             Capability.REJECTION: False,

@@ -84,15 +84,24 @@ def find_reason(run: Run, event: v.Event) -> str | None:
                 return RESUMED_TOO_EARLY
             if _is_any_full(run, waiting):
                 return PAST_THE_END
-            # Where they are placeholders, those are counted.
-            if not (run.config.async_scheduling or RELEASE.waits_behind_drafts) and any(
-                name in run.scheduler.requests
-                for frame in run.frames.values()
-                for name in frame.scheduled_spec_decode_tokens
-            ):
+            if _is_behind_drafts(run):
                 return BEHIND_DRAFTS
             return _find_padding_problem(run, waiting)
     return None
+
+
+def _is_behind_drafts(run: Run) -> bool:
+    """Whether drafts in flight would be taken off what their request has left to compute.
+
+    Where they are placeholders, those are counted.
+    """
+    if run.config.async_scheduling or RELEASE.waits_behind_drafts:
+        return False
+    return len(run.frames) < run.config.max_frames_in_flight and any(
+        name in run.scheduler.requests
+        for frame in run.frames.values()
+        for name in frame.scheduled_spec_decode_tokens
+    )
 
 
 def _find_padding_problem(run: Run, waiting: list[VllmRequest]) -> str | None:

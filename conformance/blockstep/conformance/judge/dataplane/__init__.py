@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 
-from blockstep.conformance.engine import Engine
+from blockstep.conformance.engine import Engine, EngineTraits
 from blockstep.conformance.judge.dataplane.faults import FAULTS
 from blockstep.conformance.judge.dataplane.worker import DataPlaneWorker, Kernels
 from blockstep.conformance.judge.worker import NextToken
@@ -40,6 +40,11 @@ class OnKernels:
     def __call__(self, config: Config) -> Engine:
         """The engine for a config."""
         return load_engine(self.engine)(config)
+
+    @property
+    def traits(self) -> EngineTraits:
+        """That its plans are run by such a worker."""
+        return EngineTraits(make_worker=self.make_worker)
 
     def make_worker(self, config: Config, next_token: NextToken) -> DataPlaneWorker:
         """The worker that runs its plans."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import Tokens, build_request
-from blockstep.conformance.prove.law import Room, instead
+from blockstep.conformance.prove.harness import Tokens, asking, build_config, build_request
+from blockstep.conformance.prove.hosts import HOST
+from blockstep.conformance.prove.law import Room, instead, instead_in
+from blockstep.conformance.prove.laws import host_mistakes
 from blockstep.spec.hashing import extend_block_keys, get_item_keys, get_tokens
 from blockstep.spec.lives.endings import compute_stop, get_extended, is_repeating
 from blockstep.spec.releases.identity import (
@@ -136,14 +138,10 @@ def outputs_start_over_in_each_block(request: RequestState, start: int, end: int
 
 
 @ROOM.law(
-    "P9",
-    "P10",
-    "P13",
-    witness=(5, 20, 20, 30, 100),
-    twins=(
-        instead(compute_stop, length_is_reached_one_token_late),
-        instead(compute_stop, min_tokens_hold_off_the_length, theirs="not found upstream"),
-    ),
+    "P9 P10 P13",
+    (5, 20, 20, 30, 100),
+    instead(compute_stop, length_is_reached_one_token_late),
+    instead(compute_stop, min_tokens_hold_off_the_length, theirs="not found upstream"),
 )
 def check_length_ends_a_request_whatever_min_tokens_says(
     num_prompt: int, num_outputs: int, max_tokens: int, min_tokens: int, max_model_len: int
@@ -152,7 +150,7 @@ def check_length_ends_a_request_whatever_min_tokens_says(
     assert 1 <= num_prompt and 1 <= num_outputs and 1 <= max_tokens and 0 <= min_tokens
     assert 2 <= max_model_len
     request = build_request("a", num_prompt, num_outputs, max_tokens)
-    request = replace(request, request=replace(request.request, min_tokens=min_tokens))
+    request = asking(request, min_tokens=min_tokens)
     num_known = num_prompt + num_outputs
     reason, _ = compute_stop(request, request.output_token_ids, num_known, max_model_len)
     is_long = num_known >= max_model_len or num_outputs >= max_tokens
@@ -160,11 +158,7 @@ def check_length_ends_a_request_whatever_min_tokens_says(
     return True
 
 
-@ROOM.law(
-    "P13",
-    witness=(7, 7, 9, 3, 2),
-    twins=(instead(compute_stop, min_tokens_count_the_token_before),),
-)
+@ROOM.law("P13", (7, 7, 9, 3, 2), instead(compute_stop, min_tokens_count_the_token_before))
 def check_text_ends_a_request_from_min_tokens_on(
     last: int, eos: int, stop: int, num_outputs: int, min_tokens: int
 ) -> bool:
@@ -184,11 +178,9 @@ def check_text_ends_a_request_from_min_tokens_on(
 
 @ROOM.law(
     "P13",
-    witness=(1, 7, 2, 7),
-    twins=(
-        instead(get_extended, all_sampled_tokens_are_delivered),
-        instead(get_extended, token_that_ends_is_not_delivered),
-    ),
+    (1, 7, 2, 7),
+    instead(get_extended, all_sampled_tokens_are_delivered),
+    instead(get_extended, token_that_ends_is_not_delivered),
 )
 def check_nothing_is_delivered_behind_the_token_that_ends(
     first: int, second: int, third: int, eos: int
@@ -208,11 +200,7 @@ def check_nothing_is_delivered_behind_the_token_that_ends(
     return True
 
 
-@ROOM.law(
-    "P13",
-    witness=(4, 4, 4),
-    twins=(instead(is_repeating, two_copies_always_suffice),),
-)
+@ROOM.law("P13", (4, 4, 4), instead(is_repeating, two_copies_always_suffice))
 def check_three_copies_are_three_equal_tokens(first: int, second: int, third: int) -> bool:
     """Of a pattern of one token, where three copies are demanded."""
     assert 0 <= first and 0 <= second and 0 <= third
@@ -224,11 +212,7 @@ def check_three_copies_are_three_equal_tokens(first: int, second: int, third: in
 # Names of blocks.
 
 
-@ROOM.law(
-    "P6",
-    witness=(3, 4, 0, 4),
-    twins=(instead(get_item_keys, item_names_only_the_block_it_starts_in),),
-)
+@ROOM.law("P6", (3, 4, 0, 4), instead(get_item_keys, item_names_only_the_block_it_starts_in))
 def check_item_names_exactly_the_blocks_that_it_overlaps(
     offset: int, length: int, index: int, block_size: int
 ) -> bool:
@@ -242,11 +226,7 @@ def check_item_names_exactly_the_blocks_that_it_overlaps(
     return True
 
 
-@ROOM.law(
-    "P6",
-    witness=(0, 1, 2, 4),
-    twins=(instead(get_item_keys, offset_is_left_out),),
-)
+@ROOM.law("P6", (0, 1, 2, 4), instead(get_item_keys, offset_is_left_out))
 def check_one_item_at_two_places_of_a_block_has_two_names(
     offset: int, other_offset: int, length: int, block_size: int
 ) -> bool:
@@ -259,11 +239,7 @@ def check_one_item_at_two_places_of_a_block_has_two_names(
     return True
 
 
-@ROOM.law(
-    "P3",
-    witness=(2, 5),
-    twins=(instead(get_tokens, outputs_start_over_in_each_block),),
-)
+@ROOM.law("P3", (2, 5), instead(get_tokens, outputs_start_over_in_each_block))
 def check_tokens_of_a_block_are_those_of_prompt_and_outputs_in_one(start: int, end: int) -> bool:
     """Wherever the prompt ends."""
     assert 0 <= start <= end <= 6
@@ -278,14 +254,9 @@ def check_tokens_of_a_block_are_those_of_prompt_and_outputs_in_one(start: int, e
 
 
 @ROOM.law(
-    "P3",
-    "P6",
-    witness=(4, 6),
-    twins=(
-        instead(
-            extend_block_keys, last_item_names_the_blocks_of_outputs, theirs="not found upstream"
-        ),
-    ),
+    "P3 P6",
+    (4, 6),
+    instead(extend_block_keys, last_item_names_the_blocks_of_outputs, theirs="not found upstream"),
 )
 def check_block_that_an_output_completes_names_every_item_in_it(
     offset: int, next_offset: int
@@ -298,4 +269,28 @@ def check_block_that_an_output_completes_names_every_item_in_it(
     keys = extend_block_keys(request, 4, STRICT_RULES)
     assert len(keys) == 2
     assert keys[1].items == (("x", offset - 4), ("y", next_offset - 4))
+    return True
+
+
+# The engine on the host.
+
+
+@ROOM.law(
+    "P13",
+    (5, 3, 3, 5, 100),
+    instead_in(HOST, "_stop_verdict", host_mistakes.min_tokens_hold_off_the_length),
+)
+def check_host_ends_a_request_for_its_length_at_the_same_token(
+    num_prompt: int, num_outputs: int, max_tokens: int, min_tokens: int, max_model_len: int
+) -> bool:
+    """One bound, computed when it was submitted, in the place of two."""
+    assert 1 <= num_prompt < max_model_len <= 8192 and 1 <= num_outputs <= max_tokens <= 8192
+    assert 0 <= min_tokens and num_prompt + num_outputs <= max_model_len
+    request = build_request("a", num_prompt, num_outputs, max_tokens)
+    request = asking(request, min_tokens=min_tokens)
+    host = HOST(build_config(block_size=8192, max_model_len=max_model_len))
+    host._submit(request.request)
+    host.table.num_known[0] = num_prompt + num_outputs
+    due = compute_stop(request, request.output_token_ids, request.num_known_tokens, max_model_len)
+    assert host._stop_verdict(0, 1) == due
     return True

@@ -1,6 +1,6 @@
 """Traces: files of lines, read without surprises, and recorded runs among them."""
 
-from blockstep.conformance.recorded.traces.lines import TraceError, read_lines
+from blockstep.conformance.protocol.lines import TraceError, read_lines
 from blockstep.conformance.recorded.traces.recorded import (
     TRACE_FORMAT,
     TRACE_VERSION,

@@ -27,7 +27,7 @@ from typing import IO, Any, NamedTuple, Union, get_args, get_origin, get_type_hi
 
 import msgspec
 
-from blockstep.conformance.recorded.traces.lines import TraceError, read_lines, shown
+from blockstep.conformance.protocol.lines import TraceError, read_lines, shown
 from blockstep.spec.vocabulary import (
     EVENT_TYPES,
     Config,

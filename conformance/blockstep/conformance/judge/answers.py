@@ -1,0 +1,172 @@
+"""Answers: what may be said of an engine's answers alone, where no reference decides with it.
+
+An engine that admits, evicts or preempts by other rules than the specification is not wrong for
+it. What is said here holds for every engine; who is live and what was delivered follows from its
+own answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from blockstep.conformance.judge.properties import Ledger, Sentence, Step, output, pool
+from blockstep.conformance.judge.properties.output import cut_at_stop
+from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.spec.vocabulary import (
+    Abort,
+    Aborted,
+    Commit,
+    Config,
+    Event,
+    FinishReason,
+    NewRow,
+    Observation,
+    OutputRow,
+    Outputs,
+    Plan,
+    Request,
+    RequestId,
+    Schedule,
+    TokenId,
+    TokenIds,
+)
+
+Expected = tuple[TokenIds, tuple[FinishReason, TokenId | None] | None]
+"""Tokens that are to be delivered, and how they end a request if they do."""
+
+JUDGED: tuple[Sentence, ...] = (
+    # P1: counting holders is no policy.
+    pool.pool_keeps_its_size,
+    pool.every_block_is_free_or_held,
+    pool.null_block_is_nobodys,
+    # P2: who writes must own the block alone, whatever block it is.
+    pool.no_table_names_a_block_twice,
+    pool.block_still_to_be_written_has_one_holder,
+    # P3, P6: a key says what is in the block. When to publish is a policy, what to publish is not.
+    pool.cache_map_and_blocks_agree,
+    pool.nothing_is_cached_without_caching,
+    pool.held_block_carries_the_name_of_its_tokens,
+    pool.held_block_carries_the_extra_keys_of_its_request,
+    # P4: a block that is still written to cannot be hit.
+    pool.block_still_to_be_written_is_not_published,
+    # P13: the state holds what was delivered, and no one else has ended.
+    output.finished_request_is_forgotten_and_others_stay,
+    output.outputs_in_the_state_are_those_delivered,
+    # P14: the counters after a commit follow from the tokens alone.
+    output.sampling_leaves_one_token_to_compute,
+)
+"""Sentences about a state that any engine must satisfy.
+
+Left out are those that fix one policy where others are right too: order of queues, rows and
+eviction (P16), when to publish (P3, P4), the longest hit (P5), how many blocks and when (P8), who
+might have been scheduled (P15), the counters (P12, P21), refusals (P7, P18), pause and reset (P9,
+P25), and what a plan must repeat of the state (P26), which the worker judges by living on it.
+"""
+
+
+def judge_answer(
+    config: Config,
+    live: Mapping[RequestId, Request],
+    said: Mapping[RequestId, TokenIds],
+    event: Event,
+    seen: Observation,
+) -> Iterator[Finding]:
+    """What is wrong with an answer of the right kind.
+
+    `live` are those who have not ended, `said` is what was delivered to them, both before it.
+    """
+    match event, seen:
+        case Schedule(), Plan() as plan:
+            yield from _judge_plan(config, live, plan)
+        case Commit(), Outputs(rows=rows):
+            yield from _judge_outputs(dict(_expected_outputs(config, live, said, event)), rows)
+        case Abort(request_ids=named), Aborted(request_ids=ended):
+            wrong = sorted(set(ended) ^ (set(named) & live.keys()))
+            if wrong:
+                told = f"not ended, or ended without being named: {wrong}"
+                yield finding("P18", "abort_ends_exactly_the_unfinished_it_names", told)
+
+
+def _judge_plan(config: Config, live: Mapping[RequestId, Request], plan: Plan) -> Iterator[Finding]:
+    """P9, and that a plan is about requests that there are."""
+    rows = plan.rows
+    total, limit = plan.total_num_scheduled_tokens, config.max_num_batched_tokens
+    if total > limit:
+        what = f"{total} tokens planned, {limit} allowed"
+        yield finding("P9", "plan_stays_within_token_budget", what)
+    if len(rows) > config.max_num_seqs:
+        what = f"{len(rows)} rows planned, {config.max_num_seqs} allowed"
+        yield finding("P9", "plan_stays_within_max_num_seqs", what)
+    names = [row.request_id for row in rows]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield finding("P26", "request_has_one_row", f"{name!r} has {names.count(name)} rows")
+    for row in rows:
+        name, end = row.request_id, row.num_computed_tokens + row.num_scheduled_tokens
+        if name not in live:
+            yield finding("P26", "row_is_of_an_unfinished_request", f"{name!r} has ended")
+        elif isinstance(row, NewRow) and row.request != live[name]:
+            what = f"{name!r} is not the request that was submitted"
+            yield finding("P26", "new_row_carries_the_request_as_submitted", what)
+        if end > config.max_model_len:
+            what = f"{name!r} runs {end} tokens, the model takes {config.max_model_len}"
+            yield finding("P9", "row_stays_within_max_model_len", what)
+
+
+def _judge_outputs(
+    expected: Mapping[RequestId, Expected], rows: tuple[OutputRow, ...]
+) -> Iterator[Finding]:
+    """P13: each unfinished request of the frame gets what it sampled, up to its stop."""
+    names = [row.request_id for row in rows]
+    if sorted(names) != sorted(expected):
+        difference = Difference("rows", str(sorted(expected)), str(sorted(names)))
+        what = "others are told of tokens than those who sampled"
+        yield finding("P13", "delivered_rows_are_those_that_sampled", what, difference)
+    for row in rows:
+        name = row.request_id
+        if name not in expected:
+            continue
+        tokens, stop = expected[name]
+        if row.new_token_ids != tokens:
+            difference = Difference("new_token_ids", str(tokens), str(row.new_token_ids))
+            what = f"{name!r} was delivered the wrong tokens"
+            sentence = "delivered_tokens_are_the_sampled_ones_until_the_stop"
+            yield finding("P13", sentence, what, difference)
+        seen = None if row.finish_reason is None else (row.finish_reason, row.stop_token_id)
+        if seen != stop:
+            difference = Difference("finish_reason", _told(stop), _told(seen))
+            what = f"{name!r} after {tokens}"
+            yield finding("P13", "finish_reason_is_the_one_that_holds", what, difference)
+
+
+def _expected_outputs(
+    config: Config,
+    live: Mapping[RequestId, Request],
+    said: Mapping[RequestId, TokenIds],
+    event: Commit,
+) -> Iterator[tuple[RequestId, Expected]]:
+    for row in event.sampled:
+        request = live.get(row.request_id)
+        if request is not None and row.token_ids:
+            before = list(said.get(row.request_id, ()))
+            yield row.request_id, cut_at_stop(config, request, before, row.token_ids)
+
+
+def judge_state(step: Step, ledger: Ledger) -> Iterator[Finding]:
+    """What is wrong with a state: the sentences of `JUDGED`."""
+    for sentence in JUDGED:
+        if type(step.event) in sentence.kinds:
+            try:
+                yield from sentence(step, ledger)
+            except Exception as error:
+                what = f"the step makes no sense: {type(error).__name__}: {error}"
+                yield sentence.finding(what)
+
+
+def _told(stop: tuple[FinishReason, TokenId | None] | None) -> str:
+    reason, token = stop or (None, None)
+    return str(reason) if token is None else f"{reason} by token {token}"
+
+
+def finding(property_id: str, sentence: str, message: str, *differences: Difference) -> Finding:
+    """A violated property."""
+    return Finding(FindingKind.PROPERTY, property_id, sentence, message, differences)

@@ -1,0 +1,96 @@
+"""Witnesses: which situations a run reached, so that no green means less than it says (D9).
+
+Each has a name and one line, beside the code that counts it. They are counted from steps and the
+ledger only, like the properties, and the counts of several runs, or processes, add up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.witnesses.admission import ADMISSION, of_admission, of_waiting
+from blockstep.conformance.judge.witnesses.drafts import DRAFTS, of_drafts
+from blockstep.conformance.judge.witnesses.endings import ENDINGS, of_commit
+from blockstep.conformance.judge.witnesses.frames import FRAMES, PIPELINE, of_frames
+from blockstep.conformance.judge.witnesses.plans import PLANS, of_plan, of_row
+from blockstep.conformance.judge.witnesses.preemption import PREEMPTION, of_preemption
+from blockstep.conformance.judge.witnesses.signals import SIGNALS, of_abort, of_reset
+from blockstep.spec.vocabulary import (
+    Abort,
+    Aborted,
+    Commit,
+    Drafts,
+    DraftsTaken,
+    GrammarReady,
+    Outputs,
+    RejectCode,
+    Rejected,
+    Reset,
+    ResetDone,
+    Schedule,
+    Submit,
+)
+
+REFUSALS: Mapping[str, str] = {
+    f"rejected_{code}": f"an event was refused as {code}" for code in RejectCode
+}
+WITNESSES: Mapping[str, str] = {
+    **ADMISSION,
+    **PLANS,
+    **PREEMPTION,
+    **DRAFTS,
+    **ENDINGS,
+    **SIGNALS,
+    **FRAMES,
+    **PIPELINE,
+    **REFUSALS,
+}
+"""All situations, by name, with what they mean."""
+
+
+class Witnesses:
+    """Counts situations of one run."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def observe(self, step: Step, ledger: Ledger) -> None:
+        """Count what a step reached; `ledger` knows all steps before it."""
+        self.counts.update(situations(step, ledger))
+
+
+def situations(step: Step, ledger: Ledger) -> Iterator[str]:
+    """The situations that a step is, each as often as it occurs in it."""
+    match step.event, step.observation:
+        case _, Rejected(code=code):
+            yield f"rejected_{code}"
+            if code is RejectCode.PIPELINE_FULL and step.config.async_scheduling:
+                yield "rejected_pipeline_full_async"
+        case Schedule(), _:
+            yield from of_plan(step, ledger)
+            for row in step.rows:
+                yield from of_row(step, ledger.lives[row.request_id], row)
+            for row in step.admitted_rows:
+                yield from of_admission(step, ledger, row)
+            yield from of_waiting(step, ledger)
+            if step.plan.preempted_req_ids:
+                yield from of_preemption(step, ledger)
+            if step.config.max_frames_in_flight > 1:
+                yield from of_frames(step, ledger)
+        case Commit(), Outputs(rows=rows):
+            yield from of_commit(step, ledger, rows)
+        case Drafts(), DraftsTaken():
+            yield from of_drafts(step, ledger)
+        case Abort(), Aborted():
+            yield from of_abort(step, ledger)
+        case Reset(), ResetDone(success=success):
+            yield from of_reset(step, ledger, success)
+        case GrammarReady(request_id=request_id), _:
+            if ledger.lives[request_id].grammar_ready:
+                yield "grammar_ready_twice"
+        case Submit(request=request), _:
+            if request.request_id in ledger.ended:
+                yield "id_used_again"

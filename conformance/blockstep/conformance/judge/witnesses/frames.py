@@ -1,0 +1,121 @@
+"""Situations that only several frames in flight bring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from blockstep.conformance.judge.properties.amounts import ends_in_flight
+from blockstep.conformance.judge.properties.ledger import Ledger, Life
+from blockstep.conformance.judge.properties.queue_replay import passed_over
+from blockstep.conformance.judge.properties.step import RowKind, Step
+from blockstep.spec.vocabulary import PauseState, Policy, RequestId
+
+FRAMES: Mapping[str, str] = {
+    "several_frames_in_flight": "a second plan was made before the first was committed",
+    "four_frames_in_flight": "a fourth plan was made before the first was committed",
+    "planned_before_its_token": "a row was to run a token that a frame in flight would sample",
+    "chunks_in_two_frames": "two chunks of one prompt were in flight",
+    "skip_ahead": "one that runs had no row, because its last output might be in flight",
+    "preempted_in_flight": "one was preempted for want of blocks while a frame would sample for it",
+    "all_preempted_in_flight": "alone and planned ahead, one preempted itself; nobody was left",
+    "stale_tokens_delivered": "one preempted in flight for want of blocks got its tokens",
+    "ended_while_stale": "one preempted in flight for want of blocks ended with those tokens",
+    "passed_over_for_its_tokens": "one waited for its own tokens in flight and was passed over",
+    "admitted_past_a_stale_one": "somebody was admitted past one that waits for its own tokens",
+    "resumed_after_stale_tokens": "one came back that had got tokens while preempted",
+    "abort_stale": "one that waits for its own tokens in flight was aborted",
+    "published_by_commit": "a commit published a block of a request that goes on",
+    "published_by_the_last_commit": "a commit published a block of a request that it ended",
+    "draft_placeholders_scheduled": "a row carried placeholders for drafts",
+    "draft_placeholders_dropped": "one that runs had no row, and its placeholders were gone",
+    "rollback_with_frames_behind": "drafts were rejected while a later frame ran the request too",
+    "row_of_an_ended_request_ignored": "a commit had a row of one that had stopped in another",
+    "abort_with_two_frames_in_flight": "one was aborted that two frames in flight name",
+    "reset_forced_with_two_frames_in_flight": "one was reset by force that two frames name",
+    "rejected_pipeline_full_async": "a plan was refused with several in flight",
+}
+
+
+PIPELINE: Mapping[str, str] = {
+    "pipeline_chunks_in_two_frames": "two chunks of one prompt were in flight, in a pipeline",
+    "pipeline_waits_for_its_token": "one that runs had no row, for a frame would sample its token",
+    "pipeline_preempted_in_flight": "one was preempted while a frame would sample its token",
+    "pipeline_token_after_preemption": "one preempted so got the token of that frame",
+}
+
+
+def of_frames(step: Step, ledger: Ledger) -> Iterator[str]:
+    """What only planning ahead brings."""
+    if step.rows and len(step.after.frames_in_flight) > 1:
+        yield "several_frames_in_flight"
+        if len(step.after.frames_in_flight) > 3:
+            yield "four_frames_in_flight"
+    yield from (_of_promises if step.config.async_scheduling else _of_pipeline)(step, ledger)
+
+
+def _of_promises(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Under asynchronous scheduling."""
+    for row in step.rows:
+        if row.drafts:
+            yield "draft_placeholders_scheduled"
+        if ledger.placeholders(row.request_id):
+            yield "planned_before_its_token"
+        elif row.kind is RowKind.RUNNING and ledger.in_flight(row.request_id):
+            yield "chunks_in_two_frames"
+        life = ledger.lives[row.request_id]
+        if row.kind is RowKind.RESUMED and life.num_known_then not in (0, life.num_known):
+            yield "resumed_after_stale_tokens"
+    is_met = _met_all_who_run(step, ledger)
+    for name in _without_row(step):
+        if step.old[name].spec_token_ids:
+            yield "draft_placeholders_dropped"
+        if is_met and ends_in_flight(ledger, step.old[name]):
+            yield "skip_ahead"
+    if any(map(ledger.placeholders, step.plan.preempted_req_ids)):
+        yield "preempted_in_flight"
+        if not step.after.running:
+            yield "all_preempted_in_flight"
+    if ledger.promised:
+        yield from _of_stale(step, ledger)
+
+
+def _of_pipeline(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Where each request waits for its own token."""
+    for row in step.rows:
+        if row.kind is RowKind.RUNNING and ledger.in_flight(row.request_id):
+            yield "pipeline_chunks_in_two_frames"
+    if _met_all_who_run(step, ledger) and any(map(ledger.promised.get, _without_row(step))):
+        yield "pipeline_waits_for_its_token"
+    if any(map(ledger.promised.get, step.plan.preempted_req_ids)):
+        yield "pipeline_preempted_in_flight"
+
+
+def _without_row(step: Step) -> list[RequestId]:
+    """Who goes on running and has no row."""
+    others = {*step.plan.preempted_req_ids, *(row.request_id for row in step.rows)}
+    return [name for name in step.before.running if name not in others]
+
+
+def _met_all_who_run(step: Step, ledger: Ledger) -> bool:
+    """Whether a plan got to everybody who runs: neither budget, blocks nor a pause stopped it."""
+    rest = step.config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
+    is_paused = ledger.pause_state is PauseState.PAUSED_ALL
+    return rest > 0 and not step.plan.preempted_req_ids and not is_paused
+
+
+def _of_stale(step: Step, ledger: Ledger) -> Iterator[str]:
+    """Who waits for its own tokens, met at a queue's head."""
+    met = [name for name in passed_over(step, ledger) if ledger.placeholders(name)]
+    if not met:
+        return
+    yield "passed_over_for_its_tokens"
+    admitted = [ledger.lives[row.request_id].order for row in step.admitted_rows]
+    first = min(ledger.lives[name].order for name in met)
+    if admitted and (step.config.policy is Policy.FCFS or max(admitted) > first):
+        yield "admitted_past_a_stale_one"
+
+
+def num_frames(ledger: Ledger, life: Life) -> int:
+    """Frames in flight that name a request."""
+    name = life.request.request_id
+    return sum(any(row.request_id == name for row in rows) for rows in ledger.frames.values())

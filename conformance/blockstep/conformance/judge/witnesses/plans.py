@@ -1,0 +1,73 @@
+"""Situations of a plan as a whole, and of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from blockstep.conformance.judge.properties.amounts import blocks_for
+from blockstep.conformance.judge.properties.ledger import Ledger, Life
+from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
+from blockstep.spec.vocabulary import PauseState
+
+PLANS: Mapping[str, str] = {
+    "chunked_prefill": "a row left known tokens for a later step",
+    "chunk_ends_on_block_boundary": "a chunk of a prefill ended exactly where a block does",
+    "threshold_caps_a_chunk": "the long-prefill threshold cut a row short",
+    "prefill_and_decode_in_one_step": "a plan had a chunk of a prompt and a sampling row",
+    "running_left_out_by_budget": "the budget was gone before all running ones had a row",
+    "pool_exactly_full": "no block was free after a plan",
+    "empty_plan": "a plan had no row",
+    "empty_plan_with_work": "a plan had no row although requests were unfinished",
+    "paused_new": "a plan was made while nobody may be admitted, and somebody waited",
+    "paused_all": "a plan was made while nobody may be scheduled, and somebody ran",
+}
+
+
+def of_plan(step: Step, ledger: Ledger) -> Iterator[str]:
+    """What a plan shows that is of no row alone."""
+    after, rows = step.after, step.rows
+    if not rows:
+        yield "empty_plan"
+        if after.requests:
+            yield "empty_plan_with_work"
+    if not after.free_queue:
+        yield "pool_exactly_full"
+    waiting = after.waiting or after.skipped_waiting
+    if ledger.pause_state is PauseState.PAUSED_NEW and waiting:
+        yield "paused_new"
+    if ledger.pause_state is PauseState.PAUSED_ALL and step.before.running:
+        yield "paused_all"
+    samples = {ledger.flight_row(row).samples for row in rows}
+    if len(samples) == 2:
+        yield "prefill_and_decode_in_one_step"
+    rest = step.config.max_num_batched_tokens - step.plan.total_num_scheduled_tokens
+    if not rest and len(step.running_rows) < len(step.before.running) and not step.admitted_rows:
+        yield "running_left_out_by_budget"
+    if step.all_gained:
+        before = step.before.block_keys
+        for block in step.all_gained:
+            if before[block] is not None:
+                yield "eviction_of_cached_block"
+    old = step.before.cached
+    for key, blocks in after.cached.items():
+        if len(blocks) > 1 and len(blocks) > len(old.get(key, ())):
+            yield "duplicate_key_published"
+
+
+def of_row(step: Step, life: Life, row: PlannedRow) -> Iterator[str]:
+    """What a row shows, admitted or not."""
+    config = step.config
+    if row.end < life.num_known:
+        yield "chunked_prefill"
+        if row.end % config.block_size == 0:
+            yield "chunk_ends_on_block_boundary"
+        if row.num_scheduled == config.long_prefill_token_threshold:
+            yield "threshold_caps_a_chunk"
+    if row.drafts:
+        yield "drafts_scheduled"
+    if len(row.drafts) < len(life.drafts):
+        yield "drafts_trimmed"
+    if row.kind is RowKind.RUNNING and row.gained:
+        held = len(step.old[row.request_id].block_tables[0])
+        if blocks_for(config, row.end) <= held:
+            yield "block_for_lookahead_only"

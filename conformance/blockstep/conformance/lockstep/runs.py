@@ -1,0 +1,37 @@
+"""Runs: a run of whatever kind an engine's factory asks for, and a program from its start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+from blockstep.conformance.engine import EngineFactory, get_traits
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.program import Program
+from blockstep.spec.profiles import STRICT, Profile
+
+
+def get_start(make_engine: EngineFactory) -> Callable[..., LockStep]:
+    """`LockStep.start`, or that of the weaker equivalence that the factory declares."""
+    weaker = get_traits(make_engine).equivalence
+    return LockStep.start if weaker is None else cast("Callable[..., LockStep]", weaker.start)
+
+
+def run_program(
+    program: Program, make_engine: EngineFactory, profile: Profile = STRICT
+) -> tuple[LockStep, list[Finding]]:
+    """Run a program from the start until it ends or something is wrong."""
+    run = get_start(make_engine)(
+        program.config,
+        make_engine,
+        program.token_seed,
+        program.vocabulary_size,
+        keep_exchanges=True,
+        profile=profile,
+    )
+    for action in program.actions:
+        findings = run.perform(action)
+        if findings:
+            return run, findings
+    return run, []

@@ -1,0 +1,303 @@
+"""Features: what an engine may have or lack, one row each (architecture D14).
+
+A row says which capability an engine needs for a feature, what asks for it in a config, in a
+request or by an action, and which situations and properties speak of it. What is drawn, what an
+engine is spared, what a run must reach, and `--with` and `--without` follow from the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from blockstep.conformance.engine import Capability
+from blockstep.conformance.protocol.program import Hostile, Misanswer, Propose
+from blockstep.spec.vocabulary import (
+    Abort,
+    Config,
+    Drafts,
+    GrammarReady,
+    Policy,
+    Request,
+    Reset,
+    SetPause,
+    SpecMethod,
+)
+
+T = TypeVar("T", Config, Request)
+PLAIN_REQUEST = Request("", ())
+
+
+class UsageError(ValueError):
+    """Options that cannot be meant; the text says why, and what can be given."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Feature:
+    """One row of the table."""
+
+    name: str
+    """What `--with` and `--without` call it."""
+    summary: str
+    capability: Capability | None = None
+    """What an engine needs for it; None: every engine has it."""
+    config: Mapping[str, object] = field(default_factory=dict)
+    """Fields of a config that ask for it, with their values where nothing does."""
+    request: tuple[str, ...] = ()
+    """Fields of a request that ask for it by anything but their defaults."""
+    actions: tuple[type, ...] = ()
+    """Actions and events that nobody can take without it."""
+    situations: tuple[str, ...] = ()
+    """Situations that need it, by the beginnings of their names."""
+    hides: tuple[str, ...] = ()
+    """Situations, likewise, that do not come up where every run has it."""
+    properties: tuple[str, ...] = ()
+    """What speaks of it first."""
+
+    def is_asked_by(self, thing: Config | Request) -> bool:
+        """Whether a config or a request asks for it."""
+        if isinstance(thing, Request):
+            plain = PLAIN_REQUEST
+            return any(getattr(thing, name) != getattr(plain, name) for name in self.request)
+        if self is PIPELINE and thing.async_scheduling:
+            return False  # several frames for another reason
+        return any(getattr(thing, name) != value for name, value in self.config.items())
+
+    def take_from(self, thing: T) -> T:
+        """The config or request without it."""
+        if not self.is_asked_by(thing):
+            return thing
+        if isinstance(thing, Request):
+            return replace(thing, **{name: getattr(PLAIN_REQUEST, name) for name in self.request})
+        return replace(thing, **self.config)  # type: ignore[arg-type]
+
+
+PRIORITY = Feature(
+    "priority",
+    "the urgent are admitted first and preempted last",
+    Capability.PRIORITY,
+    config={"policy": Policy.FCFS},
+    request=("priority",),
+    situations=("admission_overtakes", "priority_"),
+    properties=("P16",),
+)
+DRAFTS = Feature(
+    "drafts",
+    "speculative decoding: draft tokens are proposed, scheduled, and accepted or rolled back",
+    Capability.DRAFTS,
+    config={"spec_method": SpecMethod.NONE, "num_speculative_tokens": 0},
+    actions=(Propose, Drafts),
+    situations=(
+        *("draft", "rollback_", "stop_inside_accepted_drafts", "head_drop"),
+        "block_for_lookahead_only",
+    ),
+    properties=("P14", "P24"),
+)
+ASYNC = Feature(
+    "async",
+    "asynchronous scheduling: a step is planned before the tokens of the one before are known",
+    Capability.ASYNC,
+    config={"async_scheduling": False},
+    situations=(
+        *("planned_before_its_token", "chunks_in_two_frames", "skip_ahead", "abort_stale"),
+        *("preempted_in_flight", "stale_"),
+        *("all_preempted_in_flight", "ended_while_stale", "passed_over_for_its_tokens"),
+        *("admitted_past_a_stale_one", "resumed_after_stale_tokens", "published_by_"),
+        *("draft_placeholders_", "rollback_with_frames_behind", "rejected_pipeline_full_async"),
+        "row_of_an_ended_request_ignored",
+    ),
+    properties=("P13", "P24"),
+)
+PIPELINE = Feature(
+    "pipeline",
+    "several frames in flight, and each request waits for its own token",
+    Capability.PIPELINE,
+    config={"max_frames_in_flight": 1},
+    situations=("pipeline_",),
+    properties=("P13", "P15"),
+)
+PAUSE = Feature(
+    "pause",
+    "scheduling is paused and resumed",
+    Capability.PAUSE,
+    actions=(SetPause,),
+    situations=("paused_",),
+    properties=("P9",),
+)
+RESET = Feature(
+    "reset",
+    "the prefix cache is emptied, by force if need be",
+    Capability.RESET,
+    actions=(Reset,),
+    situations=("reset_", "commit_for_preempted", "ended_while_preempted"),
+    properties=("P25",),
+)
+GRAMMAR = Feature(
+    "grammar",
+    "structured output: a request waits until its grammar is compiled",
+    Capability.GRAMMAR,
+    request=("structured_output",),
+    actions=(GrammarReady,),
+    situations=("grammar_", "admission_after_skip", "rejected_not_structured"),
+    properties=("P15", "P16"),
+)
+MULTIMODAL = Feature(
+    "multimodal",
+    "images and sounds stand in prompts, and in the names of their blocks",
+    Capability.MULTIMODAL,
+    request=("items",),
+    situations=("same_tokens_other_items",),
+    properties=("P6",),
+)
+EMBEDS = Feature(
+    "embeds",
+    "prompts of embeddings, which are in the names of their blocks",
+    Capability.EMBEDS,
+    request=("prompt_embeds",),
+    situations=("same_tokens_other_embeds",),
+    properties=("P6",),
+)
+KEYS = Feature(
+    "keys",
+    "adapters and salts keep blocks apart",
+    request=("adapter", "cache_salt"),
+    situations=("same_tokens_other_adapter", "same_tokens_other_salt"),
+    properties=("P6",),
+)
+STOPS = Feature(
+    "stops",
+    "requests end by a token or by repeating themselves, not only by their length",
+    request=("min_tokens", "eos_token_id", "stop_token_ids", "repetition_detection"),
+    situations=(
+        *("stop_eos", "stop_token", "stop_repetition", "stop_inside_accepted_drafts"),
+        "min_tokens_held_back_a_stop",
+    ),
+    properties=("P13",),
+)
+ABORTS = Feature(
+    "aborts",
+    "clients give up",
+    actions=(Abort,),
+    situations=("abort_", "commit_for_aborted"),
+    properties=("P18",),
+)
+HOSTILE = Feature(
+    "hostile",
+    "what nobody should send, and wrong answers of the worker",
+    Capability.REJECTION,
+    actions=(Hostile, Misanswer),
+    situations=("rejected_", "drafts_dropped"),
+    properties=("P7", "P18"),
+)
+CACHING = Feature(
+    "caching",
+    "prefix caching: blocks are found again by what is in them",
+    config={"enable_prefix_caching": False},
+    situations=(
+        *("prefix_hit", "hit_", "full_prompt_hit_", "head_drop", "reading_skipped", "same_tokens_"),
+        *("duplicate_key_published", "eviction_of_cached_block", "resumed_with_hit", "reset_done"),
+        *("published_by_", "abort_of_shared_block"),
+    ),
+    properties=("P3", "P4", "P5", "P6"),
+)
+
+FEATURES: tuple[Feature, ...] = (
+    *(PRIORITY, DRAFTS, ASYNC, PIPELINE, PAUSE, RESET, GRAMMAR, MULTIMODAL, EMBEDS, KEYS, STOPS),
+    *(ABORTS, HOSTILE, CACHING),
+)
+"""The table. Whoever lacks several is fitted in this order: without `async`, several frames in
+flight are a `pipeline`."""
+BY_NAME: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}
+SEVERAL_AT_ONCE = frozenset({ASYNC.name, PIPELINE.name})
+"""Either has several frames in flight; no run has both."""
+SEVERAL_FRAMES = (
+    *("several_frames_in_flight", "four_frames_in_flight", "abort_with_two_frames_in_flight"),
+    *("reset_forced_with_two_frames_in_flight", "rejected_frame_out_of_order"),
+)
+"""Situations, by the beginnings of their names, that need either."""
+NEEDED: Mapping[type, Capability] = {
+    action: feature.capability
+    for feature in FEATURES
+    if feature.capability is not None
+    for action in feature.actions
+}
+"""What an engine must be able to do for an action to be tried on it."""
+
+
+def is_reachable(situation: str, absent: Collection[str]) -> bool:
+    """Whether a situation can come up without these features."""
+    if SEVERAL_AT_ONCE.issubset(absent) and situation.startswith(SEVERAL_FRAMES):
+        return False
+    return not any(situation.startswith(BY_NAME[name].situations) for name in absent)
+
+
+def find_lacking(capabilities: frozenset[str]) -> tuple[Feature, ...]:
+    """The features that an engine of these capabilities lacks."""
+    return tuple(
+        feature
+        for feature in FEATURES
+        if feature.capability is not None and feature.capability not in capabilities
+    )
+
+
+def fit(thing: T, lacking: Iterable[Feature]) -> tuple[T, tuple[Capability, ...]]:
+    """The config or request without these features, and the capabilities that it asked for."""
+    missing: list[Capability] = []
+    for feature in lacking:
+        if feature.is_asked_by(thing):
+            assert feature.capability is not None
+            thing = feature.take_from(thing)
+            missing.append(feature.capability)
+    return thing, tuple(missing)
+
+
+# What a user wants.
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Features by name: those of every run, and those of none."""
+
+    always: frozenset[str] = frozenset()
+    never: frozenset[str] = frozenset()
+
+    def decide(self, feature: Feature, is_drawn: bool) -> bool:
+        """Whether a run has a feature: as it was drawn, unless the user said so."""
+        return feature.name in self.always or (is_drawn and feature.name not in self.never)
+
+
+NO_WISH = Wish()
+
+
+def parse_features(names: Iterable[str]) -> tuple[str, ...]:
+    """Names of features, each once, from texts that may name several with commas between.
+
+    Raises:
+        UsageError: one is not in the table.
+    """
+    found = dict.fromkeys(name.strip() for text in names for name in text.split(","))
+    for name in found:
+        if name not in BY_NAME:
+            raise UsageError(f"feature {name!r}: must be one of {', '.join(BY_NAME)}")
+    return tuple(found)
+
+
+def make_wish(with_features: Iterable[str], without_features: Iterable[str]) -> Wish:
+    """What `--with` and `--without` come to.
+
+    Raises:
+        UsageError: a name is not in the table, or no run can be like this.
+    """
+    wish = Wish(
+        frozenset(parse_features(with_features)), frozenset(parse_features(without_features))
+    )
+    known = f"the features are {', '.join(BY_NAME)}"
+    for name in sorted(wish.always & wish.never):
+        raise UsageError(f"feature {name!r}: cannot be both with and without; {known}")
+    if wish.always >= SEVERAL_AT_ONCE:
+        raise UsageError(
+            f"features {ASYNC.name!r} and {PIPELINE.name!r}: no run has both, for in a pipeline "
+            f"each request waits for its own token; {known}"
+        )
+    return wish

@@ -1,0 +1,140 @@
+"""Episodes: a swarm drawn from (preset, seed, index), a program drawn as it runs, and a drain.
+
+Everything follows from those three, so a failure is reproduced by naming them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from blockstep.conformance.draw.actions import SeededDraw, View, next_action
+from blockstep.conformance.draw.presets import PRESETS, Draw, Swarm, draw_swarm
+from blockstep.conformance.engine import (
+    Capability,
+    EngineFactory,
+    get_capabilities,
+    get_traits,
+)
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.runs import get_start
+from blockstep.conformance.protocol.features import find_lacking, fit
+from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.program import Action, Drain, Program
+from blockstep.conformance.search.options import CheckOptions, find_profile, get_wish, load
+from blockstep.spec.vocabulary import Config, Event, Observation
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A failure as it is told where it was seen: it crosses process borders, a run does not."""
+
+    failure: Mapping[str, object]
+    """As docs/reference/json.md has it."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeResult:
+    """What one episode came to. Small: it crosses process borders."""
+
+    index: int
+    num_events: int
+    witnesses: dict[str, int]
+    skipped: dict[str, int]
+    known: dict[str, int]
+    has_snapshot: bool
+    program: Program | None = None
+    """The program, if it failed; None if its engine did not live to say so."""
+    first: Finding | None = None
+    told: Told | None = None
+    """The failure of an engine that did not live."""
+
+
+def fit_depth(options: CheckOptions, make_engine: EngineFactory) -> CheckOptions:
+    """The options with no more frames in flight than the engine can have, or says it should."""
+    if options.max_depth == 1:
+        return options
+    depth = get_traits(make_engine).max_depth or options.max_depth
+    if not {Capability.ASYNC, Capability.PIPELINE} & get_capabilities(make_engine):
+        depth = 1
+    return replace(options, max_depth=min(depth, options.max_depth))
+
+
+def fit_config(config: Config, make_engine: EngineFactory) -> tuple[Config, tuple[Capability, ...]]:
+    """The nearest config that the engine can be given, and the capabilities that it lacks."""
+    weaker = get_traits(make_engine).equivalence
+    config = config if weaker is None else weaker.fit_config(config)
+    return fit(config, find_lacking(get_capabilities(make_engine)))
+
+
+def start_run(
+    swarm: Swarm, make_engine: EngineFactory, options: CheckOptions, keep_exchanges: bool = False
+) -> tuple[LockStep, View]:
+    """A run with the swarm's config as the engine can be given it, and what its client knows."""
+    config, missing = fit_config(swarm.config, make_engine)
+    run = get_start(make_engine)(
+        config,
+        make_engine,
+        swarm.token_seed,
+        swarm.vocabulary_size,
+        keep_exchanges,
+        find_profile(options.profile),
+    )
+    for capability in missing:
+        run.skip(capability)
+    return run, View(swarm.fit(config), run)
+
+
+def draw_options(options: CheckOptions, draw: Draw) -> Swarm:
+    """A swarm as the options want it."""
+    wish = get_wish(options)
+    return draw_swarm(PRESETS[options.preset], draw, options.policy, options.max_depth, wish)
+
+
+def play_episode(
+    options: CheckOptions, index: int, make_engine: EngineFactory, keep_exchanges: bool = False
+) -> tuple[LockStep, Program, list[Finding]]:
+    """Play one episode to its end, or to its first findings."""
+    draw = SeededDraw(f"{options.preset}/{options.seed}/{index}")
+    swarm = draw_options(options, draw)
+    run, view = start_run(swarm, make_engine, options, keep_exchanges)
+    actions: list[Action] = []
+    findings: list[Finding] = []
+    for number in range(swarm.preset.num_actions + 1):
+        is_last = number == swarm.preset.num_actions
+        action = Drain() if is_last else run.fit(next_action(view, draw))
+        view.note(action)
+        actions.append(action)
+        findings = run.perform(action)
+        if findings:
+            break
+    program = Program(run.config, tuple(actions), swarm.token_seed, swarm.vocabulary_size)
+    return run, program, findings
+
+
+def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -> EpisodeResult:
+    """Play one episode and keep what a report needs of it."""
+    run, program, findings = play_episode(options, index, make_engine)
+    return EpisodeResult(
+        index=index,
+        num_events=run.num_events,
+        witnesses=dict(run.witnesses.counts),
+        skipped=run.skipped,
+        known=run.known,
+        has_snapshot=Capability.SNAPSHOT in run.capabilities,
+        program=program if findings else None,
+        first=findings[0] if findings else None,
+    )
+
+
+def record_episode(
+    options: CheckOptions, make_engine: EngineFactory | None = None
+) -> tuple[Config, list[tuple[Event, Observation]]]:
+    """The config and the exchanges of one episode: what the engine answered to each event."""
+    make_engine = make_engine or load(options)
+    options = fit_depth(options, make_engine)
+    run, _, _ = play_episode(options, options.episode or 0, make_engine, keep_exchanges=True)
+    return run.config, [
+        (exchange.event, exchange.seen) for exchange in run.exchanges if exchange.seen is not None
+    ]

@@ -1,0 +1,155 @@
+"""Floor: what a verdict needs beside the absence of findings (architecture D9).
+
+A canary that was caught, and the situations that a run of this size must have reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from blockstep.conformance.draw.presets import MAX_DEPTH, TINY
+from blockstep.conformance.engine import EngineFactory, get_capabilities, get_traits
+from blockstep.conformance.judge.witnesses import WITNESSES
+from blockstep.conformance.judge.witnesses.preemption import PREEMPTION
+from blockstep.conformance.protocol.features import (
+    PRIORITY,
+    SEVERAL_AT_ONCE,
+    UsageError,
+    find_lacking,
+    is_reachable,
+)
+from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.search.episodes import fit_depth, run_episode
+from blockstep.conformance.search.options import CheckOptions, get_wish
+from blockstep.spec.profiles import STRICT
+from blockstep.spec.vocabulary import Policy
+
+CANARY = "blockstep.conformance.lockstep.canary:CanaryEngine"
+SAFETY_CANARY = "blockstep.conformance.lockstep.canary:SafetyCanary"
+"""The canary of a run that is not compared with the spec."""
+CANARY_EPISODES = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an engine's factory says of a check. Small: it crosses process borders."""
+
+    max_depth: int
+    lacking: tuple[str, ...]
+    """Features that the engine lacks, by name."""
+    weaker: str | None
+    situations: tuple[str, ...]
+    """What a check by the weaker equivalence must reach."""
+    out_of_reach: frozenset[str]
+    """Situations that cannot come up with this engine."""
+
+
+def look(options: CheckOptions, make_engine: EngineFactory) -> Facts:
+    """What the engine says of itself. Builds one, to ask it."""
+    traits = get_traits(make_engine)
+    weaker = traits.equivalence
+    return Facts(
+        max_depth=fit_depth(options, make_engine).max_depth,
+        lacking=tuple(feature.name for feature in find_lacking(get_capabilities(make_engine))),
+        weaker=None if weaker is None else str(weaker.name),
+        situations=() if weaker is None else weaker.situations,
+        out_of_reach=frozenset(name for name in WITNESSES if name in traits.out_of_reach),
+    )
+
+
+def require_wish(options: CheckOptions, facts: Facts) -> None:
+    """See that the engine has what the options want. Raises UsageError."""
+    for name in options.with_features:
+        if name in facts.lacking:
+            raise UsageError(f"feature {name!r}: the engine {options.engine} lacks it")
+
+
+def release_canary(options: CheckOptions, engine: str = CANARY) -> int | None:
+    """Events until the canary is caught; None if it survives."""
+    num_events = 0
+    canary = replace(options, engine=engine, preset=TINY.name, profile=STRICT.name)
+    make_engine = load_engine(engine)
+    for index in range(CANARY_EPISODES):
+        episode = run_episode(canary, index, make_engine)
+        num_events += episode.num_events
+        if episode.first is not None:
+            return num_events
+    return None
+
+
+NOT_REQUIRED = frozenset({"abort_stale", "rejected_request_in_flight"})
+"""Counted, but no reason to fail a run: each is seen a few times in 40,000 events."""
+SMALL_ONLY = frozenset(
+    {
+        *PREEMPTION,
+        "abort_preempted",
+        "abort_with_two_frames_in_flight",
+        "admission_blocked_by_max_num_seqs",
+        "admitted_past_a_stale_one",
+        "all_preempted_in_flight",
+        "drafts_lost_by_preemption",
+        "ended_while_preempted",
+        "ended_while_stale",
+        "passed_over_for_its_tokens",
+        "pipeline_preempted_in_flight",
+        "pipeline_token_after_preemption",
+        "pool_exactly_full",
+        "preempted_in_flight",
+        "published_by_the_last_commit",
+        "rejected_never_fits",
+        "rejected_not_structured",
+        "rejected_pipeline_full_async",
+        "rejected_prompt_too_long",
+        "reset_done",
+        "reset_forced_with_two_frames_in_flight",
+        "resumed_after_stale_tokens",
+        "same_tokens_other_items",
+        "stale_tokens_delivered",
+        "stop_model_length",
+    }
+)
+"""Rare where pools are large: required at small scopes only."""
+RARE_AT_TINY = frozenset(
+    {
+        "abort_of_shared_block",
+        "abort_preempted",
+        "drafts_lost_by_preemption",
+        "drafts_some_accepted",
+        "running_left_out_by_budget",
+    }
+)
+"""Where requests are two or three tokens long, seen a few times in 60,000 events."""
+
+
+def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """What a run must reach to be worth anything, with an engine that lacks these features."""
+    wish = get_wish(options)
+    absent = {*lacking, *wish.never}
+    if options.policy is Policy.FCFS:
+        absent.add(PRIORITY.name)
+    if options.max_depth == 1:
+        absent |= SEVERAL_AT_ONCE
+    elif SEVERAL_AT_ONCE & wish.always:
+        absent |= SEVERAL_AT_ONCE - wish.always
+    left_out = set(NOT_REQUIRED)
+    if options.max_depth < MAX_DEPTH:
+        left_out.add("four_frames_in_flight")
+    if options.preset == TINY.name:
+        left_out |= RARE_AT_TINY
+    elif options.preset != "small":
+        left_out |= SMALL_ONLY
+    return tuple(name for name in WITNESSES if name not in left_out and is_reachable(name, absent))
+
+
+def missing_witnesses(
+    counts: Mapping[str, int], options: CheckOptions, facts: Facts
+) -> tuple[str, ...]:
+    """Required situations that `counts` lacks."""
+    if facts.weaker is not None:
+        required = facts.situations
+    else:
+        required = required_witnesses(options, facts.lacking)
+    return tuple(
+        name for name in required if not counts.get(name) and name not in facts.out_of_reach
+    )

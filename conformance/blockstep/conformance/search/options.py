@@ -1,0 +1,105 @@
+"""Options: what a check is asked for, and what its process ends with."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from enum import IntEnum
+
+from blockstep.conformance.draw.presets import MAX_DEPTH
+from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.protocol.features import (
+    PRIORITY,
+    SEVERAL_AT_ONCE,
+    UsageError,
+    Wish,
+    make_wish,
+)
+from blockstep.conformance.protocol.findings import Finding, FindingKind
+from blockstep.conformance.protocol.registry import load_engine
+from blockstep.spec.profiles import PROFILES, STRICT, Profile, get_profile
+from blockstep.spec.vocabulary import Policy
+
+
+class ExitCode(IntEnum):
+    """What the process says when it ends (architecture section 5)."""
+
+    CONFORMS = 0
+    FAILED = 1
+    """A divergence, a violated property or a fault of the engine."""
+    USAGE = 2
+    SPEC = 3
+    """The spec failed an assertion of its own."""
+    LIVENESS = 4
+    HARNESS = 5
+    """Nothing ran, a required witness is missing, or the canary survived."""
+
+
+def exit_code_of(finding: Finding | None) -> ExitCode:
+    """What a process ends with when this is what it found."""
+    if finding is None:
+        return ExitCode.CONFORMS
+    codes = {FindingKind.SPEC: ExitCode.SPEC, FindingKind.LIVENESS: ExitCode.LIVENESS}
+    return codes.get(finding.kind, ExitCode.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """What to check, and how long."""
+
+    engine: str = "host"
+    preset: str = "small"
+    policy: Policy | None = None
+    seed: int = 0
+    max_events: int | None = None
+    max_seconds: float | None = None
+    episode: int | None = None
+    """Run this one episode only."""
+    jobs: int = 1
+    max_depth: int = MAX_DEPTH
+    """Frames in flight, at most. An engine that cannot have several is given one at a time."""
+    profile: str = STRICT.name
+    """Release whose known quirks the spec follows; `strict` follows none."""
+    path: str | None = None
+    """A folder that is looked in first when the engine is imported."""
+    with_features: tuple[str, ...] = ()
+    """Features (`features.FEATURES`) that every run has."""
+    without_features: tuple[str, ...] = ()
+    """Features that no run has."""
+
+
+def get_wish(options: CheckOptions) -> Wish:
+    """The features that the options want and do not want.
+
+    Raises:
+        UsageError: a name is in no row of the table, or no run can be as the options say.
+    """
+    wish = make_wish(options.with_features, options.without_features)
+    if options.max_depth == 1:
+        for name in sorted(wish.always & SEVERAL_AT_ONCE):
+            raise UsageError(f"feature {name!r}: needs 2 plans in flight or more, not depth 1")
+    if options.policy is Policy.FCFS and PRIORITY.name in wish.always:
+        raise UsageError(f"feature {PRIORITY.name!r}: cannot be with policy {options.policy}")
+    if options.policy is Policy.PRIORITY and PRIORITY.name in wish.never:
+        raise UsageError(f"without {PRIORITY.name!r}: the policy cannot be {options.policy}")
+    return wish
+
+
+def find_profile(name: str) -> Profile:
+    """The profile called `name`. Raises UsageError naming those there are."""
+    profile = get_profile(name)
+    if profile is None:
+        known = ", ".join(profile.name for profile in PROFILES)
+        raise UsageError(f"profile {name!r}: must be one of {known}")
+    return profile
+
+
+def load(options: CheckOptions) -> EngineFactory:
+    """The engine of the options, looked for in their folder first.
+
+    Raises:
+        EngineNotFoundError: if the engine cannot be loaded.
+    """
+    if options.path is not None and options.path not in sys.path:
+        sys.path.insert(0, options.path)
+    return load_engine(options.engine)
