@@ -327,7 +327,7 @@ def test_a_record_of_an_engine_that_does_not_live_is_none(
     isolation.record(replace(options("Chatty"), episode=0), path)
     assert validate(path).conforms
     with pytest.raises(LostError, match="SIGABRT"):
-        isolation.record(replace(options("AbortingAtAbort"), episode=0), tmp_path / "no.jsonl")
+        isolation.record(replace(options("AbortingAtAbort"), episode=1), tmp_path / "no.jsonl")
     assert not (tmp_path / "no.jsonl").exists()
 
 
