@@ -31,6 +31,7 @@ from blockstep.conformance.explore.probe import JUDGED_WITNESSES, OF_THE_PAST
 from blockstep.conformance.explore.shard import MAX_STATES, Task
 from blockstep.conformance.explore.tables import (
     find_shortest,
+    join_worlds,
     museum_rows,
     quirk_rows,
     render_table,
@@ -101,13 +102,14 @@ def explore_command(
     worlds = require_worlds(preset)
     follows = require_profile(profile)
     if list_presets:
-        _show_rows(_list_worlds(), markdown, json_path)
+        rows = _list_worlds()
+        _show_rows(rows, markdown, json_path, rows)
     elif quirks or museum:
         make_rows = quirk_rows if quirks else museum_rows
         advance = plain_progress("exploring")
         with input_errors():
             rows = make_rows(worlds, max_states, jobs, name or (), lambda text: advance(None, text))
-        _show_rows(rows, markdown, json_path)
+        _show_rows(rows, markdown, json_path, join_worlds(rows) if museum else rows)
     elif witness:
         _show_witness(witness, worlds, max_states, jobs, json_path)
     elif dot is not None or svg is not None:
@@ -139,12 +141,15 @@ def _list_worlds() -> list[dict[str, object]]:
 
 
 def _show_rows(
-    rows: list[dict[str, object]], markdown: Path | None, json_path: Path | None
+    rows: list[dict[str, object]],
+    markdown: Path | None,
+    json_path: Path | None,
+    on_page: list[dict[str, object]],
 ) -> None:
     say(render_table(rows), json_path)
     write_json(json_path, rows)
     if markdown is not None:
-        write(markdown, render_table(rows, markdown=True))
+        write(markdown, render_table(on_page, markdown=True))
 
 
 def tell_progress(world: World) -> Callable[[int, int, int], None]:

@@ -25,7 +25,7 @@ from blockstep.conformance.judge.worker.names import NEVER_WRITTEN, Name
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.protocol.findings import Difference, Finding
-from blockstep.conformance.report.failure import HEADLINES, render_divergence, render_finding
+from blockstep.conformance.protocol.wording import HEADLINES, render_divergence, render_finding
 from blockstep.spec.vocabulary import (
     Config,
     Event,
