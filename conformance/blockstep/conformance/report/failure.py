@@ -73,6 +73,14 @@ def render_failure(
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
+def render_served(findings: Sequence[Finding], num_events: int) -> str:
+    """What was wrong while an engine served (`CheckFailedError`), and after how many events."""
+    headline = HEADLINES[findings[0].kind]
+    told = [line for finding in findings for line in render_finding(finding)]
+    lines = [f"blockstep generate: {headline} at event {num_events}", "", *told]
+    return "\n".join([*lines, *render_divergence(findings)])
+
+
 def reproduce(options: CheckOptions, episode: int) -> str:
     """The command line that fails in the same way."""
     policy = f" --policy {options.policy}" if options.policy else ""
