@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +24,7 @@ from blockstep.conformance.command.options import (
     ProfileOption,
     check_output,
     count_jobs,
+    require_features,
     require_profile,
 )
 from blockstep.conformance.explore import pictures
@@ -39,6 +40,7 @@ from blockstep.conformance.explore.tables import (
 from blockstep.conformance.explore.walk import LostShardError, walk
 from blockstep.conformance.explore.world import World
 from blockstep.conformance.explore.worlds import WORLDS
+from blockstep.conformance.protocol.features import BY_NAME
 from blockstep.conformance.report.explore import (
     get_exit_code,
     render_shortest,
@@ -59,6 +61,17 @@ MarkdownOption = Annotated[
 def explore_command(
     preset: Annotated[
         list[str] | None, typer.Option(help="A world; may be given several times. Default: all.")
+    ] = None,
+    with_features: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            help=f"Worlds with this feature only; repeatable. The features: {', '.join(BY_NAME)}.",
+        ),
+    ] = None,
+    without_features: Annotated[
+        list[str] | None,
+        typer.Option("--without", help="Worlds without this feature only; repeatable."),
     ] = None,
     list_presets: Annotated[bool, typer.Option("--list", help="List the worlds.")] = False,
     engine: Annotated[
@@ -98,10 +111,12 @@ def explore_command(
     Example: blockstep explore --preset pair --engine host
     """
     jobs = count_jobs(jobs)
-    worlds = require_worlds(preset)
+    worlds = require_worlds(
+        preset, require_features(with_features), require_features(without_features)
+    )
     follows = require_profile(profile)
     if list_presets:
-        _show_rows(_list_worlds(), markdown, json_path)
+        _show_rows(_list_worlds(worlds), markdown, json_path)
     elif quirks or museum:
         make_rows = quirk_rows if quirks else museum_rows
         advance = plain_progress("exploring")
@@ -120,17 +135,32 @@ def explore_command(
         _explore(tasks, jobs, json_path)
 
 
-def require_worlds(names: list[str] | None) -> list[World]:
-    """The worlds of these names, or all; bad input if there is no such world."""
+def require_worlds(
+    names: list[str] | None,
+    with_features: Collection[str] = (),
+    without_features: Collection[str] = (),
+) -> list[World]:
+    """The worlds of these names, or all, that have and lack these features.
+
+    Bad input if there is none.
+    """
     for name in names or ():
         if name not in WORLDS:
             usage(f"--preset {name!r}: must be one of {', '.join(WORLDS)}")
-    return [WORLDS[name] for name in names or WORLDS]
+    worlds = [
+        WORLDS[name]
+        for name in names or WORLDS
+        if WORLDS[name].features.issuperset(with_features)
+        and WORLDS[name].features.isdisjoint(without_features)
+    ]
+    if not worlds:
+        usage("--with, --without: none of these worlds is like this (blockstep explore --list)")
+    return worlds
 
 
-def _list_worlds() -> list[dict[str, object]]:
+def _list_worlds(worlds: Sequence[World]) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    for world in WORLDS.values():
+    for world in worlds:
         counts = None if world.expected is None else asdict(world.expected)
         fields = ("states", "transitions", "refused", "depth")
         shown = {name: f"{counts[name]:,}" if counts else "not counted" for name in fields}
