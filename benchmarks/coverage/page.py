@@ -7,14 +7,14 @@ where it would have led, so that a reason survives other lines being added above
 
 from __future__ import annotations
 
-import ast
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks._pages import make_table, quote_code
+from benchmarks.mutation.mutants import find_functions, get_innermost
 
 UNEXPLAINED: Final = "UNEXPLAINED"
 NOT_EXECUTED: Final = "is not executed"
@@ -86,11 +86,10 @@ def find_module(tracer: Any, file: Path, name: str) -> Module:
     numbers = analysis.numbers
     text = file.read_text(encoding="utf-8")
     lines = text.splitlines()
-    functions = list(_find_functions(ast.parse(text)))
+    functions = find_functions(text)
 
     def describe(line: int, to: str) -> Unreached:
-        inner = [function for function, first, last in functions if first <= line <= last]
-        return Unreached(line, inner[-1] if inner else "", lines[line - 1].strip(), to)
+        return Unreached(line, get_innermost((line, 0), functions), lines[line - 1].strip(), to)
 
     found: list[Unreached] = []
     missing = set(analysis.missing)
@@ -114,15 +113,6 @@ def _get_arcs(analysis: Any) -> list[tuple[int, int]]:
     """(from, to) of the branches not taken; `to` is negative where one leaves the function."""
     arcs = analysis.missing_branch_arcs()
     return sorted((start, to) for start, ends in arcs.items() for to in ends)
-
-
-def _find_functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, int, int]]:
-    for node in ast.iter_child_nodes(tree):
-        name = prefix
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            name = f"{prefix}.{node.name}" if prefix else node.name
-            yield name, node.lineno, node.end_lineno or node.lineno
-        yield from _find_functions(node, name)
 
 
 def get_reason(module: str, one: Unreached, reasons: Sequence[Reason]) -> Reason | None:

@@ -141,14 +141,9 @@ def play(
     sources: list[Source], plan: Plan, known: list[Explanation], journal: Journal
 ) -> dict[str, Any]:
     """The campaign behind a progress bar, which has no thread: processes are forked meanwhile."""
-    columns = (
-        TextColumn("{task.description:<14}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, auto_refresh=False) as progress:
+    what = TextColumn("{task.description:<14}")
+    columns = (what, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         tasks: dict[str, Any] = {}
 
         def tell(what: str, done: int, total: int) -> None:

@@ -26,10 +26,10 @@ from benchmarks.mutation.mutants import (
     Mutant,
     Source,
     find_mutants,
-    get_changed_lines,
     get_wing,
     is_change,
     make_mutated_text,
+    mark_change,
 )
 from benchmarks.mutation.runner import Outcome, Stage, forget, play, play_mutant, run_forked
 
@@ -68,8 +68,8 @@ class Played:
     """One mutant and what became of it."""
 
     mutant: Mutant
-    before: str
-    after: str
+    change: str
+    """The line with the change in it, as `mark_change` has it."""
     outcome: Outcome
     is_changed: bool = True
     """Whether the mutant is a program, and another one."""
@@ -205,8 +205,8 @@ def _make_work(run: Run, stages: Sequence[Stage], seed: int) -> Callable[[], dic
         if not is_change(text, mutated):
             return {"changed": False}
         outcome = play_mutant(source.import_name, str(source.file), mutated, stages, seed)
-        lines = get_changed_lines(text, mutated)
-        return {"changed": True, "outcome": asdict(outcome), "lines": lines}
+        change = mark_change(text, mutated)
+        return {"changed": True, "outcome": asdict(outcome), "change": change}
 
     return work
 
@@ -216,12 +216,10 @@ def _read(run: Run, result: dict[str, Any] | signal.Signals | None) -> Played:
     mutant = run.mutant
     match result:
         case {"changed": False}:
-            return Played(mutant, "", "", Outcome(""), is_changed=False)
+            return Played(mutant, "", Outcome(""), is_changed=False)
         case dict():
-            before, after = result["lines"]
-            return Played(
-                mutant, before, after, Outcome(**result["outcome"]), True, bool(run.seen_by)
-            )
+            outcome = Outcome(**result["outcome"])
+            return Played(mutant, result["change"], outcome, True, bool(run.seen_by))
         case signal.SIGPROF | signal.SIGALRM:
             outcome = Outcome("timeout")
         case signal.Signals():
@@ -230,7 +228,7 @@ def _read(run: Run, result: dict[str, Any] | signal.Signals | None) -> Played:
             outcome = Outcome("crash", "the process ended")
     text = run.source.text
     mutated = make_mutated_text(text, mutant.operator, mutant.occurrence)
-    return Played(mutant, *get_changed_lines(text, mutated), outcome, True, bool(run.seen_by))
+    return Played(mutant, mark_change(text, mutated), outcome, True, bool(run.seen_by))
 
 
 # What is executed at all.

@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -179,39 +179,29 @@ def is_change(text: str, mutated: str) -> bool:
         return False
 
 
-def get_changed_lines(text: str, mutated: str) -> tuple[str, str]:
-    """What was written and what is written instead, each on one line."""
+def mark_change(text: str, mutated: str) -> str:
+    """The changed lines as one, with the change in it: `if count {== => <=} 0:`."""
     lines = list(difflib.ndiff(text.splitlines(), mutated.splitlines()))
-    before = " ".join(line[2:].strip() for line in lines if line.startswith("- "))
-    after = " ".join(line[2:].strip() for line in lines if line.startswith("+ "))
-    return before, after
-
-
-def mark_change(before: str, after: str) -> str:
-    """The line with the change in it: `if count {== => <=} 0:`."""
-    old, new = ([*_WORD.finditer(text)] for text in (before, after))
+    old, new = (
+        _WORD.findall(" ".join(line[2:].strip() for line in lines if line.startswith(sign)))
+        for sign in ("- ", "+ ")
+    )
     first = _count_equal(old, new)
     last = _count_equal(old[first:][::-1], new[first:][::-1])
-    start, end = _find_span(old, first, len(old) - last, len(before))
-    new_start, new_end = _find_span(new, first, len(new) - last, len(after))
-    return f"{before[:start]}{{{before[start:end]} => {after[new_start:new_end]}}}{before[end:]}"
+    before, rest = "".join(old[:first]), "".join(old[first:])
+    was, now = ("".join(words[first : len(words) - last]) for words in (old, new))
+    space = rest[: len(rest) - len(rest.lstrip())]
+    change = f"{space}{{{was.strip()} => {now.strip()}}}"
+    return before + change + rest[max(len(was), len(space)) :]
 
 
-_WORD = re.compile(r"\w+|[=!<>]=|//|\S")
+_WORD = re.compile(r"\s*(?:\w+|[=!<>]=|//|\S)")
 
 
-def _count_equal(old: Iterable[re.Match[str]], new: Iterable[re.Match[str]]) -> int:
+def _count_equal(old: Sequence[str], new: Sequence[str]) -> int:
     """So many words are the same at the beginning of both."""
     pairs = zip(old, new, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0].group() == pair[1].group(), pairs))
-
-
-def _find_span(words: Sequence[re.Match[str]], first: int, end: int, length: int) -> Place:
-    """(from, to) of the text of words[first:end]."""
-    if first < end:
-        return words[first].start(), words[end - 1].end()
-    at = words[first].start() if first < len(words) else length
-    return at, at
+    return sum(1 for _ in takewhile(lambda pair: pair[0].strip() == pair[1].strip(), pairs))
 
 
 # What is left out.

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks._pages import get_commit
 from benchmarks.mutation.campaign import Campaign, Played
 from benchmarks.mutation.journal import make_key
-from benchmarks.mutation.mutants import find_sources, mark_change
+from benchmarks.mutation.mutants import find_sources
 
 _FINDINGS = frozenset({"property", "divergence", "liveness", "fault", "spec"})
 
@@ -95,10 +95,10 @@ def put_into(whole: Mapping[str, Any], part: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def find_changed(modules: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+def find_changed(modules: Sequence[Mapping[str, Any]]) -> set[str]:
     """Those whose text is another one than that which was played, or is gone."""
     now = {source.module: make_key(source.text) for source in find_sources()}
-    return frozenset(one["module"] for one in modules if one["text"] != now.get(one["module"]))
+    return {one["module"] for one in modules if one["text"] != now.get(one["module"])}
 
 
 def find_unplayed(modules: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -127,6 +127,6 @@ def describe(played: Played) -> dict[str, Any]:
         "module": mutant.module,
         "function": mutant.function,
         "line": mutant.line,
-        "change": mark_change(played.before, played.after),
+        "change": played.change,
     }
     return named if played.is_reached else {**named, "reached": False}

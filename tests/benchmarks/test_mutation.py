@@ -30,7 +30,6 @@ from benchmarks.mutation.mutants import (
     find_functions,
     find_mutants,
     find_sources,
-    get_changed_lines,
     get_excluding_rule,
     get_innermost,
     is_change,
@@ -105,8 +104,8 @@ def test_the_mutants_of_a_module(tmp_path: Path) -> None:
     for mutant in mutants:
         mutated = make_mutated_text(TEXT, mutant.operator, mutant.occurrence)
         assert is_change(TEXT, mutated)
-        before, _ = get_changed_lines(TEXT, mutated)
-        assert before == TEXT.splitlines()[mutant.line - 1].strip()
+        before, old, after = re.split(r"\{([^{}]*) => [^{}]*\}", mark_change(TEXT, mutated))
+        assert before + old + after == TEXT.splitlines()[mutant.line - 1].strip()
 
 
 def test_a_change_must_be_another_program() -> None:

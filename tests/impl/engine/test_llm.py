@@ -153,10 +153,10 @@ def test_an_interrupt_between_two_sides_leaves_no_request_on_one(
     llm = LLM(qwen3.folder)
     name = llm.add_request(prompts[0], EIGHT)
     scheduler = type(llm._scheduler)
-    really = scheduler.apply
+    really: Any = scheduler.apply
 
     def interrupt(self: Scheduler, given: Event) -> Observation:
-        answer = really(self, given)
+        answer: Observation = really(self, given)
         if isinstance(given, event):
             raise KeyboardInterrupt
         return answer

@@ -32,12 +32,13 @@ from blockstep.conformance.explore.probe import JUDGED_WITNESSES, OF_THE_PAST
 from blockstep.conformance.explore.shard import MAX_STATES, Task
 from blockstep.conformance.explore.tables import (
     find_shortest,
+    join_worlds,
     museum_rows,
     quirk_rows,
     render_table,
     tell_program,
 )
-from blockstep.conformance.explore.walk import LostShardError, walk
+from blockstep.conformance.explore.walk import LostShardError, get_obstacle, walk
 from blockstep.conformance.explore.world import World
 from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.protocol.features import BY_NAME
@@ -116,13 +117,14 @@ def explore_command(
     )
     follows = require_profile(profile)
     if list_presets:
-        _show_rows(_list_worlds(worlds), markdown, json_path)
+        rows = _list_worlds(worlds)
+        _show_rows(rows, markdown, json_path, rows)
     elif quirks or museum:
         make_rows = quirk_rows if quirks else museum_rows
         advance = plain_progress("exploring")
         with input_errors():
             rows = make_rows(worlds, max_states, jobs, name or (), lambda text: advance(None, text))
-        _show_rows(rows, markdown, json_path)
+        _show_rows(rows, markdown, json_path, join_worlds(rows) if museum else rows)
     elif witness:
         _show_witness(witness, worlds, max_states, jobs, json_path)
     elif dot is not None or svg is not None:
@@ -169,12 +171,15 @@ def _list_worlds(worlds: Sequence[World]) -> list[dict[str, object]]:
 
 
 def _show_rows(
-    rows: list[dict[str, object]], markdown: Path | None, json_path: Path | None
+    rows: list[dict[str, object]],
+    markdown: Path | None,
+    json_path: Path | None,
+    on_page: list[dict[str, object]],
 ) -> None:
     say(render_table(rows), json_path)
     write_json(json_path, rows)
     if markdown is not None:
-        write(markdown, render_table(rows, markdown=True))
+        write(markdown, render_table(on_page, markdown=True))
 
 
 def tell_progress(world: World) -> Callable[[int, int, int], None]:
@@ -194,6 +199,11 @@ def _explore(tasks: Sequence[Task], jobs: int, json_path: Path | None) -> None:
     for task in tasks:
         try:
             with input_errors():
+                obstacle = get_obstacle(task)
+                if obstacle is not None:
+                    what = f"{task.world.name}: not walked: {task.engine} lacks {obstacle}"
+                    say(f"{what}\n", json_path)
+                    continue
                 walked = walk(task, jobs, tell_progress(task.world))
         except LostShardError as lost:
             end(ExitCode.HARNESS, str(lost))
@@ -204,7 +214,7 @@ def _explore(tasks: Sequence[Task], jobs: int, json_path: Path | None) -> None:
         if code not in (ExitCode.CONFORMS, ExitCode.HARNESS):
             break
     write_json(json_path, results)
-    raise typer.Exit(code)
+    raise typer.Exit(code if results else ExitCode.HARNESS)
 
 
 def _show_witness(

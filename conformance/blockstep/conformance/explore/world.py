@@ -111,12 +111,12 @@ class World:
         """Names of the features (`features.FEATURES`) that it has; what must be refused is tried
         in every world."""
         kinds = {type(event) for event in self.signals}
-        things = (self.config, *self.requests)
+        things: tuple[Config | Request, ...] = (self.config, *self.requests)
         return frozenset(
             feature.name
             for feature in FEATURES
             if feature is HOSTILE
-            or any(map(feature.is_asked_by, things))
+            or any(feature.is_asked_by(thing) for thing in things)
             or not kinds.isdisjoint(feature.actions)
         )
 
