@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -51,6 +51,17 @@ from blockstep.conformance.report.explore import (
 from blockstep.conformance.search.options import ExitCode
 from blockstep.spec.profiles import STRICT, Profile
 
+OnlyWithOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with",
+        help=f"Worlds with this feature only; repeatable. The features: {', '.join(BY_NAME)}.",
+    ),
+]
+OnlyWithoutOption = Annotated[
+    list[str] | None,
+    typer.Option("--without", help="Worlds without this feature only; repeatable."),
+]
 MarkdownOption = Annotated[
     Path | None,
     typer.Option(
@@ -63,17 +74,8 @@ def explore_command(
     preset: Annotated[
         list[str] | None, typer.Option(help="A world; may be given several times. Default: all.")
     ] = None,
-    with_features: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--with",
-            help=f"Worlds with this feature only; repeatable. The features: {', '.join(BY_NAME)}.",
-        ),
-    ] = None,
-    without_features: Annotated[
-        list[str] | None,
-        typer.Option("--without", help="Worlds without this feature only; repeatable."),
-    ] = None,
+    with_features: OnlyWithOption = None,
+    without_features: OnlyWithoutOption = None,
     list_presets: Annotated[bool, typer.Option("--list", help="List the worlds.")] = False,
     engine: Annotated[
         str, typer.Option(help="Also hold this engine to every transition: host, museum:NAME ...")
@@ -112,9 +114,7 @@ def explore_command(
     Example: blockstep explore --preset pair --engine host
     """
     jobs = count_jobs(jobs)
-    worlds = require_worlds(
-        preset, require_features(with_features), require_features(without_features)
-    )
+    worlds = require_worlds(preset, with_features, without_features)
     follows = require_profile(profile)
     if list_presets:
         rows = _list_worlds(worlds)
@@ -130,17 +130,14 @@ def explore_command(
     elif dot is not None or svg is not None:
         _draw(worlds, follows, dot, svg, json_path)
     else:
-        tasks = [
-            Task(world, follows, properties, engine=engine, max_states=max_states)
-            for world in worlds
-        ]
-        _explore(tasks, jobs, json_path)
+        task = Task(worlds[0], follows, properties, engine=engine, max_states=max_states)
+        _explore([replace(task, world=world) for world in worlds], jobs, json_path)
 
 
 def require_worlds(
     names: list[str] | None,
-    with_features: Collection[str] = (),
-    without_features: Collection[str] = (),
+    with_features: list[str] | None = None,
+    without_features: list[str] | None = None,
 ) -> list[World]:
     """The worlds of these names, or all, that have and lack these features.
 
@@ -149,11 +146,11 @@ def require_worlds(
     for name in names or ():
         if name not in WORLDS:
             usage(f"--preset {name!r}: must be one of {', '.join(WORLDS)}")
+    wanted, unwanted = require_features(with_features), require_features(without_features)
     worlds = [
         WORLDS[name]
         for name in names or WORLDS
-        if WORLDS[name].features.issuperset(with_features)
-        and WORLDS[name].features.isdisjoint(without_features)
+        if WORLDS[name].features.issuperset(wanted) and WORLDS[name].features.isdisjoint(unwanted)
     ]
     if not worlds:
         usage("--with, --without: none of these worlds is like this (blockstep explore --list)")
