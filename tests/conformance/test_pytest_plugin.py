@@ -233,6 +233,7 @@ def test_an_unknown_engine_is_an_error_of_every_test(inner: pytest.Pytester) -> 
         ("--blockstep-budget=long", "--blockstep-budget 'long': must be a time*"),
         ("--blockstep-seed=-1", "--blockstep-seed -1: must be 0 or above"),
         ("--blockstep-depth=0", "--blockstep-depth 0: must be 1 or above"),
+        ("--blockstep-with=magic", "--blockstep-with, --blockstep-without: feature 'magic': *"),
         ("--blockstep-event-seconds=0", "--blockstep-event-seconds 0: must be above 0"),
         ("--blockstep-json=no/out.json", "--blockstep-json 'no/out.json': there is no such folder"),
     ],
@@ -243,6 +244,18 @@ def test_an_option_that_cannot_be_used_is_said_before_anything_runs(
     result = inner.runpytest_inprocess("--blockstep-engine=spec", option)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: {told}"])
+
+
+def test_features_are_asked_for_and_kept_out(inner: pytest.Pytester) -> None:
+    path = inner.path / "out.json"
+    run(
+        *(inner, "spec", "--blockstep-preset=tiny", "--blockstep-budget=300"),
+        *("--blockstep-with=drafts", "--blockstep-without=caching", "--blockstep-without=pause"),
+        f"--blockstep-json={path}",
+    )
+    check = json.loads(path.read_text())["runs"][0]["check"]
+    assert (check["with"], check["without"]) == (["drafts"], ["caching", "pause"])
+    assert check["witnesses"].get("prefix_hit", 0) == 0
 
 
 def test_items_are_chosen_as_any_test_is(inner: pytest.Pytester) -> None:

@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -50,6 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     add("--blockstep-seed", metavar="N", type=int, default=0, help="What is random follows it.")
     add("--blockstep-depth", metavar="N", type=int, help="Plans in flight at once, at most.")
+    add("--blockstep-with", metavar="NAME", action="append", help="A feature of every run.")
+    add("--blockstep-without", metavar="NAME", action="append", help="A feature of no run.")
     add("--blockstep-json", metavar="FILE", help="Write what the checks came to, as JSON.")
     add(
         "--blockstep-event-seconds",
@@ -227,46 +230,41 @@ CAMPAIGN = pytest.StashKey[Campaign]()
 def _read_options(config: pytest.Config, presets: Sequence[str]) -> dict[str, CheckOptions]:
     """The options of each check. Raises UsageError in the words of the command line."""
     from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS  # noqa: PLC0415
+    from blockstep.conformance.protocol.features import parse_features  # noqa: PLC0415
     from blockstep.conformance.search import options as checking  # noqa: PLC0415
+    from blockstep.conformance.search.budget import read_budget  # noqa: PLC0415
 
     for preset in presets:
         if preset not in PRESETS:
             known = ", ".join(PRESETS)
             raise pytest.UsageError(f"--blockstep-preset {preset!r}: must be one of {known}")
     profile: str = config.getoption("blockstep_profile")
-    try:
-        checking.find_profile(profile)
-    except ValueError as error:
-        raise pytest.UsageError(f"--blockstep-{error}") from None
     seed: int = config.getoption("blockstep_seed")
     depth: int | None = config.getoption("blockstep_depth")
     if seed < 0:
         raise pytest.UsageError(f"--blockstep-seed {seed}: must be 0 or above")
     if depth is not None and depth < 1:
         raise pytest.UsageError(f"--blockstep-depth {depth}: must be 1 or above")
-    max_events, max_seconds = _parse_budget(config.getoption("blockstep_budget"))
-    return {
-        preset: checking.CheckOptions(
+    try:
+        checking.find_profile(profile)
+        max_events, max_seconds = read_budget(config.getoption("blockstep_budget"))
+    except ValueError as error:
+        raise pytest.UsageError(f"--blockstep-{error}") from None
+    try:
+        options = checking.CheckOptions(
             engine=config.getoption("blockstep_engine"),
-            preset=preset,
             seed=seed,
             max_events=max_events,
             max_seconds=max_seconds,
             max_depth=depth or MAX_DEPTH,
             profile=profile,
+            with_features=parse_features(config.getoption("blockstep_with") or ()),
+            without_features=parse_features(config.getoption("blockstep_without") or ()),
         )
-        for preset in presets
-    }
-
-
-def _parse_budget(text: str) -> tuple[int | None, float | None]:
-    """As `--budget` of the command line."""
-    from blockstep.conformance.search.budget import read_budget  # noqa: PLC0415 - only if wanted
-
-    try:
-        return read_budget(text)
+        checking.get_wish(options)
     except ValueError as error:
-        raise pytest.UsageError(f"--blockstep-{error}") from None
+        raise pytest.UsageError(f"--blockstep-with, --blockstep-without: {error}") from None
+    return {preset: replace(options, preset=preset) for preset in presets}
 
 
 # The tests.

@@ -22,9 +22,12 @@ from blockstep.conformance.command.options import (
     JsonOption,
     ProfileOption,
     SeedOption,
+    WithOption,
+    WithoutOption,
     check_output,
     count_jobs,
     require_budget,
+    require_features,
     require_preset,
     require_profile,
 )
@@ -71,6 +74,8 @@ def check_command(
     ] = None,
     profile: ProfileOption = STRICT.name,
     depth: DepthOption = MAX_DEPTH,
+    with_features: WithOption = None,
+    without_features: WithoutOption = None,
     path: FolderOption = None,
     seed: SeedOption = 0,
     budget: Annotated[
@@ -119,6 +124,8 @@ def check_command(
         max_depth=depth,
         profile=profile,
         path=None if path is None else str(path.resolve()),
+        with_features=require_features(with_features),
+        without_features=require_features(without_features),
     )
     is_trusted = in_process or engine in TRUSTED or engine.startswith(MUSEUM)
     with input_errors(), Isolation(event_seconds) as isolation:

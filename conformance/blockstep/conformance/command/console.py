@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.protocol.registry import EngineNotFoundError
 from blockstep.conformance.recorded.traces import TraceError
 from blockstep.conformance.report.explain import NotExplainedError
@@ -23,7 +24,9 @@ from blockstep.conformance.search.options import ExitCode
 from blockstep.spec.vocabulary import ConfigError
 
 SECONDS_BETWEEN_LINES = 10.0
-INPUT_ERRORS = (EngineNotFoundError, TraceError, ConfigError, RefusedError, NotExplainedError)
+INPUT_ERRORS = (
+    *(EngineNotFoundError, TraceError, ConfigError, RefusedError, NotExplainedError, UsageError),
+)
 
 
 def end(code: ExitCode, message: str) -> NoReturn:

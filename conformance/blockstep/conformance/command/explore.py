@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +24,7 @@ from blockstep.conformance.command.options import (
     ProfileOption,
     check_output,
     count_jobs,
+    require_features,
     require_profile,
 )
 from blockstep.conformance.explore import pictures
@@ -40,6 +41,7 @@ from blockstep.conformance.explore.tables import (
 from blockstep.conformance.explore.walk import LostShardError, get_obstacle, walk
 from blockstep.conformance.explore.world import World
 from blockstep.conformance.explore.worlds import WORLDS
+from blockstep.conformance.protocol.features import BY_NAME
 from blockstep.conformance.report.explore import (
     get_exit_code,
     render_shortest,
@@ -49,6 +51,17 @@ from blockstep.conformance.report.explore import (
 from blockstep.conformance.search.options import ExitCode
 from blockstep.spec.profiles import STRICT, Profile
 
+OnlyWithOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with",
+        help=f"Worlds with this feature only; repeatable. The features: {', '.join(BY_NAME)}.",
+    ),
+]
+OnlyWithoutOption = Annotated[
+    list[str] | None,
+    typer.Option("--without", help="Worlds without this feature only; repeatable."),
+]
 MarkdownOption = Annotated[
     Path | None,
     typer.Option(
@@ -61,6 +74,8 @@ def explore_command(
     preset: Annotated[
         list[str] | None, typer.Option(help="A world; may be given several times. Default: all.")
     ] = None,
+    with_features: OnlyWithOption = None,
+    without_features: OnlyWithoutOption = None,
     list_presets: Annotated[bool, typer.Option("--list", help="List the worlds.")] = False,
     engine: Annotated[
         str, typer.Option(help="Also hold this engine to every transition: host, museum:NAME ...")
@@ -99,10 +114,10 @@ def explore_command(
     Example: blockstep explore --preset pair --engine host
     """
     jobs = count_jobs(jobs)
-    worlds = require_worlds(preset)
+    worlds = require_worlds(preset, with_features, without_features)
     follows = require_profile(profile)
     if list_presets:
-        rows = _list_worlds()
+        rows = _list_worlds(worlds)
         _show_rows(rows, markdown, json_path, rows)
     elif quirks or museum:
         make_rows = quirk_rows if quirks else museum_rows
@@ -115,24 +130,36 @@ def explore_command(
     elif dot is not None or svg is not None:
         _draw(worlds, follows, dot, svg, json_path)
     else:
-        tasks = [
-            Task(world, follows, properties, engine=engine, max_states=max_states)
-            for world in worlds
-        ]
-        _explore(tasks, jobs, json_path)
+        task = Task(worlds[0], follows, properties, engine=engine, max_states=max_states)
+        _explore([replace(task, world=world) for world in worlds], jobs, json_path)
 
 
-def require_worlds(names: list[str] | None) -> list[World]:
-    """The worlds of these names, or all; bad input if there is no such world."""
+def require_worlds(
+    names: list[str] | None,
+    with_features: list[str] | None = None,
+    without_features: list[str] | None = None,
+) -> list[World]:
+    """The worlds of these names, or all, that have and lack these features.
+
+    Bad input if there is none.
+    """
     for name in names or ():
         if name not in WORLDS:
             usage(f"--preset {name!r}: must be one of {', '.join(WORLDS)}")
-    return [WORLDS[name] for name in names or WORLDS]
+    wanted, unwanted = require_features(with_features), require_features(without_features)
+    worlds = [
+        WORLDS[name]
+        for name in names or WORLDS
+        if WORLDS[name].features.issuperset(wanted) and WORLDS[name].features.isdisjoint(unwanted)
+    ]
+    if not worlds:
+        usage("--with, --without: none of these worlds is like this (blockstep explore --list)")
+    return worlds
 
 
-def _list_worlds() -> list[dict[str, object]]:
+def _list_worlds(worlds: Sequence[World]) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    for world in WORLDS.values():
+    for world in worlds:
         counts = None if world.expected is None else asdict(world.expected)
         fields = ("states", "transitions", "refused", "depth")
         shown = {name: f"{counts[name]:,}" if counts else "not counted" for name in fields}

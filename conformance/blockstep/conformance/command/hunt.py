@@ -20,12 +20,16 @@ from blockstep.conformance.command.options import (
     EngineOption,
     JsonOption,
     SeedOption,
+    WithOption,
+    WithoutOption,
     check_output,
+    require_features,
     require_profile,
 )
 from blockstep.conformance.draw.presets import MAX_DEPTH
 from blockstep.conformance.engine import get_traits
 from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.report.failure import show_options
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
 from blockstep.conformance.search.hunt import hunt
 from blockstep.conformance.search.options import CheckOptions, ExitCode
@@ -38,6 +42,8 @@ def hunt_command(
         str, typer.Option(help="Release whose quirks may account for what is found; strict: all.")
     ] = STRICT.name,
     depth: DepthOption = MAX_DEPTH,
+    with_features: WithOption = None,
+    without_features: WithoutOption = None,
     seed: SeedOption = 0,
     budget: Annotated[int, typer.Option(min=1, help="Events in each scope.")] = 100_000,
     markdown: Annotated[
@@ -55,7 +61,13 @@ def hunt_command(
     """
     require_profile(profile)
     options = CheckOptions(
-        engine=engine, seed=seed, max_events=budget, max_depth=depth, profile=profile
+        engine=engine,
+        seed=seed,
+        max_events=budget,
+        max_depth=depth,
+        profile=profile,
+        with_features=require_features(with_features),
+        without_features=require_features(without_features),
     )
     with input_errors(), progress(make_console(json_path), f"hunting in {engine}") as advance:
         make_engine = load_engine(engine)
@@ -64,8 +76,6 @@ def hunt_command(
     say(render_hunt(result, workarounds), json_path)
     write_json(json_path, hunt_to_json(result, workarounds))
     if markdown is not None:
-        follows = "" if profile == STRICT.name else f" --profile {profile}"
-        deep = "" if depth == MAX_DEPTH else f" --depth {depth}"
-        command = f"blockstep hunt --engine {engine}{follows}{deep} --seed {seed} --budget {budget}"
-        write(markdown, render_hunt_page(result, workarounds, command))
+        command = f"blockstep hunt --engine {engine}{show_options(options)} --seed {seed}"
+        write(markdown, render_hunt_page(result, workarounds, f"{command} --budget {budget}"))
     raise typer.Exit(ExitCode.FAILED if result.defects else ExitCode.CONFORMS)

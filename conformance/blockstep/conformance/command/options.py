@@ -10,6 +10,7 @@ import typer
 
 from blockstep.conformance.command.console import usage
 from blockstep.conformance.draw.presets import PRESETS
+from blockstep.conformance.protocol.features import BY_NAME, UsageError, parse_features
 from blockstep.conformance.search.budget import read_budget
 from blockstep.conformance.search.options import find_profile
 from blockstep.spec.profiles import Profile
@@ -49,12 +50,29 @@ DepthOption = Annotated[
     int, typer.Option(min=1, help="Plans in flight at once, at most; drawn up to this.")
 ]
 SeedOption = Annotated[int, typer.Option(min=0, help="Everything random follows from it.")]
+WithOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with", help=f"A feature of every run; repeatable. The features: {', '.join(BY_NAME)}."
+    ),
+]
+WithoutOption = Annotated[
+    list[str] | None, typer.Option("--without", help="A feature of no run; repeatable.")
+]
 JobsOption = Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")]
 
 
 def count_jobs(jobs: int) -> int:
     """Processes side by side, where 0 says one per core."""
     return jobs or os.cpu_count() or 1
+
+
+def require_features(names: list[str] | None) -> tuple[str, ...]:
+    """Names of features that there are; bad input otherwise."""
+    try:
+        return parse_features(names or ())
+    except UsageError as error:
+        usage(str(error))
 
 
 def require_preset(name: str) -> None:

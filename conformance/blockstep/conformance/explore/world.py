@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
+from blockstep.conformance.protocol.features import FEATURES, HOSTILE
 from blockstep.spec.requests import Frame
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
@@ -104,6 +105,20 @@ class World:
         events += [Reset(forced) for forced in self.resets]
         events += [SetPause(pause_state) for pause_state in self.pauses]
         return tuple(events)
+
+    @cached_property
+    def features(self) -> frozenset[str]:
+        """Names of the features (`features.FEATURES`) that it has; what must be refused is tried
+        in every world."""
+        kinds = {type(event) for event in self.signals}
+        things: tuple[Config | Request, ...] = (self.config, *self.requests)
+        return frozenset(
+            feature.name
+            for feature in FEATURES
+            if feature is HOSTILE
+            or any(feature.is_asked_by(thing) for thing in things)
+            or not kinds.isdisjoint(feature.actions)
+        )
 
     @cached_property
     def mistakes(self) -> tuple[Event, ...]:

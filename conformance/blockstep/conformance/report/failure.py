@@ -137,19 +137,24 @@ def render_served(findings: Sequence[Finding], num_events: int) -> str:
 
 def reproduce(options: CheckOptions, episode: int, loss: Loss | None = None) -> str:
     """The command line that fails in the same way."""
-    policy = f" --policy {options.policy}" if options.policy else ""
-    if options.profile != STRICT.name:
-        policy += f" --profile {options.profile}"
-    if options.max_depth != MAX_DEPTH:
-        policy += f" --depth {options.max_depth}"
     path = f" --path {options.path}" if options.path else ""
+    policy = f" --policy {options.policy}" if options.policy else ""
     patience = ""
     if loss is not None and loss.event_seconds is not None:
         patience = f" --event-seconds {loss.event_seconds:g}"
     return (
-        f"blockstep check --engine {options.engine}{path} --preset {options.preset}{policy} "
-        f"--seed {options.seed} --episode {episode}{patience}"
+        f"blockstep check --engine {options.engine}{path} --preset {options.preset}{policy}"
+        f"{show_options(options)} --seed {options.seed} --episode {episode}{patience}"
     )
+
+
+def show_options(options: CheckOptions) -> str:
+    """Those of a search that are not as they are by themselves, each after a space."""
+    parts = [f" --profile {options.profile}"] if options.profile != STRICT.name else []
+    parts += [f" --depth {options.max_depth}"] if options.max_depth != MAX_DEPTH else []
+    parts += [f" --with {name}" for name in options.with_features]
+    parts += [f" --without {name}" for name in options.without_features]
+    return "".join(parts)
 
 
 def _render_answers(shrunk: Shrunk) -> list[str]:

@@ -71,6 +71,8 @@ def hunt_to_json(result: HuntResult, workarounds: Mapping[str, str]) -> dict[str
         "engine_version": result.engine_version,
         "seed": options.seed,
         "depth": options.max_depth,
+        "with": list(options.with_features),
+        "without": list(options.without_features),
         "num_events": result.num_events,
         "num_again": result.num_again.total(),
         "defects": [_defect_to_json(defect, workarounds) for defect in result.defects],

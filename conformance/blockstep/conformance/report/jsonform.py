@@ -21,6 +21,8 @@ def check_to_json(result: CheckResult) -> dict[str, Any]:
         "preset": options.preset,
         "profile": options.profile,
         "policy": None if options.policy is None else str(options.policy),
+        "with": list(options.with_features),
+        "without": list(options.without_features),
         "seed": options.seed,
         "episode": options.episode,
         "exit_code": int(result.exit_code),
