@@ -87,7 +87,7 @@ def test_json_on_standard_output_is_all_there_is() -> None:
 ENGINES = """
 import os, signal, time
 from dataclasses import replace
-from blockstep.conformance.search import check
+from blockstep.conformance.search import episodes
 from blockstep.conformance.lockstep.canary import CanaryEngine
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec.vocabulary import Abort
@@ -129,7 +129,7 @@ class NeverBuilt(SpecEngine):
 
 class Meddling(SpecEngine):
     def capabilities(self):
-        check.draw_swarm = None
+        episodes.draw_swarm = None
         return super().capabilities()
 """
 
@@ -181,7 +181,7 @@ def test_an_engine_that_fails_fails_no_campaign(
 def test_an_engine_that_is_never_built_is_told_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockstep.conformance.search.isolation.BUILD_SECONDS", 4.0)
+    monkeypatch.setattr("blockstep.conformance.search.isolation.process.BUILD_SECONDS", 4.0)
     result = check_engine(tmp_path, "NeverBuilt")
     assert result.exit_code == 1
     told = " ".join(result.output.split())
@@ -217,7 +217,7 @@ def test_an_episode_of_an_isolated_engine_is_recorded(tmp_path: Path) -> None:
     args = ("--episode", 2, "--record", path)
     assert check_engine(tmp_path, "SpecEngine", *args).exit_code == 0
     assert blockstep("validate", path).exit_code == 0
-    again = ("--seed", 5, "--episode", 0, "--record", tmp_path / "lost.jsonl")
+    again = ("--seed", 5, "--episode", 1, "--record", tmp_path / "lost.jsonl")
     lost = check_engine(tmp_path, "Aborting", *again)
     assert lost.exit_code == 1
     assert "lost.jsonl: nothing to write: the engine's process was ended" in lost.output

@@ -382,6 +382,22 @@ def test_a_kept_engine_stands_where_it_stood(engine: str) -> None:
     assert twin.snapshot() == first.snapshot()
 
 
+class OneFrame(SpecEngine):
+    """Has one plan in flight, whatever the config wants."""
+
+    def capabilities(self) -> frozenset[str]:
+        return super().capabilities() - {"pipeline", "async"}
+
+
+def test_a_world_that_an_engine_is_not_made_for_is_told_and_left_out() -> None:
+    engine = f"{__name__}:OneFrame"
+    result = explore("--preset", "pipeline", "--preset", "loop", "--engine", engine)
+    assert f"pipeline: not walked: {engine} lacks pipeline\n" in result.output
+    assert "loop: 8 states" in result.output
+    assert result.exit_code == 0
+    assert explore("--preset", "gap", "--engine", engine).exit_code == 5
+
+
 def test_a_defect_that_needs_a_refused_event_is_told_as_such() -> None:
     walked = walk(Task(WORLDS["loop"], properties=False, engine=f"{__name__}:Grudging"))
     assert walked.found

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from blockstep.conformance.judge.properties import PROPERTIES
-from blockstep.conformance.pytest_plugin import ASPECTS, judge
+from blockstep.conformance.report.subjects import ASPECTS, verdict_on
 
 pytest_plugins = ["pytester"]
 
@@ -332,23 +332,26 @@ def test_no_item_is_green_when_a_check_did_not_end_well() -> None:
         "failure": None, "conforms": False, "exit_code": 3, "num_events": 9, "equivalence": "exact",
     }  # fmt: skip
     subjects = [*(entry.id for entry in PROPERTIES), *ASPECTS]
-    assert {judge(subject, check)[0] for subject in subjects} == {"failed", "skipped"}
+    assert {verdict_on(subject, check)[0] for subject in subjects} == {"failed", "skipped"}
     spec = {"kind": "spec", "property": "", "sentence": "spec_asserts_nothing_false"}
     check["failure"] = {"findings": [spec]}
-    assert [name for name in subjects if judge(name, check)[0] == "failed"] == ["verdict"]
-    assert {judge(subject, check)[0] for subject in subjects} == {"failed", "skipped"}
+    assert [name for name in subjects if verdict_on(name, check)[0] == "failed"] == ["verdict"]
+    assert {verdict_on(subject, check)[0] for subject in subjects} == {"failed", "skipped"}
 
 
 def test_a_stall_fails_its_property_and_liveness() -> None:
     stall = {"kind": "liveness", "property": "P10", "sentence": "every_request_ends"}
     check = {"failure": {"findings": [stall]}}
     subjects = [*(entry.id for entry in PROPERTIES), *ASPECTS]
-    assert [name for name in subjects if judge(name, check)[0] == "failed"] == ["P10", "liveness"]
+    assert [name for name in subjects if verdict_on(name, check)[0] == "failed"] == [
+        "P10",
+        "liveness",
+    ]
 
 
 def test_without_comparison_divergence_is_not_green() -> None:
     check = {
         "failure": None, "conforms": True, "exit_code": 0, "num_events": 9, "equivalence": "safety",
     }  # fmt: skip
-    assert judge("divergence", check)[0] == judge("P1", check)[0] == "skipped"
-    assert judge("verdict", check)[0] == judge("liveness", check)[0] == "passed"
+    assert verdict_on("divergence", check)[0] == verdict_on("P1", check)[0] == "skipped"
+    assert verdict_on("verdict", check)[0] == verdict_on("liveness", check)[0] == "passed"

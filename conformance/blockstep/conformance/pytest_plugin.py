@@ -33,8 +33,6 @@ NAME = "blockstep"
 PRESETS_DEFAULT = ("tiny", "small")
 FOLDER = "blockstep_folder"
 """Key under which a worker of xdist is told where outcomes are kept."""
-ASPECTS = ("divergence", "fault", "liveness", "verdict")
-"""Tests of a preset that are not about one property."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -176,7 +174,7 @@ class Campaign:
 
     def _ensure(self, preset: str, wait: bool = True) -> None:
         """Check a preset unless that was done; without `wait`, also unless somebody is at it."""
-        from blockstep.conformance.search.isolation import locked  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.search.isolation.lock import locked  # noqa: PLC0415 - only if wanted
 
         path = self.folder / f"{preset}.json"
         with locked(self.folder / f"{preset}.lock", wait) as is_held:
@@ -289,6 +287,7 @@ class PresetNode(pytest.Collector):
     def collect(self) -> Iterator[SubjectItem]:
         """The tests, in the order of the properties."""
         from blockstep.conformance.judge.properties import PROPERTIES  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.report.subjects import ASPECTS  # noqa: PLC0415
 
         for entry in PROPERTIES:
             name = f"{entry.id} {entry.name}"
@@ -324,6 +323,8 @@ class SubjectItem(pytest.Item):
 
     def runtest(self) -> None:
         """Pass, fail with the face of the failure, or be skipped for what was not judged."""
+        from blockstep.conformance.report.subjects import verdict_on  # noqa: PLC0415 - only if wanted
+
         check, text = self._outcome["check"], self._outcome["text"]
         known = check["findings_known"].get(self._subject, 0)
         if known:
@@ -331,7 +332,7 @@ class SubjectItem(pytest.Item):
         if self._subject == "verdict":
             for name in ("seed", "num_events", "num_episodes", "equivalence"):
                 self.user_properties.append((f"blockstep_{name}", check[name]))
-        word, reason = judge(self._subject, check)
+        word, reason = verdict_on(self._subject, check)
         if word == "failed":
             raise FailedCheckError(text.rstrip("\n"))
         if word == "skipped":
@@ -346,38 +347,6 @@ class SubjectItem(pytest.Item):
     def reportinfo(self) -> tuple[Path, None, str]:
         """It has no place in any file."""
         return self.path, None, self.nodeid
-
-
-def judge(subject: str, check: dict[str, Any]) -> tuple[str, str]:
-    """(passed, failed or skipped; why it was skipped) of a property or aspect, by a check's JSON.
-
-    A check ends at its first finding, so what was not found by then has not been held to the end.
-    """
-    if check["failure"] is not None:
-        accused = set[str]()
-        for finding in check["failure"]["findings"]:
-            kind = finding["kind"] if finding["kind"] in ASPECTS else ""
-            accused |= {finding["property"] or kind or "verdict", kind}
-        if subject in accused:
-            return "failed", ""
-        return "skipped", f"the run ended at another finding: {_name(check['failure'])}"
-    if subject == "verdict":
-        return ("passed" if check["conforms"] else "failed"), ""
-    if not check["num_events"] or check["exit_code"] not in {0, 5}:
-        return "skipped", "the run came to no end"
-    equivalence = check["equivalence"]
-    if equivalence == "exact" or subject in {"fault", "liveness"}:
-        return "passed", ""
-    if subject == "divergence":
-        if equivalence == "plan":
-            return "passed", ""
-        return "skipped", f"not compared with the specification: equivalence {equivalence}"
-    return "skipped", f"judged in part only, and nothing found: equivalence {equivalence}"
-
-
-def _name(failure: dict[str, Any]) -> str:
-    first = failure["findings"][0]
-    return f"{first['property'] or first['kind']} {first['sentence']}"
 
 
 # The fixture.
@@ -418,6 +387,7 @@ class Bench:
             AssertionError: with all that is wrong.
         """
         from blockstep.conformance.protocol.program import Program  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.report.failure import tell_program  # noqa: PLC0415
 
         __tracebackhide__ = True
         if not isinstance(program, Program):
@@ -429,8 +399,8 @@ class Bench:
         elif config is not None:
             raise ValueError("a Program has a config of its own: leave config out")
         outcome = self._campaign.isolation.run(self.engine, program, self.profile)
-        if outcome.text:
-            raise AssertionError(f"{outcome.text}\n{self._reproduce()}")
+        if outcome.failure is not None or outcome.loss is not None:
+            raise AssertionError(f"{tell_program(outcome, self.engine)}\n{self._reproduce()}")
         for name, count in outcome.skipped.items():
             pytest.skip(f"not tried: the engine lacks {name} ({count} actions left out)")
 
@@ -451,10 +421,12 @@ class Bench:
     def render(self, walk: Walk, findings: list[Finding]) -> str:
         """The face of a failure, ending with how to see it again."""
         from blockstep.conformance.protocol.program import Program  # noqa: PLC0415
-        from blockstep.conformance.search.isolation import render_program  # noqa: PLC0415
+        from blockstep.conformance.report.failure import render_program  # noqa: PLC0415
+        from blockstep.conformance.search.shrink import conclude  # noqa: PLC0415
 
         program = Program(walk.run.config, tuple(walk.actions))
-        return f"{render_program(self.engine, program, walk.run, findings)}\n{self._reproduce()}"
+        text = render_program(conclude(program, walk.run, findings), self.engine)
+        return f"{text}\n{self._reproduce()}"
 
     def _reproduce(self) -> str:
         profile = "" if self.profile == "strict" else f" --blockstep-profile={self.profile}"

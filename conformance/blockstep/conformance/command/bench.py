@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from blockstep.conformance.bench.measure import (
     Measurement,
@@ -119,6 +120,20 @@ def scheduler_command(
         except NotEqualError as error:
             end(ExitCode.FAILED, str(error))
     measurements = merge_rounds(measurements)
+    _show(measurements, console)
+    console.print("all decided the same" if len(names) > 1 else "one engine, compared with nobody")
+    if plot is not None:
+        try:
+            draw_plot(plot, measurements)
+        except ImportError:
+            usage("--plot: needs matplotlib: pip install 'blockstep[plot]'")
+    if markdown is not None:
+        write(markdown, make_markdown(measurements, conditions, plot))
+    write_json(json_path, to_json(measurements, conditions))
+
+
+def _show(measurements: list[Measurement], console: Console) -> None:
+    """The table, the slopes, and the sums over a trace."""
     console.print(make_table(make_rows(measurements)))
     for row in list_slopes(measurements):
         console.print(
@@ -129,15 +144,6 @@ def scheduler_command(
         for found in measurements[0].readings:
             seconds = get_seconds(measurements[0], found)
             console.print(f"total {found.engine} {found.reading}: {seconds:.3f} s for all steps")
-    console.print("all decided the same" if len(names) > 1 else "one engine, compared with nobody")
-    if plot is not None:
-        try:
-            draw_plot(plot, measurements)
-        except ImportError:
-            usage("--plot: needs matplotlib: pip install 'blockstep[plot]'")
-    if markdown is not None:
-        write(markdown, make_markdown(measurements, conditions, plot))
-    write_json(json_path, to_json(measurements, conditions))
 
 
 @bench_app.command("profile")

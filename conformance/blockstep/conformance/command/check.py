@@ -30,12 +30,11 @@ from blockstep.conformance.command.options import (
 )
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.protocol.registry import MUSEUM
-from blockstep.conformance.recorded.traces import write_trace
+from blockstep.conformance.recorded.episodes import write_episode
 from blockstep.conformance.report.failure import tell_failure
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.report.verdict import render_verdict
 from blockstep.conformance.search.check import CheckResult, check
-from blockstep.conformance.search.episodes import record_episode
 from blockstep.conformance.search.isolation import (
     BUILD_SECONDS,
     EVENT_SECONDS,
@@ -140,7 +139,7 @@ def _check(
     else:
         console.print(tell_failure(result), markup=False, soft_wrap=True, end="")
     if record is not None and isolation is None:
-        write_trace(record, *record_episode(options))
+        write_episode(options, None, record)
     elif record is not None and isolation is not None:
         _record_isolated(isolation, options, record)
     return result
@@ -148,7 +147,7 @@ def _check(
 
 def _record_isolated(isolation: Isolation, options: CheckOptions, record: Path) -> None:
     try:
-        isolation.record(options, record)
+        isolation.call(write_episode, options, record.resolve())
     except LostError as lost:
         typer.echo(f"blockstep: --record {record}: nothing to write: {lost}", err=True)
 

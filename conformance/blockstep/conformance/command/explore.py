@@ -37,7 +37,7 @@ from blockstep.conformance.explore.tables import (
     render_table,
     tell_program,
 )
-from blockstep.conformance.explore.walk import LostShardError, walk
+from blockstep.conformance.explore.walk import LostShardError, get_obstacle, walk
 from blockstep.conformance.explore.world import World
 from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.report.explore import (
@@ -169,6 +169,11 @@ def _explore(tasks: Sequence[Task], jobs: int, json_path: Path | None) -> None:
     for task in tasks:
         try:
             with input_errors():
+                obstacle = get_obstacle(task)
+                if obstacle is not None:
+                    what = f"{task.world.name}: not walked: {task.engine} lacks {obstacle}"
+                    say(f"{what}\n", json_path)
+                    continue
                 walked = walk(task, jobs, tell_progress(task.world))
         except LostShardError as lost:
             end(ExitCode.HARNESS, str(lost))
@@ -179,7 +184,7 @@ def _explore(tasks: Sequence[Task], jobs: int, json_path: Path | None) -> None:
         if code not in (ExitCode.CONFORMS, ExitCode.HARNESS):
             break
     write_json(json_path, results)
-    raise typer.Exit(code)
+    raise typer.Exit(code if results else ExitCode.HARNESS)
 
 
 def _show_witness(

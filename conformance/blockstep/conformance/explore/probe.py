@@ -7,7 +7,7 @@ history say nothing here: who was preempted since when, and what a reset came be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -15,6 +15,7 @@ from blockstep.conformance.engine import Capability, Engine
 from blockstep.conformance.judge.properties import FlightRow, Ledger, Life, Step, check_step
 from blockstep.conformance.judge.witnesses import WITNESSES, situations
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
+from blockstep.conformance.protocol.features import Feature
 from blockstep.conformance.protocol.findings import Difference
 from blockstep.spec.releases import Quirk, get_rules
 from blockstep.spec.requests import RequestState
@@ -23,28 +24,21 @@ from blockstep.spec.state import State
 from blockstep.spec.transition import transition
 from blockstep.spec.vocabulary import (
     Config,
-    Drafts,
     Event,
-    GrammarReady,
     Observation,
     Rejected,
+    Request,
     RequestId,
     RequestSnapshot,
-    Reset,
-    SetPause,
     Snapshot,
     Submit,
 )
 
-_NEEDED: Mapping[type, Capability] = {
-    Drafts: Capability.DRAFTS,
-    SetPause: Capability.PAUSE,
-    Reset: Capability.RESET,
-    GrammarReady: Capability.GRAMMAR,
-}
-
 Hits: TypeAlias = list[str]
 """What was found in a transition, a line each."""
+
+RAISED = "exception"
+"""The field of a difference that is no answer."""
 
 OF_THE_PAST = frozenset(
     {
@@ -111,20 +105,17 @@ def get_ledger(state: State) -> Ledger:
     return ledger
 
 
-def needed_by(event: Event) -> Capability | None:
-    """What an engine must be able to do to be given an event."""
-    if isinstance(event, Submit) and event.request.items:
-        return Capability.MULTIMODAL
-    if isinstance(event, Submit) and event.request.prompt_embeds:
-        return Capability.EMBEDS
-    return _NEEDED.get(type(event))
-
-
-def needed_for(config: Config) -> Capability | None:
-    """What an engine must be able to do to have so many frames in flight."""
-    if config.async_scheduling:
-        return Capability.ASYNC
-    return Capability.PIPELINE if config.max_frames_in_flight > 1 else None
+def get_lacking(lacking: Iterable[Feature], thing: Config | Event) -> Capability | None:
+    """What an engine that lacks these features would need for a config or an event."""
+    asked = thing.request if isinstance(thing, Submit) else thing
+    for feature in lacking:
+        if isinstance(asked, Config | Request):
+            is_asked = feature.is_asked_by(asked)
+        else:
+            is_asked = isinstance(asked, feature.actions)
+        if is_asked:
+            return feature.capability
+    return None
 
 
 class StateMemo:
@@ -228,17 +219,33 @@ def compare(
     engine: Engine, moment: Moment, expected: Snapshot, capabilities: frozenset[str]
 ) -> Hits:
     """Give an engine that stands in the state before the event; how it differs after it."""
+    return [
+        f"the engine raised {found.seen}"
+        if found.field == RAISED
+        else f"{found.field}: spec {found.expected}, engine {found.seen}"
+        for found in differ(engine, moment.event, moment.observation, expected, capabilities)
+    ]
+
+
+def differ(
+    engine: Engine,
+    event: Event,
+    observation: Observation,
+    expected: Snapshot,
+    capabilities: frozenset[str],
+) -> tuple[Difference, ...]:
+    """Give an engine an event; how its answer and its state differ from what is right."""
     try:
-        seen = engine.apply(moment.event)
+        seen = engine.apply(event)
         after = engine.snapshot()
     except Exception as error:
-        return [f"the engine raised {type(error).__name__}: {error}"]
-    if after is not None and Capability.STATISTICS not in capabilities:
-        after = replace(after, stats=expected.stats)
-    differences = list(observation_differences(moment.observation, seen))
+        return (Difference(RAISED, "none", f"{type(error).__name__}: {error}"),)
+    differences = observation_differences(observation, seen)
     if after is not None:
+        if Capability.STATISTICS not in capabilities:
+            after = replace(after, stats=expected.stats)
         differences += snapshot_differences(expected, after)
-    return [f"{d.field}: spec {d.expected}, engine {d.seen}" for d in differences]
+    return differences
 
 
 def is_for(capabilities: frozenset[str], observation: Observation) -> bool:

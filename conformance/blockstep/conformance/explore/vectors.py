@@ -17,8 +17,8 @@ is told from one that an engine fails. Described in docs/reference/vectors.md.
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -26,9 +26,9 @@ from typing import Any
 
 import msgspec
 
-from blockstep.conformance.engine import Capability, Engine, EngineFactory
-from blockstep.conformance.explore.probe import needed_by, needed_for
-from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
+from blockstep.conformance.engine import Capability, EngineFactory, get_capabilities
+from blockstep.conformance.explore.probe import differ, get_lacking
+from blockstep.conformance.protocol.features import Feature, find_lacking
 from blockstep.conformance.protocol.findings import Difference
 from blockstep.conformance.protocol.program import describe_event
 from blockstep.conformance.recorded.traces import TraceError, TraceStep, read_lines, recorded
@@ -319,22 +319,25 @@ def consume(vectors: Vectors, make_engine: EngineFactory) -> Consumed:
     What the engine cannot do ends a program early; what it does not refuse it is not given.
     """
     result = Consumed()
+    capabilities = get_capabilities(make_engine)
+    features = find_lacking(capabilities)
+    needed = get_lacking(features, vectors.config)
+    if needed is not None:
+        result.skipped[needed] = sum(map(len, vectors.programs))
+        return result
     for number, steps in enumerate(vectors.programs, 1):
         engine = make_engine(vectors.config)
-        capabilities = engine.capabilities()
-        needed = needed_for(vectors.config)
-        if needed is not None and needed not in capabilities:
-            result.skipped[needed] = sum(map(len, vectors.programs))
-            return result
         for count, step in enumerate(steps, 1):
-            lacking = _lacking(step, capabilities)
+            lacking = _lacking(step, capabilities, features)
             if lacking is not None:
                 result.skipped[lacking] = result.skipped.get(lacking, 0) + 1
                 if lacking is Capability.REJECTION:
                     continue
                 break
             result.num_events += 1
-            result.differences = _differences(engine, step, capabilities)
+            result.differences = differ(
+                engine, step.event, step.observation, step.snapshot, capabilities
+            )
             if result.differences:
                 result.program, result.step = number, count
                 result.event = describe_event(step.event)
@@ -343,24 +346,9 @@ def consume(vectors: Vectors, make_engine: EngineFactory) -> Consumed:
     return result
 
 
-def _lacking(step: VectorStep, capabilities: frozenset[str]) -> Capability | None:
+def _lacking(
+    step: VectorStep, capabilities: frozenset[str], features: Iterable[Feature]
+) -> Capability | None:
     if isinstance(step.observation, Rejected):
         return None if Capability.REJECTION in capabilities else Capability.REJECTION
-    needed = needed_by(step.event)
-    return needed if needed is not None and needed not in capabilities else None
-
-
-def _differences(
-    engine: Engine, step: VectorStep, capabilities: frozenset[str]
-) -> tuple[Difference, ...]:
-    try:
-        seen = engine.apply(step.event)
-        after = engine.snapshot()
-    except Exception as error:
-        return (Difference("exception", "none", f"{type(error).__name__}: {error}"),)
-    differences = observation_differences(step.observation, seen)
-    if after is not None:
-        if Capability.STATISTICS not in capabilities:
-            after = replace(after, stats=step.snapshot.stats)
-        differences += snapshot_differences(step.snapshot, after)
-    return differences
+    return get_lacking(features, step.event)

@@ -7,6 +7,7 @@ just sampled. Keeping them abstract lets a program lose any of its lines and sti
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
@@ -29,6 +30,9 @@ from blockstep.spec.vocabulary import (
     SetPause,
     Submit,
 )
+
+WIDTH = 100
+"""Columns of what people read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,17 @@ def describe(action: Action) -> str:
             return f"hostile   {describe_event(event)}"
         case _:
             return type(action).__name__.lower()
+
+
+def describe_config(config: Config) -> str:
+    """Whatever is not a default, in the order of the fields."""
+    plain = Config(config.num_blocks)
+    parts = [f"num_blocks={config.num_blocks}"]
+    for name in Config.__dataclass_fields__:
+        value = getattr(config, name)
+        if name != "num_blocks" and value != getattr(plain, name):
+            parts.append(f"{name}={value}")
+    return "\n            ".join(textwrap.wrap(" ".join(parts), WIDTH - 12))
 
 
 def describe_request(request: Request) -> str:

@@ -1,8 +1,8 @@
 """Hosts: the engine on the host in the states of `harness`.
 
-The engine is looked up by name, as always, and built by its own constructor; only its columns are
-lists here, because an array holds no symbolic number. A law about it runs a method of the engine
-and the specification's function on the same symbolic counters, and demands one answer.
+The engine is looked up by name, as always, and built by its own constructor. A law about it runs a
+method of the engine and the specification's function on the same symbolic counters, and demands one
+answer.
 """
 
 from __future__ import annotations
@@ -15,24 +15,11 @@ from blockstep.spec.vocabulary import Config, Status
 
 HOST: Any = load_engine("host")
 LINEAGE: Any = load_engine("blockstep.impl.host.lineage:Lineage")
-COLUMNS = (
-    "num_prompt", "num_known", "num_output_placeholders", "num_computed", "num_cached_blocks",
-    "num_cached_tokens", "num_preemptions", "max_known", "last_frame", "is_watched",
-    "is_prefill_chunk", "grammar_ready",
-)  # fmt: skip
-
-
-def build_empty_host(config: Config) -> Any:
-    """The engine, with lists for columns."""
-    host = HOST(config)
-    for column in COLUMNS:
-        setattr(host.table, column, list(getattr(host.table, column)))
-    return host
 
 
 def build_host(config: Config, *requests: RequestState) -> Any:
     """The engine with these requests in its slots 0, 1 and so on; the running ones run."""
-    host = build_empty_host(config)
+    host = HOST(config)
     table = host.table
     for slot, request in enumerate(requests):
         lineage = LINEAGE(request.request, config.block_size, host.digest)
@@ -43,11 +30,11 @@ def build_host(config: Config, *requests: RequestState) -> Any:
         table.spec_token_ids[slot] = request.spec_token_ids
         table.is_prefill_chunk[slot] = request.is_prefill_chunk
         (held,) = request.holdings
-        table.num_cached_blocks[slot] = held.num_cached_blocks
+        table.holdings[slot][0].num_cached = held.num_cached_blocks
         table.last_frame[slot] = host.next_frame_id
         if request.status is Status.RUNNING:
             host.running.append(slot)
-            table.block_tables[slot].extend(held.block_table)
+            table.holdings[slot][0].blocks.extend(held.block_table)
             host.pool.touch(held.block_table)
         else:
             host.waiting.append(slot)

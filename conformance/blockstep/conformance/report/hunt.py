@@ -5,8 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 
-from blockstep.conformance.protocol.program import describe
-from blockstep.conformance.report.failure import WIDTH, describe_config
+from blockstep.conformance.protocol.program import WIDTH, describe, describe_config
 from blockstep.conformance.report.jsonform import finding_to_json
 from blockstep.conformance.search.hunt import Cause, Defect, HuntResult, Means
 from blockstep.spec.profiles import QUIRKS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
 
@@ -11,7 +11,14 @@ from blockstep.conformance.engine import EngineFactory, get_traits
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import Finding
-from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Propose
+from blockstep.conformance.protocol.program import (
+    Action,
+    Answer,
+    Drain,
+    Program,
+    Propose,
+    describe_observation,
+)
 from blockstep.spec.profiles import STRICT, Profile
 from blockstep.spec.vocabulary import (
     Abort,
@@ -37,13 +44,43 @@ PAIRED_MAX = 24
 
 
 @dataclass(frozen=True, slots=True)
+class LastAnswers:
+    """The last event of a failing run and both answers to it, in words."""
+
+    event: str
+    expected: str
+    seen: str | None
+    """None if the engine raised."""
+    are_alike: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Shrunk:
-    """The smallest failing program found, and its last run."""
+    """The smallest failing program found, and what its last run came to. It crosses borders of
+    processes, which a run does not."""
 
     program: Program
-    run: LockStep
-    findings: list[Finding]
+    findings: tuple[Finding, ...]
     num_runs: int
+    num_events: int
+    equivalence: str
+    last: LastAnswers | None
+
+
+def conclude(
+    program: Program, run: LockStep, findings: Iterable[Finding], num_runs: int = 0
+) -> Shrunk:
+    """What is to be said of the run of a program; `num_runs` were needed to make it so short."""
+    last = None
+    if run.exchanges:
+        exchange = run.exchanges[-1]
+        last = LastAnswers(
+            type(exchange.event).__name__.lower(),
+            describe_observation(exchange.expected),
+            None if exchange.seen is None else describe_observation(exchange.seen),
+            exchange.expected == exchange.seen,
+        )
+    return Shrunk(program, tuple(findings), num_runs, run.num_events, run.equivalence, last)
 
 
 class _Budget(Exception):
@@ -94,7 +131,7 @@ class Shrinker:
             self._rename()
         except _Budget:
             pass
-        return Shrunk(self.best, self.run, self.findings, self._num_runs)
+        return conclude(self.best, self.run, self.findings, self._num_runs)
 
     def _try(self, program: Program) -> bool:
         """Adopt `program` if it fails in the same way."""

@@ -8,13 +8,21 @@ import numpy as np
 
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan, SlotNames
 from blockstep.impl.capabilities import COMPILED
-from blockstep.impl.compiled import results
 from blockstep.impl.compiled.blocks import withdraw_all
 from blockstep.impl.compiled.frames import Frame, RowDrafts
 from blockstep.impl.compiled.jit import SLOW_BECAUSE, warn_if_slow
 from blockstep.impl.compiled.lives import end, get_tokens, preempt_all
 from blockstep.impl.compiled.planning import plan_step
 from blockstep.impl.compiled.requests import Requests
+from blockstep.impl.compiled.results import (
+    BY_EOS,
+    BY_LENGTH,
+    BY_REPETITION,
+    BY_STOP_TOKEN,
+    FITS,
+    LACKS_MARKS,
+    commit_step,
+)
 from blockstep.impl.compiled.state import (
     GRAMMAR_READY,
     IS_PREFILL,
@@ -77,10 +85,10 @@ from blockstep.spec.vocabulary import (
 )
 
 _REASONS: Final = {
-    results.BY_EOS: FinishReason.STOP,
-    results.BY_STOP_TOKEN: FinishReason.STOP,
-    results.BY_LENGTH: FinishReason.LENGTH,
-    results.BY_REPETITION: FinishReason.REPETITION,
+    BY_EOS: FinishReason.STOP,
+    BY_STOP_TOKEN: FinishReason.STOP,
+    BY_LENGTH: FinishReason.LENGTH,
+    BY_REPETITION: FinishReason.REPETITION,
 }
 _NO_COUNTS: Final = np.empty(0, np.int32)
 _NO_MARKS: Final = np.empty(0, np.uint8)
@@ -273,15 +281,15 @@ class CompiledEngine:
         self.requests.reserve_nodes(len(token_ids), frame.who.shape[1])
         marks, is_marked = _NO_MARKS, False
         while True:
-            code, detail, told, kept, num_rows, num_ended = results.commit_step(
+            code, detail, told, kept, num_rows, num_ended = commit_step(
                 self.requests.state, frame.who, frame.planned, frame.ids, token_ids,
                 _NO_COUNTS if counts is None else counts, counts is not None, marks, is_marked,
             )  # fmt: skip
-            if code != results.LACKS_MARKS:
+            if code != LACKS_MARKS:
                 break
             marks = self.requests.mark(frame.who, frame.planned[TOLD_SAMPLES], token_ids, counts)
             is_marked = True
-        if code != results.FITS:
+        if code != FITS:
             return bad_result(frame_id, frame.describe(code, detail, token_ids))
         names = frame.names
         if num_rows < told.shape[1]:
@@ -304,7 +312,7 @@ class CompiledEngine:
         for row in self.requests.state.scratch[:num_ended].tolist():
             at, _, _, verdict = told[:, row].tolist()
             stop = None
-            if verdict == results.BY_STOP_TOKEN:
+            if verdict == BY_STOP_TOKEN:
                 stop = int(outputs.token_ids[told[1, : row + 1].sum() - 1])
             outputs.ended[row] = (_REASONS[verdict], stop)
             self._forget(int(frame.who[0, at]))

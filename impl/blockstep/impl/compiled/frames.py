@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from blockstep.impl.arrays import SlotNames
-from blockstep.impl.compiled import results
+from blockstep.impl.compiled.results import (
+    NEGATIVE_TOKEN,
+    WRONG_COUNTS,
+    WRONG_NUMBER,
+    WRONG_ROW,
+)
 from blockstep.impl.compiled.state import TOLD_DRAFTS, TOLD_SAMPLES, Int32s, Int64s
 from blockstep.spec.vocabulary import RequestId, TokenIds
 
@@ -70,14 +75,14 @@ class Frame:
 
     def describe(self, code: int, detail: int, token_ids: Int32s) -> str:
         """What is wrong with an answer in arrays, and how it must be."""
-        if code == results.NEGATIVE_TOKEN:
+        if code == NEGATIVE_TOKEN:
             return "token ids must not be negative"
-        if code == results.WRONG_NUMBER:
+        if code == WRONG_NUMBER:
             return f"must have {detail} tokens, not {len(token_ids)}"
-        if code == results.WRONG_COUNTS:
+        if code == WRONG_COUNTS:
             rows = len(self.names)
             return f"must have {rows} counts, which add up to the number of tokens"
-        if code == results.WRONG_ROW:
+        if code == WRONG_ROW:
             rule = "a row that samples has one token, and one per accepted draft"
             return f"row {detail}: {rule}; any other has none"
         return f"row {detail} accepts tokens that are no prefix of its drafts"

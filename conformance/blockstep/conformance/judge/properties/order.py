@@ -131,6 +131,17 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     yield from differing("skipped_waiting", skipped, list(step.after.skipped_waiting)) or ()
 
 
+@sentence("P16", Commit, Abort)
+def queues_lose_exactly_the_ended(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+    """A commit or an abort takes the ended out of their queue; the others keep their order."""
+    left = step.new.keys()
+    for queue in ("waiting", "skipped_waiting", "running"):
+        old, new = getattr(step.before, queue), getattr(step.after, queue)
+        if old != new:
+            expected = tuple(name for name in old if name in left)
+            yield from differing(queue, expected, new) or ()
+
+
 @sentence("P16", Schedule)
 def preempted_fcfs_are_the_youngest(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """FCFS preempts from the end of the running list."""
@@ -227,14 +238,3 @@ def freed_tail_is_evicted_first(step: Step, _ledger: Ledger) -> list[Complaint] 
     names = [name for name in names if name in step.old]
     expected = (*before.free_queue, *freed_blocks(before, names))
     return differing("free_queue", expected, after.free_queue)
-
-
-@sentence("P16", Commit, Abort)
-def queues_lose_exactly_the_ended(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
-    """A commit or an abort takes the ended out of their queue; the others keep their order."""
-    left = step.new.keys()
-    for queue in ("waiting", "skipped_waiting", "running"):
-        old, new = getattr(step.before, queue), getattr(step.after, queue)
-        if old != new:
-            expected = tuple(name for name in old if name in left)
-            yield from differing(queue, expected, new) or ()

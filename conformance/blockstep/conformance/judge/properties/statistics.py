@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from blockstep.conformance.judge.properties.admission import may_ask_the_cache
+from blockstep.conformance.judge.properties.hits import may_ask_the_cache
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import Complaint, difference, sentence
 from blockstep.conformance.judge.properties.step import Step

@@ -19,7 +19,7 @@ from blockstep.conformance.prove.harness import (
     build_state,
     schedule,
 )
-from blockstep.conformance.prove.hosts import HOST, LINEAGE, build_empty_host, build_host
+from blockstep.conformance.prove.hosts import HOST, LINEAGE, build_host
 from blockstep.conformance.prove.law import Room, instead_in
 from blockstep.conformance.prove.laws import host_mistakes
 from blockstep.spec.hashing import get_item_keys
@@ -58,7 +58,7 @@ def check_host_ends_a_request_for_its_text_at_the_same_token(
         request.request, eos_token_id=eos, stop_token_ids=(stop,), min_tokens=min_tokens
     )
     request = replace(request, request=asked, output_token_ids=Tokens(num_outputs, last))
-    host = build_empty_host(build_config(block_size=8192))
+    host = HOST(build_config(block_size=8192))
     host._submit(asked)
     host.table.num_known[0] = 1 + num_outputs
     due = compute_stop(request, request.output_token_ids, 1 + num_outputs, 8192)

@@ -31,7 +31,7 @@ def threshold_is_for_newcomers_only(self: Any, slot: int, budget: int) -> Any:
 def exact_multiples_take_a_block_more(self: Any, slot: int, num_scheduled: int) -> Any:
     """The quotient and one more, also where nothing is left over."""
     end = self.table.num_computed[slot] + num_scheduled
-    return end // self.block_size + 1 - len(self.table.block_tables[slot])
+    return end // self.block_size + 1 - len(self.table.holdings[slot][0].blocks)
 
 
 def promised_tokens_are_no_gap(self: Any, slot: int, budget: int) -> Any:
@@ -54,14 +54,15 @@ def one_frame_ahead_is_enough(self: Any, slot: int) -> Any:
 def lookahead_passes_the_model_length(self: Any, slot: int, num_scheduled: int) -> Any:
     """No cap."""
     end = self.table.num_computed[slot] + num_scheduled + self.num_lookahead_tokens
-    missing = -(-end // self.block_size) - len(self.table.block_tables[slot])
+    missing = -(-end // self.block_size) - len(self.table.holdings[slot][0].blocks)
     return max(missing, 0)
 
 
 def missing_blocks_may_be_negative(self: Any, slot: int, num_scheduled: int) -> Any:
     """Not cut at zero."""
     end = self.table.num_computed[slot] + num_scheduled + self.num_lookahead_tokens
-    return -(-min(end, self.max_model_len) // self.block_size) - len(self.table.block_tables[slot])
+    extent = -(-min(end, self.max_model_len) // self.block_size)
+    return extent - len(self.table.holdings[slot][0].blocks)
 
 
 def whole_prompt_must_fit_always(self: Any, slot: int, num_hit: int, budget: int) -> Any:
@@ -137,7 +138,8 @@ def drafts_are_taken_in_mid_prefill(self: Any, slot: int) -> Any:
 def drafts_are_published(self: Any, slot: int, num_computed: int, num_scheduled: int) -> None:
     """Whatever is scheduled counts, although drafts in it may be rejected."""
     full = (num_computed + num_scheduled) // self.block_size
-    self.table.num_cached_blocks[slot] = max(full, self.table.num_cached_blocks[slot])
+    for holding in self.table.holdings[slot]:
+        holding.num_cached = max(full, holding.num_cached)
 
 
 def last_token_counts_as_computed(self: Any, slot: int) -> None:
@@ -148,8 +150,9 @@ def last_token_counts_as_computed(self: Any, slot: int) -> None:
 def partly_computed_block_stays_published(self: Any, slot: int) -> None:
     """Rounded up: a block that the victim had begun keeps its key."""
     first = -(-self.table.num_computed[slot] // self.block_size)
-    for block in self.table.block_tables[slot][first:]:
-        self.prefix.withdraw(block)
+    for holding in self.table.holdings[slot]:
+        for block in holding.blocks[first:]:
+            self.prefix.withdraw(block)
 
 
 def ring_is_not_closed_behind_the_taken(self: Any, count: int) -> Any:

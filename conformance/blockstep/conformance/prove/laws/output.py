@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.conformance.prove.harness import Tokens, asking, build_config, build_request
-from blockstep.conformance.prove.hosts import HOST, build_empty_host
+from blockstep.conformance.prove.hosts import HOST
 from blockstep.conformance.prove.law import Room, instead, instead_in
 from blockstep.conformance.prove.laws import host_mistakes
 from blockstep.spec.hashing import extend_block_keys, get_item_keys, get_tokens
@@ -288,7 +288,7 @@ def check_host_ends_a_request_for_its_length_at_the_same_token(
     assert 0 <= min_tokens and num_prompt + num_outputs <= max_model_len
     request = build_request("a", num_prompt, num_outputs, max_tokens)
     request = asking(request, min_tokens=min_tokens)
-    host = build_empty_host(build_config(block_size=8192, max_model_len=max_model_len))
+    host = HOST(build_config(block_size=8192, max_model_len=max_model_len))
     host._submit(request.request)
     host.table.num_known[0] = num_prompt + num_outputs
     due = compute_stop(request, request.output_token_ids, request.num_known_tokens, max_model_len)

@@ -150,7 +150,7 @@ def check_host_publishes_the_same_blocks(
     host._publish(0, num_computed, num_scheduled)
     full = compute_num_publishable_blocks(num_computed, num_scheduled, num_known, block_size)
     assert tuple(host.prefix.blocks) == (1, 2, 3)[num_settled:full]
-    assert host.table.num_cached_blocks[0] == max(num_settled, full)
+    assert host.table.holdings[0][0].num_cached == max(num_settled, full)
     return True
 
 
@@ -176,7 +176,7 @@ def check_host_publishes_the_same_blocks_of_what_a_commit_verified(
     host.prefix = Published(*(1, 2, 3)[:num_settled])
     host._publish_verified(0)
     assert host.prefix.blocks == [b for b in (1, 2, 3) if after.block_keys[b] is not None]
-    assert host.table.num_cached_blocks[0] == due.holdings[0].num_cached_blocks
+    assert host.table.holdings[0][0].num_cached == due.holdings[0].num_cached_blocks
     return True
 
 

@@ -302,6 +302,8 @@ def read_header(path: Path, text: str) -> Config:
         config = _CODEC.header(text)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _bad_line(path, 1, text, error) from None
+    if config.max_frames_in_flight > 1 and not _has_word(text, "async_scheduling"):
+        config = dataclasses.replace(config, async_scheduling=True)
     problems = config_problems(config)
     if problems:
         raise TraceError(
@@ -312,6 +314,12 @@ def read_header(path: Path, text: str) -> Config:
             "record the run again",
         )
     return config
+
+
+def _has_word(text: str, name: str) -> bool:
+    """Whether the config of a first line says so much; before it had the word, several frames in
+    flight were asynchronous scheduling."""
+    return name in msgspec.json.decode(text)["config"]
 
 
 def _read_steps(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[TraceStep]:
