@@ -14,7 +14,7 @@ BASE := $(VENV)/.base
 DEV := $(VENV)/.dev
 MEASURE := $(VENV)/.measure
 
-# The release of vLLM that `make vllm` runs: one of adapters/vllm_releases.py.
+# The release of vLLM that `make vllm` runs: one that engines/adapters/vllm_releases.py has.
 VLLM ?= 0.19.1
 VLLM_VENV := .venv-vllm-$(VLLM)
 VLLM_BIN := $(VLLM_VENV)/bin

@@ -63,7 +63,11 @@ MODULES = (
     "spec.hashing", "spec.memory.slots", "spec.step.running", "spec.lives.commit",
     "spec.transition", "spec.snapshots", "spec.invariants", "spec.strict", "spec.releases.order",
     "spec.profiles", "spec.oracle", "impl.host.engine", "kernels.attention",
-    "conformance.lockstep.driver",
+    "conformance.engine", "conformance.protocol.program", "conformance.draw.actions",
+    "conformance.judge.witnesses", "conformance.lockstep.driver", "conformance.search.check",
+    "conformance.recorded.replay", "conformance.engines.serving", "conformance.museum.pool",
+    "conformance.explore.walk", "conformance.prove.runner", "conformance.bench.player",
+    "conformance.report.failure", "conformance.command.main", "conformance.pytest_plugin",
 )  # fmt: skip
 """A house of one module per room that the rules tell apart."""
 
@@ -75,6 +79,8 @@ ALLOWED = (
     ("spec.pool", "from blockstep.spec.vocabulary.config import Config"),
     ("spec.releases.order", "from blockstep.spec.step.running import goes_on"),
     ("spec.oracle", "from blockstep.spec.profiles import STRICT"),
+    ("conformance.command.main", "from blockstep.conformance.report import failure"),
+    ("conformance.prove.runner", "from blockstep.conformance.engine import Engine"),
 )
 FORBIDDEN = (
     ("spec.step.running", "from blockstep.spec.releases.order import one_waiting_queue"),
@@ -94,6 +100,11 @@ FORBIDDEN = (
     ("kernels.attention", "import blockstep.conformance.lockstep.driver"),
     ("conformance.lockstep.driver", "import blockstep.impl.host.engine"),
     ("conformance.lockstep.driver", "def f():\n    import blockstep.kernels.attention"),
+    ("conformance.search.check", "from blockstep.conformance.report.failure import tell_failure"),
+    ("conformance.draw.actions", "from blockstep.conformance.judge import witnesses"),
+    ("conformance.bench.player", "def f():\n    import blockstep.conformance.prove.runner"),
+    ("conformance.pytest_plugin", "import blockstep.conformance.command.main"),
+    ("conformance.engine", "from blockstep.conformance.protocol.program import Program"),
 )
 
 
@@ -117,6 +128,71 @@ def test_an_allowed_import_passes(module: str, source: str, tmp_path: Path) -> N
 def test_a_forbidden_import_is_caught(module: str, source: str, tmp_path: Path) -> None:
     build_house(tmp_path, module, source)
     assert f"blockstep.{module} -> blockstep." in find_imports_against_the_rules(tmp_path)
+
+
+def test_a_room_that_nobody_has_placed_is_caught(tmp_path: Path) -> None:
+    build_house(tmp_path, "", "")
+    (tmp_path / "conformance" / "blockstep" / "conformance" / "attic.py").touch()
+    assert "attic" in find_imports_against_the_rules(tmp_path)
+
+
+# Circles.
+
+
+def find_imports(root: Path) -> dict[str, set[str]]:
+    """For every module below `root` those of them that it imports, at once or later."""
+    files: dict[str, Path] = {}
+    for file in root.rglob("*.py"):
+        parts = file.relative_to(root).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    found: dict[str, set[str]] = {}
+    for name, file in files.items():
+        named: set[str] = set()
+        nodes: list[ast.AST] = [ast.parse(file.read_text())]
+        for node in nodes:
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                continue  # names for a reader of types; nobody is imported
+            nodes += ast.iter_child_nodes(node)
+            if isinstance(node, ast.Import):
+                named |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                named |= inner if inner <= files.keys() else inner | {node.module}
+        found[name] = named & files.keys() - {name}
+    return found
+
+
+def find_circles(imports: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other: what is left when those at either end of a chain are gone."""
+    left = {name: {*named} for name, named in imports.items()}
+    while True:
+        imported = set[str]().union(*left.values())
+        ends = {name for name, named in left.items() if not named or name not in imported}
+        if not ends:
+            return sorted(left)
+        left = {name: named - ends for name, named in left.items() if name not in ends}
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_no_modules_import_each_other(wing: str) -> None:
+    assert find_circles(find_imports(HOUSE / wing)) == []
+
+
+def test_a_circle_is_caught(tmp_path: Path) -> None:
+    (tmp_path / "room").mkdir()
+    files = {
+        "room/__init__.py": "",
+        "room/a.py": "from room.b import f",
+        "room/b.py": "from room import c",
+        "room/c.py": "def f():\n    import room.a",
+        "room/d.py": "import room.a, room.e",
+        "room/e.py": "if TYPE_CHECKING:\n    import room.d",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert find_circles(find_imports(tmp_path)) == ["room.a", "room.b", "room.c"]
+    (tmp_path / "room" / "c.py").write_text("import room.e")
+    assert find_circles(find_imports(tmp_path)) == []
 
 
 # P-numbers.
@@ -169,3 +245,28 @@ def test_a_long_function_is_caught() -> None:
     body = "    pass\n" * (NUM_LINES_MAX - 1)
     assert find_long_functions(f"def f():\n{body}") == []
     assert find_long_functions(f"def f():\n{body}    pass") == [f"f: {NUM_LINES_MAX + 1} lines"]
+
+
+LIMITS = {"spec": 420, "impl": 450, "conformance": 450}
+"""Lines of a file, at most, by wing."""
+
+
+def find_long_files(house: Path) -> set[str]:
+    return {
+        file.relative_to(house).as_posix()
+        for wing, limit in LIMITS.items()
+        for file in (house / wing).rglob("*.py")
+        if len(file.read_text().splitlines()) > limit
+    }
+
+
+def test_no_file_is_longer_than_its_wing_allows() -> None:
+    assert find_long_files(HOUSE) == set()
+
+
+def test_a_long_file_is_caught(tmp_path: Path) -> None:
+    for wing, limit in LIMITS.items():
+        (tmp_path / wing).mkdir()
+        (tmp_path / wing / "short.py").write_text("pass\n" * limit)
+        (tmp_path / wing / "long.py").write_text("pass\n" * (limit + 1))
+    assert find_long_files(tmp_path) == {f"{wing}/long.py" for wing in LIMITS}

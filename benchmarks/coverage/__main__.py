@@ -21,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks._pages import get_commit
 from benchmarks.coverage.page import (
     WHOLE_MODULES,
     Module,
@@ -91,7 +92,7 @@ def measure(num_events: int, seed: int) -> tuple[list[Module], dict[str, int]]:
     coverage: Any = importlib.import_module("coverage")
     folder = find_spec_folder()
     tracer = coverage.Coverage(
-        data_file=None, config_file=False, branch=True, include=[f"{folder}/*.py"]
+        data_file=None, config_file=False, branch=True, include=[f"{folder}/**/*.py"]
     )
     tracer.start()
     check: Any = importlib.import_module("blockstep.conformance.search.check")
@@ -102,11 +103,12 @@ def measure(num_events: int, seed: int) -> tuple[list[Module], dict[str, int]]:
             check, options, max(num_events // part, 1)
         )
     tracer.stop()
-    names = {f"spec/{file.name}": file for file in sorted(folder.glob("*.py"))}
+    files = sorted(folder.rglob("*.py"))
+    names = {f"spec/{file.relative_to(folder).as_posix()}": file for file in files}
     modules = [
         find_module(tracer, file, name)
         for name, file in names.items()
-        if file.name != "__init__.py" and name not in WHOLE_MODULES
+        if file.name != "__init__.py" and not name.startswith(tuple(WHOLE_MODULES))
     ]
     return modules, counts
 
@@ -137,7 +139,8 @@ def play(check: Any, options: Any, num_events: int) -> int:
 def get_versions() -> dict[str, str]:
     """What the numbers depend on."""
     names = ("blockstep", "coverage")
-    return {"python": platform.python_version()} | {name: version(name) for name in names}
+    versions = {name: version(name) for name in names}
+    return {"commit": get_commit(), "python": platform.python_version(), **versions}
 
 
 def to_json(modules: list[Module], num_events: dict[str, int]) -> dict[str, Any]:

@@ -7,12 +7,14 @@ where it would have led, so that a reason survives other lines being added above
 
 from __future__ import annotations
 
-import ast
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from benchmarks._pages import make_table, quote_code
+from benchmarks.mutation.mutants import find_functions, get_innermost
 
 UNEXPLAINED: Final = "UNEXPLAINED"
 NOT_EXECUTED: Final = "is not executed"
@@ -55,6 +57,7 @@ class Reason:
 
     module: str
     function: str
+    """Or a class, for all of its methods."""
     why: str
     code: str = ""
     """"" for every line of the function."""
@@ -63,7 +66,7 @@ class Reason:
 
     def is_about(self, module: str, one: Unreached) -> bool:
         """Whether this is what is meant."""
-        is_here = (self.module, self.function) == (module, one.function)
+        is_here = self.module == module and f"{one.function}.".startswith(f"{self.function}.")
         return is_here and self.code in ("", one.code) and self.to in ("", one.to)
 
 
@@ -83,11 +86,10 @@ def find_module(tracer: Any, file: Path, name: str) -> Module:
     numbers = analysis.numbers
     text = file.read_text(encoding="utf-8")
     lines = text.splitlines()
-    functions = list(_find_functions(ast.parse(text)))
+    functions = find_functions(text)
 
     def describe(line: int, to: str) -> Unreached:
-        inner = [function for function, first, last in functions if first <= line <= last]
-        return Unreached(line, inner[-1] if inner else "", lines[line - 1].strip(), to)
+        return Unreached(line, get_innermost((line, 0), functions), lines[line - 1].strip(), to)
 
     found: list[Unreached] = []
     missing = set(analysis.missing)
@@ -111,15 +113,6 @@ def _get_arcs(analysis: Any) -> list[tuple[int, int]]:
     """(from, to) of the branches not taken; `to` is negative where one leaves the function."""
     arcs = analysis.missing_branch_arcs()
     return sorted((start, to) for start, ends in arcs.items() for to in ends)
-
-
-def _find_functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, int, int]]:
-    for node in ast.iter_child_nodes(tree):
-        name = prefix
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            name = f"{prefix}.{node.name}" if prefix else node.name
-            yield name, node.lineno, node.end_lineno or node.lineno
-        yield from _find_functions(node, name)
 
 
 def get_reason(module: str, one: Unreached, reasons: Sequence[Reason]) -> Reason | None:
@@ -159,23 +152,30 @@ def render_page(
 ) -> str:
     """The whole page."""
     names = ", ".join(f"{name} {number}" for name, number in versions.items())
-    played = "".join(f"- {what}: {count:,} events\n" for what, count in num_events.items())
-    text = f"{INTRO}\n`{command}`, {names}; played:\n\n{played}\n"
-    text += _table(
+    played = "; ".join(f"{what}: {count:,} events" for what, count in num_events.items())
+    text = f"{INTRO}\n`{command}`, {names}. Played: {played}.\n\n"
+    text += make_table(
         ("module", "lines", "reached", "branches", "reached", "without a reason"),
         [*(_row(module, reasons) for module in modules), _total(modules, reasons)],
     )
-    whole = [(f"`{name}`", why) for name, why in WHOLE_MODULES.items()]
-    text += "\nNot counted:\n\n" + _table(("module", "why"), whole)
-    text += "\n## Not reached\n"
+    whole = "; ".join(f"`{name}`: {why}" for name, why in WHOLE_MODULES.items())
+    text += f"\nNot counted: {whole}.\n\n## Not reached\n\n"
+    rows: dict[tuple[str, str], list[str]] = {}
     for module in modules:
-        if module.unreached:
-            rows = [_unreached_row(module.name, one, reasons) for one in module.unreached]
-            text += f"\n### {module.name}\n\n" + _table(("function", "way not taken", "why"), rows)
-    idle = [reason for reason in reasons if not _is_needed(reason, modules)]
-    for reason in idle:
-        what = _code(reason.code or reason.function)
-        text += f"\nExplains nothing any more: `{reason.module}`, {what}.\n"
+        for one in module.unreached:
+            reason = get_reason(module.name, one, reasons)
+            why = reason.why if reason else f"**{UNEXPLAINED}**"
+            rows.setdefault((module.name, why), []).append(_name_way(one))
+    text += make_table(
+        ("module", "ways not taken", "why"),
+        [(f"`{name}`", "; ".join(ways), why) for (name, why), ways in rows.items()],
+    )
+    for reason in reasons:
+        if not any(
+            reason.is_about(module.name, one) for module in modules for one in module.unreached
+        ):
+            what = quote_code(reason.code or reason.function)
+            text += f"\nExplains nothing any more: `{reason.module}`, {what}.\n"
     return text
 
 
@@ -195,23 +195,6 @@ def _total(modules: Sequence[Module], reasons: Sequence[Reason]) -> tuple[str, .
     return "**all**", *(str(sum(int(row[column]) for row in rows)) for column in range(1, 6))
 
 
-def _unreached_row(module: str, one: Unreached, reasons: Sequence[Reason]) -> tuple[str, str, str]:
-    reason = get_reason(module, one, reasons)
-    to = one.to if one.to in (NOT_EXECUTED, AWAY) else f"goes on to {_code(one.to)}"
-    why = reason.why if reason else f"**{UNEXPLAINED}**"
-    return f"`{one.function or 'module'}`", f"{_code(one.code)} {to}", why
-
-
-def _is_needed(reason: Reason, modules: Sequence[Module]) -> bool:
-    return any(reason.is_about(module.name, one) for module in modules for one in module.unreached)
-
-
-def _code(text: str) -> str:
-    """One line of code inside a table."""
-    return f"`` {text} ``".replace("|", "\\|")
-
-
-def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    heads = tuple(heads)
-    lines = [heads, ("---",) * len(heads), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def _name_way(one: Unreached) -> str:
+    to = one.to if one.to in (NOT_EXECUTED, AWAY) else f"goes on to {quote_code(one.to)}"
+    return f"`{one.function or 'module'}`: {quote_code(one.code)} {to}"

@@ -6,8 +6,8 @@ The whole campaign writes benchmarks/results/DATE-mutation-Ncore.json and
 docs/reference/mutation.md; a part of it (--only, --sample, other --events) prints and writes only
 what is asked for. `--page` makes the page again from the last results, after
 benchmarks/mutation/survivors.toml was edited; `--page --put FILE` puts the results of some modules
-(--only, --json FILE) into them before. Exit code 1: a survivor is unexplained or a hole, or the
-score of an engine is too low.
+(--only, --json FILE) into them before. Exit code 1: a survivor is unexplained or a hole, a class of
+survivors.toml explains nothing or more than it may, or the score of an engine is too low.
 """
 
 from __future__ import annotations
@@ -26,23 +26,26 @@ from benchmarks.mutation.campaign import (
     Plan,
     Played,
     UnsoundError,
-    describe,
-    find_changed,
-    find_unplayed,
     preload,
-    put_into,
     run_campaign,
-    to_json,
 )
 from benchmarks.mutation.journal import Journal
 from benchmarks.mutation.mutants import WINGS, Source, find_sources
-from benchmarks.mutation.page import (
+from benchmarks.mutation.page import render_page
+from benchmarks.mutation.results import (
+    describe,
+    dump,
+    find_changed,
+    find_unplayed,
+    put_into,
+    to_json,
+)
+from benchmarks.mutation.survivors import (
     SCORE_MIN,
     Explanation,
     Verdicts,
     judge,
     read_explanations,
-    render_page,
 )
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -65,7 +68,7 @@ def main() -> int:
         whole = json.loads(files[-1].read_text())
         if args.put is not None:
             whole = put_into(whole, json.loads(args.put.read_text()))
-            files[-1].write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+            files[-1].write_text(dump(whole), encoding="utf-8")
         return write_page(judge(whole, explanations))
     plan = make_plan(args)
     is_whole = not args.only and plan == Plan(seed=plan.seed, jobs=plan.jobs)
@@ -76,13 +79,13 @@ def main() -> int:
     except (ImportError, LookupError, UnsoundError) as error:
         print(f"mutation: {error}", file=sys.stderr)
         return 2
-    verdicts = judge(results, explanations)
+    verdicts = judge(results, explanations, is_whole)
     file = args.json
     if file is None and is_whole:
         day = datetime.now(tz=UTC).date().isoformat()
         file = RESULTS / f"{day}-mutation-{os.cpu_count()}core.json"
     if file is not None:
-        file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        file.write_text(dump(results), encoding="utf-8")
     return write_page(verdicts) if is_whole else report(verdicts, "")
 
 
@@ -138,14 +141,9 @@ def play(
     sources: list[Source], plan: Plan, known: list[Explanation], journal: Journal
 ) -> dict[str, Any]:
     """The campaign behind a progress bar, which has no thread: processes are forked meanwhile."""
-    columns = (
-        TextColumn("{task.description:<14}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, auto_refresh=False) as progress:
+    what = TextColumn("{task.description:<14}")
+    columns = (what, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         tasks: dict[str, Any] = {}
 
         def tell(what: str, done: int, total: int) -> None:
@@ -183,9 +181,11 @@ def report(verdicts: Verdicts, page: str) -> int:
             print(f"{wing:<26} {score.of_all:6.1%}  told apart {score.of_told_apart:6.1%}")
     for survivor in verdicts.unexplained:
         where = f"{survivor['module']}:{survivor['line']} {survivor['function']}"
-        print(f"UNEXPLAINED {where}\n  - {survivor['before']}\n  + {survivor['after']}")
+        print(f"UNEXPLAINED {where}\n  {survivor['change']}")
     for one in verdicts.idle:
-        print(f"explains nothing any more: {one.module} {one.before}")
+        print(f"EXPLAINS NOTHING {one.what or one.why}")
+    for one in verdicts.overfull:
+        print(f"EXPLAINS TOO MUCH {verdicts.count(one)}, at most {one.most}: {one.what or one.why}")
     print(
         f"{len(results['survivors'])} survivors: {len(verdicts.unexplained)} unexplained, ", end=""
     )

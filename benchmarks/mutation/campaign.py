@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
-import platform
 import random
 import signal
 import sys
@@ -20,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 from benchmarks.mutation.engines import COLLIDING, COMPILED_ARRAYS
@@ -29,10 +26,10 @@ from benchmarks.mutation.mutants import (
     Mutant,
     Source,
     find_mutants,
-    find_sources,
-    get_changed_lines,
+    get_wing,
     is_change,
     make_mutated_text,
+    mark_change,
 )
 from benchmarks.mutation.runner import Outcome, Stage, forget, play, play_mutant, run_forked
 
@@ -71,8 +68,8 @@ class Played:
     """One mutant and what became of it."""
 
     mutant: Mutant
-    before: str
-    after: str
+    change: str
+    """The line with the change in it, as `mark_change` has it."""
     outcome: Outcome
     is_changed: bool = True
     """Whether the mutant is a program, and another one."""
@@ -188,7 +185,7 @@ def get_stages(run: Run, stages: Sequence[Stage]) -> Sequence[Stage]:
 def is_for(stage: Stage, module: str) -> bool:
     """Whether a module meets a stage: a rule meets `host` alone, a wing with an engine its own."""
     is_compiled = stage[0] in {"compiled", COMPILED_ARRAYS}
-    match module.rpartition("/")[0]:
+    match get_wing(module):
         case "spec":
             return stage[0] == "host"
         case "impl/host":
@@ -208,8 +205,8 @@ def _make_work(run: Run, stages: Sequence[Stage], seed: int) -> Callable[[], dic
         if not is_change(text, mutated):
             return {"changed": False}
         outcome = play_mutant(source.import_name, str(source.file), mutated, stages, seed)
-        lines = get_changed_lines(text, mutated)
-        return {"changed": True, "outcome": asdict(outcome), "lines": lines}
+        change = mark_change(text, mutated)
+        return {"changed": True, "outcome": asdict(outcome), "change": change}
 
     return work
 
@@ -219,12 +216,10 @@ def _read(run: Run, result: dict[str, Any] | signal.Signals | None) -> Played:
     mutant = run.mutant
     match result:
         case {"changed": False}:
-            return Played(mutant, "", "", Outcome(""), is_changed=False)
+            return Played(mutant, "", Outcome(""), is_changed=False)
         case dict():
-            before, after = result["lines"]
-            return Played(
-                mutant, before, after, Outcome(**result["outcome"]), True, bool(run.seen_by)
-            )
+            outcome = Outcome(**result["outcome"])
+            return Played(mutant, result["change"], outcome, True, bool(run.seen_by))
         case signal.SIGPROF | signal.SIGALRM:
             outcome = Outcome("timeout")
         case signal.Signals():
@@ -233,7 +228,7 @@ def _read(run: Run, result: dict[str, Any] | signal.Signals | None) -> Played:
             outcome = Outcome("crash", "the process ended")
     text = run.source.text
     mutated = make_mutated_text(text, mutant.operator, mutant.occurrence)
-    return Played(mutant, *get_changed_lines(text, mutated), outcome, True, bool(run.seen_by))
+    return Played(mutant, mark_change(text, mutated), outcome, True, bool(run.seen_by))
 
 
 # What is executed at all.
@@ -312,111 +307,6 @@ def get_statement_lines(text: str, line: int) -> range:
             if line in span:
                 spans.append(span)
     return min(spans, key=len, default=range(0))
-
-
-# As JSON.
-
-
-def to_json(campaign: Campaign, command: str) -> dict[str, Any]:
-    """What is kept of a campaign: counts of the killed, and each survivor."""
-    plan = campaign.plan
-    modules = []
-    for module, excluded in campaign.excluded.items():
-        played = [one for one in campaign.played if one.mutant.module == module]
-        mutants = [one for one in played if one.is_changed]
-        killed = Counter(one.outcome.killed_by for one in mutants if one.outcome.killed_by)
-        modules.append(
-            {
-                "module": module,
-                "text": campaign.texts[module],
-                "mutants": len(mutants),
-                "killed": dict(sorted(killed.items())),
-                "no_change": len(played) - len(mutants),
-                "excluded": dict(sorted(excluded.items())),
-            }
-        )
-    return {
-        "command": command,
-        "device": f"{os.cpu_count()}-core {platform.machine()} machine, no GPU; "
-        f"{plan.jobs} process{'es' * (plan.jobs > 1)}",
-        "versions": {
-            "python": platform.python_version(),
-            "blockstep": version("blockstep"),
-            "cosmic-ray": version("cosmic-ray"),
-        },
-        "seed": plan.seed,
-        "sample": plan.sample,
-        "first": [list(stage) for stage in plan.first],
-        "deep": [list(stage) for stage in plan.deep],
-        "seconds": round(campaign.seconds),
-        "modules": modules,
-        "properties": count_voices(campaign),
-        "survivors": [describe(one) for one in campaign.played if is_survivor(one)],
-    }
-
-
-def put_into(whole: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    """The results of a whole campaign with those of some modules, played later, in their place."""
-    names = {module["module"] for module in part["modules"]}
-    kept = [module for module in whole["modules"] if module["module"] not in names]
-    others = [one for one in whole["survivors"] if one["module"] not in names]
-    later = {key: part[key] for key in _RUN} | {"names": sorted(names)}
-    voices = Counter(whole["properties"]) + Counter(part["properties"])
-    return {
-        **whole,
-        "modules": sorted(kept + part["modules"], key=lambda module: str(module["module"])),
-        "survivors": others + part["survivors"],
-        "properties": dict(voices.most_common()),
-        "later": [*whole.get("later", []), later],
-    }
-
-
-_RUN = ("command", "device", "versions", "seed", "sample", "first", "deep", "seconds")
-
-
-def find_changed(modules: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """Those whose text is another one than that which was played."""
-    now = {source.module: make_key(source.text) for source in find_sources()}
-    return frozenset(
-        one["module"] for one in modules if one["text"] != now.get(one["module"], one["text"])
-    )
-
-
-def find_unplayed(modules: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Those that could be played and are not among the results."""
-    played = {module["module"] for module in modules}
-    return [source.module for source in find_sources() if source.module not in played]
-
-
-def count_voices(campaign: Campaign) -> dict[str, int]:
-    """How many mutants each property, or the lack of one, spoke of first."""
-    voices = Counter(
-        one.outcome.detail for one in campaign.played if one.outcome.killed_by in _FINDINGS
-    )
-    return dict(voices.most_common())
-
-
-_FINDINGS = frozenset({"property", "divergence", "liveness", "fault", "spec"})
-
-
-def is_survivor(played: Played) -> bool:
-    """Whether it is another program and nothing spoke."""
-    return played.is_changed and not played.outcome.killed_by
-
-
-def describe(played: Played) -> dict[str, Any]:
-    """A survivor as the results name it."""
-    mutant = played.mutant
-    return {
-        "module": mutant.module,
-        "function": mutant.function,
-        "line": mutant.line,
-        "operator": mutant.operator,
-        "before": played.before,
-        "after": played.after,
-        "reached": played.is_reached,
-        "events": played.outcome.num_events,
-    }
 
 
 def preload() -> None:

@@ -10,32 +10,32 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
 
 Place: TypeAlias = tuple[int, int]
 """Line from 1, column from 0 in characters."""
 
-WINGS: Mapping[str, str] = {
-    "impl": "blockstep.impl",
-    "impl/compiled": "blockstep.impl.compiled",
-    "impl/host": "blockstep.impl.host",
-    "spec": "blockstep.spec",
-}
-"""Folders that are mutated, as the page names them, and their packages."""
+WINGS = ("impl", "impl/compiled", "impl/host", "spec")
+"""Folders that are mutated, with all that is in them."""
 
 WHOLE_MODULES: Mapping[str, str] = {
     "impl/compiled/jit.py": "it hands functions to a compiler; mutants are played without one",
+    "impl/fastest.py": "it picks an engine; it decides nothing",
+    "impl/engine/": "the model side: `check` plays the scheduler",
     "spec/invariants.py": "predicates that the tests ask of states; `check` does not run them",
     "spec/oracle.py": "a wrapper for everyday use; it decides nothing",
-    "spec/profiles.py": "names and stories of known deviations; it decides nothing",
+    "spec/profiles.py": "names of releases and of their deviations; it decides nothing",
+    "spec/releases/": "what releases do otherwise: only `strict` is played",
+    "spec/vocabulary/": "both sides share it: a change to it changes both",
 }
-"""Modules left out as a whole. The vocabulary is a folder of its own and never touched: both sides
-share it, so a change to it changes both, and there is nothing left to compare."""
+"""Modules and folders left out as a whole, and why."""
 
 RULES: Mapping[str, str] = {
     "docstring": "nobody reads it at run time",
@@ -94,19 +94,31 @@ def find_sources(only: Sequence[str] = ()) -> list[Source]:
         LookupError: nothing has such a name.
     """
     found: list[Source] = []
-    for wing, package in WINGS.items():
-        spec = importlib.util.find_spec(package)
-        assert spec is not None, package
-        assert spec.origin is not None, package
-        for file in sorted(Path(spec.origin).parent.glob("*.py")):
-            module = f"{wing}/{file.name}"
-            if file.name != "__init__.py" and module not in WHOLE_MODULES:
-                found.append(Source(module, f"{package}.{file.stem}", file))
+    for house in ("impl", "spec"):
+        spec = importlib.util.find_spec(f"blockstep.{house}")
+        assert spec is not None, house
+        assert spec.origin is not None, house
+        folder = Path(spec.origin).parent
+        for file in sorted(folder.rglob("*.py")):
+            module = f"{house}/{file.relative_to(folder).as_posix()}"
+            if file.name != "__init__.py" and not module.startswith(tuple(WHOLE_MODULES)):
+                import_name = f"blockstep.{module.removesuffix('.py').replace('/', '.')}"
+                found.append(Source(module, import_name, file))
     chosen = [one for one in found if not only or one.module.startswith(tuple(only))]
     if not chosen:
         names = ", ".join(one.module for one in found)
         raise LookupError(f"no module begins with {' or '.join(only)}; there are {names}")
     return chosen
+
+
+def get_wing(module: str) -> str:
+    """The innermost of the wings that a module is in."""
+    return max((wing for wing in WINGS if module.startswith(f"{wing}/")), key=len)
+
+
+def is_in(module: str, place: str) -> bool:
+    """Whether `place` is this module or its wing."""
+    return place in (module, get_wing(module))
 
 
 def find_mutants(source: Source) -> tuple[list[Mutant], Counter[str]]:
@@ -167,12 +179,29 @@ def is_change(text: str, mutated: str) -> bool:
         return False
 
 
-def get_changed_lines(text: str, mutated: str) -> tuple[str, str]:
-    """What was written and what is written instead, each on one line."""
+def mark_change(text: str, mutated: str) -> str:
+    """The changed lines as one, with the change in it: `if count {== => <=} 0:`."""
     lines = list(difflib.ndiff(text.splitlines(), mutated.splitlines()))
-    before = " ".join(line[2:].strip() for line in lines if line.startswith("- "))
-    after = " ".join(line[2:].strip() for line in lines if line.startswith("+ "))
-    return before, after
+    old, new = (
+        _WORD.findall(" ".join(line[2:].strip() for line in lines if line.startswith(sign)))
+        for sign in ("- ", "+ ")
+    )
+    first = _count_equal(old, new)
+    last = _count_equal(old[first:][::-1], new[first:][::-1])
+    before, rest = "".join(old[:first]), "".join(old[first:])
+    was, now = ("".join(words[first : len(words) - last]) for words in (old, new))
+    space = rest[: len(rest) - len(rest.lstrip())]
+    change = f"{space}{{{was.strip()} => {now.strip()}}}"
+    return before + change + rest[max(len(was), len(space)) :]
+
+
+_WORD = re.compile(r"\s*(?:\w+|[=!<>]=|//|\S)")
+
+
+def _count_equal(old: Sequence[str], new: Sequence[str]) -> int:
+    """So many words are the same at the beginning of both."""
+    pairs = zip(old, new, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0].strip() == pair[1].strip(), pairs))
 
 
 # What is left out.

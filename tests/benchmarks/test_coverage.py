@@ -89,8 +89,8 @@ def test_what_has_no_reason_stands_out() -> None:
     reasons = [Reason("spec/pool.py", "f", "Nobody asks for it.", code="if a | b:")]
     assert get_unexplained([MODULE], reasons) == [("spec/pool.py", MODULE.unreached[1])]
     page = render_page([MODULE], reasons, "make coverage", {"engine host": 1_000}, {})
-    assert "`` if a \\| b: `` goes on to `` return 1 `` | Nobody asks for it. |" in page
-    assert "`` if c: `` leaves the function | **UNEXPLAINED** |" in page
+    assert "| `f`: `` if a \\| b: `` goes on to `` return 1 `` | Nobody asks for it. |" in page
+    assert "| `f`: `` if c: `` leaves the function | **UNEXPLAINED** |" in page
     assert "| **all** | 10 | 9 | 4 | 2 | 1 |" in page
 
 
@@ -99,6 +99,14 @@ def test_a_reason_may_be_about_one_way_only_and_may_become_idle() -> None:
     assert len(get_unexplained([MODULE], reasons)) == 2
     page = render_page([MODULE], reasons, "make coverage", {}, {})
     assert "Explains nothing any more: `spec/pool.py`, `` if c: ``." in page
+
+
+def test_a_reason_may_be_about_a_class_and_is_said_once() -> None:
+    ways = (Unreached(3, "C.f", "a", AWAY), Unreached(5, "C.g", "b", AWAY))
+    reasons = [Reason("spec/pool.py", "C", "Nobody asks for it.")]
+    page = render_page([Module("spec/pool.py", 10, 9, 4, 2, ways)], reasons, "", {}, {})
+    assert page.count("Nobody asks for it.") == 1
+    assert not reasons[0].is_about("spec/pool.py", Unreached(7, "Cd", "b", AWAY))
 
 
 def test_what_is_written_about_the_unreached_is_well_formed() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
+import re
 import signal
 from dataclasses import asdict
 from pathlib import Path
@@ -14,14 +16,11 @@ import pytest
 from benchmarks.mutation.__main__ import say_command
 from benchmarks.mutation.campaign import (
     Plan,
-    find_changed,
-    find_unplayed,
     get_stages,
     get_statement_lines,
     is_for,
     make_run,
     measure_reach,
-    put_into,
 )
 from benchmarks.mutation.engines import COLLIDING, COMPILED_ARRAYS
 from benchmarks.mutation.journal import Journal, make_key
@@ -31,16 +30,21 @@ from benchmarks.mutation.mutants import (
     find_functions,
     find_mutants,
     find_sources,
-    get_changed_lines,
     get_excluding_rule,
     get_innermost,
     is_change,
     make_mutated_text,
+    mark_change,
 )
-from benchmarks.mutation.page import Explanation, judge, read_explanations, render_page
+from benchmarks.mutation.page import render_page
+from benchmarks.mutation.results import dump, find_changed, find_unplayed, put_into
 from benchmarks.mutation.runner import Outcome, Stage, forget, play_mutant, run_forked
+from benchmarks.mutation.survivors import Explanation, judge, read_explanations
 
-SURVIVORS = Path(__file__).parents[2] / "benchmarks" / "mutation" / "survivors.toml"
+HOUSE = Path(__file__).parents[2]
+SURVIVORS = HOUSE / "benchmarks" / "mutation" / "survivors.toml"
+RESULTS = max((HOUSE / "benchmarks" / "results").glob("*-mutation-*.json"))
+PAGE = HOUSE / "docs" / "reference" / "mutation.md"
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
@@ -100,14 +104,39 @@ def test_the_mutants_of_a_module(tmp_path: Path) -> None:
     for mutant in mutants:
         mutated = make_mutated_text(TEXT, mutant.operator, mutant.occurrence)
         assert is_change(TEXT, mutated)
-        before, _ = get_changed_lines(TEXT, mutated)
-        assert before == TEXT.splitlines()[mutant.line - 1].strip()
+        before, old, after = re.split(r"\{([^{}]*) => [^{}]*\}", mark_change(TEXT, mutated))
+        assert before + old + after == TEXT.splitlines()[mutant.line - 1].strip()
 
 
 def test_a_change_must_be_another_program() -> None:
     assert not is_change("x = 1\n", "x = (1)\n")
     assert not is_change("x = 1\n", "x = = 1\n")
     assert is_change("x = 1\n", "x = 2\n")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "marked"),
+    [
+        ("if n == 0:", "if n <= 0:", "if n {== => <=} 0:"),
+        ("return rows[0]", "return rows[ -1]", "return rows[{0 => -1}]"),
+        ("return -1", "return - 2", "return -{1 => 2}"),
+        ("if is_full:", "if not is_full:", "if { => not}is_full:"),
+        ("if key is not None:", "if key is  None:", "if key is {not => } None:"),
+        ("a * 1_000 + b", "a // 1_000 + b", "a {* => //} 1_000 + b"),
+        ("@final", "", "{@final => }"),
+        ("f(0, 0)", "f(0, 1)", "f(0, {0 => 1})"),
+    ],
+)
+def test_a_change_is_marked_in_its_line(before: str, after: str, marked: str) -> None:
+    assert mark_change(before, after) == marked
+
+
+def test_modules_are_found_in_their_rooms() -> None:
+    found = {source.module: source for source in find_sources()}
+    assert found["spec/lives/commit.py"].import_name == "blockstep.spec.lives.commit"
+    assert found["impl/host/pool.py"].import_name == "blockstep.impl.host.pool"
+    left_out = ("spec/vocabulary/", "spec/releases/", "impl/engine/", "spec/profiles.py")
+    assert not [module for module in found if module.startswith(left_out)]
 
 
 def test_what_only_a_compiler_reads_is_left_out(tmp_path: Path) -> None:
@@ -213,6 +242,7 @@ def test_a_mutant_of_what_the_engines_share_is_killed() -> None:
     ("module", "engines"),
     [
         ("spec/pool.py", ["host"]),
+        ("spec/step/schedule.py", ["host"]),
         ("impl/host/pool.py", ["host", COLLIDING]),
         ("impl/compiled/blocks.py", ["compiled", COMPILED_ARRAYS]),
         ("impl/arrays.py", ["host", COLLIDING, "compiled", COMPILED_ARRAYS]),
@@ -309,13 +339,15 @@ def make_results(survivors: list[dict[str, Any]]) -> dict[str, Any]:
         {
             "module": "impl/host/pool.py",
             "text": "0",
+            "commit": "abc1234",
             "mutants": 20,
             "killed": {"property": 17, "timeout": 1},
             "no_change": 1,
             "excluded": {"annotation": 4},
         }
     ]
-    return {
+    run = {
+        "day": "2026-11-21",
         "command": "make mutation",
         "device": "a machine",
         "versions": {"python": "3.11"},
@@ -324,97 +356,154 @@ def make_results(survivors: list[dict[str, Any]]) -> dict[str, Any]:
         "first": [["host", "tiny", 10]],
         "deep": [],
         "seconds": 60,
+        "modules": ["impl/host/pool.py"],
+    }
+    return {
+        "runs": [run],
         "modules": modules,
         "properties": {"P1 every_block_is_free_or_held": 17},
         "survivors": survivors,
     }
 
 
-def make_survivor(before: str, after: str) -> dict[str, Any]:
+def make_survivor(change: str) -> dict[str, Any]:
     place = {"module": "impl/host/pool.py", "function": "BlockPool.free", "line": 64}
-    change = {"operator": "X", "before": before, "after": after}
-    return {**place, **change, "reached": True, "events": 10}
+    return {**place, "change": change}
 
 
-def explain(verdict: str, before: str, after: str = "") -> Explanation:
-    why = "A count is never negative."
-    return Explanation("impl/host/pool.py", "BlockPool.free", before, verdict, why, after)
+NEVER_NEGATIVE = Explanation(
+    "A count is never negative.", "counts", changes=("== => <=", "!= => >"), lines=("if n {} 0",)
+)
+
+
+def explain(line: str, verdict: str = "equivalent", most: int = 1) -> Explanation:
+    return Explanation("It is so.", "some of them", verdict, most, lines=(line,))
 
 
 def test_a_survivor_that_nobody_explains_stands_out() -> None:
-    survivors = [make_survivor("if n == 0:", "if n <= 0:"), make_survivor("a | b", "a & b")]
-    verdicts = judge(make_results(survivors), [explain("equivalent", "if n == 0:", "if n <= 0:")])
-    assert [one["before"] for one in verdicts.unexplained] == ["a | b"]
+    survivors = [make_survivor("if n {== => <=} 0:"), make_survivor("a {| => &} b")]
+    verdicts = judge(make_results(survivors), [NEVER_NEGATIVE])
+    assert [one["change"] for one in verdicts.unexplained] == ["a {| => &} b"]
     assert not verdicts.is_good
     page = render_page(verdicts)
-    assert "**UNEXPLAINED** (1)" in page
-    assert page.index("`` a \\| b ``") < page.index("A count is never negative.")
+    row = (
+        "| **UNEXPLAINED** | `BlockPool.free` of `impl/host/pool.py`, `` a {\\| => &} b `` |  | 1 |"
+    )
+    assert row in page
+    assert page.index("`` a {\\| => &} b ``") < page.index("| counts |")
     assert "| `impl/host/pool.py` | 20 | 18 | 1 | 90.0% | 94.7% |" in page
 
 
-def test_an_explanation_is_about_one_change_of_one_line() -> None:
-    one = explain("equivalent", "if n == 0:", "if n <= 0:")
-    assert one.is_about(make_survivor("if n == 0:", "if n <= 0:"))
-    assert not one.is_about(make_survivor("if n == 0:", "if n >= 0:"))
-    assert explain("equivalent", "if n == 0:").is_about(make_survivor("if n == 0:", "if n > 0:"))
+def test_a_class_is_of_some_changes_in_some_lines_of_some_places() -> None:
+    assert NEVER_NEGATIVE.is_about(make_survivor("if n {== => <=} 0:"))
+    assert NEVER_NEGATIVE.is_about(make_survivor("if n {!= => >} 0 and k > 0:"))
+    assert not NEVER_NEGATIVE.is_about(make_survivor("if n {== => >=} 0:"))
+    assert not NEVER_NEGATIVE.is_about(make_survivor("if m {== => <=} 0:"))
+    assert not NEVER_NEGATIVE.is_about(make_survivor("if n == 0 and k {== => <=} 0:"))
+    survivor = make_survivor("row[K] {> => !=} 0")
+    assert explain("row[...] {} 0").is_about(survivor)
+    assert explain("row[K] {> => ...} 0").is_about(survivor)
+    assert not explain("row[K] {> => ...=} 1").is_about(survivor)
+    for where, is_there in (("impl/", True), ("impl/host/pool.py B", True), ("spec/", False)):
+        assert Explanation("It is so.", where=(where,)).is_about(survivor) == is_there
 
 
-def test_a_hole_is_not_good_and_an_idle_explanation_is_named() -> None:
-    survivors = [make_survivor("if n == 0:", "if n <= 0:"), make_survivor("a | b", "a & b")]
-    said = [explain("equivalent", "if n == 0:"), explain("hole", "a | b"), explain("hole", "gone")]
-    verdicts = judge(make_results(survivors), said)
+def test_the_first_class_that_fits_is_taken() -> None:
+    said = [explain("if n {} 0"), NEVER_NEGATIVE]
+    verdicts = judge(make_results([make_survivor("if n {== => <=} 0:")]), said)
+    assert [one for _, one in verdicts.explained] == said[:1]
+
+
+def test_a_hole_is_not_good() -> None:
+    verdicts = judge(make_results([make_survivor("a {| => &} b")]), [explain("a {} b", "hole")])
     assert not verdicts.unexplained
     assert len(verdicts.holes) == 1
     assert not verdicts.is_good
-    assert [one.before for one in verdicts.idle] == ["gone"]
-    assert "Explains nothing any more" in render_page(verdicts)
+    assert "| hole | some of them: `BlockPool.free` of `impl/host/pool.py` |" in render_page(
+        verdicts
+    )
+
+
+def make_good_results(*changes: str) -> dict[str, Any]:
+    results = make_results([make_survivor(change) for change in changes])
+    results["modules"][0] |= {"mutants": 40, "killed": {"property": 40 - len(changes)}}
+    return results
 
 
 def test_all_explained_and_enough_killed_is_good() -> None:
-    results = make_results([make_survivor("if n == 0:", "if n <= 0:")])
-    results["modules"][0]["killed"] = {"property": 19}
-    verdicts = judge(results, [explain("equivalent", "if n == 0:")])
+    verdicts = judge(make_good_results("if n {== => <=} 0:"), [NEVER_NEGATIVE])
     assert verdicts.is_good
-    assert verdicts.score("impl/host").of_all == 0.95
+    assert verdicts.score("impl/host").of_all == 0.975
+
+
+def test_a_class_that_explains_nothing_is_not_good() -> None:
+    said = [NEVER_NEGATIVE, explain("gone {} now")]
+    results = make_good_results("if n {== => <=} 0:")
+    verdicts = judge(results, said)
+    assert verdicts.idle == said[1:]
+    assert not verdicts.is_good
+    assert "Explains nothing** any more: some of them" in render_page(verdicts)
+    assert judge(results, said, is_whole=False).is_good  # other modules were not played
+
+
+def test_a_class_that_explains_more_than_it_may_is_not_good() -> None:
+    results = make_good_results("if n {== => <=} 0:", "if n {!= => >} 0:")
+    verdicts = judge(results, [NEVER_NEGATIVE])
+    assert verdicts.overfull == [NEVER_NEGATIVE]
+    assert not verdicts.is_good
+    assert "**Explains 2**, at most 1: counts" in render_page(verdicts)
+    assert judge(results, [explain("if n {} 0", most=2)]).is_good
 
 
 def test_what_was_played_later_takes_the_place_of_what_was_played_before() -> None:
-    whole = make_results([make_survivor("a | b", "a & b")])
-    part = make_results([make_survivor("c | d", "c & d")])
+    whole = make_results([make_survivor("a {| => &} b")])
+    part = make_results([make_survivor("c {| => &} d")])
     part["modules"][0] |= {"text": "1", "mutants": 30}
+    part["runs"][0] |= {"command": "later"}
     results = put_into(whole, part)
-    assert [one["before"] for one in results["survivors"]] == ["c | d"]
+    assert [one["change"] for one in results["survivors"]] == ["c {| => &} d"]
     assert [one["mutants"] for one in results["modules"]] == [30]
+    assert [run["command"] for run in results["runs"]] == ["later"]
     assert results["properties"] == {"P1 every_block_is_free_or_held": 34}
     page = render_page(judge(results, []))
-    assert "Played later: `impl/host/pool.py`." in page
-    assert "its text has changed" not in page.lower()
+    assert "| `later`, 1 min, 2026-11-21 | `impl/host/pool.py` |" in page
+    assert "the text has changed" not in page
+
+
+def test_results_have_a_line_for_each_module_and_each_survivor() -> None:
+    results = make_results([make_survivor("a {| => &} b"), make_survivor("c {| => &} d")])
+    assert json.loads(dump(results)) == results
+    assert len(dump(results).splitlines()) == 13
+    assert json.loads(dump(make_results([]))) == make_results([])
 
 
 def test_a_run_tells_of_the_stages_that_its_modules_met() -> None:
-    stages = [["host", "tiny", 11], ["compiled", "tiny", 12]]
-    whole = make_results([]) | {"first": stages}
-    assert "- 11 events of preset tiny" in render_page(judge(whole, []))
-    assert "- 12 events" not in render_page(judge(whole, []))
+    whole = make_results([])
+    whole["runs"][0]["first"] = [["host", "tiny", 11], ["compiled", "tiny", 12]]
+    page = render_page(judge(whole, []))
+    assert "| 11 t host |" in page
+    assert "12 t compiled" not in page
 
 
 def test_a_module_of_which_a_sample_was_played_is_marked() -> None:
-    whole = make_results([])
-    part = put_into(whole, make_results([]) | {"sample": 20})
+    whole, sampled = make_results([]), make_results([])
+    sampled["runs"][0] |= {"sample": 20}
     row = "| `impl/host/pool.py` † | 20 |"
+    part = put_into(whole, sampled)
     assert row in render_page(judge(part, []))
     assert "† A sample of its mutants was played." in render_page(judge(part, []))
     assert row not in render_page(judge(whole, []))
     assert row not in render_page(judge(put_into(part, make_results([])), []))
 
 
-def test_a_module_that_has_changed_since_is_marked() -> None:
+def test_a_module_that_has_changed_since_has_the_commit_that_was_played() -> None:
     results = make_results([])
     changed = find_changed(results["modules"])
     assert changed == {"impl/host/pool.py"}
     page = render_page(judge(results, []), changed)
-    assert "| `impl/host/pool.py` \\* | 20 |" in page
-    assert "\\* Its text has changed since it was played." in page
+    assert "| 90.0% | 90.0% | abc1234 |" in page
+    assert "the text has changed since" in page
+    assert "abc1234" not in render_page(judge(results, []))
     (source,) = find_sources(["impl/host/pool.py"])
     assert source.module in find_unplayed([])
     assert source.module not in find_unplayed(results["modules"])
@@ -422,13 +511,43 @@ def test_a_module_that_has_changed_since_is_marked() -> None:
     assert not find_changed([{"module": source.module, "text": make_key(source.text)}])
 
 
-def test_what_is_written_about_survivors_is_well_formed() -> None:
-    read_explanations(SURVIVORS)
+def test_every_survivor_is_explained_and_every_class_is_needed() -> None:
+    verdicts = judge(json.loads(RESULTS.read_text()), read_explanations(SURVIVORS))
+    assert not verdicts.unexplained
+    assert not verdicts.idle
+    assert not verdicts.overfull
+    assert verdicts.is_good
 
 
-def test_a_verdict_must_be_one_that_there_is(tmp_path: Path) -> None:
+def test_the_page_counts_what_the_results_count() -> None:
+    verdicts = judge(json.loads(RESULTS.read_text()), read_explanations(SURVIVORS))
+    page, results = PAGE.read_text(), verdicts.results
+    for module in results["modules"]:
+        killed = sum(module["killed"].values())
+        row = rf"\| `{module['module']}`( †)? \| {module['mutants']} \| {killed} \|"
+        assert bool(re.search(row, page)) == bool(module["mutants"]), module["module"]
+    for heading in ("Not equivalent", "Equivalent"):
+        table = page.partition(f"### {heading}\n")[2].partition("\n#")[0]
+        shown = sum(int(count) for count in re.findall(r"\| (\d+) \|$", table, re.MULTILINE))
+        is_same = heading == "Equivalent"
+        said = [one for _, one in verdicts.explained if one]
+        assert shown == sum((one.verdict == "equivalent") == is_same for one in said)
+    for name, count in results["properties"].items():
+        assert f"`{name}` {count}" in page
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ('[[fine]]\nwhy = "It is."\n', "needs a verdict"),
+        ('[[equivalent]]\nlines = ["a {} b"]\n', "a why"),
+        ('[[hole]]\nwhy = "It is."\nlines = ["a == b"]\n', "the place of the change"),
+    ],
+)
+def test_an_explanation_must_be_one_that_there_can_be(
+    tmp_path: Path, entry: str, problem: str
+) -> None:
     file = tmp_path / "survivors.toml"
-    line = 'module = "m"\nfunction = "f"\nbefore = "x"\nverdict = "fine"\nwhy = "It is."\n'
-    file.write_text(f"[[survivor]]\n{line}")
-    with pytest.raises(ValueError, match="needs a verdict"):
+    file.write_text(entry)
+    with pytest.raises(ValueError, match=problem):
         read_explanations(file)

@@ -10,8 +10,12 @@ import pytest
 from syrupy.assertion import SnapshotAssertion
 from typer.testing import CliRunner, Result
 
-from blockstep.conformance.command.main import app, parse_budget
+from blockstep.conformance.command.main import app
+from blockstep.conformance.engine import EngineTraits
+from blockstep.conformance.lockstep.safety import Safety
+from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.recorded.traces import read_trace, write_trace
+from blockstep.conformance.search.budget import read_budget
 from blockstep.spec.vocabulary import Ack, Plan
 
 COMMANDS = (
@@ -180,7 +184,7 @@ def test_an_engine_that_fails_fails_no_campaign(
 def test_an_engine_that_is_never_built_is_told_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockstep.conformance.search.isolation.BUILD_SECONDS", 4.0)
+    monkeypatch.setattr("blockstep.conformance.search.isolation.process.BUILD_SECONDS", 4.0)
     result = check_engine(tmp_path, "NeverBuilt")
     assert result.exit_code == 1
     told = " ".join(result.output.split())
@@ -241,6 +245,10 @@ def test_a_check_that_fails_by_itself_proves_nothing(tmp_path: Path) -> None:
         (("check", "--budget", "soon"), "60s"),
         (("check", "--budget", "0s"), "60s"),
         (("check", "--record", "x.jsonl"), "needs --episode"),
+        (("check", "--with", "magic"), "feature 'magic': must be one of priority, drafts"),
+        (("check", "--with", "pause", "--without", "pause"), "cannot be both with and without"),
+        (("hunt", "--engine", "nowhere", "--without", "magic"), "feature 'magic'"),
+        (("explore", "--with", "embeds", "--without", "caching"), "none of these worlds"),
         (("check", "--policy", "random"), "policy"),
         (("check", "--json", "/no/such/dir/x"), "cannot write: there is no folder /no/such/dir"),
         (("museum", "run", "--json", "/"), "cannot write: it is a folder"),
@@ -259,10 +267,31 @@ def test_usage_errors_name_the_input_and_the_rule(args: tuple[str, ...], says: s
 
 
 def test_budgets() -> None:
-    assert parse_budget("90s") == (None, 90.0)
-    assert parse_budget("2m") == (None, 120.0)
-    assert parse_budget("200_000") == (200_000, None)
-    assert parse_budget("500 events") == (500, None)
+    assert read_budget("90s") == (None, 90.0)
+    assert read_budget("2m") == (None, 120.0)
+    assert read_budget("200_000") == (200_000, None)
+    assert read_budget("500 events") == (500, None)
+
+
+def test_features_are_asked_for_and_kept_out() -> None:
+    wanted = ("--with", "drafts", "--without", "caching,pause", "--without", "async")
+    args = ("check", "--engine", "museum:leak-on-abort", "--preset", "tiny", *wanted)
+    result = blockstep(*args, "--budget", 50_000, "--json", "-")
+    found = json.loads(result.stdout)
+    assert (found["with"], found["without"]) == (["drafts"], ["caching", "pause", "async"])
+    assert " spec_method=" in found["failure"]["config"]
+    assert "enable_prefix_caching=False" in found["failure"]["config"]
+    again = found["failure"]["reproduce"]
+    assert "--with drafts --without caching --without pause --without async --seed 0" in again
+    told = blockstep(*again.split()[1:])
+    assert told.exit_code == 1
+    assert f"reproduce  {again}" in told.output
+
+
+def test_worlds_are_chosen_by_their_features() -> None:
+    chosen = blockstep("explore", "--list", "--with", "embeds").output
+    assert [line.split()[0] for line in chosen.splitlines()[1:]] == ["embeds"]
+    assert "embeds" not in blockstep("explore", "--list", "--without", "embeds").output
 
 
 def test_properties_are_listed_with_their_checks(tmp_path: Path) -> None:
@@ -342,6 +371,11 @@ def test_museum_is_listed() -> None:
     assert "zombie-key" in result.output
 
 
+class Judged(SpecEngine):
+    traits = EngineTraits(equivalence=Safety())
+
+
+SAFETY = f"{__name__}:Judged"
 MOONCAKE = '{"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [0, 1]}\n'
 
 
@@ -355,6 +389,30 @@ def test_replay_in_lock_step_and_alone(tmp_path: Path) -> None:
     assert (report["requests_finished"], report["equivalence"]) == (4, "exact")
     alone = blockstep("replay", path, "--no-spec", "--block-size", 16, "--num-blocks", 900)
     assert alone.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "seen", "told"),
+    [
+        (("--without", "caching"), (False, "fcfs"), "conforms"),
+        (("--with", "caching", "--with", "priority"), (True, "priority"), "conforms"),
+        (("--engine", SAFETY), (True, "fcfs"), "judged by properties alone"),
+        (("--with", "drafts"), None, "no replay has it"),
+        (("--caching", "--without", "caching"), None, "say what --with and --without do not"),
+        (("--policy", "fcfs", "--with", "priority"), None, "cannot be with policy fcfs"),
+    ],
+)
+def test_a_replay_has_the_features_that_it_can_have(
+    tmp_path: Path, args: tuple[str, ...], seen: tuple[bool, str] | None, told: str
+) -> None:
+    path, out = tmp_path / "mooncake.jsonl", tmp_path / "out.json"
+    path.write_text(MOONCAKE * 2)
+    result = blockstep("replay", path, "--num-blocks", 16, "--json", out, *args)
+    assert result.exit_code == (2 if seen is None else 0), result.output
+    assert told in " ".join(result.output.split())
+    if seen is not None:
+        config = json.loads(out.read_text())["config"]
+        assert (config["enable_prefix_caching"], config["policy"]) == seen
 
 
 def test_replay_of_a_broken_file_names_the_line(tmp_path: Path) -> None:

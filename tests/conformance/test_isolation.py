@@ -13,13 +13,15 @@ import pytest
 from blockstep.conformance.engine import EngineTraits
 from blockstep.conformance.protocol.program import Answer, Drain, Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError, SpecEngine
+from blockstep.conformance.recorded.episodes import write_episode
 from blockstep.conformance.recorded.validate import validate
-from blockstep.conformance.report.failure import tell_failure
+from blockstep.conformance.report.failure import tell_failure, tell_program
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.floor import CANARY
-from blockstep.conformance.search.isolation import JOURNAL_BYTES, Isolation, Journal, LostError, say
+from blockstep.conformance.search.isolation import Isolation, LostError, ProgramOutcome
+from blockstep.conformance.search.isolation.watched import JOURNAL_BYTES, Journal, say
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.spec.vocabulary import (
     Config,
@@ -308,7 +310,7 @@ def test_the_first_lost_episode_is_told_however_many_run_side_by_side(
 def test_what_hangs_between_two_calls_hangs_no_check(
     isolation: Isolation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blockstep.conformance.search.isolation.BUILD_SECONDS", 4.0)
+    monkeypatch.setattr("blockstep.conformance.search.isolation.process.BUILD_SECONDS", 4.0)
     result = isolation.check(options("Late"))
     assert result.first is not None
     assert result.first.message == "the engine gave no answer within 4 s between two calls"
@@ -324,10 +326,11 @@ def test_a_record_of_an_engine_that_does_not_live_is_none(
     isolation: Isolation, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.jsonl"
-    isolation.record(replace(options("Chatty"), episode=0), path)
+    isolation.call(write_episode, replace(options("Chatty"), episode=0), path)
     assert validate(path).conforms
+    wanted = replace(options("AbortingAtAbort"), episode=1)
     with pytest.raises(LostError, match="SIGABRT"):
-        isolation.record(replace(options("AbortingAtAbort"), episode=1), tmp_path / "no.jsonl")
+        isolation.call(write_episode, wanted, tmp_path / "no.jsonl")
     assert not (tmp_path / "no.jsonl").exists()
 
 
@@ -358,17 +361,17 @@ PROGRAM = Program(
 
 
 def test_programs_follow_one_another_in_one_child(isolation: Isolation) -> None:
-    assert isolation.run("spec", PROGRAM).text == ""
-    told = isolation.run(CANARY, PROGRAM).text
+    assert isolation.run("spec", PROGRAM) == ProgramOutcome()
+    told = tell_program(isolation.run(CANARY, PROGRAM), CANARY)
     assert told.startswith(f"blockstep: VIOLATION at event 2 (engine {CANARY})\n")
     assert "preset" not in told
-    assert isolation.run("spec", PROGRAM).text == ""
+    assert isolation.run("spec", PROGRAM) == ProgramOutcome()
 
 
 def test_another_child_follows_one_that_was_lost(isolation: Isolation) -> None:
     name = "isolated_engines:Exiting"
     program = replace(PROGRAM, actions=(PROGRAM.actions[0], *(Schedule(),) * 1000))
-    told = isolation.run(name, program).text
+    told = tell_program(isolation.run(name, program), name)
     assert told.startswith(f"blockstep: FAULT at event 1000 (engine {name})\n")
     assert "ended with exit code 3" in told
-    assert isolation.run("spec", PROGRAM).text == ""
+    assert isolation.run("spec", PROGRAM) == ProgramOutcome()

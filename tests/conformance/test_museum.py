@@ -14,17 +14,17 @@ from blockstep.conformance.command.main import app
 from blockstep.conformance.judge.properties import PROPERTIES
 from blockstep.conformance.museum import EXHIBITS, Exhibit, build
 from blockstep.conformance.museum.exhibit import Page, collect
-from blockstep.conformance.museum.hunt import (
+from blockstep.conformance.museum.trial import (
     DIVERGENCE,
     SURVIVED,
     Fall,
-    Hunt,
-    Hunted,
+    Trial,
+    Tried,
     json_of,
     museum_page,
     name_of,
     row_of,
-    run_hunt,
+    run_trial,
 )
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.spec.vocabulary import Config
@@ -44,7 +44,7 @@ def with_survivor(monkeypatch: pytest.MonkeyPatch) -> str:
     """An exhibit that plants nothing. It is known in this process only, so it needs one job."""
     exhibits = {**EXHIBITS, IDLE.name: IDLE}
     monkeypatch.setattr(museum, "EXHIBITS", exhibits)
-    monkeypatch.setattr("blockstep.conformance.command.main.EXHIBITS", exhibits)
+    monkeypatch.setattr("blockstep.conformance.command.museum.EXHIBITS", exhibits)
     return IDLE.name
 
 
@@ -111,21 +111,21 @@ def test_quick_ones_are_killed_and_told_in_every_form(tmp_path: Path) -> None:
 
 def test_several_processes_find_the_same() -> None:
     chosen = [EXHIBITS["leak-on-abort"], EXHIBITS["forward-frees"]]
-    side_by_side = run_hunt(chosen, Hunt((0,), max_events=30_000, jobs=2))
-    in_a_row = run_hunt(chosen, Hunt((0,), max_events=30_000))
+    side_by_side = run_trial(chosen, Trial((0,), max_events=30_000, jobs=2))
+    in_a_row = run_trial(chosen, Trial((0,), max_events=30_000))
     assert [_without_clock(entry) for entry in side_by_side] == [
         _without_clock(entry) for entry in in_a_row
     ]
 
 
-def _without_clock(hunted: Hunted) -> list[tuple[object, ...]]:
-    return [(fall.seed, fall.killed_by, fall.events, fall.shrunk) for fall in hunted.falls]
+def _without_clock(tried: Tried) -> list[tuple[object, ...]]:
+    return [(fall.seed, fall.killed_by, fall.events, fall.shrunk) for fall in tried.falls]
 
 
 def test_progress_is_told_after_each_hunt() -> None:
     told: list[tuple[float, str]] = []
-    hunt = Hunt((0, 1), max_events=30_000)
-    run_hunt([EXHIBITS["leak-on-abort"]], hunt, lambda done, text: told.append((done, text)))
+    trial = Trial((0, 1), max_events=30_000)
+    run_trial([EXHIBITS["leak-on-abort"]], trial, lambda done, text: told.append((done, text)))
     assert told == [(0.5, "1 of 2 hunts"), (1.0, "2 of 2 hunts")]
 
 
@@ -158,14 +158,14 @@ def test_the_list_says_what_each_exhibit_is(tmp_path: Path) -> None:
 
 def test_rows_show_the_seeds_side_by_side() -> None:
     falls = (Fall(0, "P1 a", 1_020, 1.26, 5), Fall(1, SURVIVED, 300, 2.0, None))
-    hunted = Hunted(IDLE, falls)
-    row = row_of(hunted)
+    tried = Tried(IDLE, falls)
+    row = row_of(tried)
     assert row["killed by"] == f"P1 a; {SURVIVED}"
     assert row["events"] == "1,020 / 300"
     assert row["seconds"] == "1.3 / 2.0"
     assert row["shrunk to"] == "5 / -"
-    assert hunted.survived
-    assert json_of(hunted)["survived"]
+    assert tried.survived
+    assert json_of(tried)["survived"]
     assert "for each of the seeds 0 / 1" in museum_page([row], "blockstep", (0, 1))
 
 

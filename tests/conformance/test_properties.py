@@ -441,6 +441,51 @@ def running_on_in_pipeline() -> Play:
     return play
 
 
+def passing_over_in_pipeline() -> Play:
+    """A is reset by force with its token in flight; C, behind it, is admitted."""
+    play = Play(PIPELINE, SpecEngine)
+    play.do(Submit(LONG), Schedule(), Reset(True), Submit(C), Schedule())
+    assert play.step.after.skipped_waiting == ("A",)
+    assert [row.request_id for row in play.step.plan.new] == ["C"]
+    return play
+
+
+def back_again_in_pipeline() -> Play:
+    """A has got its token and is admitted from where it was passed over to."""
+    play = passing_over_in_pipeline().commit()
+    assert play.step.new["A"].output_token_ids
+    play.do(Schedule())
+    assert play.step.plan.cached[-1].resumed
+    return play
+
+
+def preempting_in_pipeline() -> Play:
+    """A needs a block while a token of B is in flight."""
+    config = replace(PIPELINE, num_blocks=7, max_model_len=10, scheduler_reserve_full_isl=False)
+    play = Play(config, SpecEngine).do(Submit(request("A", 1, 2, 3, 4, max_tokens=5))).run(2)
+    play.do(Schedule(), Submit(request("B", 11, 12, 13, 14, 15, max_tokens=5)), Schedule())
+    play.commit().do(Schedule())
+    assert play.step.plan.preempted_req_ids == ("B",)
+    assert play.ledger.promised == {"B": 1}
+    return play
+
+
+def delivering_in_pipeline() -> Play:
+    play = preempting_in_pipeline().commit()
+    assert play.step.new["B"].status is Status.PREEMPTED
+    assert len(play.step.new["B"].output_token_ids) == 1
+    return play
+
+
+def embedded() -> Play:
+    """B has the tokens and embeddings of A in the first block, and others in the second."""
+    first = replace(A, prompt_embeds=(7, 7, 7, 7, 7))
+    play = Play(CONFIG, SpecEngine).do(Submit(first)).run(1)
+    play.do(Submit(replace(first, request_id="B", prompt_embeds=(7, 7, 7, 8, 7))), Schedule())
+    assert play.step.plan.new[0].num_computed_tokens == 2
+    return play
+
+
 def drafted_in_pipeline() -> Play:
     """A runs with drafts behind a plan of C."""
     config = replace(DRAFTING, max_frames_in_flight=2)
@@ -1023,6 +1068,34 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
         running_on_in_pipeline,
         lambda s: with_key(s, table_of(s, "A")[2], BlockKey(None, (5, 48))),
     ),
+    (
+        "nobody_is_admitted_while_its_tokens_are_in_flight",
+        passing_over_in_pipeline,
+        lambda s: with_row(s, "C", request=LONG),
+    ),
+    ("head_of_the_queue_is_admitted_when_it_fits", passing_over_in_pipeline, refusing_the_next),
+    (
+        "queues_keep_their_order",
+        passing_over_in_pipeline,
+        lambda s: after(s, waiting=("A",), skipped_waiting=()),
+    ),
+    ("queues_keep_their_order", back_again_in_pipeline, lambda s: after(s, skipped_waiting=("A",))),
+    (
+        "preempted_request_starts_again",
+        preempting_in_pipeline,
+        lambda s: changed(s, "B", num_output_placeholders=1),
+    ),
+    (
+        "commit_changes_only_outputs_and_computed_tokens",
+        delivering_in_pipeline,
+        lambda s: changed(s, "B", num_computed_tokens=3),
+    ),
+    # Embeddings.
+    (
+        "held_block_carries_the_extra_keys_of_its_request",
+        embedded,
+        lambda s: with_key(s, table_of(s, "B")[1], s.before.block_keys[table_of(s, "A")[1]]),
+    ),
     # Several frames in flight, with placeholders.
     (
         "counters_stay_within_what_is_known",
@@ -1342,14 +1415,20 @@ def test_shared_blocks_stay_out_of_the_queue() -> None:
     assert CHECKS["freed_tail_is_evicted_first"](wrong, play.ledger)
 
 
+@pytest.mark.parametrize("in_pipeline", [False, True])
 @pytest.mark.parametrize("preset", ["tiny", "small"])
-def test_a_clean_engine_is_never_accused(preset: str) -> None:
+def test_a_clean_engine_is_never_accused(preset: str, in_pipeline: bool) -> None:
     for index in range(25):
         draw = SeededDraw(f"clean/{preset}/{index}")
-        lacking = find_lacking(HostEngine(CONFIG).capabilities())
+        engine = SpecEngine if in_pipeline else HostEngine
+        lacking = find_lacking(engine(CONFIG).capabilities())
         wish = Wish(never=frozenset(feature.name for feature in lacking))
         swarm = draw_swarm(PRESETS[preset], draw, wish=wish)
-        play = Play(swarm.config)
+        if in_pipeline:
+            depth = 2 + index % 3
+            config = replace(swarm.config, async_scheduling=False, max_frames_in_flight=depth)
+            swarm = replace(swarm, config=config)
+        play = Play(swarm.config, engine)
         view = View(swarm, play.client)
         for _ in range(120):
             action = next_action(view, draw)

@@ -151,7 +151,7 @@ def test_mistake_that_fails_inside_the_function_is_noticed() -> None:
 def test_law_in_a_rewritten_module_is_broken() -> None:
     room = Room("here")
 
-    @room.law("P1", witness=(1,), twins=())
+    @room.law("P1", (1,))
     def check_here(number: int) -> bool:
         assert number > 0
         more = number + 1
@@ -235,7 +235,7 @@ def prove(*args: object) -> Result:
 @solver
 def test_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     file, page = tmp_path / "laws.json", tmp_path / "laws.md"
-    result = prove("--law", "slots.longest_hit", "--json", file, "--markdown", page)
+    result = prove("--law", "allocation.longest_hit", "--json", file, "--markdown", page)
     assert result.exit_code == 0
     assert "1 of 1 laws confirmed, 2 of 2 twins refuted" in result.stdout
     assert "#30320" in result.stdout

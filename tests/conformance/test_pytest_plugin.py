@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from blockstep.conformance.judge.properties import PROPERTIES
-from blockstep.conformance.pytest_plugin import ASPECTS, judge
+from blockstep.conformance.report.subjects import ASPECTS, verdict_on
 
 pytest_plugins = ["pytester"]
 
@@ -233,6 +233,7 @@ def test_an_unknown_engine_is_an_error_of_every_test(inner: pytest.Pytester) -> 
         ("--blockstep-budget=long", "--blockstep-budget 'long': must be a time*"),
         ("--blockstep-seed=-1", "--blockstep-seed -1: must be 0 or above"),
         ("--blockstep-depth=0", "--blockstep-depth 0: must be 1 or above"),
+        ("--blockstep-with=magic", "--blockstep-with, --blockstep-without: feature 'magic': *"),
         ("--blockstep-event-seconds=0", "--blockstep-event-seconds 0: must be above 0"),
         ("--blockstep-json=no/out.json", "--blockstep-json 'no/out.json': there is no such folder"),
     ],
@@ -243,6 +244,18 @@ def test_an_option_that_cannot_be_used_is_said_before_anything_runs(
     result = inner.runpytest_inprocess("--blockstep-engine=spec", option)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: {told}"])
+
+
+def test_features_are_asked_for_and_kept_out(inner: pytest.Pytester) -> None:
+    path = inner.path / "out.json"
+    run(
+        *(inner, "spec", "--blockstep-preset=tiny", "--blockstep-budget=300"),
+        *("--blockstep-with=drafts", "--blockstep-without=caching", "--blockstep-without=pause"),
+        f"--blockstep-json={path}",
+    )
+    check = json.loads(path.read_text())["runs"][0]["check"]
+    assert (check["with"], check["without"]) == (["drafts"], ["caching", "pause"])
+    assert check["witnesses"].get("prefix_hit", 0) == 0
 
 
 def test_items_are_chosen_as_any_test_is(inner: pytest.Pytester) -> None:
@@ -332,23 +345,26 @@ def test_no_item_is_green_when_a_check_did_not_end_well() -> None:
         "failure": None, "conforms": False, "exit_code": 3, "num_events": 9, "equivalence": "exact",
     }  # fmt: skip
     subjects = [*(entry.id for entry in PROPERTIES), *ASPECTS]
-    assert {judge(subject, check)[0] for subject in subjects} == {"failed", "skipped"}
+    assert {verdict_on(subject, check)[0] for subject in subjects} == {"failed", "skipped"}
     spec = {"kind": "spec", "property": "", "sentence": "spec_asserts_nothing_false"}
     check["failure"] = {"findings": [spec]}
-    assert [name for name in subjects if judge(name, check)[0] == "failed"] == ["verdict"]
-    assert {judge(subject, check)[0] for subject in subjects} == {"failed", "skipped"}
+    assert [name for name in subjects if verdict_on(name, check)[0] == "failed"] == ["verdict"]
+    assert {verdict_on(subject, check)[0] for subject in subjects} == {"failed", "skipped"}
 
 
 def test_a_stall_fails_its_property_and_liveness() -> None:
     stall = {"kind": "liveness", "property": "P10", "sentence": "every_request_ends"}
     check = {"failure": {"findings": [stall]}}
     subjects = [*(entry.id for entry in PROPERTIES), *ASPECTS]
-    assert [name for name in subjects if judge(name, check)[0] == "failed"] == ["P10", "liveness"]
+    assert [name for name in subjects if verdict_on(name, check)[0] == "failed"] == [
+        "P10",
+        "liveness",
+    ]
 
 
 def test_without_comparison_divergence_is_not_green() -> None:
     check = {
         "failure": None, "conforms": True, "exit_code": 0, "num_events": 9, "equivalence": "safety",
     }  # fmt: skip
-    assert judge("divergence", check)[0] == judge("P1", check)[0] == "skipped"
-    assert judge("verdict", check)[0] == judge("liveness", check)[0] == "passed"
+    assert verdict_on("divergence", check)[0] == verdict_on("P1", check)[0] == "skipped"
+    assert verdict_on("verdict", check)[0] == verdict_on("liveness", check)[0] == "passed"

@@ -12,12 +12,13 @@ from engine_support.models import MAX_TOKENS, Checkpoint, make_checkpoint, make_
 from engine_support.storms import STORMS
 
 from blockstep.conformance.engines.serving import CheckFailedError, ServingChecker
+from blockstep.conformance.report.failure import render_served
 from blockstep.impl.engine import LLM, SamplingParams
 from blockstep.impl.engine.batch import Batch, BatchRow
 from blockstep.impl.engine.model import Inputs
 from blockstep.impl.engine.runner import Runner
-from blockstep.impl.host import HostEngine
-from blockstep.spec.vocabulary import CachedRow, Event, Observation, Plan, SpecMethod
+from blockstep.impl.fastest import Scheduler, get_fastest
+from blockstep.spec.vocabulary import CachedRow, Config, Event, Observation, Plan, SpecMethod
 
 PARAMS = SamplingParams(max_tokens=MAX_TOKENS)
 
@@ -109,7 +110,9 @@ def test_a_defect_of_the_inputs_falls(
     plant_inputs(monkeypatch, change)
     with pytest.raises(CheckFailedError, match=sentence) as caught:
         serve(checkpoint, "small-pool", 8)
-    assert "blockstep generate: VIOLATION at event" in str(caught.value)
+    report = render_served(caught.value.findings, caught.value.num_events)
+    assert "blockstep generate: VIOLATION at event" in report
+    assert sentence in report
 
 
 def test_a_defect_of_the_draft_models_cache_falls(
@@ -164,13 +167,14 @@ def test_rejected_drafts_that_stay_computed_fall(
 def test_a_defect_of_the_scheduler_falls(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    apply: Any = HostEngine.apply
+    scheduler: Any = get_fastest(Config(num_blocks=2))
+    apply: Any = scheduler.apply
 
-    def hide(self: HostEngine, event: Event) -> Observation:
+    def hide(self: Scheduler, event: Event) -> Observation:
         seen = apply(self, event)
         return replace(seen, preempted_req_ids=()) if isinstance(seen, Plan) else seen
 
-    monkeypatch.setattr(HostEngine, "apply", hide)
+    monkeypatch.setattr(scheduler, "apply", hide)
     with pytest.raises(CheckFailedError, match="preempted_req_ids") as caught:
         serve(checkpoint, "small-pool")
     assert {str(finding.kind) for finding in caught.value.findings} >= {"divergence"}

@@ -140,6 +140,23 @@ def test_what_a_line_lacks_takes_the_default_of_the_vocabulary(tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+def test_several_frames_were_asynchronous_before_there_was_a_word_for_it(
+    tmp_path: Path, is_async: bool
+) -> None:
+    config = Config(num_blocks=9, max_frames_in_flight=2, async_scheduling=is_async)
+    path = tmp_path / "run.jsonl"
+    write_trace(path, config, [(Schedule(), Plan(0))])
+    written = f'"async_scheduling":{"true" if is_async else "false"}'
+    assert written in path.read_text()
+    assert read_trace(path).config == config
+    path.write_text(path.read_text().replace(f",{written}", ""))
+    assert read_trace(path).config == dataclasses.replace(config, async_scheduling=True)
+    write_trace(path, Config(num_blocks=9), [])
+    path.write_text(path.read_text().replace(',"async_scheduling":false', ""))
+    assert read_trace(path).config == Config(num_blocks=9)
+
+
 @pytest.mark.parametrize(
     ("text", "line", "says"),
     [

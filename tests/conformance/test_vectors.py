@@ -14,19 +14,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from blockstep.conformance.command.explore import vectors_app
+from blockstep.conformance.command.vectors import vectors_app
 from blockstep.conformance.explore.canonical import Canonicaliser
 from blockstep.conformance.explore.cover import Tracer, choose, trace_program
 from blockstep.conformance.explore.fill import fill
 from blockstep.conformance.explore.shard import Task
-from blockstep.conformance.explore.vectors import consume, read_vectors
+from blockstep.conformance.explore.vectors import consume, read_vectors, write_vectors
 from blockstep.conformance.explore.walk import walk
 from blockstep.conformance.explore.world import World, get_events
 from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.recorded.traces import TraceError
 from blockstep.spec.profiles import initial_state
-from blockstep.spec.vocabulary import Event, Rejected
+from blockstep.spec.vocabulary import Config, Event, Rejected, Schedule
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +180,14 @@ def test_a_wrong_line_is_refused_with_its_rule(
 ) -> None:
     with pytest.raises(TraceError, match=said):
         read_vectors(reworked(filled, tmp_path / "wrong.jsonl", change))
+
+
+def test_several_frames_were_asynchronous_before_there_was_a_word_for_it(tmp_path: Path) -> None:
+    config = Config(num_blocks=3, max_frames_in_flight=2, async_scheduling=True)
+    now, before = tmp_path / "now.jsonl", tmp_path / "before.jsonl"
+    write_vectors(now, "pair", config, [[Schedule()]])
+    change = (',"async_scheduling":true', "")
+    assert read_vectors(reworked(now, before, change)).config == read_vectors(now).config == config
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

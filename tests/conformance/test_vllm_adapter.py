@@ -11,7 +11,12 @@ from typing import Any
 
 import pytest
 
-from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, get_capabilities
+from blockstep.conformance.engine import (
+    ALL_CAPABILITIES,
+    Engine,
+    EngineFault,
+    get_capabilities,
+)
 from blockstep.conformance.engines.adapters import vllm_releases
 from blockstep.conformance.engines.adapters.vllm_names import compute_block_key, get_lora_name
 from blockstep.conformance.engines.adapters.vllm_releases import (
@@ -180,6 +185,16 @@ def test_the_first_block_names_every_item_though_outputs_complete_it() -> None:
     assert key.items == (("a", 2), ("b", 6))
 
 
+@pytest.mark.parametrize(("version", "embeds"), [("0.11.0", ((), ())), (REFERENCE, ((7, 8), (9,)))])
+def test_a_digest_stands_for_the_embeddings_of_its_prompt_positions(
+    version: str, embeds: tuple[tuple[int, ...], ...]
+) -> None:
+    request = Request("A", (0, 0, 0), prompt_embeds=(7, 8, 9))
+    first = compute_block_key(RELEASES[version], request, None, (0, 0), 0, is_after_output=False)
+    second = compute_block_key(RELEASES[version], request, first, (0, 5), 2, is_after_output=True)
+    assert (first.embeds, second.embeds) == embeds
+
+
 # With vLLM.
 
 
@@ -210,9 +225,7 @@ def test_it_is_an_engine_that_says_what_it_lacks() -> None:
         "async": RELEASE.has_async,
     }
     has["cache statistics"] = RELEASE.has_sound_counters
-    lacks = {"rejection", "statistics", "late drafts", "pipeline", "embeds"} | {
-        name for name in has if not has[name]
-    }
+    lacks = {"rejection", "statistics", "late drafts"} | {name for name in has if not has[name]}
     assert ALL_CAPABILITIES - engine.capabilities() == lacks
     assert ("async" in get_capabilities(load_engine("vllm"))) == RELEASE.has_async
 
@@ -238,6 +251,66 @@ def test_plans_run_ahead_of_their_answers(num_drafts: int) -> None:
     rows = [row for plan in plans_of(run) for row in plan.cached]
     drafts = {token for row in rows for token in row.draft_token_ids}
     assert drafts == ({DRAFT_PLACEHOLDER} if num_drafts else set())
+
+
+@needs_vllm
+def test_in_a_pipeline_a_request_waits_for_its_own_token_and_nobody_else_does() -> None:
+    config = Config(
+        num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=2,
+        max_frames_in_flight=3,
+    )  # fmt: skip
+    actions = (
+        Submit(Request("A", (0, 0, 0, 0), max_tokens=3)), Schedule(), Schedule(),
+        Submit(Request("B", (0,), max_tokens=2)), Schedule(), Answer(), Answer(), Schedule(),
+    )  # fmt: skip
+    run, wrong = follow(PROFILE, config, *actions)
+    assert wrong == ""
+    assert run.before is not None
+    assert run.before.frames_in_flight == (2, 3)
+    rows = [
+        [(row.request_id, row.num_scheduled_tokens) for row in plan.rows] for plan in plans_of(run)
+    ]
+    assert rows == [[("A", 2)], [("A", 2)], [("B", 1)], [("A", 1)]]
+
+
+@needs_vllm
+def test_what_the_first_stage_of_a_pipeline_is_told_must_be_what_was_sampled() -> None:
+    config = Config(num_blocks=9, max_frames_in_flight=2)
+    actions = (Submit(Request("A", (1, 2), max_tokens=9)), Schedule(), Answer())
+    engine = importlib.import_module(ADAPTER).VllmEngine(config)
+    play_alone(engine, actions)
+    scheduler = engine.run.scheduler
+    plan = scheduler.schedule()
+    assert plan.scheduled_cached_reqs.new_token_ids == [[0]]
+    plan.scheduled_cached_reqs.new_token_ids = [[1]]
+    scheduler.schedule = lambda: plan
+    with pytest.raises(EngineFault, match="'A' is to run \\[1\\] from position 2, not \\[0\\]"):
+        engine.apply(Schedule())
+
+
+@needs_vllm
+def test_embeddings_shape_blocks_and_are_told_to_the_worker() -> None:
+    config = Config(num_blocks=20, block_size=2, max_model_len=16)
+    tokens = (0, 0, 0, 0, 0)
+    embeds = {"A": (7, 8, 9, 9, 9), "B": (7, 8, 2**31 - 1, 9, 9), "C": ()}
+    actions: list[Action] = [
+        Submit(Request(name, tokens, max_tokens=4, prompt_embeds=numbers))
+        for name, numbers in embeds.items()
+    ]
+    run, wrong = follow(PROFILE, config, *actions, *(Schedule(), Answer()) * 3, Drain())
+    assert wrong == ""
+    if not RELEASE.has_named_embeds:
+        reason = "embeddings with prefix caching: the release's front end has one or the other"
+        assert run.skipped[reason] == 2
+        config = replace(config, enable_prefix_caching=False)
+        run, wrong = follow(PROFILE, config, *actions, Drain())
+        assert wrong == ""
+        assert reason not in run.skipped
+    (plan, *_) = plans_of(run)
+    told = {row.request_id: row.request.prompt_embeds for row in plan.new}
+    assert told == embeds
+    if RELEASE.has_named_embeds:
+        assert [row.num_computed_tokens for row in plan.new] == [0, 2, 0]
 
 
 @needs_vllm
@@ -283,7 +356,7 @@ def get_collisions(monkeypatch: pytest.MonkeyPatch, separate_names: bool) -> lis
     engine = adapter.VllmEngine(Config(num_blocks=9, block_size=2))
     engine.apply(Submit(Request("A", (1, 2, 3), adapter="x")))
     engine.apply(Submit(Request("B", (1, 2, 3), cache_salt="x")))
-    collisions: list[Any] = engine.collisions
+    collisions: list[Any] = engine.run.digests.collisions
     return collisions
 
 
@@ -590,6 +663,18 @@ DECLINED: dict[str, tuple[str, Config, tuple[Action, ...], str]] = {
         ),
         "resumed before its tokens (#47900)",
     ),
+    "behind drafts": (
+        REFERENCE,
+        Config(
+            num_blocks=9, block_size=2, max_model_len=16, max_frames_in_flight=2,
+            spec_method=SpecMethod.NGRAM, num_speculative_tokens=2,
+        ),
+        (
+            Submit(Request("A", (0, 0), max_tokens=9)), Schedule(), Answer(), Propose(((2, 2),)),
+            Schedule(), Schedule(), Answer(), Answer(),
+        ),
+        "a plan behind drafts in flight: fewer than no tokens",
+    ),
     "padded past the threshold": (
         "0.33.0",
         replace(PADDING, long_prefill_token_threshold=2),
@@ -725,11 +810,15 @@ def test_no_more_plans_are_in_flight_than_vllm_has() -> None:
 def play_alone(engine: Engine, actions: tuple[Action, ...]) -> None:
     """Do these on the engine alone; every row that can sample samples 0."""
     plans: list[Plan] = []
+    rows: tuple[RowTokens, ...] = ()
     for action in actions:
         if isinstance(action, Answer):
             plan = plans.pop(0)
             rows = tuple(RowTokens(row.request_id, (0,)) for row in plan.rows)
             engine.apply(Commit(plan.frame_id, rows))
+        elif isinstance(action, Propose):
+            ((num_drafts, _),) = action.counts
+            engine.apply(Drafts(tuple(replace(row, token_ids=(0,) * num_drafts) for row in rows)))
         else:
             assert isinstance(action, Submit | Schedule | Reset)
             answer = engine.apply(action)

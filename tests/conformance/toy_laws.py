@@ -38,7 +38,7 @@ def half_is_shown_in_an_error(number: int) -> int:
 MISTAKE = instead_in(HERE, "half", half_is_rounded_up)
 
 
-@ROOM.law("P1", witness=(3,), twins=(MISTAKE,))
+@ROOM.law("P1", (3,), MISTAKE)
 def check_confirmed(number: int) -> bool:
     """Two halves are no more than the whole."""
     assert number >= 0
@@ -47,7 +47,7 @@ def check_confirmed(number: int) -> bool:
     return True
 
 
-@ROOM.law("P1", witness=(4,), twins=())
+@ROOM.law("P1", (4,))
 def check_refuted(number: int) -> bool:
     assert number >= 0
     pieces = 2 * half(number)
@@ -55,7 +55,7 @@ def check_refuted(number: int) -> bool:
     return True
 
 
-@ROOM.law("P1", witness=(3,), twins=())
+@ROOM.law("P1", (3,))
 def check_refuted_by_its_witness(number: int) -> bool:
     assert number >= 0
     pieces = 2 * half(number)
@@ -63,7 +63,7 @@ def check_refuted_by_its_witness(number: int) -> bool:
     return True
 
 
-@ROOM.law("P1", witness=(1,), twins=())
+@ROOM.law("P1", (1,))
 def check_vacuous(number: int) -> bool:
     assert 0 < number < 0
     copy = number
@@ -71,7 +71,7 @@ def check_vacuous(number: int) -> bool:
     return True
 
 
-@ROOM.law("P1", witness=(1, 3), twins=())
+@ROOM.law("P1", (1, 3))
 def check_unknown(part: int, whole: int) -> bool:
     assert 0 <= part <= whole
     assert whole >= 1
@@ -80,7 +80,7 @@ def check_unknown(part: int, whole: int) -> bool:
     return True
 
 
-@ROOM.law("P1", witness=((1,), (2,)), twins=())  # type: ignore[arg-type]
+@ROOM.law("P1", ((1,), (2,)))  # type: ignore[arg-type]
 def check_spurious(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
     assert len(first) == 1
     assert len(second) == 1
@@ -90,21 +90,21 @@ def check_spurious(first: tuple[int, ...], second: tuple[int, ...]) -> bool:
     return True
 
 
-@ROOM.law("P1", witness=(2000,), twins=(MISTAKE,))
+@ROOM.law("P1", (2000,), MISTAKE)
 def check_broken_all_leading(number: int) -> bool:
     assert number > 0
     assert number > 1000
     return True
 
 
-@ROOM.law("P1", witness=(1,), twins=())
+@ROOM.law("P1", (1,))
 def check_broken_nothing_leading(number: int) -> bool:
     more = number + 1
     assert more > number
     return True
 
 
-@ROOM.law("P1", witness=(1,), twins=())
+@ROOM.law("P1", (1,))
 def check_broken_early_return(number: int) -> bool:
     assert number > 0
     if number > 1:
@@ -113,14 +113,14 @@ def check_broken_early_return(number: int) -> bool:
     return True
 
 
-@ROOM.law("P1", witness=(1,), twins=())
+@ROOM.law("P1", (1,))
 def check_broken_without_return(number: int) -> bool:  # type: ignore[return]
     assert number > 0
     more = number + 1
     assert more > number
 
 
-@ROOM.law("P1", witness=("a",), twins=())  # type: ignore[arg-type]
+@ROOM.law("P1", ("a",))  # type: ignore[arg-type]
 def check_broken_engine(letter: Literal["a", "b"]) -> bool:
     assert len(letter) == 1
     copy = letter
@@ -128,7 +128,7 @@ def check_broken_engine(letter: Literal["a", "b"]) -> bool:
     return True
 
 
-@ROOM.law("P1", witness=(3,), twins=(instead_in(HERE, "half", half),))
+@ROOM.law("P1", (3,), instead_in(HERE, "half", half))
 def check_twin_survives(number: int) -> bool:
     assert number >= 0
     pieces = 2 * half(number)
@@ -138,11 +138,9 @@ def check_twin_survives(number: int) -> bool:
 
 @ROOM.law(
     "P1",
-    witness=(3,),
-    twins=(
-        instead_in(HERE, "half", half_is_asserted_to_be_small),
-        instead_in(HERE, "half", half_is_not_to_be_had),
-    ),
+    (3,),
+    instead_in(HERE, "half", half_is_asserted_to_be_small),
+    instead_in(HERE, "half", half_is_not_to_be_had),
 )
 def check_fails_inside(number: int) -> bool:
     assert number >= 0
@@ -151,7 +149,7 @@ def check_fails_inside(number: int) -> bool:
     return True
 
 
-@ROOM.law("P1", witness=(3,), twins=(instead_in(HERE, "half", half_is_shown_in_an_error),))
+@ROOM.law("P1", (3,), instead_in(HERE, "half", half_is_shown_in_an_error))
 def check_twin_cannot_be_run(number: int) -> bool:
     assert number >= 0
     pieces = 2 * half(number)

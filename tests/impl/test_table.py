@@ -26,13 +26,14 @@ def test_slots_of_ended_requests_are_used_again() -> None:
 def test_a_slot_used_again_starts_afresh() -> None:
     table = RequestTable()
     slot = add(table, Request("a", (1, 2, 3), eos_token_id=4))
-    for column in (table.num_computed, table.num_preemptions, table.num_cached_blocks):
+    for column in (table.num_computed, table.num_preemptions):
         column[slot] = 5
     table.num_cached_tokens[slot] = table.last_frame[slot] = 5
     table.num_output_placeholders[slot] = 5
     table.is_prefill_chunk[slot] = table.grammar_ready[slot] = True
     table.spec_token_ids[slot] = (1,)
-    table.block_tables[slot].append(3)
+    table.holdings[slot][0].blocks.append(3)
+    table.holdings[slot][0].num_cached = 5
     table.remove(slot)
     fresh, other = add(table, Request("b", (7,))), RequestTable()
     add(other, Request("b", (7,)))

@@ -11,13 +11,12 @@ with less, but `--dist loadgroup` has to be asked for, and pytest 9 with xdist 3
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shutil
 import sys
 import tempfile
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,8 +34,6 @@ NAME = "blockstep"
 PRESETS_DEFAULT = ("tiny", "small")
 FOLDER = "blockstep_folder"
 """Key under which a worker of xdist is told where outcomes are kept."""
-ASPECTS = ("divergence", "fault", "liveness", "verdict")
-"""Tests of a preset that are not about one property."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,6 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     add("--blockstep-seed", metavar="N", type=int, default=0, help="What is random follows it.")
     add("--blockstep-depth", metavar="N", type=int, help="Plans in flight at once, at most.")
+    add("--blockstep-with", metavar="NAME", action="append", help="A feature of every run.")
+    add("--blockstep-without", metavar="NAME", action="append", help="A feature of no run.")
     add("--blockstep-json", metavar="FILE", help="Write what the checks came to, as JSON.")
     add(
         "--blockstep-event-seconds",
@@ -178,7 +177,7 @@ class Campaign:
 
     def _ensure(self, preset: str, wait: bool = True) -> None:
         """Check a preset unless that was done; without `wait`, also unless somebody is at it."""
-        from blockstep.conformance.search.isolation import locked  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.search.isolation.lock import locked  # noqa: PLC0415 - only if wanted
 
         path = self.folder / f"{preset}.json"
         with locked(self.folder / f"{preset}.lock", wait) as is_held:
@@ -231,51 +230,41 @@ CAMPAIGN = pytest.StashKey[Campaign]()
 def _read_options(config: pytest.Config, presets: Sequence[str]) -> dict[str, CheckOptions]:
     """The options of each check. Raises UsageError in the words of the command line."""
     from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS  # noqa: PLC0415
+    from blockstep.conformance.protocol.features import parse_features  # noqa: PLC0415
     from blockstep.conformance.search import options as checking  # noqa: PLC0415
+    from blockstep.conformance.search.budget import read_budget  # noqa: PLC0415
 
     for preset in presets:
         if preset not in PRESETS:
             known = ", ".join(PRESETS)
             raise pytest.UsageError(f"--blockstep-preset {preset!r}: must be one of {known}")
     profile: str = config.getoption("blockstep_profile")
-    try:
-        checking.find_profile(profile)
-    except ValueError as error:
-        raise pytest.UsageError(f"--blockstep-{error}") from None
     seed: int = config.getoption("blockstep_seed")
     depth: int | None = config.getoption("blockstep_depth")
     if seed < 0:
         raise pytest.UsageError(f"--blockstep-seed {seed}: must be 0 or above")
     if depth is not None and depth < 1:
         raise pytest.UsageError(f"--blockstep-depth {depth}: must be 1 or above")
-    max_events, max_seconds = _parse_budget(config.getoption("blockstep_budget"))
-    return {
-        preset: checking.CheckOptions(
+    try:
+        checking.find_profile(profile)
+        max_events, max_seconds = read_budget(config.getoption("blockstep_budget"))
+    except ValueError as error:
+        raise pytest.UsageError(f"--blockstep-{error}") from None
+    try:
+        options = checking.CheckOptions(
             engine=config.getoption("blockstep_engine"),
-            preset=preset,
             seed=seed,
             max_events=max_events,
             max_seconds=max_seconds,
             max_depth=depth or MAX_DEPTH,
             profile=profile,
+            with_features=parse_features(config.getoption("blockstep_with") or ()),
+            without_features=parse_features(config.getoption("blockstep_without") or ()),
         )
-        for preset in presets
-    }
-
-
-def _parse_budget(text: str) -> tuple[int | None, float | None]:
-    """As `--budget` of the command line, which says what is wrong and exits."""
-    import typer  # noqa: PLC0415 - only if wanted
-
-    from blockstep.conformance.command.main import parse_budget  # noqa: PLC0415
-
-    words = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(words):
-            return parse_budget(text)
-    except typer.Exit:
-        said = words.getvalue().strip().removeprefix("blockstep: --")
-        raise pytest.UsageError(f"--blockstep-{said}") from None
+        checking.get_wish(options)
+    except ValueError as error:
+        raise pytest.UsageError(f"--blockstep-with, --blockstep-without: {error}") from None
+    return {preset: replace(options, preset=preset) for preset in presets}
 
 
 # The tests.
@@ -296,6 +285,7 @@ class PresetNode(pytest.Collector):
     def collect(self) -> Iterator[SubjectItem]:
         """The tests, in the order of the properties."""
         from blockstep.conformance.judge.properties import PROPERTIES  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.report.subjects import ASPECTS  # noqa: PLC0415
 
         for entry in PROPERTIES:
             name = f"{entry.id} {entry.name}"
@@ -331,6 +321,8 @@ class SubjectItem(pytest.Item):
 
     def runtest(self) -> None:
         """Pass, fail with the face of the failure, or be skipped for what was not judged."""
+        from blockstep.conformance.report.subjects import verdict_on  # noqa: PLC0415 - only if wanted
+
         check, text = self._outcome["check"], self._outcome["text"]
         known = check["findings_known"].get(self._subject, 0)
         if known:
@@ -338,7 +330,7 @@ class SubjectItem(pytest.Item):
         if self._subject == "verdict":
             for name in ("seed", "num_events", "num_episodes", "equivalence"):
                 self.user_properties.append((f"blockstep_{name}", check[name]))
-        word, reason = judge(self._subject, check)
+        word, reason = verdict_on(self._subject, check)
         if word == "failed":
             raise FailedCheckError(text.rstrip("\n"))
         if word == "skipped":
@@ -353,38 +345,6 @@ class SubjectItem(pytest.Item):
     def reportinfo(self) -> tuple[Path, None, str]:
         """It has no place in any file."""
         return self.path, None, self.nodeid
-
-
-def judge(subject: str, check: dict[str, Any]) -> tuple[str, str]:
-    """(passed, failed or skipped; why it was skipped) of a property or aspect, by a check's JSON.
-
-    A check ends at its first finding, so what was not found by then has not been held to the end.
-    """
-    if check["failure"] is not None:
-        accused = set[str]()
-        for finding in check["failure"]["findings"]:
-            kind = finding["kind"] if finding["kind"] in ASPECTS else ""
-            accused |= {finding["property"] or kind or "verdict", kind}
-        if subject in accused:
-            return "failed", ""
-        return "skipped", f"the run ended at another finding: {_name(check['failure'])}"
-    if subject == "verdict":
-        return ("passed" if check["conforms"] else "failed"), ""
-    if not check["num_events"] or check["exit_code"] not in {0, 5}:
-        return "skipped", "the run came to no end"
-    equivalence = check["equivalence"]
-    if equivalence == "exact" or subject in {"fault", "liveness"}:
-        return "passed", ""
-    if subject == "divergence":
-        if equivalence == "plan":
-            return "passed", ""
-        return "skipped", f"not compared with the specification: equivalence {equivalence}"
-    return "skipped", f"judged in part only, and nothing found: equivalence {equivalence}"
-
-
-def _name(failure: dict[str, Any]) -> str:
-    first = failure["findings"][0]
-    return f"{first['property'] or first['kind']} {first['sentence']}"
 
 
 # The fixture.
@@ -425,6 +385,7 @@ class Bench:
             AssertionError: with all that is wrong.
         """
         from blockstep.conformance.protocol.program import Program  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.report.failure import tell_program  # noqa: PLC0415
 
         __tracebackhide__ = True
         if not isinstance(program, Program):
@@ -436,8 +397,8 @@ class Bench:
         elif config is not None:
             raise ValueError("a Program has a config of its own: leave config out")
         outcome = self._campaign.isolation.run(self.engine, program, self.profile)
-        if outcome.text:
-            raise AssertionError(f"{outcome.text}\n{self._reproduce()}")
+        if outcome.failure is not None or outcome.loss is not None:
+            raise AssertionError(f"{tell_program(outcome, self.engine)}\n{self._reproduce()}")
         for name, count in outcome.skipped.items():
             pytest.skip(f"not tried: the engine lacks {name} ({count} actions left out)")
 
@@ -458,10 +419,12 @@ class Bench:
     def render(self, walk: Walk, findings: list[Finding]) -> str:
         """The face of a failure, ending with how to see it again."""
         from blockstep.conformance.protocol.program import Program  # noqa: PLC0415
-        from blockstep.conformance.search.isolation import render_program  # noqa: PLC0415
+        from blockstep.conformance.report.failure import render_program  # noqa: PLC0415
+        from blockstep.conformance.search.shrink import conclude  # noqa: PLC0415
 
         program = Program(walk.run.config, tuple(walk.actions))
-        return f"{render_program(self.engine, program, walk.run, findings)}\n{self._reproduce()}"
+        text = render_program(conclude(program, walk.run, findings), self.engine)
+        return f"{text}\n{self._reproduce()}"
 
     def _reproduce(self) -> str:
         profile = "" if self.profile == "strict" else f" --blockstep-profile={self.profile}"

@@ -1,8 +1,10 @@
 """The executable specification of an LLM-inference scheduler and its paged KV memory.
 
 `transition(state, event)` is the whole of it; `Oracle` wraps it for everyday use. Read the rooms
-in this order: `vocabulary`, `hashing`, `pool`, `state`, `slots`, `prefix`, `queues`, `schedule`,
-`drafts`, `commit`, `lifecycle`, `control`, `transition`, `invariants`.
+in this order: `vocabulary`; the values `pool`, `requests`, `rules`, `state` and `hashing`; `memory`
+(who holds which block), `step` (one Schedule), `lives` (what happens between two of them);
+`transition`, `invariants` and `strict`. What released engines do otherwise stands apart, in
+`releases` and `profiles`.
 """
 
 from blockstep.spec.oracle import Oracle, RejectedEvent

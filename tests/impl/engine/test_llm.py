@@ -21,7 +21,7 @@ from blockstep.impl.engine import (
     SettingsError,
 )
 from blockstep.impl.engine.runner import Runner
-from blockstep.impl.host import HostEngine
+from blockstep.impl.fastest import Scheduler
 from blockstep.spec.vocabulary import Abort, Event, FinishReason, Observation, Submit
 
 EIGHT = SamplingParams(max_tokens=8)
@@ -152,16 +152,17 @@ def test_an_interrupt_between_two_sides_leaves_no_request_on_one(
 ) -> None:
     llm = LLM(qwen3.folder)
     name = llm.add_request(prompts[0], EIGHT)
-    really = HostEngine.apply
+    scheduler = type(llm._scheduler)
+    really: Any = scheduler.apply
 
-    def interrupt(self: HostEngine, given: Event) -> Observation:
-        answer = really(self, given)
+    def interrupt(self: Scheduler, given: Event) -> Observation:
+        answer: Observation = really(self, given)
         if isinstance(given, event):
             raise KeyboardInterrupt
         return answer
 
     with monkeypatch.context() as patched:
-        patched.setattr(HostEngine, "apply", interrupt)
+        patched.setattr(scheduler, "apply", interrupt)
         with pytest.raises(KeyboardInterrupt):
             llm.add_request(prompts[1], EIGHT) if event is Submit else llm.abort(name)
     assert llm.pop_completion(name).finish_reason is FinishReason.ABORT

@@ -31,6 +31,10 @@ them: a plan of the protocol does not say how new and resumed rows mix."""
 Advance: TypeAlias = Callable[[float, str], None]
 
 
+class NotMeasuredError(RuntimeError):
+    """An engine runs here as nobody should run it; `slow_because` of its factory says why."""
+
+
 class NotEqualError(RuntimeError):
     """Two sides decided differently, so their times cannot be compared."""
 
@@ -79,12 +83,21 @@ class Measurement:
 
 
 def open_side(name: str, config: Config) -> Side:
-    """The side of an engine by name: vLLM's own scheduler for `vllm`, else by what it can do."""
+    """The side of an engine by name: vLLM's own scheduler for `vllm`, else by what it can do.
+
+    Raises:
+        NotMeasuredError: the engine says that its times would mean nothing here.
+        EngineNotFoundError: it cannot be loaded.
+    """
     if name == "vllm":
         module: Any = load_engine("blockstep.conformance.bench.vllm_side:VllmSide")
         side: Side = module(config)
         return side
-    return make_side(load_engine(name)(config))
+    make_engine = load_engine(name)
+    slow_because: str = getattr(make_engine, "slow_because", "")
+    if slow_because:
+        raise NotMeasuredError(f"engine {name!r} is not measured: {slow_because}")
+    return make_side(make_engine(config))
 
 
 def measure(
@@ -102,6 +115,7 @@ def measure(
 
     Raises:
         NotEqualError: two sides decided or delivered differently.
+        NotMeasuredError: an engine says that its times would mean nothing here.
         EngineNotFoundError: an engine cannot be loaded.
     """
     config = scenario.get_config(num_running)

@@ -95,6 +95,7 @@ def profile(
     """Look at `num_steps` steps: the `num_lines` functions that take most with what they call.
 
     Raises:
+        NotMeasuredError: the engine says that its times would mean nothing here.
         NotEqualError: the engine decided differently from the pilot.
         EngineNotFoundError: it cannot be loaded.
     """

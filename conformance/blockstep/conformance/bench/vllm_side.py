@@ -35,9 +35,9 @@ class VllmSide:
     readings: tuple[str, ...] = ("objects",)
 
     def __init__(self, config: Config) -> None:
-        engine = VllmEngine(config)
-        self.scheduler = engine.scheduler
-        self.hasher = engine.hasher
+        run = VllmEngine(config).run
+        self.scheduler = run.scheduler
+        self.hasher = run.hasher
         self._frames: deque[SchedulerOutput] = deque()
 
     def submit(self, request: Request) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from blockstep.conformance.bench.measure import (
     Measurement,
     NotEqualError,
+    NotMeasuredError,
     describe_machine,
     measure,
     merge_rounds,
@@ -30,15 +31,15 @@ from blockstep.conformance.bench.report import (
 )
 from blockstep.conformance.bench.scenarios import SCENARIOS, TRACE, Scenario, get_trace_scenario
 from blockstep.conformance.command.console import (
-    JsonOption,
-    check_output,
     end,
     input_errors,
+    make_console,
     progress,
     usage,
     write,
     write_json,
 )
+from blockstep.conformance.command.options import JsonOption, check_output
 from blockstep.conformance.search.options import ExitCode
 
 SIZES = (1, 8, 64, 256, 1024, 4096)
@@ -103,7 +104,7 @@ def scheduler_command(
 
     Example: blockstep bench scheduler --engine host --engine vllm --scenario decode -n 64 -n 1024
     """
-    console = Console(highlight=False, stderr=json_path == Path("-"), width=150)
+    console = make_console(json_path, width=150)
     names = list(dict.fromkeys(engine or ["host"]))
     conditions = {**_get_conditions(), "gc": "on" if gc_on else "off", "steps": steps}
     measurements: list[Measurement] = []
@@ -114,9 +115,25 @@ def scheduler_command(
             rehearse(names, advance)
             for entry, size in work:
                 measurements.append(measure(entry, size, names, most, gc_on, advance))
+        except NotMeasuredError as error:
+            usage(str(error))
         except NotEqualError as error:
             end(ExitCode.FAILED, str(error))
     measurements = merge_rounds(measurements)
+    _show(measurements, console)
+    console.print("all decided the same" if len(names) > 1 else "one engine, compared with nobody")
+    if plot is not None:
+        try:
+            draw_plot(plot, measurements)
+        except ImportError:
+            usage("--plot: needs matplotlib: pip install 'blockstep[plot]'")
+    if markdown is not None:
+        write(markdown, make_markdown(measurements, conditions, plot))
+    write_json(json_path, to_json(measurements, conditions))
+
+
+def _show(measurements: list[Measurement], console: Console) -> None:
+    """The table, the slopes, and the sums over a trace."""
     console.print(make_table(make_rows(measurements)))
     for row in list_slopes(measurements):
         console.print(
@@ -127,15 +144,6 @@ def scheduler_command(
         for found in measurements[0].readings:
             seconds = get_seconds(measurements[0], found)
             console.print(f"total {found.engine} {found.reading}: {seconds:.3f} s for all steps")
-    console.print("all decided the same" if len(names) > 1 else "one engine, compared with nobody")
-    if plot is not None:
-        try:
-            draw_plot(plot, measurements)
-        except ImportError:
-            usage("--plot: needs matplotlib: pip install 'blockstep[plot]'")
-    if markdown is not None:
-        write(markdown, make_markdown(measurements, conditions, plot))
-    write_json(json_path, to_json(measurements, conditions))
 
 
 @bench_app.command("profile")
@@ -154,7 +162,7 @@ def profile_command(
 
     Example: blockstep bench profile --scenario decode -n 1024
     """
-    console = Console(highlight=False, stderr=json_path == Path("-"), width=150)
+    console = make_console(json_path, width=150)
     conditions = {**_get_conditions(), "steps": steps}
     profiles: list[Profile] = []
     with input_errors(), progress(console, "profiling") as advance:
@@ -162,6 +170,8 @@ def profile_command(
             for name in dict.fromkeys(engine or ["host"]):
                 try:
                     profiles.append(profile(entry, size, name, steps, lines, advance))
+                except NotMeasuredError as error:
+                    usage(str(error))
                 except NotEqualError as error:
                     end(ExitCode.FAILED, str(error))
                 console.print(*to_lines(profiles[-1]), "", sep="\n", markup=False)

@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
+from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.protocol.registry import EngineNotFoundError
 from blockstep.conformance.recorded.traces import TraceError
 from blockstep.conformance.report.explain import NotExplainedError
 from blockstep.conformance.search.isolation import HarnessError, RefusedError
-from blockstep.conformance.search.options import ExitCode, find_profile
-from blockstep.spec.profiles import Profile
+from blockstep.conformance.search.options import ExitCode
 from blockstep.spec.vocabulary import ConfigError
 
 SECONDS_BETWEEN_LINES = 10.0
-INPUT_ERRORS = (EngineNotFoundError, TraceError, ConfigError, RefusedError, NotExplainedError)
-
-EngineOption = Annotated[
-    str,
-    typer.Option(
-        "--engine", help="host, compiled, spec, museum:NAME, or module:attribute of a factory."
-    ),
-]
+INPUT_ERRORS = (
+    *(EngineNotFoundError, TraceError, ConfigError, RefusedError, NotExplainedError, UsageError),
+)
 
 
 def end(code: ExitCode, message: str) -> NoReturn:
@@ -45,35 +40,26 @@ def usage(message: str) -> NoReturn:
     end(ExitCode.USAGE, message)
 
 
-def check_output(path: Path | None) -> Path | None:
-    """The callback of an option that names an output: what can't be written is told beforehand."""
-    if path is None or str(path) == "-":
-        return path
-    if path.is_dir():
-        usage(f"{path}: cannot write: it is a folder; name a file")
-    if not path.parent.is_dir():
-        usage(f"{path}: cannot write: there is no folder {path.parent}; make it")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        usage(f"{path}: cannot write: it is not allowed; name a file elsewhere")
-    return path
+def make_console(json_path: Path | None, width: int | None = None) -> Console:
+    """Where words for people go: standard error while the result takes standard output."""
+    return Console(highlight=False, stderr=json_path == Path("-"), width=width)
 
 
-JsonOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--json",
-        help="Also write the result to this file ('-': stdout).",
-        callback=check_output,
-    ),
-]
+def say(text: str, json_path: Path | None) -> None:
+    """Plain words for people, which end as they end."""
+    typer.echo(text, nl=False, err=json_path == Path("-"))
 
 
-def require_profile(name: str) -> Profile:
-    """The profile that `--profile` names; bad input if there is none."""
-    try:
-        return find_profile(name)
-    except ValueError as error:
-        usage(f"--{error}")
+def make_table(rows: Sequence[Mapping[str, object]]) -> Table:
+    """Rows of one kind as a table, columns named by the keys."""
+    table = Table(box=None, pad_edge=False)
+    for column in rows[0]:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(
+            *(" ".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in row.values())
+        )
+    return table
 
 
 @contextmanager

@@ -19,8 +19,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from blockstep.conformance.command.console import JsonOption, end, progress, usage, write_json
+from blockstep.conformance.command.console import end, progress, usage, write_json
+from blockstep.conformance.command.options import JsonOption, SeedOption
 from blockstep.conformance.engines.serving import CheckFailedError, ServingChecker
+from blockstep.conformance.report.failure import render_served
 from blockstep.conformance.search.options import ExitCode, exit_code_of
 from blockstep.spec.vocabulary import SpecMethod
 
@@ -43,7 +45,7 @@ def generate_command(
     top_k: Annotated[int, typer.Option(help="Draw among so many tokens; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Draw among tokens of this probability.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Draw among tokens this near the best.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Everything random follows from it.")] = 0,
+    seed: SeedOption = 0,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends the output.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")] = False,
     logprobs: Annotated[int | None, typer.Option(help="Report so many tokens in --json.")] = None,
@@ -204,7 +206,7 @@ def _engine_errors(engine: Any) -> Iterator[None]:
     try:
         yield
     except CheckFailedError as error:
-        typer.echo(str(error), err=True)
+        typer.echo(render_served(error.findings, error.num_events), err=True)
         raise typer.Exit(exit_code_of(error.findings[0])) from None
     except (engine.CheckpointError, engine.SettingsError, engine.RequestError) as error:
         usage(str(error))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -11,13 +10,13 @@ import typer
 from rich.console import Console
 
 from blockstep.conformance.command.console import (
-    JsonOption,
-    check_output,
     end,
+    make_console,
     plain_progress,
     write,
     write_json,
 )
+from blockstep.conformance.command.options import JobsOption, JsonOption, check_output, count_jobs
 from blockstep.conformance.prove.law import Law
 from blockstep.conformance.prove.runner import (
     NotInstalledError,
@@ -45,7 +44,7 @@ def prove_command(
     prove_all: Annotated[
         bool, typer.Option("--all", help="Also the laws that take longest.")
     ] = False,
-    jobs: Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")] = 0,
+    jobs: JobsOption = 0,
     markdown: Annotated[
         Path | None,
         typer.Option(
@@ -61,7 +60,7 @@ def prove_command(
 
     Example: blockstep prove --law slots
     """
-    console = Console(highlight=False, stderr=json_path == Path("-"))
+    console = make_console(json_path)
     try:
         require_crosshair()
     except NotInstalledError as error:
@@ -72,7 +71,7 @@ def prove_command(
     chosen = choose_laws(list(LAWS.values()), law or [], prove_all)
     start = time.monotonic()
     try:
-        proofs = prove_laws(chosen, jobs or os.cpu_count() or 1, plain_progress("proving"))
+        proofs = prove_laws(chosen, count_jobs(jobs), plain_progress("proving"))
     except UnansweredError as error:
         end(ExitCode.HARNESS, str(error))
     seconds = time.monotonic() - start

@@ -19,23 +19,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from blockstep.conformance.engine import Engine, EngineFactory
+from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.judge.worker.names import NEVER_WRITTEN, Name
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.protocol.findings import Difference, Finding
-from blockstep.conformance.report.failure import HEADLINES, render_divergence, render_finding
-from blockstep.spec.vocabulary import (
-    Config,
-    Event,
-    FrameId,
-    Observation,
-    RequestId,
-    RowTokens,
-    Snapshot,
-    TokenIds,
-)
+from blockstep.spec import vocabulary as v
 
 
 class ArrayLike(Protocol):
@@ -89,7 +79,7 @@ class ServedPass(Protocol):
         ...
 
     @property
-    def request_ids(self) -> Sequence[RequestId]:
+    def request_ids(self) -> Sequence[v.RequestId]:
         """Whose tokens, in order."""
         ...
 
@@ -103,7 +93,7 @@ class ServedPlan(Protocol):
     """What one plan came to."""
 
     @property
-    def frame_id(self) -> FrameId:
+    def frame_id(self) -> v.FrameId:
         """The plan."""
         ...
 
@@ -113,26 +103,36 @@ class ServedPlan(Protocol):
         ...
 
     @property
-    def sampled(self) -> Sequence[RowTokens]:
+    def sampled(self) -> Sequence[v.RowTokens]:
         """What will be committed."""
         ...
 
     @property
-    def proposals(self) -> Mapping[RequestId, TokenIds]:
+    def proposals(self) -> Mapping[v.RequestId, v.TokenIds]:
         """Drafts of requests that sampled."""
         ...
 
 
 class CheckFailedError(Exception):
-    """The engine did not do what the specification does, or the kernels not what the plan says."""
+    """The engine did not do what the specification does, or the kernels not what the plan says.
+
+    `report.failure.render_served` tells it at length.
+    """
 
     def __init__(self, findings: Sequence[Finding], num_events: int) -> None:
         self.findings = tuple(findings)
-        headline = HEADLINES[self.findings[0].kind]
-        lines = [f"blockstep generate: {headline} at event {num_events}", ""]
-        for finding in self.findings:
-            lines += render_finding(finding)
-        super().__init__("\n".join([*lines, *render_divergence(self.findings)]))
+        self.num_events = num_events
+        super().__init__(self.findings, num_events)
+
+    def __str__(self) -> str:
+        told = [f"at event {self.num_events}"]
+        for found in self.findings:
+            fields = "; ".join(
+                f"{one.field}: expected {one.expected}, seen {one.seen}"
+                for one in found.differences
+            )
+            told.append(f"{found.property_id} {found.sentence}: {found.message} {fields}".strip())
+        return "\n".join(told)
 
 
 class ServingChecker:
@@ -142,21 +142,22 @@ class ServingChecker:
         CheckFailedError: from `apply` and `ran`, at the first thing that is wrong.
     """
 
-    def __init__(self, config: Config, make_engine: EngineFactory) -> None:
+    def __init__(self, config: v.Config, make_engine: EngineFactory) -> None:
         self.worker = ServingWorker(config)
-        self._heard: list[Observation] = []
-        self.run = LockStep.start(config, lambda given: Listening(make_engine(given), self._heard))
+        self.run = LockStep.start(config, make_engine)
         self.run.worker = self.worker
         self.num_passes = 0
         self.num_slots_written = 0
         self.num_slots_read = 0
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         """Give the event to spec and scheduler; the scheduler's answer if nothing is wrong."""
         self._expect_nothing(self.run.apply(event))
-        return self._heard[-1]
+        assert self.run.last is not None
+        assert self.run.last.seen is not None
+        return self.run.last.seen
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> v.Snapshot:
         """The state, which is the same on both sides."""
         return self.run.spec.snapshot()
 
@@ -189,31 +190,10 @@ class ServingChecker:
             raise CheckFailedError(findings, self.run.num_events)
 
 
-class Listening:
-    """An engine whose last answer is remembered."""
-
-    def __init__(self, engine: Engine, heard: list[Observation]) -> None:
-        self.engine = engine
-        self.heard = heard
-
-    def apply(self, event: Event) -> Observation:
-        """Pass the event on, and remember the answer."""
-        self.heard[:] = [self.engine.apply(event)]
-        return self.heard[0]
-
-    def snapshot(self) -> Snapshot | None:
-        """As the engine's."""
-        return self.engine.snapshot()
-
-    def capabilities(self) -> frozenset[str]:
-        """As the engine's."""
-        return self.engine.capabilities()
-
-
 class ServingWorker(Worker):
     """The worker, sampling what a model sampled; and the tagged shadows of the model's caches."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: v.Config) -> None:
         super().__init__(config, _nobody_asks)
         num_slots = config.num_blocks * config.block_size
         self.shadows: dict[bool, list[Name]] = {
@@ -250,7 +230,7 @@ class ServingWorker(Worker):
             row.view.cut_names(len(row.view.tokens))
         return self._findings
 
-    def _runs_the_rows(self, one: ServedPass, rows: Mapping[RequestId, FrameRow]) -> bool:
+    def _runs_the_rows(self, one: ServedPass, rows: Mapping[v.RequestId, FrameRow]) -> bool:
         """Whether the model runs exactly the rows of the plan, each from its first position on."""
         ends, starts = _ints(one.inputs.seq_lens), _ints(one.inputs.query_start_loc)
         seen = {
@@ -264,7 +244,7 @@ class ServingWorker(Worker):
         self._complain("pass_runs_the_rows_of_the_plan", "the model ran others", difference)
         return False
 
-    def _check_pass(self, one: ServedPass, rows: Mapping[RequestId, FrameRow]) -> None:
+    def _check_pass(self, one: ServedPass, rows: Mapping[v.RequestId, FrameRow]) -> None:
         """Every token is written where its request has its slot, then read where it was written."""
         inputs = one.inputs
         tokens, positions = _ints(inputs.token_ids), _ints(inputs.positions)

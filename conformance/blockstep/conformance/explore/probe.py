@@ -7,7 +7,7 @@ history say nothing here: who was preempted since when, and what a reset came be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -15,36 +15,20 @@ from blockstep.conformance.engine import Capability, Engine
 from blockstep.conformance.judge.properties import FlightRow, Ledger, Life, Step, check_step
 from blockstep.conformance.judge.witnesses import WITNESSES, situations
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
+from blockstep.conformance.protocol.features import Feature
 from blockstep.conformance.protocol.findings import Difference
+from blockstep.spec import vocabulary as v
 from blockstep.spec.releases import Quirk, get_rules
 from blockstep.spec.requests import RequestState
 from blockstep.spec.snapshots import get_request_snapshot, get_snapshot
 from blockstep.spec.state import State
 from blockstep.spec.transition import transition
-from blockstep.spec.vocabulary import (
-    Config,
-    Drafts,
-    Event,
-    GrammarReady,
-    Observation,
-    Rejected,
-    RequestId,
-    RequestSnapshot,
-    Reset,
-    SetPause,
-    Snapshot,
-    Submit,
-)
-
-_NEEDED: Mapping[type, Capability] = {
-    Drafts: Capability.DRAFTS,
-    SetPause: Capability.PAUSE,
-    Reset: Capability.RESET,
-    GrammarReady: Capability.GRAMMAR,
-}
 
 Hits: TypeAlias = list[str]
 """What was found in a transition, a line each."""
+
+RAISED = "exception"
+"""The field of a difference that is no answer."""
 
 OF_THE_PAST = frozenset(
     {
@@ -66,16 +50,16 @@ class Moment:
     """One transition of the spec."""
 
     before: State
-    event: Event
+    event: v.Event
     after: State
     """`before` itself if the event was refused."""
-    observation: Observation
+    observation: v.Observation
 
 
-def get_moment(state: State, event: Event) -> Moment:
+def get_moment(state: State, event: v.Event) -> Moment:
     """The transition of this event."""
     result = transition(state, event)
-    if isinstance(result, Rejected):
+    if isinstance(result, v.Rejected):
         return Moment(state, event, state, result)
     return Moment(state, event, result.state, result.observation)
 
@@ -92,7 +76,7 @@ def get_ledger(state: State) -> Ledger:
         life.drafts = request.spec_token_ids
         life.num_cached_tokens = request.num_cached_tokens
         life.grammar_ready = request.grammar_ready
-    behind: dict[RequestId, int] = {}
+    behind: dict[v.RequestId, int] = {}
     for frame in reversed(state.frames):
         rows = []
         for row in frame.rows:
@@ -111,20 +95,17 @@ def get_ledger(state: State) -> Ledger:
     return ledger
 
 
-def needed_by(event: Event) -> Capability | None:
-    """What an engine must be able to do to be given an event."""
-    if isinstance(event, Submit) and event.request.items:
-        return Capability.MULTIMODAL
-    if isinstance(event, Submit) and event.request.prompt_embeds:
-        return Capability.EMBEDS
-    return _NEEDED.get(type(event))
-
-
-def needed_for(config: Config) -> Capability | None:
-    """What an engine must be able to do to have so many frames in flight."""
-    if config.async_scheduling:
-        return Capability.ASYNC
-    return Capability.PIPELINE if config.max_frames_in_flight > 1 else None
+def get_lacking(lacking: Iterable[Feature], thing: v.Config | v.Event) -> Capability | None:
+    """What an engine that lacks these features would need for a config or an event."""
+    asked = thing.request if isinstance(thing, v.Submit) else thing
+    for feature in lacking:
+        if isinstance(asked, v.Config | v.Request):
+            is_asked = feature.is_asked_by(asked)
+        else:
+            is_asked = isinstance(asked, feature.actions)
+        if is_asked:
+            return feature.capability
+    return None
 
 
 class StateMemo:
@@ -136,14 +117,14 @@ class StateMemo:
 
     def __init__(self) -> None:
         self._state: State | None = None
-        self._requests: dict[int, RequestSnapshot] = {}
+        self._requests: dict[int, v.RequestSnapshot] = {}
         """Of the requests of that state, by `id`: the state keeps them alive."""
         self._ledger: Ledger | None = None
         self._moment: Moment | None = None
-        self._before: Snapshot | None = None
-        self._after: Snapshot | None = None
+        self._before: v.Snapshot | None = None
+        self._after: v.Snapshot | None = None
 
-    def snapshot_after(self, moment: Moment) -> Snapshot:
+    def snapshot_after(self, moment: Moment) -> v.Snapshot:
         """The state after a moment."""
         if self._moment is moment and self._after is not None:
             return self._after
@@ -162,7 +143,7 @@ class StateMemo:
         self._ledger = self._ledger or get_ledger(state)
         return Step(state.config, 1, moment.event, moment.observation, before, after), self._ledger
 
-    def _snapshot_before(self, state: State) -> Snapshot:
+    def _snapshot_before(self, state: State) -> v.Snapshot:
         if self._state is not state or self._before is None:
             self._state, self._ledger, self._moment = state, None, None
             self._before = get_snapshot(state)
@@ -170,7 +151,7 @@ class StateMemo:
             self._requests = {id(request): shown[name] for name, request in state.requests.items()}
         return self._before
 
-    def _show(self, request: RequestState) -> RequestSnapshot:
+    def _show(self, request: RequestState) -> v.RequestSnapshot:
         return self._requests.get(id(request)) or get_request_snapshot(request)
 
 
@@ -225,25 +206,41 @@ class QuirkProbe:
 
 
 def compare(
-    engine: Engine, moment: Moment, expected: Snapshot, capabilities: frozenset[str]
+    engine: Engine, moment: Moment, expected: v.Snapshot, capabilities: frozenset[str]
 ) -> Hits:
     """Give an engine that stands in the state before the event; how it differs after it."""
+    return [
+        f"the engine raised {found.seen}"
+        if found.field == RAISED
+        else f"{found.field}: spec {found.expected}, engine {found.seen}"
+        for found in differ(engine, moment.event, moment.observation, expected, capabilities)
+    ]
+
+
+def differ(
+    engine: Engine,
+    event: v.Event,
+    observation: v.Observation,
+    expected: v.Snapshot,
+    capabilities: frozenset[str],
+) -> tuple[Difference, ...]:
+    """Give an engine an event; how its answer and its state differ from what is right."""
     try:
-        seen = engine.apply(moment.event)
+        seen = engine.apply(event)
         after = engine.snapshot()
     except Exception as error:
-        return [f"the engine raised {type(error).__name__}: {error}"]
-    if after is not None and Capability.STATISTICS not in capabilities:
-        after = replace(after, stats=expected.stats)
-    differences = list(observation_differences(moment.observation, seen))
+        return (Difference(RAISED, "none", f"{type(error).__name__}: {error}"),)
+    differences = observation_differences(observation, seen)
     if after is not None:
+        if Capability.STATISTICS not in capabilities:
+            after = replace(after, stats=expected.stats)
         differences += snapshot_differences(expected, after)
-    return [f"{d.field}: spec {d.expected}, engine {d.seen}" for d in differences]
+    return differences
 
 
-def is_for(capabilities: frozenset[str], observation: Observation) -> bool:
+def is_for(capabilities: frozenset[str], observation: v.Observation) -> bool:
     """Whether an engine is given an event that the spec has answered so."""
-    return Capability.REJECTION in capabilities or not isinstance(observation, Rejected)
+    return Capability.REJECTION in capabilities or not isinstance(observation, v.Rejected)
 
 
 def count_witnesses(moment: Moment, memo: StateMemo) -> Iterator[str]:

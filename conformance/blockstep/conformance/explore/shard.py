@@ -24,11 +24,12 @@ from blockstep.conformance.explore.probe import (
     StateMemo,
     WitnessProbe,
     compare,
+    get_lacking,
     get_moment,
     is_for,
-    needed_by,
 )
 from blockstep.conformance.explore.world import World, get_events
+from blockstep.conformance.protocol.features import find_lacking
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import STRICT, Profile, Quirk, initial_state
@@ -136,6 +137,7 @@ class Shard:
             make_engine = load_engine(task.engine)
             self._copies = Copies(make_engine, task.world)
             self._capabilities = make_engine(task.world.config).capabilities()
+        self._lacking = find_lacking(self._capabilities)
         self._tracer = Tracer() if task.deeds else None
         self._done: set[str] = set()
         self._parents: dict[Digest, Digest] = {}
@@ -183,8 +185,7 @@ class Shard:
     ) -> None:
         engine: Engine | None = None
         for number, event in enumerate(get_events(self._task.world, state)):
-            needed = needed_by(event)
-            if needed is not None and needed not in self._capabilities:
+            if self._lacking and get_lacking(self._lacking, event) is not None:
                 continue
             try:
                 moment = self._apply(level, state, event, (digest, number))

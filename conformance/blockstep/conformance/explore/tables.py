@@ -151,6 +151,18 @@ def museum_rows(
     return rows
 
 
+def join_worlds(rows: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+    """Rows of defects as the page has them: one for each world."""
+    by_world: dict[object, list[str]] = {}
+    for row in rows:
+        defect = f"{row['defect']} {row['events']} ({row['first difference']})"
+        by_world.setdefault(row["world"], []).append(defect)
+    return [
+        {"world": world, "defect, events, first difference": "; ".join(defects)}
+        for world, defects in by_world.items()
+    ]
+
+
 def _length(shortest: Shortest) -> int | str:
     return NOWHERE if shortest.length is None else shortest.length
 

@@ -17,11 +17,14 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
+from blockstep.conformance.engine import Capability, get_capabilities
 from blockstep.conformance.explore.canonical import Canonicaliser, Digest
 from blockstep.conformance.explore.cycles import find_cycle
-from blockstep.conformance.explore.probe import get_moment
+from blockstep.conformance.explore.probe import get_lacking, get_moment
 from blockstep.conformance.explore.shard import Edge, Hit, Level, Novelty, Shard, Task
 from blockstep.conformance.explore.world import Counts, get_events
+from blockstep.conformance.protocol.features import find_lacking
+from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.profiles import initial_state
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import Event, Observation, Rejected
@@ -58,6 +61,18 @@ class Walked:
     edges: list[Edge] = field(default_factory=list)
     programs: list[tuple[Event, ...]] = field(default_factory=list)
     """The ways to what was done for the first time, that included."""
+
+
+def get_obstacle(task: Task) -> Capability | None:
+    """What the engine of a task lacks for its world, so that there is nothing to walk.
+
+    Raises:
+        EngineNotFoundError: it cannot be loaded.
+    """
+    if not task.engine:
+        return None
+    lacking = find_lacking(get_capabilities(load_engine(task.engine)))
+    return get_lacking(lacking, task.world.config)
 
 
 def walk(

@@ -4,7 +4,7 @@ Each exhibit changes one method of the host engine, or a few that belong togethe
 kill it, or the suite is blind to a defect that is known to happen. A repair that was tried upstream
 and was wrong is an exhibit of its own. The engine is loaded by name, as any foreign one would be.
 
-`exhibit` says what one is, the pages show them by theme, `hunt` kills them.
+`exhibit` says what one is, the pages show them by theme, `trial` kills them.
 """
 
 from __future__ import annotations

@@ -11,73 +11,67 @@ from blockstep.conformance.museum.exhibit import Methods, Page
 PAGE = Page()
 
 
-@PAGE.exhibit("the salt is not part of a block's identity", "#56643", "P6", "P3")
-def salt_ignored(clean: Any) -> Methods:
-    """One tenant is answered from another one's cache."""
+def _misread(clean: Any, misread: Callable[[Any], None]) -> Methods:
+    """What names the blocks of a request is changed by `misread` as soon as it is submitted."""
 
     def _submit(self: Any, request: Any) -> Any:
         answer = clean._submit(self, request)
         slot = self.table.slot_of.get(request.request_id)
         if slot is not None:
-            lineage = self.table.lineages[slot]
-            lineage.request = replace(lineage.request, cache_salt=None)
+            misread(self.table.lineages[slot])
         return answer
 
     return {"_submit": _submit}
+
+
+@PAGE.exhibit("the salt is not part of a block's identity", "#56643", "P6", "P3")
+def salt_ignored(clean: Any) -> Methods:
+    """One tenant is answered from another one's cache."""
+
+    def misread(lineage: Any) -> None:
+        lineage.request = replace(lineage.request, cache_salt=None)
+
+    return _misread(clean, misread)
 
 
 @PAGE.exhibit("the adapter is not part of a block's identity", "#56643", "P6", "P3")
 def adapter_ignored(clean: Any) -> Methods:
     """What one adapter computed is read by another one, and by the base model."""
 
-    def _submit(self: Any, request: Any) -> Any:
-        answer = clean._submit(self, request)
-        slot = self.table.slot_of.get(request.request_id)
-        if slot is not None:
-            lineage = self.table.lineages[slot]
-            lineage.request, lineage._every = replace(lineage.request, adapter=None), b""
-        return answer
+    def misread(lineage: Any) -> None:
+        lineage.request, lineage._every = replace(lineage.request, adapter=None), b""
 
-    return {"_submit": _submit}
+    return _misread(clean, misread)
 
 
 Items: TypeAlias = tuple[tuple[str, int], ...]
 """Identifier, and offset from the start of the block."""
 
 
-def _submit_with_items(clean: Any, see: Callable[[Items], Items]) -> Any:
-    """A `_submit` after which blocks of the request are named with what `see` makes of items."""
+def _misread_items(clean: Any, see: Callable[[Items], Items]) -> Methods:
+    """Blocks are named with what `see` makes of the items in them."""
 
     def items_of(self: Any, index: int) -> Items:
         return see(type(self).__mro__[1].items_of(self, index))  # type: ignore[attr-defined]
 
-    def _submit(self: Any, request: Any) -> Any:
-        answer = clean._submit(self, request)
-        slot = self.table.slot_of.get(request.request_id)
-        if slot is not None and request.items:
-            lineage = self.table.lineages[slot]
-            kind = type(lineage)
-            if kind.__name__ != "Misread":
-                lineage.__class__ = type(
-                    "Misread", (kind,), {"items_of": items_of, "__slots__": ()}
-                )
-        return answer
+    def misread(lineage: Any) -> None:
+        kind = type(lineage)
+        if lineage.request.items and kind.__name__ != "Misread":
+            lineage.__class__ = type("Misread", (kind,), {"items_of": items_of, "__slots__": ()})
 
-    return _submit
+    return _misread(clean, misread)
 
 
 @PAGE.exhibit("an item's place is not part of a block's identity", "#36708", "P6", "P3")
 def item_offset_ignored(clean: Any) -> Methods:
     """One image at two places reads as the same."""
-    return {
-        "_submit": _submit_with_items(clean, lambda items: tuple((name, 0) for name, _ in items))
-    }
+    return _misread_items(clean, lambda items: tuple((name, 0) for name, _ in items))
 
 
 @PAGE.exhibit("an item is no part of a block's identity", "LMCache #690", "P6", "P3")
 def items_ignored(clean: Any) -> Methods:
     """All images have the same placeholder tokens, so each is answered for the first one."""
-    return {"_submit": _submit_with_items(clean, lambda _items: ())}
+    return _misread_items(clean, lambda _items: ())
 
 
 @PAGE.exhibit(
@@ -89,11 +83,21 @@ def items_ignored(clean: Any) -> Methods:
 )
 def items_in_few_bits(clean: Any) -> Methods:
     """Two images share them sooner or later; here the length of the name stands for it."""
-    return {
-        "_submit": _submit_with_items(
-            clean, lambda items: tuple((str(len(name)), offset) for name, offset in items)
-        )
-    }
+    return _misread_items(
+        clean, lambda items: tuple((str(len(name)), offset) for name, offset in items)
+    )
+
+
+@PAGE.exhibit(
+    "an embedding is no part of a block's identity", "#28738 (seen in review)", "P6", "P3"
+)
+def embeds_ignored(clean: Any) -> Methods:
+    """Prompts sent as embeddings have placeholder tokens, so each is answered for the first one."""
+
+    def misread(lineage: Any) -> None:
+        lineage.request = replace(lineage.request, prompt_embeds=())
+
+    return _misread(clean, misread)
 
 
 @PAGE.exhibit("a block is known by one byte of its digest", "LMCache #3301", "P6", "P3", "P15")

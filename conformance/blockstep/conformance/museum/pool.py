@@ -59,7 +59,8 @@ def leak_on_abort(clean: Any) -> Methods:
         for request_id in request_ids:
             slot = self.table.slot_of.get(request_id)
             if slot is not None:
-                del self.table.block_tables[slot][:]
+                for holding in self.table.holdings[slot]:
+                    del holding.blocks[:]
         return clean._abort(self, request_ids)
 
     return {"_abort": _abort}
@@ -108,7 +109,8 @@ def tail_freed_twice(clean: Any) -> Methods:
     def _roll_back(self: Any, slot: int, drafts: Any, tokens: Any) -> None:
         clean._roll_back(self, slot, drafts, tokens)
         used = -(-self.table.num_computed[slot] // self.block_size)
-        self.pool.free(self.table.block_tables[slot][used:])
+        for holding in self.table.holdings[slot]:
+            self.pool.free(holding.blocks[used:])
 
     return {"_roll_back": _roll_back}
 
@@ -133,7 +135,10 @@ def passed_over_blocks_counted(clean: Any) -> Methods:
 
     def _free_blocks(self: Any, slot: int) -> None:
         shared = [
-            block for block in self.table.block_tables[slot] if self.pool.ref_counts[block] > 1
+            block
+            for holding in self.table.holdings[slot]
+            for block in holding.blocks
+            if self.pool.ref_counts[block] > 1
         ]
         self._passed_over = getattr(self, "_passed_over", 0) + len(shared)
         clean._free_blocks(self, slot)
@@ -154,9 +159,10 @@ def publisher_evicts_itself(clean: Any) -> Methods:
     """Room for the new entry is made in a full pool, and nothing says who must be spared."""
 
     def _publish(self: Any, slot: int, num_computed: int, num_scheduled: int) -> None:
-        before = self.table.num_cached_blocks[slot]
+        holding = self.table.holdings[slot][0]
+        before = holding.num_cached
         clean._publish(self, slot, num_computed, num_scheduled)
-        if before < self.table.num_cached_blocks[slot] and self.pool.num_free == 0:
-            self.prefix.withdraw(self.table.block_tables[slot][0])
+        if before < holding.num_cached and self.pool.num_free == 0:
+            self.prefix.withdraw(holding.blocks[0])
 
     return {"_publish": _publish}

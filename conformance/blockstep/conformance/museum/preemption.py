@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 from blockstep.conformance.museum.exhibit import Methods, Page
@@ -82,8 +83,9 @@ def all_keys_withdrawn(clean: Any) -> Methods:
     """Blocks of earlier steps go as well: they were written, and others may hold them."""
 
     def _withdraw_unwritten(self: Any, slot: int) -> None:
-        for block in self.table.block_tables[slot]:
-            self.prefix.withdraw(block)
+        for holding in self.table.holdings[slot]:
+            for block in holding.blocks:
+                self.prefix.withdraw(block)
 
     return {"_withdraw_unwritten": _withdraw_unwritten}
 
@@ -100,8 +102,9 @@ def last_key_withdrawn(clean: Any) -> Methods:
 
     def _withdraw_unwritten(self: Any, slot: int) -> None:
         first = self.table.num_computed[slot] // self.block_size
-        for block in self.table.block_tables[slot][first:][-1:]:
-            self.prefix.withdraw(block)
+        for holding in self.table.holdings[slot]:
+            for block in holding.blocks[first:][-1:]:
+                self.prefix.withdraw(block)
 
     return {"_withdraw_unwritten": _withdraw_unwritten}
 
@@ -118,7 +121,8 @@ def blocks_of_victim_announced(clean: Any) -> Methods:
 
     def _running_row(self: Any, slot: int, row: Any) -> Any:
         stale = self.__dict__.setdefault("_records", {}).pop(slot, ())
-        return clean._running_row(self, slot, (row[0], (*stale, *row[1]), row[2]))
+        tables = tuple(old + new for old, new in zip_longest(stale, row[1], fillvalue=()))
+        return clean._running_row(self, slot, (row[0], tables, row[2]))
 
     return {"_unschedule": _unschedule, "_running_row": _running_row}
 
@@ -192,7 +196,8 @@ def preempted_keeps_blocks(clean: Any) -> Methods:
     """In the end nobody runs, no block is free, and the queue stands still."""
 
     def _preempt(self: Any, slot: int) -> None:
-        del self.table.block_tables[slot][:]
+        for holding in self.table.holdings[slot]:
+            del holding.blocks[:]
         clean._preempt(self, slot)
 
     return {"_preempt": _preempt}

@@ -46,6 +46,35 @@ def readmitted_with_promises(clean: Any) -> Methods:
 
 
 @PAGE.exhibit(
+    "without placeholders the preempted return before their token is there", "#48245", "P13", "P26"
+)
+def readmitted_in_flight_without_placeholders(clean: Any) -> Methods:
+    """What holds them up is looked for in a counter that a pipeline of plans does not keep."""
+
+    def _awaits_tokens(self: Any, slot: int) -> bool:
+        return bool(self.table.num_output_placeholders[slot])
+
+    return {"_awaits_tokens": _awaits_tokens}
+
+
+@PAGE.exhibit(
+    "a chunk in flight that samples nothing holds the preempted up",
+    "#48245 as merged",
+    "P15",
+    "P16",
+    wrong_fix_of="readmitted-with-promises",
+)
+def held_up_by_a_chunk(clean: Any) -> Methods:
+    """Every frame that names the request is waited for."""
+
+    def _awaits_tokens(self: Any, slot: int) -> bool:
+        request_id = self.table.requests[slot].request_id
+        return any(request_id in frame for frame in self.frames.values())
+
+    return {"_awaits_tokens": _awaits_tokens}
+
+
+@PAGE.exhibit(
     "preemption forgets what frames in flight owe",
     "#38624",
     "P12",

@@ -27,7 +27,7 @@ from blockstep.spec.strict import STRICT_RULES as STRICT
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Check = Callable[..., bool]
+Claim = Callable[..., bool]
 PLACES = ("blockstep.spec", "blockstep.conformance.prove")
 """Packages whose modules may have imported a function by name, so that a twin replaces it there."""
 
@@ -113,7 +113,7 @@ class Law:
     """A sentence that must hold for all arguments."""
 
     room: str
-    check: Check = field(repr=False)
+    check: Claim = field(repr=False)
     property_ids: tuple[str, ...]
     witness: tuple[int, ...]
     """Arguments that satisfy the assumptions, so that the law is about something."""
@@ -133,23 +133,20 @@ class Law:
 
 
 class Room:
-    """The laws about one room of the specification, or about the engine on the host."""
+    """The laws of one theme."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.laws: list[Law] = []
 
     def law(
-        self,
-        *property_ids: str,
-        witness: tuple[int, ...],
-        twins: tuple[Twin, ...],
-        is_slow: bool = False,
+        self, property_ids: str, witness: tuple[int, ...], *twins: Twin, is_slow: bool = False
     ) -> Callable[[Callable[P, bool]], Callable[P, bool]]:
         """Make a law of a function whose name is `check_` and a sentence."""
 
         def keep(check: Callable[P, bool]) -> Callable[P, bool]:
-            self.laws.append(Law(self.name, check, property_ids, witness, twins, is_slow))
+            ids = tuple(property_ids.split())
+            self.laws.append(Law(self.name, check, ids, witness, twins, is_slow))
             return check
 
         return keep

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib.util import find_spec
 
-from blockstep.conformance.prove.law import Check, Law, Twin
+from blockstep.conformance.prove.law import Claim, Law, Twin
 from blockstep.conformance.prove.smallest import (
     Arguments,
     Outcome,
@@ -194,7 +194,7 @@ def prove_law(law: Law, seconds_max: float = SECONDS_MAX) -> Proof:
     return Proof(law.name, law.sentence, law.property_ids, witness, answer, twins)
 
 
-def show_call(check: Check, arguments: Arguments) -> str:
+def show_call(check: Claim, arguments: Arguments) -> str:
     """Arguments by name: `num_tokens=33, block_size=16`."""
     names = check.__code__.co_varnames
     return ", ".join(f"{name}={value}" for name, value in zip(names, arguments, strict=False))
@@ -215,7 +215,7 @@ def _ask_after_witness(law: Law, seconds_max: float) -> Answer:
             return _ask(law.check, seconds_max)
 
 
-def get_shape_problem(check: Check) -> str:
+def get_shape_problem(check: Claim) -> str:
     """Why CrossHair would misread this law, or "" if it would not."""
     module: Mapping[str, object] = vars(sys.modules[check.__module__])
     if "@pytest_ar" in module:
@@ -227,13 +227,13 @@ def get_shape_problem(check: Check) -> str:
     return ""
 
 
-def _ask(check: Check, seconds_max: float, twin: Twin | None = None) -> Answer:
+def _ask(check: Claim, seconds_max: float, twin: Twin | None = None) -> Answer:
     """What CrossHair says of a law, or of a law with a mistake planted."""
     with nullcontext() if twin is None else twin.planted():
         return _analyze(check, seconds_max)
 
 
-def _analyze(check: Check, seconds_max: float) -> Answer:
+def _analyze(check: Claim, seconds_max: float) -> Answer:
     # Importing CrossHair takes a second and changes how icontract behaves: only here, and late.
     from crosshair.core_and_libs import (  # noqa: PLC0415
         AnalysisKind,
@@ -270,7 +270,7 @@ def _analyze(check: Check, seconds_max: float) -> Answer:
     return Answer(verdict, text or "CrossHair passed over it", seconds, num_paths)
 
 
-def _replay(check: Check, message: str, seconds: float, num_paths: int) -> Answer:
+def _replay(check: Claim, message: str, seconds: float, num_paths: int) -> Answer:
     """A counterexample, run in plain Python and then made small."""
     arguments = parse_arguments(check, message)
     if arguments is None or try_law(check, arguments) is not Outcome.FAILS:
@@ -280,7 +280,7 @@ def _replay(check: Check, message: str, seconds: float, num_paths: int) -> Answe
     return Answer(Verdict.REFUTED, detail, seconds, num_paths, smallest)
 
 
-def parse_arguments(check: Check, message: str) -> Arguments | None:
+def parse_arguments(check: Claim, message: str) -> Arguments | None:
     """The arguments in CrossHair's words, or None where they are no plain values."""
     found = CALL.search(message)
     if found is None:

@@ -11,7 +11,7 @@ from functools import cache
 from itertools import combinations, islice
 from types import TracebackType
 
-from blockstep.conformance.prove.law import Check
+from blockstep.conformance.prove.law import Claim
 
 NUM_TRIED_MAX = 100_000
 """Tuples of arguments tried at most, in order to be sure that none is smaller."""
@@ -31,7 +31,7 @@ class Outcome(Enum):
     """A guarantee is broken, or a function raised."""
 
 
-def try_law(check: Check, arguments: Arguments) -> Outcome:
+def try_law(check: Claim, arguments: Arguments) -> Outcome:
     """Run a law in plain Python."""
     try:
         done = check(*arguments)
@@ -43,7 +43,7 @@ def try_law(check: Check, arguments: Arguments) -> Outcome:
     return Outcome.HOLDS if done is True else Outcome.FAILS
 
 
-def _line_within(check: Check, trace: TracebackType | None) -> int:
+def _line_within(check: Claim, trace: TracebackType | None) -> int:
     line = 0
     while trace is not None:
         if trace.tb_frame.f_code is check.__code__:
@@ -53,7 +53,7 @@ def _line_within(check: Check, trace: TracebackType | None) -> int:
 
 
 @cache
-def find_first_line(check: Check) -> int:
+def find_first_line(check: Claim) -> int:
     """The line of its first statement that is no assumption.
 
     Raises:
@@ -83,7 +83,7 @@ def _is_docstring(part: ast.stmt) -> bool:
     return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
 
 
-def find_smallest(check: Check, failing: Arguments) -> Arguments:
+def find_smallest(check: Claim, failing: Arguments) -> Arguments:
     """Arguments that break the law: those of the least sum, where so many can be tried.
 
     First each argument is lowered as far as the law stays broken. Then everything smaller is tried,
@@ -106,7 +106,7 @@ def find_smallest(check: Check, failing: Arguments) -> Arguments:
     return lowered
 
 
-def _lower(check: Check, failing: Arguments) -> Arguments:
+def _lower(check: Claim, failing: Arguments) -> Arguments:
     best = failing
     changed = True
     while changed:

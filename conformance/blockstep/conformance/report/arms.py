@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.protocol.program import describe_request
-from blockstep.conformance.report.failure import describe_config
+from blockstep.conformance.protocol.program import describe_config, describe_request
 from blockstep.conformance.search.arms import ARMS, Answer, ArmsResult, Contrast
 from blockstep.conformance.search.options import CheckOptions
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import blockstep.spec
-from blockstep.conformance.judge.properties import PROPERTIES, Check
+from blockstep.conformance.judge.properties import PROPERTIES, Sentence
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.protocol.compare import describe_block, name_key
 from blockstep.conformance.protocol.program import describe_event
@@ -57,7 +57,7 @@ def _explain_rule(name: str, rule: object) -> str:
     return f"{name}{inspect.signature(rule)}\n\n{inspect.getdoc(rule)}\n"
 
 
-def _first_line(check: Check) -> str:
+def _first_line(check: Sentence) -> str:
     return check.explanation.strip().split("\n")[0]
 
 

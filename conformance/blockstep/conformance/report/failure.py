@@ -10,23 +10,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.conformance.draw.presets import MAX_DEPTH
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
-from blockstep.conformance.protocol.program import describe, describe_observation
+from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.program import WIDTH, describe, describe_config
+from blockstep.conformance.report.wording import HEADLINES, render_divergence, render_finding
 from blockstep.conformance.search.check import CheckResult
+from blockstep.conformance.search.episodes import Loss
+from blockstep.conformance.search.isolation import ProgramOutcome
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.conformance.search.shrink import Shrunk
 from blockstep.spec.profiles import STRICT
-from blockstep.spec.vocabulary import Config
 
-HEADLINES = {
-    FindingKind.PROPERTY: "VIOLATION",
-    FindingKind.DIVERGENCE: "DIVERGENCE",
-    FindingKind.FAULT: "FAULT",
-    FindingKind.LIVENESS: "STALL",
-    FindingKind.SPEC: "THE SPEC IS WRONG",
-}
-WIDTH = 100
-MAX_DIFFERENCES = 12
+LINES_MAX = 60
+"""Events of a program that was not shrunk that are shown, at most; the last ones."""
 NOT_AGAIN = (
     "this was seen once, and not when the program ran again: the engine is not deterministic"
 )
@@ -35,13 +30,16 @@ NOT_AGAIN = (
 
 def tell_failure(result: CheckResult) -> str:
     """The whole report of the first failure of a check, a trailing newline included."""
-    if result.told is not None:
-        return result.told.text
-    assert result.failure is not None
+    failure, loss = result.failure, result.loss
+    if failure is None:
+        assert loss is not None
+        return _tell_loss(result, loss)
     assert result.first is not None
     assert result.failing_program is not None
-    note = "" if result.failure.findings else f"\n  {NOT_AGAIN}\n"
-    shrunk = replace(result.failure, findings=result.failure.findings or [result.first])
+    note = "" if failure.findings else f"\n  {NOT_AGAIN}\n"
+    if loss is not None:
+        note += f"\n  then, while this was being shrunk: {loss.message}\n"
+    shrunk = replace(failure, findings=failure.findings or (result.first,))
     before = len(result.failing_program.actions)
     return render_failure(shrunk, result.options, result.failed_episode or 0, before) + note
 
@@ -50,124 +48,131 @@ def render_failure(
     shrunk: Shrunk, options: CheckOptions, episode: int, num_actions_before: int
 ) -> str:
     """The whole report of one failure, a trailing newline included."""
-    findings = shrunk.findings
-    run = shrunk.run
-    how = f"equivalence {run.equivalence}, " if run.equivalence else ""
-    where = f"(engine {options.engine}, {how}preset {options.preset}, seed {options.seed})"
-    headline = HEADLINES[findings[0].kind]
-    lines = [f"blockstep check: {headline} at event {run.num_events} {where}", ""]
-    for finding in findings:
-        lines += render_finding(finding)
-    num_actions = len(shrunk.program.actions)
-    lines += [
+    how = f"equivalence {shrunk.equivalence}, " if shrunk.equivalence else ""
+    where = f"engine {options.engine}, {how}preset {options.preset}, seed {options.seed}"
+    note = f"(shrunk from {num_actions_before} actions to {len(shrunk.program.actions)})"
+    again = f"  reproduce  {reproduce(options, episode)}"
+    return _join([*_head("blockstep check", shrunk, where), *_body(shrunk, f"  {note}"), "", again])
+
+
+def render_program(shrunk: Shrunk, engine: str) -> str:
+    """The face of a failure of a program that somebody wrote: no preset, no seed, not shrunk."""
+    return _join([*_head("blockstep", shrunk, f"engine {engine}"), *_body(shrunk, "")])
+
+
+def tell_program(outcome: ProgramOutcome, engine: str) -> str:
+    """The same, or what became of an engine that did not live; "" if nothing is wrong."""
+    if outcome.loss is not None:
+        return render_loss("blockstep", f"engine {engine}", outcome.loss)
+    return "" if outcome.failure is None else render_program(outcome.failure, engine)
+
+
+def _head(command: str, shrunk: Shrunk, where: str) -> list[str]:
+    headline = HEADLINES[shrunk.findings[0].kind]
+    return [f"{command}: {headline} at event {shrunk.num_events} ({where})", ""]
+
+
+def _body(shrunk: Shrunk, note: str) -> list[str]:
+    """What is wrong, the program, both answers, and where the states differ."""
+    actions = shrunk.program.actions
+    width = len(str(len(actions)))
+    return [
+        *(line for finding in shrunk.findings for line in render_finding(finding)),
         "",
         f"  config    {describe_config(shrunk.program.config)}",
-        f"  program   (shrunk from {num_actions_before} actions to {num_actions})",
+        f"  program {note}",
+        *(f"    {number:>{width}}  {describe(it)}" for number, it in enumerate(actions, 1)),
+        *_render_answers(shrunk),
+        *render_divergence(shrunk.findings),
     ]
-    width = len(str(num_actions))
-    for number, action in enumerate(shrunk.program.actions, 1):
-        lines.append(f"    {number:>{width}}  {describe(action)}")
-    lines += _render_answers(shrunk)
-    lines += render_divergence(findings)
-    lines += ["", f"  reproduce  {reproduce(options, episode)}"]
+
+
+def _join(lines: Sequence[str]) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def reproduce(options: CheckOptions, episode: int) -> str:
+# What nobody lived to shrink.
+
+
+def _tell_loss(result: CheckResult, loss: Loss) -> str:
+    """A failure of which only the journal of a process tells."""
+    options, first = result.options, result.first
+    where = f"engine {options.engine}, preset {options.preset}, seed {options.seed}"
+    text = render_loss("blockstep check", where, loss)
+    if first is not None and first != loss.finding:
+        name = f"{first.property_id or first.kind} {first.sentence}"
+        text += f"\n  seen in the same episode before: {name}: {first.message}\n"
+    return f"{text}\n  reproduce  {reproduce(options, result.failed_episode or 0, loss)}\n"
+
+
+def render_loss(command: str, where: str, loss: Loss) -> str:
+    """The face of the failure of an engine that did not live."""
+    lines = [
+        f"{command}: {HEADLINES[loss.finding.kind]} at event {len(loss.events)} ({where})",
+        "",
+        *render_finding(loss.finding),
+    ]
+    if loss.config:
+        lines += ["", f"  config    {loss.config}"]
+    if loss.events:
+        count, width = len(loss.events), len(str(len(loss.events)))
+        first = max(count - LINES_MAX, 0)
+        lines += ["  program   (as it ran, not shrunk)"]
+        lines += [f"    and {first} events before"] if first else []
+        for number, event in enumerate(loss.events[first:], first + 1):
+            lines.append(f"    {number:>{width}}  {event}")
+    if loss.last_words:
+        lines += ["", "  the end of its standard error"]
+        lines += [f"    {line}" for line in loss.last_words]
+    return _join(lines)
+
+
+def render_served(findings: Sequence[Finding], num_events: int) -> str:
+    """What was wrong while an engine served (`CheckFailedError`), and after how many events."""
+    headline = HEADLINES[findings[0].kind]
+    told = [line for finding in findings for line in render_finding(finding)]
+    lines = [f"blockstep generate: {headline} at event {num_events}", "", *told]
+    return "\n".join([*lines, *render_divergence(findings)])
+
+
+def reproduce(options: CheckOptions, episode: int, loss: Loss | None = None) -> str:
     """The command line that fails in the same way."""
-    policy = f" --policy {options.policy}" if options.policy else ""
-    if options.profile != STRICT.name:
-        policy += f" --profile {options.profile}"
-    if options.max_depth != MAX_DEPTH:
-        policy += f" --depth {options.max_depth}"
     path = f" --path {options.path}" if options.path else ""
+    policy = f" --policy {options.policy}" if options.policy else ""
+    patience = ""
+    if loss is not None and loss.event_seconds is not None:
+        patience = f" --event-seconds {loss.event_seconds:g}"
     return (
-        f"blockstep check --engine {options.engine}{path} --preset {options.preset}{policy} "
-        f"--seed {options.seed} --episode {episode}"
+        f"blockstep check --engine {options.engine}{path} --preset {options.preset}{policy}"
+        f"{show_options(options)} --seed {options.seed} --episode {episode}{patience}"
     )
 
 
-def describe_config(config: Config) -> str:
-    """Whatever is not a default, in the order of the fields."""
-    plain = Config(config.num_blocks)
-    parts = [f"num_blocks={config.num_blocks}"]
-    for name in Config.__dataclass_fields__:
-        value = getattr(config, name)
-        if name != "num_blocks" and value != getattr(plain, name):
-            parts.append(f"{name}={value}")
-    return "\n            ".join(textwrap.wrap(" ".join(parts), WIDTH - 12))
-
-
-def render_finding(finding: Finding) -> list[str]:
-    """Property and sentence, then what was seen; a property says what it expected."""
-    name = f"{finding.property_id} {finding.sentence}".strip()
-    label = "property" if finding.property_id else str(finding.kind)
-    told = [finding.message]
-    if finding.kind is not FindingKind.DIVERGENCE:
-        told += [_told(difference) for difference in finding.differences[:MAX_DIFFERENCES]]
-    indent = " " * 14
-    wrapped = [
-        line
-        for text in told
-        for line in textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
-    ]
-    return [f"  {label:<12}{name}", *wrapped]
-
-
-def render_divergence(findings: Sequence[Finding]) -> list[str]:
-    """Where the states of spec and engine differ, as a table after an empty line; [] if nowhere."""
-    differences = [
-        difference
-        for finding in findings
-        if finding.kind is FindingKind.DIVERGENCE
-        for difference in finding.differences
-    ]
-    return ["", *_render_differences(differences)] if differences else []
-
-
-def _told(difference: Difference) -> str:
-    note = f" ({difference.note})" if difference.note else ""
-    return f"{difference.field}: expected {difference.expected}, seen {difference.seen}{note}"
+def show_options(options: CheckOptions) -> str:
+    """Those of a search that are not as they are by themselves, each after a space."""
+    parts = [f" --profile {options.profile}"] if options.profile != STRICT.name else []
+    parts += [f" --depth {options.max_depth}"] if options.max_depth != MAX_DEPTH else []
+    parts += [f" --with {name}" for name in options.with_features]
+    parts += [f" --without {name}" for name in options.without_features]
+    return "".join(parts)
 
 
 def _render_answers(shrunk: Shrunk) -> list[str]:
     """What both sides answered to the last event."""
-    if not shrunk.run.exchanges:
+    last = shrunk.last
+    if last is None:
         return []
-    last = shrunk.run.exchanges[-1]
-    expected, seen = describe_observation(last.expected), describe_observation(last.seen)
-    event = type(last.event).__name__.lower()
-    if shrunk.run.equivalence:
-        return ["", *_wrapped(f"answer to {event}: {'it raised' if last.seen is None else seen}")]
-    if last.expected == last.seen:
-        return ["", *_wrapped(f"answer to {event}, both sides alike: {expected}")]
+    seen = "it raised" if last.seen is None else last.seen
+    if shrunk.equivalence:
+        return ["", *_wrapped(f"answer to {last.event}: {seen}")]
+    if last.are_alike:
+        return ["", *_wrapped(f"answer to {last.event}, both sides alike: {last.expected}")]
     return [
         "",
-        *_wrapped(f"spec's answer to {event}: {expected}"),
-        *_wrapped(f"engine's answer: {'it raised' if last.seen is None else seen}"),
+        *_wrapped(f"spec's answer to {last.event}: {last.expected}"),
+        *_wrapped(f"engine's answer: {seen}"),
     ]
 
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
-
-
-def _render_differences(differences: list[Difference]) -> list[str]:
-    """A table of three columns: field, the spec's side, the engine's side."""
-    left = "spec"
-    shown = differences[:MAX_DIFFERENCES]
-    field_width = max(len("state after"), *(len(d.field) for d in shown))
-    value_width = max(len(left), *(min(len(d.expected), 44) for d in shown))
-    lines = [f"  {'state after':<{field_width}}  {left:<{value_width}}  engine"]
-    for difference in shown:
-        note = f"   <- {difference.note}" if difference.note else ""
-        expected = textwrap.wrap(difference.expected, 44) or [""]
-        seen = textwrap.wrap(difference.seen, 44) or [""]
-        for row in range(max(len(expected), len(seen))):
-            name = difference.field if row == 0 else ""
-            left_cell = expected[row] if row < len(expected) else ""
-            right_cell = seen[row] if row < len(seen) else ""
-            cells = f"{name:<{field_width}}  {left_cell:<{value_width}}  {right_cell}"
-            lines += [f"  {cells}{note if row == 0 else ''}"]
-    hidden = len(differences) - len(shown)
-    return [*lines, f"  and {hidden} more (all of them with --json)"] if hidden else lines

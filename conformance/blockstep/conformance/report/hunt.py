@@ -5,8 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 
-from blockstep.conformance.protocol.program import describe
-from blockstep.conformance.report.failure import WIDTH, describe_config
+from blockstep.conformance.protocol.program import WIDTH, describe, describe_config
 from blockstep.conformance.report.jsonform import finding_to_json
 from blockstep.conformance.search.hunt import Cause, Defect, HuntResult, Means
 from blockstep.spec.profiles import QUIRKS
@@ -72,6 +71,8 @@ def hunt_to_json(result: HuntResult, workarounds: Mapping[str, str]) -> dict[str
         "engine_version": result.engine_version,
         "seed": options.seed,
         "depth": options.max_depth,
+        "with": list(options.with_features),
+        "without": list(options.without_features),
         "num_events": result.num_events,
         "num_again": result.num_again.total(),
         "defects": [_defect_to_json(defect, workarounds) for defect in result.defects],

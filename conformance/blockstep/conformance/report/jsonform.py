@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from blockstep.conformance.protocol.findings import Difference, Finding
-from blockstep.conformance.protocol.program import describe
-from blockstep.conformance.report.failure import describe_config, reproduce
+from blockstep.conformance.protocol.program import describe, describe_config
+from blockstep.conformance.report.failure import reproduce
 from blockstep.conformance.search.check import CheckResult
 
 
@@ -21,6 +21,8 @@ def check_to_json(result: CheckResult) -> dict[str, Any]:
         "preset": options.preset,
         "profile": options.profile,
         "policy": None if options.policy is None else str(options.policy),
+        "with": list(options.with_features),
+        "without": list(options.without_features),
         "seed": options.seed,
         "episode": options.episode,
         "exit_code": int(result.exit_code),
@@ -40,20 +42,34 @@ def check_to_json(result: CheckResult) -> dict[str, Any]:
 
 def failure_to_json(result: CheckResult) -> Mapping[str, object] | None:
     """The first failure as docs/reference/json.md has it; None if there is none."""
-    if result.told is not None:
-        return result.told.failure
-    if result.failure is None or result.first is None or result.failed_episode is None:
+    if result.first is None or result.failed_episode is None:
         return None
-    program = result.failure.program
-    findings = result.failure.findings or [result.first]
+    failure, loss, findings = result.failure, result.loss, [result.first]
+    if failure is not None:
+        findings = [*(failure.findings or findings)]
+        told: dict[str, object] = {
+            "event": failure.num_events,
+            "config": describe_config(failure.program.config),
+            "program": [describe(action) for action in failure.program.actions],
+            "num_shrink_runs": failure.num_runs,
+            "reproduce": reproduce(result.options, result.failed_episode),
+        }
+    elif loss is not None:
+        told = {
+            "event": len(loss.events),
+            "config": loss.config,
+            "program": list(loss.events),
+            "num_shrink_runs": 0,
+            "reproduce": reproduce(result.options, result.failed_episode, loss),
+        }
+    else:
+        return None
+    if loss is not None and loss.finding not in findings:
+        findings.append(loss.finding)
     return {
         "episode": result.failed_episode,
-        "event": result.failure.run.num_events,
         "findings": [finding_to_json(finding) for finding in findings],
-        "config": describe_config(program.config),
-        "program": [describe(action) for action in program.actions],
-        "num_shrink_runs": result.failure.num_runs,
-        "reproduce": reproduce(result.options, result.failed_episode),
+        **told,
     }
 
 

@@ -17,7 +17,7 @@ from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import BY_NAME, SEVERAL_AT_ONCE
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Program
-from blockstep.conformance.search.episodes import EpisodeResult, Told, run_episode
+from blockstep.conformance.search.episodes import EpisodeResult, Loss, run_episode
 from blockstep.conformance.search.floor import (
     CANARY,
     SAFETY_CANARY,
@@ -35,7 +35,7 @@ from blockstep.conformance.search.options import (
     get_wish,
     load,
 )
-from blockstep.conformance.search.shrink import Shrunk, shrink
+from blockstep.conformance.search.shrink import Shrunk, conclude, shrink
 
 EPISODES_PER_BATCH = 8
 LONG_EPISODE = 150
@@ -74,8 +74,8 @@ class CheckResult:
     """The first failure, or a shorter one like it; without findings if it did not come back."""
     first: Finding | None = None
     failing_program: Program | None = None
-    told: Told | None = None
-    """Instead of `failure`, if it was seen in another process."""
+    loss: Loss | None = None
+    """What became of an engine that did not live: at first, or when `first` was to be shrunk."""
 
     @property
     def equivalence(self) -> str:
@@ -203,7 +203,7 @@ def _add(result: CheckResult, episode: EpisodeResult) -> None:
     result.has_snapshot &= episode.has_snapshot
     if episode.first is not None:
         result.first, result.failed_episode = episode.first, episode.index
-        result.failing_program, result.told = episode.program, episode.told
+        result.failing_program, result.loss = episode.program, episode.loss
 
 
 def shrink_first(result: CheckResult, make_engine: EngineFactory) -> None:
@@ -223,7 +223,7 @@ def see_again(result: CheckResult, make_engine: EngineFactory) -> None:
     assert result.failing_program is not None
     program = result.failing_program
     run, findings = run_program(program, make_engine, find_profile(result.options.profile))
-    result.failure = Shrunk(program, run, findings, 0)
+    result.failure = conclude(program, run, findings)
 
 
 def _find_shortest(result: CheckResult, make_engine: EngineFactory) -> None:

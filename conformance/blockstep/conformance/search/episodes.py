@@ -5,7 +5,6 @@ Everything follows from those three, so a failure is reproduced by naming them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from blockstep.conformance.draw.actions import SeededDraw, View, next_action
@@ -19,19 +18,29 @@ from blockstep.conformance.engine import (
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.runs import get_start
 from blockstep.conformance.protocol.features import find_lacking, fit
-from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Action, Drain, Program
 from blockstep.conformance.search.options import CheckOptions, find_profile, get_wish, load
 from blockstep.spec.vocabulary import Config, Event, Observation
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A failure as it is told where it was seen: it crosses process borders, a run does not."""
+class Loss:
+    """What became of an engine that did not live, or could not even be built."""
 
-    failure: Mapping[str, object]
-    """As docs/reference/json.md has it."""
-    text: str
+    message: str
+    config: str = ""
+    events: tuple[str, ...] = ()
+    """What it was given, the last one included."""
+    last_words: tuple[str, ...] = ()
+    """The end of its standard error."""
+    event_seconds: float | None = None
+    """For how long it might keep an event, if not as long as usual."""
+
+    @property
+    def finding(self) -> Finding:
+        """A finding of kind FAULT."""
+        return Finding(FindingKind.FAULT, "", "engine_answers_every_call", self.message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +56,8 @@ class EpisodeResult:
     program: Program | None = None
     """The program, if it failed; None if its engine did not live to say so."""
     first: Finding | None = None
-    told: Told | None = None
-    """The failure of an engine that did not live."""
+    loss: Loss | None = None
+    """What became of an engine that did not live; then `first` says so."""
 
 
 def fit_depth(options: CheckOptions, make_engine: EngineFactory) -> CheckOptions:

@@ -2,8 +2,8 @@
 
 All state lies in arrays of integers (`state`), and functions that numba compiles change it:
 `blocks` holds the pool and the contents, `queues` who waits, `lives` a request from submission to
-end, `planning` one Schedule, `results` one Commit. `requests` and `names` keep what only Python
-can name, `engine` is the engine, `view` its snapshot, `jit` the compiler.
+end, `planning` one Schedule, `results` one Commit. `requests` and `names` keep what only Python can
+name, `frames` the plans in flight; `engine` is the engine, `view` its snapshot, `jit` the compiler.
 
 Importing it compiles: half a minute once, under a second from then on.
 """

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Final, assert_never
+from typing import ClassVar, Final, assert_never
 
 import numpy as np
 
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan, SlotNames
 from blockstep.impl.capabilities import COMPILED
-from blockstep.impl.compiled import results
 from blockstep.impl.compiled.blocks import withdraw_all
+from blockstep.impl.compiled.frames import Frame, RowDrafts
+from blockstep.impl.compiled.jit import SLOW_BECAUSE, warn_if_slow
 from blockstep.impl.compiled.lives import end, get_tokens, preempt_all
 from blockstep.impl.compiled.planning import plan_step
 from blockstep.impl.compiled.requests import Requests
+from blockstep.impl.compiled.results import (
+    BY_EOS,
+    BY_LENGTH,
+    BY_REPETITION,
+    BY_STOP_TOKEN,
+    FITS,
+    LACKS_MARKS,
+    commit_step,
+)
 from blockstep.impl.compiled.state import (
     GRAMMAR_READY,
     IS_PREFILL,
@@ -33,7 +41,6 @@ from blockstep.impl.compiled.state import (
     TOLD_SAMPLES,
     TOLD_SCHEDULED,
     Int32s,
-    Int64s,
 )
 from blockstep.impl.compiled.view import View
 from blockstep.impl.refusals import (
@@ -78,76 +85,20 @@ from blockstep.spec.vocabulary import (
 )
 
 _REASONS: Final = {
-    results.BY_EOS: FinishReason.STOP,
-    results.BY_STOP_TOKEN: FinishReason.STOP,
-    results.BY_LENGTH: FinishReason.LENGTH,
-    results.BY_REPETITION: FinishReason.REPETITION,
+    BY_EOS: FinishReason.STOP,
+    BY_STOP_TOKEN: FinishReason.STOP,
+    BY_LENGTH: FinishReason.LENGTH,
+    BY_REPETITION: FinishReason.REPETITION,
 }
 _NO_COUNTS: Final = np.empty(0, np.int32)
 _NO_MARKS: Final = np.empty(0, np.uint8)
 _NO_NAMES: Final = SlotNames(np.empty(0, np.object_), np.empty(0, np.int64))
 
 
-class RowDrafts(Mapping[int, TokenIds]):
-    """Drafts by row, built when first asked for; `ids` has them at its end."""
-
-    __slots__ = ("_counts", "_ids", "_rows")
-
-    def __init__(self, counts: Int32s, ids: Int32s) -> None:
-        self._counts, self._ids = counts, ids
-        self._rows: dict[int, TokenIds] | None = None
-
-    def _get_rows(self) -> dict[int, TokenIds]:
-        if self._rows is None:
-            ends = np.cumsum(self._counts)
-            ids = self._ids[len(self._ids) - int(ends[-1]) :].tolist() if len(ends) else []
-            self._rows = {
-                row: tuple(ids[end - count : end])
-                for row, (end, count) in enumerate(
-                    zip(ends.tolist(), self._counts.tolist(), strict=True)
-                )
-                if count
-            }
-        return self._rows
-
-    def __getitem__(self, row: int) -> TokenIds:
-        return self._get_rows()[row]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._get_rows())
-
-    def __len__(self) -> int:
-        return len(self._get_rows())
-
-
-@dataclass(slots=True, eq=False)
-class Frame:
-    """A plan in flight."""
-
-    who: Int64s
-    """[2, rows]; slots, and who had them then."""
-    names: SlotNames
-    """[rows]; request ids."""
-    planned: Int32s
-    """[TOLD_COLUMNS, rows]"""
-    ids: Int32s
-    """Of drafts, row after row, at the end of whatever else."""
-
-    def build_rows(self) -> dict[RequestId, TokenIds | None]:
-        """Drafts of each row, None where it does not sample."""
-        drafts = RowDrafts(self.planned[TOLD_DRAFTS], self.ids)
-        return {
-            request_id: drafts.get(row, ()) if samples else None
-            for row, (request_id, samples) in enumerate(
-                zip(self.names.tolist(), self.planned[TOLD_SAMPLES].tolist(), strict=True)
-            )
-        }
-
-
 class CompiledEngine:
     """The scheduler and its paged KV memory on one CPU core, compiled by numba.
 
-    Without numba the same functions run as plain Python: the same decisions, slowly.
+    Without numba the same functions run as plain Python: the same decisions, slowly; it says so.
 
     Args:
         config: the constants of the run.
@@ -156,10 +107,14 @@ class CompiledEngine:
         ConfigError: `config_problems` has something against the config.
     """
 
+    slow_because: ClassVar[str] = SLOW_BECAUSE
+    """Why its times mean nothing here, in one sentence; empty if they do mean something."""
+
     def __init__(self, config: Config) -> None:
         problems = config_problems(config)
         if problems:
             raise ConfigError(problems)
+        warn_if_slow()
         self.config = config
         self.requests = Requests(config)
         self.pause_state = PauseState.UNPAUSED
@@ -326,16 +281,16 @@ class CompiledEngine:
         self.requests.reserve_nodes(len(token_ids), frame.who.shape[1])
         marks, is_marked = _NO_MARKS, False
         while True:
-            code, detail, told, kept, num_rows, num_ended = results.commit_step(
+            code, detail, told, kept, num_rows, num_ended = commit_step(
                 self.requests.state, frame.who, frame.planned, frame.ids, token_ids,
                 _NO_COUNTS if counts is None else counts, counts is not None, marks, is_marked,
             )  # fmt: skip
-            if code != results.LACKS_MARKS:
+            if code != LACKS_MARKS:
                 break
             marks = self.requests.mark(frame.who, frame.planned[TOLD_SAMPLES], token_ids, counts)
             is_marked = True
-        if code != results.FITS:
-            return bad_result(frame_id, _describe(code, detail, frame, token_ids))
+        if code != FITS:
+            return bad_result(frame_id, frame.describe(code, detail, token_ids))
         names = frame.names
         if num_rows < told.shape[1]:
             told = told[:, :num_rows]
@@ -357,7 +312,7 @@ class CompiledEngine:
         for row in self.requests.state.scratch[:num_ended].tolist():
             at, _, _, verdict = told[:, row].tolist()
             stop = None
-            if verdict == results.BY_STOP_TOKEN:
+            if verdict == BY_STOP_TOKEN:
                 stop = int(outputs.token_ids[told[1, : row + 1].sum() - 1])
             outputs.ended[row] = (_REASONS[verdict], stop)
             self._forget(int(frame.who[0, at]))
@@ -449,18 +404,3 @@ def _may_draft(row: list[int]) -> bool:
         and not row[IS_PREFILL]
         and row[NUM_COMPUTED] == row[NUM_KNOWN] - 1
     )
-
-
-def _describe(code: int, detail: int, frame: Frame, token_ids: Int32s) -> str:
-    """What is wrong with an answer in arrays, and how it must be."""
-    if code == results.NEGATIVE_TOKEN:
-        return "token ids must not be negative"
-    if code == results.WRONG_NUMBER:
-        return f"must have {detail} tokens, not {len(token_ids)}"
-    if code == results.WRONG_COUNTS:
-        rows = len(frame.names)
-        return f"must have {rows} counts, which add up to the number of tokens"
-    if code == results.WRONG_ROW:
-        rule = "a row that samples has one token, and one per accepted draft; any other has none"
-        return f"row {detail}: {rule}"
-    return f"row {detail} accepts tokens that are no prefix of its drafts"

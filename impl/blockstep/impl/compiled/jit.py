@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -18,6 +19,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 numba: Any = import_module("numba") if find_spec("numba") else None
 IS_COMPILED: Final = numba is not None and not numba.config.DISABLE_JIT
+SLOW_BECAUSE: Final = (
+    ""
+    if IS_COMPILED
+    else "the compiled engine runs as plain Python here, a hundred times slower, because numba is "
+    "not installed or NUMBA_DISABLE_JIT is set: pip install 'blockstep[compiled]', or take host"
+)
+"""One sentence for whoever uses or measures it so; empty where there is nothing to say."""
 
 
 _ENTRIES: Final[list[tuple[Any, tuple[str, ...]]]] = []
@@ -63,6 +71,13 @@ def _compile(function: F, **options: bool) -> F:
     finally:
         numba.config.CACHE_DIR = before
     return made
+
+
+@cache
+def warn_if_slow() -> None:
+    """Once in a process."""
+    if SLOW_BECAUSE:
+        warnings.warn(SLOW_BECAUSE, RuntimeWarning, stacklevel=3)
 
 
 def compile_entries() -> None:

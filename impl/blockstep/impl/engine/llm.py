@@ -23,7 +23,7 @@ from blockstep.impl.engine.observer import MakeObserver, Observer
 from blockstep.impl.engine.params import SamplingParams
 from blockstep.impl.engine.runner import Answer, Logprobs
 from blockstep.impl.engine.text import Detokenizer
-from blockstep.impl.host import HostEngine
+from blockstep.impl.fastest import Scheduler, get_fastest
 from blockstep.spec.vocabulary import (
     Abort,
     Commit,
@@ -140,9 +140,12 @@ class LLM:
         """A scheduler that knows no request."""
         self.observer: Observer | None = None
         """Who watches, if anybody does."""
-        self._scheduler: HostEngine | Observer = HostEngine(self.config)
-        if self._check is not None:
-            self._scheduler = self.observer = self._check(self.config, HostEngine)
+        make_scheduler = get_fastest(self.config)
+        self._scheduler: Scheduler | Observer
+        if self._check is None:
+            self._scheduler = make_scheduler(self.config)
+        else:
+            self._scheduler = self.observer = self._check(self.config, make_scheduler)
 
     # Requests.
 

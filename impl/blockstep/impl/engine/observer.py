@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from blockstep.impl.engine.model import Inputs
-from blockstep.impl.host import HostEngine
+from blockstep.impl.fastest import MakeScheduler
 from blockstep.spec.vocabulary import (
     Config,
     Event,
@@ -64,5 +64,5 @@ class Observer(Protocol):
         ...
 
 
-MakeObserver: TypeAlias = Callable[[Config, Callable[[Config], HostEngine]], Observer]
+MakeObserver: TypeAlias = Callable[[Config, MakeScheduler], Observer]
 """Builds an observer around the scheduler that the second argument builds."""

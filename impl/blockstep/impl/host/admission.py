@@ -102,10 +102,10 @@ class WaitingPhase(Promises):
         # Hits are held before new blocks are taken: the head of the queue could be a hit
         # (upstream #33775).
         self.pool.touch(hits)
-        table.num_cached_blocks[slot] = len(hits)
-        blocks = table.block_tables[slot]
-        blocks.extend(hits)
-        blocks.extend(self.pool.take(needed))
+        (holding,) = table.holdings[slot]  # hits are those of one group
+        holding.blocks += hits
+        holding.num_cached = len(hits)
+        holding.blocks += self.pool.take(needed)
         num_hit = len(hits) * self.block_size
         table.num_computed[slot] = num_hit
         self._publish(slot, num_hit, num_scheduled)

@@ -12,6 +12,7 @@ from blockstep.impl.host.queues import make_queue
 from blockstep.impl.host.table import RequestTable
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
+    BlockTables,
     Config,
     ConfigError,
     FrameId,
@@ -54,6 +55,7 @@ class Core:
         self.prefix = self.prefix_type(config.num_blocks, verify=not self.digest.cryptographic)
         self.pool = self.pool_type(config.num_blocks, self.prefix)
         self.table = RequestTable()
+        self._no_new_blocks: BlockTables = ((),) * self.table.num_groups
         self.waiting = make_queue(config.policy, self.table.rank_of)
         self.skipped_waiting = make_queue(config.policy, self.table.rank_of)
         self.running: list[int] = []
@@ -101,13 +103,11 @@ class Core:
         written = num_computed + num_scheduled
         known = table.num_known[slot]
         full = (written if written < known else known) // self.block_size
-        settled = table.num_cached_blocks[slot]
-        if full <= settled or not self.config.enable_prefix_caching:
-            return
-        lineage, blocks = table.lineages[slot], table.block_tables[slot]
-        for index in range(settled, full):
-            self.prefix.publish(blocks[index], lineage, index)
-        table.num_cached_blocks[slot] = full
+        for holding in table.holdings[slot]:
+            if full > holding.num_cached and self.config.enable_prefix_caching:
+                for index in range(holding.num_cached, full):
+                    self.prefix.publish(holding.blocks[index], table.lineages[slot], index)
+                holding.num_cached = full
 
     def _preempt(self, slot: int) -> None:
         """Take everything from a request that has left `running`; it will start again.
@@ -133,17 +133,18 @@ class Core:
         """
         table = self.table
         first = table.num_computed[slot] // self.block_size
-        for block in table.block_tables[slot][first:]:
-            self.prefix.withdraw(block)
+        for holding in table.holdings[slot]:
+            for block in holding.blocks[first:]:
+                self.prefix.withdraw(block)
 
     def _requeue_preempted(self, slot: int) -> None:
         self.waiting.prepend((slot,))
 
     def _free_blocks(self, slot: int) -> None:
-        table = self.table
-        self.pool.free(table.block_tables[slot])
-        del table.block_tables[slot][:]
-        table.num_cached_blocks[slot] = 0
+        for holding in self.table.holdings[slot]:
+            self.pool.free(holding.blocks)
+            del holding.blocks[:]
+            holding.num_cached = 0
 
     def _finish(self, slot: int) -> None:
         """End an unfinished request, wherever it is; the next plan tells the worker."""

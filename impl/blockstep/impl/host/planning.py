@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from blockstep.impl.host.admission import WaitingPhase
 from blockstep.impl.host.running import RunningPhase
 from blockstep.impl.host.step import RunningRow, Step
 from blockstep.impl.refusals import schedule_problem
 from blockstep.spec.vocabulary import (
-    BlockTables,
     CachedRow,
     NewRow,
     PauseState,
@@ -18,8 +15,6 @@ from blockstep.spec.vocabulary import (
     RequestId,
     TokenIds,
 )
-
-_NO_NEW_BLOCKS: Final[BlockTables] = ((),)
 
 
 class Planning(RunningPhase, WaitingPhase):
@@ -87,7 +82,7 @@ class Planning(RunningPhase, WaitingPhase):
         return CachedRow(
             table.requests[slot].request_id,
             False,
-            (taken,) if taken else _NO_NEW_BLOCKS,
+            taken or self._no_new_blocks,
             None if self._was_in_previous_plan(slot) else table.all_token_ids(slot),
             table.num_computed[slot],
             table.num_known[slot] + table.num_output_placeholders[slot] - table.num_prompt[slot],
@@ -100,7 +95,7 @@ class Planning(RunningPhase, WaitingPhase):
         return CachedRow(
             table.requests[slot].request_id,
             resumed=True,
-            new_block_ids=(tuple(table.block_tables[slot]),),
+            new_block_ids=table.block_tables(slot),
             all_token_ids=table.all_token_ids(slot),
             num_computed_tokens=table.num_computed[slot],
             num_output_tokens=table.num_outputs(slot) + table.num_output_placeholders[slot],
@@ -111,7 +106,7 @@ class Planning(RunningPhase, WaitingPhase):
         table = self.table
         return NewRow(
             table.requests[slot],
-            block_ids=(tuple(table.block_tables[slot]),),
+            block_ids=table.block_tables(slot),
             num_computed_tokens=table.num_computed[slot],
             num_scheduled_tokens=num_scheduled,
         )

@@ -6,9 +6,9 @@ from typing import Final
 
 from blockstep.impl.host.promises import Promises
 from blockstep.impl.host.step import Step
-from blockstep.spec.vocabulary import BlockId, Policy, TokenIds
+from blockstep.spec.vocabulary import BlockTables, Policy, TokenIds
 
-_NOTHING: Final[tuple[int, ...]] = ()
+_NOTHING: Final[tuple[()]] = ()
 
 
 class RunningPhase(Promises):
@@ -31,17 +31,22 @@ class RunningPhase(Promises):
                     return
             taken = self._take_blocks(slot, needed) if needed else _NOTHING
             self._publish(slot, table.num_computed[slot], num_scheduled)
-            drafts = _NOTHING
+            drafts: TokenIds = _NOTHING
             if table.spec_token_ids[slot]:
                 drafts = self._take_drafts(slot, num_scheduled)
             step.rows[slot] = (num_scheduled, taken, drafts)
             step.budget -= num_scheduled
             position += 1
 
-    def _take_blocks(self, slot: int, needed: int) -> tuple[BlockId, ...]:
-        taken = self.pool.take(needed)
-        self.table.block_tables[slot].extend(taken)
-        return tuple(taken)
+    def _take_blocks(self, slot: int, needed: int) -> BlockTables:
+        """An equal part for each group, as its tables are equally long; group by group."""
+        holdings = self.table.holdings[slot]
+        tables = []
+        for holding in holdings:
+            taken = self.pool.take(needed // len(holdings))
+            holding.blocks += taken
+            tables.append(tuple(taken))
+        return tuple(tables)
 
     def _tokens_to_run(self, slot: int, budget: int) -> int:
         """Tokens of a running request in this step, drafts included; none if not positive.
@@ -63,13 +68,16 @@ class RunningPhase(Promises):
         return min(gap, self.max_tokens_per_row, budget, room)
 
     def _blocks_needed(self, slot: int, num_scheduled: int) -> int:
-        """New blocks for the scheduled tokens and the lookahead after them (P8)."""
+        """New blocks of all groups for the scheduled tokens and the lookahead after them (P8)."""
         table = self.table
         end = table.num_computed[slot] + num_scheduled + self.num_lookahead_tokens
         if end > self.max_model_len:
             end = self.max_model_len
-        missing = -(-end // self.block_size) - len(table.block_tables[slot])
-        return missing if missing > 0 else 0
+        extent, needed = -(-end // self.block_size), 0
+        for holding in table.holdings[slot]:
+            if extent > len(holding.blocks):
+                needed += extent - len(holding.blocks)
+        return needed
 
     def _make_room(self, slot: int, needed: int, position: int, step: Step) -> int:
         """Preempt until `needed` blocks are free for `slot`, at `position` of `running`.

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from blockstep.spec.vocabulary import BlockId, RequestId, TokenIds
+from blockstep.spec.vocabulary import BlockTables, RequestId, TokenIds
 
-RunningRow: TypeAlias = tuple[int, tuple[BlockId, ...], TokenIds]
-"""Tokens scheduled, blocks appended, drafts among the tokens. A tuple, as there is one per row."""
+RunningRow: TypeAlias = tuple[int, BlockTables, TokenIds]
+"""Tokens scheduled, blocks appended (no group at all if there are none), drafts among the tokens. A
+tuple, as there is one per row."""
 AdmittedRow: TypeAlias = tuple[int, int, bool]
 """Slot, tokens scheduled, whether it is resumed."""
 

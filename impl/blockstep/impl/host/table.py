@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.queues import Rank
-from blockstep.spec.vocabulary import Request, RequestId, Status, TokenIds
+from blockstep.spec.vocabulary import BlockId, BlockTables, Request, RequestId, Status, TokenIds
+
+
+@dataclass(slots=True)
+class Holding:
+    """What a request holds of one KV group."""
+
+    blocks: list[BlockId] = field(default_factory=list)
+    """Its block table."""
+    num_cached: int = 0
+    """Its first blocks that are settled: published, or hit."""
 
 
 class RequestTable:
     """One list per column, indexed by slot; slots of ended requests are used again."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_groups: int = 1) -> None:
+        self.num_groups = num_groups
         self.slot_of: dict[RequestId, int] = {}
         self._unused: list[int] = []
         self.requests: list[Request] = []
         self.lineages: list[Lineage] = []
-        self.block_tables: list[list[int]] = []
+        self.holdings: list[tuple[Holding, ...]] = []
+        """One for each KV group."""
         self.spec_token_ids: list[TokenIds] = []
         self.statuses: list[Status] = []
         self.num_prompt: list[int] = []
@@ -24,7 +38,6 @@ class RequestTable:
         self.num_output_placeholders: list[int] = []
         """Outputs promised by frames in flight; always 0 without asynchronous scheduling."""
         self.num_computed: list[int] = []
-        self.num_cached_blocks: list[int] = []
         self.num_cached_tokens: list[int] = []
         """-1 before its first admission."""
         self.num_preemptions: list[int] = []
@@ -42,12 +55,12 @@ class RequestTable:
         slot = self._unused.pop() if self._unused else self._make_slot(request, lineage)
         self.requests[slot] = request
         self.lineages[slot] = lineage
-        self.block_tables[slot] = []
+        self.holdings[slot] = tuple(Holding() for _ in range(self.num_groups))
         self.spec_token_ids[slot] = ()
         self.statuses[slot] = status
         self.num_prompt[slot] = self.num_known[slot] = len(request.prompt_token_ids)
         self.num_output_placeholders[slot] = self.num_computed[slot] = 0
-        self.num_cached_blocks[slot] = self.num_preemptions[slot] = 0
+        self.num_preemptions[slot] = 0
         self.num_cached_tokens[slot] = self.last_frame[slot] = -1
         self.max_known[slot] = max_known
         self.is_watched[slot] = _is_watched(request)
@@ -69,6 +82,10 @@ class RequestTable:
         """Verified output tokens."""
         return self.num_known[slot] - self.num_prompt[slot]
 
+    def block_tables(self, slot: int) -> BlockTables:
+        """All blocks that it holds, by group."""
+        return tuple([tuple(holding.blocks) for holding in self.holdings[slot]])
+
     def output_token_ids(self, slot: int) -> TokenIds:
         """Verified output tokens."""
         return tuple(self.lineages[slot].tokens[self.num_prompt[slot] :])
@@ -81,13 +98,12 @@ class RequestTable:
         """One more than there are; `add` says what is in it."""
         self.requests.append(request)
         self.lineages.append(lineage)
-        self.block_tables.append([])
+        self.holdings.append(())
         self.spec_token_ids.append(())
         self.statuses.append(Status.WAITING)
         for numbers in (
             self.num_prompt, self.num_known, self.num_output_placeholders, self.num_computed,
-            self.num_cached_blocks, self.num_cached_tokens, self.num_preemptions, self.max_known,
-            self.last_frame,
+            self.num_cached_tokens, self.num_preemptions, self.max_known, self.last_frame,
         ):  # fmt: skip
             numbers.append(0)
         for flags in (self.is_watched, self.is_prefill_chunk, self.grammar_ready):

@@ -5,7 +5,9 @@ Nothing of vLLM is patched; what it takes from a model is given to it as plain v
 * multimodal items shape block hashes only. Requests carry no encoder inputs, since the vocabulary
   knows no encoder budget: the real block hasher sees the items, the scheduler does not.
 * speculation is a small stand-in for `SpeculativeConfig`; a compiled grammar accepts everything.
-* adapters are LoRA names.
+* adapters are LoRA names; an embedding is a vector of one element, its number;
+* a pipeline is a number: as many stages as frames may be in flight, where that is not
+  asynchronous scheduling.
 
 Importing this module imports vLLM, which takes seconds, and sets variables of the environment
 unless they are set: `VLLM_LOGGING_LEVEL`, `PYTHONHASHSEED`, from which vLLM seeds the root of
@@ -27,7 +29,7 @@ from typing import Any, TypeAlias
 
 from blockstep.conformance.engines.adapters.vllm_names import get_lora_name
 from blockstep.conformance.engines.adapters.vllm_releases import require_release
-from blockstep.spec.vocabulary import Config, Request, SpecMethod
+from blockstep.spec.vocabulary import Config, Request, SpecMethod, TokenIds
 
 RELEASE = require_release()
 
@@ -199,6 +201,9 @@ def build_vllm_config(config: Config) -> VllmConfig:
         cache_config=caching,
         device_config=DeviceConfig("cpu"),
     )
+    if config.max_frames_in_flight > 1 and not config.async_scheduling:
+        # Set afterwards: a real pipeline wants as many devices.
+        built.parallel_config.pipeline_parallel_size = config.max_frames_in_flight
     if not RELEASE.has_step_budget:
         built.scheduler_config.max_num_batched_tokens = budget  # when it has been looked at
     if config.spec_method is not SpecMethod.NONE:
@@ -257,6 +262,7 @@ def build_request(
         VllmRequest,
         request_id=request.request_id,
         prompt_token_ids=list(request.prompt_token_ids),
+        prompt_embeds=build_embeds(request.prompt_embeds),
         sampling_params=sampling,
         pooling_params=None,
         eos_token_id=request.eos_token_id,
@@ -267,6 +273,17 @@ def build_request(
         block_hasher=with_items(hasher, request) if hasher is not None else None,
     )
     return VllmRequest(**keywords)
+
+
+def build_embeds(numbers: TokenIds) -> torch.Tensor | None:
+    """A vector of one element for each of the numbers; they keep their tokens beside them."""
+    # As wide as it is so that every number has a vector of its own.
+    return torch.tensor(numbers, dtype=torch.float64).unsqueeze(1) if numbers else None
+
+
+def read_embeds(embeds: torch.Tensor | None) -> TokenIds:
+    """The numbers for which these vectors stand."""
+    return () if embeds is None else tuple(map(int, embeds[:, 0].tolist()))
 
 
 def _build_sampling(request: Request) -> SamplingParams:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 from blockstep.conformance.engines.adapters.vllm_releases import Release
-from blockstep.spec.vocabulary import BlockKey, Request, TokenIds
+from blockstep.spec.vocabulary import BlockKey, FrameId, Request, TokenIds
 
 ADAPTER_PREFIX = "adapter:"
 
@@ -11,6 +14,54 @@ ADAPTER_PREFIX = "adapter:"
 def get_lora_name(adapter: str, separate_names: bool) -> str:
     """The LoRA name that stands for `adapter`: prefixed if names are to be kept from salts."""
     return ADAPTER_PREFIX + adapter if separate_names else adapter
+
+
+@dataclass(slots=True)
+class Known:
+    """What is remembered of a request, since vLLM does not keep it, or not in every release."""
+
+    request: Request
+    """As it was submitted."""
+    keys: list[BlockKey] = field(default_factory=list)
+    """Of its full blocks."""
+    promised: dict[FrameId, int] = field(default_factory=dict)
+    """Tokens, drafts included, that plans promised."""
+    is_prefill_chunk: bool = False
+    """Whether the last plan that had it left known tokens to compute."""
+    num_cached_tokens: int = -1
+    """Of the hit that the first output tells."""
+    num_preemptions: int = 0
+
+
+class Digests:
+    """What each digest stands for: learnt where vLLM hashes."""
+
+    def __init__(self, release: Release, block_size: int) -> None:
+        self.release = release
+        self.block_size = block_size
+        self.key_of: dict[bytes, BlockKey] = {}
+        self.collisions: list[tuple[BlockKey, BlockKey]] = []
+        """Different contents of one digest: vLLM takes them for the same."""
+
+    def learn(
+        self, known: Known, digests: Sequence[bytes], token_ids: Sequence[int], has_output: bool
+    ) -> None:
+        """Take in the new ones of a request's `digests`, one for each of its full blocks."""
+        keys, size = known.keys, self.block_size
+        for index in range(len(keys), len(digests)):
+            start = index * size
+            key = compute_block_key(
+                self.release,
+                known.request,
+                keys[-1] if keys else None,
+                tuple(token_ids[start : start + size]),
+                start,
+                is_after_output=has_output,
+            )
+            keys.append(key)
+            first = self.key_of.setdefault(digests[index], key)
+            if first != key:
+                self.collisions.append((first, key))
 
 
 def compute_block_key(
@@ -55,4 +106,5 @@ def compute_block_key(
             for item in items
             if item.offset < end and start < item.offset + item.length + reach
         ),
+        embeds=request.prompt_embeds[start:end] if release.has_named_embeds else (),
     )

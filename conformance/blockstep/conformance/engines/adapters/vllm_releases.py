@@ -53,6 +53,8 @@ class Release:
     """Whether a draft model may propose; its KV needs slots ahead."""
     has_drafts: bool = False
     """Whether its plans with drafts can be told as ours."""
+    waits_behind_drafts: bool = False
+    """Whether who has drafts in flight is left out of a plan that does not wait for them."""
     pads_drafts: bool = False
     """Whether who is admitted with one token may get placeholders for drafts (#45237)."""
     masks_stops: bool = False
@@ -81,6 +83,8 @@ class Release:
     """Whether an item that ends where a block begins is no part of its digest, after outputs."""
     has_all_items: bool = False
     """Whether a block that outputs complete is named by all of its items, not the last alone."""
+    has_named_embeds: bool = False
+    """Whether embeddings are part of a digest (#27219); else its front end switches caching off."""
     has_tagged_names: bool = False
     """Whether a digest tells an adapter from a salt of the same name."""
     has_chunk_flag: bool = False
@@ -112,6 +116,7 @@ def _build_table() -> Mapping[str, Release]:
         has_plain_grammar=True,
         has_told_preemptions=True,
         has_preempted_counts=True,
+        has_named_embeds=True,
     )
     r0141 = replace(r0120, version="0.14.1")
     r0160 = replace(r0141, version="0.16.0", has_chunk_flag=True, has_draft_models=True)
@@ -143,6 +148,7 @@ def _build_table() -> Mapping[str, Release]:
         masks_stops=False,
         has_all_items=True,
         has_tagged_names=True,
+        waits_behind_drafts=True,
     )
     table = (r0110, r0120, r0141, r0160, r0181, r0191, r0202, r0230, r0270, r0330)
     return MappingProxyType({release.version: release for release in table})

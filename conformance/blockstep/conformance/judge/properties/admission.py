@@ -1,4 +1,4 @@
-"""Admission: P5 the longest hit, P7 no trace of a refusal, P8 estimates, P15 work conservation."""
+"""Admission: P7 no trace of a refusal, P8 estimates, P15 work conservation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from blockstep.conformance.judge.properties.amounts import (
     running_blocks,
     share_of,
 )
-from blockstep.conformance.judge.properties.check import Complaint, check, difference
-from blockstep.conformance.judge.properties.ledger import Ledger, Life
+from blockstep.conformance.judge.properties.hits import hits_now
+from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import (
     freed_blocks,
     hides_a_rollback,
@@ -22,6 +22,7 @@ from blockstep.conformance.judge.properties.queue_replay import (
     replay_schedule,
     victims_of,
 )
+from blockstep.conformance.judge.properties.sentence import Complaint, difference, sentence
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.spec.vocabulary import (
     PauseState,
@@ -33,87 +34,7 @@ from blockstep.spec.vocabulary import (
 )
 
 
-def may_ask_the_cache(step: Step, life: Life) -> bool:
-    """Whether a request may take a prefix hit at all."""
-    return step.config.enable_prefix_caching and not life.request.skip_reading_prefix_cache
-
-
-@check("P5", Schedule)
-def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Iterator[Complaint]:
-    """A hit is whole blocks, and leaves a known token to compute: its logits are needed.
-
-    With a draft head the block after the hit is recomputed too, so it must be there.
-    """
-    size = step.config.block_size
-    for row in step.admitted_rows:
-        life = ledger.lives[row.request_id]
-        most = (life.num_known - 1) // size * size if may_ask_the_cache(step, life) else 0
-        if step.config.drops_last_hit_block:
-            most = max(most - size, 0)
-        if row.first % size or not 0 <= row.first <= most:
-            yield Complaint(
-                f"{row.request_id!r} has a hit of {row.first} tokens; "
-                f"it knows {life.num_known}, and a block is {size}"
-            )
-
-
-@check("P5", Schedule)
-def hit_is_the_longest_there_is(step: Step, ledger: Ledger) -> Iterator[Complaint]:
-    """Every block that was cached before the step and still is could be hit, so it was.
-
-    Blocks that a row of this step took are left out: when they were evicted is not seen.
-    """
-    if not step.admitted_rows or not step.before.cached:
-        return
-    for row in step.admitted_rows:
-        life = ledger.lives[row.request_id]
-        if not may_ask_the_cache(step, life):
-            continue
-        most = (life.num_known - 1) // step.config.block_size
-        length = 0
-        while length < most and _lasting(step, ledger, life.block_name(length)):
-            length += 1
-        if step.config.drops_last_hit_block and length:
-            length -= 1
-        if len(row.hits) < length:
-            yield Complaint(
-                f"{row.request_id!r} took a shorter hit than was there",
-                (difference("hit blocks", length, len(row.hits)),),
-            )
-
-
-@check("P16", Schedule)
-def hit_takes_the_oldest_copy(step: Step, ledger: Ledger) -> Iterator[Complaint]:
-    """Of several blocks of one key a hit takes the one published first.
-
-    A policy choice: any copy would do. It is pinned because eviction order depends on it.
-    """
-    if not step.before.cached:
-        return
-    for row in step.admitted_rows:
-        life = ledger.lives[row.request_id]
-        for index, block in enumerate(row.hits):
-            name = life.block_name(index)
-            oldest = ledger.named_blocks(step.before).get(name, (block,))[0]
-            if oldest != block and oldest in _lasting(step, ledger, name):
-                yield Complaint(
-                    f"{row.request_id!r} hit another copy than the oldest",
-                    (difference(f"block table[{index}]", oldest, block),),
-                )
-
-
-def _lasting(step: Step, ledger: Ledger, name: int) -> list[int]:
-    """Blocks that carried a name throughout the step."""
-    before, after = step.before.block_keys, step.after.block_keys
-    gained = step.all_gained
-    return [
-        block
-        for block in ledger.named_blocks(step.before).get(name, ())
-        if block not in gained and after[block] is not None and after[block] == before[block]
-    ]
-
-
-@check("P7", Schedule)
+@sentence("P7", Schedule)
 def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Who is neither scheduled nor preempted is as before, also if its admission was tried.
 
@@ -161,7 +82,7 @@ def _only_lost_drafts(step: Step, name: RequestId) -> bool:
     )
 
 
-@check("P7", Schedule)
+@sentence("P7", Schedule)
 def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """When nobody is scheduled or preempted, pool, queues and statistics are as before.
 
@@ -178,7 +99,7 @@ def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Iterator[Com
             yield Complaint(what, (difference(name, old, new),))
 
 
-@check("P8", Schedule)
+@sentence("P8", Schedule)
 def row_gains_exactly_the_blocks_it_needs(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """Blocks gained are those for the tokens of the step and the proposer's lookahead.
 
@@ -203,7 +124,7 @@ def _wrong_gain(row: PlannedRow, need: int) -> Complaint:
     )
 
 
-@check("P8", Schedule)
+@sentence("P8", Schedule)
 def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Under `scheduler_reserve_full_isl` all known tokens fit the blocks free at admission.
 
@@ -232,7 +153,7 @@ def _need(step: Step, num_tokens: int, num_hits: int) -> int:
     return max(blocks_for(config, min(num_tokens, config.max_model_len)) - num_hits, 0)
 
 
-@check("P15", Schedule)
+@sentence("P15", Schedule)
 def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """In running order, each gets what it asks for or what is left of the budget.
 
@@ -264,7 +185,7 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Comp
         left -= seen
 
 
-@check("P15", Schedule)
+@sentence("P15", Schedule)
 def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """No row for a request whose last output may be in flight: it would run for nothing.
 
@@ -280,7 +201,7 @@ def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Iterator[Comp
             )
 
 
-@check("P13", Schedule)
+@sentence("P13", Schedule)
 def nobody_is_admitted_while_its_tokens_are_in_flight(
     step: Step, ledger: Ledger
 ) -> Iterator[Complaint]:
@@ -291,7 +212,7 @@ def nobody_is_admitted_while_its_tokens_are_in_flight(
             yield Complaint(f"{row.request_id!r} was admitted with {promised} tokens promised")
 
 
-@check("P13", Schedule)
+@sentence("P13", Schedule)
 def row_waits_for_the_token_of_its_request(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Without asynchronous scheduling nobody runs on before its token in flight is known.
 
@@ -307,7 +228,7 @@ def row_waits_for_the_token_of_its_request(step: Step, ledger: Ledger) -> Iterat
             )
 
 
-@check("P15", Schedule)
+@sentence("P15", Schedule)
 def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Who is visited after a row was taken back has the budget as if that row had never been.
 
@@ -341,7 +262,7 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Iter
         room -= len(rows[name].gained) if name in rows else 0
 
 
-@check("P15", Schedule)
+@sentence("P15", Schedule)
 def admitted_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """In order of admission, each gets what it asks for or what is left of the budget."""
     config = step.config
@@ -357,7 +278,7 @@ def admitted_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Com
         left -= row.num_scheduled
 
 
-@check("P15", Schedule)
+@sentence("P15", Schedule)
 def head_of_the_queue_is_admitted_when_it_fits(
     step: Step, ledger: Ledger
 ) -> list[Complaint] | None:
@@ -378,7 +299,7 @@ def head_of_the_queue_is_admitted_when_it_fits(
     if name is None:
         return None
     life = ledger.lives[name]
-    hits = _hits_now(step, ledger, life)
+    hits = hits_now(step, ledger, life)
     share = admitted_share(config, life.num_known, len(hits) * config.block_size)
     if not config.enable_chunked_prefill and share > left:
         return None
@@ -407,23 +328,7 @@ def next_in_line(step: Step, ledger: Ledger, snapshot: Snapshot) -> RequestId | 
     return next(ready, None)
 
 
-def _hits_now(step: Step, ledger: Ledger, life: Life) -> list[int]:
-    """The longest prefix hit in the state after the step."""
-    hits: list[int] = []
-    if not may_ask_the_cache(step, life) or not step.after.cached:
-        return hits
-    named = ledger.named_blocks(step.after)
-    for index in range((life.num_known - 1) // step.config.block_size):
-        blocks = named.get(life.block_name(index))
-        if not blocks:
-            break
-        hits.append(blocks[0])
-    if step.config.drops_last_hit_block and hits:
-        hits.pop()
-    return hits
-
-
-@check("P15", Schedule)
+@sentence("P15", Schedule)
 def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """Without the last preemption of a step, somebody would have lacked blocks.
 
@@ -443,7 +348,7 @@ def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> list
     return [Complaint(f"{last.request_id!r} was preempted, with {free - given} blocks free")]
 
 
-@check("P26", Schedule)
+@sentence("P26", Schedule)
 def admitted_row_kind_follows_its_status(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """A preempted request returns as a resumed row, anybody else as a new one."""
     for row in step.admitted_rows:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from blockstep.conformance.judge.properties.check import Complaint, check, difference, differing
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import victims_of
+from blockstep.conformance.judge.properties.sentence import (
+    Complaint,
+    difference,
+    differing,
+    sentence,
+)
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec.vocabulary import Abort, Aborted, Commit, Outputs, Schedule
 
 
-@check("P26", Schedule)
+@sentence("P26", Schedule)
 def plan_tells_who_ended(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """A plan names all that ended since the plan before, sorted; then they are forgotten."""
     ended = tuple(sorted(ledger.ended))
@@ -19,7 +24,7 @@ def plan_tells_who_ended(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     yield from differing("finished_req_ids kept", (), step.after.finished_req_ids) or ()
 
 
-@check("P26", Commit, Abort)
+@sentence("P26", Commit, Abort)
 def ended_are_kept_for_the_next_plan(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """Who ends is remembered until the next plan."""
     ended = set(ledger.ended)
@@ -30,7 +35,7 @@ def ended_are_kept_for_the_next_plan(step: Step, ledger: Ledger) -> list[Complai
     return differing("finished_req_ids", tuple(sorted(ended)), step.after.finished_req_ids)
 
 
-@check("P26", Schedule)
+@sentence("P26", Schedule)
 def plan_tells_who_was_preempted(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """A plan names all that were preempted while it was made, sorted."""
     if not step.before.running and not step.plan.preempted_req_ids:
@@ -39,7 +44,7 @@ def plan_tells_who_was_preempted(step: Step, ledger: Ledger) -> list[Complaint] 
     return differing("preempted_req_ids", victims, step.plan.preempted_req_ids)
 
 
-@check("P26", Schedule)
+@sentence("P26", Schedule)
 def plan_has_its_place_in_the_sequence(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """Frame ids go up by one; a plan with rows is in flight, and its rows are remembered."""
     plan, before, after = step.plan, step.before, step.after
@@ -52,7 +57,7 @@ def plan_has_its_place_in_the_sequence(step: Step, _ledger: Ledger) -> Iterator[
     yield from differing("prev_scheduled_req_ids", scheduled, seen) or ()
 
 
-@check("P26", Commit)
+@sentence("P26", Commit)
 def committed_frame_leaves_flight(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """A committed frame is in flight no more, the others still are."""
     assert isinstance(step.event, Commit)
@@ -61,7 +66,7 @@ def committed_frame_leaves_flight(step: Step, _ledger: Ledger) -> list[Complaint
     return differing("frames_in_flight", left, step.after.frames_in_flight)
 
 
-@check("P26", Schedule)
+@sentence("P26", Schedule)
 def rows_stand_in_the_order_of_the_running_list(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """New rows, running rows and resumed rows each follow the running list; each request once."""
     place = {name: index for index, name in enumerate(step.after.running)}
@@ -80,7 +85,7 @@ def rows_stand_in_the_order_of_the_running_list(step: Step, _ledger: Ledger) -> 
         yield Complaint("a request has two rows")
 
 
-@check("P26", Schedule)
+@sentence("P26", Schedule)
 def new_row_carries_the_request_as_submitted(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """The worker is told the very request that the client handed in."""
     for row in step.plan.new:
@@ -89,7 +94,7 @@ def new_row_carries_the_request_as_submitted(step: Step, ledger: Ledger) -> Iter
             yield Complaint(f"the new row of {row.request_id!r} is not the request submitted")
 
 
-@check("P26", Schedule)
+@sentence("P26", Schedule)
 def table_in_the_plan_is_the_table_in_the_state(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """Old table and blocks gained, or the whole new table, are what the request then holds."""
     for row in step.rows:

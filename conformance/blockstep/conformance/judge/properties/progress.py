@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from blockstep.conformance.judge.properties.check import Complaint, check
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import victims_of
+from blockstep.conformance.judge.properties.sentence import Complaint, sentence
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec.vocabulary import Schedule
 
 
-@check("P10", Schedule)
+@sentence("P10", Schedule)
 def preemption_leaves_somebody_running(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """A request alone in the pool fits it, so the last victim had somebody to give way to.
 
@@ -33,7 +33,7 @@ def preemption_leaves_somebody_running(step: Step, ledger: Ledger) -> list[Compl
     return [Complaint(f"all who ran were preempted, {last!r} last")]
 
 
-@check("P10", Schedule)
+@sentence("P10", Schedule)
 def nobody_is_preempted_again_without_progress(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Between two preemptions of a request somebody gets further, for want of whose blocks it was.
 

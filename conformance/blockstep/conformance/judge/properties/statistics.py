@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from blockstep.conformance.judge.properties.admission import may_ask_the_cache
-from blockstep.conformance.judge.properties.check import Complaint, check, difference
+from blockstep.conformance.judge.properties.hits import may_ask_the_cache
 from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.sentence import Complaint, difference, sentence
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec.vocabulary import EVENT_TYPES, Commit, Reset, Schedule, Stats
 
 
-@check("P21", *EVENT_TYPES)
+@sentence("P21", *EVENT_TYPES)
 def counters_grow_by_what_happened(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Queries and hits of the admitted, preemptions, drafts scheduled and accepted; once each."""
     expected = _after(step.before.stats, step, ledger)
@@ -46,7 +46,7 @@ def _after(stats: Stats, step: Step, ledger: Ledger) -> Stats:
     return Stats(queries, hits, preemptions, scheduled, accepted)
 
 
-@check("P21", Schedule)
+@sentence("P21", Schedule)
 def first_hit_is_remembered(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """The length of the hit at the first admission is kept, whatever a later admission hits."""
     for row in step.rows:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from blockstep.conformance.judge.properties.admission import may_ask_the_cache, next_in_line
+from blockstep.conformance.judge.properties.admission import next_in_line
+from blockstep.conformance.judge.properties.hits import may_ask_the_cache
 from blockstep.conformance.judge.properties.ledger import Ledger, Life
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.spec.vocabulary import PauseState, Policy, RequestId, Status

@@ -1,7 +1,7 @@
 """Laws: all of them, by room.
 
-The rooms are those of the specification as far as it computes: amounts first, then what holds
-blocks, whole steps, output, and at last the engine on the host.
+Amounts come first, then what holds blocks, whole steps and output. Laws about the engine on the
+host stand beside those about the specification that say the same; `host` has the rest of them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Final
 
 from blockstep.conformance.prove.law import Law
 from blockstep.conformance.prove.laws import (
+    admission,
+    allocation,
     counts,
     drafts,
     host,
@@ -19,6 +21,7 @@ from blockstep.conformance.prove.laws import (
     pool,
     preemption,
     promises,
+    publishing,
     slots,
     step,
 )
@@ -26,11 +29,14 @@ from blockstep.conformance.prove.laws import (
 ROOMS: Final = (
     counts.ROOM,
     slots.ROOM,
+    publishing.ROOM,
+    allocation.ROOM,
     drafts.ROOM,
     promises.ROOM,
     pool.ROOM,
     preemption.ROOM,
     step.ROOM,
+    admission.ROOM,
     output.ROOM,
     host.ROOM,
 )

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.prove.law import Room, instead
+from dataclasses import replace
+
+from blockstep.conformance.prove.harness import Tokens, build_config, build_request, build_runner
+from blockstep.conformance.prove.hosts import HOST, build_host
+from blockstep.conformance.prove.law import Room, instead, instead_in
+from blockstep.conformance.prove.laws import host_mistakes
 from blockstep.spec.step.share import compute_share, is_past_max_tokens
+from blockstep.spec.vocabulary import MAX_INT
 
 ROOM = Room("counts")
 
@@ -199,11 +205,7 @@ def part_is_taken_for_the_whole(
 # A running request.
 
 
-@ROOM.law(
-    "P9",
-    witness=(20, 4, 8, 6, 100),
-    twins=(instead(compute_share, budget_is_overdrawn_by_a_decode),),
-)
+@ROOM.law("P9", (20, 4, 8, 6, 100), instead(compute_share, budget_is_overdrawn_by_a_decode))
 def check_running_request_stays_within_the_budget(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
 ) -> bool:
@@ -215,11 +217,7 @@ def check_running_request_stays_within_the_budget(
     return True
 
 
-@ROOM.law(
-    "P9",
-    witness=(20, 4, 8, 6, 100),
-    twins=(instead(compute_share, last_position_is_computed_too),),
-)
+@ROOM.law("P9", (20, 4, 8, 6, 100), instead(compute_share, last_position_is_computed_too))
 def check_position_before_the_model_length_is_never_computed(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
 ) -> bool:
@@ -231,11 +229,7 @@ def check_position_before_the_model_length_is_never_computed(
     return True
 
 
-@ROOM.law(
-    "P9",
-    witness=(20, 4, 8, 60, 100),
-    twins=(instead(compute_share, threshold_is_for_newcomers_only),),
-)
+@ROOM.law("P9", (20, 4, 8, 60, 100), instead(compute_share, threshold_is_for_newcomers_only))
 def check_running_request_stays_within_the_threshold(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
 ) -> bool:
@@ -247,11 +241,7 @@ def check_running_request_stays_within_the_threshold(
     return True
 
 
-@ROOM.law(
-    "P12",
-    witness=(20, 4, 8, 60, 100),
-    twins=(instead(compute_share, threshold_is_a_minimum),),
-)
+@ROOM.law("P12", (20, 4, 8, 60, 100), instead(compute_share, threshold_is_a_minimum))
 def check_running_request_gets_no_more_than_its_gap(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
 ) -> bool:
@@ -263,11 +253,7 @@ def check_running_request_gets_no_more_than_its_gap(
     return True
 
 
-@ROOM.law(
-    "P15",
-    witness=(20, 4, 8, 6, 100),
-    twins=(instead(compute_share, threshold_is_taken_off_the_budget),),
-)
+@ROOM.law("P15", (20, 4, 8, 6, 100), instead(compute_share, threshold_is_taken_off_the_budget))
 def check_running_request_catches_up_unless_a_cap_binds(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
 ) -> bool:
@@ -281,15 +267,9 @@ def check_running_request_catches_up_unless_a_cap_binds(
 
 @ROOM.law(
     "P10",
-    witness=(20, 4, 8, 6, 100),
-    twins=(
-        instead(compute_share, whoever_does_not_fit_waits),
-        instead(
-            compute_share,
-            chunk_is_rounded_down_to_blocks,
-            theirs="#40707 (recurrent state)",
-        ),
-    ),
+    (20, 4, 8, 6, 100),
+    instead(compute_share, whoever_does_not_fit_waits),
+    instead(compute_share, chunk_is_rounded_down_to_blocks, theirs="#40707 (recurrent state)"),
 )
 def check_running_request_with_a_gap_room_and_budget_progresses(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
@@ -302,11 +282,7 @@ def check_running_request_with_a_gap_room_and_budget_progresses(
     return True
 
 
-@ROOM.law(
-    "P15",
-    witness=(20, 4, 60, 100),
-    twins=(instead(compute_share, threshold_of_zero_caps),),
-)
+@ROOM.law("P15", (20, 4, 60, 100), instead(compute_share, threshold_of_zero_caps))
 def check_threshold_of_zero_is_no_threshold(
     num_with_spec: int, num_computed: int, budget: int, max_model_len: int
 ) -> bool:
@@ -318,11 +294,7 @@ def check_threshold_of_zero_is_no_threshold(
     return True
 
 
-@ROOM.law(
-    "P15",
-    witness=(20, 4, 8, 6, 3, 100),
-    twins=(instead(compute_share, whoever_does_not_fit_waits),),
-)
+@ROOM.law("P15", (20, 4, 8, 6, 3, 100), instead(compute_share, whoever_does_not_fit_waits))
 def check_more_budget_never_means_fewer_tokens(
     num_with_spec: int,
     num_computed: int,
@@ -340,11 +312,7 @@ def check_more_budget_never_means_fewer_tokens(
     return True
 
 
-@ROOM.law(
-    "P15",
-    witness=(20, 4, 6, 5, 100),
-    twins=(instead(compute_share, whoever_does_not_fit_waits),),
-)
+@ROOM.law("P15", (20, 4, 6, 5, 100), instead(compute_share, whoever_does_not_fit_waits))
 def check_two_steps_compute_what_one_of_both_budgets_would(
     num_with_spec: int, num_computed: int, budget: int, next_budget: int, max_model_len: int
 ) -> bool:
@@ -363,13 +331,10 @@ def check_two_steps_compute_what_one_of_both_budgets_would(
 
 
 @ROOM.law(
-    "P13",
-    "P15",
-    witness=(5, 2, 2, 3),
-    twins=(
-        instead(is_past_max_tokens, drafts_count_as_sure),
-        instead(is_past_max_tokens, own_token_is_not_counted),
-    ),
+    "P13 P15",
+    (5, 2, 2, 3),
+    instead(is_past_max_tokens, drafts_count_as_sure),
+    instead(is_past_max_tokens, own_token_is_not_counted),
 )
 def check_request_is_passed_over_exactly_when_the_sure_token_is_its_last(
     num_prompt: int, num_outputs: int, num_placeholders: int, max_tokens: int
@@ -382,12 +347,7 @@ def check_request_is_passed_over_exactly_when_the_sure_token_is_its_last(
     return True
 
 
-@ROOM.law(
-    "P10",
-    "P15",
-    witness=(5, 5, 1),
-    twins=(instead(is_past_max_tokens, nothing_in_flight_counts_as_a_promise),),
-)
+@ROOM.law("P10 P15", (5, 5, 1), instead(is_past_max_tokens, nothing_in_flight_counts_as_a_promise))
 def check_request_with_nothing_promised_is_never_passed_over(
     num_computed: int, num_prompt: int, max_tokens: int
 ) -> bool:
@@ -402,13 +362,10 @@ def check_request_with_nothing_promised_is_never_passed_over(
 
 
 @ROOM.law(
-    "P12",
-    "P15",
-    witness=(20, 16, 8),
-    twins=(
-        instead(compute_share, hit_is_computed_again),
-        instead(compute_share, hit_counts_twice),
-    ),
+    "P12 P15",
+    (20, 16, 8),
+    instead(compute_share, hit_is_computed_again),
+    instead(compute_share, hit_counts_twice),
 )
 def check_newcomer_computes_what_the_hit_leaves_up_to_the_threshold(
     num_known: int, num_hit: int, threshold: int
@@ -423,11 +380,9 @@ def check_newcomer_computes_what_the_hit_leaves_up_to_the_threshold(
 
 @ROOM.law(
     "P15",
-    witness=(20, 4, 8, 100),
-    twins=(
-        instead(compute_share, threshold_is_for_runners_only),
-        instead(compute_share, part_is_taken_for_the_whole),
-    ),
+    (20, 4, 8, 100),
+    instead(compute_share, threshold_is_for_runners_only),
+    instead(compute_share, part_is_taken_for_the_whole),
 )
 def check_admission_and_running_count_alike(
     num_known: int, num_done: int, threshold: int, budget: int
@@ -440,4 +395,53 @@ def check_admission_and_running_count_alike(
     assert waiting == running
     due = compute_share(num_known, num_done, threshold, num_known, num_known)
     assert whole == (due if due <= budget else 0)
+    return True
+
+
+# The engine on the host.
+
+
+@ROOM.law(
+    "P9 P15",
+    (20, 4, 2, 8, 6, 100),
+    instead_in(HOST, "_tokens_to_run", host_mistakes.plain_decode_is_not_held_to_the_model_length),
+)
+def check_host_counts_the_tokens_of_a_runner_as_the_specification_does(
+    num_known: int,
+    num_computed: int,
+    num_drafts: int,
+    threshold: int,
+    budget: int,
+    max_model_len: int,
+) -> bool:
+    """A plain decode takes a shortcut, and a threshold of zero is the model length."""
+    assert 1 <= num_known < max_model_len <= MAX_INT and 0 <= num_computed and 0 <= num_drafts
+    assert 0 <= threshold <= MAX_INT and 1 <= budget
+    config = build_config(max_model_len=max_model_len, long_prefill_token_threshold=threshold)
+    request = replace(build_runner("a", num_known, num_computed), spec_token_ids=Tokens(num_drafts))
+    host = build_host(config, request)
+    due = compute_share(num_known + num_drafts, num_computed, threshold, budget, max_model_len - 1)
+    assert max(host._tokens_to_run(0, budget), 0) == max(due, 0)
+    return True
+
+
+@ROOM.law(
+    "P9 P15",
+    (40, 16, 8, 20, 1),
+    instead_in(HOST, "_tokens_to_admit", host_mistakes.whole_prompt_must_fit_always),
+    instead_in(HOST, "_tokens_to_admit", host_mistakes.prompt_is_cut_always),
+)
+def check_host_admits_as_many_tokens(
+    num_known: int, num_hit: int, threshold: int, budget: int, is_chunked: bool
+) -> bool:
+    """What the hit leaves, under threshold and budget; whole or not at all without chunking."""
+    assert 0 <= num_hit < num_known < 8192 and 0 <= threshold <= MAX_INT and 1 <= budget
+    config = build_config(
+        long_prefill_token_threshold=threshold,
+        enable_chunked_prefill=bool(is_chunked),
+        max_num_batched_tokens=8192,
+    )
+    host = build_host(config, build_request("a", num_known))
+    due = compute_share(num_known, num_hit, threshold, budget, num_known, not is_chunked)
+    assert host._tokens_to_admit(0, num_hit, budget) == due
     return True

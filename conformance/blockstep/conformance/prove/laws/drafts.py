@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import build_runner
-from blockstep.conformance.prove.law import Room, instead
+from blockstep.conformance.prove.harness import build_config, build_runner, build_state
+from blockstep.conformance.prove.hosts import HOST, build_host
+from blockstep.conformance.prove.law import Room, instead, instead_in
+from blockstep.conformance.prove.laws import host_mistakes
+from blockstep.conformance.prove.laws.publishing import drafts_are_published_too
+from blockstep.conformance.prove.laws.slots import surplus_gives_a_negative_count
 from blockstep.spec.lives.commit import count_drafts, get_rolled_back
-from blockstep.spec.lives.drafts import compute_num_rejected, is_accepted_prefix
+from blockstep.spec.lives.drafts import can_take_drafts, compute_num_rejected, is_accepted_prefix
 from blockstep.spec.memory.slots import (
     compute_num_new_blocks,
     compute_num_publishable_blocks,
     compute_num_slots,
 )
-from blockstep.spec.requests import RequestState
+from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.step.share import compute_num_drafts, compute_share
 from blockstep.spec.vocabulary import Stats, Status, TokenIds
 
@@ -57,18 +61,6 @@ def preempted_request_is_rolled_back_below_zero(
     return replace(request, num_computed_tokens=request.num_computed_tokens - num_rejected)
 
 
-def drafts_are_published_too(
-    num_computed: int, num_new: int, num_known: int, block_size: int
-) -> int:
-    """Whatever is scheduled counts, although the drafts in it may be rejected."""
-    return (num_computed + num_new) // block_size
-
-
-def surplus_gives_a_negative_count(num_slots: int, block_size: int, num_held: int) -> int:
-    """After a rejection a request may hold more than enough."""
-    return -(-num_slots // block_size) - num_held
-
-
 def any_tokens_may_be_accepted(sampled: TokenIds, drafts: TokenIds) -> bool:
     """Only their number is looked at."""
     return 1 <= len(sampled) <= len(drafts) + 1
@@ -91,13 +83,10 @@ def row_without_drafts_counts_as_one(stats: Stats, num_drafts: int, num_sampled:
 
 
 @ROOM.law(
-    "P12",
-    "P24",
-    witness=(20, 3, 19, 2, 100),
-    twins=(
-        instead(compute_num_drafts, prefill_chunk_has_minus_one_draft),
-        instead(compute_num_drafts, every_token_after_the_first_is_a_draft),
-    ),
+    "P12 P24",
+    (20, 3, 19, 2, 100),
+    instead(compute_num_drafts, prefill_chunk_has_minus_one_draft),
+    instead(compute_num_drafts, every_token_after_the_first_is_a_draft),
 )
 def check_dispatched_drafts_are_some_of_the_attached_ones(
     num_known: int, num_attached: int, num_computed: int, budget: int, max_model_len: int
@@ -111,11 +100,7 @@ def check_dispatched_drafts_are_some_of_the_attached_ones(
     return True
 
 
-@ROOM.law(
-    "P12",
-    witness=(19, 3, 20),
-    twins=(instead(compute_num_drafts, every_token_after_the_first_is_a_draft),),
-)
+@ROOM.law("P12", (19, 3, 20), instead(compute_num_drafts, every_token_after_the_first_is_a_draft))
 def check_budget_cuts_drafts_before_known_tokens(
     num_computed: int, num_scheduled: int, num_known: int
 ) -> bool:
@@ -131,11 +116,9 @@ def check_budget_cuts_drafts_before_known_tokens(
 
 @ROOM.law(
     "P14",
-    witness=(20, 4, 2),
-    twins=(
-        instead(compute_num_rejected, own_token_counts_as_accepted),
-        instead(compute_num_rejected, rejected_is_what_was_sampled),
-    ),
+    (20, 4, 2),
+    instead(compute_num_rejected, own_token_counts_as_accepted),
+    instead(compute_num_rejected, rejected_is_what_was_sampled),
 )
 def check_sampling_leaves_exactly_the_last_token_to_compute(
     num_known: int, num_drafts: int, num_sampled: int
@@ -148,11 +131,7 @@ def check_sampling_leaves_exactly_the_last_token_to_compute(
     return True
 
 
-@ROOM.law(
-    "P14",
-    witness=(20, 4, 2),
-    twins=(instead(compute_num_rejected, own_token_counts_as_accepted),),
-)
+@ROOM.law("P14", (20, 4, 2), instead(compute_num_rejected, own_token_counts_as_accepted))
 def check_rejected_drafts_might_as_well_never_have_been_scheduled(
     num_known: int, num_drafts: int, num_accepted: int
 ) -> bool:
@@ -167,10 +146,7 @@ def check_rejected_drafts_might_as_well_never_have_been_scheduled(
 
 
 @ROOM.law(
-    "P12",
-    "P14",
-    witness=(20, 4, 2),
-    twins=(instead(get_rolled_back, preempted_request_is_rolled_back_below_zero),),
+    "P12 P14", (20, 4, 2), instead(get_rolled_back, preempted_request_is_rolled_back_below_zero)
 )
 def check_preempted_request_has_nothing_to_roll_back(
     num_known: int, num_drafts: int, num_sampled: int
@@ -184,10 +160,7 @@ def check_preempted_request_has_nothing_to_roll_back(
 
 
 @ROOM.law(
-    "P4",
-    "P14",
-    witness=(16, 8, 20, 4, 16),
-    twins=(instead(compute_num_publishable_blocks, drafts_are_published_too),),
+    "P4 P14", (16, 8, 20, 4, 16), instead(compute_num_publishable_blocks, drafts_are_published_too)
 )
 def check_what_a_step_publishes_stays_computed_after_any_rejection(
     num_computed: int, num_scheduled: int, num_known: int, num_sampled: int, block_size: int
@@ -204,10 +177,9 @@ def check_what_a_step_publishes_stays_computed_after_any_rejection(
 
 
 @ROOM.law(
-    "P8",
-    "P14",
-    witness=(20, 4, 2, 1, 100, 16),
-    twins=(instead(compute_num_new_blocks, surplus_gives_a_negative_count),),
+    "P8 P14",
+    (20, 4, 2, 1, 100, 16),
+    instead(compute_num_new_blocks, surplus_gives_a_negative_count),
 )
 def check_blocks_of_rejected_drafts_serve_the_next_step(
     num_known: int,
@@ -235,13 +207,10 @@ def check_blocks_of_rejected_drafts_serve_the_next_step(
 
 
 @ROOM.law(
-    "P3",
-    "P13",
-    witness=(7, 8, 9, 7, 8, 5),
-    twins=(
-        instead(is_accepted_prefix, any_tokens_may_be_accepted),
-        instead(is_accepted_prefix, own_token_must_be_a_draft_as_well),
-    ),
+    "P3 P13",
+    (7, 8, 9, 7, 8, 5),
+    instead(is_accepted_prefix, any_tokens_may_be_accepted),
+    instead(is_accepted_prefix, own_token_must_be_a_draft_as_well),
 )
 def check_two_drafts_are_accepted_only_as_they_were_proposed(
     first_draft: int, second_draft: int, third_draft: int, first: int, second: int, own: int
@@ -255,11 +224,7 @@ def check_two_drafts_are_accepted_only_as_they_were_proposed(
     return True
 
 
-@ROOM.law(
-    "P21",
-    witness=(10, 6, 4, 2),
-    twins=(instead(count_drafts, row_without_drafts_counts_as_one),),
-)
+@ROOM.law("P21", (10, 6, 4, 2), instead(count_drafts, row_without_drafts_counts_as_one))
 def check_accepted_drafts_never_outnumber_scheduled_ones(
     num_scheduled: int, num_accepted: int, num_drafts: int, num_sampled: int
 ) -> bool:
@@ -271,4 +236,67 @@ def check_accepted_drafts_never_outnumber_scheduled_ones(
     assert after.drafts_scheduled == num_scheduled + num_drafts
     assert after.drafts_accepted == num_accepted + num_sampled - 1
     assert after.drafts_accepted <= after.drafts_scheduled
+    return True
+
+
+# The engine on the host.
+
+
+@ROOM.law(
+    "P12 P24",
+    (20, 19, 3),
+    instead_in(HOST, "_take_drafts", host_mistakes.cut_drafts_are_dispatched),
+)
+def check_host_dispatches_as_many_drafts(
+    num_known: int, num_computed: int, num_scheduled: int
+) -> bool:
+    """Of three that are attached."""
+    assert 0 <= num_computed < num_known < 8192 and 1 <= num_scheduled
+    assert num_computed + num_scheduled <= num_known + 3
+    request = replace(build_runner("a", num_known, num_computed), spec_token_ids=(5, 6, 7))
+    host = build_host(build_config(num_speculative_tokens=3), request)
+    drafts = host._take_drafts(0, num_scheduled)
+    assert drafts == (5, 6, 7)[: compute_num_drafts(num_computed, num_scheduled, num_known)]
+    assert host.table.spec_token_ids[0] == ()
+    return True
+
+
+@ROOM.law(
+    "P14", (20, 3, 1, 1), instead_in(HOST, "_roll_back", host_mistakes.own_token_counts_as_accepted)
+)
+def check_host_takes_back_as_much(
+    num_known: int, num_drafts: int, num_accepted: int, is_running: bool
+) -> bool:
+    """From a request that runs; a preempted one has nothing computed."""
+    assert 1 <= num_known < 8000 and 0 <= num_accepted <= num_drafts <= 3
+    request = build_runner("a", num_known, num_known + num_drafts)
+    if not is_running:
+        request = replace(request, status=Status.WAITING, num_computed_tokens=0)
+    host = build_host(build_config(num_speculative_tokens=3), request)
+    host._roll_back(0, (5, 6, 7)[:num_drafts], (5, 6, 7, 8)[: num_accepted + 1])
+    due = get_rolled_back(request, num_drafts, num_accepted + 1)
+    assert host.table.num_computed[0] == due.num_computed_tokens
+    return True
+
+
+@ROOM.law(
+    "P24",
+    (20, 19, 0, 0),
+    instead_in(HOST, "_may_draft", host_mistakes.drafts_are_taken_in_mid_prefill),
+)
+def check_host_takes_drafts_without_a_look_at_the_frames(
+    num_known: int, num_computed: int, is_in_flight: bool, is_prefill_chunk: bool
+) -> bool:
+    """A row in flight leaves a prefill chunk or no known token uncomputed: that is enough."""
+    assert 1 <= num_known < 8000 and 0 <= num_computed <= num_known
+    assert not is_in_flight or is_prefill_chunk == (num_computed < num_known)
+    request = replace(
+        build_runner("a", num_known, num_computed), is_prefill_chunk=bool(is_prefill_chunk)
+    )
+    config = build_config(num_speculative_tokens=1)
+    state = build_state(config, (request,))
+    if is_in_flight:
+        state = replace(state, frames=(Frame(0, (FrameRow("a", (), not is_prefill_chunk),)),))
+    host = build_host(config, request)
+    assert bool(host._may_draft(0)) == can_take_drafts(state, request)
     return True

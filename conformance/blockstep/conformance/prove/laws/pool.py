@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from blockstep.conformance.prove.harness import build_pool, is_conserved, key_of, table_of
 from blockstep.conformance.prove.law import Room, instead
+from blockstep.conformance.prove.laws.allocation import blocks_come_from_the_tail
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import revoke_slots
 from blockstep.spec.pool import (
@@ -91,13 +92,6 @@ def allocated_block_keeps_its_key(pool: Pool, num_blocks: int) -> tuple[Pool, tu
     return replace(after, block_keys=pool.block_keys, cached=pool.cached), taken
 
 
-def blocks_come_from_the_tail(pool: Pool, num_blocks: int) -> tuple[Pool, tuple[BlockId, ...]]:
-    """What was freed last is evicted first."""
-    turned = replace(pool, free_queue=tuple(reversed(pool.free_queue)))
-    after, taken = _allocate_blocks(turned, num_blocks)
-    return replace(after, free_queue=tuple(reversed(after.free_queue))), taken
-
-
 def newest_of_equal_blocks_is_hit(pool: Pool, key: BlockKey) -> BlockId | None:
     """The last published one instead of the first."""
     block_ids = pool.cached.get(key)
@@ -149,13 +143,10 @@ def all_keys_of_a_victim_are_withdrawn(
 
 
 @ROOM.law(
-    "P1",
-    "P16",
-    witness=(1, 2, 3),
-    twins=(
-        instead(touch_blocks, touched_block_stays_queued),
-        instead(touch_blocks, touched_block_leaves_from_the_head),
-    ),
+    "P1 P16",
+    (1, 2, 3),
+    instead(touch_blocks, touched_block_stays_queued),
+    instead(touch_blocks, touched_block_leaves_from_the_head),
 )
 def check_touched_free_block_leaves_the_middle_of_the_queue(
     first: int, second: int, third: int
@@ -169,12 +160,7 @@ def check_touched_free_block_leaves_the_middle_of_the_queue(
     return True
 
 
-@ROOM.law(
-    "P1",
-    "P2",
-    witness=(1, 2, 3),
-    twins=(instead(free_blocks, shared_block_is_freed_with_its_first_holder),),
-)
+@ROOM.law("P1 P2", (1, 2, 3), instead(free_blocks, shared_block_is_freed_with_its_first_holder))
 def check_block_is_free_only_when_its_last_holder_lets_go(
     first: int, second: int, third: int
 ) -> bool:
@@ -188,11 +174,9 @@ def check_block_is_free_only_when_its_last_holder_lets_go(
 
 @ROOM.law(
     "P16",
-    witness=(1, 2, 1),
-    twins=(
-        instead(free_blocks, table_is_freed_from_its_head),
-        instead(free_blocks, freed_blocks_go_to_the_front),
-    ),
+    (1, 2, 1),
+    instead(free_blocks, table_is_freed_from_its_head),
+    instead(free_blocks, freed_blocks_go_to_the_front),
 )
 def check_freed_tail_is_evicted_before_its_prefix_and_after_all_others(
     first: int, second: int, third: int
@@ -205,11 +189,7 @@ def check_freed_tail_is_evicted_before_its_prefix_and_after_all_others(
     return True
 
 
-@ROOM.law(
-    "P3",
-    witness=(1, 2, 1),
-    twins=(instead(free_blocks, freed_block_loses_its_key),),
-)
+@ROOM.law("P3", (1, 2, 1), instead(free_blocks, freed_block_loses_its_key))
 def check_freed_block_can_still_be_hit(first: int, second: int, third: int) -> bool:
     """Eviction is lazy: freeing changes no key and no entry of the map."""
     assert 1 <= first and 1 <= second and 1 <= third
@@ -221,13 +201,10 @@ def check_freed_block_can_still_be_hit(first: int, second: int, third: int) -> b
 
 
 @ROOM.law(
-    "P1",
-    "P16",
-    witness=(1, 2, 1),
-    twins=(
-        instead(free_blocks, table_is_freed_from_its_head),
-        instead(touch_blocks, touched_block_stays_queued),
-    ),
+    "P1 P16",
+    (1, 2, 1),
+    instead(free_blocks, table_is_freed_from_its_head),
+    instead(touch_blocks, touched_block_stays_queued),
 )
 def check_freeing_undoes_touching_but_for_the_place_in_the_queue(
     first: int, second: int, third: int
@@ -244,12 +221,7 @@ def check_freeing_undoes_touching_but_for_the_place_in_the_queue(
 # Taking.
 
 
-@ROOM.law(
-    "P1",
-    "P16",
-    witness=(2, 1, 2, 3),
-    twins=(instead(allocate_blocks, blocks_come_from_the_tail),),
-)
+@ROOM.law("P1 P16", (2, 1, 2, 3), instead(allocate_blocks, blocks_come_from_the_tail))
 def check_blocks_are_taken_from_the_head_of_the_queue(
     num_blocks: int, first: int, second: int, third: int
 ) -> bool:
@@ -264,11 +236,7 @@ def check_blocks_are_taken_from_the_head_of_the_queue(
     return True
 
 
-@ROOM.law(
-    "P3",
-    witness=(2, 1, 2, 3),
-    twins=(instead(allocate_blocks, allocated_block_keeps_its_key),),
-)
+@ROOM.law("P3", (2, 1, 2, 3), instead(allocate_blocks, allocated_block_keeps_its_key))
 def check_taken_block_loses_its_key_and_nobody_else_does(
     num_blocks: int, first: int, second: int, third: int
 ) -> bool:
@@ -286,13 +254,10 @@ def check_taken_block_loses_its_key_and_nobody_else_does(
 
 
 @ROOM.law(
-    "P3",
-    "P16",
-    witness=(1, 2, 3),
-    twins=(
-        instead(find_block, newest_of_equal_blocks_is_hit),
-        instead(publish_blocks, equal_block_replaces_the_published_one),
-    ),
+    "P3 P16",
+    (1, 2, 3),
+    instead(find_block, newest_of_equal_blocks_is_hit),
+    instead(publish_blocks, equal_block_replaces_the_published_one),
 )
 def check_hit_takes_the_block_that_was_published_first(first: int, second: int, third: int) -> bool:
     """An equal block is published beside it, and found when the first one is gone."""
@@ -305,12 +270,7 @@ def check_hit_takes_the_block_that_was_published_first(first: int, second: int, 
     return True
 
 
-@ROOM.law(
-    "P3",
-    "P4",
-    witness=(1, 2, 3),
-    twins=(instead(withdraw_blocks, equal_blocks_are_withdrawn_together),),
-)
+@ROOM.law("P3 P4", (1, 2, 3), instead(withdraw_blocks, equal_blocks_are_withdrawn_together))
 def check_withdrawing_a_block_leaves_its_equals_findable(
     first: int, second: int, third: int
 ) -> bool:
@@ -324,11 +284,7 @@ def check_withdrawing_a_block_leaves_its_equals_findable(
     return True
 
 
-@ROOM.law(
-    "P25",
-    witness=(1, 2, 3),
-    twins=(instead(withdraw_all, reset_puts_free_blocks_in_order_of_their_ids),),
-)
+@ROOM.law("P25", (1, 2, 3), instead(withdraw_all, reset_puts_free_blocks_in_order_of_their_ids))
 def check_reset_leaves_nothing_to_hit_and_the_queue_as_it_was(
     first: int, second: int, third: int
 ) -> bool:
@@ -343,13 +299,10 @@ def check_reset_leaves_nothing_to_hit_and_the_queue_as_it_was(
 
 
 @ROOM.law(
-    "P3",
-    "P4",
-    witness=(20, 16, 1),
-    twins=(
-        instead(revoke_slots, keys_of_unwritten_blocks_stay, theirs="#43569"),
-        instead(revoke_slots, all_keys_of_a_victim_are_withdrawn),
-    ),
+    "P3 P4",
+    (20, 16, 1),
+    instead(revoke_slots, keys_of_unwritten_blocks_stay, theirs="#43569"),
+    instead(revoke_slots, all_keys_of_a_victim_are_withdrawn),
 )
 def check_preemption_withdraws_exactly_the_keys_that_nobody_will_write(
     num_computed: int, block_size: int, second: int

@@ -8,8 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import build_request, build_runner, build_state
-from blockstep.conformance.prove.law import Room, instead
+from blockstep.conformance.prove.harness import (
+    asking,
+    build_config,
+    build_request,
+    build_runner,
+    build_state,
+)
+from blockstep.conformance.prove.hosts import HOST, build_host
+from blockstep.conformance.prove.law import Room, instead, instead_in
+from blockstep.conformance.prove.laws import host_mistakes
 from blockstep.spec.requests import NOTHING_HELD, Holding, RequestState
 from blockstep.spec.step.preemption import get_preempted, process_preemption
 from blockstep.spec.step.queues import get_rank, process_prepend, select_queue, select_victim
@@ -28,9 +36,7 @@ RankOf = Callable[[RequestState], tuple[int | str, ...]]
 
 def ranked(name: str, priority: int, arrival_time: int) -> RequestState:
     """A request that stands where these put it."""
-    request = build_runner(name, 1, 0)
-    asked = replace(request.request, priority=priority, arrival_time=arrival_time)
-    return replace(request, request=asked)
+    return asking(build_runner(name, 1, 0), priority=priority, arrival_time=arrival_time)
 
 
 # Mistakes.
@@ -127,13 +133,10 @@ def computed_tokens_are_kept(request: RequestState) -> RequestState:
 
 
 @ROOM.law(
-    "P10",
-    "P16",
-    witness=(1, 5, 1, 5, 0, 9),
-    twins=(
-        instead(select_victim, most_urgent_goes),
-        instead(select_victim, first_of_equals_goes, theirs="not found upstream"),
-    ),
+    "P10 P16",
+    (1, 5, 1, 5, 0, 9),
+    instead(select_victim, most_urgent_goes),
+    instead(select_victim, first_of_equals_goes, theirs="not found upstream"),
 )
 def check_victim_stands_behind_everybody_who_stays(
     priority_a: int,
@@ -157,11 +160,7 @@ def check_victim_stands_behind_everybody_who_stays(
     return True
 
 
-@ROOM.law(
-    "P16",
-    witness=(1, 5, 0, 9),
-    twins=(instead(select_victim, oldest_goes),),
-)
+@ROOM.law("P16", (1, 5, 0, 9), instead(select_victim, oldest_goes))
 def check_first_come_first_served_preempts_the_last_admitted(
     priority_a: int, arrival_a: int, priority_b: int, arrival_b: int
 ) -> bool:
@@ -173,11 +172,7 @@ def check_first_come_first_served_preempts_the_last_admitted(
     return True
 
 
-@ROOM.law(
-    "P16",
-    witness=(1, 5, 1, 4),
-    twins=(instead(get_rank, arrival_comes_before_priority),),
-)
+@ROOM.law("P16", (1, 5, 1, 4), instead(get_rank, arrival_comes_before_priority))
 def check_priority_comes_before_arrival_and_arrival_before_the_id(
     priority_a: int, arrival_a: int, priority_b: int, arrival_b: int
 ) -> bool:
@@ -195,11 +190,7 @@ def check_priority_comes_before_arrival_and_arrival_before_the_id(
     return True
 
 
-@ROOM.law(
-    "P16",
-    witness=(1, 5, 3),
-    twins=(instead(process_prepend, victim_is_prepended_to_a_sorted_queue),),
-)
+@ROOM.law("P16", (1, 5, 3), instead(process_prepend, victim_is_prepended_to_a_sorted_queue))
 def check_priority_queue_stays_sorted_when_a_victim_returns(
     priority_a: int, priority_b: int, priority_c: int
 ) -> bool:
@@ -218,11 +209,7 @@ def check_priority_queue_stays_sorted_when_a_victim_returns(
     return True
 
 
-@ROOM.law(
-    "P16",
-    witness=(5, 1),
-    twins=(instead(select_queue, skipped_come_first_always),),
-)
+@ROOM.law("P16", (5, 1), instead(select_queue, skipped_come_first_always))
 def check_most_urgent_head_of_both_queues_is_next(priority_a: int, priority_b: int) -> bool:
     """Having been passed over makes nobody more urgent."""
     assert priority_a != priority_b
@@ -261,13 +248,10 @@ def build_step(budget: int, num_first: int, num_second: int) -> Step:
 
 
 @ROOM.law(
-    "P9",
-    "P15",
-    witness=(3, 5, 7, 0),
-    twins=(
-        instead(process_preemption, budget_of_the_victim_is_lost),
-        instead(process_preemption, budget_is_given_back_for_everybody),
-    ),
+    "P9 P15",
+    (3, 5, 7, 0),
+    instead(process_preemption, budget_of_the_victim_is_lost),
+    instead(process_preemption, budget_is_given_back_for_everybody),
 )
 def check_tokens_of_a_victim_return_to_the_budget(
     budget: int, num_first: int, num_second: int, victim_index: int
@@ -282,12 +266,7 @@ def check_tokens_of_a_victim_return_to_the_budget(
     return True
 
 
-@ROOM.law(
-    "P14",
-    "P26",
-    witness=(3, 5, 7, 0),
-    twins=(instead(process_preemption, row_of_the_victim_stays),),
-)
+@ROOM.law("P14 P26", (3, 5, 7, 0), instead(process_preemption, row_of_the_victim_stays))
 def check_victim_leaves_the_step_and_nobody_else_does(
     budget: int, num_first: int, num_second: int, victim_index: int
 ) -> bool:
@@ -304,13 +283,10 @@ def check_victim_leaves_the_step_and_nobody_else_does(
 
 
 @ROOM.law(
-    "P12",
-    "P13",
-    witness=(10, 5, 12, 3, 2),
-    twins=(
-        instead(get_preempted, outputs_are_sampled_again),
-        instead(get_preempted, computed_tokens_are_kept),
-    ),
+    "P12 P13",
+    (10, 5, 12, 3, 2),
+    instead(get_preempted, outputs_are_sampled_again),
+    instead(get_preempted, computed_tokens_are_kept),
 )
 def check_preempted_request_keeps_its_tokens_and_what_is_in_flight_and_nothing_else(
     num_prompt: int, num_outputs: int, num_computed: int, num_placeholders: int, num_before: int
@@ -333,4 +309,27 @@ def check_preempted_request_keeps_its_tokens_and_what_is_in_flight_and_nothing_e
     assert after.spec_token_ids == ()
     assert after.num_preemptions == num_before + 1
     assert after.status is Status.PREEMPTED
+    return True
+
+
+# The engine on the host.
+
+
+@ROOM.law(
+    "P10 P16", (1, 5, 1, 5), instead_in(HOST, "_select_victim", host_mistakes.first_of_equals_goes)
+)
+def check_host_preempts_the_same_request(
+    priority_a: int, arrival_a: int, priority_b: int, arrival_b: int
+) -> bool:
+    """Ties included."""
+    assert 0 <= arrival_a and 0 <= arrival_b
+    first, second = build_runner("a", 1, 0, (1,)), build_runner("b", 1, 0, (2,))
+    requests = (
+        asking(first, priority=priority_a, arrival_time=arrival_a),
+        asking(second, priority=priority_b, arrival_time=arrival_b),
+    )
+    host = build_host(build_config(policy=Policy.PRIORITY), *requests)
+    by_id = {request.request_id: request for request in requests}
+    due = select_victim(Policy.PRIORITY, ["a", "b"], by_id)
+    assert host._select_victim() == due
     return True

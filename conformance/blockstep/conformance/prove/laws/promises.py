@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.conformance.prove.harness import (
+    build_config,
     build_request,
     build_runner,
     build_state,
     schedule,
 )
-from blockstep.conformance.prove.law import Room, instead
+from blockstep.conformance.prove.hosts import HOST, build_host
+from blockstep.conformance.prove.law import Room, instead, instead_in
+from blockstep.conformance.prove.laws import host_mistakes
 from blockstep.spec.lives.commit import get_fulfilled, get_rolled_back
 from blockstep.spec.releases.drafts import placeholders_outlive_a_gap as gap_rule
 from blockstep.spec.requests import Frame, FrameRow, Holding, RequestState
@@ -125,11 +128,9 @@ def build_promised(
 
 @ROOM.law(
     "P12",
-    witness=(20, 3, 5),
-    twins=(
-        instead(process_promises, drafts_are_not_promised),
-        instead(process_promises, prefill_chunks_promise_as_well),
-    ),
+    (20, 3, 5),
+    instead(process_promises, drafts_are_not_promised),
+    instead(process_promises, prefill_chunks_promise_as_well),
 )
 def check_plan_keeps_computed_one_behind_everything_promised(
     num_known: int, num_placeholders: int, budget: int
@@ -151,11 +152,7 @@ def check_plan_keeps_computed_one_behind_everything_promised(
     return True
 
 
-@ROOM.law(
-    "P15",
-    witness=(20, 3, 8),
-    twins=(instead(compute_share, promised_tokens_are_no_gap),),
-)
+@ROOM.law("P15", (20, 3, 8), instead(compute_share, promised_tokens_are_no_gap))
 def check_request_with_a_promise_runs_its_next_token_and_all_drafts(
     num_known: int, num_placeholders: int, budget: int
 ) -> bool:
@@ -169,9 +166,7 @@ def check_request_with_a_promise_runs_its_next_token_and_all_drafts(
 
 
 @ROOM.law(
-    "P24",
-    witness=(20, 30, 2),
-    twins=(instead(process_promises, placeholders_outlive_a_gap, theirs="#46899"),),
+    "P24", (20, 30, 2), instead(process_promises, placeholders_outlive_a_gap, theirs="#46899")
 )
 def check_request_left_out_of_a_plan_has_no_drafts_in_the_next(
     num_known: int, num_known_behind: int, budget: int
@@ -188,12 +183,7 @@ def check_request_left_out_of_a_plan_has_no_drafts_in_the_next(
     return True
 
 
-@ROOM.law(
-    "P13",
-    "P15",
-    witness=(5, 2, 2, 4),
-    twins=(instead(is_past_max_tokens, nobody_is_past_its_last_token),),
-)
+@ROOM.law("P13 P15", (5, 2, 2, 4), instead(is_past_max_tokens, nobody_is_past_its_last_token))
 def check_no_row_is_planned_behind_the_last_token(
     num_prompt: int, num_outputs: int, num_placeholders: int, max_tokens: int
 ) -> bool:
@@ -216,12 +206,7 @@ def check_no_row_is_planned_behind_the_last_token(
 # The commit of a frame.
 
 
-@ROOM.law(
-    "P12",
-    "P14",
-    witness=(20, 7, 3, 2),
-    twins=(instead(get_fulfilled, only_the_own_token_is_delivered),),
-)
+@ROOM.law("P12 P14", (20, 7, 3, 2), instead(get_fulfilled, only_the_own_token_is_delivered))
 def check_commit_keeps_computed_one_behind_everything_promised(
     num_known: int, num_placeholders: int, num_drafts: int, num_sampled: int
 ) -> bool:
@@ -239,13 +224,10 @@ def check_commit_keeps_computed_one_behind_everything_promised(
 
 
 @ROOM.law(
-    "P12",
-    "P13",
-    witness=(20, 2, 0),
-    twins=(
-        instead(get_preempted, preemption_forgets_what_is_in_flight),
-        instead(get_preempted, preemption_discards_one_frame),
-    ),
+    "P12 P13",
+    (20, 2, 0),
+    instead(get_preempted, preemption_forgets_what_is_in_flight),
+    instead(get_preempted, preemption_discards_one_frame),
 )
 def check_frames_of_a_preempted_request_deliver_exactly_what_was_promised(
     num_known: int, num_drafts: int, num_drafts_later: int
@@ -261,15 +243,10 @@ def check_frames_of_a_preempted_request_deliver_exactly_what_was_promised(
 
 
 @ROOM.law(
-    "P12",
-    "P13",
-    witness=(20, 0, 30),
-    twins=(
-        instead(
-            is_held_by_frames,
-            admission_does_not_wait_for_tokens_in_flight,
-            theirs="#47900, #48245",
-        ),
+    "P12 P13",
+    (20, 0, 30),
+    instead(
+        is_held_by_frames, admission_does_not_wait_for_tokens_in_flight, theirs="#47900, #48245"
     ),
 )
 def check_row_of_a_resumed_request_samples_exactly_when_its_known_tokens_are_computed(
@@ -289,4 +266,36 @@ def check_row_of_a_resumed_request_samples_exactly_when_its_known_tokens_are_com
     after, _ = schedule(state)
     for row in (row for frame in after.frames[len(state.frames) :] for row in frame.rows):
         assert row.samples == (after.requests["a"].num_computed_tokens >= num_known)
+    return True
+
+
+# The engine on the host.
+
+
+@ROOM.law(
+    "P12 P15",
+    (5, 2, 2, 8, 4),
+    instead_in(HOST, "_tokens_to_run", host_mistakes.promised_tokens_are_no_gap),
+    instead_in(HOST, "_is_past_max_tokens", host_mistakes.one_frame_ahead_is_enough),
+)
+def check_host_counts_promised_tokens_as_the_specification_does(
+    num_prompt: int, num_outputs: int, num_placeholders: int, max_tokens: int, budget: int
+) -> bool:
+    """With frames in flight, by the law that computed tokens are one behind what is promised."""
+    assert 1 <= num_prompt and 0 <= num_outputs < max_tokens and 0 <= num_placeholders
+    assert num_prompt + max_tokens + num_placeholders < 8000 and 1 <= budget
+    num_known = num_prompt + num_outputs
+    num_computed = num_known + num_placeholders - 1
+    request = replace(
+        build_request("a", num_prompt, num_outputs, max_tokens),
+        status=Status.RUNNING,
+        num_computed_tokens=num_computed,
+        num_output_placeholders=num_placeholders,
+        spec_token_ids=(-1, -1),
+    )
+    host = build_host(build_config(max_frames_in_flight=3), request)
+    num_with_spec = num_known + num_placeholders + 2
+    is_past = is_past_max_tokens(num_computed, num_placeholders, num_prompt, max_tokens)
+    due = compute_share(num_with_spec, num_computed, 0, budget, 8191)
+    assert host._tokens_to_run(0, budget) == (0 if is_past else due)
     return True

@@ -17,13 +17,10 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import reduce
-from operator import or_
 from pathlib import Path
-from types import UnionType
-from typing import IO, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import IO, Any, NamedTuple, TypeVar, get_args
 
 import msgspec
 
@@ -40,6 +37,10 @@ TRACE_FORMAT = "blockstep-trace"
 TRACE_VERSION = 1
 
 OBSERVATION_TYPES: tuple[type, ...] = get_args(Observation)
+_EVENTS = {cls.__name__: cls for cls in EVENT_TYPES}
+_OBSERVATIONS = {cls.__name__: cls for cls in OBSERVATION_TYPES}
+
+T = TypeVar("T")
 
 
 class TraceStep(NamedTuple):
@@ -86,109 +87,48 @@ def read_trace(path: Path | str) -> Trace:
     return Trace(config, tuple(_read_steps(path, lines)))
 
 
-# --- codec: for each dataclass of the vocabulary a struct with the same fields and defaults
+# --- codec: the dataclasses of the vocabulary, built strictly
 
 
-class _Codec:
-    """Decodes the vocabulary strictly: msgspec itself lets unknown fields of dataclasses pass."""
-
-    def __init__(self) -> None:
-        self._structs: dict[type, type[msgspec.Struct]] = {}
-        self._builders: dict[type, Callable[[Any], Any]] = {}
-        event = self._union(EVENT_TYPES)
-        observation = self._union(OBSERVATION_TYPES)
-        header = msgspec.defstruct(
-            "Header",
-            [("format", str), ("version", int), ("config", self._struct(Config, tagged=False))],
-            forbid_unknown_fields=True,
-        )
-        line = msgspec.defstruct(
-            "Line",
-            [("event", event), ("observation", observation)],
-            forbid_unknown_fields=True,
-        )
-        self._header = msgspec.json.Decoder(header)
-        self._line = msgspec.json.Decoder(line)
-
-    def header(self, text: str) -> Config:
-        """The config of a header line. Raises `msgspec.MsgspecError`."""
-        row: Any = self._header.decode(text)
-        config: Config = self._builders[type(row.config)](row.config)
-        return config
-
-    def step(self, text: str) -> TraceStep:
-        """The step of a line. Raises `msgspec.MsgspecError`."""
-        row: Any = self._line.decode(text)
-        event: Event = self._builders[type(row.event)](row.event)
-        observation: Observation = self._builders[type(row.observation)](row.observation)
-        return TraceStep(event, observation)
-
-    def _union(self, types: tuple[type, ...]) -> Any:
-        structs: list[Any] = [self._struct(cls, tagged=True) for cls in types]
-        return reduce(or_, structs)
-
-    def _struct(self, cls: type, *, tagged: bool) -> type[msgspec.Struct]:
-        if cls in self._structs:
-            return self._structs[cls]
-        hints = get_type_hints(cls)
-        fields: list[Any] = []
-        builders: list[tuple[str, Callable[[Any], Any] | None]] = []
-        for field in dataclasses.fields(cls):
-            annotation, build = self._mirrored(hints[field.name])
-            if field.default is not dataclasses.MISSING:
-                fields.append((field.name, annotation, field.default))
-            elif field.default_factory is not dataclasses.MISSING:
-                default = msgspec.field(default_factory=field.default_factory)
-                fields.append((field.name, annotation, default))
-            else:
-                fields.append((field.name, annotation))
-            builders.append((field.name, build))
-        struct = msgspec.defstruct(
-            cls.__name__,
-            fields,
-            tag=cls.__name__ if tagged else None,
-            forbid_unknown_fields=True,
-        )
-        self._structs[cls] = struct
-        self._builders[struct] = _builder(cls, builders)
-        return struct
-
-    def _mirrored(self, hint: Any) -> tuple[Any, Callable[[Any], Any] | None]:
-        """The struct side of an annotation, and how a value of it becomes the dataclass side."""
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            struct = self._struct(hint, tagged=False)
-            return struct, self._builders[struct]
-        args = get_args(hint)
-        if get_origin(hint) is tuple and len(args) == 2 and args[1] is Ellipsis:
-            element, build = self._mirrored(args[0])
-            if build is None:
-                return hint, None
-            one = build
-            mirrored: Any = tuple.__class_getitem__((element, ...))
-            return mirrored, lambda value: tuple(map(one, value))
-        if get_origin(hint) in (Union, UnionType) and len(args) == 2 and args[1] is type(None):
-            element, build = self._mirrored(args[0])
-            if build is None:
-                return hint, None
-            some = build
-            return element | None, lambda value: None if value is None else some(value)
-        return hint, None
+class _Header(msgspec.Struct, forbid_unknown_fields=True):
+    format: str
+    version: int
+    config: dict[str, Any]
 
 
-def _builder(
-    cls: type, fields: list[tuple[str, Callable[[Any], Any] | None]]
-) -> Callable[[Any], Any]:
-    def build(struct: Any) -> Any:
-        values = []
-        for name, convert in fields:
-            value = getattr(struct, name)
-            values.append(value if convert is None or value is None else convert(value))
-        return cls(*values)
-
-    return build
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    event: dict[str, Any]
+    observation: dict[str, Any]
 
 
-_CODEC = _Codec()
+_HEADER = msgspec.json.Decoder(_Header)
+_LINE = msgspec.json.Decoder(_Line)
+
+
+def _build_tagged(raw: dict[str, Any], types: Mapping[str, type], where: str) -> Any:
+    """A value of the class that the tag names. Raises `msgspec.ValidationError`."""
+    tag = raw.pop("type", None)
+    if not isinstance(tag, str) or tag not in types:
+        raise msgspec.ValidationError(f"Invalid value {tag!r} - at `{where}.type`")
+    return _build(raw, types[tag], where)
+
+
+def _build(raw: dict[str, Any], cls: type[T], where: str) -> T:
+    value = msgspec.convert(raw, cls)
+    _refuse_unknown(raw, msgspec.to_builtins(value), where)
+    return value
+
+
+def _refuse_unknown(raw: Any, known: Any, where: str) -> None:
+    """See that nothing was passed over: msgspec lets unknown fields of dataclasses pass."""
+    if isinstance(raw, dict):
+        for name, part in raw.items():
+            if name not in known:
+                raise msgspec.ValidationError(f"unknown field `{name}` - at `{where}`")
+            _refuse_unknown(part, known[name], f"{where}.{name}")
+    elif isinstance(raw, list) and raw and isinstance(raw[0], dict | list):
+        for part, same in zip(raw, known, strict=True):
+            _refuse_unknown(part, same, f"{where}[...]")
 
 
 # --- writing
@@ -299,9 +239,13 @@ def read_header(path: Path, text: str) -> Config:
             "use the blockstep that wrote it" if header.version < 1 else "upgrade blockstep",
         )
     try:
-        config = _CODEC.header(text)
+        raw = _HEADER.decode(text).config
+        config = _build(raw, Config, "$.config")
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _bad_line(path, 1, text, error) from None
+    if config.max_frames_in_flight > 1 and "async_scheduling" not in raw:
+        # Several frames in flight were asynchronous scheduling before there was a word for it.
+        config = dataclasses.replace(config, async_scheduling=True)
     problems = config_problems(config)
     if problems:
         raise TraceError(
@@ -325,7 +269,11 @@ def _read_steps(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[TraceS
 def read_step(path: Path, line: int, text: str) -> TraceStep:
     """The step of a line. Raises `TraceError`."""
     try:
-        return _CODEC.step(text)
+        row = _LINE.decode(text)
+        return TraceStep(
+            _build_tagged(row.event, _EVENTS, "$.event"),
+            _build_tagged(row.observation, _OBSERVATIONS, "$.observation"),
+        )
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _bad_line(path, line, text, error) from None
 

@@ -1,4 +1,4 @@
-"""Check: one sentence about one step, and the property of `properties.md` that it belongs to."""
+"""Sentence: what must hold of one step, and the property of `properties.md` that it belongs to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blockstep.conformance.protocol.findings import Difference, Finding, Finding
 
 
 class Complaint(NamedTuple):
-    """What is wrong with a step; the check that says so adds its name and property."""
+    """What is wrong with a step; the sentence that says so adds its name and property."""
 
     message: str
     differences: tuple[Difference, ...] = ()
@@ -23,7 +23,7 @@ Judge: TypeAlias = Callable[[Step, Ledger], Iterable[Complaint] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Sentence:
     """A sentence that every step of some kinds must satisfy."""
 
     property_id: str
@@ -42,16 +42,16 @@ class Check:
         return [self.finding(*complaint) for complaint in complaints]
 
     def finding(self, message: str, differences: tuple[Difference, ...] = ()) -> Finding:
-        """A finding of this check."""
+        """What is found, in the name of this sentence."""
         return Finding(FindingKind.PROPERTY, self.property_id, self.sentence, message, differences)
 
 
-def check(property_id: str, *kinds: type) -> Callable[[Judge], Check]:
-    """Make a check of a function whose name is the sentence."""
+def sentence(property_id: str, *kinds: type) -> Callable[[Judge], Sentence]:
+    """Make a sentence of a function whose name says it."""
 
-    def wrap(judge: Judge) -> Check:
+    def wrap(judge: Judge) -> Sentence:
         name = getattr(judge, "__name__", "")
-        return Check(property_id, name, judge.__doc__ or "", kinds, judge)
+        return Sentence(property_id, name, judge.__doc__ or "", kinds, judge)
 
     return wrap
 

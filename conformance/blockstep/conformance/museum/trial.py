@@ -1,4 +1,4 @@
-"""Hunt: each exhibit is checked like any engine, and must fall."""
+"""Trial: each exhibit is checked like any engine, and must fall."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from blockstep.conformance.museum.exhibit import Exhibit
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.registry import MUSEUM
-from blockstep.conformance.search.check import CheckResult, check
+from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
 
 SURVIVED = "SURVIVED"
@@ -33,7 +33,7 @@ class Fall:
 
 
 @dataclass(frozen=True, slots=True)
-class Hunted:
+class Tried:
     """One exhibit and its falls, one for each seed."""
 
     exhibit: Exhibit
@@ -46,8 +46,8 @@ class Hunted:
 
 
 @dataclass(frozen=True, slots=True)
-class Hunt:
-    """What to hunt with."""
+class Trial:
+    """What to check exhibits with."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     max_events: int | None = None
@@ -57,55 +57,52 @@ class Hunt:
     """Processes side by side."""
 
 
-def kill(name: str, seed: int, max_events: int | None, max_seconds: float | None) -> Fall:
-    """Check one exhibit with one seed. Small arguments and result: they cross process borders."""
-    options = CheckOptions(
-        engine=f"{MUSEUM}{name}", seed=seed, max_events=max_events, max_seconds=max_seconds
-    )
-    result = check(options)
-    return Fall(seed, _killer(result), result.num_events, result.seconds, _num_shrunk(result))
-
-
-def run_hunt(
+def run_trial(
     exhibits: Sequence[Exhibit],
-    hunt: Hunt,
+    trial: Trial,
     on_progress: Callable[[float, str], None] = lambda _done, _text: None,
-) -> list[Hunted]:
-    """Kill each exhibit with each seed. With one job nothing leaves this process."""
+) -> list[Tried]:
+    """Check each exhibit with each seed. With one job nothing leaves this process."""
     tasks = [
-        (entry.name, seed, hunt.max_events, hunt.max_seconds)
+        CheckOptions(
+            engine=f"{MUSEUM}{entry.name}",
+            seed=seed,
+            max_events=trial.max_events,
+            max_seconds=trial.max_seconds,
+        )
         for entry in exhibits
-        for seed in hunt.seeds
+        for seed in trial.seeds
     ]
     falls: list[Fall] = []
-    for fall in _falls(tasks, hunt.jobs):
+    for fall in _falls(tasks, trial.jobs):
         falls.append(fall)
         on_progress(len(falls) / len(tasks), f"{len(falls):,} of {len(tasks):,} hunts")
-    size = len(hunt.seeds)
+    size = len(trial.seeds)
     return [
-        Hunted(entry, tuple(falls[index * size : (index + 1) * size]))
+        Tried(entry, tuple(falls[index * size : (index + 1) * size]))
         for index, entry in enumerate(exhibits)
     ]
 
 
-def _falls(tasks: Sequence[tuple[str, int, int | None, float | None]], jobs: int) -> Iterator[Fall]:
+def _falls(tasks: Sequence[CheckOptions], jobs: int) -> Iterator[Fall]:
     """The falls in order of the tasks."""
     if jobs <= 1 or len(tasks) <= 1:
-        for task in tasks:
-            yield kill(*task)
+        yield from map(_try, tasks)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context) as pool:
-        futures = [pool.submit(kill, *task) for task in tasks]
         try:
-            for future in futures:
-                yield future.result()
+            yield from pool.map(_try, tasks)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _killer(result: CheckResult) -> str:
-    return SURVIVED if result.first is None else name_of(result.first)
+def _try(options: CheckOptions) -> Fall:
+    """How one exhibit falls with one seed."""
+    result = check(options)
+    killed_by = SURVIVED if result.first is None else name_of(result.first)
+    shrunk = None if result.failure is None else len(result.failure.program.actions)
+    return Fall(options.seed, killed_by, result.num_events, result.seconds, shrunk)
 
 
 def name_of(finding: Finding) -> str:
@@ -115,15 +112,11 @@ def name_of(finding: Finding) -> str:
     return f"{finding.property_id or finding.kind} {finding.sentence}"
 
 
-def _num_shrunk(result: CheckResult) -> int | None:
-    return None if result.failure is None else len(result.failure.program.actions)
-
-
-def row_of(hunted: Hunted) -> dict[str, object]:
+def row_of(tried: Tried) -> dict[str, object]:
     """A row for a table that people read: one cell per number, with the seeds side by side."""
-    falls = hunted.falls
+    falls = tried.falls
     return {
-        **describe(hunted.exhibit),
+        **describe(tried.exhibit),
         "killed by": "; ".join(dict.fromkeys(fall.killed_by for fall in falls)),
         "events": " / ".join(f"{fall.events:,}" for fall in falls),
         "seconds": " / ".join(f"{fall.seconds:.1f}" for fall in falls),
@@ -131,11 +124,11 @@ def row_of(hunted: Hunted) -> dict[str, object]:
     }
 
 
-def json_of(hunted: Hunted) -> dict[str, object]:
+def json_of(tried: Tried) -> dict[str, object]:
     """The same for programs: a list with one object per seed."""
     return {
-        **describe(hunted.exhibit),
-        "survived": hunted.survived,
+        **describe(tried.exhibit),
+        "survived": tried.survived,
         "seeds": [
             {
                 "seed": fall.seed,
@@ -144,7 +137,7 @@ def json_of(hunted: Hunted) -> dict[str, object]:
                 "seconds": round(fall.seconds, 1),
                 "shrunk to": fall.shrunk,
             }
-            for fall in hunted.falls
+            for fall in tried.falls
         ],
     }
 
@@ -159,10 +152,10 @@ def describe(entry: Exhibit) -> dict[str, object]:
     }
 
 
-def summary(hunted: Sequence[Hunted]) -> str:
+def summary(tried: Sequence[Tried]) -> str:
     """One line for all: how many fell, and what it took."""
-    killed = [fall for entry in hunted for fall in entry.falls if fall.killed_by != SURVIVED]
-    num_falls = sum(len(entry.falls) for entry in hunted)
+    killed = [fall for entry in tried for fall in entry.falls if fall.killed_by != SURVIVED]
+    num_falls = sum(len(entry.falls) for entry in tried)
     if not killed:
         return f"0 of {num_falls} hunts killed"
     events = [fall.events for fall in killed]

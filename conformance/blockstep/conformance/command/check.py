@@ -1,0 +1,168 @@
+"""Command: `blockstep check`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from blockstep.conformance.command.console import (
+    input_errors,
+    make_console,
+    progress,
+    usage,
+    write_json,
+)
+from blockstep.conformance.command.options import (
+    DepthOption,
+    EngineOption,
+    JobsOption,
+    JsonOption,
+    ProfileOption,
+    SeedOption,
+    WithOption,
+    WithoutOption,
+    check_output,
+    count_jobs,
+    require_budget,
+    require_features,
+    require_preset,
+    require_profile,
+)
+from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
+from blockstep.conformance.protocol.registry import MUSEUM
+from blockstep.conformance.recorded.episodes import write_episode
+from blockstep.conformance.report.failure import tell_failure
+from blockstep.conformance.report.jsonform import check_to_json
+from blockstep.conformance.report.verdict import render_verdict
+from blockstep.conformance.search.check import CheckResult, check
+from blockstep.conformance.search.isolation import (
+    BUILD_SECONDS,
+    EVENT_SECONDS,
+    Isolation,
+    LostError,
+)
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.spec.profiles import STRICT
+from blockstep.spec.vocabulary import Policy
+
+TRUSTED = frozenset({"host", "compiled", "fastest", "host-kernels", "spec"})
+"""Engines that are checked in this process, as the museum is: nothing of ours hangs or crashes."""
+
+FolderOption = Annotated[
+    Path | None,
+    typer.Option(exists=True, file_okay=False, help="A folder to look in first for the engine."),
+]
+EventSecondsOption = Annotated[
+    float,
+    typer.Option(
+        help="An engine that does not answer one event within so long hangs; importing and "
+        f"building it may take {BUILD_SECONDS:g}."
+    ),
+]
+
+
+def check_command(
+    engine: EngineOption = "host",
+    preset: Annotated[
+        str, typer.Option(help=f"Scope of the runs: {', '.join(PRESETS)}.")
+    ] = "small",
+    policy: Annotated[
+        Policy | None, typer.Option(help="Fix the policy; both are drawn otherwise.")
+    ] = None,
+    profile: ProfileOption = STRICT.name,
+    depth: DepthOption = MAX_DEPTH,
+    with_features: WithOption = None,
+    without_features: WithoutOption = None,
+    path: FolderOption = None,
+    seed: SeedOption = 0,
+    budget: Annotated[
+        str, typer.Option(help="How long: a number of events (repeatable), or 60s, 5m.")
+    ] = "150000",
+    episode: Annotated[
+        int | None, typer.Option(min=0, help="Run this one episode only (to reproduce a failure).")
+    ] = None,
+    jobs: JobsOption = 0,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="With --episode: write the run as a trace.", callback=check_output),
+    ] = None,
+    event_seconds: EventSecondsOption = EVENT_SECONDS,
+    in_process: Annotated[
+        bool,
+        typer.Option(
+            "--in-process",
+            help="Run the engine in this process, one job at a time: for a debugger. It is run in "
+            "processes of its own otherwise, unless it is one of ours.",
+        ),
+    ] = False,
+    json_path: JsonOption = None,
+) -> None:
+    """Drive an engine and the spec through random programs and compare after every event.
+
+    Example: blockstep check --engine mypkg.adapter:make --preset small --budget 200000
+    """
+    console = make_console(json_path)
+    require_preset(preset)
+    require_profile(profile)
+    if record is not None and episode is None:
+        usage("--record: needs --episode, for a trace is one run")
+    if not event_seconds > 0:
+        usage(f"--event-seconds {event_seconds:g}: must be above 0")
+    max_events, max_seconds = require_budget(budget)
+    options = CheckOptions(
+        engine=engine,
+        preset=preset,
+        policy=policy,
+        seed=seed,
+        max_events=max_events,
+        max_seconds=max_seconds,
+        episode=episode,
+        jobs=1 if in_process else count_jobs(jobs),
+        max_depth=depth,
+        profile=profile,
+        path=None if path is None else str(path.resolve()),
+        with_features=require_features(with_features),
+        without_features=require_features(without_features),
+    )
+    is_trusted = in_process or engine in TRUSTED or engine.startswith(MUSEUM)
+    with input_errors(), Isolation(event_seconds) as isolation:
+        result = _check(options, None if is_trusted else isolation, record, console)
+    write_json(json_path, check_to_json(result))
+    raise typer.Exit(result.exit_code)
+
+
+def _check(
+    options: CheckOptions, isolation: Isolation | None, record: Path | None, console: Console
+) -> CheckResult:
+    """Check and report, in this process or in isolation; then record the run if it is wanted."""
+    run_check = check if isolation is None else isolation.check
+    with progress(console, f"checking {options.engine}") as advance:
+        result = run_check(options, lambda now: advance(*_check_progress(options, now)))
+    if result.first is None:
+        render_verdict(result, console)
+    else:
+        console.print(tell_failure(result), markup=False, soft_wrap=True, end="")
+    if record is not None and isolation is None:
+        write_episode(options, None, record)
+    elif record is not None and isolation is not None:
+        _record_isolated(isolation, options, record)
+    return result
+
+
+def _record_isolated(isolation: Isolation, options: CheckOptions, record: Path) -> None:
+    try:
+        isolation.call(write_episode, options, record.resolve())
+    except LostError as lost:
+        typer.echo(f"blockstep: --record {record}: nothing to write: {lost}", err=True)
+
+
+def _check_progress(options: CheckOptions, now: CheckResult) -> tuple[float, str]:
+    done = 0.0
+    if options.max_events:
+        done = now.num_events / options.max_events
+    elif options.max_seconds:
+        done = now.seconds / options.max_seconds
+    return min(done, 1.0), f"{now.num_events:,} events, {now.num_episodes:,} episodes"

@@ -1,0 +1,97 @@
+"""Options: what several commands take, and how a budget is read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blockstep.conformance.command.console import usage
+from blockstep.conformance.draw.presets import PRESETS
+from blockstep.conformance.protocol.features import BY_NAME, UsageError, parse_features
+from blockstep.conformance.search.budget import read_budget
+from blockstep.conformance.search.options import find_profile
+from blockstep.spec.profiles import Profile
+
+
+def check_output(path: Path | None) -> Path | None:
+    """The callback of an option that names an output: what can't be written is told beforehand."""
+    if path is None or str(path) == "-":
+        return path
+    if path.is_dir():
+        usage(f"{path}: cannot write: it is a folder; name a file")
+    if not path.parent.is_dir():
+        usage(f"{path}: cannot write: there is no folder {path.parent}; make it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        usage(f"{path}: cannot write: it is not allowed; name a file elsewhere")
+    return path
+
+
+EngineOption = Annotated[
+    str,
+    typer.Option(
+        "--engine", help="host, compiled, spec, museum:NAME, or module:attribute of a factory."
+    ),
+]
+JsonOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        help="Also write the result to this file ('-': stdout).",
+        callback=check_output,
+    ),
+]
+ProfileOption = Annotated[
+    str, typer.Option(help="Release whose known quirks are followed (blockstep quirks).")
+]
+DepthOption = Annotated[
+    int, typer.Option(min=1, help="Plans in flight at once, at most; drawn up to this.")
+]
+SeedOption = Annotated[int, typer.Option(min=0, help="Everything random follows from it.")]
+WithOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with", help=f"A feature of every run; repeatable. The features: {', '.join(BY_NAME)}."
+    ),
+]
+WithoutOption = Annotated[
+    list[str] | None, typer.Option("--without", help="A feature of no run; repeatable.")
+]
+JobsOption = Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")]
+
+
+def count_jobs(jobs: int) -> int:
+    """Processes side by side, where 0 says one per core."""
+    return jobs or os.cpu_count() or 1
+
+
+def require_features(names: list[str] | None) -> tuple[str, ...]:
+    """Names of features that there are; bad input otherwise."""
+    try:
+        return parse_features(names or ())
+    except UsageError as error:
+        usage(str(error))
+
+
+def require_preset(name: str) -> None:
+    """A scope of runs that there is; bad input otherwise."""
+    if name not in PRESETS:
+        usage(f"--preset {name!r}: must be one of {', '.join(PRESETS)}")
+
+
+def require_profile(name: str) -> Profile:
+    """The profile that `--profile` names; bad input if there is none."""
+    try:
+        return find_profile(name)
+    except ValueError as error:
+        usage(f"--{error}")
+
+
+def require_budget(text: str) -> tuple[int | None, float | None]:
+    """(events, seconds) of `--budget`, one of them None; bad input if it is neither."""
+    try:
+        return read_budget(text)
+    except ValueError as error:
+        usage(f"--{error}")

@@ -1,0 +1,163 @@
+"""Command: `blockstep replay`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from blockstep.conformance.command.console import (
+    input_errors,
+    make_console,
+    progress,
+    write_json,
+)
+from blockstep.conformance.command.options import (
+    EngineOption,
+    JsonOption,
+    WithOption,
+    WithoutOption,
+    require_features,
+)
+from blockstep.conformance.draw.workloads import load
+from blockstep.conformance.protocol.features import BY_NAME, CACHING, PRIORITY, UsageError, Wish
+from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.recorded.pace import REPLAY_PRESETS
+from blockstep.conformance.recorded.replay import replay
+from blockstep.conformance.report.replay import render_replay, replay_to_json
+from blockstep.conformance.search.options import CheckOptions, exit_code_of, get_wish
+from blockstep.spec.vocabulary import Config, ConfigError, Policy, config_problems
+
+REPLAYED: Mapping[str, Mapping[str, object]] = {
+    CACHING.name: {"enable_prefix_caching": True},
+    PRIORITY.name: {"policy": Policy.PRIORITY},
+}
+"""Features that a replay may be asked to have, and what a config says for them."""
+ENDINGS = {
+    "exact": "conforms: engine {engine}, in lock-step with the spec",
+    "safety": "conforms: engine {engine}, judged by properties alone (equivalence safety)",
+    "none": "done: engine {engine}, alone (--spec holds it to the spec)",
+}
+
+
+def replay_command(
+    trace: Annotated[
+        Path, typer.Argument(help="A workload: mooncake, azure or agent; gz or plain.")
+    ],
+    engine: EngineOption = "host",
+    spec: Annotated[
+        bool, typer.Option("--spec/--no-spec", help="In lock-step with the spec, or alone.")
+    ] = True,
+    limit: Annotated[int | None, typer.Option(min=1, help="The first N requests only.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(min=2)] = None,
+    block_size: Annotated[int | None, typer.Option(min=1)] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1)] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1)] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=2)] = None,
+    policy: Annotated[Policy | None, typer.Option()] = None,
+    caching: Annotated[
+        bool | None, typer.Option("--caching/--no-caching", help="Prefix caching.")
+    ] = None,
+    with_features: WithOption = None,
+    without_features: WithoutOption = None,
+    snapshot_every: Annotated[
+        int | None,
+        typer.Option(min=0, help="Events between two comparisons of whole states; 0: never."),
+    ] = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Drive real traffic through an engine, in lock-step with the spec or alone.
+
+    Example: blockstep replay mooncake_conversation.jsonl.gz --limit 300 --block-size 16
+    """
+    console = make_console(json_path)
+    wanted = {
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "policy": policy,
+        "enable_prefix_caching": caching,
+    }
+    with input_errors():
+        workload = load(trace, limit=limit)
+        preset = REPLAY_PRESETS[workload.format]
+        wish = require_replayed(policy, caching, with_features, without_features)
+        config = fit_wish(replay_config(preset.config, wanted), wish)
+        cadence = snapshot_every
+        if cadence is None:
+            cadence = default_cadence(config) if spec else 0
+        make_engine = load_engine(engine)
+        with progress(console, f"replaying {trace.name}") as advance:
+            report = replay(
+                workload,
+                config,
+                make_engine,
+                with_spec=spec,
+                pace=preset.pace,
+                snapshot_every=cadence,
+                on_progress=lambda now: advance(
+                    now.requests_finished / max(len(workload), 1),
+                    f"{now.requests_finished:,} requests, {now.steps:,} steps",
+                ),
+            )
+    render_replay(report, console)
+    write_json(json_path, replay_to_json(report))
+    if report.finding is None:
+        console.print(ENDINGS.get(report.equivalence, ENDINGS["exact"]).format(engine=engine))
+    raise typer.Exit(exit_code_of(report.finding))
+
+
+def require_replayed(
+    policy: Policy | None,
+    caching: bool | None,
+    with_features: list[str] | None,
+    without_features: list[str] | None,
+) -> Wish:
+    """What `--with` and `--without` come to in a replay.
+
+    Raises:
+        UsageError: a replay cannot be like this.
+    """
+    options = CheckOptions(
+        policy=policy,
+        with_features=require_features(with_features),
+        without_features=require_features(without_features),
+    )
+    wish = get_wish(options)
+    for name in sorted(wish.always - REPLAYED.keys()):
+        raise UsageError(
+            f"--with {name}: no replay has it: requests are those of the workload, and each plan "
+            f"is answered before the next; it can have {', '.join(REPLAYED)}"
+        )
+    if caching is not None and CACHING.name in (wish.never if caching else wish.always):
+        raise UsageError("--caching and --no-caching: say what --with and --without do not")
+    return wish
+
+
+def fit_wish(config: Config, wish: Wish) -> Config:
+    """The config with the features that are wanted, and without the others."""
+    for name in wish.always:
+        config = replace(config, **REPLAYED[name])  # type: ignore[arg-type]
+    for name in wish.never:
+        config = BY_NAME[name].take_from(config)
+    return config
+
+
+def replay_config(config: Config, wanted: Mapping[str, object]) -> Config:
+    """`config` with the options that were given. Raises ConfigError."""
+    given = {name: value for name, value in wanted.items() if value is not None}
+    changed = replace(config, **given)  # type: ignore[arg-type]
+    problems = config_problems(changed)
+    if problems:
+        raise ConfigError(problems)
+    return changed
+
+
+def default_cadence(config: Config) -> int:
+    """Events between two snapshots in a replay: each one while the pool is small."""
+    return max(config.num_blocks // 256, 1)

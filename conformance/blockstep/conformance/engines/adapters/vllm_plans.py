@@ -1,0 +1,127 @@
+"""What vLLM plans and what it delivers, in our words. Nothing is repaired."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+from blockstep.conformance.engine import EngineFault
+from blockstep.conformance.engines.adapters.vllm_build import RELEASE, read_embeds
+from blockstep.conformance.engines.adapters.vllm_state import Run
+from blockstep.spec import vocabulary as v
+
+
+def read_plan(
+    run: Run, frame_id: v.FrameId, output: SchedulerOutput, preempted: set[v.RequestId]
+) -> v.Plan:
+    """Source: `SchedulerOutput`."""
+    return v.Plan(
+        frame_id=frame_id,
+        new=_read_new_rows(run, output),
+        cached=_read_cached_rows(run, output),
+        finished_req_ids=tuple(sorted(output.finished_req_ids)),
+        preempted_req_ids=tuple(sorted(preempted)),
+    )
+
+
+def _read_new_rows(run: Run, output: SchedulerOutput) -> tuple[v.NewRow, ...]:
+    """Source: `NewRequestData`."""
+    rows = []
+    for new in output.scheduled_new_reqs:
+        request, embeds = run.known[new.req_id].request, read_embeds(new.prompt_embeds)
+        row = v.NewRow(
+            request=request
+            if embeds == request.prompt_embeds
+            else replace(request, prompt_embeds=embeds),
+            block_ids=tuple(map(tuple, new.block_ids)),
+            num_computed_tokens=new.num_computed_tokens,
+            num_scheduled_tokens=output.num_scheduled_tokens[new.req_id],
+        )
+        drafts = _get_drafts(output, new.req_id)
+        if drafts != row.draft_token_ids:
+            raise EngineFault(
+                f"new request {new.req_id!r} is planned with {row.num_scheduled_tokens} tokens "
+                f"from position {row.num_computed_tokens}, the last of them drafts: {drafts}"
+            )
+        rows.append(row)
+    return tuple(rows)
+
+
+def _read_cached_rows(run: Run, output: SchedulerOutput) -> tuple[v.CachedRow, ...]:
+    """Source: `CachedRequestData`, with parallel lists where we have rows."""
+    rows = []
+    cached = output.scheduled_cached_reqs
+    for index, name in enumerate(cached.req_ids):
+        block_ids = cached.new_block_ids[index]
+        start, drafts = cached.num_computed_tokens[index], _get_drafts(output, name)
+        num_scheduled = output.num_scheduled_tokens[name]
+        if cached.new_token_ids:
+            # In a pipeline its first stage is told which tokens were sampled in the last one.
+            told = cached.new_token_ids[index]
+            known = run.scheduler.requests[name].all_token_ids[start : start + num_scheduled]
+            if told != known:
+                raise EngineFault(f"{name!r} is to run {told} from position {start}, not {known}")
+        resumed, token_ids, num_outputs = _get_late_outputs(run, output, index)
+        rows.append(
+            v.CachedRow(
+                request_id=name,
+                resumed=resumed,
+                new_block_ids=((),) if block_ids is None else tuple(map(tuple, block_ids)),
+                all_token_ids=None if token_ids is None else tuple(token_ids),
+                num_computed_tokens=start,
+                num_output_tokens=num_outputs,
+                num_scheduled_tokens=num_scheduled,
+                draft_token_ids=drafts,
+            )
+        )
+    return tuple(rows)
+
+
+def _get_drafts(output: SchedulerOutput, name: v.RequestId) -> v.TokenIds:
+    return tuple(output.scheduled_spec_decode_tokens.get(name, ()))
+
+
+def _get_late_outputs(
+    run: Run, output: SchedulerOutput, index: int
+) -> tuple[bool, list[int] | None, int]:
+    """Whether a row is resumed, its tokens if the worker may lack some, and its outputs.
+
+    Where a plan does not tell the last two, the worker keeps what it saw; they follow from the
+    request and from the last plan.
+    """
+    cached = output.scheduled_cached_reqs
+    name = cached.req_ids[index]
+    if RELEASE.has_told_preemptions:
+        resumed = name in cached.resumed_req_ids
+        return resumed, cached.all_token_ids.get(name), cached.num_output_tokens[index]
+    request = run.scheduler.requests[name]
+    token_ids = None if name in run.planned else list(request.all_token_ids)
+    return cached.resumed_from_preemption[index], token_ids, request.num_output_tokens
+
+
+def read_outputs(run: Run, core: EngineCoreOutputs) -> list[v.OutputRow]:
+    """What one client gained in a step. Source: `EngineCoreOutput`."""
+    return [
+        v.OutputRow(
+            request_id=row.request_id,
+            new_token_ids=tuple(row.new_token_ids),
+            finish_reason=None
+            if row.finish_reason is None
+            else v.FinishReason(str(row.finish_reason)),
+            stop_token_id=row.stop_reason if isinstance(row.stop_reason, int) else None,
+            num_cached_tokens=_get_told_cached(run, row),
+        )
+        for row in core.outputs
+    ]
+
+
+def _get_told_cached(run: Run, row: EngineCoreOutput) -> int:
+    """Cached tokens of a row: what it says, or what the first row of its request said."""
+    if not RELEASE.has_prefill_stats:
+        return int(row.num_cached_tokens)
+    known = run.known[row.request_id]
+    if row.prefill_stats is not None:
+        known.num_cached_tokens = row.prefill_stats.num_cached_tokens
+    return known.num_cached_tokens

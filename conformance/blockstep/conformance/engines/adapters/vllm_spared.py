@@ -1,0 +1,157 @@
+"""What a release of vLLM is spared: defects that would end every run, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from vllm.v1.request import Request as VllmRequest
+
+from blockstep.conformance.engines.adapters.vllm_build import RELEASE
+from blockstep.conformance.engines.adapters.vllm_state import Run
+from blockstep.conformance.judge.witnesses import WITNESSES
+from blockstep.spec import vocabulary as v
+
+FORCED_RESET = "forced reset under asynchronous scheduling (#42043)"
+RESUMED_TOO_EARLY = "resumed before its tokens (#47900)"
+PAST_THE_END = "min_tokens at the model length"
+BEHIND_DRAFTS = "a plan behind drafts in flight: fewer than no tokens"
+PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
+PADDED_TO_THE_END = "a plan behind padding to the model length (#53962)"
+
+WORKAROUNDS: Mapping[str, str] = MappingProxyType(
+    {
+        "separate_names": "an adapter and a salt of one name give a block the same digest (P6)",
+        "spare_unservable": "a request that never fits is taken, and blocks the queue (#52520)",
+        "spare_reuse": "an id is free again while a frame in flight names it; its answer goes to "
+        "the new request",
+        "abort_singly": "aborting several at once frees their blocks in the order of a set",
+        "spare_counters": "counters of the prefix cache count attempts at admission that fail "
+        "(#43736)",
+        "spare_late_drafts": "late drafts are kept, by a request that waits or has a frame in "
+        "flight (P24)",
+    }
+)
+"""What the flags of an engine are good for."""
+
+
+def list_out_of_reach() -> frozenset[str]:
+    """Situations that cannot come up with this release, or that it is spared."""
+    waits = {"admitted_past_a_stale_one", "passed_over_for_its_tokens"}
+    ends = {"commit_for_preempted", "ended_while_preempted"}
+    resets = {name for name in WITNESSES if name.startswith("reset_forced")}
+    priorities = {name for name in WITNESSES if name.startswith("priority")}
+    # Without drafts nobody outgrows the pool alone, or wants more tokens than in the step before.
+    drafts = {"head_drop", "block_for_lookahead_only", "all_preempted_in_flight"}
+    somebody_waits = RELEASE.has_pause or RELEASE.has_plain_grammar or RELEASE.has_async
+    found = {"draft_placeholders_dropped"}  # quirk `placeholders_outlive_a_gap`
+    for is_lacking, names in (
+        (not RELEASE.has_sound_preemption, waits),
+        (RELEASE.has_sound_async_reset, ends),  # it drops them: quirk `reset_drops_tokens`
+        (not RELEASE.has_sound_async_reset, {"reset_forced_with_two_frames_in_flight"}),
+        (not RELEASE.has_sound_priority, {*priorities, "admission_overtakes"}),
+        (not RELEASE.has_forced_reset, resets | ends),
+        # Seen by the queue in which they wait.
+        (not RELEASE.has_skipped_waiting, {*waits, "admission_after_skip", "grammar_skipped"}),
+        (not RELEASE.has_drafts, {*drafts, "running_left_out_by_budget"}),
+        (not somebody_waits, {"empty_plan_with_work"}),
+        (not RELEASE.has_repetition_detection, {"stop_repetition"}),
+        (not RELEASE.has_cache_opt_out, {"reading_skipped"}),
+        (not RELEASE.masks_stops, {"min_tokens_held_back_a_stop"}),
+        (not RELEASE.has_named_embeds, {"same_tokens_other_embeds"}),
+    ):
+        found |= names if is_lacking else set()
+    return frozenset(found)
+
+
+def find_reason(run: Run, event: v.Event) -> str | None:
+    """What the release lacks, or the defect that would make it raise some steps later."""
+    match event:
+        case v.Submit(request=request):
+            return _find_lack(run, request)
+        case v.Reset(reset_running_requests=True):
+            if not RELEASE.has_forced_reset:
+                return "the release has no forced reset"
+            # One frame of each is thrown away, in flight or not.
+            if run.config.async_scheduling and not RELEASE.has_sound_async_reset:
+                return FORCED_RESET
+            return PAST_THE_END if _is_any_full(run, run.scheduler.running) else None
+        case v.Schedule():
+            waiting = [*run.scheduler.waiting, *run.get_skipped()]
+            # vLLM's own loop answers the oldest plan first, so that this one is not made.
+            if not RELEASE.has_sound_preemption and any(
+                request.num_output_placeholders for request in waiting
+            ):
+                return RESUMED_TOO_EARLY
+            if _is_any_full(run, waiting):
+                return PAST_THE_END
+            if _is_behind_drafts(run):
+                return BEHIND_DRAFTS
+            return _find_padding_problem(run, waiting)
+    return None
+
+
+def _is_behind_drafts(run: Run) -> bool:
+    """Whether drafts in flight would be taken off what their request has left to compute.
+
+    Where they are placeholders, those are counted.
+    """
+    if run.config.async_scheduling or RELEASE.waits_behind_drafts:
+        return False
+    return len(run.frames) < run.config.max_frames_in_flight and any(
+        name in run.scheduler.requests
+        for frame in run.frames.values()
+        for name in frame.scheduled_spec_decode_tokens
+    )
+
+
+def _find_padding_problem(run: Run, waiting: list[VllmRequest]) -> str | None:
+    """Why a plan may raise, or not be what the worker needs, for the padding of drafts.
+
+    Either some of a row's tokens would be cut off, and none of its drafts; or a row that was
+    padded as far as the model length has not been answered, and is planned with -1 tokens.
+    """
+    config = run.config
+    if not RELEASE.pads_drafts or config.num_speculative_tokens == 0:
+        return None
+    num_tokens, size = 1 + config.num_speculative_tokens, config.block_size
+    if 0 < config.long_prefill_token_threshold < num_tokens and any(
+        # A hit is whole blocks; which blocks of this very step it may find is not known.
+        request.num_tokens % size == 1 % size
+        and (config.enable_prefix_caching or request.num_tokens == 1)
+        for request in waiting
+    ):
+        return PADDED_PAST_THE_THRESHOLD
+    if any(
+        request.num_computed_tokens >= config.max_model_len for request in run.scheduler.running
+    ):
+        return PADDED_TO_THE_END
+    return None
+
+
+def _find_lack(run: Run, request: v.Request) -> str | None:
+    """What this request, or the config, asks for and the release has not."""
+    config = run.config
+    if config.policy is v.Policy.PRIORITY and not RELEASE.has_sound_priority:
+        return "PRIORITY: the release compares requests, and keeps a victim's row (#23347, #28558)"
+    if config.spec_method is not v.SpecMethod.NONE and not RELEASE.has_drafts:
+        return "a config with drafts: not followed in this release"
+    if config.spec_method is v.SpecMethod.DRAFT_MODEL and not RELEASE.has_draft_models:
+        return "a config with a draft model: the release has none"
+    if request.repetition_detection is not None and not RELEASE.has_repetition_detection:
+        return "the release has no repetition detection"
+    if request.structured_output and not RELEASE.has_plain_grammar:
+        return "a grammar: the release wants its bitmask when it plans"
+    if request.skip_reading_prefix_cache and not RELEASE.has_cache_opt_out:
+        return "the release has no skip_reading_prefix_cache"
+    if request.prompt_embeds and config.enable_prefix_caching and not RELEASE.has_named_embeds:
+        return "embeddings with prefix caching: the release's front end has one or the other"
+    return None
+
+
+def _is_any_full(run: Run, requests: list[VllmRequest]) -> bool:
+    """Whether one is as long as the model allows and lives; only `min_tokens` does that.
+
+    Computed anew, it is planned with -1 tokens next, and the commit of that plan raises.
+    """
+    return any(request.num_tokens >= run.config.max_model_len for request in requests)

@@ -1,0 +1,159 @@
+"""One run of vLLM's scheduler: what must be remembered to read it, and its state as a snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.request import Request as VllmRequest
+from vllm.v1.spec_decode.metrics import SpecDecodingStats
+
+from blockstep.conformance.engine import EngineFault
+from blockstep.conformance.engines.adapters.vllm_build import RELEASE, build_hasher, build_scheduler
+from blockstep.conformance.engines.adapters.vllm_names import Digests, Known
+from blockstep.spec import vocabulary as v
+
+STATUSES = {"WAITING_FOR_FSM": v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}
+"""Names that a status had in older releases."""
+
+
+class Run:
+    """The scheduler of a config, what is in flight, and who was submitted."""
+
+    def __init__(self, config: v.Config) -> None:
+        self.config = config
+        self.scheduler = build_scheduler(config)
+        self.hasher = build_hasher(config)
+        self.digests = Digests(RELEASE, config.block_size)
+        self.known: dict[v.RequestId, Known] = {}
+        """The latest request of an id."""
+        self.frames: dict[v.FrameId, SchedulerOutput] = {}
+        """In flight, oldest first. vLLM numbers nothing: a plan comes back with its answer."""
+        self.planned: tuple[v.RequestId, ...] = ()
+        """Who was in the last plan."""
+        self.next_frame_id: v.FrameId = 0
+        self.lora_ids: dict[str, int] = {}
+        self.stats = v.Stats()
+        """What the answers told; each tells what was counted since the last one."""
+
+    def learn_keys(self, request: VllmRequest) -> None:
+        """Remember what the new digests of this request's full blocks stand for."""
+        self.digests.learn(
+            self.known[request.request_id],
+            request.block_hashes,
+            request.all_token_ids,
+            has_output=request.num_output_tokens > 0,
+        )
+
+    def get_skipped(self) -> tuple[VllmRequest, ...]:
+        """The queue of what was passed over, where there is one."""
+        return tuple(self.scheduler.skipped_waiting) if RELEASE.has_skipped_waiting else ()
+
+
+def add_counts(
+    stats: v.Stats, cache: PrefixCacheStats, drafts: SpecDecodingStats | None = None
+) -> v.Stats:
+    """Statistics and what was counted since. Source: `SchedulerStats`."""
+    queries, hits = cache.queries, cache.hits
+    if RELEASE.has_preempted_counts:
+        queries, hits = queries + cache.preempted_queries, hits + cache.preempted_hits
+    return replace(
+        stats,
+        prefix_cache_queries=stats.prefix_cache_queries + queries,
+        prefix_cache_hits=stats.prefix_cache_hits + hits,
+        drafts_scheduled=stats.drafts_scheduled + (drafts.num_draft_tokens if drafts else 0),
+        drafts_accepted=stats.drafts_accepted + (drafts.num_accepted_tokens if drafts else 0),
+    )
+
+
+def read_snapshot(run: Run) -> v.Snapshot:
+    """Its whole state."""
+    scheduler, key_of = run.scheduler, run.digests.key_of
+    pool: BlockPool = scheduler.kv_cache_manager.block_pool
+    free_queue = tuple(block.block_id for block in pool.free_block_queue.get_all_free_blocks())
+    if len(free_queue) != pool.get_num_free_blocks():
+        raise EngineFault(
+            f"{len(free_queue)} blocks are queued, but {pool.get_num_free_blocks()} counted"
+        )
+    return v.Snapshot(
+        pause_state=v.PauseState[scheduler.pause_state.name]
+        if RELEASE.has_pause
+        else v.PauseState.UNPAUSED,
+        waiting=tuple(request.request_id for request in scheduler.waiting),
+        skipped_waiting=tuple(request.request_id for request in run.get_skipped()),
+        running=tuple(request.request_id for request in scheduler.running),
+        requests=tuple(
+            _read_request(run, scheduler.requests[name]) for name in sorted(scheduler.requests)
+        ),
+        # The null block has a count of its own making; nobody holds it.
+        ref_counts=tuple(0 if block.is_null else block.ref_cnt for block in pool.blocks),
+        free_queue=free_queue,
+        block_keys=tuple(
+            None if block.block_hash is None else key_of[get_block_hash(block.block_hash)]
+            for block in pool.blocks
+        ),
+        cached=_read_cached(pool, key_of),
+        frames_in_flight=tuple(run.frames),
+        next_frame_id=run.next_frame_id,
+        finished_req_ids=tuple(sorted(scheduler.finished_req_ids)),
+        prev_scheduled_req_ids=tuple(sorted(scheduler.prev_step_scheduled_req_ids))
+        if RELEASE.has_told_preemptions
+        else run.planned,
+        stats=add_counts(run.stats, scheduler.kv_cache_manager.prefix_cache_stats),
+    )
+
+
+def _read_request(run: Run, request: VllmRequest) -> v.RequestSnapshot:
+    name = request.request_id
+    known, structured = run.known[name], request.structured_output_request
+    (manager,) = run.scheduler.kv_cache_manager.coordinator.single_type_managers
+    return v.RequestSnapshot(
+        request_id=name,
+        status=STATUSES.get(request.status.name) or v.Status(request.status.name.lower()),
+        output_token_ids=tuple(request.output_token_ids),
+        num_computed_tokens=request.num_computed_tokens,
+        num_output_placeholders=_get_placeholders(run, request),
+        spec_token_ids=tuple(request.spec_token_ids),
+        is_prefill_chunk=request.is_prefill_chunk
+        if RELEASE.has_chunk_flag
+        else known.is_prefill_chunk,
+        block_tables=(tuple(block.block_id for block in manager.req_to_blocks.get(name, ())),),
+        num_cached_blocks=(manager.num_cached_block.get(name, 0),),
+        num_cached_tokens=known.num_cached_tokens
+        if RELEASE.has_prefill_stats
+        else request.num_cached_tokens,
+        num_preemptions=request.num_preemptions
+        if RELEASE.has_told_preemptions
+        else known.num_preemptions,
+        grammar_ready=structured is not None and structured.grammar is not None,
+    )
+
+
+def _get_placeholders(run: Run, request: VllmRequest) -> int:
+    """Tokens that frames in flight still deliver.
+
+    Where a preemption clears the count, vLLM marks those frames stale; they deliver all the same,
+    unless a forced reset had them dropped.
+    """
+    kept = int(request.num_output_placeholders)
+    if not RELEASE.has_sound_preemption or request.drop_stale_output:
+        return kept
+    if request.num_stale_output_tokens == 0:
+        return kept
+    promised = run.known[request.request_id].promised
+    return kept + sum(promised.get(frame_id, 0) for frame_id in run.frames)
+
+
+def _read_cached(
+    pool: BlockPool, key_of: Mapping[bytes, v.BlockKey]
+) -> Mapping[v.BlockKey, tuple[v.BlockId, ...]]:
+    """Source: `BlockHashToBlockMap`: one block, or a map of blocks by id, for each digest."""
+    found: dict[v.BlockKey, tuple[v.BlockId, ...]] = {}
+    for digest, held in pool.cached_block_hash_to_block._cache.items():
+        blocks = held.values() if isinstance(held, dict) else (held,)
+        found[key_of[get_block_hash(digest)]] = tuple(block.block_id for block in blocks)
+    return found

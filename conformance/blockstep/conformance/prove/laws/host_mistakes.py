@@ -1,0 +1,218 @@
+"""Mistakes in methods of the engine on the host, for the twins of laws about it.
+
+Each stands in the place of the method that its twin names. Typed loosely, as the museum is: an
+engine is no business of the tools (D3).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from blockstep.spec.vocabulary import FinishReason, Policy, Request
+
+
+def plain_decode_is_not_held_to_the_model_length(self: Any, slot: int, budget: int) -> Any:
+    """The shortcut for a gap of one, without a look at the room."""
+    table = self.table
+    computed = table.num_computed[slot]
+    gap = table.num_known[slot] + len(table.spec_token_ids[slot]) - computed
+    if gap == 1:
+        return 1
+    return min(gap, self.max_tokens_per_row, budget, self.max_model_len - 1 - computed)
+
+
+def threshold_is_for_newcomers_only(self: Any, slot: int, budget: int) -> Any:
+    """A runner is not held to it."""
+    computed = self.table.num_computed[slot]
+    gap = self.table.num_known[slot] - computed
+    return min(gap, budget, self.max_model_len - 1 - computed)
+
+
+def exact_multiples_take_a_block_more(self: Any, slot: int, num_scheduled: int) -> Any:
+    """The quotient and one more, also where nothing is left over."""
+    end = self.table.num_computed[slot] + num_scheduled
+    return end // self.block_size + 1 - len(self.table.holdings[slot][0].blocks)
+
+
+def promised_tokens_are_no_gap(self: Any, slot: int, budget: int) -> Any:
+    """What is in flight is not counted as known."""
+    table = self.table
+    computed = table.num_computed[slot]
+    if table.num_output_placeholders[slot] and self._is_past_max_tokens(slot):
+        return 0
+    gap = table.num_known[slot] + len(table.spec_token_ids[slot]) - computed
+    return min(gap, self.max_tokens_per_row, budget, self.max_model_len - 1 - computed)
+
+
+def one_frame_ahead_is_enough(self: Any, slot: int) -> Any:
+    """Known tokens and one more, instead of what computed tokens say."""
+    table = self.table
+    sure = table.num_known[slot] + table.num_output_placeholders[slot]
+    return sure >= table.num_prompt[slot] + table.requests[slot].max_tokens
+
+
+def lookahead_passes_the_model_length(self: Any, slot: int, num_scheduled: int) -> Any:
+    """No cap."""
+    end = self.table.num_computed[slot] + num_scheduled + self.num_lookahead_tokens
+    missing = -(-end // self.block_size) - len(self.table.holdings[slot][0].blocks)
+    return max(missing, 0)
+
+
+def missing_blocks_may_be_negative(self: Any, slot: int, num_scheduled: int) -> Any:
+    """Not cut at zero."""
+    end = self.table.num_computed[slot] + num_scheduled + self.num_lookahead_tokens
+    extent = -(-min(end, self.max_model_len) // self.block_size)
+    return extent - len(self.table.holdings[slot][0].blocks)
+
+
+def whole_prompt_must_fit_always(self: Any, slot: int, num_hit: int, budget: int) -> Any:
+    """As if chunked prefill were off."""
+    wanted = min(self.table.num_known[slot] - num_hit, self.max_tokens_per_row)
+    return wanted if wanted <= budget else 0
+
+
+def prompt_is_cut_always(self: Any, slot: int, num_hit: int, budget: int) -> Any:
+    """As if chunked prefill were on."""
+    return min(self.table.num_known[slot] - num_hit, self.max_tokens_per_row, budget)
+
+
+def hits_are_taken_off_as_tokens(self: Any, num_tokens: int, num_hits: int) -> Any:
+    """One hit counts as one token."""
+    total = -(-min(num_tokens - num_hits, self.max_model_len) // self.block_size)
+    return max(total, 0)
+
+
+def newcomer_is_charged_for_its_first_chunk_only(self: Any, num_tokens: int, num_hits: int) -> Any:
+    """Whatever its whole prompt takes."""
+    chunk = min(num_tokens, self._step_budget())
+    return max(-(-chunk // self.block_size) - num_hits, 0)
+
+
+def last_output_is_computed_too(self: Any, request: Request) -> Any:
+    """Prompt and all outputs, although nobody reads on behind the last one."""
+    longest = len(request.prompt_token_ids) + request.max_tokens
+    if request.max_tokens > 1:
+        longest += self.config.num_speculative_tokens
+    written = min(longest, self.config.max_model_len - 1)
+    extent = min(written + self.config.num_lookahead_tokens, self.config.max_model_len)
+    return -(-extent // self.block_size)
+
+
+def cut_drafts_are_dispatched(self: Any, slot: int, num_scheduled: int) -> Any:
+    """All attached drafts go along, whatever the budget left of them."""
+    spec = self.table.spec_token_ids[slot]
+    self.table.spec_token_ids[slot] = ()
+    return spec
+
+
+def own_token_counts_as_accepted(self: Any, slot: int, drafts: Any, tokens: Any) -> None:
+    """One token too few is taken back."""
+    self.table.num_computed[slot] -= len(drafts) - len(tokens)
+
+
+def min_tokens_hold_off_the_length(self: Any, slot: int, token: int) -> Any:
+    """Below min_tokens nothing ends a request."""
+    if not self._has_min_tokens(slot):
+        return (None, None)
+    is_long = self.table.num_known[slot] >= self.table.max_known[slot]
+    return (FinishReason.LENGTH, None) if is_long else (None, None)
+
+
+def stop_tokens_come_before_the_end_of_sequence(self: Any, slot: int, token: int) -> Any:
+    """A token that is both is told as a stop token."""
+    request = self.table.requests[slot]
+    if self._has_min_tokens(slot):
+        if token in request.stop_token_ids:
+            return (FinishReason.STOP, token)
+        if token == request.eos_token_id:
+            return (FinishReason.STOP, None)
+    is_long = self.table.num_known[slot] >= self.table.max_known[slot]
+    return (FinishReason.LENGTH, None) if is_long else (None, None)
+
+
+def drafts_are_taken_in_mid_prefill(self: Any, slot: int) -> Any:
+    """Whoever runs takes drafts."""
+    return bool(self.table.num_computed[slot] <= self.table.num_known[slot] - 1)
+
+
+def drafts_are_published(self: Any, slot: int, num_computed: int, num_scheduled: int) -> None:
+    """Whatever is scheduled counts, although drafts in it may be rejected."""
+    full = (num_computed + num_scheduled) // self.block_size
+    for holding in self.table.holdings[slot]:
+        holding.num_cached = max(full, holding.num_cached)
+
+
+def last_token_counts_as_computed(self: Any, slot: int) -> None:
+    """A block is published that nobody has written to its end."""
+    self._publish(slot, self.table.num_known[slot], 0)
+
+
+def partly_computed_block_stays_published(self: Any, slot: int) -> None:
+    """Rounded up: a block that the victim had begun keeps its key."""
+    first = -(-self.table.num_computed[slot] // self.block_size)
+    for holding in self.table.holdings[slot]:
+        for block in holding.blocks[first:]:
+            self.prefix.withdraw(block)
+
+
+def ring_is_not_closed_behind_the_taken(self: Any, count: int) -> Any:
+    """The head stays where it was: the next one takes the same blocks."""
+    taken = self.free_queue()[:count]
+    for block in taken:
+        self.ref_counts[block] = 1
+    self.num_free -= count
+    return taken
+
+
+def touched_block_stays_in_the_ring(self: Any, blocks: Any) -> None:
+    """It can be taken by somebody else while it is held."""
+    for block in blocks:
+        self.ref_counts[block] += 1
+
+
+def table_is_freed_from_its_head(self: Any, table: Any) -> None:
+    """Its tail is evicted last."""
+    for block in table:
+        self.ref_counts[block] -= 1
+        if self.ref_counts[block] == 0:
+            self._append(block)
+
+
+def first_of_equals_goes(self: Any) -> Any:
+    """The id is left out."""
+    if self.config.policy is Policy.FCFS:
+        return len(self.running) - 1
+    rank_of, running = self.table.rank_of, self.running
+    return max(range(len(running)), key=lambda position: rank_of(running[position])[:2])
+
+
+def item_that_ends_at_the_block_is_named(self: Any, index: int) -> Any:
+    """An item that ends just where the block begins counts as overlapping."""
+    start = index * self._block_size
+    return tuple(
+        (item.identifier, item.offset - start)
+        for item in self.request.items
+        if item.offset < start + self._block_size and start <= item.offset + item.length
+    )
+
+
+def only_the_last_token_is_compared(self: Any, slot: int) -> Any:
+    """The shortcut without what it is a shortcut for."""
+    detection = self.table.requests[slot].repetition_detection
+    tokens, num_outputs = self.table.lineages[slot].tokens, self.table.num_outputs(slot)
+    longest = min(detection.max_pattern_size, num_outputs // detection.min_count)
+    sizes = range(detection.min_pattern_size, longest + 1)
+    return any(tokens[-1] == tokens[-1 - size] for size in sizes)
+
+
+def victim_before_the_asker_does_not_shift_it(
+    self: Any, slot: int, needed: int, position: int, step: Any
+) -> Any:
+    """The list gets shorter in front of it, and the one behind it is passed over."""
+    while needed > self.pool.num_free:
+        victim = self.running.pop(self._select_victim())
+        self._preempt(victim)
+        step.preempted_req_ids.append(self.table.requests[victim].request_id)
+        if victim == slot:
+            return -1
+    return position

@@ -1,0 +1,90 @@
+"""Explore: what a walk through a small world came to, for people and for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from blockstep.conformance.explore.shard import SPEC_IS_WRONG
+from blockstep.conformance.explore.tables import Shortest, tell_program
+from blockstep.conformance.explore.walk import PathStep, Walked
+from blockstep.conformance.search.options import ExitCode
+
+
+def get_exit_code(walked: Walked) -> ExitCode:
+    """How a command with this result ends."""
+    if walked.cycle:
+        return ExitCode.LIVENESS
+    if walked.found:
+        is_spec = any(line.startswith(SPEC_IS_WRONG) for line in walked.found)
+        return ExitCode.SPEC if is_spec else ExitCode.FAILED
+    if not walked.is_complete:
+        return ExitCode.HARNESS
+    return ExitCode.CONFORMS if is_as_expected(walked) else ExitCode.FAILED
+
+
+def is_as_expected(walked: Walked) -> bool:
+    """Whether the counts are those committed, where there are any for this task."""
+    task = walked.task
+    expected = task.world.expected
+    return task.profile.quirks != frozenset() or expected is None or walked.counts == expected
+
+
+def render_walked(walked: Walked) -> str:
+    """The verdict, or the shortest program to what is wrong."""
+    task, counts = walked.task, walked.counts
+    name = task.world.name
+    size = (
+        f"{counts.states:,} states, {counts.transitions:,} transitions, "
+        f"{counts.refused:,} refusals, depth {counts.depth}, {walked.seconds:.0f} s"
+    )
+    if walked.found:
+        lines = [f"blockstep explore: {name}: found after {len(walked.path)} events ({size})"]
+        lines += [f"  {line}" for line in walked.found]
+        lines += ["  program", *_numbered(walked.path)]
+        if walked.cycle:
+            lines += ["  and then for ever", *_numbered(walked.cycle)]
+        return "\n".join(lines) + "\n"
+    if not walked.is_complete:
+        return (
+            f"{name}: stopped after {size}: the next level would pass --max-states "
+            f"{task.max_states:,}; raise it if the memory allows (250 bytes a state)\n"
+        )
+    said = ["every property holds in every state, no cycle without progress"]
+    said = said if task.properties else []
+    said += [f"{task.engine} agrees on every event in every state"] if task.engine else []
+    if not is_as_expected(walked):
+        said.append(f"NOT AS COMMITTED: {task.world.expected}")
+    return "; ".join([f"{name}: {size}", *said]) + "\n"
+
+
+def _numbered(path: Sequence[PathStep]) -> list[str]:
+    return [f"    {n:2}  {line}" for n, line in enumerate(tell_program(path), 1)]
+
+
+def walked_to_json(walked: Walked) -> dict[str, object]:
+    """For machines (docs/reference/json.md)."""
+    task = walked.task
+    return {
+        "format": "blockstep-explore",
+        "version": 1,
+        "preset": task.world.name,
+        "engine": task.engine or None,
+        "profile": task.profile.name,
+        "exit_code": int(get_exit_code(walked)),
+        "is_complete": walked.is_complete,
+        "counts": asdict(walked.counts),
+        "expected": None if task.world.expected is None else asdict(task.world.expected),
+        "seconds": walked.seconds,
+        "found": list(walked.found),
+        "program": tell_program(walked.path),
+        "cycle": tell_program(walked.cycle),
+    }
+
+
+def render_shortest(shortest: Shortest) -> str:
+    """The program, or that there is none."""
+    if not shortest.found:
+        return f"{shortest.name}: not reached in these worlds\n"
+    head = f"{shortest.name}: after {len(shortest.path)} events (preset {shortest.world})"
+    return "\n".join([head, *_numbered(shortest.path)]) + "\n"

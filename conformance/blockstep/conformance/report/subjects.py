@@ -1,0 +1,40 @@
+"""Subjects: what a check says of each property, and of what is no property, one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ASPECTS = ("divergence", "fault", "liveness", "verdict")
+"""What a check says besides: subjects that are not one property."""
+
+
+def verdict_on(subject: str, check: dict[str, Any]) -> tuple[str, str]:
+    """(passed, failed or skipped; why it was skipped) of a property or aspect, by a check's JSON.
+
+    A check ends at its first finding, so what was not found by then has not been held to the end.
+    """
+    if check["failure"] is not None:
+        accused = set[str]()
+        for finding in check["failure"]["findings"]:
+            kind = finding["kind"] if finding["kind"] in ASPECTS else ""
+            accused |= {finding["property"] or kind or "verdict", kind}
+        if subject in accused:
+            return "failed", ""
+        return "skipped", f"the run ended at another finding: {_name(check['failure'])}"
+    if subject == "verdict":
+        return ("passed" if check["conforms"] else "failed"), ""
+    if not check["num_events"] or check["exit_code"] not in {0, 5}:
+        return "skipped", "the run came to no end"
+    equivalence = check["equivalence"]
+    if equivalence == "exact" or subject in {"fault", "liveness"}:
+        return "passed", ""
+    if subject == "divergence":
+        if equivalence == "plan":
+            return "passed", ""
+        return "skipped", f"not compared with the specification: equivalence {equivalence}"
+    return "skipped", f"judged in part only, and nothing found: equivalence {equivalence}"
+
+
+def _name(failure: dict[str, Any]) -> str:
+    first = failure["findings"][0]
+    return f"{first['property'] or first['kind']} {first['sentence']}"

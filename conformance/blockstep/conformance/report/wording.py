@@ -1,0 +1,71 @@
+"""Wording: how a finding is told, wherever it was found."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.protocol.program import WIDTH
+
+HEADLINES = {
+    FindingKind.PROPERTY: "VIOLATION",
+    FindingKind.DIVERGENCE: "DIVERGENCE",
+    FindingKind.FAULT: "FAULT",
+    FindingKind.LIVENESS: "STALL",
+    FindingKind.SPEC: "THE SPEC IS WRONG",
+}
+MAX_DIFFERENCES = 12
+
+
+def render_finding(finding: Finding) -> list[str]:
+    """Property and sentence, then what was seen; a property says what it expected."""
+    name = f"{finding.property_id} {finding.sentence}".strip()
+    label = "property" if finding.property_id else str(finding.kind)
+    told = [finding.message]
+    if finding.kind is not FindingKind.DIVERGENCE:
+        told += [_told(difference) for difference in finding.differences[:MAX_DIFFERENCES]]
+    indent = " " * 14
+    wrapped = [
+        line
+        for text in told
+        for line in textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    ]
+    return [f"  {label:<12}{name}", *wrapped]
+
+
+def render_divergence(findings: Sequence[Finding]) -> list[str]:
+    """Where the states of spec and engine differ, as a table after an empty line; [] if nowhere."""
+    differences = [
+        difference
+        for finding in findings
+        if finding.kind is FindingKind.DIVERGENCE
+        for difference in finding.differences
+    ]
+    return ["", *_render_differences(differences)] if differences else []
+
+
+def _told(difference: Difference) -> str:
+    note = f" ({difference.note})" if difference.note else ""
+    return f"{difference.field}: expected {difference.expected}, seen {difference.seen}{note}"
+
+
+def _render_differences(differences: list[Difference]) -> list[str]:
+    """A table of three columns: field, the spec's side, the engine's side."""
+    left = "spec"
+    shown = differences[:MAX_DIFFERENCES]
+    field_width = max(len("state after"), *(len(d.field) for d in shown))
+    value_width = max(len(left), *(min(len(d.expected), 44) for d in shown))
+    lines = [f"  {'state after':<{field_width}}  {left:<{value_width}}  engine"]
+    for difference in shown:
+        note = f"   <- {difference.note}" if difference.note else ""
+        expected = textwrap.wrap(difference.expected, 44) or [""]
+        seen = textwrap.wrap(difference.seen, 44) or [""]
+        for row in range(max(len(expected), len(seen))):
+            name = difference.field if row == 0 else ""
+            left_cell = expected[row] if row < len(expected) else ""
+            right_cell = seen[row] if row < len(seen) else ""
+            cells = f"{name:<{field_width}}  {left_cell:<{value_width}}  {right_cell}"
+            lines += [f"  {cells}{note if row == 0 else ''}"]
+    hidden = len(differences) - len(shown)
+    return [*lines, f"  and {hidden} more (all of them with --json)"] if hidden else lines

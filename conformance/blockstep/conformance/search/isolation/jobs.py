@@ -1,0 +1,151 @@
+"""Jobs: what a process of its own is asked to do with an engine, and the process that does it."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.lines import TraceError
+from blockstep.conformance.protocol.program import Program
+from blockstep.conformance.protocol.registry import EngineNotFoundError
+from blockstep.conformance.search.check import CheckResult, see_again, shrink_first
+from blockstep.conformance.search.episodes import EpisodeResult, Loss, run_episode
+from blockstep.conformance.search.isolation.watched import IMPORTING, Journal, WatchedFactory
+from blockstep.conformance.search.options import CheckOptions, find_profile, load
+from blockstep.conformance.search.shrink import Shrunk, conclude
+from blockstep.spec.vocabulary import ConfigError
+
+Job: TypeAlias = tuple[Callable[..., object], CheckOptions, tuple[object, ...]]
+"""To be done in a child: a function, and what it is given beside the engine."""
+Answer: TypeAlias = tuple[str, Any]
+"""`done` and a value, or what went wrong and how it is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramOutcome:
+    """What one program came to: nothing wrong, a failure, or an engine that did not live."""
+
+    failure: Shrunk | None = None
+    loss: Loss | None = None
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    """Actions not tried, by the capability that the engine lacks."""
+
+
+def play(
+    options: CheckOptions, make_engine: EngineFactory, indices: Sequence[int]
+) -> Iterator[EpisodeResult]:
+    """These episodes, up to the first that fails."""
+    for index in indices:
+        episode = run_episode(options, index, make_engine)
+        yield replace(episode, skipped=plain(episode.skipped))
+        if episode.first is not None:
+            return
+
+
+def plain(skipped: dict[str, int]) -> dict[str, int]:
+    """Counts by names that are nothing but text: an engine may name a defect with a type of its."""
+    return {str(name): count for name, count in skipped.items()}
+
+
+def shrink_result(
+    _options: CheckOptions, make_engine: EngineFactory, result: CheckResult
+) -> CheckResult:
+    """The result with its first failure made short."""
+    shrink_first(result, make_engine)
+    return result
+
+
+def show_result(
+    _options: CheckOptions, make_engine: EngineFactory, result: CheckResult
+) -> CheckResult:
+    """The result with its first failure as it was."""
+    see_again(result, make_engine)
+    return result
+
+
+def run(options: CheckOptions, make_engine: EngineFactory, program: Program) -> ProgramOutcome:
+    """What a program comes to."""
+    lockstep, findings = run_program(program, make_engine, find_profile(options.profile))
+    failure = conclude(program, lockstep, findings) if findings else None
+    return ProgramOutcome(failure, skipped=plain(lockstep.skipped))
+
+
+# The process.
+
+
+def serve(folder: str) -> None:
+    """Do jobs from standard input until it ends; in the child only, and never returns.
+
+    The engine's own output goes to standard error, and its standard input is empty.
+    """
+    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    source = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
+    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115, PTH123 - until the end
+    os.dup2(sys.stdin.fileno(), 0)
+    os.dup2(2, 1)
+    faulthandler.enable(all_threads=False)
+    if sys.platform != "win32":
+        faulthandler.register(signal.SIGUSR1, all_threads=False)
+    threading.Thread(target=_take_jobs, args=(source, jobs), daemon=True).start()
+    journal = Journal(Path(folder) / "journal")
+    try:
+        while True:
+            for answer in _do(jobs.get(), journal):
+                answers.write(pickle.dumps(answer))
+                answers.flush()
+    except SystemExit as error:
+        os._exit(error.code if isinstance(error.code, int) else 1)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _take_jobs(source: BinaryIO, jobs: queue.SimpleQueue[Job]) -> None:
+    """A thread, so that the child ends with its parent even while its engine hangs."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            jobs.put(pickle.load(source))  # noqa: S301 - written by our own parent
+    os._exit(0)
+
+
+def _do(job: Job, journal: Journal) -> Iterator[Answer]:
+    """The answers to a job, of which the last one is no `part`."""
+    function, options, args = job
+    os.ftruncate(2, 0)
+    journal.begin()
+    watched: WatchedFactory | None = None
+    try:
+        journal.enter(IMPORTING)
+        make_engine = load(options)
+        journal.leave()
+        watched = WatchedFactory(make_engine, journal)
+        value = function(options, watched, *args)
+        if isinstance(value, Iterator):
+            for part in value:
+                yield "part", part
+            value = None
+        yield "done", value
+    except EngineNotFoundError as error:
+        yield "not found", str(error)
+    except (ConfigError, TraceError) as error:
+        yield "refused", str(error)
+    except Exception as error:
+        if watched is None or error is watched.error:
+            traceback.print_exc()
+            yield "raised", f"{type(error).__name__}: {error}"
+        else:
+            yield "harness", traceback.format_exc()

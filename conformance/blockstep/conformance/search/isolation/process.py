@@ -1,0 +1,227 @@
+"""Process: one in which an engine does one job after another, seen from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from blockstep.conformance.protocol.registry import EngineNotFoundError
+from blockstep.conformance.search.episodes import Loss
+from blockstep.conformance.search.isolation import jobs
+from blockstep.conformance.search.isolation.watched import ASIDE, BUILDING, IMPORTING
+
+EVENT_SECONDS = 10.0
+"""An engine may keep control for so long, unless told otherwise."""
+BUILD_SECONDS = 120.0
+"""The same while it is imported or built, which may bring half of a framework.
+
+And between two calls, where no engine has any business, but may have left something that hangs.
+"""
+LAST_WORDS_MAX = 12
+"""Lines of the child's standard error that are shown, at most."""
+OUR_FOLDER = Path(__file__).parent
+LOOKS_PER_SECOND = 5.0
+"""How often a journal is looked at, at least."""
+DUMPS = ("Fatal Python error", "Windows fatal exception", "Current thread", "Stack (most")
+"""How faulthandler begins to say where a thread is."""
+
+
+class HarnessError(Exception):
+    """The child failed for a reason that is not the engine's."""
+
+
+class RefusedError(ValueError):
+    """Bad input, in the words of who refused it in the child."""
+
+
+class LostError(Exception):
+    """The child is gone, or its engine is of no use."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__(loss.message)
+        self.loss = loss
+
+
+class Process:
+    """A process that does one job after another, until it is lost."""
+
+    def __init__(self, folder: Path, path: Sequence[str], event_seconds: float) -> None:
+        """A fresh interpreter, not a fork: nothing of this process is in the engine's way."""
+        self.is_killed = False
+        self._event_seconds = event_seconds
+        self._journal = folder / "journal"
+        self._errors = folder / "stderr"
+        code = (
+            f"import sys; sys.path[:] = {list(path)!r}; "
+            f"from blockstep.conformance.search.isolation.jobs import serve; serve({str(folder)!r})"
+        )
+        with self._errors.open("ab") as errors:
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter, our own code
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._jobs = self._process.stdin
+        self._output = self._process.stdout
+        self._answers: queue.SimpleQueue[jobs.Answer | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read_answers, daemon=True)
+        self._reader.start()
+
+    def ask(self, job: jobs.Job, on_part: Callable[[Any], None]) -> object:
+        """What the job comes to.
+
+        Raises:
+            LostError: if nothing will come of it; then the child is to be stopped.
+            EngineNotFoundError, RefusedError, HarnessError: as was said in the child.
+        """
+        with contextlib.suppress(OSError):  # a dead child answers nothing, and that is noticed
+            pickle.dump(job, self._jobs)
+            self._jobs.flush()
+        while (answer := self._wait_for_answer())[0] == "part":
+            on_part(answer[1])
+        kind, value = answer
+        match kind:
+            case "not found":
+                raise EngineNotFoundError(value)
+            case "refused":
+                raise RefusedError(value)
+            case "harness":
+                raise HarnessError(value)
+            case "raised":
+                self._lose(f"the engine raised {value}", has_raised=True)
+        return cast("object", value)
+
+    def _read_answers(self) -> None:
+        try:
+            while True:
+                self._answers.put(_Unpickler(self._output).load())
+        except (EOFError, OSError, ValueError, pickle.UnpicklingError):  # it ended, or was stopped
+            self._answers.put(None)
+        except Exception as error:
+            self._answers.put(("harness", f"the answer of the child cannot be read: {error}"))
+
+    def _wait_for_answer(self) -> jobs.Answer:
+        """The next answer; raises `LostError` if none can be waited for any more."""
+        since, before = time.monotonic(), None
+        while True:
+            has_ended = self._process.poll() is not None
+            with contextlib.suppress(queue.Empty):
+                seconds = min(1 / LOOKS_PER_SECOND, self._event_seconds / 10)
+                answer = self._answers.get(timeout=seconds)
+                if answer is not None:
+                    return answer
+                has_ended = True
+            if has_ended:
+                self._lose(self._say_how_it_ended())
+            if (now := self._look()) != before:
+                since, before = time.monotonic(), now
+                continue
+            seconds = self._get_limit(now.rpartition("\n")[2])
+            if time.monotonic() - since > seconds:
+                self._ask_where()
+                self._lose(f"the engine gave no answer within {seconds:g} s")
+
+    def _look(self) -> str:
+        """The journal; "" before there is one."""
+        if not self._journal.is_file():
+            return ""
+        return self._journal.read_bytes().rstrip(b"\0").decode(errors="replace")
+
+    def _get_limit(self, doing: str) -> float:
+        """For how long the engine may do this, or we whatever we do while it does nothing, ""."""
+        is_slow = doing in {"", IMPORTING, BUILDING}
+        return max(self._event_seconds, BUILD_SECONDS) if is_slow else self._event_seconds
+
+    def _ask_where(self) -> None:
+        """Have a hanging child write where it is to its standard error."""
+        if sys.platform != "win32":
+            self._process.send_signal(signal.SIGUSR1)
+            time.sleep(0.2)
+
+    def _lose(self, how: str, has_raised: bool = False) -> NoReturn:
+        header, *lines = self._look().split("\n")
+        if has_raised:
+            while lines and not lines[-1]:
+                lines.pop()
+        where = lines[-1] if lines else ""
+        events = tuple(line for line in lines if line and not line.startswith(ASIDE))
+        last_words = _find_last_words(self._errors.read_text(errors="replace"))
+        config = json.loads(header)[1] if header else ""
+        seconds = None if self._event_seconds == EVENT_SECONDS else self._event_seconds
+        raise LostError(Loss(f"{how}{_say_where(where)}", config, events, last_words, seconds))
+
+    def _say_how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return "the engine closed the files of its process"
+        if code >= 0:
+            return f"the engine's process ended with exit code {code}"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        return f"the engine's process was ended by {name}"
+
+    def kill(self) -> None:
+        """End the process with all that it has started, at once."""
+        self.is_killed = True
+        with contextlib.suppress(OSError):
+            if sys.platform == "win32":
+                self._process.kill()
+            else:
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """The same, and wait for its end."""
+        self.kill()
+        self._process.wait()
+        with contextlib.suppress(OSError):
+            self._jobs.close()
+        self._reader.join(timeout=1.0)
+        if not self._reader.is_alive():  # else a process that got away holds the other end
+            self._output.close()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what a child has written, and imports nothing for it: that could be the engine."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A class, if its module is here already."""
+        if module not in sys.modules:
+            raise HarnessError(f"{module}.{name} is of no module of ours")
+        return super().find_class(module, name)
+
+
+def _find_last_words(errors: str) -> tuple[str, ...]:
+    """What standard error says about the end: the engine's own frames, or else its last lines."""
+    lines = [line for line in errors.splitlines() if line.strip()]
+    dumps = [number for number, line in enumerate(lines) if line.startswith(DUMPS)]
+    if not dumps:
+        return tuple(lines[-LAST_WORDS_MAX:])
+    words = lines[dumps[0] :]
+    ours = [number for number, line in enumerate(words) if f'"{OUR_FOLDER}' in line]
+    return tuple(words[: min([LAST_WORDS_MAX, *ours])])
+
+
+def _say_where(line: str) -> str:
+    if not line:
+        return " between two calls"
+    if line.startswith(ASIDE):
+        return f" while {line[1:-1]}"
+    return f" at: {' '.join(line.split())}"

@@ -1,0 +1,88 @@
+"""Frames: plans in flight, and what is wrong with an answer to one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from blockstep.impl.arrays import SlotNames
+from blockstep.impl.compiled.results import (
+    NEGATIVE_TOKEN,
+    WRONG_COUNTS,
+    WRONG_NUMBER,
+    WRONG_ROW,
+)
+from blockstep.impl.compiled.state import TOLD_DRAFTS, TOLD_SAMPLES, Int32s, Int64s
+from blockstep.spec.vocabulary import RequestId, TokenIds
+
+
+class RowDrafts(Mapping[int, TokenIds]):
+    """Drafts by row, built when first asked for; `ids` has them at its end."""
+
+    __slots__ = ("_counts", "_ids", "_rows")
+
+    def __init__(self, counts: Int32s, ids: Int32s) -> None:
+        self._counts, self._ids = counts, ids
+        self._rows: dict[int, TokenIds] | None = None
+
+    def _get_rows(self) -> dict[int, TokenIds]:
+        if self._rows is None:
+            ends = np.cumsum(self._counts)
+            ids = self._ids[len(self._ids) - int(ends[-1]) :].tolist() if len(ends) else []
+            self._rows = {
+                row: tuple(ids[end - count : end])
+                for row, (end, count) in enumerate(
+                    zip(ends.tolist(), self._counts.tolist(), strict=True)
+                )
+                if count
+            }
+        return self._rows
+
+    def __getitem__(self, row: int) -> TokenIds:
+        return self._get_rows()[row]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._get_rows())
+
+    def __len__(self) -> int:
+        return len(self._get_rows())
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """A plan in flight."""
+
+    who: Int64s
+    """[2, rows]; slots, and who had them then."""
+    names: SlotNames
+    """[rows]; request ids."""
+    planned: Int32s
+    """[TOLD_COLUMNS, rows]"""
+    ids: Int32s
+    """Of drafts, row after row, at the end of whatever else."""
+
+    def build_rows(self) -> dict[RequestId, TokenIds | None]:
+        """Drafts of each row, None where it does not sample."""
+        drafts = RowDrafts(self.planned[TOLD_DRAFTS], self.ids)
+        return {
+            request_id: drafts.get(row, ()) if samples else None
+            for row, (request_id, samples) in enumerate(
+                zip(self.names.tolist(), self.planned[TOLD_SAMPLES].tolist(), strict=True)
+            )
+        }
+
+    def describe(self, code: int, detail: int, token_ids: Int32s) -> str:
+        """What is wrong with an answer in arrays, and how it must be."""
+        if code == NEGATIVE_TOKEN:
+            return "token ids must not be negative"
+        if code == WRONG_NUMBER:
+            return f"must have {detail} tokens, not {len(token_ids)}"
+        if code == WRONG_COUNTS:
+            rows = len(self.names)
+            return f"must have {rows} counts, which add up to the number of tokens"
+        if code == WRONG_ROW:
+            rule = "a row that samples has one token, and one per accepted draft"
+            return f"row {detail}: {rule}; any other has none"
+        return f"row {detail} accepts tokens that are no prefix of its drafts"

@@ -1,0 +1,101 @@
+"""Rules: a value by the set of its quirks, folded once, and wrapped one decision at a time."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import fields, replace
+
+import pytest
+
+from blockstep.spec import Config, Oracle, Policy, Request
+from blockstep.spec.profiles import RELEASES, Profile, initial_state
+from blockstep.spec.releases import QUIRKS, Quirk, QuirkStory, get_rules
+from blockstep.spec.strict import STRICT_RULES
+from blockstep.spec.transition import Accepted, transition
+from blockstep.spec.vocabulary import Schedule, Submit
+
+CACHED = Config(num_blocks=9)
+UNCACHED = replace(CACHED, enable_prefix_caching=False)
+
+
+def test_rules_are_a_value_by_their_quirks() -> None:
+    some = frozenset({Quirk.NOTHING_RESERVED, Quirk.ONE_WAITING_QUEUE})
+    rules = get_rules(some, CACHED)
+    assert rules == get_rules(some, CACHED)
+    assert hash(rules) == hash(get_rules(some, CACHED))
+    assert rules != STRICT_RULES
+    assert rules != some
+    assert repr(rules) == "Rules(nothing_reserved, one_waiting_queue)"
+    assert repr(STRICT_RULES) == "Rules()"
+
+
+@pytest.mark.parametrize("profile", RELEASES, ids=lambda profile: profile.name)
+def test_a_state_is_pickled_and_copied_with_rules_that_decide_the_same(profile: Profile) -> None:
+    state = initial_state(CACHED, profile)
+    for again in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
+        assert again == state
+        for event in (Submit(Request("A", (1, 2, 3))), Schedule()):
+            first, second = transition(state, event), transition(again, event)
+            assert isinstance(first, Accepted)
+            assert first == second
+        assert again.rules.quirks == profile.quirks
+
+
+def test_strict_rules_are_one_object_in_every_process() -> None:
+    assert pickle.loads(pickle.dumps(STRICT_RULES)) is STRICT_RULES
+    assert get_rules(frozenset(), CACHED) is STRICT_RULES
+    assert Oracle(CACHED).state.rules is STRICT_RULES
+
+
+@pytest.mark.parametrize("story", QUIRKS, ids=lambda story: story.quirk)
+def test_a_quirk_changes_a_decision_or_two(story: QuirkStory) -> None:
+    """Alone, or with what it is upon; under a config that it is about."""
+    quirks = frozenset({story.quirk, *story.upon})
+    changed = {
+        field.name
+        for config in (CACHED, UNCACHED)
+        for field in fields(STRICT_RULES)
+        if getattr(get_rules(quirks, config), field.name) is not getattr(STRICT_RULES, field.name)
+    }
+    assert len(changed - {"quirks", "remake"}) in (1, 2), changed
+
+
+def test_every_decision_of_the_rules_is_taken_otherwise_by_some_release() -> None:
+    """Only what some release decides otherwise is a field; all else is the rooms' own."""
+    changed = {
+        field.name
+        for config in (CACHED, UNCACHED)
+        for field in fields(STRICT_RULES)
+        if getattr(get_rules(frozenset(Quirk), config), field.name)
+        is not getattr(STRICT_RULES, field.name)
+    }
+    assert changed == {field.name for field in fields(STRICT_RULES)}
+
+
+@pytest.mark.parametrize("other", [None, Quirk.UNWRITTEN_KEYS_STAY])
+def test_a_victims_unnamed_blocks_go_first_whatever_else_is_switched_on(
+    other: Quirk | None,
+) -> None:
+    """Preemption gives blocks back as an end and a reset do."""
+    config = Config(
+        num_blocks=6, block_size=2, max_model_len=10, policy=Policy.PRIORITY,
+        scheduler_reserve_full_isl=False,
+    )  # fmt: skip
+    quirks = {Quirk.UNNAMED_BLOCKS_FIRST, *([other] if other else [])}
+    oracle = Oracle(config, Profile("some", frozenset(quirks)))
+    oracle.submit(Request("low", (1, 2, 3, 4, 5), priority=1))
+    oracle.submit(Request("high", (6, 7, 8), max_tokens=4))
+    plan = oracle.schedule()
+    assert [row.request_id for row in plan.rows] == ["high", "low"]
+    oracle.commit(plan, {"high": [9], "low": [9]})
+    plan = oracle.schedule()  # both still fit
+    oracle.commit(plan, {"high": [9], "low": [9]})
+    (table,) = oracle.state.requests["low"].block_tables
+    assert len(table) == 3
+    before = oracle.state.pool.free_queue
+    assert oracle.schedule().preempted_req_ids == ("low",)
+    named = tuple(b for b in reversed(table[:3]) if oracle.state.pool.block_keys[b] is not None)
+    taken = oracle.state.requests["high"].block_tables[0][-1]
+    assert taken == table[2], "the block without a key was at the head of the queue"
+    assert oracle.state.pool.free_queue == (*before, *named)
