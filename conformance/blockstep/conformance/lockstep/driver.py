@@ -31,7 +31,7 @@ from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.lockstep.liveness import Watch
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
-from blockstep.conformance.protocol.features import NEEDED, Feature, find_lacking, fit
+from blockstep.conformance.protocol.features import Feature, find_lacking, fit, get_missing
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
 from blockstep.conformance.protocol.program import (
     Action,
@@ -154,14 +154,17 @@ class LockStep(Client):
         return findings
 
     def _perform(self, action: Action) -> list[Finding]:
-        needed = NEEDED.get(type(action))
-        if needed is not None and needed not in self.capabilities:
-            self.skip(needed)
-            return []
         if isinstance(action, Drain):
             return self._drain()
-        event = self.resolve(action)
-        return [] if event is None else self.apply(event)
+        missing, event = get_missing(action, self.lacking), None
+        if missing is None:
+            event = self.resolve(action)
+            missing = None if event is None else get_missing(event, self.lacking)
+        if missing is not None:
+            self.skip(missing)
+        elif event is not None:
+            return self.apply(event)
+        return []
 
     def resolve(self, action: Action) -> v.Event | None:
         """The event that an action comes to now; None when it comes to nothing."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from blockstep.conformance.engine import Capability
-from blockstep.conformance.protocol.program import Hostile, Misanswer, Propose
+from blockstep.conformance.protocol.program import Action, Hostile, Misanswer, Propose
 from blockstep.spec import vocabulary as v
 
 T = TypeVar("T", v.Config, v.Request)
@@ -97,6 +97,7 @@ ASYNC = Feature(
         *("draft_placeholders_", "rollback_with_frames_behind", "rejected_pipeline_full_async"),
         "row_of_an_ended_request_ignored",
     ),
+    hides=("drafts_taken", "drafts_dropped", "drafts_replaced"),  # they stay with the worker
     properties=("P13", "P24"),
 )
 PIPELINE = Feature(
@@ -206,18 +207,13 @@ SEVERAL_FRAMES = (
     *("reset_forced_with_two_frames_in_flight", "rejected_frame_out_of_order"),
 )
 """Situations, by the beginnings of their names, that need either."""
-NEEDED: Mapping[type, Capability] = {
-    action: feature.capability
-    for feature in FEATURES
-    if feature.capability is not None
-    for action in feature.actions
-}
-"""What an engine must be able to do for an action to be tried on it."""
 
 
-def is_reachable(situation: str, absent: Collection[str]) -> bool:
-    """Whether a situation can come up without these features."""
+def is_reachable(situation: str, absent: Collection[str], always: Collection[str] = ()) -> bool:
+    """Whether a situation can come up without some features, and with others in every run."""
     if SEVERAL_AT_ONCE.issubset(absent) and situation.startswith(SEVERAL_FRAMES):
+        return False
+    if any(situation.startswith(BY_NAME[name].hides) for name in always):
         return False
     return not any(situation.startswith(BY_NAME[name].situations) for name in absent)
 
@@ -229,6 +225,20 @@ def find_lacking(capabilities: frozenset[str]) -> tuple[Feature, ...]:
         for feature in FEATURES
         if feature.capability is not None and feature.capability not in capabilities
     )
+
+
+def get_missing(action: Action | v.Event, lacking: Iterable[Feature]) -> Capability | None:
+    """What an engine without these features lacks to be given an action or an event, if anything.
+
+    A request is looked into, where it is one.
+    """
+    request = action.request if isinstance(action, v.Submit) else None
+    for feature in lacking:
+        if isinstance(action, feature.actions) or (
+            isinstance(request, v.Request) and feature.is_asked_by(request)
+        ):
+            return feature.capability
+    return None
 
 
 def fit(thing: T, lacking: Iterable[Feature]) -> tuple[T, tuple[Capability, ...]]:

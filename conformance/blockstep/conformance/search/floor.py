@@ -139,7 +139,11 @@ def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> 
         left_out |= RARE_AT_TINY
     elif options.preset != "small":
         left_out |= SMALL_ONLY
-    return tuple(name for name in WITNESSES if name not in left_out and is_reachable(name, absent))
+    return tuple(
+        name
+        for name in WITNESSES
+        if name not in left_out and is_reachable(name, absent, wish.always)
+    )
 
 
 def missing_witnesses(
