@@ -39,7 +39,7 @@ from blockstep.conformance.command.console import (
     write,
     write_json,
 )
-from blockstep.conformance.command.options import JsonOption, check_output
+from blockstep.conformance.command.options import JsonOption, output
 from blockstep.conformance.search.options import ExitCode
 
 SIZES = (1, 8, 64, 256, 1024, 4096)
@@ -88,12 +88,8 @@ def scheduler_command(
     gc_on: Annotated[
         bool, typer.Option("--gc/--no-gc", help="Collect garbage while measuring.")
     ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Also draw it: .svg or .png.", callback=check_output)
-    ] = None,
-    markdown: Annotated[
-        Path | None, typer.Option(help="Also write a part of a page.", callback=check_output)
-    ] = None,
+    plot: Annotated[Path | None, output("Also draw it: .svg or .png.")] = None,
+    markdown: Annotated[Path | None, output("Also write a part of a page.")] = None,
     json_path: JsonOption = None,
 ) -> None:
     """Time schedule and commit of engines in turn, and demand that they decide the same.

@@ -24,8 +24,8 @@ from blockstep.conformance.command.options import (
     SeedOption,
     WithOption,
     WithoutOption,
-    check_output,
     count_jobs,
+    output,
     require_budget,
     require_features,
     require_preset,
@@ -87,7 +87,7 @@ def check_command(
     jobs: JobsOption = 0,
     record: Annotated[
         Path | None,
-        typer.Option(help="With --episode: write the run as a trace.", callback=check_output),
+        output("With --episode: write the run as a trace."),
     ] = None,
     event_seconds: EventSecondsOption = EVENT_SECONDS,
     in_process: Annotated[

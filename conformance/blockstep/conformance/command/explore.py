@@ -22,8 +22,8 @@ from blockstep.conformance.command.options import (
     JobsOption,
     JsonOption,
     ProfileOption,
-    check_output,
     count_jobs,
+    output,
     require_features,
     require_profile,
 )
@@ -64,9 +64,7 @@ OnlyWithoutOption = Annotated[
 ]
 MarkdownOption = Annotated[
     Path | None,
-    typer.Option(
-        help="With a table or --list: also write it for the documentation.", callback=check_output
-    ),
+    output("With a table or --list: also write it for the documentation."),
 ]
 
 
@@ -100,12 +98,8 @@ def explore_command(
         int, typer.Option(min=1, help="Stop before there are more; 250 bytes each.")
     ] = MAX_STATES,
     jobs: JobsOption = 1,
-    dot: Annotated[
-        Path | None, typer.Option(help="Write the graph of one small world.", callback=check_output)
-    ] = None,
-    svg: Annotated[
-        Path | None, typer.Option(help="Draw the graph of one small world.", callback=check_output)
-    ] = None,
+    dot: Annotated[Path | None, output("Write the graph of one small world.")] = None,
+    svg: Annotated[Path | None, output("Draw the graph of one small world.")] = None,
     markdown: MarkdownOption = None,
     json_path: JsonOption = None,
 ) -> None:

@@ -22,7 +22,7 @@ from blockstep.conformance.command.options import (
     SeedOption,
     WithOption,
     WithoutOption,
-    check_output,
+    output,
     require_features,
     require_profile,
 )
@@ -48,7 +48,7 @@ def hunt_command(
     budget: Annotated[int, typer.Option(min=1, help="Events in each scope.")] = 100_000,
     markdown: Annotated[
         Path | None,
-        typer.Option(help="Also write a page of the documentation.", callback=check_output),
+        output("Also write a page of the documentation."),
     ] = None,
     json_path: JsonOption = None,
 ) -> None:

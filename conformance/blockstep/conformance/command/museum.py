@@ -18,8 +18,8 @@ from blockstep.conformance.command.console import (
 from blockstep.conformance.command.options import (
     JobsOption,
     JsonOption,
-    check_output,
     count_jobs,
+    output,
     require_budget,
 )
 from blockstep.conformance.museum import EXHIBITS, Exhibit
@@ -61,9 +61,7 @@ def museum_run_command(
     jobs: JobsOption = 0,
     markdown: Annotated[
         Path | None,
-        typer.Option(
-            help="Also write the table as a page of the documentation.", callback=check_output
-        ),
+        output("Also write the table as a page of the documentation."),
     ] = None,
     json_path: JsonOption = None,
 ) -> None:

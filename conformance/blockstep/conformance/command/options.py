@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -29,6 +29,11 @@ def check_output(path: Path | None) -> Path | None:
     return path
 
 
+def output(text: str, *names: str) -> Any:
+    """An option that names an output."""
+    return typer.Option(*names, help=text, callback=check_output)
+
+
 EngineOption = Annotated[
     str,
     typer.Option(
@@ -36,12 +41,7 @@ EngineOption = Annotated[
     ),
 ]
 JsonOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--json",
-        help="Also write the result to this file ('-': stdout).",
-        callback=check_output,
-    ),
+    Path | None, output("Also write the result to this file ('-': stdout).", "--json")
 ]
 ProfileOption = Annotated[
     str, typer.Option(help="Release whose known quirks are followed (blockstep quirks).")

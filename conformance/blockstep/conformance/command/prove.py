@@ -16,7 +16,7 @@ from blockstep.conformance.command.console import (
     write,
     write_json,
 )
-from blockstep.conformance.command.options import JobsOption, JsonOption, check_output, count_jobs
+from blockstep.conformance.command.options import JobsOption, JsonOption, count_jobs, output
 from blockstep.conformance.prove.law import Law
 from blockstep.conformance.prove.runner import (
     NotInstalledError,
@@ -47,9 +47,7 @@ def prove_command(
     jobs: JobsOption = 0,
     markdown: Annotated[
         Path | None,
-        typer.Option(
-            help="Also write the table as a page of the documentation.", callback=check_output
-        ),
+        output("Also write the table as a page of the documentation."),
     ] = None,
     json_path: JsonOption = None,
 ) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from blockstep.conformance.engine import Engine, EngineFactory
+from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.judge.worker.names import NEVER_WRITTEN, Name
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
@@ -144,8 +144,7 @@ class ServingChecker:
 
     def __init__(self, config: Config, make_engine: EngineFactory) -> None:
         self.worker = ServingWorker(config)
-        self._heard: list[Observation] = []
-        self.run = LockStep.start(config, lambda given: Listening(make_engine(given), self._heard))
+        self.run = LockStep.start(config, make_engine)
         self.run.worker = self.worker
         self.num_passes = 0
         self.num_slots_written = 0
@@ -154,7 +153,9 @@ class ServingChecker:
     def apply(self, event: Event) -> Observation:
         """Give the event to spec and scheduler; the scheduler's answer if nothing is wrong."""
         self._expect_nothing(self.run.apply(event))
-        return self._heard[-1]
+        assert self.run.last is not None
+        assert self.run.last.seen is not None
+        return self.run.last.seen
 
     def snapshot(self) -> Snapshot:
         """The state, which is the same on both sides."""
@@ -187,27 +188,6 @@ class ServingChecker:
     def _expect_nothing(self, findings: list[Finding]) -> None:
         if findings:
             raise CheckFailedError(findings, self.run.num_events)
-
-
-class Listening:
-    """An engine whose last answer is remembered."""
-
-    def __init__(self, engine: Engine, heard: list[Observation]) -> None:
-        self.engine = engine
-        self.heard = heard
-
-    def apply(self, event: Event) -> Observation:
-        """Pass the event on, and remember the answer."""
-        self.heard[:] = [self.engine.apply(event)]
-        return self.heard[0]
-
-    def snapshot(self) -> Snapshot | None:
-        """As the engine's."""
-        return self.engine.snapshot()
-
-    def capabilities(self) -> frozenset[str]:
-        """As the engine's."""
-        return self.engine.capabilities()
 
 
 class ServingWorker(Worker):
