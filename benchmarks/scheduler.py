@@ -1,20 +1,19 @@
 """The section "The scheduler's step" of docs/reference/performance.md: every figure in it.
 
-    python benchmarks/scheduler.py                              a quick look: decode, host only
+    python benchmarks/scheduler.py                              a quick look at decode
     python benchmarks/scheduler.py --write --trace FILE         measures all, and writes the page
     python benchmarks/scheduler.py --write [--trace FILE] PART  measures one part anew
     python benchmarks/scheduler.py --page                       writes the page, measures nothing
 
-Each part is one `blockstep bench`, its JSON goes into benchmarks/results. The page, its plots and
-its table of goals are made of the newest JSON of each part; what is judged by hand stands on the
-page outside of the marks. To measure all takes about 13 minutes, and needs vLLM, numba and
-matplotlib beside us: `make vllm`, then pip install numba and matplotlib in its environment.
+Each part is one `blockstep bench`, its JSON goes into benchmarks/results. The page and its table of
+goals are made of the newest JSON of each part; what is judged by hand stands on the page outside of
+the marks. To measure all takes about 13 minutes, and needs vLLM and numba beside us: `make vllm`,
+then pip install numba in its environment.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import operator
 import os
@@ -30,7 +29,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from blockstep.conformance.bench.measure import Measurement, Reading, get_slope
-from blockstep.conformance.bench.page import draw_plot, make_markdown, make_pipes, say_machine
+from blockstep.conformance.bench.page import make_markdown, make_pipes, say_machine
 from blockstep.conformance.bench.profile import Profile, to_lines
 from blockstep.conformance.bench.report import YARDSTICK, from_json, get_ratio
 from blockstep.conformance.bench.scenarios import TRACE
@@ -42,7 +41,7 @@ RUN = (
     "import sys; sys.argv[0] = 'blockstep'; "
     "from blockstep.conformance.command.main import main; main()"
 )
-ENGINES = ("compiled", "host", YARDSTICK)
+ENGINES = ("compiled", YARDSTICK)
 PARTS = {
     "steady": "scheduler --scenario decode --scenario long --scenario async --scenario drafts "
     + 9 * "-n 1 "
@@ -52,12 +51,18 @@ PARTS = {
     "churn": "scheduler --scenario mixed --scenario hits --scenario storm --scenario priority "
     "--scenario pool -n 8 -n 64 -n 256",
     "trace": "scheduler --limit 2000",
+    "host": "scheduler --engine host --scenario decode --scenario hits --scenario storm "
+    "-n 1 -n 1 -n 1 -n 8 -n 64 -n 256",
     "profile-steady": "profile --scenario decode -n 1024",
     "profile-churn": "profile --scenario mixed --scenario hits -n 256",
 }
 """What `blockstep bench` is asked for; between the marks of this name stands what it said. What
 takes few microseconds is measured several times, in turn with other scenarios of that size."""
 GOALS_MARK = "goals"
+HOST = "host"
+"""The part that says what the plain engine costs, beside the compiled one and not the yardstick."""
+NUM_LINES = 6
+"""Functions of a profile that the page shows."""
 
 # Goals.
 
@@ -166,7 +171,7 @@ def find_newest(part: str) -> Path | None:
 
 
 def write_page() -> None:
-    """Put what the newest results say between the marks, and draw their plots."""
+    """Put what the newest results say between the marks."""
     text = PAGE.read_text(encoding="utf-8")
     measurements: list[Measurement] = []
     files = []
@@ -179,12 +184,10 @@ def write_page() -> None:
             block = make_profiles(plain)
         else:
             entries = from_json(plain)
-            plot = None if part == TRACE else PAGE.parent / f"scheduler-{part}.svg"
-            if plot is not None:
-                draw_plot(plot, entries)
-            block = make_markdown(entries, plain, plot)
-            measurements += entries
-            files.append(f"`{file.as_posix()}`")
+            block = make_markdown(entries, plain, None)
+            if part != HOST:
+                measurements += entries
+                files.append(f"`{file.as_posix()}`")
         text = put(text, part, block)
     goals = [*make_goals(measurements), "", f"Computed from {', '.join(files)}."]
     PAGE.write_text(put(text, GOALS_MARK, "\n".join(goals)), encoding="utf-8")
@@ -206,7 +209,8 @@ def put(text: str, name: str, block: str) -> str:
 def make_profiles(plain: Mapping[str, Any]) -> str:
     """A block for each engine in each scenario."""
     found = msgspec.convert(plain["profiles"], list[Profile])
-    blocks = ["\n".join(["```text", *to_lines(entry), "```"]) for entry in found]
+    told = [to_lines(entry)[: 2 + NUM_LINES] for entry in found]
+    blocks = ["\n".join(["```text", *lines, "```"]) for lines in told]
     return "\n\n".join([f"`{plain['command']}`", say_machine(plain["machine"]), *blocks])
 
 
@@ -224,7 +228,8 @@ def measure_part(part: str, engines: Sequence[str], trace: Path | None) -> None:
     """Measure a part into a file of today."""
     date = time.strftime("%Y-%m-%d", time.gmtime())
     file = RESULTS / f"{date}-scheduler-{part}-{os.cpu_count()}core.json"
-    chosen = [name for name in engines if name != YARDSTICK or not part.startswith("profile")]
+    with_yardstick = part != HOST and not part.startswith("profile")
+    chosen = [name for name in engines if name != YARDSTICK or with_yardstick]
     options = [option for name in chosen for option in ("--engine", name)]
     command, *rest = PARTS[part].split()
     if part == TRACE and trace is not None:
@@ -255,8 +260,6 @@ def main() -> None:
     parts = (args.parts or list(PARTS)) if args.write else []
     if TRACE in parts and args.trace is None:
         parser.error(f"part {TRACE}: needs --trace FILE; name the other parts to leave it out")
-    if importlib.util.find_spec("matplotlib") is None:
-        parser.error("the plots need matplotlib: pip install matplotlib")
     trace = args.trace and args.trace.resolve()
     os.chdir(ROOT)
     for part in parts:

@@ -37,10 +37,10 @@ def test_a_planted_defect_makes_two_arms_differ(exhibit: str, arms: set[str]) ->
 def test_what_an_engine_cannot_do_is_no_arm() -> None:
     class Plain(SpecEngine):
         def capabilities(self) -> frozenset[str]:
-            return super().capabilities() - {"async", "drafts"}
+            return super().capabilities() - {"async", "drafts", "pipeline"}
 
     arms, not_tried = usable_arms(Plain)
-    assert not_tried == ("drafts", "async")
+    assert not_tried == ("drafts", "async", "pipeline")
     assert [arm.name for arm in arms] == ["caching", "pool", "chunks"]
     assert compare_arms(CheckOptions(), Plain, 5).contrast is None
 

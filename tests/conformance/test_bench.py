@@ -127,6 +127,7 @@ def test_a_report_gives_ratios_machine_and_command() -> None:
     page = make_markdown(entries, conditions, Path("plot.svg"))
     assert "`blockstep bench scheduler`" in page
     assert "![" in page
+    assert "in bold how many p50" in page
     assert "| 64 | **100.0x** 10.0 / 20.0 | 1,000 / 1,000 |" in page
     assert "| ns per request, from 64 on | 156 | 0 |" in page
     plain = to_json(entries, conditions)

@@ -93,7 +93,7 @@ def test_an_episode_is_reproduced_by_its_number() -> None:
 def test_every_planted_defect_is_killed_by_name(name: str) -> None:
     entry, make_engine, num_events = EXHIBITS[name], build(name), 0
     for index in count():
-        run, _, findings = play_episode(CheckOptions(seed=0), index, make_engine)
+        run, _, findings = play_episode(CheckOptions(seed=3), index, make_engine)
         num_events += run.num_events
         assert num_events < 150_000, f"{name} survived"
         if findings:
@@ -180,7 +180,7 @@ class Moody(SpecEngine):
 
     def snapshot(self) -> Snapshot:
         snapshot = super().snapshot()
-        if Moody.num_built > 2:
+        if Moody.num_built > 4:
             return snapshot
         return replace(snapshot, free_queue=snapshot.free_queue[1:])
 

@@ -90,7 +90,7 @@ def test_json_on_standard_output_is_all_there_is() -> None:
 ENGINES = """
 import os, signal, time
 from dataclasses import replace
-from blockstep.conformance.search import check
+from blockstep.conformance.search import episodes
 from blockstep.conformance.lockstep.canary import CanaryEngine
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec.vocabulary import Abort
@@ -132,7 +132,7 @@ class NeverBuilt(SpecEngine):
 
 class Meddling(SpecEngine):
     def capabilities(self):
-        check.draw_swarm = None
+        episodes.draw_swarm = None
         return super().capabilities()
 """
 

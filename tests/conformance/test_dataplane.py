@@ -22,7 +22,7 @@ from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.search.episodes import run_episode
 from blockstep.conformance.search.options import CheckOptions
 
-TINY = CheckOptions(preset="tiny")
+SMALL = CheckOptions(preset="small")
 NAMES = [0, 1, 5, BEFORE_RESET, 300, 70_000, NEVER_WRITTEN, 12_345_678]
 TOKENS, SLOT, MOVED, ATTENTION = (
     "step_runs_the_tokens_of_the_plan",
@@ -48,7 +48,7 @@ SEEN_BY = {
 
 def first_finding(make_engine: EngineFactory, episodes: range) -> Finding | None:
     for index in episodes:
-        found = run_episode(TINY, index, make_engine).first
+        found = run_episode(SMALL, index, make_engine).first
         if found is not None:
             return found
     return None
@@ -96,7 +96,7 @@ def test_every_fault_is_expected_by_name() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str) -> None:
-    found = first_finding(OnKernels(fault=fault), range(20))
+    found = first_finding(OnKernels(fault=fault), range(40))
     assert found is not None
     assert found.sentence == SEEN_BY[fault]
 

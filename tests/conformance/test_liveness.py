@@ -41,7 +41,7 @@ def test_a_state_that_returns_is_known_by_its_cycle() -> None:
     watch, why = Watch(), ""
     while not why:
         plan = oracle.schedule()
-        why = watch.see(plan, False, oracle.snapshot())
+        why = watch.see(plan, False, False, oracle.snapshot())
         if plan.rows:
             oracle.commit(plan, {})
     assert why == f"the same state returns after {len(watch.cycle)} plans that delivered no token"
@@ -70,16 +70,16 @@ def test_progress_is_what_separates_a_cycle_from_a_run() -> None:
     watch = Watch()
     for token in range(4):
         plan = oracle.schedule()
-        assert watch.see(plan, False, oracle.snapshot()) == ""
+        assert watch.see(plan, False, False, oracle.snapshot()) == ""
         oracle.commit(plan, {"A": [token]})
 
 
 def test_an_empty_plan_is_no_stall_while_a_frame_is_in_flight() -> None:
-    assert Watch().see(Plan(3), True, None) == ""
-    assert Watch().see(Plan(3), False, None) == (
+    assert Watch().see(Plan(3), True, False, None) == ""
+    assert Watch().see(Plan(3), False, False, None) == (
         "a plan is empty although nothing is due from outside"
     )
-    assert Watch().see(Plan(3, preempted_req_ids=("A",)), False, None) == ""
+    assert Watch().see(Plan(3, preempted_req_ids=("A",)), False, False, None) == ""
 
 
 def test_counters_do_not_tell_states_apart() -> None:

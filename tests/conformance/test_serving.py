@@ -12,6 +12,7 @@ from engine_support.models import MAX_TOKENS, Checkpoint, make_checkpoint, make_
 from engine_support.storms import STORMS
 
 from blockstep.conformance.engines.serving import CheckFailedError, ServingChecker
+from blockstep.conformance.report.failure import render_served
 from blockstep.impl.engine import LLM, SamplingParams
 from blockstep.impl.engine.batch import Batch, BatchRow
 from blockstep.impl.engine.model import Inputs
@@ -109,7 +110,9 @@ def test_a_defect_of_the_inputs_falls(
     plant_inputs(monkeypatch, change)
     with pytest.raises(CheckFailedError, match=sentence) as caught:
         serve(checkpoint, "small-pool", 8)
-    assert "blockstep generate: VIOLATION at event" in str(caught.value)
+    report = render_served(caught.value.findings, caught.value.num_events)
+    assert "blockstep generate: VIOLATION at event" in report
+    assert sentence in report
 
 
 def test_a_defect_of_the_draft_models_cache_falls(

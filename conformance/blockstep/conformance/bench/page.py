@@ -1,7 +1,7 @@
 """Page: measurements as a part of the documentation, and as a plot.
 
 One row for each size, one column for each engine and reading: what a reader looks for is how they
-compare. Schedule and commit apart stand below, folded away, with the rows of the terminal's table.
+compare. Schedule and commit apart, and memory, stand in the terminal's table and in the JSON.
 """
 
 from __future__ import annotations
@@ -13,33 +13,29 @@ from typing import Any
 
 from blockstep.conformance.bench.measure import Measurement, Reading, get_slope
 from blockstep.conformance.bench.report import (
-    COLUMNS,
     YARDSTICK,
     get_ratio,
     get_seconds,
-    make_rows,
+    get_yardstick,
     show_time,
 )
 from blockstep.conformance.bench.scenarios import SCENARIOS, TRACE
 
-LEGEND = (
-    "A step is schedule and commit: p50 / p99 in microseconds of processor time, and in bold how "
-    f"many p50 of this column fit into that of {YARDSTICK}."
-)
+LEGEND = "A step is schedule and commit: p50 / p99 in microseconds of processor time"
+RATIO = f", and in bold how many p50 of this column fit into that of {YARDSTICK}"
 
 
 def make_markdown(
     measurements: Sequence[Measurement], conditions: Mapping[str, Any], plot: Path | None
 ) -> str:
-    """A part of a page: command, machine, a table for each scenario, plot, all that was timed."""
-    lines = [f"`{conditions['command']}`", "", _say_conditions(conditions), "", LEGEND, ""]
+    """A part of a page: command, machine, a table for each scenario, plot."""
+    legend = LEGEND + (RATIO if any(map(get_yardstick, measurements)) else "")
+    lines = [f"`{conditions['command']}`", "", _say_conditions(conditions), "", f"{legend}.", ""]
     for entries in group(measurements):
         lines += [*_make_scenario(entries), ""]
     if plot is not None:
         lines += [f"![p50 of a step over the number of running requests]({plot.name})", ""]
-    rows = [list(row.values()) for row in make_rows(measurements)]
-    lines += ["<details><summary>Schedule and commit apart, and memory</summary>", ""]
-    return "\n".join([*lines, *make_pipes(COLUMNS, rows), "", "</details>", ""])
+    return "\n".join(lines)
 
 
 def group(measurements: Sequence[Measurement]) -> list[list[Measurement]]:

@@ -22,6 +22,7 @@ from rich.console import Console
 from blockstep.conformance.command.console import end, progress, usage, write_json
 from blockstep.conformance.command.options import JsonOption, SeedOption
 from blockstep.conformance.engines.serving import CheckFailedError, ServingChecker
+from blockstep.conformance.report.failure import render_served
 from blockstep.conformance.search.options import ExitCode, exit_code_of
 from blockstep.spec.vocabulary import SpecMethod
 
@@ -205,7 +206,7 @@ def _engine_errors(engine: Any) -> Iterator[None]:
     try:
         yield
     except CheckFailedError as error:
-        typer.echo(str(error), err=True)
+        typer.echo(render_served(error.findings, error.num_events), err=True)
         raise typer.Exit(exit_code_of(error.findings[0])) from None
     except (engine.CheckpointError, engine.SettingsError, engine.RequestError) as error:
         usage(str(error))

@@ -25,7 +25,6 @@ from blockstep.conformance.judge.worker.names import NEVER_WRITTEN, Name
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.protocol.findings import Difference, Finding
-from blockstep.conformance.protocol.wording import HEADLINES, render_divergence, render_finding
 from blockstep.spec.vocabulary import (
     Config,
     Event,
@@ -124,15 +123,25 @@ class ServedPlan(Protocol):
 
 
 class CheckFailedError(Exception):
-    """The engine did not do what the specification does, or the kernels not what the plan says."""
+    """The engine did not do what the specification does, or the kernels not what the plan says.
+
+    `report.failure.render_served` tells it at length.
+    """
 
     def __init__(self, findings: Sequence[Finding], num_events: int) -> None:
         self.findings = tuple(findings)
-        headline = HEADLINES[self.findings[0].kind]
-        lines = [f"blockstep generate: {headline} at event {num_events}", ""]
-        for finding in self.findings:
-            lines += render_finding(finding)
-        super().__init__("\n".join([*lines, *render_divergence(self.findings)]))
+        self.num_events = num_events
+        super().__init__(self.findings, num_events)
+
+    def __str__(self) -> str:
+        told = [f"at event {self.num_events}"]
+        for found in self.findings:
+            fields = "; ".join(
+                f"{one.field}: expected {one.expected}, seen {one.seen}"
+                for one in found.differences
+            )
+            told.append(f"{found.property_id} {found.sentence}: {found.message} {fields}".strip())
+        return "\n".join(told)
 
 
 class ServingChecker:

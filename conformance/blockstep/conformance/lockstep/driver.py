@@ -368,7 +368,7 @@ class LockStep(Client):
                 break  # declined
             plan = self.last_plan
             assert plan is not None, "an accepted Schedule is answered with a plan"
-            why = watch.see(plan, bool(self.plans), self.before)
+            why = watch.see(plan, bool(self.plans), bool(self.ledger.promised), self.before)
             if why:
                 return [], why
             if not plan.rows:

@@ -30,8 +30,13 @@ class Watch:
     compare."""
     cycle: list[Plan] = field(default_factory=list)
 
-    def see(self, plan: Plan, is_in_flight: bool, after: Snapshot | None) -> str:
-        """Take in a plan and the state after it; why nothing can ever come of it, or ""."""
+    def see(
+        self, plan: Plan, is_in_flight: bool, is_token_due: bool, after: Snapshot | None
+    ) -> str:
+        """Take in a plan and the state after it; why nothing can ever come of it, or "".
+
+        `is_token_due` says whether a frame in flight will sample for anybody.
+        """
         if not plan.rows:
             if is_in_flight or plan.preempted_req_ids:
                 return ""
@@ -43,8 +48,8 @@ class Watch:
         if progress != self.progress:
             self.progress, self.plans, self.seen = progress, [], {}
         self.plans.append(plan)
-        if any(request.num_output_placeholders for request in after.requests):
-            return ""  # a token is on its way, so this state will not return
+        if is_token_due:
+            return ""  # so this state will not return
         alike = self.seen.setdefault((after.waiting, after.running, after.free_queue), [])
         first = next((at for at, state in alike if is_same_state(state, after)), None)
         alike.append((len(self.plans), after))

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.conformance.draw.presets import MAX_DEPTH
+from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import WIDTH, describe, describe_config
-from blockstep.conformance.protocol.wording import HEADLINES, render_divergence, render_finding
+from blockstep.conformance.report.wording import HEADLINES, render_divergence, render_finding
 from blockstep.conformance.search.check import CheckResult
 from blockstep.conformance.search.episodes import Loss
 from blockstep.conformance.search.isolation import ProgramOutcome
@@ -124,6 +125,14 @@ def render_loss(command: str, where: str, loss: Loss) -> str:
         lines += ["", "  the end of its standard error"]
         lines += [f"    {line}" for line in loss.last_words]
     return _join(lines)
+
+
+def render_served(findings: Sequence[Finding], num_events: int) -> str:
+    """What was wrong while an engine served (`CheckFailedError`), and after how many events."""
+    headline = HEADLINES[findings[0].kind]
+    told = [line for finding in findings for line in render_finding(finding)]
+    lines = [f"blockstep generate: {headline} at event {num_events}", "", *told]
+    return "\n".join([*lines, *render_divergence(findings)])
 
 
 def reproduce(options: CheckOptions, episode: int, loss: Loss | None = None) -> str:

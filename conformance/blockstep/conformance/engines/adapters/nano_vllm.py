@@ -22,7 +22,6 @@ from blockstep.spec import vocabulary as v
 
 EOS = 1  # one for the engine: a request can only ignore it
 
-
 _FOUND = find_spec("nanovllm") if "nanovllm" not in sys.modules else None
 if _FOUND is not None and _FOUND.submodule_search_locations is not None:
     package, config_module = ModuleType("nanovllm"), ModuleType("nanovllm.config")
@@ -53,19 +52,17 @@ def fit_request(request: v.Request, config: v.Config) -> v.Request:
     return v.Request(request.request_id, request.prompt_token_ids, length, eos_token_id=eos)
 
 
+SITUATIONS = (
+    *("admitted", "prefix_hit", "chunked_prefill", "preempted", "preempted_then_resumed"),
+    *("resumed_with_hit", "resumed_with_outputs", "stop_eos", "stop_length"),
+)
+
+
 class NanoVllm:
     """nano-vllm's scheduler as a system under test."""
 
     traits = EngineTraits(
-        equivalence=Safety(
-            fit_config=fit_config,
-            fit_request=fit_request,
-            takes_abort=False,
-            situations=(
-                *("admitted", "prefix_hit", "chunked_prefill", "preempted", "stop_length"),
-                *("preempted_then_resumed", "resumed_with_hit", "resumed_with_outputs", "stop_eos"),
-            ),
-        )
+        equivalence=Safety(fit_config, fit_request, takes_abort=False, situations=SITUATIONS)
     )
 
     def __init__(self, config: v.Config) -> None:

@@ -58,6 +58,7 @@ def list_out_of_reach() -> frozenset[str]:
         (not RELEASE.has_repetition_detection, {"stop_repetition"}),
         (not RELEASE.has_cache_opt_out, {"reading_skipped"}),
         (not RELEASE.masks_stops, {"min_tokens_held_back_a_stop"}),
+        (not RELEASE.has_named_embeds, {"same_tokens_other_embeds"}),
     ):
         found |= names if is_lacking else set()
     return frozenset(found)

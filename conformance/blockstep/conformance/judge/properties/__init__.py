@@ -118,7 +118,8 @@ PROPERTIES: tuple[Property, ...] = (
     _judged(
         "P6",
         "key partition",
-        "requests that differ in adapter, salt, multimodal item or its offset never share a block",
+        "requests that differ in adapter, salt, multimodal item, its offset or an embedding never "
+        "share a block",
     ),
     _judged(
         "P7",

@@ -13,23 +13,9 @@ class RequestView:
     """One request as the worker sees it."""
 
     __slots__ = (
-        "block_size",
-        "chain",
-        "extras",
-        "is_preempted",
-        "may_resume",
-        "names",
-        "num_computed",
-        "num_promised",
-        "num_prompt",
-        "num_rejected",
-        "num_unreported",
-        "pages",
-        "proposal",
-        "request",
-        "root",
-        "table",
-        "tokens",
+        "block_size", "chain", "extras", "is_preempted", "may_resume", "names", "num_computed",
+        "num_promised", "num_prompt", "num_rejected", "num_unreported", "pages", "proposal",
+        "request", "root", "table", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, names: PrefixNames) -> None:
