@@ -9,18 +9,7 @@ from typing import Annotated
 
 import typer
 
-from blockstep.conformance.command.console import (
-    input_errors,
-    make_console,
-    progress,
-    write_json,
-)
-from blockstep.conformance.command.options import (
-    EngineOption,
-    JsonOption,
-    WithOption,
-    WithoutOption,
-)
+from blockstep.conformance.command import console, options
 from blockstep.conformance.draw.workloads import load
 from blockstep.conformance.protocol.features import (
     BY_NAME,
@@ -52,7 +41,7 @@ def replay_command(
     trace: Annotated[
         Path, typer.Argument(help="A workload: mooncake, azure or agent; gz or plain.")
     ],
-    engine: EngineOption = "host",
+    engine: options.Engine = "host",
     spec: Annotated[
         bool, typer.Option("--spec/--no-spec", help="In lock-step with the spec, or alone.")
     ] = True,
@@ -66,19 +55,19 @@ def replay_command(
     caching: Annotated[
         bool | None, typer.Option("--caching/--no-caching", help="Prefix caching.")
     ] = None,
-    with_features: WithOption = None,
-    without_features: WithoutOption = None,
+    with_features: options.With = None,
+    without_features: options.Without = None,
     snapshot_every: Annotated[
         int | None,
         typer.Option(min=0, help="Events between two comparisons of whole states; 0: never."),
     ] = None,
-    json_path: JsonOption = None,
+    json_path: options.Json = None,
 ) -> None:
     """Drive real traffic through an engine, in lock-step with the spec or alone.
 
     Example: blockstep replay mooncake_conversation.jsonl.gz --limit 300 --block-size 16
     """
-    console = make_console(json_path)
+    screen = console.make_screen(json_path)
     wanted: dict[str, object] = {
         "num_blocks": num_blocks,
         "block_size": block_size,
@@ -88,7 +77,7 @@ def replay_command(
         "policy": policy,
         "enable_prefix_caching": caching,
     }
-    with input_errors():
+    with console.input_errors():
         workload = load(trace, limit=limit)
         preset = REPLAY_PRESETS[workload.format]
         add_features(wanted, with_features, without_features)
@@ -97,7 +86,7 @@ def replay_command(
         if cadence is None:
             cadence = default_cadence(config) if spec else 0
         make_engine = load_engine(engine)
-        with progress(console, f"replaying {trace.name}") as advance:
+        with console.progress(screen, f"replaying {trace.name}") as advance:
             report = replay(
                 workload,
                 config,
@@ -110,10 +99,10 @@ def replay_command(
                     f"{now.requests_finished:,} requests, {now.steps:,} steps",
                 ),
             )
-    render_replay(report, console)
-    write_json(json_path, replay_to_json(report))
+    render_replay(report, screen)
+    console.write_json(json_path, replay_to_json(report))
     if report.finding is None:
-        console.print(ENDINGS.get(report.equivalence, ENDINGS["exact"]).format(engine=engine))
+        screen.print(ENDINGS.get(report.equivalence, ENDINGS["exact"]).format(engine=engine))
     raise typer.Exit(exit_code_of(report.finding))
 
 
