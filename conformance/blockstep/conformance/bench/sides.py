@@ -16,23 +16,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from blockstep.conformance.engine import Engine
-from blockstep.spec.vocabulary import (
-    Ack,
-    BlockTables,
-    CachedRow,
-    Commit,
-    Drafts,
-    NewRow,
-    Outputs,
-    Plan,
-    Rejected,
-    Request,
-    RequestId,
-    RowTokens,
-    Schedule,
-    Submit,
-    TokenIds,
-)
+from blockstep.spec import vocabulary as v
 
 clock: Final = time.thread_time
 """Processor time of this thread, in seconds: what else the machine does meanwhile is not counted.
@@ -42,7 +26,7 @@ A scheduler waits for nothing, so on an idle machine it is the time by the wall.
 class PlannedRow(NamedTuple):
     """What was decided for one request in one step; millions are built, so it is a tuple."""
 
-    request_id: RequestId
+    request_id: v.RequestId
     num_computed_tokens: int
     num_scheduled_tokens: int
     new_block_ids: tuple[int, ...]
@@ -56,13 +40,13 @@ class Decision:
     """A plan, in the same words for every side; rows in the order of scheduling."""
 
     rows: tuple[PlannedRow, ...]
-    preempted: tuple[RequestId, ...]
-    finished: tuple[RequestId, ...]
+    preempted: tuple[v.RequestId, ...]
+    finished: tuple[v.RequestId, ...]
 
 
-Delivered: TypeAlias = tuple[tuple[RequestId, TokenIds, str | None], ...]
+Delivered: TypeAlias = tuple[tuple[v.RequestId, v.TokenIds, str | None], ...]
 """What a commit delivered: id, tokens, why it ended."""
-Answer: TypeAlias = Sequence[tuple[RequestId, TokenIds]]
+Answer: TypeAlias = Sequence[tuple[v.RequestId, v.TokenIds]]
 """Tokens of requests, by id."""
 Times: TypeAlias = tuple[float, ...]
 """Seconds, one for each reading."""
@@ -82,7 +66,7 @@ class Side(Protocol):
     readings: tuple[str, ...]
     """Names of the times that `schedule` and `commit` give, in their order."""
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: v.Request) -> None:
         """Take a request; not timed."""
         ...
 
@@ -120,27 +104,27 @@ class ProtocolSide:
         self.engine = engine
         self._frame_ids: deque[int] = deque()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: v.Request) -> None:
         """See `Side`."""
-        answer = self.engine.apply(Submit(request))
-        if not isinstance(answer, Ack):
+        answer = self.engine.apply(v.Submit(request))
+        if not isinstance(answer, v.Ack):
             raise RuntimeError(f"the scenario is broken: {request.request_id} is refused: {answer}")
 
     def propose(self, drafts: Answer) -> None:
         """See `Side`."""
-        self.engine.apply(Drafts(tuple(RowTokens(*row) for row in drafts)))
+        self.engine.apply(v.Drafts(tuple(v.RowTokens(*row) for row in drafts)))
 
     def prepare(self, answer: Answer) -> Any:
         """See `Side`."""
-        return tuple(RowTokens(*row) for row in answer)
+        return tuple(v.RowTokens(*row) for row in answer)
 
     def schedule(self) -> tuple[Times, Any]:
         """See `Side`."""
-        event = Schedule()
+        event = v.Schedule()
         start = clock()
         plan = self.engine.apply(event)
         seconds = clock() - start
-        if not isinstance(plan, Plan):
+        if not isinstance(plan, v.Plan):
             raise OffTrackError(plan)
         if plan.new or plan.cached:
             self._frame_ids.append(plan.frame_id)
@@ -148,11 +132,11 @@ class ProtocolSide:
 
     def commit(self, prepared: Any) -> tuple[Times, Any]:
         """See `Side`."""
-        event = Commit(self._frame_ids.popleft(), prepared)
+        event = v.Commit(self._frame_ids.popleft(), prepared)
         start = clock()
         outputs = self.engine.apply(event)
         seconds = clock() - start
-        if not isinstance(outputs, Outputs):
+        if not isinstance(outputs, v.Outputs):
             raise OffTrackError(outputs)
         return (seconds,), outputs
 
@@ -186,7 +170,7 @@ class ArraySide(ProtocolSide):
         start = clock()
         plan = self.arrays.schedule_arrays()
         planned = clock()
-        if isinstance(plan, Rejected):
+        if isinstance(plan, v.Rejected):
             raise OffTrackError(plan)
         objects = plan.build_objects()
         built = clock()
@@ -201,7 +185,7 @@ class ArraySide(ProtocolSide):
         start = clock()
         outputs = self.arrays.commit_arrays(frame_id, *prepared)
         done = clock()
-        if isinstance(outputs, Rejected):
+        if isinstance(outputs, v.Rejected):
             raise OffTrackError(outputs)
         objects = outputs.build_objects()
         built = clock()
@@ -241,30 +225,30 @@ def make_side(engine: Any) -> Side:
     return ProtocolSide(engine)
 
 
-def _decision_of(plan: Plan) -> Decision:
+def _decision_of(plan: v.Plan) -> Decision:
     """New rows and resumed ones are told apart in a plan; both stand in order of admission."""
     running = [row for row in plan.cached if not row.resumed]
     resumed = [row for row in plan.cached if row.resumed]
-    ordered: list[NewRow | CachedRow] = [*running, *plan.new, *resumed]
+    ordered: list[v.NewRow | v.CachedRow] = [*running, *plan.new, *resumed]
     rows = [
         PlannedRow(
             row.request_id,
             row.num_computed_tokens,
             row.num_scheduled_tokens,
             tuple(block for group in _blocks_of(row) for block in group),
-            len(row.draft_token_ids) if isinstance(row, CachedRow) else 0,
-            not isinstance(row, CachedRow),
+            len(row.draft_token_ids) if isinstance(row, v.CachedRow) else 0,
+            not isinstance(row, v.CachedRow),
         )
         for row in ordered
     ]
     return Decision(tuple(rows), plan.preempted_req_ids, plan.finished_req_ids)
 
 
-def _blocks_of(row: NewRow | CachedRow) -> BlockTables:
-    return row.new_block_ids if isinstance(row, CachedRow) else row.block_ids
+def _blocks_of(row: v.NewRow | v.CachedRow) -> v.BlockTables:
+    return row.new_block_ids if isinstance(row, v.CachedRow) else row.block_ids
 
 
-def _delivered_of(outputs: Outputs) -> Delivered:
+def _delivered_of(outputs: v.Outputs) -> Delivered:
     return tuple(
         (row.request_id, row.new_token_ids, row.finish_reason and str(row.finish_reason))
         for row in outputs.rows

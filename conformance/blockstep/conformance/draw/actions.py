@@ -35,25 +35,7 @@ from blockstep.conformance.protocol.program import (
     Mistake,
     Propose,
 )
-from blockstep.spec.vocabulary import (
-    Abort,
-    Commit,
-    Drafts,
-    GrammarReady,
-    MultiModalItem,
-    PauseState,
-    Plan,
-    Policy,
-    RepetitionDetection,
-    Request,
-    RequestId,
-    Reset,
-    RowTokens,
-    Schedule,
-    SetPause,
-    Submit,
-    TokenIds,
-)
+from blockstep.spec import vocabulary as v
 
 T = TypeVar("T")
 
@@ -85,22 +67,22 @@ class Memory(Protocol):
     """What a client remembers of a run (see `lockstep.client`)."""
 
     @property
-    def live(self) -> dict[RequestId, Request]:
+    def live(self) -> dict[v.RequestId, v.Request]:
         """Accepted and not ended, in order of submission."""
         ...
 
     @property
-    def ended(self) -> list[RequestId]:
+    def ended(self) -> list[v.RequestId]:
         """Lately ended ids, to be named again by mistake."""
         ...
 
     @property
-    def texts(self) -> Sequence[TokenIds]:
+    def texts(self) -> Sequence[v.TokenIds]:
         """What ended requests came to: the next turn of a talk begins with it."""
         ...
 
     @property
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[v.Plan]:
         """In flight, oldest first."""
         ...
 
@@ -115,7 +97,7 @@ class View:
 
     def note(self, action: Action) -> None:
         """An action was done."""
-        self.num_submitted += isinstance(action, Submit)
+        self.num_submitted += isinstance(action, v.Submit)
 
 
 Drawing: TypeAlias = Callable[[View, Draw], Action]
@@ -126,16 +108,16 @@ def submit(view: View, draw: Draw) -> Action:
     """A new request, most often with a prompt that shares a prefix with others."""
     client = view.client
     if view.swarm.has(HOSTILE) and client.live and draw.chance(4):
-        return Submit(draw.choice(list(client.live.values())))
+        return v.Submit(draw.choice(list(client.live.values())))
     name = request_name(shuffled(view.num_submitted))
     if client.ended and draw.chance(8):
         name = draw.choice(client.ended)
     elif client.ended and client.plans and draw.chance(8):
         name = client.ended[-1]  # a frame may still name it
-    return Submit(draw_request(view.swarm, draw, name, view.num_submitted, client.texts))
+    return v.Submit(draw_request(view.swarm, draw, name, view.num_submitted, client.texts))
 
 
-def request_name(index: int) -> RequestId:
+def request_name(index: int) -> v.RequestId:
     """A, B, ... Z, A1, B1, ..."""
     letter = chr(ord("A") + index % 26)
     return letter if index < 26 else f"{letter}{index // 26}"
@@ -147,8 +129,8 @@ def shuffled(index: int) -> int:
 
 
 def draw_request(
-    swarm: Swarm, draw: Draw, name: RequestId, index: int, texts: Sequence[TokenIds] = ()
-) -> Request:
+    swarm: Swarm, draw: Draw, name: v.RequestId, index: int, texts: Sequence[v.TokenIds] = ()
+) -> v.Request:
     """A request within the swarm's bounds, now and then beyond them; `texts` to go on from."""
     room = get_room(swarm, draw)
     most = 2 * swarm.config.block_size if swarm.is_storm else room  # many fit, and then they grow
@@ -159,8 +141,8 @@ def draw_request(
     if draw.chance(6):
         max_tokens = swarm.config.max_model_len  # the model length will end it
     token = draw.integer(0, swarm.vocabulary_size - 1)
-    priorities = swarm.has(PRIORITY) or swarm.config.policy is Policy.PRIORITY
-    return Request(
+    priorities = swarm.has(PRIORITY) or swarm.config.policy is v.Policy.PRIORITY
+    return v.Request(
         request_id=name,
         prompt_token_ids=prompt,
         max_tokens=max_tokens,
@@ -185,16 +167,16 @@ def draw_request(
     )
 
 
-def among_others(stop: int, swarm: Swarm, index: int) -> TokenIds:
+def among_others(stop: int, swarm: Swarm, index: int) -> v.TokenIds:
     """A stop token before or, more often, after up to seven that are never sampled."""
     others = range(swarm.vocabulary_size, swarm.vocabulary_size + index % 8)
     return (*others, stop) if index % 3 else (stop, *others)
 
 
-def draw_repetition(draw: Draw) -> RepetitionDetection:
+def draw_repetition(draw: Draw) -> v.RepetitionDetection:
     """Patterns of one to three tokens; single ones left out now and then, or they come first."""
     least = draw.integer(1, 2)
-    return RepetitionDetection(draw.integer(least, 3), least, draw.integer(2, 3))
+    return v.RepetitionDetection(draw.integer(least, 3), least, draw.integer(2, 3))
 
 
 def draw_priority(swarm: Swarm, draw: Draw, index: int) -> int:
@@ -217,7 +199,7 @@ def get_room(swarm: Swarm, draw: Draw) -> int:
 
 
 def draw_prompt(
-    swarm: Swarm, draw: Draw, limit: int, texts: Sequence[TokenIds] = ()
+    swarm: Swarm, draw: Draw, limit: int, texts: Sequence[v.TokenIds] = ()
 ) -> tuple[int, ...]:
     """Part of a hot sequence and a tail of its own, lengths around block boundaries.
 
@@ -237,20 +219,20 @@ def draw_prompt(
     return prompt + draw.tokens(length - len(prompt), swarm.vocabulary_size)
 
 
-def draw_items(draw: Draw, num_prompt: int) -> tuple[MultiModalItem, ...]:
+def draw_items(draw: Draw, num_prompt: int) -> tuple[v.MultiModalItem, ...]:
     """One or two images somewhere in the prompt."""
-    items: list[MultiModalItem] = []
+    items: list[v.MultiModalItem] = []
     start = 0
     for _ in range(2 if draw.chance(40) else 1):
         if start < num_prompt:
             offset = draw.integer(start, num_prompt - 1)
             length = draw.integer(1, num_prompt - offset)
-            items.append(MultiModalItem(draw.choice(("cat", "dog")), offset, length))
+            items.append(v.MultiModalItem(draw.choice(("cat", "dog")), offset, length))
             start = offset + length
     return tuple(items)
 
 
-def draw_embeds(draw: Draw, num_prompt: int) -> TokenIds:
+def draw_embeds(draw: Draw, num_prompt: int) -> v.TokenIds:
     """Embeddings of a prompt: all alike, or one of them another, so that prefixes are shared."""
     embeds = [0] * num_prompt
     if draw.chance(60):
@@ -260,7 +242,7 @@ def draw_embeds(draw: Draw, num_prompt: int) -> TokenIds:
 
 def schedule(_view: View, _draw: Draw) -> Action:
     """Plan a step; with a frame in flight this is one step too many, and refused."""
-    return Schedule()
+    return v.Schedule()
 
 
 def answer(_view: View, _draw: Draw) -> Action:
@@ -291,25 +273,25 @@ def abort(view: View, draw: Draw) -> Action:
     """One or more requests give up; some ids may be unknown or ended."""
     known = [*view.client.live, *view.client.ended[-2:], "nobody"]
     count = 1 if draw.chance(80) else draw.integer(1, 3)
-    return Abort(tuple(draw.choice(known) for _ in range(count)))
+    return v.Abort(tuple(draw.choice(known) for _ in range(count)))
 
 
 def grammar_ready(view: View, draw: Draw) -> Action:
     """A grammar is compiled, of one that waits for it if there is one."""
     live = view.client.live
     waiting = [name for name, request in live.items() if request.structured_output]
-    return GrammarReady(draw.choice(waiting or [*live, "nobody"]))
+    return v.GrammarReady(draw.choice(waiting or [*live, "nobody"]))
 
 
 def pause(_view: View, draw: Draw) -> Action:
     """Pause or resume; resume more often, so that runs get somewhere."""
-    states = tuple(PauseState)
-    return SetPause(PauseState.UNPAUSED if draw.chance(70) else draw.choice(states))
+    states = tuple(v.PauseState)
+    return v.SetPause(v.PauseState.UNPAUSED if draw.chance(70) else draw.choice(states))
 
 
 def reset(_view: View, draw: Draw) -> Action:
     """Empty the cache, politely or by force."""
-    return Reset(draw.chance(50))
+    return v.Reset(draw.chance(50))
 
 
 def hostile(view: View, draw: Draw) -> Action:
@@ -318,22 +300,24 @@ def hostile(view: View, draw: Draw) -> Action:
     names = [*client.live, *client.ended[-2:], "nobody"]
     frames = [*(plan.frame_id for plan in client.plans), 0, 10**6]
     token = draw.integer(0, view.swarm.vocabulary_size - 1)
-    row = RowTokens(draw.choice(names), (token,) * draw.integer(0, 3))
+    row = v.RowTokens(draw.choice(names), (token,) * draw.integer(0, 3))
     return draw.choice(
         (
-            Hostile(Commit(-1, ())),
-            Hostile(Commit(draw.choice(frames), ())),
-            Hostile(Commit(draw.choice(frames), (row,))),
-            Hostile(Commit(draw.choice(frames), (row, row))),
-            Hostile(Drafts((row,))),
-            Hostile(Drafts((row, row))),
-            Hostile(Drafts(tuple(RowTokens(name, (token,)) for name in client.live))),
-            Hostile(Drafts((RowTokens(row.request_id, (token,) * 9),))),
-            Hostile(GrammarReady("nobody")),
-            Hostile(Submit(Request("bad", ()))),
-            Hostile(Submit(Request("bad", (1,), max_tokens=0))),
-            Hostile(Submit(Request("bad", (1,), max_tokens=10**6))),
-            Hostile(Submit(Request("bad", (token,) * 4, items=(MultiModalItem("cat", 3, 9),)))),
+            Hostile(v.Commit(-1, ())),
+            Hostile(v.Commit(draw.choice(frames), ())),
+            Hostile(v.Commit(draw.choice(frames), (row,))),
+            Hostile(v.Commit(draw.choice(frames), (row, row))),
+            Hostile(v.Drafts((row,))),
+            Hostile(v.Drafts((row, row))),
+            Hostile(v.Drafts(tuple(v.RowTokens(name, (token,)) for name in client.live))),
+            Hostile(v.Drafts((v.RowTokens(row.request_id, (token,) * 9),))),
+            Hostile(v.GrammarReady("nobody")),
+            Hostile(v.Submit(v.Request("bad", ()))),
+            Hostile(v.Submit(v.Request("bad", (1,), max_tokens=0))),
+            Hostile(v.Submit(v.Request("bad", (1,), max_tokens=10**6))),
+            Hostile(
+                v.Submit(v.Request("bad", (token,) * 4, items=(v.MultiModalItem("cat", 3, 9),)))
+            ),
         )
     )
 

@@ -25,16 +25,7 @@ from blockstep.conformance.judge.worker.names import NEVER_WRITTEN, Name
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.protocol.findings import Difference, Finding
-from blockstep.spec.vocabulary import (
-    Config,
-    Event,
-    FrameId,
-    Observation,
-    RequestId,
-    RowTokens,
-    Snapshot,
-    TokenIds,
-)
+from blockstep.spec import vocabulary as v
 
 
 class ArrayLike(Protocol):
@@ -88,7 +79,7 @@ class ServedPass(Protocol):
         ...
 
     @property
-    def request_ids(self) -> Sequence[RequestId]:
+    def request_ids(self) -> Sequence[v.RequestId]:
         """Whose tokens, in order."""
         ...
 
@@ -102,7 +93,7 @@ class ServedPlan(Protocol):
     """What one plan came to."""
 
     @property
-    def frame_id(self) -> FrameId:
+    def frame_id(self) -> v.FrameId:
         """The plan."""
         ...
 
@@ -112,12 +103,12 @@ class ServedPlan(Protocol):
         ...
 
     @property
-    def sampled(self) -> Sequence[RowTokens]:
+    def sampled(self) -> Sequence[v.RowTokens]:
         """What will be committed."""
         ...
 
     @property
-    def proposals(self) -> Mapping[RequestId, TokenIds]:
+    def proposals(self) -> Mapping[v.RequestId, v.TokenIds]:
         """Drafts of requests that sampled."""
         ...
 
@@ -151,7 +142,7 @@ class ServingChecker:
         CheckFailedError: from `apply` and `ran`, at the first thing that is wrong.
     """
 
-    def __init__(self, config: Config, make_engine: EngineFactory) -> None:
+    def __init__(self, config: v.Config, make_engine: EngineFactory) -> None:
         self.worker = ServingWorker(config)
         self.run = LockStep.start(config, make_engine)
         self.run.worker = self.worker
@@ -159,14 +150,14 @@ class ServingChecker:
         self.num_slots_written = 0
         self.num_slots_read = 0
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         """Give the event to spec and scheduler; the scheduler's answer if nothing is wrong."""
         self._expect_nothing(self.run.apply(event))
         assert self.run.last is not None
         assert self.run.last.seen is not None
         return self.run.last.seen
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> v.Snapshot:
         """The state, which is the same on both sides."""
         return self.run.spec.snapshot()
 
@@ -202,7 +193,7 @@ class ServingChecker:
 class ServingWorker(Worker):
     """The worker, sampling what a model sampled; and the tagged shadows of the model's caches."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: v.Config) -> None:
         super().__init__(config, _nobody_asks)
         num_slots = config.num_blocks * config.block_size
         self.shadows: dict[bool, list[Name]] = {
@@ -239,7 +230,7 @@ class ServingWorker(Worker):
             row.view.cut_names(len(row.view.tokens))
         return self._findings
 
-    def _runs_the_rows(self, one: ServedPass, rows: Mapping[RequestId, FrameRow]) -> bool:
+    def _runs_the_rows(self, one: ServedPass, rows: Mapping[v.RequestId, FrameRow]) -> bool:
         """Whether the model runs exactly the rows of the plan, each from its first position on."""
         ends, starts = _ints(one.inputs.seq_lens), _ints(one.inputs.query_start_loc)
         seen = {
@@ -253,7 +244,7 @@ class ServingWorker(Worker):
         self._complain("pass_runs_the_rows_of_the_plan", "the model ran others", difference)
         return False
 
-    def _check_pass(self, one: ServedPass, rows: Mapping[RequestId, FrameRow]) -> None:
+    def _check_pass(self, one: ServedPass, rows: Mapping[v.RequestId, FrameRow]) -> None:
         """Every token is written where its request has its slot, then read where it was written."""
         inputs = one.inputs
         tokens, positions = _ints(inputs.token_ids), _ints(inputs.positions)

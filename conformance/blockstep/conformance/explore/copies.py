@@ -13,17 +13,9 @@ from typing import Any
 
 from blockstep.conformance.engine import Engine, EngineFactory
 from blockstep.conformance.explore.world import World
-from blockstep.spec.vocabulary import (
-    Event,
-    PauseState,
-    Policy,
-    Schedule,
-    SpecMethod,
-    Status,
-    Submit,
-)
+from blockstep.spec import vocabulary as v
 
-Kept = bytes | tuple[Event, ...]
+Kept = bytes | tuple[v.Event, ...]
 """A pickled engine, or the events that lead to where it stands."""
 
 
@@ -77,7 +69,9 @@ class _Unpickler(pickle.Unpickler):
 
 def get_constants(world: World) -> list[object]:
     """What every state of a world and every engine in it have in common."""
-    members = (member for kind in (Status, PauseState, Policy, SpecMethod) for member in kind)
+    members = (
+        member for kind in (v.Status, v.PauseState, v.Policy, v.SpecMethod) for member in kind
+    )
     return [world.config, *world.requests, *members]
 
 
@@ -107,7 +101,7 @@ class Copies:
             engine.apply(event)
         return engine
 
-    def keep(self, engine: Engine, before: Kept, event: Event) -> Kept:
+    def keep(self, engine: Engine, before: Kept, event: v.Event) -> Kept:
         """To come back to `engine`, which has just taken `event`."""
         return (*before, event) if isinstance(before, tuple) else self._packer.pack(engine)
 
@@ -115,8 +109,8 @@ class Copies:
         """Tried after a few events: some take on what cannot be pickled only when they run."""
         try:
             for request in world.requests:
-                engine.apply(Submit(request))
-            engine.apply(Schedule())
+                engine.apply(v.Submit(request))
+            engine.apply(v.Schedule())
             twin = self._packer.unpack(self._packer.pack(engine))
             same: bool = twin.snapshot() == engine.snapshot()
             return same

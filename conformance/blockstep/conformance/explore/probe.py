@@ -17,22 +17,12 @@ from blockstep.conformance.judge.witnesses import WITNESSES, situations
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
 from blockstep.conformance.protocol.features import Feature
 from blockstep.conformance.protocol.findings import Difference
+from blockstep.spec import vocabulary as v
 from blockstep.spec.releases import Quirk, get_rules
 from blockstep.spec.requests import RequestState
 from blockstep.spec.snapshots import get_request_snapshot, get_snapshot
 from blockstep.spec.state import State
 from blockstep.spec.transition import transition
-from blockstep.spec.vocabulary import (
-    Config,
-    Event,
-    Observation,
-    Rejected,
-    Request,
-    RequestId,
-    RequestSnapshot,
-    Snapshot,
-    Submit,
-)
 
 Hits: TypeAlias = list[str]
 """What was found in a transition, a line each."""
@@ -60,16 +50,16 @@ class Moment:
     """One transition of the spec."""
 
     before: State
-    event: Event
+    event: v.Event
     after: State
     """`before` itself if the event was refused."""
-    observation: Observation
+    observation: v.Observation
 
 
-def get_moment(state: State, event: Event) -> Moment:
+def get_moment(state: State, event: v.Event) -> Moment:
     """The transition of this event."""
     result = transition(state, event)
-    if isinstance(result, Rejected):
+    if isinstance(result, v.Rejected):
         return Moment(state, event, state, result)
     return Moment(state, event, result.state, result.observation)
 
@@ -86,7 +76,7 @@ def get_ledger(state: State) -> Ledger:
         life.drafts = request.spec_token_ids
         life.num_cached_tokens = request.num_cached_tokens
         life.grammar_ready = request.grammar_ready
-    behind: dict[RequestId, int] = {}
+    behind: dict[v.RequestId, int] = {}
     for frame in reversed(state.frames):
         rows = []
         for row in frame.rows:
@@ -105,11 +95,11 @@ def get_ledger(state: State) -> Ledger:
     return ledger
 
 
-def get_lacking(lacking: Iterable[Feature], thing: Config | Event) -> Capability | None:
+def get_lacking(lacking: Iterable[Feature], thing: v.Config | v.Event) -> Capability | None:
     """What an engine that lacks these features would need for a config or an event."""
-    asked = thing.request if isinstance(thing, Submit) else thing
+    asked = thing.request if isinstance(thing, v.Submit) else thing
     for feature in lacking:
-        if isinstance(asked, Config | Request):
+        if isinstance(asked, v.Config | v.Request):
             is_asked = feature.is_asked_by(asked)
         else:
             is_asked = isinstance(asked, feature.actions)
@@ -127,14 +117,14 @@ class StateMemo:
 
     def __init__(self) -> None:
         self._state: State | None = None
-        self._requests: dict[int, RequestSnapshot] = {}
+        self._requests: dict[int, v.RequestSnapshot] = {}
         """Of the requests of that state, by `id`: the state keeps them alive."""
         self._ledger: Ledger | None = None
         self._moment: Moment | None = None
-        self._before: Snapshot | None = None
-        self._after: Snapshot | None = None
+        self._before: v.Snapshot | None = None
+        self._after: v.Snapshot | None = None
 
-    def snapshot_after(self, moment: Moment) -> Snapshot:
+    def snapshot_after(self, moment: Moment) -> v.Snapshot:
         """The state after a moment."""
         if self._moment is moment and self._after is not None:
             return self._after
@@ -153,7 +143,7 @@ class StateMemo:
         self._ledger = self._ledger or get_ledger(state)
         return Step(state.config, 1, moment.event, moment.observation, before, after), self._ledger
 
-    def _snapshot_before(self, state: State) -> Snapshot:
+    def _snapshot_before(self, state: State) -> v.Snapshot:
         if self._state is not state or self._before is None:
             self._state, self._ledger, self._moment = state, None, None
             self._before = get_snapshot(state)
@@ -161,7 +151,7 @@ class StateMemo:
             self._requests = {id(request): shown[name] for name, request in state.requests.items()}
         return self._before
 
-    def _show(self, request: RequestState) -> RequestSnapshot:
+    def _show(self, request: RequestState) -> v.RequestSnapshot:
         return self._requests.get(id(request)) or get_request_snapshot(request)
 
 
@@ -216,7 +206,7 @@ class QuirkProbe:
 
 
 def compare(
-    engine: Engine, moment: Moment, expected: Snapshot, capabilities: frozenset[str]
+    engine: Engine, moment: Moment, expected: v.Snapshot, capabilities: frozenset[str]
 ) -> Hits:
     """Give an engine that stands in the state before the event; how it differs after it."""
     return [
@@ -229,9 +219,9 @@ def compare(
 
 def differ(
     engine: Engine,
-    event: Event,
-    observation: Observation,
-    expected: Snapshot,
+    event: v.Event,
+    observation: v.Observation,
+    expected: v.Snapshot,
     capabilities: frozenset[str],
 ) -> tuple[Difference, ...]:
     """Give an engine an event; how its answer and its state differ from what is right."""
@@ -248,9 +238,9 @@ def differ(
     return differences
 
 
-def is_for(capabilities: frozenset[str], observation: Observation) -> bool:
+def is_for(capabilities: frozenset[str], observation: v.Observation) -> bool:
     """Whether an engine is given an event that the spec has answered so."""
-    return Capability.REJECTION in capabilities or not isinstance(observation, Rejected)
+    return Capability.REJECTION in capabilities or not isinstance(observation, v.Rejected)
 
 
 def count_witnesses(moment: Moment, memo: StateMemo) -> Iterator[str]:

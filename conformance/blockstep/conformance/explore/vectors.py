@@ -32,18 +32,8 @@ from blockstep.conformance.protocol.features import Feature, find_lacking
 from blockstep.conformance.protocol.findings import Difference
 from blockstep.conformance.protocol.program import describe_event
 from blockstep.conformance.recorded.traces import TraceError, TraceStep, read_lines, recorded
+from blockstep.spec import vocabulary as v
 from blockstep.spec.oracle import Oracle
-from blockstep.spec.vocabulary import (
-    BlockKey,
-    Config,
-    Event,
-    Observation,
-    PauseState,
-    Rejected,
-    RequestSnapshot,
-    Snapshot,
-    Stats,
-)
 
 VECTORS_FORMAT = "blockstep-vectors"
 VECTORS_VERSION = 1
@@ -62,11 +52,11 @@ class _Link(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 class _State(msgspec.Struct, forbid_unknown_fields=True):
     """A snapshot in JSON; fields as in the vocabulary but for keys."""
 
-    pause_state: PauseState
+    pause_state: v.PauseState
     waiting: tuple[str, ...]
     skipped_waiting: tuple[str, ...]
     running: tuple[str, ...]
-    requests: tuple[RequestSnapshot, ...]
+    requests: tuple[v.RequestSnapshot, ...]
     ref_counts: tuple[int, ...]
     free_queue: tuple[int, ...]
     block_keys: tuple[tuple[_Link, ...] | None, ...]
@@ -77,7 +67,7 @@ class _State(msgspec.Struct, forbid_unknown_fields=True):
     next_frame_id: int
     finished_req_ids: tuple[str, ...]
     prev_scheduled_req_ids: tuple[str, ...]
-    stats: Stats
+    stats: v.Stats
 
 
 class _StateLine(msgspec.Struct, forbid_unknown_fields=True):
@@ -111,9 +101,9 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class VectorStep:
     """One event, and what is right after it."""
 
-    event: Event
-    observation: Observation
-    snapshot: Snapshot
+    event: v.Event
+    observation: v.Observation
+    snapshot: v.Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +111,7 @@ class Vectors:
     """A file of vectors."""
 
     manifest: Manifest
-    config: Config
+    config: v.Config
     programs: tuple[tuple[VectorStep, ...], ...]
 
 
@@ -129,7 +119,7 @@ class Vectors:
 
 
 def write_vectors(
-    path: Path, preset: str, config: Config, programs: Sequence[Sequence[Event]]
+    path: Path, preset: str, config: v.Config, programs: Sequence[Sequence[v.Event]]
 ) -> Manifest:
     """Play each program on the specification and write down its answers; gzipped for ".gz".
 
@@ -142,8 +132,8 @@ def write_vectors(
         oracle = Oracle(config)
         for event in events:
             answer = oracle.apply(event)
-            if isinstance(answer, Rejected):
-                answer = Rejected(answer.code)  # its wording is nobody's business
+            if isinstance(answer, v.Rejected):
+                answer = v.Rejected(answer.code)  # its wording is nobody's business
             lines.append(recorded.step_line(path, 0, event, answer))
             lines.append(_encode(_StateLine(_to_json(oracle.snapshot()))))
     body = b"".join(lines)
@@ -170,7 +160,7 @@ def _encode(value: object) -> bytes:
     return msgspec.json.encode(value) + b"\n"
 
 
-def _to_json(snapshot: Snapshot) -> _State:
+def _to_json(snapshot: v.Snapshot) -> _State:
     return _State(
         block_keys=tuple(None if key is None else _to_links(key) for key in snapshot.block_keys),
         cached=tuple(sorted(snapshot.cached.values())),
@@ -182,7 +172,7 @@ def _to_json(snapshot: Snapshot) -> _State:
     )
 
 
-def _to_links(key: BlockKey) -> tuple[_Link, ...]:
+def _to_links(key: v.BlockKey) -> tuple[_Link, ...]:
     return tuple(
         _Link(link.token_ids, link.adapter, link.cache_salt, link.items, link.embeds)
         for link in key.chain()
@@ -257,7 +247,7 @@ def _read_programs(
         yield tuple(steps)
 
 
-def _read_state(path: Path, line: int, text: str) -> Snapshot:
+def _read_state(path: Path, line: int, text: str) -> v.Snapshot:
     rule = "behind each step stands the state after it"
     try:
         state = msgspec.json.decode(text, type=_StateLine).snapshot
@@ -271,13 +261,13 @@ def _read_state(path: Path, line: int, text: str) -> Snapshot:
             raise _bad(path, line, f"cached blocks {list(blocks)}", "findable blocks carry a key")
         cached[key] = blocks
     fields: dict[str, Any] = {name: getattr(state, name) for name in _State.__struct_fields__}
-    return Snapshot(**{**fields, "block_keys": tuple(keys), "cached": cached})
+    return v.Snapshot(**{**fields, "block_keys": tuple(keys), "cached": cached})
 
 
-def _from_links(links: tuple[_Link, ...]) -> BlockKey | None:
-    key: BlockKey | None = None
+def _from_links(links: tuple[_Link, ...]) -> v.BlockKey | None:
+    key: v.BlockKey | None = None
     for link in links:
-        key = BlockKey(
+        key = v.BlockKey(
             key, link.token_ids, link.adapter, link.cache_salt, link.items, embeds=link.embeds
         )
     return key
@@ -349,6 +339,6 @@ def consume(vectors: Vectors, make_engine: EngineFactory) -> Consumed:
 def _lacking(
     step: VectorStep, capabilities: frozenset[str], features: Iterable[Feature]
 ) -> Capability | None:
-    if isinstance(step.observation, Rejected):
+    if isinstance(step.observation, v.Rejected):
         return None if Capability.REJECTION in capabilities else Capability.REJECTION
     return get_lacking(features, step.event)

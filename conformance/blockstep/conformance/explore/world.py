@@ -13,28 +13,9 @@ from functools import cached_property
 from itertools import product
 
 from blockstep.conformance.protocol.features import FEATURES, HOSTILE
+from blockstep.spec import vocabulary as v
 from blockstep.spec.requests import Frame
 from blockstep.spec.state import State
-from blockstep.spec.vocabulary import (
-    Abort,
-    Commit,
-    Config,
-    Drafts,
-    Event,
-    GrammarReady,
-    PauseState,
-    Policy,
-    Request,
-    RequestId,
-    Reset,
-    RowTokens,
-    Schedule,
-    SetPause,
-    SpecMethod,
-    Submit,
-    TokenId,
-    TokenIds,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,29 +38,29 @@ class World:
 
     name: str
     summary: str
-    config: Config
-    requests: tuple[Request, ...]
+    config: v.Config
+    requests: tuple[v.Request, ...]
     """Those that may be submitted; each again once it has ended."""
-    vocabulary: tuple[TokenId, ...] = (0,)
+    vocabulary: tuple[v.TokenId, ...] = (0,)
     """What may be sampled, and proposed as a draft."""
     aborts: bool = False
     resets: tuple[bool, ...] = ()
     """Values of `reset_running_requests` to be tried."""
-    pauses: tuple[PauseState, ...] = ()
+    pauses: tuple[v.PauseState, ...] = ()
     expected: Counts | None = None
     """What a complete walk must count; a change of the specification shows up here."""
 
     @cached_property
-    def classes(self) -> dict[RequestId, int]:
+    def classes(self) -> dict[v.RequestId, int]:
         """The class of each request: those of one class are interchangeable.
 
         Ids take part in a decision under PRIORITY only, where they break ties.
         """
-        models: list[Request] = []
-        classes: dict[RequestId, int] = {}
+        models: list[v.Request] = []
+        classes: dict[v.RequestId, int] = {}
         for request in self.requests:
             model = replace(request, request_id="")
-            if self.config.policy is Policy.PRIORITY or model not in models:
+            if self.config.policy is v.Policy.PRIORITY or model not in models:
                 models.append(model)
                 classes[request.request_id] = len(models) - 1
             else:
@@ -87,23 +68,23 @@ class World:
         return classes
 
     @cached_property
-    def free_tokens(self) -> frozenset[TokenId]:
+    def free_tokens(self) -> frozenset[v.TokenId]:
         """Interchangeable tokens: no request names them. Empty if there is only one."""
-        named: set[TokenId | None] = set()
+        named: set[v.TokenId | None] = set()
         for request in self.requests:
             named |= {*request.prompt_token_ids, *request.stop_token_ids, request.eos_token_id}
         free = frozenset(self.vocabulary).difference(named)
         return free if len(free) > 1 else frozenset()
 
     @cached_property
-    def signals(self) -> tuple[Event, ...]:
+    def signals(self) -> tuple[v.Event, ...]:
         """Events that do not depend on the state: what clients and operators may do."""
-        events: list[Event] = [Submit(request) for request in self.requests]
-        events += [GrammarReady(r.request_id) for r in self.requests if r.structured_output]
+        events: list[v.Event] = [v.Submit(request) for request in self.requests]
+        events += [v.GrammarReady(r.request_id) for r in self.requests if r.structured_output]
         if self.aborts:
-            events += [Abort((request.request_id,)) for request in self.requests]
-        events += [Reset(forced) for forced in self.resets]
-        events += [SetPause(pause_state) for pause_state in self.pauses]
+            events += [v.Abort((request.request_id,)) for request in self.requests]
+        events += [v.Reset(forced) for forced in self.resets]
+        events += [v.SetPause(pause_state) for pause_state in self.pauses]
         return tuple(events)
 
     @cached_property
@@ -111,7 +92,7 @@ class World:
         """Names of the features (`features.FEATURES`) that it has; what must be refused is tried
         in every world."""
         kinds = {type(event) for event in self.signals}
-        things: tuple[Config | Request, ...] = (self.config, *self.requests)
+        things: tuple[v.Config | v.Request, ...] = (self.config, *self.requests)
         return frozenset(
             feature.name
             for feature in FEATURES
@@ -121,7 +102,7 @@ class World:
         )
 
     @cached_property
-    def mistakes(self) -> tuple[Event, ...]:
+    def mistakes(self) -> tuple[v.Event, ...]:
         """A program of events that must be refused, for vectors.
 
         But for one: the first request comes in, so that something wrong can be said of it.
@@ -130,48 +111,48 @@ class World:
         longest = (0,) * config.max_model_len
         too_many = (0,) * (config.num_speculative_tokens + 1)
         known = self.requests[0]
-        events: list[Event] = [
-            Submit(Request("X", longest)),
-            Submit(Request("X", ())),
-            Submit(Request("X", (0,), max_tokens=0)),
-            Commit(-1, ()),
-            GrammarReady("X"),
-            Drafts((RowTokens("X", too_many),)),
-            Drafts((RowTokens("X", ()), RowTokens("X", ()))),
-            Submit(known),
-            Submit(known),
+        events: list[v.Event] = [
+            v.Submit(v.Request("X", longest)),
+            v.Submit(v.Request("X", ())),
+            v.Submit(v.Request("X", (0,), max_tokens=0)),
+            v.Commit(-1, ()),
+            v.GrammarReady("X"),
+            v.Drafts((v.RowTokens("X", too_many),)),
+            v.Drafts((v.RowTokens("X", ()), v.RowTokens("X", ()))),
+            v.Submit(known),
+            v.Submit(known),
         ]
         if not known.structured_output:
-            events.append(GrammarReady(known.request_id))
+            events.append(v.GrammarReady(known.request_id))
         return tuple(events)
 
     @cached_property
-    def proposals(self) -> tuple[TokenIds, ...]:
+    def proposals(self) -> tuple[v.TokenIds, ...]:
         """Drafts that may be handed in for one request."""
         config = self.config
-        if config.spec_method is SpecMethod.NONE or config.async_scheduling:
+        if config.spec_method is v.SpecMethod.NONE or config.async_scheduling:
             return ()
         counts = range(1, config.num_speculative_tokens + 1)
         return tuple(tokens for n in counts for tokens in product(self.vocabulary, repeat=n))
 
 
-def get_events(world: World, state: State) -> Iterator[Event]:
+def get_events(world: World, state: State) -> Iterator[v.Event]:
     """All events to be tried in `state`, always in the same order."""
     yield from world.signals
-    yield Schedule()
+    yield v.Schedule()
     if world.proposals:
         for request_id in state.requests:
             for tokens in world.proposals:
-                yield Drafts((RowTokens(request_id, tokens),))
+                yield v.Drafts((v.RowTokens(request_id, tokens),))
     if state.frames:
         yield from get_answers(world, state.frames[0])
         yield from get_wrong_answers(state)
-    yield Commit(state.next_frame_id, ())
+    yield v.Commit(state.next_frame_id, ())
 
 
-def get_answers(world: World, frame: Frame) -> Iterator[Commit]:
+def get_answers(world: World, frame: Frame) -> Iterator[v.Commit]:
     """Every right answer to a frame: each number of accepted drafts, each token after them."""
-    choices: list[list[TokenIds]] = []
+    choices: list[list[v.TokenIds]] = []
     for row in frame.rows:
         if not row.samples:
             choices.append([()])
@@ -186,18 +167,22 @@ def get_answers(world: World, frame: Frame) -> Iterator[Commit]:
         )
     for answer in product(*choices):
         pairs = zip(frame.rows, answer, strict=True)
-        yield Commit(frame.frame_id, tuple(RowTokens(row.request_id, got) for row, got in pairs))
+        yield v.Commit(
+            frame.frame_id, tuple(v.RowTokens(row.request_id, got) for row, got in pairs)
+        )
 
 
-def get_wrong_answers(state: State) -> Iterator[Commit]:
+def get_wrong_answers(state: State) -> Iterator[v.Commit]:
     """Answers that must be refused: of a later frame, of too few rows, too long, too short."""
     frame = state.frames[0]
     for later in state.frames[1:]:
-        yield Commit(later.frame_id, tuple(RowTokens(row.request_id, (0,)) for row in later.rows))
-    yield Commit(frame.frame_id, ())
+        yield v.Commit(
+            later.frame_id, tuple(v.RowTokens(row.request_id, (0,)) for row in later.rows)
+        )
+    yield v.Commit(frame.frame_id, ())
     longest = max(len(row.draft_token_ids) for row in frame.rows) + 2
-    yield Commit(
-        frame.frame_id, tuple(RowTokens(row.request_id, (0,) * longest) for row in frame.rows)
+    yield v.Commit(
+        frame.frame_id, tuple(v.RowTokens(row.request_id, (0,) * longest) for row in frame.rows)
     )
     if any(row.samples for row in frame.rows):
-        yield Commit(frame.frame_id, tuple(RowTokens(row.request_id, ()) for row in frame.rows))
+        yield v.Commit(frame.frame_id, tuple(v.RowTokens(row.request_id, ()) for row in frame.rows))

@@ -12,23 +12,14 @@ from functools import partial
 from typing import Any
 
 from blockstep.conformance.explore.world import Counts, World
-from blockstep.spec.vocabulary import (
-    Config,
-    MultiModalItem,
-    PauseState,
-    Policy,
-    RepetitionDetection,
-    Request,
-    RequestId,
-    SpecMethod,
-)
+from blockstep.spec import vocabulary as v
 
 _LIKE_0 = 193
 """The first token whose block, alone, has a SHA-256 that begins like that of token 0."""
 _BOTH = (False, True)
 
 
-def _config(**changes: Any) -> Config:
+def _config(**changes: Any) -> v.Config:
     """Four blocks for requests, two seats, a step of four tokens, a model of six."""
     sizes = {
         "num_blocks": 5,
@@ -37,26 +28,26 @@ def _config(**changes: Any) -> Config:
         "max_num_batched_tokens": 4,
         "max_model_len": 6,
     }
-    return Config(**(sizes | changes))
+    return v.Config(**(sizes | changes))
 
 
-def _request(name: RequestId, num_tokens: int, max_tokens: int, **more: Any) -> Request:
+def _request(name: v.RequestId, num_tokens: int, max_tokens: int, **more: Any) -> v.Request:
     """So many equal tokens, and at most so many to sample."""
     prompt = (more.pop("token", 0),) * num_tokens
-    return Request(name, prompt, max_tokens=max_tokens, **more)
+    return v.Request(name, prompt, max_tokens=max_tokens, **more)
 
 
-def _item(name: str, offset: int) -> MultiModalItem:
-    return MultiModalItem(name, offset, 1)
+def _item(name: str, offset: int) -> v.MultiModalItem:
+    return v.MultiModalItem(name, offset, 1)
 
 
 _a, _b, _c = (partial(_request, name) for name in "ABC")
 _thin = partial(_config, block_size=1)
-_RANKED = {"policy": Policy.PRIORITY}
+_RANKED = {"policy": v.Policy.PRIORITY}
 _UNRESERVED = {"scheduler_reserve_full_isl": False}
 _UNCACHED = {"enable_prefix_caching": False}
 _AHEAD = {"max_frames_in_flight": 2, "async_scheduling": True}
-_NGRAM = {"spec_method": SpecMethod.NGRAM, "num_speculative_tokens": 1}
+_NGRAM = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 1}
 
 
 WORLDS: Mapping[str, World] = {
@@ -92,7 +83,13 @@ WORLDS: Mapping[str, World] = {
             _config(max_model_len=4),
             (
                 _a(2, 3, min_tokens=3, stop_token_ids=(1,)),
-                _b(1, 3, min_tokens=1, eos_token_id=1, repetition_detection=RepetitionDetection(1)),
+                _b(
+                    1,
+                    3,
+                    min_tokens=1,
+                    eos_token_id=1,
+                    repetition_detection=v.RepetitionDetection(1),
+                ),
                 _c(1, 1, stop_token_ids=(1,)),
             ),
             vocabulary=(0, 1),
@@ -154,7 +151,7 @@ WORLDS: Mapping[str, World] = {
                 enable_chunked_prefill=False,
                 **_UNCACHED,
             ),
-            (_a(2, 2), _b(3, 1), _c(1, 3, repetition_detection=RepetitionDetection(1))),
+            (_a(2, 2), _b(3, 1), _c(1, 3, repetition_detection=v.RepetitionDetection(1))),
             vocabulary=(0, 1),
             expected=Counts(317, 775, 1_427, 9),
         ),
@@ -203,7 +200,7 @@ WORLDS: Mapping[str, World] = {
             (_a(1, 2, structured_output=True), _b(1, 2, structured_output=True), _c(1, 1)),
             aborts=True,
             resets=_BOTH,
-            pauses=tuple(PauseState),
+            pauses=tuple(v.PauseState),
             expected=Counts(14_841, 168_507, 68_064, 23),
         ),
         World(
@@ -242,7 +239,7 @@ WORLDS: Mapping[str, World] = {
         World(
             "guesses",
             "drafts of a head: lookahead slots, the last hit block given back",
-            _config(spec_method=SpecMethod.EAGLE, num_speculative_tokens=1),
+            _config(spec_method=v.SpecMethod.EAGLE, num_speculative_tokens=1),
             (_a(3, 3), _b(2, 3)),
             vocabulary=(0, 1),
             aborts=True,
@@ -263,7 +260,7 @@ WORLDS: Mapping[str, World] = {
                 max_num_seqs=1,
                 max_num_batched_tokens=2,
                 max_model_len=5,
-                spec_method=SpecMethod.NGRAM,
+                spec_method=v.SpecMethod.NGRAM,
                 num_speculative_tokens=2,
             ),
             (_a(2, 1),),
@@ -275,7 +272,7 @@ WORLDS: Mapping[str, World] = {
             _thin(
                 max_num_batched_tokens=5,
                 max_model_len=3,
-                spec_method=SpecMethod.NGRAM,
+                spec_method=v.SpecMethod.NGRAM,
                 num_speculative_tokens=3,
             ),
             (_a(1, 2), _b(1, 2)),
@@ -396,7 +393,7 @@ WORLDS: Mapping[str, World] = {
             _config(
                 num_blocks=6,
                 max_num_seqs=3,
-                spec_method=SpecMethod.DRAFT_MODEL,
+                spec_method=v.SpecMethod.DRAFT_MODEL,
                 num_speculative_tokens=1,
             ),
             (_a(3, 3), _b(2, 3), _c(2, 3)),

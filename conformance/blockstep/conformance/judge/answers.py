@@ -12,26 +12,9 @@ from collections.abc import Iterator, Mapping
 from blockstep.conformance.judge.properties import Ledger, Sentence, Step, output, pool
 from blockstep.conformance.judge.properties.output import cut_at_stop
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
-from blockstep.spec.vocabulary import (
-    Abort,
-    Aborted,
-    Commit,
-    Config,
-    Event,
-    FinishReason,
-    NewRow,
-    Observation,
-    OutputRow,
-    Outputs,
-    Plan,
-    Request,
-    RequestId,
-    Schedule,
-    TokenId,
-    TokenIds,
-)
+from blockstep.spec import vocabulary as v
 
-Expected = tuple[TokenIds, tuple[FinishReason, TokenId | None] | None]
+Expected = tuple[v.TokenIds, tuple[v.FinishReason, v.TokenId | None] | None]
 """Tokens that are to be delivered, and how they end a request if they do."""
 
 JUDGED: tuple[Sentence, ...] = (
@@ -65,29 +48,31 @@ P25), and what a plan must repeat of the state (P26), which the worker judges by
 
 
 def judge_answer(
-    config: Config,
-    live: Mapping[RequestId, Request],
-    said: Mapping[RequestId, TokenIds],
-    event: Event,
-    seen: Observation,
+    config: v.Config,
+    live: Mapping[v.RequestId, v.Request],
+    said: Mapping[v.RequestId, v.TokenIds],
+    event: v.Event,
+    seen: v.Observation,
 ) -> Iterator[Finding]:
     """What is wrong with an answer of the right kind.
 
     `live` are those who have not ended, `said` is what was delivered to them, both before it.
     """
     match event, seen:
-        case Schedule(), Plan() as plan:
+        case v.Schedule(), v.Plan() as plan:
             yield from _judge_plan(config, live, plan)
-        case Commit(), Outputs(rows=rows):
+        case v.Commit(), v.Outputs(rows=rows):
             yield from _judge_outputs(dict(_expected_outputs(config, live, said, event)), rows)
-        case Abort(request_ids=named), Aborted(request_ids=ended):
+        case v.Abort(request_ids=named), v.Aborted(request_ids=ended):
             wrong = sorted(set(ended) ^ (set(named) & live.keys()))
             if wrong:
                 told = f"not ended, or ended without being named: {wrong}"
                 yield finding("P18", "abort_ends_exactly_the_unfinished_it_names", told)
 
 
-def _judge_plan(config: Config, live: Mapping[RequestId, Request], plan: Plan) -> Iterator[Finding]:
+def _judge_plan(
+    config: v.Config, live: Mapping[v.RequestId, v.Request], plan: v.Plan
+) -> Iterator[Finding]:
     """P9, and that a plan is about requests that there are."""
     rows = plan.rows
     total, limit = plan.total_num_scheduled_tokens, config.max_num_batched_tokens
@@ -104,7 +89,7 @@ def _judge_plan(config: Config, live: Mapping[RequestId, Request], plan: Plan) -
         name, end = row.request_id, row.num_computed_tokens + row.num_scheduled_tokens
         if name not in live:
             yield finding("P26", "row_is_of_an_unfinished_request", f"{name!r} has ended")
-        elif isinstance(row, NewRow) and row.request != live[name]:
+        elif isinstance(row, v.NewRow) and row.request != live[name]:
             what = f"{name!r} is not the request that was submitted"
             yield finding("P26", "new_row_carries_the_request_as_submitted", what)
         if end > config.max_model_len:
@@ -113,7 +98,7 @@ def _judge_plan(config: Config, live: Mapping[RequestId, Request], plan: Plan) -
 
 
 def _judge_outputs(
-    expected: Mapping[RequestId, Expected], rows: tuple[OutputRow, ...]
+    expected: Mapping[v.RequestId, Expected], rows: tuple[v.OutputRow, ...]
 ) -> Iterator[Finding]:
     """P13: each unfinished request of the frame gets what it sampled, up to its stop."""
     names = [row.request_id for row in rows]
@@ -139,11 +124,11 @@ def _judge_outputs(
 
 
 def _expected_outputs(
-    config: Config,
-    live: Mapping[RequestId, Request],
-    said: Mapping[RequestId, TokenIds],
-    event: Commit,
-) -> Iterator[tuple[RequestId, Expected]]:
+    config: v.Config,
+    live: Mapping[v.RequestId, v.Request],
+    said: Mapping[v.RequestId, v.TokenIds],
+    event: v.Commit,
+) -> Iterator[tuple[v.RequestId, Expected]]:
     for row in event.sampled:
         request = live.get(row.request_id)
         if request is not None and row.token_ids:
@@ -162,7 +147,7 @@ def judge_state(step: Step, ledger: Ledger) -> Iterator[Finding]:
                 yield sentence.finding(what)
 
 
-def _told(stop: tuple[FinishReason, TokenId | None] | None) -> str:
+def _told(stop: tuple[v.FinishReason, v.TokenId | None] | None) -> str:
     reason, token = stop or (None, None)
     return str(reason) if token is None else f"{reason} by token {token}"
 

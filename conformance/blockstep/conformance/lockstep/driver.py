@@ -43,28 +43,10 @@ from blockstep.conformance.protocol.program import (
 )
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.tokens import token_function
+from blockstep.spec import vocabulary as v
 from blockstep.spec.lives.drafts import can_take_drafts
 from blockstep.spec.profiles import STRICT, Profile
 from blockstep.spec.transition import transition
-from blockstep.spec.vocabulary import (
-    Commit,
-    Config,
-    Drafts,
-    Event,
-    GrammarReady,
-    Observation,
-    PauseState,
-    Plan,
-    RejectCode,
-    Rejected,
-    Request,
-    RequestId,
-    RowTokens,
-    Schedule,
-    SetPause,
-    Snapshot,
-    Submit,
-)
 
 EXPLICABLE = frozenset({FindingKind.PROPERTY, FindingKind.LIVENESS})
 """What a quirk can be the reason of."""
@@ -74,10 +56,10 @@ EXPLICABLE = frozenset({FindingKind.PROPERTY, FindingKind.LIVENESS})
 class Exchange:
     """One event and both answers to it."""
 
-    event: Event
-    expected: Observation
+    event: v.Event
+    expected: v.Observation
     """The spec's answer."""
-    seen: Observation | None
+    seen: v.Observation | None
     """The engine's answer; None if it raised."""
 
 
@@ -85,7 +67,7 @@ class Exchange:
 class LockStep(Client):
     """One run of one engine beside the spec, and what its client remembers. Not reusable."""
 
-    config: Config
+    config: v.Config
     engine: Engine
     worker: Worker
     spec: SpecEngine
@@ -94,9 +76,9 @@ class LockStep(Client):
     capabilities: frozenset[str]
     lacking: tuple[Feature, ...]
     """What the engine is not given, for want of a capability."""
-    judged: frozenset[RejectCode]
+    judged: frozenset[v.RejectCode]
     """What the engine is given although the spec refuses it so."""
-    declines: Callable[[Event], str | None] | None = None
+    declines: Callable[[v.Event], str | None] | None = None
     """Why the engine is not to be given an event, if it ever declines one."""
     keep_exchanges: bool = False
     exchanges: list[Exchange] = field(default_factory=list)
@@ -109,7 +91,7 @@ class LockStep(Client):
     """States compared."""
     skipped: dict[str, int] = field(default_factory=dict)
     """What was left out because the engine lacks a capability, and events that it declines."""
-    before: Snapshot | None = None
+    before: v.Snapshot | None = None
     num_events: int = 0
     has_failed: bool = False
     """Something was wrong; both sides no longer mean the same thing."""
@@ -121,7 +103,7 @@ class LockStep(Client):
     @classmethod
     def start(
         cls,
-        config: Config,
+        config: v.Config,
         make_engine: EngineFactory,
         token_seed: int = 0,
         vocabulary_size: int = 50,
@@ -133,7 +115,7 @@ class LockStep(Client):
         engine = make_engine(config)
         make_worker = get_traits(make_engine).make_worker or Worker
         # A worker has every slot in memory; one that is given no plan needs none.
-        room = config if compare_every is None else Config(num_blocks=2)
+        room = config if compare_every is None else v.Config(num_blocks=2)
         capabilities = engine.capabilities()
         run = cls(
             config=config,
@@ -155,12 +137,12 @@ class LockStep(Client):
 
     def fit(self, action: Action) -> Action:
         """The action as this engine can be given it; what it lacks is left out, and counted."""
-        if not isinstance(action, Submit):
+        if not isinstance(action, v.Submit):
             return action
         request, missing = fit(action.request, self.lacking)
         for capability in missing:
             self.skip(capability)
-        return Submit(request) if missing else action
+        return v.Submit(request) if missing else action
 
     def perform(self, action: Action) -> list[Finding]:
         """Do one action on both sides; returns what is wrong, [] if nothing.
@@ -181,7 +163,7 @@ class LockStep(Client):
         event = self.resolve(action)
         return [] if event is None else self.apply(event)
 
-    def resolve(self, action: Action) -> Event | None:
+    def resolve(self, action: Action) -> v.Event | None:
         """The event that an action comes to now; None when it comes to nothing."""
         match action:
             case Answer():
@@ -196,11 +178,11 @@ class LockStep(Client):
                 return None
             case Propose(counts=counts):
                 rows = tuple(
-                    RowTokens(name, self.worker.propose(name, *counts[index % len(counts)]))
+                    v.RowTokens(name, self.worker.propose(name, *counts[index % len(counts)]))
                     for index, name in enumerate(self.sampled)
                 )
                 return self._proposal(rows) if rows else None
-            case Hostile(event=Commit() as event) if self._is_welcome(event):
+            case Hostile(event=v.Commit() as event) if self._is_welcome(event):
                 return None  # a right answer but not the worker's: it would lose its tokens
             case Hostile(event=event):
                 return event
@@ -209,23 +191,23 @@ class LockStep(Client):
             case _:
                 return action
 
-    def _answer(self, plan: Plan) -> Commit:
-        return Commit(plan.frame_id, self.worker.answer(plan.frame_id))
+    def _answer(self, plan: v.Plan) -> v.Commit:
+        return v.Commit(plan.frame_id, self.worker.answer(plan.frame_id))
 
-    def _is_welcome(self, event: Event) -> bool:
+    def _is_welcome(self, event: v.Event) -> bool:
         """Whether the spec would take the event now."""
-        return not isinstance(transition(self.spec.state, event), Rejected)
+        return not isinstance(transition(self.spec.state, event), v.Rejected)
 
-    def _proposal(self, rows: tuple[RowTokens, ...]) -> Drafts | None:
+    def _proposal(self, rows: tuple[v.RowTokens, ...]) -> v.Drafts | None:
         """Drafts for everybody, or for those who can take them if the engine drops none."""
         if not {Capability.REJECTION, Capability.LATE_DRAFTS} & self.capabilities:
             state = self.spec.state
             requests = [state.requests.get(row.request_id) for row in rows]
             pairs = zip(rows, requests, strict=True)
             rows = tuple(row for row, known in pairs if known and can_take_drafts(state, known))
-        return Drafts(rows) if rows else None
+        return v.Drafts(rows) if rows else None
 
-    def apply(self, event: Event) -> list[Finding]:
+    def apply(self, event: v.Event) -> list[Finding]:
         """Give one event to both sides and check everything that can be checked.
 
         What the engine declines neither side is given, and it does not count as an event.
@@ -239,7 +221,7 @@ class LockStep(Client):
             expected = self.spec.apply(event)
         except AssertionError as error:
             return [_spec_finding(error)]
-        if isinstance(expected, Rejected) and expected.code not in self.judged:
+        if isinstance(expected, v.Rejected) and expected.code not in self.judged:
             self.skip(Capability.REJECTION)
             self.last = Exchange(event, expected, expected)
             return []
@@ -252,7 +234,7 @@ class LockStep(Client):
         self._keep(Exchange(event, expected, seen))
         after = self._comparable(after)
         findings = list(self._diverge(event, expected, seen, after))
-        if not isinstance(seen, Observation):
+        if not isinstance(seen, v.Observation):
             return findings
         if self.compare_every is not None:
             pass  # who judges must have seen every state
@@ -297,7 +279,7 @@ class LockStep(Client):
             self.known[found.property_id] = self.known.get(found.property_id, 0) + 1
         return []
 
-    def _comparable(self, snapshot: Snapshot | None) -> Snapshot | None:
+    def _comparable(self, snapshot: v.Snapshot | None) -> v.Snapshot | None:
         """The snapshot; with the spec's counters where the engine's mean something else."""
         if snapshot is None or Capability.STATISTICS in self.capabilities:
             return snapshot
@@ -311,7 +293,7 @@ class LockStep(Client):
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
 
     def _diverge(
-        self, event: Event, expected: Observation, seen: object, after: Snapshot | None
+        self, event: v.Event, expected: v.Observation, seen: object, after: v.Snapshot | None
     ) -> Iterator[Finding]:
         differences = observation_differences(expected, seen)
         if after is not None:
@@ -336,10 +318,10 @@ class LockStep(Client):
         The pipeline is kept as full as it may be, for that is how engines run. Where the engine
         declines all that is left to do, the drain ends, and nobody is to blame.
         """
-        findings = self.perform(SetPause(PauseState.UNPAUSED))
+        findings = self.perform(v.SetPause(v.PauseState.UNPAUSED))
         for name, request in list(self.live.items()):
             if request.structured_output and not findings:
-                findings = self.perform(GrammarReady(name))
+                findings = self.perform(v.GrammarReady(name))
         bound, watch = drain_bound(self.live), Watch()
         for _ in range(bound):
             if findings or not self.live:
@@ -361,7 +343,7 @@ class LockStep(Client):
         """
         while len(self.plans) < self.config.max_frames_in_flight:
             num_before = self.num_events
-            findings = self.apply(Schedule())
+            findings = self.apply(v.Schedule())
             if findings:
                 return findings, ""
             if self.num_events == num_before:
@@ -385,7 +367,7 @@ class LockStep(Client):
         return findings
 
 
-def drain_bound(live: Mapping[RequestId, Request]) -> int:
+def drain_bound(live: Mapping[v.RequestId, v.Request]) -> int:
     """Steps within which a drained scheduler must end these requests.
 
     Each step computes a token at least, and each of the requests may be preempted by each other

@@ -28,42 +28,19 @@ from blockstep.conformance.judge.witnesses.answers import AnswerWitnesses
 from blockstep.conformance.lockstep.driver import Exchange, LockStep, fault_of
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Hostile, Misanswer
+from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import STRICT, Profile
 from blockstep.spec.transition import transition
-from blockstep.spec.vocabulary import (
-    Abort,
-    Ack,
-    BlockId,
-    BlockKey,
-    Commit,
-    Config,
-    ConfigError,
-    ConfigProblem,
-    Drafts,
-    Event,
-    GrammarReady,
-    Observation,
-    PauseState,
-    Rejected,
-    Request,
-    RequestId,
-    RequestSnapshot,
-    RowTokens,
-    Schedule,
-    Snapshot,
-    Stats,
-    Submit,
-)
 
 _NO_FEATURES = {"max_tokens", "arrival_time"}
 """Fields that every engine has: a length, and a place in the order of arrival."""
 
 
-def _same_config(config: Config) -> Config:
+def _same_config(config: v.Config) -> v.Config:
     return config
 
 
-def _same_request(request: Request, _config: Config) -> Request:
+def _same_request(request: v.Request, _config: v.Config) -> v.Request:
     return request
 
 
@@ -71,9 +48,9 @@ def _same_request(request: Request, _config: Config) -> Request:
 class Safety:
     """What the factory of an engine declares, to be held to this equivalence."""
 
-    fit_config: Callable[[Config], Config] = _same_config
+    fit_config: Callable[[v.Config], v.Config] = _same_config
     """The nearest config that the engine can be built with."""
-    fit_request: Callable[[Request, Config], Request] = _same_request
+    fit_request: Callable[[v.Request, v.Config], v.Request] = _same_request
     """The nearest request that it understands. What is dropped on the way is counted."""
     takes_abort: bool = True
     situations: tuple[str, ...] = ("admitted", "stop_length")
@@ -82,7 +59,7 @@ class Safety:
 
     def start(
         self,
-        config: Config,
+        config: v.Config,
         make_engine: EngineFactory,
         token_seed: int = 0,
         vocabulary_size: int = 50,
@@ -96,52 +73,52 @@ class Safety:
         """
         fitting = self.fit_config(config)
         if fitting != config:
-            name = next(f.name for f in fields(Config) if _differ(f.name, fitting, config))
+            name = next(f.name for f in fields(v.Config) if _differ(f.name, fitting, config))
             rule = "is not a config of this engine"
             fix = f"use {getattr(fitting, name)!r}"
-            raise ConfigError([ConfigProblem(name, getattr(config, name), rule, fix)])
+            raise v.ConfigError([v.ConfigProblem(name, getattr(config, name), rule, fix)])
         run = SafetyRun.start(
             config, make_engine, token_seed, vocabulary_size, keep_exchanges, profile
         )
         run.equivalence, run.scope = self.name, self
         return run
 
-    def fit(self, action: Action, config: Config) -> tuple[Action, tuple[str, ...]]:
+    def fit(self, action: Action, config: v.Config) -> tuple[Action, tuple[str, ...]]:
         """The action that the engine understands, and the fields of a request that it drops."""
-        if not isinstance(action, Submit):
+        if not isinstance(action, v.Submit):
             return action, ()
         request = self.fit_request(action.request, config)
-        plain = Request("", ())
+        plain = v.Request("", ())
         dropped = tuple(
             f.name
-            for f in fields(Request)
+            for f in fields(v.Request)
             if f.name not in _NO_FEATURES
             and _differ(f.name, request, action.request)
             and not _differ(f.name, request, plain)
         )
-        return Submit(request), dropped
+        return v.Submit(request), dropped
 
 
 def show_state(
-    requests: Sequence[RequestSnapshot],
-    waiting: Sequence[RequestId],
-    running: Sequence[RequestId],
+    requests: Sequence[v.RequestSnapshot],
+    waiting: Sequence[v.RequestId],
+    running: Sequence[v.RequestId],
     ref_counts: tuple[int, ...],
-    free_queue: tuple[BlockId, ...],
-    block_keys: tuple[BlockKey | None, ...],
+    free_queue: tuple[v.BlockId, ...],
+    block_keys: tuple[v.BlockKey | None, ...],
     num_frames_in_flight: int,
-) -> Snapshot:
+) -> v.Snapshot:
     """A snapshot of what is judged at this equivalence; `requests` sorted by id.
 
     Queues are in their true order, for a state that returns is taken for a cycle. A block has a key
     if it can be hit now.
     """
-    cached: dict[BlockKey, tuple[BlockId, ...]] = {}
+    cached: dict[v.BlockKey, tuple[v.BlockId, ...]] = {}
     for block, key in enumerate(block_keys):
         if key is not None:
             cached[key] = (*cached.get(key, ()), block)
-    return Snapshot(
-        pause_state=PauseState.UNPAUSED,
+    return v.Snapshot(
+        pause_state=v.PauseState.UNPAUSED,
         waiting=tuple(waiting),
         skipped_waiting=(),
         running=tuple(running),
@@ -154,7 +131,7 @@ def show_state(
         next_frame_id=num_frames_in_flight,
         finished_req_ids=(),
         prev_scheduled_req_ids=(),
-        stats=Stats(),
+        stats=v.Stats(),
     )
 
 
@@ -176,38 +153,38 @@ class SafetyRun(LockStep):
             self.skip(name)
         return LockStep.fit(self, fitting)
 
-    def resolve(self, action: Action) -> Event | None:
+    def resolve(self, action: Action) -> v.Event | None:
         """The event that an action comes to. Mistakes come to nothing: refusals are not judged."""
         if isinstance(action, Hostile | Misanswer):
             return None
         return LockStep.resolve(self, action)
 
-    def _proposal(self, rows: tuple[RowTokens, ...]) -> Drafts | None:
+    def _proposal(self, rows: tuple[v.RowTokens, ...]) -> v.Drafts | None:
         """Drafts for those who have not ended."""
         rows = tuple(row for row in rows if row.request_id in self.live)
-        return Drafts(rows) if rows else None
+        return v.Drafts(rows) if rows else None
 
-    def _is_welcome(self, event: Event) -> bool:
+    def _is_welcome(self, event: v.Event) -> bool:
         """Whether any engine must take the event now; decided by what this one has answered."""
         match event:
-            case Submit(request=request):
+            case v.Submit(request=request):
                 name = request.request_id
                 return (
                     name not in self.live
                     and not any(row.request_id == name for plan in self.plans for row in plan.rows)
                     and self.scope.fit_request(request, self.config) == request
-                    and not isinstance(transition(self.spec.state, event), Rejected)
+                    and not isinstance(transition(self.spec.state, event), v.Rejected)
                 )
-            case Schedule():
+            case v.Schedule():
                 return len(self.plans) < self.config.max_frames_in_flight
-            case Abort():
+            case v.Abort():
                 return self.scope.takes_abort
-            case GrammarReady(request_id=name):
+            case v.GrammarReady(request_id=name):
                 return name in self.live and self.live[name].structured_output
             case _:
                 return True
 
-    def apply(self, event: Event) -> list[Finding]:
+    def apply(self, event: v.Event) -> list[Finding]:
         """Give one event to the engine and check what can be checked without a reference."""
         if not self._is_welcome(event):
             return []
@@ -216,10 +193,10 @@ class SafetyRun(LockStep):
             seen = self.engine.apply(event)
             after = self.engine.snapshot()
         except Exception as error:
-            self._keep(Exchange(event, Ack(), None))
+            self._keep(Exchange(event, v.Ack(), None))
             return [fault_of(error)]
         self._keep(Exchange(event, seen, seen))
-        if isinstance(seen, Rejected) and isinstance(event, Submit):
+        if isinstance(seen, v.Rejected) and isinstance(event, v.Submit):
             self.skip(f"requests refused as {seen.code}")
             return []
         due = ANSWER_TYPES[type(event)]
@@ -238,12 +215,12 @@ class SafetyRun(LockStep):
         return findings
 
     def _judge_state(
-        self, event: Event, seen: Observation, before: Snapshot, after: Snapshot
+        self, event: v.Event, seen: v.Observation, before: v.Snapshot, after: v.Snapshot
     ) -> list[Finding]:
         """What the sentences about a state and the worker say."""
         step = Step(self.config, self.num_events, event, seen, before, after)
         findings = [*self.worker.check_published(after)]
-        if isinstance(event, Schedule | Commit):
+        if isinstance(event, v.Schedule | v.Commit):
             findings += self.worker.check_view(after)
         findings += judge_state(step, self.ledger)
         self.ledger.record(step)

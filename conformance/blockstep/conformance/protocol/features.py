@@ -13,20 +13,10 @@ from typing import TypeVar
 
 from blockstep.conformance.engine import Capability
 from blockstep.conformance.protocol.program import Hostile, Misanswer, Propose
-from blockstep.spec.vocabulary import (
-    Abort,
-    Config,
-    Drafts,
-    GrammarReady,
-    Policy,
-    Request,
-    Reset,
-    SetPause,
-    SpecMethod,
-)
+from blockstep.spec import vocabulary as v
 
-T = TypeVar("T", Config, Request)
-PLAIN_REQUEST = Request("", ())
+T = TypeVar("T", v.Config, v.Request)
+PLAIN_REQUEST = v.Request("", ())
 
 
 class UsageError(ValueError):
@@ -55,9 +45,9 @@ class Feature:
     properties: tuple[str, ...] = ()
     """What speaks of it first."""
 
-    def is_asked_by(self, thing: Config | Request) -> bool:
+    def is_asked_by(self, thing: v.Config | v.Request) -> bool:
         """Whether a config or a request asks for it."""
-        if isinstance(thing, Request):
+        if isinstance(thing, v.Request):
             plain = PLAIN_REQUEST
             return any(getattr(thing, name) != getattr(plain, name) for name in self.request)
         if self is PIPELINE and thing.async_scheduling:
@@ -68,7 +58,7 @@ class Feature:
         """The config or request without it."""
         if not self.is_asked_by(thing):
             return thing
-        if isinstance(thing, Request):
+        if isinstance(thing, v.Request):
             return replace(thing, **{name: getattr(PLAIN_REQUEST, name) for name in self.request})
         return replace(thing, **self.config)  # type: ignore[arg-type]
 
@@ -77,7 +67,7 @@ PRIORITY = Feature(
     "priority",
     "the urgent are admitted first and preempted last",
     Capability.PRIORITY,
-    config={"policy": Policy.FCFS},
+    config={"policy": v.Policy.FCFS},
     request=("priority",),
     situations=("admission_overtakes", "priority_"),
     properties=("P16",),
@@ -86,8 +76,8 @@ DRAFTS = Feature(
     "drafts",
     "speculative decoding: draft tokens are proposed, scheduled, and accepted or rolled back",
     Capability.DRAFTS,
-    config={"spec_method": SpecMethod.NONE, "num_speculative_tokens": 0},
-    actions=(Propose, Drafts),
+    config={"spec_method": v.SpecMethod.NONE, "num_speculative_tokens": 0},
+    actions=(Propose, v.Drafts),
     situations=(
         *("draft", "rollback_", "stop_inside_accepted_drafts", "head_drop"),
         "block_for_lookahead_only",
@@ -121,7 +111,7 @@ PAUSE = Feature(
     "pause",
     "scheduling is paused and resumed",
     Capability.PAUSE,
-    actions=(SetPause,),
+    actions=(v.SetPause,),
     situations=("paused_",),
     properties=("P9",),
 )
@@ -129,7 +119,7 @@ RESET = Feature(
     "reset",
     "the prefix cache is emptied, by force if need be",
     Capability.RESET,
-    actions=(Reset,),
+    actions=(v.Reset,),
     situations=("reset_", "commit_for_preempted", "ended_while_preempted"),
     properties=("P25",),
 )
@@ -138,7 +128,7 @@ GRAMMAR = Feature(
     "structured output: a request waits until its grammar is compiled",
     Capability.GRAMMAR,
     request=("structured_output",),
-    actions=(GrammarReady,),
+    actions=(v.GrammarReady,),
     situations=("grammar_", "admission_after_skip", "rejected_not_structured"),
     properties=("P15", "P16"),
 )
@@ -178,7 +168,7 @@ STOPS = Feature(
 ABORTS = Feature(
     "aborts",
     "clients give up",
-    actions=(Abort,),
+    actions=(v.Abort,),
     situations=("abort_", "commit_for_aborted"),
     properties=("P18",),
 )

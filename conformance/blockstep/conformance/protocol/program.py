@@ -12,24 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from blockstep.spec.vocabulary import (
-    Abort,
-    CachedRow,
-    Commit,
-    Config,
-    Drafts,
-    Event,
-    GrammarReady,
-    NewRow,
-    Outputs,
-    Plan,
-    Rejected,
-    Request,
-    Reset,
-    Schedule,
-    SetPause,
-    Submit,
-)
+from blockstep.spec import vocabulary as v
 
 WIDTH = 100
 """Columns of what people read."""
@@ -91,19 +74,19 @@ class Drain:
 class Hostile:
     """An event as it is, however wrong: stale commits, foreign rows, malformed values."""
 
-    event: Event
+    event: v.Event
 
 
 Action: TypeAlias = (
-    Submit
-    | Schedule
+    v.Submit
+    | v.Schedule
     | Answer
     | Misanswer
     | Propose
-    | Abort
-    | GrammarReady
-    | SetPause
-    | Reset
+    | v.Abort
+    | v.GrammarReady
+    | v.SetPause
+    | v.Reset
     | Drain
     | Hostile
 )
@@ -113,7 +96,7 @@ Action: TypeAlias = (
 class Program:
     """A run, reproducible to the last token: everything random was decided in here."""
 
-    config: Config
+    config: v.Config
     actions: tuple[Action, ...]
     token_seed: int = 0
     """Seed of the token function: which token follows which text."""
@@ -124,7 +107,7 @@ class Program:
 def describe(action: Action) -> str:
     """One line for a reader: `submit  A prompt=12 max_tokens=4`."""
     match action:
-        case Submit(request=request):
+        case v.Submit(request=request):
             return f"submit    {describe_request(request)}"
         case Answer():
             return "commit"
@@ -133,13 +116,13 @@ def describe(action: Action) -> str:
         case Propose(counts=counts):
             parts = " ".join(f"{count}({right} right)" for count, right in counts)
             return f"drafts    {parts}"
-        case Abort(request_ids=request_ids):
+        case v.Abort(request_ids=request_ids):
             return f"abort     {' '.join(request_ids)}"
-        case GrammarReady(request_id=request_id):
+        case v.GrammarReady(request_id=request_id):
             return f"grammar   {request_id} ready"
-        case SetPause(pause_state=pause_state):
+        case v.SetPause(pause_state=pause_state):
             return f"pause     {pause_state}"
-        case Reset(reset_running_requests=True):
+        case v.Reset(reset_running_requests=True):
             return "reset     running requests too"
         case Hostile(event=event):
             return f"hostile   {describe_event(event)}"
@@ -147,24 +130,24 @@ def describe(action: Action) -> str:
             return type(action).__name__.lower()
 
 
-def describe_config(config: Config) -> str:
+def describe_config(config: v.Config) -> str:
     """Whatever is not a default, in the order of the fields."""
-    plain = Config(config.num_blocks)
+    plain = v.Config(config.num_blocks)
     parts = [f"num_blocks={config.num_blocks}"]
-    for name in Config.__dataclass_fields__:
+    for name in v.Config.__dataclass_fields__:
         value = getattr(config, name)
         if name != "num_blocks" and value != getattr(plain, name):
             parts.append(f"{name}={value}")
     return "\n            ".join(textwrap.wrap(" ".join(parts), WIDTH - 12))
 
 
-def describe_request(request: Request) -> str:
+def describe_request(request: v.Request) -> str:
     """Its id and whatever is not a default."""
     prompt = request.prompt_token_ids
     shown = ",".join(map(str, prompt)) if len(prompt) <= 8 else f"{len(prompt)} tokens"
     parts = [f"{request.request_id} prompt={shown} max_tokens={request.max_tokens}"]
-    defaults = Request("", ())
-    for name in Request.__dataclass_fields__:
+    defaults = v.Request("", ())
+    for name in v.Request.__dataclass_fields__:
         value = getattr(request, name)
         if name not in {"request_id", "prompt_token_ids", "max_tokens"} and value != getattr(
             defaults, name
@@ -176,11 +159,11 @@ def describe_request(request: Request) -> str:
 def describe_event(event: object) -> str:
     """One line for an event as it was sent."""
     match event:
-        case Submit(request=Request() as request):
+        case v.Submit(request=v.Request() as request):
             return f"submit {describe_request(request)}"
-        case Commit(frame_id=frame_id, sampled=sampled):
+        case v.Commit(frame_id=frame_id, sampled=sampled):
             return f"commit frame {frame_id} {_rows(sampled)}"
-        case Drafts(drafts=drafts):
+        case v.Drafts(drafts=drafts):
             return f"drafts {_rows(drafts)}"
         case _:
             text = repr(event)
@@ -190,7 +173,7 @@ def describe_event(event: object) -> str:
 def describe_observation(observation: object) -> str:
     """One line for an answer: who runs how many tokens where, what was delivered."""
     match observation:
-        case Plan():
+        case v.Plan():
             parts = [_planned(row) for row in observation.rows]
             for word, names in (
                 ("ended", observation.finished_req_ids),
@@ -198,24 +181,24 @@ def describe_observation(observation: object) -> str:
             ):
                 parts += [f"{word} {' '.join(names)}"] if names else []
             return f"plan {observation.frame_id}: {'; '.join(parts) or 'nothing to run'}"
-        case Outputs(rows=rows):
+        case v.Outputs(rows=rows):
             delivered = [
                 f"{row.request_id} {list(row.new_token_ids)}"
                 + (f" ends: {row.finish_reason}" if row.finish_reason else "")
                 for row in rows
             ]
             return f"outputs: {'; '.join(delivered) or 'none'}"
-        case Rejected(code=code, detail=detail):
+        case v.Rejected(code=code, detail=detail):
             return f"rejected {code}: {detail}"
         case _:
             text = repr(observation)
             return text if len(text) <= 200 else text[:197] + "..."
 
 
-def _planned(row: NewRow | CachedRow) -> str:
+def _planned(row: v.NewRow | v.CachedRow) -> str:
     first = row.num_computed_tokens
     last = first + row.num_scheduled_tokens - 1
-    if isinstance(row, NewRow):
+    if isinstance(row, v.NewRow):
         kind, tables = "new", row.block_ids
     else:
         kind, tables = "resumed" if row.resumed else "runs", row.new_block_ids

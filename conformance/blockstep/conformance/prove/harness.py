@@ -10,22 +10,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from blockstep.spec import vocabulary as v
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Holding, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.step.schedule import process_schedule
 from blockstep.spec.strict import STRICT_RULES
-from blockstep.spec.vocabulary import (
-    BlockId,
-    BlockKey,
-    Config,
-    Plan,
-    Rejected,
-    Request,
-    SpecMethod,
-    Status,
-)
 
 MANY = 1_000_000
 """Output tokens that nobody asks for: a request that does not end."""
@@ -46,13 +37,13 @@ class Tokens(tuple[int, ...]):
         return self.number
 
 
-def key_of(block_id: BlockId) -> BlockKey:
+def key_of(block_id: v.BlockId) -> v.BlockKey:
     """A key of its own for each block."""
-    return BlockKey(None, (block_id,))
+    return v.BlockKey(None, (block_id,))
 
 
 def build_pool(
-    ref_counts: tuple[int, ...], free_queue: tuple[BlockId, ...], published: tuple[BlockId, ...]
+    ref_counts: tuple[int, ...], free_queue: tuple[v.BlockId, ...], published: tuple[v.BlockId, ...]
 ) -> Pool:
     """A pool whose published blocks carry keys of their own."""
     return Pool(
@@ -74,17 +65,17 @@ def build_request(
     name: str, num_prompt: int, num_outputs: int = 0, max_tokens: int = MANY
 ) -> RequestState:
     """A waiting request of so many tokens."""
-    asked = Request(name, Tokens(num_prompt), max_tokens=max_tokens)
-    return RequestState(asked, Status.WAITING, output_token_ids=Tokens(num_outputs))
+    asked = v.Request(name, Tokens(num_prompt), max_tokens=max_tokens)
+    return RequestState(asked, v.Status.WAITING, output_token_ids=Tokens(num_outputs))
 
 
 def build_runner(
-    name: str, num_known: int, num_computed: int, block_table: tuple[BlockId, ...] = ()
+    name: str, num_known: int, num_computed: int, block_table: tuple[v.BlockId, ...] = ()
 ) -> RequestState:
     """A running request, all of its known tokens in its prompt."""
     return replace(
         build_request(name, num_known),
-        status=Status.RUNNING,
+        status=v.Status.RUNNING,
         output_token_ids=(),
         num_computed_tokens=num_computed,
         holdings=(Holding(block_table),),
@@ -92,13 +83,13 @@ def build_runner(
 
 
 def with_table(
-    request: RequestState, block_table: tuple[BlockId, ...], num_cached_blocks: int = 0
+    request: RequestState, block_table: tuple[v.BlockId, ...], num_cached_blocks: int = 0
 ) -> RequestState:
     """The request holding these blocks, so many of them settled."""
     return replace(request, holdings=(Holding(block_table, num_cached_blocks),))
 
 
-def table_of(request: RequestState) -> tuple[BlockId, ...]:
+def table_of(request: RequestState) -> tuple[v.BlockId, ...]:
     """The one block table of a request."""
     (table,) = request.block_tables
     return table
@@ -115,13 +106,13 @@ def build_config(
     num_speculative_tokens: int = 0,
     max_frames_in_flight: int = 1,
     **changes: Any,
-) -> Config:
+) -> v.Config:
     """Five usable blocks, no caching; drafts are of a model, several frames are planned ahead."""
     fields = {"num_blocks": 6, "enable_prefix_caching": False} | changes
-    return Config(
+    return v.Config(
         block_size=block_size,
         max_model_len=max_model_len,
-        spec_method=SpecMethod.DRAFT_MODEL if num_speculative_tokens else SpecMethod.NONE,
+        spec_method=v.SpecMethod.DRAFT_MODEL if num_speculative_tokens else v.SpecMethod.NONE,
         num_speculative_tokens=num_speculative_tokens,
         max_frames_in_flight=max_frames_in_flight,
         async_scheduling=max_frames_in_flight > 1,
@@ -130,7 +121,7 @@ def build_config(
 
 
 def build_state(
-    config: Config, running: tuple[RequestState, ...], waiting: tuple[RequestState, ...] = ()
+    config: v.Config, running: tuple[RequestState, ...], waiting: tuple[RequestState, ...] = ()
 ) -> State:
     """A state of these requests; blocks that none of them holds are free, in order of their ids."""
     holders = [0] * config.num_blocks
@@ -147,8 +138,8 @@ def build_state(
     )
 
 
-def schedule(state: State) -> tuple[State, Plan]:
+def schedule(state: State) -> tuple[State, v.Plan]:
     """One whole step of the specification."""
     result = process_schedule(state)
-    assert not isinstance(result, Rejected), "the pipeline has room"
+    assert not isinstance(result, v.Rejected), "the pipeline has room"
     return result

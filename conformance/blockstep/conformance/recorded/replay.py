@@ -26,29 +26,8 @@ from blockstep.conformance.lockstep.driver import LockStep, fault_of
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.recorded.figures import ReplayReport
 from blockstep.conformance.recorded.pace import Arrivals, Pace
+from blockstep.spec import vocabulary as v
 from blockstep.spec.transition import transition
-from blockstep.spec.vocabulary import (
-    Ack,
-    BlockId,
-    BlockTables,
-    CachedRow,
-    Commit,
-    Config,
-    Event,
-    FinishReason,
-    GrammarReady,
-    NewRow,
-    Observation,
-    Outputs,
-    Plan,
-    Rejected,
-    Request,
-    RequestId,
-    RowTokens,
-    Schedule,
-    Submit,
-    TokenIds,
-)
 
 OUTPUT_TOKENS = 1 << 30
 """Distinct output tokens before ids repeat."""
@@ -66,8 +45,8 @@ def cut(text: str, length: int = 200) -> str:
 
 
 def replay(
-    requests: Iterable[Request],
-    config: Config,
+    requests: Iterable[v.Request],
+    config: v.Config,
     make_engine: EngineFactory,
     *,
     with_spec: bool = False,
@@ -132,10 +111,10 @@ class _Alone:
 
     num_compared = 0
 
-    def __init__(self, make_engine: EngineFactory, config: Config) -> None:
+    def __init__(self, make_engine: EngineFactory, config: v.Config) -> None:
         self._engine = make_engine(config)
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         """The engine's answer. Raises `_FoundError`, as all of these."""
         try:
             return self._engine.apply(event)
@@ -157,15 +136,15 @@ class _Beside:
         """States that were compared."""
         return 0 if self._run.equivalence else self._run.num_compared
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         """The engine's answer, or the spec's refusal of what the engine is not to be given."""
         run = self._run
-        if isinstance(event, Submit):
-            event = cast("Submit", run.fit(event))
+        if isinstance(event, v.Submit):
+            event = cast("v.Submit", run.fit(event))
         _expect_nothing(run.apply(event))
         if run.last is None or run.last.event is not event:  # it can never fit
             refusal = transition(run.spec.state, event)
-            assert isinstance(refusal, Rejected)
+            assert isinstance(refusal, v.Rejected)
             return refusal
         assert run.last.seen is not None
         return run.last.seen
@@ -200,9 +179,9 @@ class _Live:
     """The known tokens with which it ends."""
     token: int
     """Its next output, less `OUTPUT_TOKENS_START`, before it wraps around."""
-    sampled: TokenIds = ()
+    sampled: v.TokenIds = ()
     """What the commit under way says it sampled."""
-    table: list[BlockId] = field(default_factory=list)
+    table: list[v.BlockId] = field(default_factory=list)
     """The blocks it holds, all groups in one list."""
 
 
@@ -211,7 +190,7 @@ class _Replay:
 
     def __init__(
         self,
-        source: Iterator[Request],
+        source: Iterator[v.Request],
         report: ReplayReport,
         side: _Side,
         steps_max: int | None,
@@ -225,10 +204,10 @@ class _Replay:
         self._side = side
         self._steps_max = steps_max
         self._on_progress = on_progress
-        self.last_event: Event | None = None
+        self.last_event: v.Event | None = None
         self._ticks = 0
-        self._live: dict[RequestId, _Live] = {}
-        self._refs: dict[BlockId, int] = {}
+        self._live: dict[v.RequestId, _Live] = {}
+        self._refs: dict[v.BlockId, int] = {}
         """Holders of each held block."""
         self._outputs_promised = 0
         """Tokens set aside as outputs of the requests submitted so far."""
@@ -271,20 +250,20 @@ class _Replay:
             self._submit(request)
             self._next = next(self._source, None)
 
-    def _apply(self, event: Event) -> Observation:
+    def _apply(self, event: v.Event) -> v.Observation:
         self.last_event = event
         self._report.events += 1
         return self._side.apply(event)
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: v.Request) -> None:
         report = self._report
         report.requests_submitted += 1
-        observation = self._apply(Submit(request))
-        if isinstance(observation, Rejected):
+        observation = self._apply(v.Submit(request))
+        if isinstance(observation, v.Rejected):
             code = observation.code.value
             report.requests_refused[code] = report.requests_refused.get(code, 0) + 1
             return
-        if not isinstance(observation, Ack):
+        if not isinstance(observation, v.Ack):
             what = f"it gave {cut(repr(observation))}"
             raise _broken("P11", "a_submit_is_taken_or_refused", what)
         prompt = len(request.prompt_token_ids)
@@ -292,18 +271,18 @@ class _Replay:
         self._live[request.request_id] = _Live(prompt, prompt, end, self._outputs_promised)
         self._outputs_promised += end - prompt
         if request.structured_output:
-            self._apply(GrammarReady(request.request_id))
+            self._apply(v.GrammarReady(request.request_id))
 
     # The next three run once per row of every plan: they are written for speed.
 
-    def _schedule(self) -> Plan:
+    def _schedule(self) -> v.Plan:
         report = self._report
         if self._steps_max is not None and report.steps >= self._steps_max:
             raise self._stall(f"{report.steps} steps, the most allowed, were taken")
-        plan = self._apply(Schedule())
+        plan = self._apply(v.Schedule())
         report.steps += 1
         self._idle_steps += 1
-        if not isinstance(plan, Plan):
+        if not isinstance(plan, v.Plan):
             raise _broken("P26", "a_schedule_gives_a_plan", f"it gave {cut(repr(plan))}")
         try:
             for request_id in plan.preempted_req_ids:
@@ -327,13 +306,13 @@ class _Replay:
         report.pool_blocks_mean = self._blocks_sum / report.steps
         return plan
 
-    def _commit(self, plan: Plan) -> None:
+    def _commit(self, plan: v.Plan) -> None:
         live = self._live
-        answers: list[RowTokens] = []
+        answers: list[v.RowTokens] = []
         sampling = 0
         scheduled = 0
         for rows in (plan.new, plan.cached):
-            row: NewRow | CachedRow
+            row: v.NewRow | v.CachedRow
             for row in rows:
                 request_id = row.request_id
                 state = live.get(request_id)
@@ -353,13 +332,13 @@ class _Replay:
                 else:
                     what = f"{request_id!r} has {state.known} tokens, the plan ends {-missing} on"
                     raise _broken("P12", "a_plan_schedules_known_tokens", what)
-                answers.append(RowTokens(request_id, state.sampled))
+                answers.append(v.RowTokens(request_id, state.sampled))
         self._report.tokens_scheduled += scheduled
         self._deliver(plan, tuple(answers), sampling)
 
-    def _deliver(self, plan: Plan, answers: tuple[RowTokens, ...], sampling: int) -> None:
-        outputs = self._apply(Commit(plan.frame_id, answers))
-        if not isinstance(outputs, Outputs):
+    def _deliver(self, plan: v.Plan, answers: tuple[v.RowTokens, ...], sampling: int) -> None:
+        outputs = self._apply(v.Commit(plan.frame_id, answers))
+        if not isinstance(outputs, v.Outputs):
             what = f"it gave {cut(repr(outputs))}"
             raise _broken("P13", "a_commit_gives_outputs", what)
         if len(outputs.rows) != sampling:
@@ -382,7 +361,7 @@ class _Replay:
             self._report.tokens_output += sampling
             self._idle_steps = 0
 
-    def _admit(self, row: NewRow) -> None:
+    def _admit(self, row: v.NewRow) -> None:
         state, report = self._live[row.request.request_id], self._report
         size = self._config.block_size
         report.tokens_prompt += state.prompt
@@ -391,7 +370,7 @@ class _Replay:
         report.blocks_prefix_hit += row.num_computed_tokens // size
         self._hold(state, row.block_ids)
 
-    def _hold(self, state: _Live, tables: BlockTables) -> None:
+    def _hold(self, state: _Live, tables: v.BlockTables) -> None:
         refs = self._refs
         for table in tables:
             state.table += table
@@ -408,8 +387,10 @@ class _Replay:
                 refs[block] = holders - 1
         state.table = []
 
-    def _check_end(self, request_id: RequestId, state: _Live, reason: FinishReason | None) -> None:
-        if reason in (FinishReason.STOP, FinishReason.REPETITION):
+    def _check_end(
+        self, request_id: v.RequestId, state: _Live, reason: v.FinishReason | None
+    ) -> None:
+        if reason in (v.FinishReason.STOP, v.FinishReason.REPETITION):
             return  # the request asked for it: workloads never do, other requests may
         what = f"{request_id!r} has {state.known} of {state.end} tokens and finish_reason {reason}"
         raise _broken("P13", "a_request_ends_at_its_length_cap", what)

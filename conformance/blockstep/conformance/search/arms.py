@@ -32,22 +32,7 @@ from blockstep.conformance.protocol.features import (
 from blockstep.conformance.protocol.tokens import token_function
 from blockstep.conformance.search.episodes import draw_options, fit_config, fit_depth
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.spec.vocabulary import (
-    Commit,
-    Config,
-    Drafts,
-    FinishReason,
-    GrammarReady,
-    Outputs,
-    Plan,
-    Request,
-    RequestId,
-    RowTokens,
-    Schedule,
-    SpecMethod,
-    Submit,
-    TokenIds,
-)
+from blockstep.spec import vocabulary as v
 
 REQUESTS_MAX = 8
 GROWTH = 8
@@ -62,23 +47,23 @@ class Arm:
 
     name: str
     summary: str
-    change: Callable[[Config], Config]
+    change: Callable[[v.Config], v.Config]
     feature: Feature | None = None
     """What an engine needs for it."""
 
 
-def _switch_drafts(config: Config) -> Config:
+def _switch_drafts(config: v.Config) -> v.Config:
     if DRAFTS.is_asked_by(config):
         return DRAFTS.take_from(config)
-    return replace(config, spec_method=SpecMethod.EAGLE, num_speculative_tokens=2)
+    return replace(config, spec_method=v.SpecMethod.EAGLE, num_speculative_tokens=2)
 
 
-def _switch_async(config: Config) -> Config:
+def _switch_async(config: v.Config) -> v.Config:
     depth = 1 if config.async_scheduling else DEPTH
     return replace(config, max_frames_in_flight=depth, async_scheduling=depth > 1)
 
 
-def _switch_pipeline(config: Config) -> Config:
+def _switch_pipeline(config: v.Config) -> v.Config:
     depth = 1 if PIPELINE.is_asked_by(config) else DEPTH
     return replace(config, max_frames_in_flight=depth, async_scheduling=False)
 
@@ -111,8 +96,8 @@ ARMS: tuple[Arm, ...] = (
 class Answer:
     """What one request came to."""
 
-    token_ids: TokenIds
-    reason: FinishReason | None
+    token_ids: v.TokenIds
+    reason: v.FinishReason | None
     """None: it never ended."""
 
 
@@ -122,10 +107,10 @@ class Contrast:
 
     arm: str
     episode: int
-    config: Config
-    changed: Config
-    requests: tuple[Request, ...]
-    request_id: RequestId
+    config: v.Config
+    changed: v.Config
+    requests: tuple[v.Request, ...]
+    request_id: v.RequestId
     plain: Answer
     other: Answer
 
@@ -176,7 +161,7 @@ def usable_arms(make_engine: EngineFactory) -> tuple[list[Arm], tuple[str, ...]]
     return [arm for arm in ARMS if arm.name not in missing], missing
 
 
-def draw_workload(options: CheckOptions, episode: int) -> tuple[Swarm, tuple[Request, ...]]:
+def draw_workload(options: CheckOptions, episode: int) -> tuple[Swarm, tuple[v.Request, ...]]:
     """A config and requests; everything follows from preset, seed and episode."""
     draw = SeededDraw(f"arms/{options.preset}/{options.seed}/{episode}")
     swarm = draw_options(options, draw)
@@ -190,8 +175,8 @@ def draw_workload(options: CheckOptions, episode: int) -> tuple[Swarm, tuple[Req
 
 
 def _fit_workload(
-    make_engine: EngineFactory, swarm: Swarm, requests: tuple[Request, ...]
-) -> tuple[Swarm, tuple[Request, ...]]:
+    make_engine: EngineFactory, swarm: Swarm, requests: tuple[v.Request, ...]
+) -> tuple[Swarm, tuple[v.Request, ...]]:
     """The workload as the engine can be given it."""
     config, _ = fit_config(swarm.config, make_engine)
     weaker = get_traits(make_engine).equivalence
@@ -202,13 +187,13 @@ def _fit_workload(
 
 
 def run_workload(
-    make_engine: EngineFactory, swarm: Swarm, config: Config, requests: Sequence[Request]
-) -> dict[RequestId, Answer]:
+    make_engine: EngineFactory, swarm: Swarm, config: v.Config, requests: Sequence[v.Request]
+) -> dict[v.RequestId, Answer]:
     """What the accepted requests came to when all are submitted one step after another."""
     engine, client = make_engine(config), Client()
     worker = Worker(config, token_function(swarm.token_seed, swarm.vocabulary_size))
     worker.acceptance = (0, 1, 2)
-    answers: dict[RequestId, Answer] = {}
+    answers: dict[v.RequestId, Answer] = {}
     work = sum(len(request.prompt_token_ids) + request.max_tokens for request in requests)
     for step in range(20 + work * (1 + len(requests))):
         if step < len(requests):
@@ -216,32 +201,32 @@ def run_workload(
             answers |= {name: Answer((), None) for name in client.live if name not in answers}
         elif not client.live:
             break
-        plan = engine.apply(Schedule())
-        worker.observe(Schedule(), plan)
-        client.follow(Schedule(), plan)
-        has_rows = isinstance(plan, Plan) and bool(plan.rows)
+        plan = engine.apply(v.Schedule())
+        worker.observe(v.Schedule(), plan)
+        client.follow(v.Schedule(), plan)
+        has_rows = isinstance(plan, v.Plan) and bool(plan.rows)
         if len(client.plans) == config.max_frames_in_flight or (client.plans and not has_rows):
             _commit(engine, worker, client, answers)
     return answers
 
 
-def _submit(engine: Engine, client: Client, request: Request) -> None:
-    event = Submit(request)
+def _submit(engine: Engine, client: Client, request: v.Request) -> None:
+    event = v.Submit(request)
     client.follow(event, engine.apply(event))
     if request.structured_output and request.request_id in client.live:
-        engine.apply(GrammarReady(request.request_id))
+        engine.apply(v.GrammarReady(request.request_id))
 
 
 def _commit(
-    engine: Engine, worker: Worker, client: Client, answers: dict[RequestId, Answer]
+    engine: Engine, worker: Worker, client: Client, answers: dict[v.RequestId, Answer]
 ) -> None:
     """Answer the oldest plan, and propose drafts for those who sampled and go on."""
     frame_id = client.plans[0].frame_id
-    event = Commit(frame_id, worker.answer(frame_id))
+    event = v.Commit(frame_id, worker.answer(frame_id))
     outputs = engine.apply(event)
     worker.observe(event, outputs)
     client.follow(event, outputs)
-    if not isinstance(outputs, Outputs):
+    if not isinstance(outputs, v.Outputs):
         client.plans.pop(0)
         return
     for row in outputs.rows:
@@ -251,26 +236,26 @@ def _commit(
     if config.num_speculative_tokens and not config.async_scheduling:
         count = config.num_speculative_tokens
         rows = [
-            RowTokens(name, worker.propose(name, count, index % (count + 1)))
+            v.RowTokens(name, worker.propose(name, count, index % (count + 1)))
             for index, name in enumerate(client.sampled)
             if name in client.live
         ]
-        engine.apply(Drafts(tuple(rows)))
+        engine.apply(v.Drafts(tuple(rows)))
 
 
 def first_difference(
-    plain: Mapping[RequestId, Answer], other: Mapping[RequestId, Answer]
-) -> RequestId | None:
+    plain: Mapping[v.RequestId, Answer], other: Mapping[v.RequestId, Answer]
+) -> v.RequestId | None:
     """The first request that both took in and answered differently."""
     return next((name for name in plain if name in other and plain[name] != other[name]), None)
 
 
 def _shrink(
-    make_engine: EngineFactory, swarm: Swarm, changed: Config, requests: tuple[Request, ...]
-) -> tuple[tuple[Request, ...], RequestId, Answer, Answer]:
+    make_engine: EngineFactory, swarm: Swarm, changed: v.Config, requests: tuple[v.Request, ...]
+) -> tuple[tuple[v.Request, ...], v.RequestId, Answer, Answer]:
     """As few requests as show it, the one that is answered differently, and both answers."""
 
-    def differ(some: Sequence[Request]) -> tuple[RequestId, Answer, Answer] | None:
+    def differ(some: Sequence[v.Request]) -> tuple[v.RequestId, Answer, Answer] | None:
         plain = run_workload(make_engine, swarm, swarm.config, some)
         other = run_workload(make_engine, swarm, changed, some)
         name = first_difference(plain, other)

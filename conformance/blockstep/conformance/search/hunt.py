@@ -31,18 +31,8 @@ from blockstep.conformance.search.episodes import EpisodeResult, fit_depth, run_
 from blockstep.conformance.search.floor import look, require_wish
 from blockstep.conformance.search.options import CheckOptions, find_profile
 from blockstep.conformance.search.shrink import Shrunk, shrink
+from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import SPARING, Profile, Quirk
-from blockstep.spec.vocabulary import (
-    Config,
-    Event,
-    Observation,
-    Policy,
-    Request,
-    RequestId,
-    Schedule,
-    Snapshot,
-    Submit,
-)
 
 SCOPES = (TINY.name, SMALL.name)
 SHORT = 10
@@ -92,7 +82,7 @@ class Lookout:
     name: str
     title: str
     upstream: str
-    is_seen: Callable[[Config, Mapping[RequestId, Request], Snapshot], bool]
+    is_seen: Callable[[v.Config, Mapping[v.RequestId, v.Request], v.Snapshot], bool]
     """Whether it shows in the state after a plan."""
 
 
@@ -112,10 +102,10 @@ class HuntResult:
 
 
 def waits_for_a_seat(
-    config: Config, requests: Mapping[RequestId, Request], after: Snapshot
+    config: v.Config, requests: Mapping[v.RequestId, v.Request], after: v.Snapshot
 ) -> bool:
     """All seats are taken, one by a request less urgent than one that waits."""
-    if config.policy is not Policy.PRIORITY or len(after.running) < config.max_num_seqs:
+    if config.policy is not v.Policy.PRIORITY or len(after.running) < config.max_num_seqs:
         return False
     least_urgent = max(requests[name].priority for name in after.running)
     return any(requests[name].priority < least_urgent for name in after.waiting)
@@ -141,37 +131,37 @@ class Watched:
     def __init__(
         self,
         engine: Engine,
-        config: Config,
+        config: v.Config,
         forgives: Callable[[Cause], bool],
         lookout: Lookout | None,
     ) -> None:
         self.engine, self.config, self.forgives, self.lookout = engine, config, forgives, lookout
         self.judges = get_judged(engine)
         self._declines = get_declines(engine)
-        self.requests: dict[RequestId, Request] = {}
+        self.requests: dict[v.RequestId, v.Request] = {}
 
     def capabilities(self) -> frozenset[str]:
         """Those of the engine, as its flags stand now."""
         return self.engine.capabilities()
 
-    def apply(self, event: Event) -> Observation:
+    def apply(self, event: v.Event) -> v.Observation:
         """Hand it on, and look at what came of it."""
         seen = self.engine.apply(event)
         if self.lookout is not None:
-            if isinstance(event, Submit):
+            if isinstance(event, v.Submit):
                 self.requests[event.request.request_id] = event.request
             after = self.engine.snapshot()
-            if not isinstance(event, Schedule) or after is None:
+            if not isinstance(event, v.Schedule) or after is None:
                 return seen
             if self.lookout.is_seen(self.config, self.requests, after):
                 raise PolicySeenError(self.lookout.name)
         return seen
 
-    def snapshot(self) -> Snapshot | None:
+    def snapshot(self) -> v.Snapshot | None:
         """The state of the engine."""
         return self.engine.snapshot()
 
-    def declines(self, event: Event) -> str | None:
+    def declines(self, event: v.Event) -> str | None:
         """Why the engine declines it, if that is forgiven."""
         reason = None if self._declines is None else self._declines(event)
         if reason is None:
@@ -191,7 +181,7 @@ class Forgiving:
         self.make_engine, self.forgiven, self.lookout = make_engine, forgiven, lookout
         self.traits = get_traits(make_engine)
 
-    def __call__(self, config: Config) -> Watched:
+    def __call__(self, config: v.Config) -> Watched:
         """Build one."""
         engine = self.make_engine(config)
         for name in self.traits.workarounds:

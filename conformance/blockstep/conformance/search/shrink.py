@@ -19,21 +19,8 @@ from blockstep.conformance.protocol.program import (
     Propose,
     describe_observation,
 )
+from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import STRICT, Profile
-from blockstep.spec.vocabulary import (
-    Abort,
-    Config,
-    ConfigError,
-    GrammarReady,
-    PauseState,
-    Policy,
-    Request,
-    RequestId,
-    Schedule,
-    SetPause,
-    SpecMethod,
-    Submit,
-)
 
 MAX_RUNS = 1200
 STRAIGHT_ROUNDS = 24
@@ -141,7 +128,7 @@ class Shrinker:
         self._on_run(self._num_runs, len(self.best.actions))
         try:
             run, findings = run_program(program, self._make_engine, self._profile)
-        except ConfigError:
+        except v.ConfigError:
             return False
         if not any((found.kind, found.property_id) == self._wanted for found in findings):
             return False
@@ -157,14 +144,14 @@ class Shrinker:
         if not actions or not isinstance(actions[-1], Drain):
             return
         waiting = [
-            GrammarReady(action.request.request_id)
+            v.GrammarReady(action.request.request_id)
             for action in actions
-            if isinstance(action, Submit) and action.request.structured_output
+            if isinstance(action, v.Submit) and action.request.structured_output
         ]
-        head = (*actions[:-1], SetPause(PauseState.UNPAUSED), *waiting)
-        fill = (Schedule(),) * (self.best.config.max_frames_in_flight - 1)
+        head = (*actions[:-1], v.SetPause(v.PauseState.UNPAUSED), *waiting)
+        fill = (v.Schedule(),) * (self.best.config.max_frames_in_flight - 1)
         for steps in (4, 16, 64, 256):
-            if self._try(self._with((*head, Answer(), *fill, *((Schedule(), Answer()) * steps)))):
+            if self._try(self._with((*head, Answer(), *fill, *((v.Schedule(), Answer()) * steps)))):
                 return
 
     def _cut_tail(self) -> None:
@@ -183,11 +170,11 @@ class Shrinker:
 
         Most defects need nothing more, and no removal of single actions would find that out.
         """
-        submits = tuple(action for action in self.best.actions if isinstance(action, Submit))
-        fill = (Schedule(),) * (self.best.config.max_frames_in_flight - 1)
+        submits = tuple(action for action in self.best.actions if isinstance(action, v.Submit))
+        fill = (v.Schedule(),) * (self.best.config.max_frames_in_flight - 1)
         proposals = [action for action in self.best.actions if isinstance(action, Propose)][:1]
-        rounds: list[tuple[Action, ...]] = [(Schedule(), Answer())]
-        rounds += [(Schedule(), Answer(), proposal) for proposal in proposals]
+        rounds: list[tuple[Action, ...]] = [(v.Schedule(), Answer())]
+        rounds += [(v.Schedule(), Answer(), proposal) for proposal in proposals]
         for one_round in rounds:
             actions = (*submits, *fill, *one_round * STRAIGHT_ROUNDS)
             if self._try(self._with(actions)):
@@ -221,7 +208,7 @@ class Shrinker:
     def _pipeline(self) -> None:
         """Let all plans be in flight at once, so that no answer is needed between them."""
         actions = tuple(action for action in self.best.actions if not isinstance(action, Answer))
-        depth = sum(isinstance(action, Schedule) for action in actions)
+        depth = sum(isinstance(action, v.Schedule) for action in actions)
         most = get_traits(self._make_engine).max_depth or depth
         is_async = self.best.config.async_scheduling or self.best.config.max_frames_in_flight == 1
         if len(actions) < len(self.best.actions) and 1 < depth <= most:
@@ -245,13 +232,13 @@ class Shrinker:
 
     def _without_blocks(self, index: int, num_blocks: int) -> bool:
         action, config = self.best.actions[index], self.best.config
-        if not isinstance(action, Submit) or config.num_blocks - num_blocks < 2:
+        if not isinstance(action, v.Submit) or config.num_blocks - num_blocks < 2:
             return False
         prompt = action.request.prompt_token_ids
         left = len(prompt) - num_blocks * config.block_size
         if left < 1:
             return False
-        shorter = Submit(replace(action.request, prompt_token_ids=prompt[:left], items=()))
+        shorter = v.Submit(replace(action.request, prompt_token_ids=prompt[:left], items=()))
         actions = (*self.best.actions[:index], shorter, *self.best.actions[index + 1 :])
         smaller = replace(config, num_blocks=config.num_blocks - num_blocks)
         return self._try(replace(self.best, config=smaller, actions=actions))
@@ -273,7 +260,9 @@ class Shrinker:
     def _rename(self) -> None:
         """Call the requests A, B, C in order of submission, or of their names: these break ties."""
         names = dict.fromkeys(
-            action.request.request_id for action in self.best.actions if isinstance(action, Submit)
+            action.request.request_id
+            for action in self.best.actions
+            if isinstance(action, v.Submit)
         )
         for order in (list(names), sorted(names)):
             plain = {name: request_name(index) for index, name in enumerate(order)}
@@ -281,14 +270,14 @@ class Shrinker:
                 return
 
 
-def _renamed(action: Action, names: dict[RequestId, RequestId]) -> Action:
+def _renamed(action: Action, names: dict[v.RequestId, v.RequestId]) -> Action:
     match action:
-        case Submit(request=request):
-            return Submit(replace(request, request_id=names[request.request_id]))
-        case Abort(request_ids=request_ids):
-            return Abort(tuple(names.get(name, name) for name in request_ids))
-        case GrammarReady(request_id=request_id):
-            return GrammarReady(names.get(request_id, request_id))
+        case v.Submit(request=request):
+            return v.Submit(replace(request, request_id=names[request.request_id]))
+        case v.Abort(request_ids=request_ids):
+            return v.Abort(tuple(names.get(name, name) for name in request_ids))
+        case v.GrammarReady(request_id=request_id):
+            return v.GrammarReady(names.get(request_id, request_id))
         case _:
             return action
 
@@ -307,7 +296,7 @@ def halved(program: Program) -> Program:
         long_prefill_token_threshold=half(config.long_prefill_token_threshold),
     )
     actions = tuple(
-        Submit(
+        v.Submit(
             replace(
                 action.request,
                 prompt_token_ids=action.request.prompt_token_ids[
@@ -316,7 +305,7 @@ def halved(program: Program) -> Program:
                 items=(),
             )
         )
-        if isinstance(action, Submit)
+        if isinstance(action, v.Submit)
         else action
         for action in program.actions
     )
@@ -326,10 +315,10 @@ def halved(program: Program) -> Program:
 def simpler_actions(action: Action) -> Iterator[Action]:
     """Variants of an action with less in it, the simplest first."""
     match action:
-        case Submit(request=request):
-            yield from map(Submit, simpler_requests(request))
-        case Abort(request_ids=request_ids) if len(request_ids) > 1:
-            yield from (Abort((name,)) for name in request_ids)
+        case v.Submit(request=request):
+            yield from map(v.Submit, simpler_requests(request))
+        case v.Abort(request_ids=request_ids) if len(request_ids) > 1:
+            yield from (v.Abort((name,)) for name in request_ids)
         case Propose(counts=counts):
             if len(counts) > 1:
                 yield from (Propose((count,)) for count in counts)
@@ -341,10 +330,10 @@ def simpler_actions(action: Action) -> Iterator[Action]:
             return
 
 
-def simpler_requests(request: Request) -> Iterator[Request]:
+def simpler_requests(request: v.Request) -> Iterator[v.Request]:
     """The request with a field at its default, fewer tokens, or plainer ones."""
-    plain = Request(request.request_id, request.prompt_token_ids)
-    for field in fields(Request):
+    plain = v.Request(request.request_id, request.prompt_token_ids)
+    for field in fields(v.Request):
         value = getattr(request, field.name)
         default = getattr(plain, field.name)
         if field.name != "max_tokens" and value != default:
@@ -363,10 +352,10 @@ def simpler_requests(request: Request) -> Iterator[Request]:
             yield replace(request, prompt_token_ids=counted)
 
 
-def simpler_configs(config: Config) -> Iterator[Config]:
+def simpler_configs(config: v.Config) -> Iterator[v.Config]:
     """The config with one feature switched off, or one bound out of the way."""
     plain = {
-        "policy": Policy.FCFS,
+        "policy": v.Policy.FCFS,
         "long_prefill_token_threshold": 0,
         "enable_chunked_prefill": True,
         "scheduler_reserve_full_isl": True,
@@ -381,8 +370,8 @@ def simpler_configs(config: Config) -> Iterator[Config]:
     for depth in range(1, config.max_frames_in_flight):
         is_async = config.async_scheduling and depth > 1
         yield replace(config, max_frames_in_flight=depth, async_scheduling=is_async)
-    if config.spec_method is not SpecMethod.NONE:
-        yield replace(config, spec_method=SpecMethod.NONE, num_speculative_tokens=0)
+    if config.spec_method is not v.SpecMethod.NONE:
+        yield replace(config, spec_method=v.SpecMethod.NONE, num_speculative_tokens=0)
         yield replace(config, num_speculative_tokens=1)
     for block_size in (1, 2):
         if block_size < config.block_size:

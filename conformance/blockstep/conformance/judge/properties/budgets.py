@@ -8,19 +8,10 @@ from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import victims_of
 from blockstep.conformance.judge.properties.sentence import Complaint, difference, sentence
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.spec.vocabulary import (
-    Abort,
-    Commit,
-    PauseState,
-    RequestSnapshot,
-    Reset,
-    Schedule,
-    Status,
-    Submit,
-)
+from blockstep.spec import vocabulary as v
 
 
-@sentence("P9", Schedule)
+@sentence("P9", v.Schedule)
 def plan_stays_within_token_budget(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """A step runs at most `max_num_batched_tokens` tokens."""
     total = sum(row.num_scheduled for row in step.rows)
@@ -28,14 +19,14 @@ def plan_stays_within_token_budget(step: Step, _ledger: Ledger) -> list[Complain
     return [Complaint(f"{total} tokens planned, {limit} allowed")] if total > limit else None
 
 
-@sentence("P9", Schedule)
+@sentence("P9", v.Schedule)
 def running_stays_within_max_num_seqs(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """At most `max_num_seqs` requests run."""
     running, limit = len(step.after.running), step.config.max_num_seqs
     return [Complaint(f"{running} requests run, {limit} may")] if running > limit else None
 
 
-@sentence("P9", Schedule)
+@sentence("P9", v.Schedule)
 def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """A row runs a token at least, at most the long-prefill threshold, with at most K drafts."""
     config = step.config
@@ -47,7 +38,7 @@ def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Iterator[Complaint
             yield Complaint(f"{row.request_id!r} carries {len(row.drafts)} drafts")
 
 
-@sentence("P9", Schedule)
+@sentence("P9", v.Schedule)
 def row_stays_within_max_model_len(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """The last position of the model is never run: there is no token left to sample from it.
 
@@ -61,16 +52,16 @@ def row_stays_within_max_model_len(step: Step, _ledger: Ledger) -> Iterator[Comp
             )
 
 
-@sentence("P9", Schedule)
+@sentence("P9", v.Schedule)
 def paused_scheduler_admits_nobody(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """PAUSED_NEW admits nobody, PAUSED_ALL schedules nobody."""
-    if ledger.pause_state is PauseState.UNPAUSED:
+    if ledger.pause_state is v.PauseState.UNPAUSED:
         return None
-    rows = step.rows if ledger.pause_state is PauseState.PAUSED_ALL else step.admitted_rows
+    rows = step.rows if ledger.pause_state is v.PauseState.PAUSED_ALL else step.admitted_rows
     return [Complaint(f"{row.request_id!r} scheduled while {ledger.pause_state}") for row in rows]
 
 
-@sentence("P9", Schedule)
+@sentence("P9", v.Schedule)
 def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Without chunked prefill an admission runs all uncached tokens, or the threshold's share."""
     if step.config.enable_chunked_prefill:
@@ -82,7 +73,7 @@ def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Iterator[C
             yield Complaint(f"{row.request_id!r} was admitted with {rest} tokens left out")
 
 
-@sentence("P12", Schedule, Commit, Abort, Reset)
+@sentence("P12", v.Schedule, v.Commit, v.Abort, v.Reset)
 def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Computed is no more than known and promised, and exactly that by whoever is promised any.
 
@@ -103,7 +94,7 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Iterator[C
         # The last token is not computed yet: known, freshly sampled, or promised.
         most = known + owed - 1
         # All others are, once a row that samples is dispatched.
-        least = most if owed and request.status is Status.RUNNING else 0
+        least = most if owed and request.status is v.Status.RUNNING else 0
         settled = request.num_cached_blocks[0]
         if (
             not least <= computed <= most
@@ -119,11 +110,11 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Iterator[C
             )
 
 
-@sentence("P12", Schedule, Commit, Abort, Reset)
+@sentence("P12", v.Schedule, v.Commit, v.Abort, v.Reset)
 def only_running_requests_hold_anything(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """Who waits has no block, no computed token and no draft."""
     for request in step.after.requests:
-        if request.status is not Status.RUNNING and (
+        if request.status is not v.Status.RUNNING and (
             request.block_tables != ((),)
             or request.num_computed_tokens
             or request.num_cached_blocks != (0,)
@@ -132,7 +123,7 @@ def only_running_requests_hold_anything(step: Step, _ledger: Ledger) -> Iterator
             yield Complaint(f"{request.request_id!r} is {request.status} and holds {request}")
 
 
-@sentence("P12", Schedule)
+@sentence("P12", v.Schedule)
 def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """A row starts where its request stands, and moves it by the tokens that it runs."""
     for row in step.rows:
@@ -142,7 +133,7 @@ def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Iterator[Complai
             ("num_computed_tokens", row.end, new.num_computed_tokens),
             ("is_prefill_chunk", not flight.samples, new.is_prefill_chunk),
             ("spec_token_ids", ledger.drafts_after(flight), new.spec_token_ids),
-            ("status", Status.RUNNING, new.status),
+            ("status", v.Status.RUNNING, new.status),
         ]
         if row in step.running_rows:
             old = step.old[row.request_id]
@@ -153,7 +144,7 @@ def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Iterator[Complai
                 yield Complaint(what, (difference(name, expected, seen),))
 
 
-@sentence("P12", Schedule, Reset)
+@sentence("P12", v.Schedule, v.Reset)
 def preempted_request_starts_again(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """A preempted request keeps its outputs and history, and loses everything else.
 
@@ -161,7 +152,7 @@ def preempted_request_starts_again(step: Step, ledger: Ledger) -> Iterator[Compl
     """
     for name in victims_of(step, ledger):
         old, new = step.old[name], step.new[name]
-        if old.status is not Status.RUNNING:
+        if old.status is not v.Status.RUNNING:
             continue
         expected = _preempted(old)
         if new != expected:
@@ -169,10 +160,10 @@ def preempted_request_starts_again(step: Step, ledger: Ledger) -> Iterator[Compl
             yield Complaint(what, (difference(f"request {name}", expected, new),))
 
 
-def _preempted(request: RequestSnapshot) -> RequestSnapshot:
-    return RequestSnapshot(
+def _preempted(request: v.RequestSnapshot) -> v.RequestSnapshot:
+    return v.RequestSnapshot(
         request_id=request.request_id,
-        status=Status.PREEMPTED,
+        status=v.Status.PREEMPTED,
         output_token_ids=request.output_token_ids,
         num_output_placeholders=request.num_output_placeholders,
         is_prefill_chunk=request.is_prefill_chunk,
@@ -182,16 +173,16 @@ def _preempted(request: RequestSnapshot) -> RequestSnapshot:
     )
 
 
-@sentence("P12", Submit)
+@sentence("P12", v.Submit)
 def submitted_request_starts_from_nothing(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """A new request waits, for its grammar if it needs one, and holds nothing."""
-    assert isinstance(step.event, Submit)
+    assert isinstance(step.event, v.Submit)
     request = step.event.request
-    expected = RequestSnapshot(
+    expected = v.RequestSnapshot(
         request.request_id,
-        Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         if request.structured_output
-        else Status.WAITING,
+        else v.Status.WAITING,
     )
     if step.new.get(request.request_id) != expected:
         what = f"{request.request_id!r} was accepted"

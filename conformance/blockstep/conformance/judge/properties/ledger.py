@@ -11,33 +11,7 @@ from dataclasses import dataclass, field
 
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.conformance.judge.worker.names import Name, PrefixNames, extras_of
-from blockstep.spec.vocabulary import (
-    DRAFT_PLACEHOLDER,
-    Abort,
-    Aborted,
-    BlockId,
-    Commit,
-    Config,
-    Drafts,
-    DraftsTaken,
-    FrameId,
-    GrammarReady,
-    OutputRow,
-    Outputs,
-    PauseState,
-    Plan,
-    Rejected,
-    Request,
-    RequestId,
-    Reset,
-    ResetDone,
-    Schedule,
-    SetPause,
-    Snapshot,
-    Submit,
-    TokenId,
-    TokenIds,
-)
+from blockstep.spec import vocabulary as v
 
 
 class Life:
@@ -49,23 +23,23 @@ class Life:
         "tokens",
     )  # fmt: skip
 
-    def __init__(self, request: Request, names: PrefixNames) -> None:
+    def __init__(self, request: v.Request, names: PrefixNames) -> None:
         self.request = request
         self.names = names
         self.root = names.root(request.adapter, request.cache_salt)
         self.extras = extras_of(request, names.block_size)
-        self.tokens: list[TokenId] = list(request.prompt_token_ids)
+        self.tokens: list[v.TokenId] = list(request.prompt_token_ids)
         """Prompt and delivered outputs: all known tokens."""
         self.num_prompt = len(self.tokens)
         self.chain: list[Name] = []
-        self.drafts: TokenIds = ()
+        self.drafts: v.TokenIds = ()
         """Attached and not scheduled yet; under asynchronous scheduling their placeholders."""
         self.num_cached_tokens = -1
         """Tokens of the hit at its first admission; -1 before that."""
         self.grammar_ready = False
-        self.admitted_in: FrameId = -1
+        self.admitted_in: v.FrameId = -1
         """The plan of its last admission; -1 before that."""
-        self.last_planned_in: FrameId = -1
+        self.last_planned_in: v.FrameId = -1
         """The last plan with a row of it."""
         self.preempted_at: int | None = None
         """What `Ledger.num_progress` was when it was last preempted for want of blocks."""
@@ -78,12 +52,12 @@ class Life:
         return len(self.tokens)
 
     @property
-    def output_token_ids(self) -> TokenIds:
+    def output_token_ids(self) -> v.TokenIds:
         """What was delivered."""
         return tuple(self.tokens[self.num_prompt :])
 
     @property
-    def order(self) -> tuple[int, int, RequestId]:
+    def order(self) -> tuple[int, int, v.RequestId]:
         """Its place under the priority policy: lower goes first."""
         request = self.request
         return (request.priority, request.arrival_time, request.request_id)
@@ -97,7 +71,7 @@ class Life:
             self.names.extend(self.chain, self.root, tokens, self.extras, start)
         return self.chain[end - 1]
 
-    def block_name_with(self, delivered: TokenIds, index: int) -> Name:
+    def block_name_with(self, delivered: v.TokenIds, index: int) -> Name:
         """Likewise with outputs that a step delivers, which are not recorded yet."""
         count = len(self.tokens)
         if (index + 1) * self.names.block_size <= count:
@@ -113,10 +87,10 @@ class Life:
 class FlightRow:
     """What a dispatched plan does for one request."""
 
-    request_id: RequestId
+    request_id: v.RequestId
     end: int
     """One past the last position that runs."""
-    drafts: TokenIds
+    drafts: v.TokenIds
     samples: bool
     """All known and promised tokens are computed once it has run."""
 
@@ -130,38 +104,38 @@ class FlightRow:
 class Ledger:
     """Everything learnt from events and answers. One object is one run."""
 
-    config: Config
-    lives: dict[RequestId, Life] = field(default_factory=dict)
+    config: v.Config
+    lives: dict[v.RequestId, Life] = field(default_factory=dict)
     """Unfinished requests."""
-    frames: dict[FrameId, tuple[FlightRow, ...]] = field(default_factory=dict)
+    frames: dict[v.FrameId, tuple[FlightRow, ...]] = field(default_factory=dict)
     """In flight, oldest first, rows in order of scheduling."""
-    promised: dict[RequestId, int] = field(default_factory=dict)
+    promised: dict[v.RequestId, int] = field(default_factory=dict)
     """Tokens that frames in flight may still bring, of each request that is promised any."""
-    ended: set[RequestId] = field(default_factory=set)
+    ended: set[v.RequestId] = field(default_factory=set)
     """Since the last plan."""
-    scheduled: set[RequestId] = field(default_factory=set)
+    scheduled: set[v.RequestId] = field(default_factory=set)
     """In the last plan, and not reset by force since."""
-    stopped_in_flight: set[RequestId] = field(default_factory=set)
+    stopped_in_flight: set[v.RequestId] = field(default_factory=set)
     """Ended by a stop, while a frame in flight still names them."""
-    pause_state: PauseState = PauseState.UNPAUSED
+    pause_state: v.PauseState = v.PauseState.UNPAUSED
     num_ended: int = 0
     num_resets: int = 0
-    first_frame_since_reset: FrameId = 0
+    first_frame_since_reset: v.FrameId = 0
     """Frames below this were dispatched before the last reset."""
     num_progress: int = 0
     """Events that brought somebody on or changed who competes: tokens delivered, a request
     submitted or ended, a grammar compiled, a reset."""
     names: PrefixNames = field(init=False)
-    _named: tuple[object, dict[Name, tuple[BlockId, ...]]] = field(default=(None, {}), repr=False)
+    _named: tuple[object, dict[Name, tuple[v.BlockId, ...]]] = field(default=(None, {}), repr=False)
 
     def __post_init__(self) -> None:
         self.names = PrefixNames(self.config.block_size)
 
-    def in_flight(self, request_id: RequestId) -> bool:
+    def in_flight(self, request_id: v.RequestId) -> bool:
         """Whether a frame in flight has a row of this id."""
         return any(row.request_id == request_id for rows in self.frames.values() for row in rows)
 
-    def named_blocks(self, snapshot: Snapshot) -> dict[Name, tuple[BlockId, ...]]:
+    def named_blocks(self, snapshot: v.Snapshot) -> dict[Name, tuple[v.BlockId, ...]]:
         """The cache map of a snapshot by names instead of keys. The last one asked for is kept."""
         if self._named[0] is not snapshot:
             of_key = self.names.of_key
@@ -174,18 +148,18 @@ class Ledger:
         due = self.lives[row.request_id].num_known + self.promised.get(row.request_id, 0)
         return FlightRow(row.request_id, row.end, row.drafts, row.end >= due)
 
-    def placeholders(self, request_id: RequestId) -> int:
+    def placeholders(self, request_id: v.RequestId) -> int:
         """What counts as known to the scheduler beyond the known tokens: what is promised.
 
         Nothing is without asynchronous scheduling, where a request waits for its token.
         """
         return self.promised.get(request_id, 0) if self.config.async_scheduling else 0
 
-    def promised_after(self, step: Step) -> Mapping[RequestId, int]:
+    def promised_after(self, step: Step) -> Mapping[v.RequestId, int]:
         """What is promised after a step that is not recorded yet."""
-        if isinstance(step.event, Schedule):
+        if isinstance(step.event, v.Schedule):
             change = {row.request_id: self.flight_row(row).num_promised for row in step.rows}
-        elif isinstance(step.event, Commit):
+        elif isinstance(step.event, v.Commit):
             frame = self.frames.get(step.event.frame_id, ())
             change = {row.request_id: -row.num_promised for row in frame}
         else:
@@ -198,30 +172,30 @@ class Ledger:
     def record(self, step: Step) -> None:
         """Learn from a step that has been judged."""
         match step.event, step.observation:
-            case _, Rejected():
+            case _, v.Rejected():
                 return
-            case Submit(request=request), _:
+            case v.Submit(request=request), _:
                 self.lives[request.request_id] = Life(request, self.names)
                 self.num_progress += 1
-            case _, Plan():
+            case _, v.Plan():
                 self._record_plan(step)
-            case Commit(frame_id=frame_id), Outputs(rows=rows):
+            case v.Commit(frame_id=frame_id), v.Outputs(rows=rows):
                 self._record_outputs(frame_id, rows)
-            case Drafts(drafts=drafts), DraftsTaken(request_ids=taken):
+            case v.Drafts(drafts=drafts), v.DraftsTaken(request_ids=taken):
                 for proposal in drafts:
                     if proposal.request_id in taken and proposal.request_id in self.lives:
                         self.lives[proposal.request_id].drafts = proposal.token_ids
-            case Abort(), Aborted(request_ids=request_ids):
+            case v.Abort(), v.Aborted(request_ids=request_ids):
                 for request_id in request_ids:
                     self._end(request_id)
-            case GrammarReady(request_id=request_id), _:
+            case v.GrammarReady(request_id=request_id), _:
                 life = self.lives.get(request_id)
                 if life is not None and not life.grammar_ready:
                     life.grammar_ready = True
                     self.num_progress += 1
-            case SetPause(pause_state=pause_state), _:
+            case v.SetPause(pause_state=pause_state), _:
                 self.pause_state = pause_state
-            case Reset(reset_running_requests=forced), ResetDone(success=True):
+            case v.Reset(reset_running_requests=forced), v.ResetDone(success=True):
                 self._record_reset(forced, step.after.next_frame_id)
 
     def _record_plan(self, step: Step) -> None:
@@ -251,18 +225,18 @@ class Ledger:
         self.ended = set()
         self.scheduled = {row.request_id for row in rows}
 
-    def _promise(self, request_id: RequestId, count: int) -> None:
+    def _promise(self, request_id: v.RequestId, count: int) -> None:
         total = self.promised.pop(request_id, 0) + count
         if total:
             self.promised[request_id] = total
 
-    def drafts_after(self, row: FlightRow) -> TokenIds:
+    def drafts_after(self, row: FlightRow) -> v.TokenIds:
         """Drafts attached to a request once it is dispatched: those that the worker will have."""
         if not (self.config.async_scheduling and row.samples):
             return ()
-        return (DRAFT_PLACEHOLDER,) * self.config.num_speculative_tokens
+        return (v.DRAFT_PLACEHOLDER,) * self.config.num_speculative_tokens
 
-    def _record_outputs(self, frame_id: FrameId, rows: tuple[OutputRow, ...]) -> None:
+    def _record_outputs(self, frame_id: v.FrameId, rows: tuple[v.OutputRow, ...]) -> None:
         for flight in self.frames.pop(frame_id, ()):
             self._promise(flight.request_id, -flight.num_promised)
         for row in rows:
@@ -276,7 +250,7 @@ class Ledger:
         if rows:
             self.num_progress += 1
 
-    def _record_reset(self, forced: bool, next_frame_id: FrameId) -> None:
+    def _record_reset(self, forced: bool, next_frame_id: v.FrameId) -> None:
         self.num_resets += 1
         self.num_progress += 1
         self.first_frame_since_reset = next_frame_id
@@ -285,7 +259,7 @@ class Ledger:
             for life in self.lives.values():
                 life.drafts = ()
 
-    def _end(self, request_id: RequestId) -> None:
+    def _end(self, request_id: v.RequestId) -> None:
         if self.lives.pop(request_id, None) is not None:
             self.ended.add(request_id)
             self.num_ended += 1

@@ -21,21 +21,10 @@ from blockstep.conformance.judge.properties.sentence import (
     sentence,
 )
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.spec.vocabulary import (
-    Abort,
-    Aborted,
-    Commit,
-    Outputs,
-    Policy,
-    RequestId,
-    Reset,
-    Schedule,
-    Status,
-    Submit,
-)
+from blockstep.spec import vocabulary as v
 
 
-@sentence("P16", Submit, Schedule, Commit, Abort, Reset)
+@sentence("P16", v.Submit, v.Schedule, v.Commit, v.Abort, v.Reset)
 def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """Each unfinished request is in exactly one of the queues and the running list, by status."""
     after = step.after
@@ -47,25 +36,25 @@ def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> list[Compl
     wrong = [
         Complaint(f"{name!r} is {request.status} and in the wrong queue")
         for name, request in step.new.items()
-        if (request.status is Status.RUNNING) is not (name in running)
+        if (request.status is v.Status.RUNNING) is not (name in running)
         or (
-            request.status is Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            request.status is v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
             and name not in after.skipped_waiting
         )
     ]
     return wrong or None
 
 
-@sentence("P16", Submit)
+@sentence("P16", v.Submit)
 def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """FCFS: behind everybody. PRIORITY: behind whoever is not after it in order."""
-    assert isinstance(step.event, Submit)
+    assert isinstance(step.event, v.Submit)
     request = step.event.request
     before, after = step.before, step.after
     queues = {"waiting": before.waiting, "skipped_waiting": before.skipped_waiting}
     name = "skipped_waiting" if request.structured_output else "waiting"
     queues[name] += (request.request_id,)
-    if step.config.policy is Policy.PRIORITY:
+    if step.config.policy is v.Policy.PRIORITY:
         orders = {other: life.order for other, life in ledger.lives.items()}
         orders[request.request_id] = (
             request.priority,
@@ -77,7 +66,7 @@ def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Iterato
         yield from differing(queue, expected, getattr(after, queue)) or ()
 
 
-@sentence("P16", Schedule)
+@sentence("P16", v.Schedule)
 def admissions_follow_the_policy(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """Admitted are the first in policy order that wait for nothing outside, none left out.
 
@@ -94,7 +83,7 @@ def admissions_follow_the_policy(step: Step, ledger: Ledger) -> list[Complaint] 
     return differing("order of admission", ready[: len(admitted)], admitted)
 
 
-@sentence("P16", Schedule)
+@sentence("P16", v.Schedule)
 def running_keeps_its_order(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """Those who stay keep their order, the admitted follow."""
     victims = set(step.plan.preempted_req_ids)
@@ -103,35 +92,37 @@ def running_keeps_its_order(step: Step, _ledger: Ledger) -> list[Complaint] | No
     return differing("running", expected, list(step.after.running))
 
 
-@sentence("P16", Schedule, Reset)
+@sentence("P16", v.Schedule, v.Reset)
 def queues_keep_their_order(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """The admitted leave; the preempted come to the head, the first preempted furthest back.
 
     Who is passed over for its tokens in flight comes to the head of the skipped ones.
     """
     victims = victims_of(step, ledger) if step.before.running else []
-    if isinstance(step.event, Reset):
+    if isinstance(step.event, v.Reset):
         # A forced reset preempts from the end of the running list under both policies.
         victims = [name for name in reversed(step.before.running) if name in set(victims)]
-        admitted: set[RequestId] = set()
+        admitted: set[v.RequestId] = set()
     else:
         admitted = {row.request_id for row in step.admitted_rows}
     old = step.before
     waiting = [*reversed(victims), *(name for name in old.waiting if name not in admitted)]
     skipped = [name for name in old.skipped_waiting if name not in admitted]
-    if step.config.policy is Policy.PRIORITY and victims:
+    if step.config.policy is v.Policy.PRIORITY and victims:
         waiting.sort(key=lambda name: ledger.lives[name].order)
-    elif step.config.max_frames_in_flight > 1 and isinstance(step.event, Schedule) and old.waiting:
+    elif (
+        step.config.max_frames_in_flight > 1 and isinstance(step.event, v.Schedule) and old.waiting
+    ):
         moved = passed_over(step, ledger)
         skipped = [*moved, *(name for name in skipped if name not in moved)]
         waiting = [name for name in waiting if name not in moved]
-        if step.config.policy is Policy.PRIORITY:
+        if step.config.policy is v.Policy.PRIORITY:
             skipped.sort(key=lambda name: ledger.lives[name].order)
     yield from differing("waiting", waiting, list(step.after.waiting)) or ()
     yield from differing("skipped_waiting", skipped, list(step.after.skipped_waiting)) or ()
 
 
-@sentence("P16", Commit, Abort)
+@sentence("P16", v.Commit, v.Abort)
 def queues_lose_exactly_the_ended(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """A commit or an abort takes the ended out of their queue; the others keep their order."""
     left = step.new.keys()
@@ -142,29 +133,29 @@ def queues_lose_exactly_the_ended(step: Step, _ledger: Ledger) -> Iterator[Compl
             yield from differing(queue, expected, new) or ()
 
 
-@sentence("P16", Schedule)
+@sentence("P16", v.Schedule)
 def preempted_fcfs_are_the_youngest(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """FCFS preempts from the end of the running list."""
-    if step.config.policy is not Policy.FCFS or not step.plan.preempted_req_ids:
+    if step.config.policy is not v.Policy.FCFS or not step.plan.preempted_req_ids:
         return None
     count = len(step.plan.preempted_req_ids)
     tail = sorted(step.before.running[-count:])
     return differing("preempted", tail, list(step.plan.preempted_req_ids))
 
 
-@sentence("P16", Schedule)
+@sentence("P16", v.Schedule)
 def preempted_priority_never_outrank_survivors(
     step: Step, ledger: Ledger
 ) -> list[Complaint] | None:
     """PRIORITY preempts whoever would wait longest, in the order of its queues: ties included."""
-    if step.config.policy is not Policy.PRIORITY or not step.plan.preempted_req_ids:
+    if step.config.policy is not v.Policy.PRIORITY or not step.plan.preempted_req_ids:
         return None
     ranked = sorted(step.before.running, key=lambda name: ledger.lives[name].order, reverse=True)
     count = len(step.plan.preempted_req_ids)
     return differing("preempted", sorted(ranked[:count]), list(step.plan.preempted_req_ids))
 
 
-@sentence("P16", Schedule)
+@sentence("P16", v.Schedule)
 def nobody_is_admitted_after_a_preemption(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """A step that preempts admits nobody: what was just freed is for those who run. A policy."""
     if not step.plan.preempted_req_ids or not step.admitted_rows:
@@ -173,7 +164,7 @@ def nobody_is_admitted_after_a_preemption(step: Step, _ledger: Ledger) -> list[C
     return [Complaint(f"{names} admitted although {step.plan.preempted_req_ids} were preempted")]
 
 
-@sentence("P16", Schedule)
+@sentence("P16", v.Schedule)
 def new_blocks_come_from_the_head_of_the_free_queue(
     step: Step, ledger: Ledger
 ) -> list[Complaint] | None:
@@ -193,7 +184,7 @@ def new_blocks_come_from_the_head_of_the_free_queue(
     return differing("free_queue", replay.final, list(step.after.free_queue))
 
 
-@sentence("P16", Schedule)
+@sentence("P16", v.Schedule)
 def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """A victim's blocks join the end of the free queue last block first, so that the blocks at
     the end of a prefix are evicted before those at its start.
@@ -211,26 +202,26 @@ def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> list[Complain
     )
 
 
-def _freed_by_last(step: Step, victims: Sequence[RequestId]) -> list[int]:
+def _freed_by_last(step: Step, victims: Sequence[v.RequestId]) -> list[int]:
     """What the last victim alone gave back, of the blocks that it held before the step."""
     before_it = freed_blocks(step.before, victims[:-1])
     return freed_blocks(step.before, victims)[len(before_it) :]
 
 
-@sentence("P16", Commit, Abort, Reset)
+@sentence("P16", v.Commit, v.Abort, v.Reset)
 def freed_tail_is_evicted_first(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """Blocks of the ended join the end of the free queue, last block of each table first.
 
     A block that others still hold stays out. Ended in order: of scheduling in a commit, as named
     in an abort; a forced reset takes the running list from its end.
     """
-    names: list[RequestId]
-    if isinstance(step.observation, Outputs):
+    names: list[v.RequestId]
+    if isinstance(step.observation, v.Outputs):
         names = [row.request_id for row in step.observation.rows if row.finish_reason is not None]
-    elif isinstance(step.observation, Aborted):
+    elif isinstance(step.observation, v.Aborted):
         names = list(step.observation.request_ids)
     else:
-        assert isinstance(step.event, Reset)
+        assert isinstance(step.event, v.Reset)
         names = list(reversed(step.before.running)) if step.event.reset_running_requests else []
     before, after = step.before, step.after
     if not names:

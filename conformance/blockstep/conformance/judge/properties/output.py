@@ -13,21 +13,7 @@ from blockstep.conformance.judge.properties.sentence import (
     sentence,
 )
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.spec.vocabulary import (
-    Commit,
-    Config,
-    Drafts,
-    DraftsTaken,
-    FinishReason,
-    OutputRow,
-    Outputs,
-    Request,
-    RequestId,
-    Schedule,
-    Status,
-    TokenId,
-    TokenIds,
-)
+from blockstep.spec import vocabulary as v
 
 _KEPT_BY_COMMIT = attrgetter(
     "status",
@@ -41,8 +27,8 @@ _KEPT_BY_COMMIT = attrgetter(
 
 
 def stop_of(
-    config: Config, request: Request, outputs: Sequence[TokenId]
-) -> tuple[FinishReason, TokenId | None] | None:
+    config: v.Config, request: v.Request, outputs: Sequence[v.TokenId]
+) -> tuple[v.FinishReason, v.TokenId | None] | None:
     """Why a request ends after these outputs: the reason and the stop token; None if it goes on.
 
     In this order: eos, stop token, length, repetition. `min_tokens` holds back all but length: a
@@ -51,18 +37,18 @@ def stop_of(
     token, count = outputs[-1], len(outputs)
     may_stop = count >= request.min_tokens
     if may_stop and token == request.eos_token_id:
-        return FinishReason.STOP, None
+        return v.FinishReason.STOP, None
     if may_stop and token in request.stop_token_ids:
-        return FinishReason.STOP, token
+        return v.FinishReason.STOP, token
     known = len(request.prompt_token_ids) + count
     if count >= request.max_tokens or known >= config.max_model_len:
-        return FinishReason.LENGTH, None
+        return v.FinishReason.LENGTH, None
     if may_stop and repeats(request, outputs):
-        return FinishReason.REPETITION, None
+        return v.FinishReason.REPETITION, None
     return None
 
 
-def repeats(request: Request, outputs: Sequence[TokenId]) -> bool:
+def repeats(request: v.Request, outputs: Sequence[v.TokenId]) -> bool:
     """Whether the tail of the outputs is a pattern repeated as often as is not tolerated."""
     rule = request.repetition_detection
     if rule is None:
@@ -78,8 +64,8 @@ def repeats(request: Request, outputs: Sequence[TokenId]) -> bool:
 
 
 def cut_at_stop(
-    config: Config, request: Request, outputs: list[TokenId], sampled: TokenIds
-) -> tuple[TokenIds, tuple[FinishReason, TokenId | None] | None]:
+    config: v.Config, request: v.Request, outputs: list[v.TokenId], sampled: v.TokenIds
+) -> tuple[v.TokenIds, tuple[v.FinishReason, v.TokenId | None] | None]:
     """How many of the sampled tokens are delivered, and why the request ends if it does."""
     for count, token in enumerate(sampled, 1):
         outputs.append(token)
@@ -89,9 +75,9 @@ def cut_at_stop(
     return sampled, None
 
 
-def expected_outputs(step: Step, ledger: Ledger) -> list[OutputRow]:
+def expected_outputs(step: Step, ledger: Ledger) -> list[v.OutputRow]:
     """What a commit must deliver, worked out from what was sampled."""
-    assert isinstance(step.event, Commit)
+    assert isinstance(step.event, v.Commit)
     sampled = {row.request_id: row.token_ids for row in step.event.sampled}
     rows = []
     for flight in ledger.frames.get(step.event.frame_id, ()):
@@ -103,26 +89,26 @@ def expected_outputs(step: Step, ledger: Ledger) -> list[OutputRow]:
         delivered, stop = cut_at_stop(step.config, life.request, outputs, tokens)
         reason, stop_token = stop or (None, None)
         rows.append(
-            OutputRow(
+            v.OutputRow(
                 flight.request_id, delivered, reason, stop_token, max(life.num_cached_tokens, 0)
             )
         )
     return rows
 
 
-def _rows(step: Step) -> tuple[OutputRow, ...]:
-    assert isinstance(step.observation, Outputs)
+def _rows(step: Step) -> tuple[v.OutputRow, ...]:
+    assert isinstance(step.observation, v.Outputs)
     return step.observation.rows
 
 
-@sentence("P13", Commit)
+@sentence("P13", v.Commit)
 def delivered_rows_are_those_that_sampled(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """Each unfinished request that sampled gets one row, in order of scheduling; nobody else."""
     expected = [row.request_id for row in expected_outputs(step, ledger)]
     return differing("rows", expected, [row.request_id for row in _rows(step)])
 
 
-@sentence("P13", Commit)
+@sentence("P13", v.Commit)
 def delivered_tokens_are_the_sampled_ones_until_the_stop(
     step: Step, ledger: Ledger
 ) -> Iterator[Complaint]:
@@ -135,7 +121,7 @@ def delivered_tokens_are_the_sampled_ones_until_the_stop(
             yield Complaint(what, (difference("new_token_ids", tokens, row.new_token_ids),))
 
 
-@sentence("P13", Commit)
+@sentence("P13", v.Commit)
 def finish_reason_is_the_one_that_holds(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """A request ends when and only when a stop condition holds, for the first that holds."""
     expected = {row.request_id: row for row in expected_outputs(step, ledger)}
@@ -153,7 +139,7 @@ def finish_reason_is_the_one_that_holds(step: Step, ledger: Ledger) -> Iterator[
             )
 
 
-@sentence("P13", Commit)
+@sentence("P13", v.Commit)
 def finished_request_is_forgotten_and_others_stay(
     step: Step, _ledger: Ledger
 ) -> Iterator[Complaint]:
@@ -165,7 +151,7 @@ def finished_request_is_forgotten_and_others_stay(
         yield Complaint(what, (difference("unfinished", sorted(expected), sorted(step.new)),))
 
 
-@sentence("P13", Commit)
+@sentence("P13", v.Commit)
 def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """A state holds as outputs what was delivered, in order."""
     delivered = {row.request_id: row.new_token_ids for row in _rows(step)}
@@ -178,7 +164,7 @@ def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Iter
                 yield Complaint(what, (difference("outputs", expected, new.output_token_ids),))
 
 
-@sentence("P21", Commit)
+@sentence("P21", v.Commit)
 def told_cached_tokens_are_those_of_the_first_hit(
     step: Step, ledger: Ledger
 ) -> Iterator[Complaint]:
@@ -191,7 +177,7 @@ def told_cached_tokens_are_those_of_the_first_hit(
             yield Complaint(what, (difference("num_cached_tokens", due, row.num_cached_tokens),))
 
 
-@sentence("P14", Commit)
+@sentence("P14", v.Commit)
 def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """After a commit, all but the last token of a request that sampled is computed.
 
@@ -202,7 +188,7 @@ def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Iterator
     promised = ledger.promised_after(step)
     for flight in _flight(step, ledger):
         new = step.new.get(flight.request_id)
-        if new is None or new.status is not Status.RUNNING:
+        if new is None or new.status is not v.Status.RUNNING:
             continue
         life = ledger.lives[flight.request_id]
         known = life.num_prompt + len(new.output_token_ids)
@@ -219,7 +205,7 @@ def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Iterator
             )
 
 
-@sentence("P14", Commit)
+@sentence("P14", v.Commit)
 def commit_changes_only_outputs_and_computed_tokens(
     step: Step, ledger: Ledger
 ) -> Iterator[Complaint]:
@@ -233,7 +219,7 @@ def commit_changes_only_outputs_and_computed_tokens(
         if old is None or new is old:
             continue
         sampled = name in in_frame
-        runs = sampled and new.status is Status.RUNNING
+        runs = sampled and new.status is v.Status.RUNNING
         if (
             _KEPT_BY_COMMIT(old) != _KEPT_BY_COMMIT(new)
             or (not runs and old.num_computed_tokens != new.num_computed_tokens)
@@ -248,11 +234,11 @@ def commit_changes_only_outputs_and_computed_tokens(
 
 
 def _flight(step: Step, ledger: Ledger) -> tuple[FlightRow, ...]:
-    assert isinstance(step.event, Commit)
+    assert isinstance(step.event, v.Commit)
     return ledger.frames.get(step.event.frame_id, ())
 
 
-@sentence("P24", Schedule)
+@sentence("P24", v.Schedule)
 def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """A row carries a prefix of the drafts last attached to its request, after its known tokens.
 
@@ -270,20 +256,20 @@ def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> 
             )
 
 
-@sentence("P24", Schedule, Commit, Drafts)
+@sentence("P24", v.Schedule, v.Commit, v.Drafts)
 def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """A state holds as drafts what was proposed last and taken, until it is scheduled.
 
     Under asynchronous scheduling: placeholders for as many drafts as there may be, from a plan in
     which the request sampled to the next plan.
     """
-    proposed: dict[RequestId, TokenIds] = {}
-    if isinstance(step.event, Drafts) and isinstance(step.observation, DraftsTaken):
+    proposed: dict[v.RequestId, v.TokenIds] = {}
+    if isinstance(step.event, v.Drafts) and isinstance(step.observation, v.DraftsTaken):
         taken = step.observation.request_ids
         proposed = {
             row.request_id: row.token_ids for row in step.event.drafts if row.request_id in taken
         }
-    elif isinstance(step.event, Schedule):
+    elif isinstance(step.event, v.Schedule):
         if step.config.async_scheduling:
             proposed = dict.fromkeys(step.new, ())
         proposed.update(
@@ -299,7 +285,7 @@ def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> It
                 yield Complaint(what, (difference("spec_token_ids", expected, new.spec_token_ids),))
 
 
-@sentence("P24", Drafts)
+@sentence("P24", v.Drafts)
 def drafts_are_taken_only_for_the_next_position(
     step: Step, ledger: Ledger
 ) -> list[Complaint] | None:
@@ -307,15 +293,15 @@ def drafts_are_taken_only_for_the_next_position(
 
     Only then is the position that a draft is for certain; all others are dropped.
     """
-    assert isinstance(step.event, Drafts)
-    assert isinstance(step.observation, DraftsTaken)
+    assert isinstance(step.event, v.Drafts)
+    assert isinstance(step.observation, v.DraftsTaken)
     expected = []
     for row in step.event.drafts:
         old, life = step.old.get(row.request_id), ledger.lives.get(row.request_id)
         if (
             old is not None
             and life is not None
-            and old.status is Status.RUNNING
+            and old.status is v.Status.RUNNING
             and not old.is_prefill_chunk
             and not ledger.in_flight(row.request_id)
             and life.num_known > life.num_prompt

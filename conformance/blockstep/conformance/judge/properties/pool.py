@@ -10,22 +10,10 @@ from collections.abc import Iterator
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import Complaint, difference, sentence
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
-from blockstep.spec.vocabulary import (
-    NULL_BLOCK,
-    Abort,
-    BlockId,
-    Commit,
-    Outputs,
-    RequestId,
-    RequestSnapshot,
-    Reset,
-    Schedule,
-    Status,
-    TokenIds,
-)
+from blockstep.spec import vocabulary as v
 
 
-@sentence("P1", Schedule, Commit, Abort, Reset)
+@sentence("P1", v.Schedule, v.Commit, v.Abort, v.Reset)
 def pool_keeps_its_size(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """A state speaks of each block of the pool, no more and no fewer."""
     after, num_blocks = step.after, step.config.num_blocks
@@ -35,7 +23,7 @@ def pool_keeps_its_size(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     return [Complaint(f"{sizes[0]} ref counts and {sizes[1]} keys for {num_blocks} blocks")]
 
 
-@sentence("P1", Schedule, Commit, Abort, Reset)
+@sentence("P1", v.Schedule, v.Commit, v.Abort, v.Reset)
 def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """Its ref count is the number of its holders; free ones are in the free queue, once."""
     after, num_blocks = step.after, step.config.num_blocks
@@ -63,20 +51,20 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> list[Complaint] 
     return None
 
 
-@sentence("P1", Schedule, Commit, Abort, Reset)
+@sentence("P1", v.Schedule, v.Commit, v.Abort, v.Reset)
 def null_block_is_nobodys(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """The null block is never queued, held or published."""
     after = step.after
     if (
-        NULL_BLOCK in after.free_queue
-        or after.ref_counts[NULL_BLOCK]
-        or after.block_keys[NULL_BLOCK] is not None
+        v.NULL_BLOCK in after.free_queue
+        or after.ref_counts[v.NULL_BLOCK]
+        or after.block_keys[v.NULL_BLOCK] is not None
     ):
         return [Complaint("the null block is queued, held or published")]
     return None
 
 
-@sentence("P2", Schedule)
+@sentence("P2", v.Schedule)
 def no_table_names_a_block_twice(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
     """Two positions of one request never share a block."""
     for request in step.after.requests:
@@ -85,7 +73,7 @@ def no_table_names_a_block_twice(step: Step, _ledger: Ledger) -> Iterator[Compla
                 yield Complaint(f"{request.request_id!r} has the block table {table}")
 
 
-@sentence("P2", Schedule, Commit)
+@sentence("P2", v.Schedule, v.Commit)
 def block_still_to_be_written_has_one_holder(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """From the first block that is not full of known, computed tokens on, blocks are exclusive."""
     ref_counts = step.after.ref_counts
@@ -97,7 +85,7 @@ def block_still_to_be_written_has_one_holder(step: Step, ledger: Ledger) -> Iter
             )
 
 
-@sentence("P4", Schedule, Commit)
+@sentence("P4", v.Schedule, v.Commit)
 def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """A block is not findable while a later step will write to it."""
     block_keys = step.after.block_keys
@@ -106,7 +94,7 @@ def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> It
             yield Complaint(f"{request.request_id!r} will write block {block}, which has a key")
 
 
-def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[RequestSnapshot, BlockId]]:
+def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapshot, v.BlockId]]:
     size = step.config.block_size
     found = []
     for request in step.after.requests:
@@ -119,7 +107,7 @@ def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[RequestSnapshot
     return found
 
 
-@sentence("P3", Schedule, Commit, Abort, Reset)
+@sentence("P3", v.Schedule, v.Commit, v.Abort, v.Reset)
 def cache_map_and_blocks_agree(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """The cache map has a block under a key exactly if the block carries the key, and once."""
     after = step.after
@@ -138,7 +126,7 @@ def cache_map_and_blocks_agree(step: Step, _ledger: Ledger) -> list[Complaint] |
     return None
 
 
-@sentence("P3", Schedule)
+@sentence("P3", v.Schedule)
 def nothing_is_cached_without_caching(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """With prefix caching off, no block carries a key."""
     if step.config.enable_prefix_caching or not step.after.cached:
@@ -146,7 +134,7 @@ def nothing_is_cached_without_caching(step: Step, _ledger: Ledger) -> list[Compl
     return [Complaint("a block is cached although prefix caching is off")]
 
 
-@sentence("P3", Schedule)
+@sentence("P3", v.Schedule)
 def computed_full_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Once a row is dispatched, its blocks that are full of known tokens can be found.
 
@@ -181,7 +169,7 @@ def _published(step: Step, ledger: Ledger, row: PlannedRow) -> tuple[int, int]:
     return first, max(first, end)
 
 
-@sentence("P4", Schedule)
+@sentence("P4", v.Schedule)
 def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """A key appears on a block only if the block was full before, or a row of the plan fills it.
 
@@ -196,7 +184,7 @@ def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> list[Compl
     ]
     if not changed:
         return None
-    allowed: set[BlockId] = set()
+    allowed: set[v.BlockId] = set()
     for row in step.rows:
         first, end = _published(step, ledger, row)
         allowed.update(step.new[row.request_id].block_tables[0][first:end])
@@ -212,13 +200,15 @@ def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> list[Compl
     ]
 
 
-def verified_blocks(step: Step, ledger: Ledger) -> list[tuple[RequestId, int, tuple[BlockId, ...]]]:
+def verified_blocks(
+    step: Step, ledger: Ledger
+) -> list[tuple[v.RequestId, int, tuple[v.BlockId, ...]]]:
     """What a commit publishes: whose, from which index of its table on, which blocks.
 
     The blocks of a request that runs and sampled, also if it ends by that, up to the one with its
     last token: that one is not computed yet.
     """
-    assert isinstance(step.event, Commit)
+    assert isinstance(step.event, v.Commit)
     config = step.config
     if not (config.async_scheduling and config.enable_prefix_caching):
         return []
@@ -226,7 +216,7 @@ def verified_blocks(step: Step, ledger: Ledger) -> list[tuple[RequestId, int, tu
     delivered = _delivered(step)
     for flight in ledger.frames.get(step.event.frame_id, ()):
         old, tokens = step.old.get(flight.request_id), delivered.get(flight.request_id, ())
-        if old is None or old.status is not Status.RUNNING or not tokens:
+        if old is None or old.status is not v.Status.RUNNING or not tokens:
             continue
         known = ledger.lives[flight.request_id].num_known + len(tokens)
         first = old.num_cached_blocks[0]
@@ -235,12 +225,12 @@ def verified_blocks(step: Step, ledger: Ledger) -> list[tuple[RequestId, int, tu
     return found
 
 
-def _delivered(step: Step) -> dict[RequestId, TokenIds]:
-    assert isinstance(step.observation, Outputs)
+def _delivered(step: Step) -> dict[v.RequestId, v.TokenIds]:
+    assert isinstance(step.observation, v.Outputs)
     return {row.request_id: row.new_token_ids for row in step.observation.rows}
 
 
-@sentence("P3", Commit)
+@sentence("P3", v.Commit)
 def verified_full_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """Under asynchronous scheduling a commit makes findable what its tokens filled and verified.
 
@@ -261,7 +251,7 @@ def verified_full_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[C
             )
 
 
-@sentence("P4", Commit)
+@sentence("P4", v.Commit)
 def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """A commit changes keys of those blocks only that it verified, and takes none away.
 
@@ -289,7 +279,7 @@ def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[C
         yield Complaint("the cache map holds something else than was published, in order")
 
 
-@sentence("P3", Schedule, Commit)
+@sentence("P3", v.Schedule, v.Commit)
 def held_block_carries_the_name_of_its_tokens(step: Step, ledger: Ledger) -> Iterator[Complaint]:
     """The key of a held block names the tokens of whoever holds it."""
     names = ledger.names
@@ -301,7 +291,7 @@ def held_block_carries_the_name_of_its_tokens(step: Step, ledger: Ledger) -> Ite
             )
 
 
-@sentence("P6", Schedule, Commit)
+@sentence("P6", v.Schedule, v.Commit)
 def held_block_carries_the_extra_keys_of_its_request(
     step: Step, ledger: Ledger
 ) -> Iterator[Complaint]:
@@ -313,7 +303,7 @@ def held_block_carries_the_extra_keys_of_its_request(
             yield Complaint(what)
 
 
-def _misnamed(step: Step, ledger: Ledger) -> list[tuple[str, BlockId, int, int]]:
+def _misnamed(step: Step, ledger: Ledger) -> list[tuple[str, v.BlockId, int, int]]:
     """Held blocks whose key is not their holder's, among the blocks that this step touched.
 
     The others were right before, and `only_computed_blocks_are_published` says that they still are.
@@ -321,7 +311,7 @@ def _misnamed(step: Step, ledger: Ledger) -> list[tuple[str, BlockId, int, int]]
     keys = step.after.block_keys
     of_key = ledger.names.of_key
     found = []
-    if isinstance(step.event, Commit):
+    if isinstance(step.event, v.Commit):
         delivered = _delivered(step) if step.config.async_scheduling else {}
         for name, first, blocks in verified_blocks(step, ledger):
             for index, block in enumerate(blocks, first):

@@ -14,31 +14,22 @@ from dataclasses import dataclass, field
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import PlannedRow, Step
-from blockstep.spec.vocabulary import (
-    BlockId,
-    Config,
-    PauseState,
-    Policy,
-    RequestId,
-    RequestSnapshot,
-    Snapshot,
-    Status,
-)
+from blockstep.spec import vocabulary as v
 
 
 @dataclass(slots=True)
 class QueueReplay:
     """What the free queue went through during one step."""
 
-    final: list[BlockId]
+    final: list[v.BlockId]
     """The free queue as it must be after the step."""
-    wrong: list[tuple[RequestId, BlockId, BlockId | None]] = field(default_factory=list)
+    wrong: list[tuple[v.RequestId, v.BlockId, v.BlockId | None]] = field(default_factory=list)
     """Taken out of turn: by whom, which block, and which one was at the head."""
-    room: dict[RequestId, tuple[int, int]] = field(default_factory=dict)
+    room: dict[v.RequestId, tuple[int, int]] = field(default_factory=dict)
     """Of each admitted row: free blocks before it was admitted, and free ones among its hits."""
 
 
-def victims_of(step: Step, ledger: Ledger) -> list[RequestId]:
+def victims_of(step: Step, ledger: Ledger) -> list[v.RequestId]:
     """Who was preempted in this step, in the order in which the policy preempts.
 
     FCFS preempts from the end of the running list. PRIORITY preempts whoever would be admitted
@@ -49,45 +40,45 @@ def victims_of(step: Step, ledger: Ledger) -> list[RequestId]:
     victims = [
         name
         for name in step.before.running
-        if name in after and after[name].status is Status.PREEMPTED
+        if name in after and after[name].status is v.Status.PREEMPTED
     ]
-    if step.config.policy is Policy.FCFS:
+    if step.config.policy is v.Policy.FCFS:
         victims.reverse()
     else:
         victims.sort(key=lambda name: ledger.lives[name].order, reverse=True)
     return victims
 
 
-def in_policy_order(config: Config, ledger: Ledger, snapshot: Snapshot) -> list[RequestId]:
+def in_policy_order(config: v.Config, ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
     """All who wait, in the order in which a plan meets them.
 
     FCFS meets skipped requests before waiting ones, for they came earlier. PRIORITY meets the
     lowest (priority, arrival_time, request_id) of both.
     """
     names = [*snapshot.skipped_waiting, *snapshot.waiting]
-    if config.policy is Policy.PRIORITY:
+    if config.policy is v.Policy.PRIORITY:
         names.sort(key=lambda name: ledger.lives[name].order)
     return names
 
 
-def is_passed_over(ledger: Ledger, request: RequestSnapshot) -> bool:
+def is_passed_over(ledger: Ledger, request: v.RequestSnapshot) -> bool:
     """Whether a request waits for something outside: its grammar, or its tokens in flight."""
     if ledger.promised.get(request.request_id):
         return True
     return (
-        request.status is Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        request.status is v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         and not ledger.lives[request.request_id].grammar_ready
     )
 
 
-def passed_over(step: Step, ledger: Ledger) -> list[RequestId]:
+def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
     """Whom a plan met at a queue's head and passed over, in the order in which it met them.
 
     It met everybody up to the first whom it could have admitted and did not, as long as it had
     budget and a place left.
     """
     before, config = step.before, step.config
-    if ledger.pause_state is not PauseState.UNPAUSED or step.plan.preempted_req_ids:
+    if ledger.pause_state is not v.PauseState.UNPAUSED or step.plan.preempted_req_ids:
         return []
     left = config.max_num_batched_tokens - sum(row.num_scheduled for row in step.running_rows)
     places = config.max_num_seqs - len(before.running)
@@ -106,14 +97,14 @@ def passed_over(step: Step, ledger: Ledger) -> list[RequestId]:
     return met
 
 
-def hides_a_rollback(step: Step, victims: Sequence[RequestId]) -> bool:
+def hides_a_rollback(step: Step, victims: Sequence[v.RequestId]) -> bool:
     """Whether a victim may have been scheduled in this very step before it was preempted.
 
     Requests are visited in running order, and who lacks blocks ends up with a row or is preempted
     itself. So a victim was not visited before if it stands behind all rows, and each later victim
     stands before it.
     """
-    if not victims or step.config.policy is Policy.FCFS:
+    if not victims or step.config.policy is v.Policy.FCFS:
         return False
     place = {name: index for index, name in enumerate(step.before.running)}
     places = [place[name] for name in victims]
@@ -121,7 +112,7 @@ def hides_a_rollback(step: Step, victims: Sequence[RequestId]) -> bool:
     return min(places) < last_row or places != sorted(places, reverse=True)
 
 
-def freed_blocks(before: Snapshot, names: Sequence[RequestId]) -> list[BlockId]:
+def freed_blocks(before: v.Snapshot, names: Sequence[v.RequestId]) -> list[v.BlockId]:
     """Blocks that become free when these requests free theirs, in order of joining the queue."""
     counts = list(before.ref_counts)
     tables = {request.request_id: request.block_tables for request in before.requests}
@@ -135,7 +126,7 @@ def freed_blocks(before: Snapshot, names: Sequence[RequestId]) -> list[BlockId]:
     return freed
 
 
-def replay_schedule(step: Step, victims: Sequence[RequestId]) -> QueueReplay:
+def replay_schedule(step: Step, victims: Sequence[v.RequestId]) -> QueueReplay:
     """Take and give back blocks as the plan says; the step hides no rollback."""
     queue = list(step.before.free_queue)
     if victims:

@@ -8,24 +8,10 @@ from blockstep.conformance.judge.properties.amounts import blocks_for, longest_e
 from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
 from blockstep.conformance.judge.properties.sentence import Complaint, difference, sentence
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.spec.vocabulary import (
-    EVENT_TYPES,
-    Commit,
-    Config,
-    Drafts,
-    GrammarReady,
-    RejectCode,
-    Rejected,
-    Request,
-    RowTokens,
-    Schedule,
-    SpecMethod,
-    Submit,
-    event_problem,
-)
+from blockstep.spec import vocabulary as v
 
 
-@sentence("P7", Rejected)
+@sentence("P7", v.Rejected)
 def rejected_event_changes_nothing(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """The state after a refusal is the state before it, statistics included."""
     before, after = step.before, step.after
@@ -44,33 +30,33 @@ def rejected_event_changes_nothing(step: Step, _ledger: Ledger) -> list[Complain
     ]
 
 
-@sentence("P11", Submit)
+@sentence("P11", v.Submit)
 def accepted_request_fits_an_empty_pool(step: Step, _ledger: Ledger) -> list[Complaint] | None:
     """What was accepted can be served: at its longest it fits the pool when nobody else runs."""
-    assert isinstance(step.event, Submit)
+    assert isinstance(step.event, v.Submit)
     code = _never_served(step.config, step.event.request)
     return None if code is None else [Complaint(f"accepted, but can never be served: {code}")]
 
 
-@sentence("P11", Rejected)
+@sentence("P11", v.Rejected)
 def request_is_refused_for_its_size_only_if_it_never_fits(
     step: Step, _ledger: Ledger
 ) -> list[Complaint] | None:
     """PROMPT_TOO_LONG and NEVER_FITS are true when they are said."""
-    assert isinstance(step.observation, Rejected)
+    assert isinstance(step.observation, v.Rejected)
     code = step.observation.code
-    if code not in (RejectCode.PROMPT_TOO_LONG, RejectCode.NEVER_FITS):
+    if code not in (v.RejectCode.PROMPT_TOO_LONG, v.RejectCode.NEVER_FITS):
         return None
     true = (
-        _never_served(step.config, step.event.request) if isinstance(step.event, Submit) else None
+        _never_served(step.config, step.event.request) if isinstance(step.event, v.Submit) else None
     )
     return None if true is code else [Complaint(f"refused as {code}, which is not so")]
 
 
-@sentence("P18", Rejected)
+@sentence("P18", v.Rejected)
 def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """The code of a refusal is the one that the event earned."""
-    assert isinstance(step.observation, Rejected)
+    assert isinstance(step.observation, v.Rejected)
     expected = due_refusal(step.config, step.event, ledger)
     if expected is step.observation.code:
         return None
@@ -79,7 +65,7 @@ def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> list[Complaint] |
     return [Complaint("the event was refused, but not for that", differences)]
 
 
-@sentence("P18", *EVENT_TYPES)
+@sentence("P18", *v.EVENT_TYPES)
 def stale_or_wrong_event_is_refused(step: Step, ledger: Ledger) -> list[Complaint] | None:
     """What is malformed, unknown, late or a duplicate is not taken."""
     expected = due_refusal(step.config, step.event, ledger)
@@ -88,46 +74,46 @@ def stale_or_wrong_event_is_refused(step: Step, ledger: Ledger) -> list[Complain
     return [Complaint("the event was taken", (difference("answer", expected, "taken"),))]
 
 
-def due_refusal(config: Config, event: object, ledger: Ledger) -> RejectCode | None:
+def due_refusal(config: v.Config, event: object, ledger: Ledger) -> v.RejectCode | None:
     """Why an event must be refused now; None if it must be taken."""
-    problem = event_problem(event)
+    problem = v.event_problem(event)
     if problem is not None:
         return problem.code
     match event:
-        case Submit(request=request):
+        case v.Submit(request=request):
             if request.request_id in ledger.lives:
-                return RejectCode.DUPLICATE_REQUEST
+                return v.RejectCode.DUPLICATE_REQUEST
             if ledger.in_flight(request.request_id):
-                return RejectCode.REQUEST_IN_FLIGHT
+                return v.RejectCode.REQUEST_IN_FLIGHT
             return _never_served(config, request)
-        case Schedule() if len(ledger.frames) >= config.max_frames_in_flight:
-            return RejectCode.PIPELINE_FULL
-        case Commit(frame_id=frame_id, sampled=sampled):
+        case v.Schedule() if len(ledger.frames) >= config.max_frames_in_flight:
+            return v.RejectCode.PIPELINE_FULL
+        case v.Commit(frame_id=frame_id, sampled=sampled):
             if frame_id not in ledger.frames:
-                return RejectCode.UNKNOWN_FRAME
+                return v.RejectCode.UNKNOWN_FRAME
             if frame_id != next(iter(ledger.frames)):
-                return RejectCode.FRAME_OUT_OF_ORDER
+                return v.RejectCode.FRAME_OUT_OF_ORDER
             frame = ledger.frames[frame_id]
-            return None if _answers(config, sampled, frame) else RejectCode.BAD_RESULT
-        case Drafts(drafts=drafts):
-            return None if _may_be_drafts(config, drafts) else RejectCode.BAD_DRAFTS
-        case GrammarReady(request_id=request_id):
+            return None if _answers(config, sampled, frame) else v.RejectCode.BAD_RESULT
+        case v.Drafts(drafts=drafts):
+            return None if _may_be_drafts(config, drafts) else v.RejectCode.BAD_DRAFTS
+        case v.GrammarReady(request_id=request_id):
             if request_id not in ledger.lives:
-                return RejectCode.UNKNOWN_REQUEST
+                return v.RejectCode.UNKNOWN_REQUEST
             if not ledger.lives[request_id].request.structured_output:
-                return RejectCode.NOT_STRUCTURED
+                return v.RejectCode.NOT_STRUCTURED
     return None
 
 
-def _never_served(config: Config, request: Request) -> RejectCode | None:
+def _never_served(config: v.Config, request: v.Request) -> v.RejectCode | None:
     if len(request.prompt_token_ids) >= config.max_model_len:
-        return RejectCode.PROMPT_TOO_LONG
+        return v.RejectCode.PROMPT_TOO_LONG
     if blocks_for(config, longest_extent(config, request)) > config.num_usable_blocks:
-        return RejectCode.NEVER_FITS
+        return v.RejectCode.NEVER_FITS
     return None
 
 
-def _answers(config: Config, sampled: Sequence[RowTokens], frame: Sequence[FlightRow]) -> bool:
+def _answers(config: v.Config, sampled: Sequence[v.RowTokens], frame: Sequence[FlightRow]) -> bool:
     """Whether rows answer a frame: each request once, and only what it can have sampled.
 
     Which drafts were accepted cannot be compared where only the worker knows them.
@@ -145,8 +131,8 @@ def _answers(config: Config, sampled: Sequence[RowTokens], frame: Sequence[Fligh
     return True
 
 
-def _may_be_drafts(config: Config, drafts: Sequence[RowTokens]) -> bool:
-    if config.spec_method is SpecMethod.NONE or config.async_scheduling:
+def _may_be_drafts(config: v.Config, drafts: Sequence[v.RowTokens]) -> bool:
+    if config.spec_method is v.SpecMethod.NONE or config.async_scheduling:
         return False
     limit = config.num_speculative_tokens
     if any(len(row.token_ids) > limit for row in drafts):

@@ -10,19 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from blockstep.spec.vocabulary import (
-    BlockId,
-    CachedRow,
-    Config,
-    Event,
-    NewRow,
-    Observation,
-    Plan,
-    RequestId,
-    RequestSnapshot,
-    Snapshot,
-    TokenIds,
-)
+from blockstep.spec import vocabulary as v
 
 
 class RowKind(StrEnum):
@@ -37,16 +25,16 @@ class RowKind(StrEnum):
 class PlannedRow:
     """One row of a plan, new and cached ones alike."""
 
-    request_id: RequestId
+    request_id: v.RequestId
     kind: RowKind
     first: int
     """Computed tokens before the step: position of the first token that runs."""
     num_scheduled: int
-    gained: tuple[BlockId, ...]
+    gained: tuple[v.BlockId, ...]
     """Running: blocks appended. Admitted: blocks after the hits."""
-    hits: tuple[BlockId, ...]
+    hits: tuple[v.BlockId, ...]
     """Blocks of the prefix hit; none for a running row."""
-    drafts: TokenIds = ()
+    drafts: v.TokenIds = ()
 
     @property
     def end(self) -> int:
@@ -58,27 +46,27 @@ class PlannedRow:
 class Step:
     """One event that an engine took, and the snapshots before and after it."""
 
-    config: Config
+    config: v.Config
     index: int
-    event: Event
-    observation: Observation
-    before: Snapshot
-    after: Snapshot
+    event: v.Event
+    observation: v.Observation
+    before: v.Snapshot
+    after: v.Snapshot
 
     @cached_property
-    def old(self) -> dict[RequestId, RequestSnapshot]:
+    def old(self) -> dict[v.RequestId, v.RequestSnapshot]:
         """Unfinished requests before the step."""
         return {request.request_id: request for request in self.before.requests}
 
     @cached_property
-    def new(self) -> dict[RequestId, RequestSnapshot]:
+    def new(self) -> dict[v.RequestId, v.RequestSnapshot]:
         """Unfinished requests after the step."""
         return {request.request_id: request for request in self.after.requests}
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> v.Plan:
         """The answer of a Schedule."""
-        assert isinstance(self.observation, Plan), "only an accepted Schedule has a plan"
+        assert isinstance(self.observation, v.Plan), "only an accepted Schedule has a plan"
         return self.observation
 
     @cached_property
@@ -111,8 +99,8 @@ class Step:
             rows.sort(key=lambda row: place.get(row.request_id, len(place)))
         return rows
 
-    def _admitted(self, row: NewRow | CachedRow, kind: RowKind) -> PlannedRow:
-        table = row.block_ids[0] if isinstance(row, NewRow) else row.new_block_ids[0]
+    def _admitted(self, row: v.NewRow | v.CachedRow, kind: RowKind) -> PlannedRow:
+        table = row.block_ids[0] if isinstance(row, v.NewRow) else row.new_block_ids[0]
         num_hits = row.num_computed_tokens // self.config.block_size
         return PlannedRow(
             row.request_id,
@@ -130,6 +118,6 @@ class Step:
         return self.running_rows + self.admitted_rows
 
     @cached_property
-    def all_gained(self) -> set[BlockId]:
+    def all_gained(self) -> set[v.BlockId]:
         """Blocks that rows took from the free queue in this step."""
         return {block for row in self.rows for block in row.gained}

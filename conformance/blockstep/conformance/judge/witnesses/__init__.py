@@ -18,24 +18,10 @@ from blockstep.conformance.judge.witnesses.frames import FRAMES, PIPELINE, of_fr
 from blockstep.conformance.judge.witnesses.plans import PLANS, of_plan, of_row
 from blockstep.conformance.judge.witnesses.preemption import PREEMPTION, of_preemption
 from blockstep.conformance.judge.witnesses.signals import SIGNALS, of_abort, of_reset
-from blockstep.spec.vocabulary import (
-    Abort,
-    Aborted,
-    Commit,
-    Drafts,
-    DraftsTaken,
-    GrammarReady,
-    Outputs,
-    RejectCode,
-    Rejected,
-    Reset,
-    ResetDone,
-    Schedule,
-    Submit,
-)
+from blockstep.spec import vocabulary as v
 
 REFUSALS: Mapping[str, str] = {
-    f"rejected_{code}": f"an event was refused as {code}" for code in RejectCode
+    f"rejected_{code}": f"an event was refused as {code}" for code in v.RejectCode
 }
 WITNESSES: Mapping[str, str] = {
     **ADMISSION,
@@ -65,11 +51,11 @@ class Witnesses:
 def situations(step: Step, ledger: Ledger) -> Iterator[str]:
     """The situations that a step is, each as often as it occurs in it."""
     match step.event, step.observation:
-        case _, Rejected(code=code):
+        case _, v.Rejected(code=code):
             yield f"rejected_{code}"
-            if code is RejectCode.PIPELINE_FULL and step.config.async_scheduling:
+            if code is v.RejectCode.PIPELINE_FULL and step.config.async_scheduling:
                 yield "rejected_pipeline_full_async"
-        case Schedule(), _:
+        case v.Schedule(), _:
             yield from of_plan(step, ledger)
             for row in step.rows:
                 yield from of_row(step, ledger.lives[row.request_id], row)
@@ -80,17 +66,17 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield from of_preemption(step, ledger)
             if step.config.max_frames_in_flight > 1:
                 yield from of_frames(step, ledger)
-        case Commit(), Outputs(rows=rows):
+        case v.Commit(), v.Outputs(rows=rows):
             yield from of_commit(step, ledger, rows)
-        case Drafts(), DraftsTaken():
+        case v.Drafts(), v.DraftsTaken():
             yield from of_drafts(step, ledger)
-        case Abort(), Aborted():
+        case v.Abort(), v.Aborted():
             yield from of_abort(step, ledger)
-        case Reset(), ResetDone(success=success):
+        case v.Reset(), v.ResetDone(success=success):
             yield from of_reset(step, ledger, success)
-        case GrammarReady(request_id=request_id), _:
+        case v.GrammarReady(request_id=request_id), _:
             if ledger.lives[request_id].grammar_ready:
                 yield "grammar_ready_twice"
-        case Submit(request=request), _:
+        case v.Submit(request=request), _:
             if request.request_id in ledger.ended:
                 yield "id_used_again"

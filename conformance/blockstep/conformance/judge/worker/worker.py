@@ -15,27 +15,7 @@ from typing import TypeAlias
 from blockstep.conformance.judge.worker.kv import TaggedKV
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
 from blockstep.conformance.protocol.findings import Difference, Finding
-from blockstep.spec.vocabulary import (
-    DRAFT_PLACEHOLDER,
-    BlockId,
-    BlockTables,
-    CachedRow,
-    Commit,
-    Config,
-    Event,
-    FrameId,
-    NewRow,
-    Observation,
-    Outputs,
-    Plan,
-    RequestId,
-    Reset,
-    ResetDone,
-    RowTokens,
-    Snapshot,
-    Status,
-    TokenIds,
-)
+from blockstep.spec import vocabulary as v
 
 NextToken: TypeAlias = Callable[[Sequence[int]], int]
 """Which token truly follows a text. Deterministic: what a request must get is unique."""
@@ -44,34 +24,34 @@ NextToken: TypeAlias = Callable[[Sequence[int]], int]
 class Worker(TaggedKV):
     """A model worker. One object is one run."""
 
-    def __init__(self, config: Config, next_token: NextToken) -> None:
+    def __init__(self, config: v.Config, next_token: NextToken) -> None:
         super().__init__(config)
         self.next_token = next_token
-        self.views: dict[RequestId, RequestView] = {}
-        self.last_plan: Plan | None = None
+        self.views: dict[v.RequestId, RequestView] = {}
+        self.last_plan: v.Plan | None = None
         self.acceptance: tuple[int, ...] = (0,)
         """How many drafts are right, by turns, where the worker keeps its drafts to itself."""
-        self._frames: dict[FrameId, list[FrameRow]] = {}
+        self._frames: dict[v.FrameId, list[FrameRow]] = {}
         """Dispatched, and their commit not heard of."""
         self._num_proposals = 0
-        self._last_scheduled: set[RequestId] = set()
+        self._last_scheduled: set[v.RequestId] = set()
         self._hears_more_than_plans = False
         """Somebody tells it of commits, so of resets too; else it cannot know of forced ones."""
 
-    def observe(self, event: Event, observation: Observation) -> list[Finding]:
+    def observe(self, event: v.Event, observation: v.Observation) -> list[Finding]:
         """Take one exchange of the engine under test: a plan, a commit, a reset, or nothing."""
         match event, observation:
-            case _, Plan() as plan:
+            case _, v.Plan() as plan:
                 return self.execute(plan)
-            case Commit() as commit, Outputs():
+            case v.Commit() as commit, v.Outputs():
                 self.commit(commit)
-            case Reset(reset_running_requests=forced), ResetDone(success=True):
+            case v.Reset(reset_running_requests=forced), v.ResetDone(success=True):
                 self.reset(forced)
         return []
 
     # Plans.
 
-    def execute(self, plan: Plan) -> list[Finding]:
+    def execute(self, plan: v.Plan) -> list[Finding]:
         """Run a plan; returns what is wrong with it. To be called when it is dispatched."""
         if plan is self.last_plan:
             return []
@@ -115,7 +95,7 @@ class Worker(TaggedKV):
         row.view.num_computed = row.end
         row.view.num_promised += row.num_promised
 
-    def _deliver(self, row: FrameRow, sampled: TokenIds) -> None:
+    def _deliver(self, row: FrameRow, sampled: v.TokenIds) -> None:
         """What it sampled follows the known tokens; rejected drafts were never computed."""
         view, row.sampled = row.view, sampled
         view.cut_names(row.num_known)
@@ -124,7 +104,7 @@ class Worker(TaggedKV):
         view.num_unreported += len(sampled)
         view.num_rejected += row.num_rejected
 
-    def _preempt(self, request_id: RequestId) -> None:
+    def _preempt(self, request_id: v.RequestId) -> None:
         view = self.views.get(request_id)
         if view is None:
             self._complain("preempted_request_was_known", f"{request_id!r} is not known here")
@@ -133,7 +113,7 @@ class Worker(TaggedKV):
         view.table = []
         view.num_computed = 0
 
-    def _start_new(self, row: NewRow) -> FrameRow | None:
+    def _start_new(self, row: v.NewRow) -> FrameRow | None:
         if row.request_id in self.views:
             self._complain("new_row_is_new", f"{row.request_id!r} is known already")
         view = RequestView(row.request, self.names)
@@ -142,7 +122,7 @@ class Worker(TaggedKV):
         view.num_computed = row.num_computed_tokens
         return self._start(row.request_id, view, row.num_scheduled_tokens, self._fill_in(row, view))
 
-    def _start_cached(self, row: CachedRow) -> FrameRow | None:
+    def _start_cached(self, row: v.CachedRow) -> FrameRow | None:
         view = self.views.get(row.request_id)
         if view is None:
             self._complain("cached_row_is_known", f"{row.request_id!r} is not known here")
@@ -165,7 +145,7 @@ class Worker(TaggedKV):
         drafts = self._fill_in(row, view)
         return self._start(row.request_id, view, row.num_scheduled_tokens, drafts)
 
-    def _disown(self, tokens: TokenIds, view: RequestView) -> RequestView:
+    def _disown(self, tokens: v.TokenIds, view: RequestView) -> RequestView:
         """The request without what its frames in flight sampled: the plan goes on without it.
 
         That is complained of already. Their answers will not be delivered, so they are left with
@@ -177,10 +157,10 @@ class Worker(TaggedKV):
         self.views[view.request.request_id] = fresh
         return fresh
 
-    def _fill_in(self, row: NewRow | CachedRow, view: RequestView) -> TokenIds:
+    def _fill_in(self, row: v.NewRow | v.CachedRow, view: RequestView) -> v.TokenIds:
         """The drafts of a row, its placeholders replaced by what was proposed (P24)."""
         drafts, proposal = row.draft_token_ids, view.proposal
-        if DRAFT_PLACEHOLDER not in drafts:
+        if v.DRAFT_PLACEHOLDER not in drafts:
             return drafts
         if len(proposal) < len(drafts):
             self._complain(
@@ -192,7 +172,7 @@ class Worker(TaggedKV):
             return (*proposal, *drafts)[: len(drafts)]
         return proposal[: len(drafts)]
 
-    def _resume(self, row: CachedRow, view: RequestView, blocks: list[BlockId]) -> None:
+    def _resume(self, row: v.CachedRow, view: RequestView, blocks: list[v.BlockId]) -> None:
         may_resume = view.is_preempted or view.may_resume or not self._hears_more_than_plans
         if not may_resume:
             self._complain("resumed_request_was_preempted", f"{row.request_id!r} was running")
@@ -208,7 +188,7 @@ class Worker(TaggedKV):
         view.num_rejected = 0
         view.proposal = ()  # for the position at which it was preempted
 
-    def _continue(self, row: CachedRow, view: RequestView, blocks: list[BlockId]) -> None:
+    def _continue(self, row: v.CachedRow, view: RequestView, blocks: list[v.BlockId]) -> None:
         if view.is_preempted:
             self._complain(
                 "preempted_request_returns_resumed", f"{row.request_id!r} holds no block here"
@@ -229,7 +209,7 @@ class Worker(TaggedKV):
             )
             view.num_computed = row.num_computed_tokens - view.num_rejected
 
-    def _take_tokens(self, row: CachedRow, view: RequestView) -> None:
+    def _take_tokens(self, row: v.CachedRow, view: RequestView) -> None:
         sent = row.all_token_ids
         if sent is None:
             if row.resumed or row.request_id not in self._last_scheduled:
@@ -246,7 +226,7 @@ class Worker(TaggedKV):
             if not view.num_unreported:
                 view.replace_tokens(sent)
 
-    def _blocks(self, request_id: RequestId, tables: BlockTables) -> list[BlockId]:
+    def _blocks(self, request_id: v.RequestId, tables: v.BlockTables) -> list[v.BlockId]:
         if len(tables) != 1:
             self._complain("plan_has_one_table_per_group", f"{request_id!r}: {len(tables)} tables")
         blocks = list(tables[0]) if tables else []
@@ -258,7 +238,7 @@ class Worker(TaggedKV):
         return blocks
 
     def _start(
-        self, request_id: RequestId, view: RequestView, num_scheduled: int, drafts: TokenIds
+        self, request_id: v.RequestId, view: RequestView, num_scheduled: int, drafts: v.TokenIds
     ) -> FrameRow:
         known = len(view.tokens)
         first = max(view.num_computed, 0)
@@ -286,14 +266,14 @@ class Worker(TaggedKV):
 
     # Answers.
 
-    def answer(self, frame_id: FrameId) -> tuple[RowTokens, ...]:
+    def answer(self, frame_id: v.FrameId) -> tuple[v.RowTokens, ...]:
         """What each row of a dispatched plan sampled, in plan order; () for an unknown frame."""
         return tuple(
-            RowTokens(row.view.request.request_id, row.sampled)
+            v.RowTokens(row.view.request.request_id, row.sampled)
             for row in self._frames.get(frame_id, ())
         )
 
-    def _sample(self, row: FrameRow) -> TokenIds:
+    def _sample(self, row: FrameRow) -> v.TokenIds:
         """The right drafts, and the token that follows them.
 
         A draft is right if it is the token that truly follows. Who has read wrong KV goes astray.
@@ -307,12 +287,12 @@ class Worker(TaggedKV):
             sampled.append(self.next_token(text))
         return tuple(sampled)
 
-    def commit(self, event: Commit) -> None:
+    def commit(self, event: v.Commit) -> None:
         """Learn that an answer was committed. Without this call, its own answer counts."""
         self._hears_more_than_plans = True
         self._settle(event.frame_id, event.sampled)
 
-    def _settle(self, frame_id: FrameId, sampled: Sequence[RowTokens]) -> None:
+    def _settle(self, frame_id: v.FrameId, sampled: Sequence[v.RowTokens]) -> None:
         """Catch up with a commit; what was committed instead of its answer counts more."""
         rows = self._frames.pop(frame_id, [])
         tokens_of = {row.request_id: row.token_ids for row in sampled}
@@ -326,11 +306,11 @@ class Worker(TaggedKV):
                 view.replace_tokens([*view.tokens[: row.num_known], *tokens])
                 view.num_computed -= len(row.sampled) - len(tokens)
 
-    def propose(self, request_id: RequestId, count: int, num_right: int) -> TokenIds:
+    def propose(self, request_id: v.RequestId, count: int, num_right: int) -> v.TokenIds:
         """`count` drafts for a request: the first `num_right` will be accepted, the next not."""
         return self._guess(self.views.get(request_id), count, num_right)
 
-    def _guess(self, view: RequestView | None, count: int, num_right: int) -> TokenIds:
+    def _guess(self, view: RequestView | None, count: int, num_right: int) -> v.TokenIds:
         text = [0] if view is None else list(view.tokens)
         start = len(text)
         for index in range(count):
@@ -347,7 +327,7 @@ class Worker(TaggedKV):
             for view in self.views.values():
                 view.may_resume = True
 
-    def check_view(self, snapshot: Snapshot) -> list[Finding]:
+    def check_view(self, snapshot: v.Snapshot) -> list[Finding]:
         """What the plans told must be what the state says (P26).
 
         For a running request that is its outputs, its block table and its computed tokens, at
@@ -357,7 +337,7 @@ class Worker(TaggedKV):
         """
         self._findings = []
         for request in snapshot.requests:
-            if request.status not in (Status.RUNNING, Status.PREEMPTED):
+            if request.status not in (v.Status.RUNNING, v.Status.PREEMPTED):
                 continue
             view = self.views.get(request.request_id)
             if view is None:
@@ -369,7 +349,7 @@ class Worker(TaggedKV):
             if self.config.async_scheduling:
                 promised = request.num_output_placeholders
                 pairs.append(("num_output_placeholders", promised, view.num_promised))
-            if request.status is Status.RUNNING:
+            if request.status is v.Status.RUNNING:
                 computed = view.num_computed + view.num_rejected
                 pairs += (
                     ("block_tables", request.block_tables, (tuple(view.table),)),

@@ -11,6 +11,7 @@ from blockstep.conformance.prove.harness import Tokens, asking, build_config, bu
 from blockstep.conformance.prove.hosts import HOST
 from blockstep.conformance.prove.law import Room, instead, instead_in
 from blockstep.conformance.prove.laws import host_mistakes
+from blockstep.spec import vocabulary as v
 from blockstep.spec.hashing import extend_block_keys, get_item_keys, get_tokens
 from blockstep.spec.lives.endings import compute_stop, get_extended, is_repeating
 from blockstep.spec.releases.identity import (
@@ -19,16 +20,6 @@ from blockstep.spec.releases.identity import (
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules, Stop
 from blockstep.spec.strict import STRICT_RULES
-from blockstep.spec.vocabulary import (
-    BlockKey,
-    Config,
-    FinishReason,
-    MultiModalItem,
-    OutputRow,
-    RepetitionDetection,
-    Request,
-    TokenIds,
-)
 
 ROOM = Room("output")
 _compute_stop = compute_stop  # twins of these names call the right ones
@@ -43,7 +34,7 @@ _is_repeating = is_repeating
 
 def min_tokens_hold_off_the_length(
     request: RequestState,
-    outputs: TokenIds,
+    outputs: v.TokenIds,
     num_known: int,
     max_model_len: int,
 ) -> Stop:
@@ -55,18 +46,18 @@ def min_tokens_hold_off_the_length(
 
 def length_is_reached_one_token_late(
     request: RequestState,
-    outputs: TokenIds,
+    outputs: v.TokenIds,
     num_known: int,
     max_model_len: int,
 ) -> Stop:
     """Greater than, instead of at least."""
     is_long = num_known > max_model_len or len(outputs) > request.request.max_tokens
-    return (FinishReason.LENGTH, None) if is_long else (None, None)
+    return (v.FinishReason.LENGTH, None) if is_long else (None, None)
 
 
 def min_tokens_count_the_token_before(
     request: RequestState,
-    outputs: TokenIds,
+    outputs: v.TokenIds,
     num_known: int,
     max_model_len: int,
 ) -> Stop:
@@ -77,10 +68,10 @@ def min_tokens_count_the_token_before(
 
 def all_sampled_tokens_are_delivered(
     request: RequestState,
-    tokens: TokenIds,
+    tokens: v.TokenIds,
     max_model_len: int,
     rules: Rules,
-) -> tuple[RequestState, OutputRow]:
+) -> tuple[RequestState, v.OutputRow]:
     """The stop is looked for in the last token only, behind accepted drafts."""
     grown = replace(request, output_token_ids=request.output_token_ids + tokens[:-1])
     after, row = _get_extended(grown, tokens[-1:], max_model_len, rules)
@@ -89,10 +80,10 @@ def all_sampled_tokens_are_delivered(
 
 def token_that_ends_is_not_delivered(
     request: RequestState,
-    tokens: TokenIds,
+    tokens: v.TokenIds,
     max_model_len: int,
     rules: Rules,
-) -> tuple[RequestState, OutputRow]:
+) -> tuple[RequestState, v.OutputRow]:
     """The stop token itself is dropped with those behind it."""
     after, row = _get_extended(request, tokens, max_model_len, rules)
     if row.finish_reason is not None:
@@ -100,18 +91,18 @@ def token_that_ends_is_not_delivered(
     return after, row
 
 
-def two_copies_always_suffice(outputs: TokenIds, detection: RepetitionDetection) -> bool:
+def two_copies_always_suffice(outputs: v.TokenIds, detection: v.RepetitionDetection) -> bool:
     """The demanded number of copies is ignored."""
     return _is_repeating(outputs, replace(detection, min_count=2))
 
 
-def offset_is_left_out(request: Request, start: int, end: int) -> tuple[tuple[str, int], ...]:
+def offset_is_left_out(request: v.Request, start: int, end: int) -> tuple[tuple[str, int], ...]:
     """An item is named, but not where it lies in the block."""
     return tuple((name, 0) for name, _ in _get_item_keys(request, start, end))
 
 
 def item_names_only_the_block_it_starts_in(
-    request: Request, start: int, end: int
+    request: v.Request, start: int, end: int
 ) -> tuple[tuple[str, int], ...]:
     """The blocks in its middle carry placeholder tokens and no name."""
     return tuple(
@@ -123,12 +114,12 @@ def item_names_only_the_block_it_starts_in(
 
 def last_item_names_the_blocks_of_outputs(
     request: RequestState, block_size: int, rules: Rules
-) -> tuple[BlockKey, ...]:
+) -> tuple[v.BlockKey, ...]:
     """Once there are outputs, a new key has the last item in it and no other."""
-    return _extend_block_keys(request, block_size, last_item_names_outputs(rules, Config(8)))
+    return _extend_block_keys(request, block_size, last_item_names_outputs(rules, v.Config(8)))
 
 
-def outputs_start_over_in_each_block(request: RequestState, start: int, end: int) -> TokenIds:
+def outputs_start_over_in_each_block(request: RequestState, start: int, end: int) -> v.TokenIds:
     """Outputs are counted from the block instead of from the end of the prompt."""
     prompt, outputs = request.request.prompt_token_ids, request.output_token_ids
     return prompt[start:end] + outputs[: max(end - max(len(prompt), start), 0)]
@@ -154,7 +145,7 @@ def check_length_ends_a_request_whatever_min_tokens_says(
     num_known = num_prompt + num_outputs
     reason, _ = compute_stop(request, request.output_token_ids, num_known, max_model_len)
     is_long = num_known >= max_model_len or num_outputs >= max_tokens
-    assert reason is (FinishReason.LENGTH if is_long else None)
+    assert reason is (v.FinishReason.LENGTH if is_long else None)
     return True
 
 
@@ -171,7 +162,7 @@ def check_text_ends_a_request_from_min_tokens_on(
     outputs = Tokens(num_outputs, last)
     reason, token = compute_stop(replace(request, request=asked), outputs, num_outputs + 1, 8192)
     ends = num_outputs >= min_tokens and last in (eos, stop)
-    assert (reason is FinishReason.STOP) == ends
+    assert (reason is v.FinishReason.STOP) == ends
     assert token == (stop if ends and last != eos else None)
     return True
 
@@ -196,7 +187,7 @@ def check_nothing_is_delivered_behind_the_token_that_ends(
     num_taken = 1 if first == eos else 2 if second == eos else 3
     assert row.new_token_ids == tokens[:num_taken]
     assert after.output_token_ids == row.new_token_ids
-    assert (row.finish_reason is FinishReason.STOP) == (eos in tokens)
+    assert (row.finish_reason is v.FinishReason.STOP) == (eos in tokens)
     return True
 
 
@@ -204,7 +195,7 @@ def check_nothing_is_delivered_behind_the_token_that_ends(
 def check_three_copies_are_three_equal_tokens(first: int, second: int, third: int) -> bool:
     """Of a pattern of one token, where three copies are demanded."""
     assert 0 <= first and 0 <= second and 0 <= third
-    is_over = is_repeating((9, first, second, third), RepetitionDetection(1, min_count=3))
+    is_over = is_repeating((9, first, second, third), v.RepetitionDetection(1, min_count=3))
     assert is_over == (first == second == third)
     return True
 
@@ -218,7 +209,7 @@ def check_item_names_exactly_the_blocks_that_it_overlaps(
 ) -> bool:
     """A block shares a token with the item, or it does not name it."""
     assert 0 <= offset and 1 <= length and 0 <= index and 1 <= block_size
-    request = Request("a", (1,), items=(MultiModalItem("image", offset, length),))
+    request = v.Request("a", (1,), items=(v.MultiModalItem("image", offset, length),))
     start = index * block_size
     named = get_item_keys(request, start, start + block_size)
     shared = min(offset + length, start + block_size) - max(offset, start)
@@ -232,8 +223,8 @@ def check_one_item_at_two_places_of_a_block_has_two_names(
 ) -> bool:
     """The tokens under it are placeholders, the same in both: only the offset tells them apart."""
     assert 0 <= offset < block_size and 0 <= other_offset < block_size and 1 <= length
-    first = Request("a", (1,), items=(MultiModalItem("image", offset, length),))
-    second = Request("b", (1,), items=(MultiModalItem("image", other_offset, length),))
+    first = v.Request("a", (1,), items=(v.MultiModalItem("image", offset, length),))
+    second = v.Request("b", (1,), items=(v.MultiModalItem("image", other_offset, length),))
     same = get_item_keys(first, 0, block_size) == get_item_keys(second, 0, block_size)
     assert same == (offset == other_offset)
     return True
@@ -245,7 +236,7 @@ def check_tokens_of_a_block_are_those_of_prompt_and_outputs_in_one(start: int, e
     assert 0 <= start <= end <= 6
     request = replace(
         build_request("a", 1),
-        request=Request("a", (10, 11, 12)),
+        request=v.Request("a", (10, 11, 12)),
         output_token_ids=(13, 14, 15),
     )
     tokens = get_tokens(request, start, end)
@@ -263,8 +254,8 @@ def check_block_that_an_output_completes_names_every_item_in_it(
 ) -> bool:
     """Blocks of four, a prompt of seven with two items in its second block, and one output."""
     assert 4 <= offset < next_offset <= 6
-    items = (MultiModalItem("x", offset, 1), MultiModalItem("y", next_offset, 1))
-    asked = Request("a", (1, 1, 1, 1, 1, 1, 1), items=items)
+    items = (v.MultiModalItem("x", offset, 1), v.MultiModalItem("y", next_offset, 1))
+    asked = v.Request("a", (1, 1, 1, 1, 1, 1, 1), items=items)
     request = replace(build_request("a", 1), request=asked, output_token_ids=(2,))
     keys = extend_block_keys(request, 4, STRICT_RULES)
     assert len(keys) == 2
