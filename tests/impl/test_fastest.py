@@ -10,7 +10,7 @@ import pytest
 from tests.impl.compiled.test_compiled import WITHOUT
 from typer.testing import CliRunner
 
-from blockstep.conformance.bench.measure import NotMeasuredError, open_side
+from blockstep.conformance.bench.sides import NotMeasuredError, open_side
 from blockstep.conformance.command.main import app
 from blockstep.conformance.engine import ALL_CAPABILITIES
 from blockstep.conformance.protocol.registry import load_engine
@@ -65,7 +65,7 @@ with warnings.catch_warnings(record=True) as caught:
 (one,) = caught
 assert one.category is RuntimeWarning
 assert "pip install 'blockstep[compiled]'" in str(one.message)
-from blockstep.conformance.bench.measure import NotMeasuredError, open_side
+from blockstep.conformance.bench.sides import NotMeasuredError, open_side
 try:
     open_side("compiled", Config(num_blocks=8))
 except NotMeasuredError as error:

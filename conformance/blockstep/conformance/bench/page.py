@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from blockstep.conformance.bench.measure import Measurement, Reading, get_slope
+from blockstep.conformance.bench.measure import Measurement, Reading, get_slope, group
 from blockstep.conformance.bench.report import (
     YARDSTICK,
     get_ratio,
@@ -36,12 +36,6 @@ def make_markdown(
     if plot is not None:
         lines += [f"![p50 of a step over the number of running requests]({plot.name})", ""]
     return "\n".join(lines)
-
-
-def group(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
-    """Those of each scenario."""
-    names = dict.fromkeys(entry.scenario for entry in measurements)
-    return [[entry for entry in measurements if entry.scenario == name] for name in names]
 
 
 def make_pipes(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

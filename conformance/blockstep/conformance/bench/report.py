@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from rich.table import Table
 
-from blockstep.conformance.bench.measure import Measurement, Reading, get_slope
+from blockstep.conformance.bench.measure import Measurement, Reading, get_slope, group
 
 COLUMNS = (
     "scenario", "running", "engine", "reading", "schedule p50", "schedule p99", "commit p50",
@@ -19,19 +19,31 @@ YARDSTICK = "vllm"
 """Everybody is compared with this engine, where it was measured."""
 
 
-def make_rows(measurements: Sequence[Measurement]) -> list[dict[str, str]]:
+def make_rows(entry: Measurement) -> list[dict[str, str]]:
     """A row for each side in each reading; times in microseconds."""
     rows = []
-    for entry in measurements:
-        for found in entry.readings:
-            parts = (found.schedule, found.commit, found.step)
-            times = [show_time(value) for part in parts for value in (part.p50, part.p99)]
-            ratios = [get_ratio(entry, found), get_ratio(entry, found, "mean")]
-            told = ["" if ratio is None else f"{ratio:.1f}" for ratio in ratios]
-            values = (entry.scenario, f"{entry.num_running:,}", found.engine, found.reading)
-            cells = (*values, *times, *told, f"{found.memory_mib:.0f}")
-            rows.append(dict(zip(COLUMNS, cells, strict=True)))
+    for found in entry.readings:
+        parts = (found.schedule, found.commit, found.step)
+        times = [show_time(value) for part in parts for value in (part.p50, part.p99)]
+        ratios = [get_ratio(entry, found), get_ratio(entry, found, "mean")]
+        told = ["" if ratio is None else f"{ratio:.1f}" for ratio in ratios]
+        values = (entry.scenario, f"{entry.num_running:,}", found.engine, found.reading)
+        cells = (*values, *times, *told, f"{found.memory_mib:.0f}")
+        rows.append(dict(zip(COLUMNS, cells, strict=True)))
     return rows
+
+
+def make_table(measurements: Sequence[Measurement]) -> Table:
+    """For a terminal; an empty line where another scenario or size begins."""
+    table = Table(box=None, pad_edge=False)
+    for index, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if index in (0, 2, 3) else "right")
+    for entry in measurements:
+        if table.rows:
+            table.add_row()
+        for row in make_rows(entry):
+            table.add_row(*row.values())
+    return table
 
 
 def get_yardstick(entry: Measurement) -> Reading | None:
@@ -55,37 +67,23 @@ def get_seconds(entry: Measurement, found: Reading) -> float:
     return found.step.mean * entry.num_steps / 1e6
 
 
-def make_table(rows: Sequence[Mapping[str, str]]) -> Table:
-    """For a terminal; an empty line where another scenario or size begins."""
-    table = Table(box=None, pad_edge=False)
-    for index, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if index in (0, 2, 3) else "right")
-    before = rows[0]
-    for row in rows:
-        if [row[column] for column in COLUMNS[:2]] != [before[column] for column in COLUMNS[:2]]:
-            table.add_row()
-        table.add_row(*row.values())
-        before = row
-    return table
-
-
 def list_slopes(measurements: Sequence[Measurement]) -> list[dict[str, Any]]:
     """Nanoseconds per running request, by scenario, engine and reading; where sizes differ."""
-    found = []
-    for scenario in dict.fromkeys(entry.scenario for entry in measurements):
-        entries = [entry for entry in measurements if entry.scenario == scenario]
-        for reading in entries[0].readings:
-            slope = get_slope(entries, reading.engine, reading.reading)
-            if slope is not None:
-                found.append(
-                    {
-                        "scenario": scenario,
-                        "engine": reading.engine,
-                        "reading": reading.reading,
-                        "nanoseconds_per_request": round(slope, 1),
-                    }
-                )
-    return found
+    found = [
+        (entries[0].scenario, one.engine, one.reading, get_slope(entries, one.engine, one.reading))
+        for entries in group(measurements)
+        for one in entries[0].readings
+    ]
+    return [
+        {
+            "scenario": scenario,
+            "engine": engine,
+            "reading": reading,
+            "nanoseconds_per_request": round(slope, 1),
+        }
+        for scenario, engine, reading, slope in found
+        if slope is not None
+    ]
 
 
 def to_json(

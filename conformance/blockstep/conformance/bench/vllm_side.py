@@ -7,47 +7,37 @@ as in vLLM, and so is not timed; what fills later is hashed inside `update_from_
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
-from blockstep.conformance.bench.sides import (
-    Answer,
-    Decision,
-    Delivered,
-    PlannedRow,
-    Times,
-    clock,
-)
+# First, because it says what to do where vLLM cannot be imported.
 from blockstep.conformance.engines.adapters.vllm import VllmEngine
 from blockstep.conformance.engines.adapters.vllm_build import build_request
+
+# isort: split
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+
+from blockstep.conformance.bench.sides import Answer, Decision, Delivered, PlannedRow, Side, Times
 from blockstep.spec.vocabulary import Config, Request
 
-try:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-except ImportError as error:  # pragma: no cover - the adapter has said so already
-    raise ImportError("vllm: not installed") from error
 
-
-class VllmSide:
+class VllmSide(Side):
     """vLLM's scheduler; what it builds are objects, so there is one reading."""
 
     readings: tuple[str, ...] = ("objects",)
 
     def __init__(self, config: Config) -> None:
         run = VllmEngine(config).run
-        self.scheduler = run.scheduler
+        super().__init__(run.scheduler)
         self.hasher = run.hasher
-        self._frames: deque[SchedulerOutput] = deque()
 
     def submit(self, request: Request) -> None:
         """See `Side`."""
-        self.scheduler.add_request(build_request(request, self.hasher, {}, separate_names=True))
+        self.engine.add_request(build_request(request, self.hasher, {}, separate_names=True))
 
     def propose(self, drafts: Answer) -> None:
         """See `Side`."""
         names = [name for name, _ in drafts]
-        self.scheduler.update_draft_token_ids(DraftTokenIds(names, [list(t) for _, t in drafts]))
+        self.engine.update_draft_token_ids(DraftTokenIds(names, [list(t) for _, t in drafts]))
 
     def prepare(self, answer: Answer) -> Any:
         """See `Side`."""
@@ -63,23 +53,35 @@ class VllmSide:
 
     def schedule(self) -> tuple[Times, Any]:
         """See `Side`."""
-        start = clock()
-        output = self.scheduler.schedule()
-        seconds = clock() - start
+        output, seconds = self.ask(self.engine.schedule)
         if output.num_scheduled_tokens:
             self._frames.append(output)
         return (seconds,), output
 
     def commit(self, prepared: Any) -> tuple[Times, Any]:
         """See `Side`."""
-        output = self._frames.popleft()
-        start = clock()
-        answer = self.scheduler.update_from_output(output, prepared)
-        return (clock() - start,), answer
+        outputs, seconds = self.ask(
+            self.engine.update_from_output, self._frames.popleft(), prepared
+        )
+        return (seconds,), outputs
 
     def read_plan(self, plan: Any) -> Decision:
         """See `Side`."""
-        return _decision_of(plan)
+        cached = plan.scheduled_cached_reqs
+        told = {
+            new.req_id: (new.num_computed_tokens, new.block_ids, True)
+            for new in plan.scheduled_new_reqs
+        }
+        for index, name in enumerate(cached.req_ids):
+            told[name] = (cached.num_computed_tokens[index], cached.new_block_ids[index], False)
+        rows = []
+        for name, num_scheduled in plan.num_scheduled_tokens.items():
+            computed, groups, is_new = told[name]
+            blocks = tuple(block for group in groups or () for block in group)
+            drafts = plan.scheduled_spec_decode_tokens.get(name, ())
+            rows.append(PlannedRow(name, computed, num_scheduled, blocks, len(drafts), is_new))
+        preempted = tuple(sorted(plan.preempted_req_ids or ()))
+        return Decision(tuple(rows), preempted, tuple(sorted(plan.finished_req_ids)))
 
     def read_outputs(self, outputs: Any) -> Delivered:
         """See `Side`."""
@@ -92,21 +94,3 @@ class VllmSide:
             for core in outputs.values()
             for row in core.outputs
         )
-
-
-def _decision_of(output: SchedulerOutput) -> Decision:
-    cached = output.scheduled_cached_reqs
-    told = {
-        new.req_id: (new.num_computed_tokens, new.block_ids, True)
-        for new in output.scheduled_new_reqs
-    }
-    for index, name in enumerate(cached.req_ids):
-        told[name] = (cached.num_computed_tokens[index], cached.new_block_ids[index], False)
-    rows = []
-    for name, num_scheduled in output.num_scheduled_tokens.items():
-        computed, groups, is_new = told[name]
-        blocks = () if groups is None else tuple(block for group in groups for block in group)
-        drafts = output.scheduled_spec_decode_tokens.get(name, ())
-        rows.append(PlannedRow(name, computed, num_scheduled, blocks, len(drafts), is_new))
-    preempted = tuple(sorted(output.preempted_req_ids or ()))
-    return Decision(tuple(rows), preempted, tuple(sorted(output.finished_req_ids)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -12,23 +14,17 @@ import typer
 from rich.console import Console
 
 from blockstep.conformance.bench.measure import (
+    Advance,
     Measurement,
-    NotEqualError,
-    NotMeasuredError,
     describe_machine,
     measure,
     merge_rounds,
     rehearse,
 )
 from blockstep.conformance.bench.page import draw_plot, make_markdown
+from blockstep.conformance.bench.player import NotEqualError
 from blockstep.conformance.bench.profile import Profile, profile, to_lines
-from blockstep.conformance.bench.report import (
-    get_seconds,
-    list_slopes,
-    make_rows,
-    make_table,
-    to_json,
-)
+from blockstep.conformance.bench.report import get_seconds, list_slopes, make_table, to_json
 from blockstep.conformance.bench.scenarios import SCENARIOS, TRACE, Scenario, get_trace_scenario
 from blockstep.conformance.command.console import (
     end,
@@ -62,9 +58,13 @@ bench_app = typer.Typer(
 )
 
 
-@bench_app.callback()
-def bench_command() -> None:
-    """Measure: how long the steps of schedulers take."""
+@contextmanager
+def _measuring(console: Console, title: str) -> Iterator[Advance]:
+    with input_errors(), progress(console, title) as advance:
+        try:
+            yield advance
+        except NotEqualError as error:
+            end(ExitCode.FAILED, str(error))
 
 
 @bench_app.command("scheduler")
@@ -107,19 +107,13 @@ def scheduler_command(
     console = make_console(json_path, width=150)
     names = list(dict.fromkeys(engine or ["host"]))
     conditions = {**_get_conditions(), "gc": "on" if gc_on else "off", "steps": steps}
-    measurements: list[Measurement] = []
-    with input_errors(), progress(console, "measuring") as advance:
+    with _measuring(console, "measuring") as advance:
         work = _list_work(scenario, num_running, trace, limit)
         most = steps if trace is None else TRACE_STEPS_MAX
-        try:
-            rehearse(names, advance)
-            for entry, size in work:
-                measurements.append(measure(entry, size, names, most, gc_on, advance))
-        except NotMeasuredError as error:
-            usage(str(error))
-        except NotEqualError as error:
-            end(ExitCode.FAILED, str(error))
-    measurements = merge_rounds(measurements)
+        rehearse(names, advance)
+        measurements = merge_rounds(
+            [measure(entry, size, names, most, gc_on, advance) for entry, size in work]
+        )
     _show(measurements, console)
     console.print("all decided the same" if len(names) > 1 else "one engine, compared with nobody")
     if plot is not None:
@@ -134,7 +128,7 @@ def scheduler_command(
 
 def _show(measurements: list[Measurement], console: Console) -> None:
     """The table, the slopes, and the sums over a trace."""
-    console.print(make_table(make_rows(measurements)))
+    console.print(make_table(measurements))
     for row in list_slopes(measurements):
         console.print(
             f"slope {row['scenario']} {row['engine']} {row['reading']}: "
@@ -165,15 +159,10 @@ def profile_command(
     console = make_console(json_path, width=150)
     conditions = {**_get_conditions(), "steps": steps}
     profiles: list[Profile] = []
-    with input_errors(), progress(console, "profiling") as advance:
+    with _measuring(console, "profiling") as advance:
         for entry, size in _list_work(scenario, [num_running], None, 0):
             for name in dict.fromkeys(engine or ["host"]):
-                try:
-                    profiles.append(profile(entry, size, name, steps, lines, advance))
-                except NotMeasuredError as error:
-                    usage(str(error))
-                except NotEqualError as error:
-                    end(ExitCode.FAILED, str(error))
+                profiles.append(profile(entry, size, name, steps, lines, advance))
                 console.print(*to_lines(profiles[-1]), "", sep="\n", markup=False)
     result = {"format": "blockstep-bench-profile", "version": 1, **conditions}
     write_json(json_path, {**result, "profiles": [asdict(found) for found in profiles]})
