@@ -105,9 +105,12 @@ def measure(
     counts: list[tuple[int, int, int, int]] = []
     skipped = 0 if scenario.counts_every_step else 1
     with garbage_collection(on=gc_on):
-        while len(counts) < num_steps and not pilot.is_done:
-            left = min(scenario.steps_per_turn, num_steps - len(counts) + skipped)
-            moments = list(pilot.play(left))
+        while len(counts) < num_steps:
+            left = num_steps - len(counts) + skipped
+            moments = pilot.play(min(scenario.steps_per_turn, left))
+            if not moments:
+                break  # the traffic has ended
+            digest = moments[-1].digest
             for name, side in order:
                 timings[name] += play(side, moments, what + name)[skipped:]
             counts += [moment.counts for moment in moments[skipped:]]
@@ -119,7 +122,6 @@ def measure(
         for name, side in sides.items()
         for reading in _read(name, side.readings, timings[name], memory[name])
     )
-    digest = moments[-1].digest
     return Measurement(
         *(scenario.name, num_running, len(counts)), rows, tokens, new, preempted, digest, readings
     )

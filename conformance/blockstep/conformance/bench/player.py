@@ -8,8 +8,9 @@ nothing but the engine runs between two looks at the clock; and then what it dec
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 
 from blockstep.conformance.bench.scenarios import Scenario, get_token
@@ -80,34 +81,31 @@ class Pilot:
         self._frames: deque[list[tuple[PlannedRow, bool]]] = deque()
         """In flight, oldest first: each row, and whether it samples."""
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the traffic has ended."""
-        return self.has_all_submitted and not self.live
-
     def fill(self) -> list[Moment]:
         """Play until enough requests run, then the warm-up."""
+        name, wanted = self.scenario.name, self.scenario.min_running * self.num_running
         moments: list[Moment] = []
-        while len(self.running) < self.scenario.min_running * self.num_running:
+        while len(self.running) < wanted:
             if len(moments) == FILL_STEPS_MAX:
-                raise RuntimeError(
-                    f"scenario {self.scenario.name}: only {len(self.running)} ever run"
-                )
-            moments.append(self.step())
-        return moments + [self.step() for _ in range(self.scenario.num_warmup)]
+                raise RuntimeError(f"scenario {name}: only {len(self.running)} ever run")
+            moments += self.play(1)
+        return moments + self.play(self.scenario.num_warmup)
 
-    def play(self, num_steps: int) -> Iterator[Moment]:
+    def play(self, num_steps: int) -> list[Moment]:
         """So many steps, or fewer if the traffic ends."""
-        while num_steps and not self.is_done:
-            yield self.step()
-            num_steps -= 1
+        moments: list[Moment] = []
+        while len(moments) < num_steps and (self.live or not self.has_all_submitted):
+            moments.append(self._step())
+        return moments
 
-    def step(self) -> Moment:
+    def _step(self) -> Moment:
         """Submit what is due, plan, and answer the oldest plan once the pipeline is full."""
         submitted, drafts = self._submit_due(), self._propose()
-        decision = self.side.read_plan(self.side.schedule()[1])
+        _, plan = self.side.schedule()
+        decision = self.side.read_plan(plan)
         self.running.difference_update(decision.preempted)
         if decision.rows:
+            self.side.frames.append(plan)
             self._frames.append([(row, self._promise(row)) for row in decision.rows])
         answer: Answer | None = None
         delivered: Delivered = ()
@@ -129,15 +127,11 @@ class Pilot:
         return Moment(submitted, drafts, answer, counts, self.side.note(decision, delivered))
 
     def _submit_due(self) -> list[Request]:
-        due: list[Request] = []
-        concurrency = self.scenario.get_concurrency(self.num_running)
-        while not self.has_all_submitted and len(self.live) < concurrency:
-            request = next(self._source, None)
-            if request is None:
-                self.has_all_submitted = True
-                break
+        room = self.scenario.get_concurrency(self.num_running) - len(self.live)
+        due = list(islice(self._source, room))
+        self.has_all_submitted = len(due) < room
+        for request in due:
             self.side.submit(request)
-            due.append(request)
             number = int(request.request_id[1:])
             self.live[request.request_id] = Live(number, len(request.prompt_token_ids))
         return due
@@ -205,6 +199,8 @@ def play(side: Side, moments: Sequence[Moment], what: str) -> list[Timing]:
             if moment.drafts:
                 side.propose(moment.drafts)
             planned, plan = side.schedule()
+            if moment.counts[0]:
+                side.frames.append(plan)
             nothing = (0.0,) * len(planned), None
             committed, outputs = nothing if answer is None else side.commit(answer)
             timings.append((planned, committed))

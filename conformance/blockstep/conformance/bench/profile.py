@@ -70,7 +70,7 @@ def profile(
     play(side, pilot.fill(), what)
     side.ask = partial(side.ask, profiler.runcall)
     with garbage_collection(on=False):
-        play(side, [pilot.step() for _ in range(num_steps)], what)
+        play(side, pilot.play(num_steps), what)
     entries = [entry for entry in profiler.getstats() if "_lsprof" not in str(entry.code)]
     whole = sum(entry.inlinetime for entry in entries)
     lines = [

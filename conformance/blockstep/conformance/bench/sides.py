@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -86,8 +86,8 @@ class Side:
         self.engine = engine
         self.ask: Callable[..., tuple[Any, float]] = time_call
         """What makes the calls of a step."""
-        self._frames: deque[Any] = deque()
-        """Names of the plans in flight, oldest first."""
+        self.frames: deque[Any] = deque()
+        """Plans in flight, oldest first."""
         self._digest = hashlib.sha256()
 
     def submit(self, request: v.Request) -> None:
@@ -107,13 +107,11 @@ class Side:
     def schedule(self) -> tuple[Times, Any]:
         """Plan a step, by the clock."""
         plan, seconds = self.ask(self.engine.apply, v.Schedule())
-        if plan.new or plan.cached:
-            self._frames.append(plan.frame_id)
         return (seconds,), plan
 
     def commit(self, prepared: Any) -> tuple[Times, Any]:
         """Answer the oldest plan, by the clock."""
-        event = v.Commit(self._frames.popleft(), prepared)
+        event = v.Commit(self.frames.popleft().frame_id, prepared)
         outputs, seconds = self.ask(self.engine.apply, event)
         return (seconds,), outputs
 
@@ -126,10 +124,7 @@ class Side:
 
     def read_outputs(self, outputs: Any) -> Delivered:
         """What `commit` delivered."""
-        return tuple(
-            (row.request_id, row.new_token_ids, row.finish_reason and str(row.finish_reason))
-            for row in outputs.rows
-        )
+        return read_rows(outputs.rows)
 
     def note(self, decision: Decision, delivered: Delivered) -> str:
         """The digest of all that was decided and delivered, with this step.
@@ -140,6 +135,18 @@ class Side:
         told = sorted(delivered, key=lambda row: row[0])
         self._digest.update(repr((rows, decision.preempted, decision.finished, told)).encode())
         return self._digest.hexdigest()
+
+
+def read_rows(rows: Iterable[Any]) -> Delivered:
+    """What rows of outputs say, ours or those of vLLM."""
+    return tuple(
+        (
+            row.request_id,
+            tuple(row.new_token_ids),
+            None if row.finish_reason is None else str(row.finish_reason),
+        )
+        for row in rows
+    )
 
 
 def _read_row(row: v.NewRow | v.CachedRow) -> PlannedRow:
@@ -167,13 +174,11 @@ class ArraySide(Side):
     def schedule(self) -> tuple[Times, Any]:
         """See `Side`."""
         plan, seconds = self.ask(self.engine.schedule_arrays)
-        if len(plan):
-            self._frames.append(plan.frame_id)
         return (seconds, seconds + time_call(plan.build_objects)[1]), plan
 
     def commit(self, prepared: Any) -> tuple[Times, Any]:
         """See `Side`."""
-        frame_id = self._frames.popleft()
+        frame_id = self.frames.popleft().frame_id
         outputs, seconds = self.ask(self.engine.commit_arrays, frame_id, *prepared)
         return (seconds, seconds + time_call(outputs.build_objects)[1]), outputs
 

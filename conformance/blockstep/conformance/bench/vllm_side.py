@@ -16,7 +16,15 @@ from blockstep.conformance.engines.adapters.vllm_build import build_request
 # isort: split
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-from blockstep.conformance.bench.sides import Answer, Decision, Delivered, PlannedRow, Side, Times
+from blockstep.conformance.bench.sides import (
+    Answer,
+    Decision,
+    Delivered,
+    PlannedRow,
+    Side,
+    Times,
+    read_rows,
+)
 from blockstep.spec.vocabulary import Config, Request
 
 
@@ -54,15 +62,11 @@ class VllmSide(Side):
     def schedule(self) -> tuple[Times, Any]:
         """See `Side`."""
         output, seconds = self.ask(self.engine.schedule)
-        if output.num_scheduled_tokens:
-            self._frames.append(output)
         return (seconds,), output
 
     def commit(self, prepared: Any) -> tuple[Times, Any]:
         """See `Side`."""
-        outputs, seconds = self.ask(
-            self.engine.update_from_output, self._frames.popleft(), prepared
-        )
+        outputs, seconds = self.ask(self.engine.update_from_output, self.frames.popleft(), prepared)
         return (seconds,), outputs
 
     def read_plan(self, plan: Any) -> Decision:
@@ -85,12 +89,4 @@ class VllmSide(Side):
 
     def read_outputs(self, outputs: Any) -> Delivered:
         """See `Side`."""
-        return tuple(
-            (
-                row.request_id,
-                tuple(row.new_token_ids),
-                None if row.finish_reason is None else str(row.finish_reason),
-            )
-            for core in outputs.values()
-            for row in core.outputs
-        )
+        return read_rows(row for core in outputs.values() for row in core.outputs)

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from blockstep.conformance.bench import report
 from blockstep.conformance.bench.measure import (
     Advance,
     Measurement,
@@ -21,10 +22,8 @@ from blockstep.conformance.bench.measure import (
     merge_rounds,
     rehearse,
 )
-from blockstep.conformance.bench.page import draw_plot, make_markdown
 from blockstep.conformance.bench.player import NotEqualError
-from blockstep.conformance.bench.profile import Profile, profile, to_lines
-from blockstep.conformance.bench.report import get_seconds, list_slopes, make_table, to_json
+from blockstep.conformance.bench.profile import profile, to_lines
 from blockstep.conformance.bench.scenarios import SCENARIOS, TRACE, Scenario, get_trace_scenario
 from blockstep.conformance.command.console import (
     end,
@@ -108,8 +107,11 @@ def scheduler_command(
     names = list(dict.fromkeys(engine or ["host"]))
     conditions = {**_get_conditions(), "gc": "on" if gc_on else "off", "steps": steps}
     with _measuring(console, "measuring") as advance:
-        work = _list_work(scenario, num_running, trace, limit)
-        most = steps if trace is None else TRACE_STEPS_MAX
+        if trace is None:
+            work, most = _list_work(scenario, num_running), steps
+        else:
+            played = get_trace_scenario(trace, limit)
+            work, most = [(played, played.get_concurrency(0))], TRACE_STEPS_MAX
         rehearse(names, advance)
         measurements = merge_rounds(
             [measure(entry, size, names, most, gc_on, advance) for entry, size in work]
@@ -118,25 +120,25 @@ def scheduler_command(
     console.print("all decided the same" if len(names) > 1 else "one engine, compared with nobody")
     if plot is not None:
         try:
-            draw_plot(plot, measurements)
+            report.draw_plot(plot, measurements)
         except ImportError:
             usage("--plot: needs matplotlib: pip install 'blockstep[plot]'")
     if markdown is not None:
-        write(markdown, make_markdown(measurements, conditions, plot))
-    write_json(json_path, to_json(measurements, conditions))
+        write(markdown, report.make_markdown(measurements, conditions, plot))
+    write_json(json_path, report.to_json(measurements, conditions))
 
 
 def _show(measurements: list[Measurement], console: Console) -> None:
     """The table, the slopes, and the sums over a trace."""
-    console.print(make_table(measurements))
-    for row in list_slopes(measurements):
+    console.print(report.make_table(measurements))
+    for row in report.list_slopes(measurements):
         console.print(
             f"slope {row['scenario']} {row['engine']} {row['reading']}: "
             f"{row['nanoseconds_per_request']:,} ns per running request"
         )
     if measurements[0].scenario == TRACE:
         for found in measurements[0].readings:
-            seconds = get_seconds(measurements[0], found)
+            seconds = report.get_seconds(measurements[0], found)
             console.print(f"total {found.engine} {found.reading}: {seconds:.3f} s for all steps")
 
 
@@ -158,9 +160,9 @@ def profile_command(
     """
     console = make_console(json_path, width=150)
     conditions = {**_get_conditions(), "steps": steps}
-    profiles: list[Profile] = []
+    profiles = []
     with _measuring(console, "profiling") as advance:
-        for entry, size in _list_work(scenario, [num_running], None, 0):
+        for entry, size in _list_work(scenario, [num_running]):
             for name in dict.fromkeys(engine or ["host"]):
                 profiles.append(profile(entry, size, name, steps, lines, advance))
                 console.print(*to_lines(profiles[-1]), "", sep="\n", markup=False)
@@ -173,16 +175,11 @@ def _get_conditions() -> dict[str, object]:
     return {"command": shlex.join(["blockstep", *sys.argv[1:]]), "machine": describe_machine()}
 
 
-def _list_work(
-    scenarios: list[str] | None, sizes: list[int] | None, trace: Path | None, limit: int
-) -> list[tuple[Scenario, int]]:
+def _list_work(scenarios: list[str] | None, sizes: list[int] | None) -> list[tuple[Scenario, int]]:
     """What is to be measured, in this order.
 
     By size, so that what is compared between scenarios is measured at about the same time.
     """
-    if trace is not None:
-        found = get_trace_scenario(trace, limit)
-        return [(found, found.get_concurrency(0))]
     for name in scenarios or ():
         if name not in SCENARIOS:
             usage(f"--scenario {name!r}: must be one of {', '.join(SCENARIOS)}")
