@@ -118,9 +118,9 @@ def measure(
             advance(len(counts) / num_steps, f"{title}: {len(counts):,}")
     rows, tokens, new, preempted = map(statistics.fmean, zip(*counts, strict=True))
     readings = tuple(
-        reading
+        _read(name, reading, index, timings[name], memory[name])
         for name, side in sides.items()
-        for reading in _read(name, side.readings, timings[name], memory[name])
+        for index, reading in enumerate(side.readings)
     )
     return Measurement(
         *(scenario.name, num_running, len(counts)), rows, tokens, new, preempted, digest, readings
@@ -128,20 +128,14 @@ def measure(
 
 
 def rehearse(engines: Sequence[str], advance: Advance) -> None:
-    """Play a little of everything on each engine, so that nothing is imported or compiled later.
-
-    Raises: as `measure`.
-    """
+    """Play a little of everything on each engine, so that nothing is imported or compiled later."""
     for name, size in REHEARSAL.items():
         measure(SCENARIOS[name], size, engines, SCENARIOS[name].steps_per_turn, False, advance)
 
 
 @contextmanager
 def garbage_collection(*, on: bool) -> Iterator[None]:
-    """How it is while a clock runs; what was built before is not looked through again, as in vLLM.
-
-    Afterwards it is on, as it was.
-    """
+    """While a clock runs; what was built before is not looked through again, as in vLLM."""
     gc.collect()
     gc.freeze()
     if not on:
@@ -154,13 +148,12 @@ def garbage_collection(*, on: bool) -> Iterator[None]:
 
 
 def _read(
-    engine: str, names: Sequence[str], timings: Sequence[Timing], memory: float
-) -> Iterator[Reading]:
-    for index, name in enumerate(names):
-        schedule = [planned[index] for planned, _ in timings]
-        commit = [committed[index] for _, committed in timings]
-        step = list(map(sum, zip(schedule, commit, strict=True)))
-        yield Reading(engine, name, _spread(schedule), _spread(commit), _spread(step), memory)
+    engine: str, reading: str, index: int, timings: Sequence[Timing], memory: float
+) -> Reading:
+    schedule = [planned[index] for planned, _ in timings]
+    commit = [committed[index] for _, committed in timings]
+    step = list(map(sum, zip(schedule, commit, strict=True)))
+    return Reading(engine, reading, _spread(schedule), _spread(commit), _spread(step), memory)
 
 
 def _spread(seconds: Sequence[float]) -> Spread:
@@ -182,16 +175,12 @@ def _merge(rounds: Sequence[Measurement]) -> Measurement:
     """Of the same traffic, so that what was decided is the same; memory grows in the first."""
     first = rounds[0]
     assert {entry.digest for entry in rounds} == {first.digest}
-    readings = tuple(
-        replace(
-            found[0],
-            schedule=_take_medians([one.schedule for one in found]),
-            commit=_take_medians([one.commit for one in found]),
-            step=_take_medians([one.step for one in found]),
-        )
-        for found in zip(*(entry.readings for entry in rounds), strict=True)
-    )
-    return replace(first, readings=readings, num_rounds=len(rounds))
+    readings = []
+    for found in zip(*(entry.readings for entry in rounds), strict=True):
+        spreads = [(one.schedule, one.commit, one.step) for one in found]
+        schedule, commit, step = map(_take_medians, zip(*spreads, strict=True))
+        readings.append(replace(found[0], schedule=schedule, commit=commit, step=step))
+    return replace(first, readings=tuple(readings), num_rounds=len(rounds))
 
 
 def _take_medians(spreads: Sequence[Spread]) -> Spread:
@@ -208,16 +197,15 @@ def group(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
 
 def get_slope(measurements: Sequence[Measurement], engine: str, reading: str) -> float | None:
     """Nanoseconds per running request: a line through the p50 of a step at 64 and more."""
-    points = [
-        (entry.num_running, found.step.p50)
+    points = {
+        entry.num_running: 1e3 * found.step.p50
         for entry in measurements
         for found in entry.readings
         if (found.engine, found.reading) == (engine, reading) and entry.num_running >= 64
-    ]
+    }
     if len(points) < 2:
         return None
-    sizes, times = zip(*points, strict=True)
-    return 1e3 * statistics.linear_regression(sizes, times).slope
+    return statistics.linear_regression([*points], [*points.values()]).slope
 
 
 def describe_machine() -> dict[str, object]:

@@ -13,16 +13,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
 
+from blockstep.conformance.bench import sides as s
 from blockstep.conformance.bench.scenarios import Scenario, get_token
-from blockstep.conformance.bench.sides import (
-    Answer,
-    Delivered,
-    OffTrackError,
-    PlannedRow,
-    Side,
-    Times,
-    open_side,
-)
 from blockstep.spec.vocabulary import Request, RequestId, TokenIds
 
 FILL_STEPS_MAX = 20_000
@@ -31,12 +23,8 @@ PILOT = "fastest"
 """The engine on which the traffic is written down. Where engines are asked in arrays it is one of
 them: a plan of the protocol does not say how new and resumed rows mix."""
 
-Timing: TypeAlias = tuple[Times, Times]
+Timing: TypeAlias = tuple[s.Times, s.Times]
 """Of schedule and commit in one step; zeros while plans pile up in the pipeline."""
-
-
-class NotEqualError(RuntimeError):
-    """Two sides decided differently, so their times cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +32,8 @@ class Moment:
     """One step, as it comes in from outside."""
 
     submitted: list[Request]
-    drafts: Answer
-    answer: Answer | None
+    drafts: s.Answer
+    answer: s.Answer | None
     """To the oldest plan in flight; None while plans pile up in the pipeline."""
     counts: tuple[int, int, int, int]
     """Rows, tokens, new and preempted requests of the plan."""
@@ -73,12 +61,12 @@ class Pilot:
         self.scenario = scenario
         self.num_running = num_running
         self.config = scenario.get_config(num_running)
-        self.side = open_side(PILOT, self.config)
+        self.side = s.open_side(PILOT, self.config)
         self.live: dict[RequestId, Live] = {}
         self.running: set[RequestId] = set()
         self.has_all_submitted = False
         self._source = scenario.get_requests(num_running)
-        self._frames: deque[list[tuple[PlannedRow, bool]]] = deque()
+        self._frames: deque[list[tuple[s.PlannedRow, bool]]] = deque()
         """In flight, oldest first: each row, and whether it samples."""
 
     def fill(self) -> list[Moment]:
@@ -101,21 +89,21 @@ class Pilot:
     def _step(self) -> Moment:
         """Submit what is due, plan, and answer the oldest plan once the pipeline is full."""
         submitted, drafts = self._submit_due(), self._propose()
-        _, plan = self.side.schedule()
+        plan, _ = self.side.schedule()
         decision = self.side.read_plan(plan)
         self.running.difference_update(decision.preempted)
         if decision.rows:
             self.side.frames.append(plan)
             self._frames.append([(row, self._promise(row)) for row in decision.rows])
-        answer: Answer | None = None
-        delivered: Delivered = ()
+        answer: s.Answer | None = None
+        delivered: s.Delivered = ()
         is_full = len(self._frames) >= self.config.max_frames_in_flight
         if is_full or (self._frames and not decision.rows):
             answer = [
                 (row.request_id, self._sample(row) if samples else ())
                 for row, samples in self._frames.popleft()
             ]
-            _, outputs = self.side.commit(self.side.prepare(answer))
+            outputs, _ = self.side.commit(self.side.prepare(answer))
             delivered = self.side.read_outputs(outputs)
             self._take(delivered)
         counts = (
@@ -136,7 +124,7 @@ class Pilot:
             self.live[request.request_id] = Live(number, len(request.prompt_token_ids))
         return due
 
-    def _propose(self) -> Answer:
+    def _propose(self) -> s.Answer:
         """Zero to all drafts of a request agree with what it will say, turn by turn."""
         num_drafts = self.config.num_speculative_tokens
         if not num_drafts:
@@ -152,7 +140,7 @@ class Pilot:
         self.side.propose(drafts)
         return drafts
 
-    def _promise(self, row: PlannedRow) -> bool:
+    def _promise(self, row: s.PlannedRow) -> bool:
         """Whether a row samples; what it promises is noted."""
         live = self.live[row.request_id]
         reached = row.num_computed_tokens + row.num_scheduled_tokens
@@ -162,14 +150,14 @@ class Pilot:
             self.running.add(row.request_id)
         return samples
 
-    def _take(self, delivered: Delivered) -> None:
+    def _take(self, delivered: s.Delivered) -> None:
         for name, tokens, reason in delivered:
             self.live[name].known += len(tokens)
             if reason is not None:
                 del self.live[name]
                 self.running.discard(name)
 
-    def _sample(self, row: PlannedRow) -> TokenIds:
+    def _sample(self, row: s.PlannedRow) -> TokenIds:
         """What the model samples in a row that samples: accepted drafts, and one token more."""
         live = self.live.get(row.request_id)
         if live is None:
@@ -183,7 +171,7 @@ class Pilot:
         return tuple(tokens)
 
 
-def play(side: Side, moments: Sequence[Moment], what: str) -> list[Timing]:
+def play(side: s.Side, moments: Sequence[Moment], what: str) -> list[Timing]:
     """Give a side what comes in, and time it; then read what it decided.
 
     Raises:
@@ -198,21 +186,24 @@ def play(side: Side, moments: Sequence[Moment], what: str) -> list[Timing]:
                 side.submit(request)
             if moment.drafts:
                 side.propose(moment.drafts)
-            planned, plan = side.schedule()
+            plan, seconds = side.schedule()
+            planned = side.get_times(plan, seconds)
             if moment.counts[0]:
                 side.frames.append(plan)
-            nothing = (0.0,) * len(planned), None
-            committed, outputs = nothing if answer is None else side.commit(answer)
+            outputs, committed = None, (0.0,) * len(planned)
+            if answer is not None:
+                outputs, seconds = side.commit(answer)
+                committed = side.get_times(outputs, seconds)
             timings.append((planned, committed))
             given.append((plan, outputs))
         digests = [
             side.note(side.read_plan(plan), side.read_outputs(outputs) if outputs else ())
             for plan, outputs in given
         ]
-    except OffTrackError:
+    except s.NotEqualError:
         digests = []
     if digests != [moment.digest for moment in moments]:
-        raise NotEqualError(
+        raise s.NotEqualError(
             f"{what} does not decide as {PILOT} does, so their times cannot be compared; "
             "`blockstep check` finds out why"
         )

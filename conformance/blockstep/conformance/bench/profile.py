@@ -58,10 +58,7 @@ def profile(
 ) -> Profile:
     """Look at `num_steps` steps: the `num_lines` functions that take most with what they call.
 
-    Raises:
-        NotMeasuredError: the engine says that its times would mean nothing here.
-        NotEqualError: the engine decided differently from the pilot.
-        EngineNotFoundError: it cannot be loaded.
+    Raises: as `measure`.
     """
     what = f"scenario {scenario.name}: {engine}"
     pilot, profiler = Pilot(scenario, num_running), cProfile.Profile()
@@ -75,12 +72,12 @@ def profile(
     whole = sum(entry.inlinetime for entry in entries)
     lines = [
         Line(
-            name_function(entry.code),
-            entry.callcount / num_steps,
-            entry.inlinetime / whole,
-            entry.totaltime / whole,
+            name_function(e.code),
+            e.callcount / num_steps,
+            e.inlinetime / whole,
+            e.totaltime / whole,
         )
-        for entry in entries
+        for e in entries
     ]
     lines.sort(key=lambda line: (-line.total, line.function))
     step = 1e6 * whole / num_steps

@@ -12,17 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec import vocabulary as v
-
-clock: Final = time.thread_time
-"""Processor time of this thread, in seconds: what else the machine does meanwhile is not counted.
-A scheduler waits for nothing, so on an idle machine it is the time by the wall."""
 
 
 class PlannedRow(NamedTuple):
@@ -58,17 +54,20 @@ class NotMeasuredError(UsageError):
     """An engine runs here as nobody should run it; `slow_because` of its factory says why."""
 
 
-class OffTrackError(RuntimeError):
-    """An engine refused what others took, so it has decided something else before."""
+class NotEqualError(RuntimeError):
+    """A side decided something else than the pilot, so their times cannot be compared."""
 
 
 def time_call(call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
-    """What a call gives, and its seconds."""
-    start = clock()
+    """What a call gives, and seconds of processor time: what else the machine does is not counted.
+
+    A scheduler waits for nothing, so on an idle machine it is the time by the wall.
+    """
+    start = time.thread_time()
     result = call(*arguments)
-    seconds = clock() - start
+    seconds = time.thread_time() - start
     if isinstance(result, v.Rejected):
-        raise OffTrackError(result)
+        raise NotEqualError(result)  # it has decided something else before
     return result, seconds
 
 
@@ -80,7 +79,7 @@ class Side:
     """
 
     readings: tuple[str, ...] = ("protocol",)
-    """Names of the times that `schedule` and `commit` give, in their order."""
+    """Names of what `get_times` gives, in its order."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -104,16 +103,17 @@ class Side:
         """What `commit` takes, of the tokens of each row in the order of scheduling."""
         return tuple(v.RowTokens(*row) for row in answer)
 
-    def schedule(self) -> tuple[Times, Any]:
-        """Plan a step, by the clock."""
-        plan, seconds = self.ask(self.engine.apply, v.Schedule())
-        return (seconds,), plan
+    def schedule(self) -> tuple[Any, float]:
+        """Plan a step: the plan, and its seconds."""
+        return self.ask(self.engine.apply, v.Schedule())
 
-    def commit(self, prepared: Any) -> tuple[Times, Any]:
-        """Answer the oldest plan, by the clock."""
-        event = v.Commit(self.frames.popleft().frame_id, prepared)
-        outputs, seconds = self.ask(self.engine.apply, event)
-        return (seconds,), outputs
+    def commit(self, prepared: Any) -> tuple[Any, float]:
+        """Answer the oldest plan: the outputs, and their seconds."""
+        return self.ask(self.engine.apply, v.Commit(self.frames.popleft().frame_id, prepared))
+
+    def get_times(self, _result: Any, seconds: float) -> Times:
+        """Those of a step in each reading, if it took so many seconds to get its result."""
+        return (seconds,)
 
     def read_plan(self, plan: Any) -> Decision:
         """What `schedule` decided. New rows and resumed ones are told apart in a plan."""
@@ -139,14 +139,8 @@ class Side:
 
 def read_rows(rows: Iterable[Any]) -> Delivered:
     """What rows of outputs say, ours or those of vLLM."""
-    return tuple(
-        (
-            row.request_id,
-            tuple(row.new_token_ids),
-            None if row.finish_reason is None else str(row.finish_reason),
-        )
-        for row in rows
-    )
+    told = [(row, None if row.finish_reason is None else str(row.finish_reason)) for row in rows]
+    return tuple((row.request_id, tuple(row.new_token_ids), reason) for row, reason in told)
 
 
 def _read_row(row: v.NewRow | v.CachedRow) -> PlannedRow:
@@ -167,36 +161,30 @@ class ArraySide(Side):
     def prepare(self, answer: Answer) -> Any:
         """See `Side`. Counts are needed only if some row carries drafts; they never do harm."""
         flat = np.array([token for _, tokens in answer for token in tokens], np.int32)
-        if not self.engine.config.num_speculative_tokens:
-            return flat, None
-        return flat, np.array([len(tokens) for _, tokens in answer], np.int32)
+        counts = np.array([len(tokens) for _, tokens in answer], np.int32)
+        return flat, counts if self.engine.config.num_speculative_tokens else None
 
-    def schedule(self) -> tuple[Times, Any]:
+    def schedule(self) -> tuple[Any, float]:
         """See `Side`."""
-        plan, seconds = self.ask(self.engine.schedule_arrays)
-        return (seconds, seconds + time_call(plan.build_objects)[1]), plan
+        return self.ask(self.engine.schedule_arrays)
 
-    def commit(self, prepared: Any) -> tuple[Times, Any]:
+    def commit(self, prepared: Any) -> tuple[Any, float]:
         """See `Side`."""
-        frame_id = self.frames.popleft().frame_id
-        outputs, seconds = self.ask(self.engine.commit_arrays, frame_id, *prepared)
-        return (seconds, seconds + time_call(outputs.build_objects)[1]), outputs
+        return self.ask(self.engine.commit_arrays, self.frames.popleft().frame_id, *prepared)
+
+    def get_times(self, result: Any, seconds: float) -> Times:
+        """See `Side`."""
+        return (seconds, seconds + time_call(result.build_objects)[1])
 
     def read_plan(self, plan: Any) -> Decision:
         """See `Side`."""
         computed, scheduled = plan.num_computed_tokens.tolist(), plan.num_scheduled_tokens.tolist()
-        rows = tuple(
-            PlannedRow(
-                name,
-                computed[row],
-                scheduled[row],
-                plan.blocks_of.get(row, ()),
-                len(plan.draft_token_ids.get(row, ())),
-                row in plan.new_rows,
-            )
-            for row, name in enumerate(plan.request_ids)
-        )
-        return Decision(rows, plan.preempted_req_ids, plan.finished_req_ids)
+        blocks, drafts = plan.blocks_of, plan.draft_token_ids
+        rows = []
+        for row, name in enumerate(plan.request_ids):
+            numbers = computed[row], scheduled[row], blocks.get(row, ()), len(drafts.get(row, ()))
+            rows.append(PlannedRow(name, *numbers, row in plan.new_rows))
+        return Decision(tuple(rows), plan.preempted_req_ids, plan.finished_req_ids)
 
     def read_outputs(self, outputs: Any) -> Delivered:
         """See `Side`."""

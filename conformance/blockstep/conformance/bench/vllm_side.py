@@ -16,19 +16,11 @@ from blockstep.conformance.engines.adapters.vllm_build import build_request
 # isort: split
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-from blockstep.conformance.bench.sides import (
-    Answer,
-    Decision,
-    Delivered,
-    PlannedRow,
-    Side,
-    Times,
-    read_rows,
-)
+from blockstep.conformance.bench import sides as s
 from blockstep.spec.vocabulary import Config, Request
 
 
-class VllmSide(Side):
+class VllmSide(s.Side):
     """vLLM's scheduler; what it builds are objects, so there is one reading."""
 
     readings: tuple[str, ...] = ("objects",)
@@ -42,12 +34,12 @@ class VllmSide(Side):
         """See `Side`."""
         self.engine.add_request(build_request(request, self.hasher, {}, separate_names=True))
 
-    def propose(self, drafts: Answer) -> None:
+    def propose(self, drafts: s.Answer) -> None:
         """See `Side`."""
         names = [name for name, _ in drafts]
         self.engine.update_draft_token_ids(DraftTokenIds(names, [list(t) for _, t in drafts]))
 
-    def prepare(self, answer: Answer) -> Any:
+    def prepare(self, answer: s.Answer) -> Any:
         """See `Side`."""
         names = [name for name, _ in answer]
         return ModelRunnerOutput(
@@ -59,17 +51,15 @@ class VllmSide(Side):
             pooler_output=[],
         )
 
-    def schedule(self) -> tuple[Times, Any]:
+    def schedule(self) -> tuple[Any, float]:
         """See `Side`."""
-        output, seconds = self.ask(self.engine.schedule)
-        return (seconds,), output
+        return self.ask(self.engine.schedule)
 
-    def commit(self, prepared: Any) -> tuple[Times, Any]:
+    def commit(self, prepared: Any) -> tuple[Any, float]:
         """See `Side`."""
-        outputs, seconds = self.ask(self.engine.update_from_output, self.frames.popleft(), prepared)
-        return (seconds,), outputs
+        return self.ask(self.engine.update_from_output, self.frames.popleft(), prepared)
 
-    def read_plan(self, plan: Any) -> Decision:
+    def read_plan(self, plan: Any) -> s.Decision:
         """See `Side`."""
         cached = plan.scheduled_cached_reqs
         told = {
@@ -83,10 +73,10 @@ class VllmSide(Side):
             computed, groups, is_new = told[name]
             blocks = tuple(block for group in groups or () for block in group)
             drafts = plan.scheduled_spec_decode_tokens.get(name, ())
-            rows.append(PlannedRow(name, computed, num_scheduled, blocks, len(drafts), is_new))
+            rows.append(s.PlannedRow(name, computed, num_scheduled, blocks, len(drafts), is_new))
         preempted = tuple(sorted(plan.preempted_req_ids or ()))
-        return Decision(tuple(rows), preempted, tuple(sorted(plan.finished_req_ids)))
+        return s.Decision(tuple(rows), preempted, tuple(sorted(plan.finished_req_ids)))
 
-    def read_outputs(self, outputs: Any) -> Delivered:
+    def read_outputs(self, outputs: Any) -> s.Delivered:
         """See `Side`."""
-        return read_rows(row for core in outputs.values() for row in core.outputs)
+        return s.read_rows(row for core in outputs.values() for row in core.outputs)

@@ -13,27 +13,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from blockstep.conformance.bench import report
-from blockstep.conformance.bench.measure import (
-    Advance,
-    Measurement,
-    describe_machine,
-    measure,
-    merge_rounds,
-    rehearse,
-)
-from blockstep.conformance.bench.player import NotEqualError
+from blockstep.conformance.bench import measure, report
 from blockstep.conformance.bench.profile import profile, to_lines
 from blockstep.conformance.bench.scenarios import SCENARIOS, TRACE, Scenario, get_trace_scenario
-from blockstep.conformance.command.console import (
-    end,
-    input_errors,
-    make_console,
-    progress,
-    usage,
-    write,
-    write_json,
-)
+from blockstep.conformance.bench.sides import NotEqualError
+from blockstep.conformance.command import console as c
 from blockstep.conformance.command.options import JsonOption, check_output
 from blockstep.conformance.search.options import ExitCode
 
@@ -52,18 +36,17 @@ ScenarioOption = Annotated[
 bench_app = typer.Typer(
     help="Measure: how long the steps of schedulers take.",
     rich_markup_mode=None,
-    pretty_exceptions_enable=False,
     no_args_is_help=True,
 )
 
 
 @contextmanager
-def _measuring(console: Console, title: str) -> Iterator[Advance]:
-    with input_errors(), progress(console, title) as advance:
+def _measuring(console: Console, title: str) -> Iterator[measure.Advance]:
+    with c.input_errors(), c.progress(console, title) as advance:
         try:
             yield advance
         except NotEqualError as error:
-            end(ExitCode.FAILED, str(error))
+            c.end(ExitCode.FAILED, str(error))
 
 
 @bench_app.command("scheduler")
@@ -103,7 +86,7 @@ def scheduler_command(
 
     Example: blockstep bench scheduler --engine host --engine vllm --scenario decode -n 64 -n 1024
     """
-    console = make_console(json_path, width=150)
+    console = c.make_console(json_path, width=150)
     names = list(dict.fromkeys(engine or ["host"]))
     conditions = {**_get_conditions(), "gc": "on" if gc_on else "off", "steps": steps}
     with _measuring(console, "measuring") as advance:
@@ -112,9 +95,9 @@ def scheduler_command(
         else:
             played = get_trace_scenario(trace, limit)
             work, most = [(played, played.get_concurrency(0))], TRACE_STEPS_MAX
-        rehearse(names, advance)
-        measurements = merge_rounds(
-            [measure(entry, size, names, most, gc_on, advance) for entry, size in work]
+        measure.rehearse(names, advance)
+        measurements = measure.merge_rounds(
+            [measure.measure(entry, size, names, most, gc_on, advance) for entry, size in work]
         )
     _show(measurements, console)
     console.print("all decided the same" if len(names) > 1 else "one engine, compared with nobody")
@@ -122,13 +105,13 @@ def scheduler_command(
         try:
             report.draw_plot(plot, measurements)
         except ImportError:
-            usage("--plot: needs matplotlib: pip install 'blockstep[plot]'")
+            c.usage("--plot: needs matplotlib: pip install 'blockstep[plot]'")
     if markdown is not None:
-        write(markdown, report.make_markdown(measurements, conditions, plot))
-    write_json(json_path, report.to_json(measurements, conditions))
+        c.write(markdown, report.make_markdown(measurements, conditions, plot))
+    c.write_json(json_path, report.to_json(measurements, conditions))
 
 
-def _show(measurements: list[Measurement], console: Console) -> None:
+def _show(measurements: list[measure.Measurement], console: Console) -> None:
     """The table, the slopes, and the sums over a trace."""
     console.print(report.make_table(measurements))
     for row in report.list_slopes(measurements):
@@ -158,7 +141,7 @@ def profile_command(
 
     Example: blockstep bench profile --scenario decode -n 1024
     """
-    console = make_console(json_path, width=150)
+    console = c.make_console(json_path, width=150)
     conditions = {**_get_conditions(), "steps": steps}
     profiles = []
     with _measuring(console, "profiling") as advance:
@@ -167,12 +150,15 @@ def profile_command(
                 profiles.append(profile(entry, size, name, steps, lines, advance))
                 console.print(*to_lines(profiles[-1]), "", sep="\n", markup=False)
     result = {"format": "blockstep-bench-profile", "version": 1, **conditions}
-    write_json(json_path, {**result, "profiles": [asdict(found) for found in profiles]})
+    c.write_json(json_path, {**result, "profiles": [asdict(found) for found in profiles]})
 
 
 def _get_conditions() -> dict[str, object]:
     """Taken before anything runs: what was typed is what makes the figures again."""
-    return {"command": shlex.join(["blockstep", *sys.argv[1:]]), "machine": describe_machine()}
+    return {
+        "command": shlex.join(["blockstep", *sys.argv[1:]]),
+        "machine": measure.describe_machine(),
+    }
 
 
 def _list_work(scenarios: list[str] | None, sizes: list[int] | None) -> list[tuple[Scenario, int]]:
@@ -182,7 +168,7 @@ def _list_work(scenarios: list[str] | None, sizes: list[int] | None) -> list[tup
     """
     for name in scenarios or ():
         if name not in SCENARIOS:
-            usage(f"--scenario {name!r}: must be one of {', '.join(SCENARIOS)}")
+            c.usage(f"--scenario {name!r}: must be one of {', '.join(SCENARIOS)}")
     work = [
         (SCENARIOS[name], size)
         for size in sizes or SIZES
@@ -190,5 +176,5 @@ def _list_work(scenarios: list[str] | None, sizes: list[int] | None) -> list[tup
         if size <= SCENARIOS[name].num_running_max
     ]
     if not work:
-        usage(f"-n {min(sizes or SIZES):,}: more than these scenarios are made for")
+        c.usage(f"-n {min(sizes or SIZES):,}: more than these scenarios are made for")
     return work
