@@ -84,7 +84,7 @@ def measure(
 
     Raises:
         NotEqualError: two sides decided or delivered differently.
-        NotMeasuredError: an engine says that its times would mean nothing here.
+        UsageError: an engine says that its times would mean nothing here.
         EngineNotFoundError: an engine cannot be loaded.
     """
     title, what = f"{scenario.name} {num_running}", f"scenario {scenario.name}: "

@@ -172,13 +172,8 @@ def get_trace_scenario(path: Path, limit: int) -> Scenario:
     workload = load(path, limit=limit)
     preset = REPLAY_PRESETS[workload.format]
     return Scenario(
-        TRACE,
-        f"the first {limit:,} requests of {path.name}",
-        lambda _n: preset.config,
-        lambda _n: islice(iter(workload), limit),
+        TRACE, f"the first {limit:,} requests of {path.name}",
+        lambda _n: preset.config, lambda _n: islice(iter(workload), limit),
         get_concurrency=lambda _n: preset.pace.concurrency,
-        num_warmup=0,
-        counts_every_step=True,
-        steps_per_turn=64,
-        min_running=0.0,
-    )
+        num_warmup=0, counts_every_step=True, steps_per_turn=64, min_running=0.0,
+    )  # fmt: skip

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -48,10 +48,6 @@ Answer: TypeAlias = Sequence[tuple[v.RequestId, v.TokenIds]]
 """Tokens of requests, by id."""
 Times: TypeAlias = tuple[float, ...]
 """Seconds, one for each reading."""
-
-
-class NotMeasuredError(UsageError):
-    """An engine runs here as nobody should run it; `slow_because` of its factory says why."""
 
 
 class NotEqualError(RuntimeError):
@@ -195,16 +191,13 @@ def open_side(name: str, config: v.Config) -> Side:
     """The side of an engine by name: vLLM's own scheduler for `vllm`, else by what it can do.
 
     Raises:
-        NotMeasuredError: the engine says that its times would mean nothing here.
+        UsageError: the engine runs here as nobody should run it; `slow_because` says why.
         EngineNotFoundError: it cannot be loaded.
     """
     if name == "vllm":
-        make_side: Any = load_engine("blockstep.conformance.bench.vllm_side:VllmSide")
-        side: Side = make_side(config)
-        return side
+        return cast("Side", load_engine("blockstep.conformance.bench.vllm_side:VllmSide")(config))
     make_engine = load_engine(name)
-    slow_because: str = getattr(make_engine, "slow_because", "")
-    if slow_because:
-        raise NotMeasuredError(f"engine {name!r} is not measured: {slow_because}")
+    if slow_because := getattr(make_engine, "slow_because", ""):
+        raise UsageError(f"engine {name!r} is not measured: {slow_because}")
     engine = make_engine(config)
     return ArraySide(engine) if hasattr(engine, "schedule_arrays") else Side(engine)
