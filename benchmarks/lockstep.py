@@ -1,6 +1,6 @@
 """Events per second of processor time of the lock-step, all checks on, one process.
 
-    python benchmarks/lockstep.py [--events N] [--engine NAME] [--json FILE]
+    python -m benchmarks.lockstep [--events N] [--engine NAME] [--json FILE]
 
 Prints one line per preset and what each part of an event costs: the spec alone, the engine alone,
 and everything (spec, engine, both snapshots compared, worker, properties, witnesses).

@@ -18,6 +18,7 @@ import resource
 import selectors
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
@@ -94,6 +95,7 @@ def forget(import_name: str) -> None:
     what was compiled before is forgotten too.
     """
     sys.modules["numba"] = None  # type: ignore[assignment]  # what Python takes for "not installed"
+    warnings.filterwarnings("ignore", "the compiled engine runs as plain Python", RuntimeWarning)
     package = next(name for name in FORGOTTEN if import_name.startswith(f"{name}."))
     forgotten = (*FORGOTTEN[package], COMPILED)
     for name in list(sys.modules):
@@ -121,7 +123,8 @@ def play(check: Any, stages: Sequence[Stage], seed: int) -> Outcome:
     total = 0
     for engine, preset, num_events in stages:
         options = check.CheckOptions(engine=engine, preset=preset, seed=seed)
-        make_engine = check.load_engine(engine)
+        registry: Any = importlib.import_module("blockstep.conformance.protocol.registry")
+        make_engine = registry.load_engine(engine)
         played, index = 0, 0
         while played < num_events:
             signal.setitimer(signal.ITIMER_PROF, EPISODE_SECONDS)

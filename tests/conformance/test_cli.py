@@ -398,8 +398,8 @@ def test_replay_in_lock_step_and_alone(tmp_path: Path) -> None:
         (("--with", "caching", "--with", "priority"), (True, "priority"), "conforms"),
         (("--engine", SAFETY), (True, "fcfs"), "judged by properties alone"),
         (("--with", "drafts"), None, "no replay has it"),
-        (("--caching", "--without", "caching"), None, "say what --with and --without do not"),
-        (("--policy", "fcfs", "--with", "priority"), None, "cannot be with policy fcfs"),
+        (("--caching", "--without", "caching"), None, "enable_prefix_caching is to be True"),
+        (("--policy", "fcfs", "--with", "priority"), None, "policy is to be fcfs"),
     ],
 )
 def test_a_replay_has_the_features_that_it_can_have(

@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from blockstep.impl.compiled import CompiledEngine
+from blockstep.impl.compiled import IS_COMPILED, CompiledEngine
+from blockstep.impl.compiled.jit import warn_if_slow
 from blockstep.impl.host import Digest, HostEngine
 from blockstep.spec.vocabulary import (
     Commit,
@@ -27,6 +28,10 @@ from blockstep.spec.vocabulary import (
 )
 
 OpenSession: TypeAlias = "Callable[..., Session]"
+
+if not IS_COMPILED:  # numba is switched off: the compiled engine is tested as Python, and says so
+    with pytest.warns(RuntimeWarning, match="plain Python"):
+        warn_if_slow()
 
 
 class Session:

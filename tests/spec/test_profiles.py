@@ -469,3 +469,14 @@ def test_drafts_publish_at_commit(quirk: bool, expected: int) -> None:
     oracle.commit(oracle.schedule(), {"A": [6, 7]})
     (held,) = oracle.state.requests["A"].holdings
     assert held.num_cached_blocks == expected
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, []), (True, ["A"])])
+def test_resumed_before_its_token(quirk: bool, expected: list[RequestId]) -> None:
+    """Two frames without placeholders: the same position is sampled in both."""
+    config = Config(num_blocks=3, max_frames_in_flight=2)
+    oracle = both(config, Quirk.RESUMED_BEFORE_ITS_TOKEN)[quirk]
+    oracle.submit(Request("A", (1,)))
+    oracle.schedule()
+    oracle.reset(reset_running_requests=True)
+    assert [row.request_id for row in oracle.schedule().rows] == expected

@@ -41,7 +41,8 @@ UP_TO_0_27 = COMMON | {
     Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM,
     Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT,
 }
-UP_TO_0_18 = UP_TO_0_27 | {
+UP_TO_0_23 = UP_TO_0_27 | {Quirk.RESUMED_BEFORE_ITS_TOKEN}
+UP_TO_0_18 = UP_TO_0_23 | {
     Quirk.ITEMS_NAMED_WITHOUT_PLACE,
     Quirk.TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK,
     Quirk.NOTHING_RESERVED,
@@ -75,11 +76,11 @@ RELEASES: tuple[Profile, ...] = (
     Profile("vllm-0.14.1", UP_TO_0_16),
     Profile("vllm-0.16.0", UP_TO_0_16),
     Profile("vllm-0.18.1", UP_TO_0_18),
-    Profile("vllm-0.19.1", UP_TO_0_27),
-    Profile("vllm-0.20.2", UP_TO_0_27 | {Quirk.CACHED_TOKENS_OF_THE_LAST_HIT}),
+    Profile("vllm-0.19.1", UP_TO_0_23),
+    Profile("vllm-0.20.2", UP_TO_0_23 | {Quirk.CACHED_TOKENS_OF_THE_LAST_HIT}),
     Profile(
         "vllm-0.23.0",
-        UP_TO_0_27 | {Quirk.CACHED_TOKENS_OF_THE_LAST_HIT, Quirk.ADMITTED_WITH_LOOKAHEAD},
+        UP_TO_0_23 | {Quirk.CACHED_TOKENS_OF_THE_LAST_HIT, Quirk.ADMITTED_WITH_LOOKAHEAD},
     ),
     Profile("vllm-0.27.0", UP_TO_0_27 | SINCE_0_27 | {Quirk.PADDING_WAITS_AT_THE_END}),
     Profile(

@@ -30,16 +30,7 @@ from blockstep.conformance.bench.report import (
     to_json,
 )
 from blockstep.conformance.bench.scenarios import SCENARIOS, TRACE, Scenario, get_trace_scenario
-from blockstep.conformance.command.console import (
-    end,
-    input_errors,
-    make_console,
-    progress,
-    usage,
-    write,
-    write_json,
-)
-from blockstep.conformance.command.options import JsonOption, check_output
+from blockstep.conformance.command import console, options
 from blockstep.conformance.search.options import ExitCode
 
 SIZES = (1, 8, 64, 256, 1024, 4096)
@@ -88,13 +79,9 @@ def scheduler_command(
     gc_on: Annotated[
         bool, typer.Option("--gc/--no-gc", help="Collect garbage while measuring.")
     ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(help="Also draw it: .svg or .png.", callback=check_output)
-    ] = None,
-    markdown: Annotated[
-        Path | None, typer.Option(help="Also write a part of a page.", callback=check_output)
-    ] = None,
-    json_path: JsonOption = None,
+    plot: Annotated[Path | None, options.output("Also draw it: .svg or .png.")] = None,
+    markdown: Annotated[Path | None, options.output("Also write a part of a page.")] = None,
+    json_path: options.Json = None,
 ) -> None:
     """Time schedule and commit of engines in turn, and demand that they decide the same.
 
@@ -104,11 +91,11 @@ def scheduler_command(
 
     Example: blockstep bench scheduler --engine host --engine vllm --scenario decode -n 64 -n 1024
     """
-    console = make_console(json_path, width=150)
+    screen = console.make_screen(json_path, width=150)
     names = list(dict.fromkeys(engine or ["host"]))
     conditions = {**_get_conditions(), "gc": "on" if gc_on else "off", "steps": steps}
     measurements: list[Measurement] = []
-    with input_errors(), progress(console, "measuring") as advance:
+    with console.input_errors(), console.progress(screen, "measuring") as advance:
         work = _list_work(scenario, num_running, trace, limit)
         most = steps if trace is None else TRACE_STEPS_MAX
         try:
@@ -116,34 +103,34 @@ def scheduler_command(
             for entry, size in work:
                 measurements.append(measure(entry, size, names, most, gc_on, advance))
         except NotMeasuredError as error:
-            usage(str(error))
+            console.usage(str(error))
         except NotEqualError as error:
-            end(ExitCode.FAILED, str(error))
+            console.end(ExitCode.FAILED, str(error))
     measurements = merge_rounds(measurements)
-    _show(measurements, console)
-    console.print("all decided the same" if len(names) > 1 else "one engine, compared with nobody")
+    _show(measurements, screen)
+    screen.print("all decided the same" if len(names) > 1 else "one engine, compared with nobody")
     if plot is not None:
         try:
             draw_plot(plot, measurements)
         except ImportError:
-            usage("--plot: needs matplotlib: pip install 'blockstep[plot]'")
+            console.usage("--plot: needs matplotlib: pip install 'blockstep[plot]'")
     if markdown is not None:
-        write(markdown, make_markdown(measurements, conditions, plot))
-    write_json(json_path, to_json(measurements, conditions))
+        console.write(markdown, make_markdown(measurements, conditions, plot))
+    console.write_json(json_path, to_json(measurements, conditions))
 
 
-def _show(measurements: list[Measurement], console: Console) -> None:
+def _show(measurements: list[Measurement], screen: Console) -> None:
     """The table, the slopes, and the sums over a trace."""
-    console.print(make_table(make_rows(measurements)))
+    screen.print(make_table(make_rows(measurements)))
     for row in list_slopes(measurements):
-        console.print(
+        screen.print(
             f"slope {row['scenario']} {row['engine']} {row['reading']}: "
             f"{row['nanoseconds_per_request']:,} ns per running request"
         )
     if measurements[0].scenario == TRACE:
         for found in measurements[0].readings:
             seconds = get_seconds(measurements[0], found)
-            console.print(f"total {found.engine} {found.reading}: {seconds:.3f} s for all steps")
+            screen.print(f"total {found.engine} {found.reading}: {seconds:.3f} s for all steps")
 
 
 @bench_app.command("profile")
@@ -153,7 +140,7 @@ def profile_command(
     num_running: Annotated[int, typer.Option("-n", min=1, help="Running requests.")] = 256,
     steps: Annotated[int, typer.Option(min=1, help="Steps that are looked at.")] = 200,
     lines: Annotated[int, typer.Option(min=1, help="Functions that are shown.")] = 12,
-    json_path: JsonOption = None,
+    json_path: options.Json = None,
 ) -> None:
     """Show in which functions the steps of an engine spend their time, filling left out.
 
@@ -162,21 +149,21 @@ def profile_command(
 
     Example: blockstep bench profile --scenario decode -n 1024
     """
-    console = make_console(json_path, width=150)
+    screen = console.make_screen(json_path, width=150)
     conditions = {**_get_conditions(), "steps": steps}
     profiles: list[Profile] = []
-    with input_errors(), progress(console, "profiling") as advance:
+    with console.input_errors(), console.progress(screen, "profiling") as advance:
         for entry, size in _list_work(scenario, [num_running], None, 0):
             for name in dict.fromkeys(engine or ["host"]):
                 try:
                     profiles.append(profile(entry, size, name, steps, lines, advance))
                 except NotMeasuredError as error:
-                    usage(str(error))
+                    console.usage(str(error))
                 except NotEqualError as error:
-                    end(ExitCode.FAILED, str(error))
-                console.print(*to_lines(profiles[-1]), "", sep="\n", markup=False)
+                    console.end(ExitCode.FAILED, str(error))
+                screen.print(*to_lines(profiles[-1]), "", sep="\n", markup=False)
     result = {"format": "blockstep-bench-profile", "version": 1, **conditions}
-    write_json(json_path, {**result, "profiles": [asdict(found) for found in profiles]})
+    console.write_json(json_path, {**result, "profiles": [asdict(found) for found in profiles]})
 
 
 def _get_conditions() -> dict[str, object]:
@@ -196,7 +183,7 @@ def _list_work(
         return [(found, found.get_concurrency(0))]
     for name in scenarios or ():
         if name not in SCENARIOS:
-            usage(f"--scenario {name!r}: must be one of {', '.join(SCENARIOS)}")
+            console.usage(f"--scenario {name!r}: must be one of {', '.join(SCENARIOS)}")
     work = [
         (SCENARIOS[name], size)
         for size in sizes or SIZES
@@ -204,5 +191,5 @@ def _list_work(
         if size <= SCENARIOS[name].num_running_max
     ]
     if not work:
-        usage(f"-n {min(sizes or SIZES):,}: more than these scenarios are made for")
+        console.usage(f"-n {min(sizes or SIZES):,}: more than these scenarios are made for")
     return work

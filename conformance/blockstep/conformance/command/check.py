@@ -8,29 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from blockstep.conformance.command.console import (
-    input_errors,
-    make_console,
-    progress,
-    usage,
-    write_json,
-)
-from blockstep.conformance.command.options import (
-    DepthOption,
-    EngineOption,
-    JobsOption,
-    JsonOption,
-    ProfileOption,
-    SeedOption,
-    WithOption,
-    WithoutOption,
-    check_output,
-    count_jobs,
-    require_budget,
-    require_features,
-    require_preset,
-    require_profile,
-)
+from blockstep.conformance.command import console, options
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.protocol.registry import MUSEUM
 from blockstep.conformance.recorded.episodes import write_episode
@@ -65,29 +43,28 @@ EventSecondsOption = Annotated[
 
 
 def check_command(
-    engine: EngineOption = "host",
+    engine: options.Engine = "host",
     preset: Annotated[
         str, typer.Option(help=f"Scope of the runs: {', '.join(PRESETS)}.")
     ] = "small",
     policy: Annotated[
         Policy | None, typer.Option(help="Fix the policy; both are drawn otherwise.")
     ] = None,
-    profile: ProfileOption = STRICT.name,
-    depth: DepthOption = MAX_DEPTH,
-    with_features: WithOption = None,
-    without_features: WithoutOption = None,
+    profile: options.Profile = STRICT.name,
+    depth: options.Depth = MAX_DEPTH,
+    with_features: options.With = None,
+    without_features: options.Without = None,
     path: FolderOption = None,
-    seed: SeedOption = 0,
+    seed: options.Seed = 0,
     budget: Annotated[
         str, typer.Option(help="How long: a number of events (repeatable), or 60s, 5m.")
     ] = "150000",
     episode: Annotated[
         int | None, typer.Option(min=0, help="Run this one episode only (to reproduce a failure).")
     ] = None,
-    jobs: JobsOption = 0,
+    jobs: options.Jobs = 0,
     record: Annotated[
-        Path | None,
-        typer.Option(help="With --episode: write the run as a trace.", callback=check_output),
+        Path | None, options.output("With --episode: write the run as a trace.")
     ] = None,
     event_seconds: EventSecondsOption = EVENT_SECONDS,
     in_process: Annotated[
@@ -98,21 +75,21 @@ def check_command(
             "processes of its own otherwise, unless it is one of ours.",
         ),
     ] = False,
-    json_path: JsonOption = None,
+    json_path: options.Json = None,
 ) -> None:
     """Drive an engine and the spec through random programs and compare after every event.
 
     Example: blockstep check --engine mypkg.adapter:make --preset small --budget 200000
     """
-    console = make_console(json_path)
-    require_preset(preset)
-    require_profile(profile)
+    screen = console.make_screen(json_path)
+    options.require_preset(preset)
+    options.require_profile(profile)
     if record is not None and episode is None:
-        usage("--record: needs --episode, for a trace is one run")
+        console.usage("--record: needs --episode, for a trace is one run")
     if not event_seconds > 0:
-        usage(f"--event-seconds {event_seconds:g}: must be above 0")
-    max_events, max_seconds = require_budget(budget)
-    options = CheckOptions(
+        console.usage(f"--event-seconds {event_seconds:g}: must be above 0")
+    max_events, max_seconds = options.require_budget(budget)
+    wanted = CheckOptions(
         engine=engine,
         preset=preset,
         policy=policy,
@@ -120,49 +97,49 @@ def check_command(
         max_events=max_events,
         max_seconds=max_seconds,
         episode=episode,
-        jobs=1 if in_process else count_jobs(jobs),
+        jobs=1 if in_process else options.count_jobs(jobs),
         max_depth=depth,
         profile=profile,
         path=None if path is None else str(path.resolve()),
-        with_features=require_features(with_features),
-        without_features=require_features(without_features),
+        with_features=options.require_features(with_features),
+        without_features=options.require_features(without_features),
     )
     is_trusted = in_process or engine in TRUSTED or engine.startswith(MUSEUM)
-    with input_errors(), Isolation(event_seconds) as isolation:
-        result = _check(options, None if is_trusted else isolation, record, console)
-    write_json(json_path, check_to_json(result))
+    with console.input_errors(), Isolation(event_seconds) as isolation:
+        result = _check(wanted, None if is_trusted else isolation, record, screen)
+    console.write_json(json_path, check_to_json(result))
     raise typer.Exit(result.exit_code)
 
 
 def _check(
-    options: CheckOptions, isolation: Isolation | None, record: Path | None, console: Console
+    wanted: CheckOptions, isolation: Isolation | None, record: Path | None, screen: Console
 ) -> CheckResult:
     """Check and report, in this process or in isolation; then record the run if it is wanted."""
     run_check = check if isolation is None else isolation.check
-    with progress(console, f"checking {options.engine}") as advance:
-        result = run_check(options, lambda now: advance(*_check_progress(options, now)))
+    with console.progress(screen, f"checking {wanted.engine}") as advance:
+        result = run_check(wanted, lambda now: advance(*_check_progress(wanted, now)))
     if result.first is None:
-        render_verdict(result, console)
+        render_verdict(result, screen)
     else:
-        console.print(tell_failure(result), markup=False, soft_wrap=True, end="")
+        screen.print(tell_failure(result), markup=False, soft_wrap=True, end="")
     if record is not None and isolation is None:
-        write_episode(options, None, record)
+        write_episode(wanted, None, record)
     elif record is not None and isolation is not None:
-        _record_isolated(isolation, options, record)
+        _record_isolated(isolation, wanted, record)
     return result
 
 
-def _record_isolated(isolation: Isolation, options: CheckOptions, record: Path) -> None:
+def _record_isolated(isolation: Isolation, wanted: CheckOptions, record: Path) -> None:
     try:
-        isolation.call(write_episode, options, record.resolve())
+        isolation.call(write_episode, wanted, record.resolve())
     except LostError as lost:
         typer.echo(f"blockstep: --record {record}: nothing to write: {lost}", err=True)
 
 
-def _check_progress(options: CheckOptions, now: CheckResult) -> tuple[float, str]:
+def _check_progress(wanted: CheckOptions, now: CheckResult) -> tuple[float, str]:
     done = 0.0
-    if options.max_events:
-        done = now.num_events / options.max_events
-    elif options.max_seconds:
-        done = now.seconds / options.max_seconds
+    if wanted.max_events:
+        done = now.num_events / wanted.max_events
+    elif wanted.max_seconds:
+        done = now.seconds / wanted.max_seconds
     return min(done, 1.0), f"{now.num_events:,} events, {now.num_episodes:,} episodes"

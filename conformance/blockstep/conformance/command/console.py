@@ -40,7 +40,7 @@ def usage(message: str) -> NoReturn:
     end(ExitCode.USAGE, message)
 
 
-def make_console(json_path: Path | None, width: int | None = None) -> Console:
+def make_screen(json_path: Path | None, width: int | None = None) -> Console:
     """Where words for people go: standard error while the result takes standard output."""
     return Console(highlight=False, stderr=json_path == Path("-"), width=width)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.command.console import make_console, make_table, write_json
-from blockstep.conformance.command.options import JsonOption
+from blockstep.conformance.command import console, options
 from blockstep.conformance.protocol.registry import (
     KNOWN_ENGINES,
     MUSEUM,
@@ -13,14 +12,14 @@ from blockstep.conformance.protocol.registry import (
 from blockstep.spec.vocabulary import Config
 
 
-def engines_command(json_path: JsonOption = None) -> None:
+def engines_command(json_path: options.Json = None) -> None:
     """List the engines known by name, whether each can be loaded, and what it implements."""
-    console = make_console(json_path)
+    screen = console.make_screen(json_path)
     rows = [_engine_row(name) for name in KNOWN_ENGINES]
-    console.print(make_table(rows))
-    console.print("any other: --engine module:attribute, a factory from Config to Engine")
-    console.print(f"planted defects: --engine {MUSEUM}NAME (see blockstep museum)")
-    write_json(json_path, rows)
+    screen.print(console.make_table(rows))
+    screen.print("any other: --engine module:attribute, a factory from Config to Engine")
+    screen.print(f"planted defects: --engine {MUSEUM}NAME (see blockstep museum)")
+    console.write_json(json_path, rows)
 
 
 def _engine_row(name: str) -> dict[str, object]:

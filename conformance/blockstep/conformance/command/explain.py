@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from blockstep.conformance.command.console import input_errors, say, write_json
-from blockstep.conformance.command.options import JsonOption
+from blockstep.conformance.command import console, options
 from blockstep.conformance.report.explain import explain_moment, explain_name
 
 
@@ -19,10 +18,10 @@ def explain_command(
     at: Annotated[
         int | None, typer.Option(min=0, help="In a trace: after this many events.")
     ] = None,
-    json_path: JsonOption = None,
+    json_path: options.Json = None,
 ) -> None:
     """Say in words what a property demands, what a rule does, or what a recorded state means."""
-    with input_errors():
+    with console.input_errors():
         text = explain_moment(Path(what), at) if Path(what).is_file() else explain_name(what)
-    say(text, json_path)
-    write_json(json_path, {"what": what, "at": at, "text": text})
+    console.say(text, json_path)
+    console.write_json(json_path, {"what": what, "at": at, "text": text})

@@ -9,24 +9,7 @@ from typing import Annotated
 
 import typer
 
-from blockstep.conformance.command.console import (
-    end,
-    input_errors,
-    plain_progress,
-    say,
-    usage,
-    write,
-    write_json,
-)
-from blockstep.conformance.command.options import (
-    JobsOption,
-    JsonOption,
-    ProfileOption,
-    check_output,
-    count_jobs,
-    require_features,
-    require_profile,
-)
+from blockstep.conformance.command import console, options
 from blockstep.conformance.explore import pictures
 from blockstep.conformance.explore.probe import JUDGED_WITNESSES, OF_THE_PAST
 from blockstep.conformance.explore.shard import MAX_STATES, Task
@@ -63,10 +46,7 @@ OnlyWithoutOption = Annotated[
     typer.Option("--without", help="Worlds without this feature only; repeatable."),
 ]
 MarkdownOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="With a table or --list: also write it for the documentation.", callback=check_output
-    ),
+    Path | None, options.output("With a table or --list: also write it for the documentation.")
 ]
 
 
@@ -80,7 +60,7 @@ def explore_command(
     engine: Annotated[
         str, typer.Option(help="Also hold this engine to every transition: host, museum:NAME ...")
     ] = "",
-    profile: ProfileOption = STRICT.name,
+    profile: options.Profile = STRICT.name,
     properties: Annotated[
         bool, typer.Option("--properties/--no-properties", help="Judge every transition by them.")
     ] = True,
@@ -99,30 +79,26 @@ def explore_command(
     max_states: Annotated[
         int, typer.Option(min=1, help="Stop before there are more; 250 bytes each.")
     ] = MAX_STATES,
-    jobs: JobsOption = 1,
-    dot: Annotated[
-        Path | None, typer.Option(help="Write the graph of one small world.", callback=check_output)
-    ] = None,
-    svg: Annotated[
-        Path | None, typer.Option(help="Draw the graph of one small world.", callback=check_output)
-    ] = None,
+    jobs: options.Jobs = 1,
+    dot: Annotated[Path | None, options.output("Write the graph of one small world.")] = None,
+    svg: Annotated[Path | None, options.output("Draw the graph of one small world.")] = None,
     markdown: MarkdownOption = None,
-    json_path: JsonOption = None,
+    json_path: options.Json = None,
 ) -> None:
     """Visit every state of small worlds; judge every transition, and hold an engine to it.
 
     Example: blockstep explore --preset pair --engine host
     """
-    jobs = count_jobs(jobs)
+    jobs = options.count_jobs(jobs)
     worlds = require_worlds(preset, with_features, without_features)
-    follows = require_profile(profile)
+    follows = options.require_profile(profile)
     if list_presets:
         rows = _list_worlds(worlds)
         _show_rows(rows, markdown, json_path, rows)
     elif quirks or museum:
         make_rows = quirk_rows if quirks else museum_rows
-        advance = plain_progress("exploring")
-        with input_errors():
+        advance = console.plain_progress("exploring")
+        with console.input_errors():
             rows = make_rows(worlds, max_states, jobs, name or (), lambda text: advance(None, text))
         _show_rows(rows, markdown, json_path, join_worlds(rows) if museum else rows)
     elif witness:
@@ -145,15 +121,16 @@ def require_worlds(
     """
     for name in names or ():
         if name not in WORLDS:
-            usage(f"--preset {name!r}: must be one of {', '.join(WORLDS)}")
-    wanted, unwanted = require_features(with_features), require_features(without_features)
+            console.usage(f"--preset {name!r}: must be one of {', '.join(WORLDS)}")
+    wanted = options.require_features(with_features)
+    unwanted = options.require_features(without_features)
     worlds = [
         WORLDS[name]
         for name in names or WORLDS
         if WORLDS[name].features.issuperset(wanted) and WORLDS[name].features.isdisjoint(unwanted)
     ]
     if not worlds:
-        usage("--with, --without: none of these worlds is like this (blockstep explore --list)")
+        console.usage("--with, --without: none of these worlds is like this (explore --list)")
     return worlds
 
 
@@ -173,15 +150,15 @@ def _show_rows(
     json_path: Path | None,
     on_page: list[dict[str, object]],
 ) -> None:
-    say(render_table(rows), json_path)
-    write_json(json_path, rows)
+    console.say(render_table(rows), json_path)
+    console.write_json(json_path, rows)
     if markdown is not None:
-        write(markdown, render_table(on_page, markdown=True))
+        console.write(markdown, render_table(on_page, markdown=True))
 
 
 def tell_progress(world: World) -> Callable[[int, int, int], None]:
     """What a walk of this world calls now and then."""
-    advance = plain_progress(f"exploring {world.name}")
+    advance = console.plain_progress(f"exploring {world.name}")
     whole = "" if world.expected is None else f" of {world.expected.states:,}"
 
     def tell(states: int, transitions: int, depth: int) -> None:
@@ -195,22 +172,22 @@ def _explore(tasks: Sequence[Task], jobs: int, json_path: Path | None) -> None:
     code = ExitCode.CONFORMS
     for task in tasks:
         try:
-            with input_errors():
+            with console.input_errors():
                 obstacle = get_obstacle(task)
                 if obstacle is not None:
                     what = f"{task.world.name}: not walked: {task.engine} lacks {obstacle}"
-                    say(f"{what}\n", json_path)
+                    console.say(f"{what}\n", json_path)
                     continue
                 walked = walk(task, jobs, tell_progress(task.world))
         except LostShardError as lost:
-            end(ExitCode.HARNESS, str(lost))
-        say(render_walked(walked), json_path)
+            console.end(ExitCode.HARNESS, str(lost))
+        console.say(render_walked(walked), json_path)
         results.append(walked_to_json(walked))
         now = get_exit_code(walked)
         code = code if now is ExitCode.CONFORMS else now
         if code not in (ExitCode.CONFORMS, ExitCode.HARNESS):
             break
-    write_json(json_path, results)
+    console.write_json(json_path, results)
     raise typer.Exit(code if results else ExitCode.HARNESS)
 
 
@@ -218,15 +195,17 @@ def _show_witness(
     witness: str, worlds: Sequence[World], max_states: int, jobs: int, json_path: Path | None
 ) -> None:
     if witness in OF_THE_PAST:
-        usage(f"--witness {witness!r}: no single step shows it, for it depends on what was before")
+        why = "no single step shows it, for it depends on what was before"
+        console.usage(f"--witness {witness!r}: {why}")
     if witness not in JUDGED_WITNESSES:
-        usage(f"--witness {witness!r}: must be one of {', '.join(sorted(JUDGED_WITNESSES))}")
+        known = ", ".join(sorted(JUDGED_WITNESSES))
+        console.usage(f"--witness {witness!r}: must be one of {known}")
     tasks = [
         Task(world, properties=False, witness=witness, max_states=max_states) for world in worlds
     ]
     shortest = find_shortest(witness, tasks, jobs)
-    say(render_shortest(shortest), json_path)
-    write_json(
+    console.say(render_shortest(shortest), json_path)
+    console.write_json(
         json_path,
         {
             "witness": witness,
@@ -245,18 +224,18 @@ def _draw(
     json_path: Path | None,
 ) -> None:
     if len(worlds) != 1:
-        usage("--dot, --svg: name one world with --preset")
+        console.usage("--dot, --svg: name one world with --preset")
     walked = walk(
         Task(worlds[0], profile, properties=False, edges=True, max_states=pictures.STATES_MAX)
     )
     if not walked.is_complete:
-        usage(
+        console.usage(
             f"--preset {worlds[0].name}: more than {pictures.STATES_MAX} states are no picture; "
             "take a smaller world"
         )
     graph = pictures.get_graph(walked)
     if dot is not None:
-        write(dot, pictures.to_dot(graph))
+        console.write(dot, pictures.to_dot(graph))
     if svg is not None:
-        write(svg, pictures.to_svg(graph))
-    write_json(json_path, pictures.to_json(graph))
+        console.write(svg, pictures.to_svg(graph))
+    console.write_json(json_path, pictures.to_json(graph))

@@ -19,8 +19,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from blockstep.conformance.command.console import end, progress, usage, write_json
-from blockstep.conformance.command.options import JsonOption, SeedOption
+from blockstep.conformance.command import console, options
 from blockstep.conformance.engines.serving import CheckFailedError, ServingChecker
 from blockstep.conformance.report.failure import render_served
 from blockstep.conformance.search.options import ExitCode, exit_code_of
@@ -45,7 +44,7 @@ def generate_command(
     top_k: Annotated[int, typer.Option(help="Draw among so many tokens; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Draw among tokens of this probability.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Draw among tokens this near the best.")] = 0.0,
-    seed: SeedOption = 0,
+    seed: options.Seed = 0,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends the output.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")] = False,
     logprobs: Annotated[int | None, typer.Option(help="Report so many tokens in --json.")] = None,
@@ -64,7 +63,7 @@ def generate_command(
     check: Annotated[
         bool, typer.Option("--check", help="Hold every step to the specification while serving.")
     ] = False,
-    json_path: JsonOption = None,
+    json_path: options.Json = None,
 ) -> None:
     """Continue texts with a local model; one prompt is printed as it comes.
 
@@ -74,7 +73,7 @@ def generate_command(
     """
     given = [*(prompts or ()), *(_token_ids(text) for text in token_ids or ())]
     if not given:
-        usage("generate: nothing to continue; give a text, or --token-ids 1,2,3")
+        console.usage("generate: nothing to continue; give a text, or --token-ids 1,2,3")
     sampling = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -124,7 +123,7 @@ def run_generate(
     typer.echo(f"{num_tokens} tokens in {seconds:.2f} s", err=True)
     if checker is not None:
         typer.echo(f"check: nothing found; {checker.describe()}", err=True)
-    write_json(json_path, completions_to_json(model, completions, seconds, checker))
+    console.write_json(json_path, completions_to_json(model, completions, seconds, checker))
 
 
 def completions_to_json(
@@ -163,7 +162,7 @@ def _serve(llm: Any, prompts: list[Any], params: Any, quiet: bool) -> list[Any]:
                 sys.stdout.flush()
         sys.stdout.write("\n")
         return [llm.pop_completion(names[0])]
-    with progress(Console(stderr=True), "generating") as advance:
+    with console.progress(Console(stderr=True), "generating") as advance:
         num_most, num_tokens = len(names) * params.max_tokens, 0
         while llm.has_unfinished_requests:
             num_tokens += sum(len(chunk.token_ids) for chunk in llm.step())
@@ -184,12 +183,12 @@ def _token_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        usage(f"--token-ids {text!r}: must be ids with commas between them: 1,15043,29892")
+        console.usage(f"--token-ids {text!r}: must be ids with commas between them: 1,15043,29892")
 
 
 def _cache_bytes(gib: float) -> int:
     if not 0 < gib < math.inf:
-        usage(f"--cache-gib {gib}: must be a number above 0")
+        console.usage(f"--cache-gib {gib}: must be a number above 0")
     return int(gib * BYTES_PER_GIB)
 
 
@@ -197,7 +196,7 @@ def _load_engine() -> Any:
     try:
         return importlib.import_module(ENGINE)
     except ModuleNotFoundError as error:
-        usage(f"generate: {error.name} is not installed; pip install 'blockstep[engine]'")
+        console.usage(f"generate: {error.name} is not installed; pip install 'blockstep[engine]'")
 
 
 @contextmanager
@@ -209,6 +208,6 @@ def _engine_errors(engine: Any) -> Iterator[None]:
         typer.echo(render_served(error.findings, error.num_events), err=True)
         raise typer.Exit(exit_code_of(error.findings[0])) from None
     except (engine.CheckpointError, engine.SettingsError, engine.RequestError) as error:
-        usage(str(error))
+        console.usage(str(error))
     except engine.EngineError as error:
-        end(ExitCode.FAILED, str(error))
+        console.end(ExitCode.FAILED, str(error))

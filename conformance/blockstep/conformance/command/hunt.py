@@ -7,25 +7,7 @@ from typing import Annotated
 
 import typer
 
-from blockstep.conformance.command.console import (
-    input_errors,
-    make_console,
-    progress,
-    say,
-    write,
-    write_json,
-)
-from blockstep.conformance.command.options import (
-    DepthOption,
-    EngineOption,
-    JsonOption,
-    SeedOption,
-    WithOption,
-    WithoutOption,
-    check_output,
-    require_features,
-    require_profile,
-)
+from blockstep.conformance.command import console, options
 from blockstep.conformance.draw.presets import MAX_DEPTH
 from blockstep.conformance.engine import get_traits
 from blockstep.conformance.protocol.registry import load_engine
@@ -37,20 +19,19 @@ from blockstep.spec.profiles import STRICT
 
 
 def hunt_command(
-    engine: EngineOption = "host",
+    engine: options.Engine = "host",
     profile: Annotated[
         str, typer.Option(help="Release whose quirks may account for what is found; strict: all.")
     ] = STRICT.name,
-    depth: DepthOption = MAX_DEPTH,
-    with_features: WithOption = None,
-    without_features: WithoutOption = None,
-    seed: SeedOption = 0,
+    depth: options.Depth = MAX_DEPTH,
+    with_features: options.With = None,
+    without_features: options.Without = None,
+    seed: options.Seed = 0,
     budget: Annotated[int, typer.Option(min=1, help="Events in each scope.")] = 100_000,
     markdown: Annotated[
-        Path | None,
-        typer.Option(help="Also write a page of the documentation.", callback=check_output),
+        Path | None, options.output("Also write a page of the documentation.")
     ] = None,
-    json_path: JsonOption = None,
+    json_path: options.Json = None,
 ) -> None:
     """Find every distinct defect of an engine, each with a short program, and name the known ones.
 
@@ -59,23 +40,25 @@ def hunt_command(
 
     Example: blockstep hunt --engine vllm --profile vllm-0.19.1
     """
-    require_profile(profile)
-    options = CheckOptions(
+    options.require_profile(profile)
+    wanted = CheckOptions(
         engine=engine,
         seed=seed,
         max_events=budget,
         max_depth=depth,
         profile=profile,
-        with_features=require_features(with_features),
-        without_features=require_features(without_features),
+        with_features=options.require_features(with_features),
+        without_features=options.require_features(without_features),
     )
-    with input_errors(), progress(make_console(json_path), f"hunting in {engine}") as advance:
+    screen = console.make_screen(json_path)
+    with console.input_errors(), console.progress(screen, f"hunting in {engine}") as advance:
         make_engine = load_engine(engine)
-        result = hunt(options, make_engine, advance)
+        result = hunt(wanted, make_engine, advance)
     workarounds = get_traits(make_engine).workarounds
-    say(render_hunt(result, workarounds), json_path)
-    write_json(json_path, hunt_to_json(result, workarounds))
+    console.say(render_hunt(result, workarounds), json_path)
+    console.write_json(json_path, hunt_to_json(result, workarounds))
     if markdown is not None:
-        command = f"blockstep hunt --engine {engine}{show_options(options)} --seed {seed}"
-        write(markdown, render_hunt_page(result, workarounds, f"{command} --budget {budget}"))
+        given = f"{show_options(wanted)} --seed {seed} --budget {budget}"
+        command = f"blockstep hunt --engine {engine}{given}"
+        console.write(markdown, render_hunt_page(result, workarounds, command))
     raise typer.Exit(ExitCode.FAILED if result.defects else ExitCode.CONFORMS)

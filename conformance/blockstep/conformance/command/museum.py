@@ -7,21 +7,7 @@ from typing import Annotated
 
 import typer
 
-from blockstep.conformance.command.console import (
-    make_console,
-    make_table,
-    progress,
-    usage,
-    write,
-    write_json,
-)
-from blockstep.conformance.command.options import (
-    JobsOption,
-    JsonOption,
-    check_output,
-    count_jobs,
-    require_budget,
-)
+from blockstep.conformance.command import console, options
 from blockstep.conformance.museum import EXHIBITS, Exhibit
 from blockstep.conformance.museum import trial as hunting
 from blockstep.conformance.search.options import ExitCode
@@ -34,17 +20,18 @@ museum_app = typer.Typer(
 
 
 @museum_app.callback(invoke_without_command=True)
-def museum_command(context: typer.Context, json_path: JsonOption = None) -> None:
+def museum_command(context: typer.Context, json_path: options.Json = None) -> None:
     """List the planted defects; `blockstep museum run` kills them."""
     if context.invoked_subcommand is not None:
         if json_path is not None:
-            usage("--json: belongs behind the command, as in `blockstep museum run --json FILE`")
+            example = "`blockstep museum run --json FILE`"
+            console.usage(f"--json: belongs behind the command, as in {example}")
         return
     rows: list[dict[str, object]] = [
         {**hunting.describe(entry), "speaks": entry.properties} for entry in EXHIBITS.values()
     ]
-    make_console(json_path).print(make_table(rows))
-    write_json(json_path, rows)
+    console.make_screen(json_path).print(console.make_table(rows))
+    console.write_json(json_path, rows)
 
 
 @museum_app.command("run")
@@ -58,39 +45,36 @@ def museum_run_command(
     budget: Annotated[
         str, typer.Option(help="For each exhibit and seed: a number of events, or 60s, 5m.")
     ] = "150000",
-    jobs: JobsOption = 0,
+    jobs: options.Jobs = 0,
     markdown: Annotated[
-        Path | None,
-        typer.Option(
-            help="Also write the table as a page of the documentation.", callback=check_output
-        ),
+        Path | None, options.output("Also write the table as a page of the documentation.")
     ] = None,
-    json_path: JsonOption = None,
+    json_path: options.Json = None,
 ) -> None:
     """Kill the planted defects, and say how each one fell. Exits 5 if one survives.
 
     Example: blockstep museum run zombie-key full-hit --seed 7
     """
-    console = make_console(json_path)
-    max_events, max_seconds = require_budget(budget)
+    screen = console.make_screen(json_path)
+    max_events, max_seconds = options.require_budget(budget)
     hunt = hunting.Trial(
         seeds=tuple(seed) if seed else (0, 1, 2),
         max_events=max_events,
         max_seconds=max_seconds,
-        jobs=count_jobs(jobs),
+        jobs=options.count_jobs(jobs),
     )
     chosen = [_exhibit(name) for name in names or EXHIBITS]
-    with progress(console, "hunting") as advance:
+    with console.progress(screen, "hunting") as advance:
         hunted = hunting.run_trial(chosen, hunt, advance)
     rows = [hunting.row_of(entry) for entry in hunted]
     shown = ("exhibit", "events", "seconds", "shrunk to", "killed by")
-    console.print(make_table([{name: row[name] for name in shown} for row in rows]))
-    console.print(hunting.summary(hunted))
-    write_json(json_path, [hunting.json_of(entry) for entry in hunted])
+    screen.print(console.make_table([{name: row[name] for name in shown} for row in rows]))
+    screen.print(hunting.summary(hunted))
+    console.write_json(json_path, [hunting.json_of(entry) for entry in hunted])
     if markdown is not None:
         given = " ".join([*(names or ()), *(f"--seed {number}" for number in hunt.seeds)])
         command = f"blockstep museum run {given} --budget {budget}"
-        write(markdown, hunting.museum_page(rows, command, hunt.seeds))
+        console.write(markdown, hunting.museum_page(rows, command, hunt.seeds))
     survivors = [entry.exhibit.name for entry in hunted if entry.survived]
     if survivors:
         typer.echo(f"blockstep: survived: {', '.join(survivors)}", err=True)
@@ -99,5 +83,5 @@ def museum_run_command(
 
 def _exhibit(name: str) -> Exhibit:
     if name not in EXHIBITS:
-        usage(f"museum run {name!r}: no such exhibit; `blockstep museum` lists them")
+        console.usage(f"museum run {name!r}: no such exhibit; `blockstep museum` lists them")
     return EXHIBITS[name]

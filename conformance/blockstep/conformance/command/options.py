@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from blockstep.conformance.command.console import usage
+from blockstep.conformance.command import console
 from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.protocol.features import BY_NAME, UsageError, parse_features
 from blockstep.conformance.search.budget import read_budget
 from blockstep.conformance.search.options import find_profile
-from blockstep.spec.profiles import Profile
+from blockstep.spec import profiles
 
 
 def check_output(path: Path | None) -> Path | None:
@@ -21,45 +21,43 @@ def check_output(path: Path | None) -> Path | None:
     if path is None or str(path) == "-":
         return path
     if path.is_dir():
-        usage(f"{path}: cannot write: it is a folder; name a file")
+        console.usage(f"{path}: cannot write: it is a folder; name a file")
     if not path.parent.is_dir():
-        usage(f"{path}: cannot write: there is no folder {path.parent}; make it")
+        console.usage(f"{path}: cannot write: there is no folder {path.parent}; make it")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        usage(f"{path}: cannot write: it is not allowed; name a file elsewhere")
+        console.usage(f"{path}: cannot write: it is not allowed; name a file elsewhere")
     return path
 
 
-EngineOption = Annotated[
+def output(text: str, *names: str) -> Any:
+    """An option that names an output."""
+    return typer.Option(*names, help=text, callback=check_output)
+
+
+Engine = Annotated[
     str,
     typer.Option(
         "--engine", help="host, compiled, spec, museum:NAME, or module:attribute of a factory."
     ),
 ]
-JsonOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--json",
-        help="Also write the result to this file ('-': stdout).",
-        callback=check_output,
-    ),
-]
-ProfileOption = Annotated[
+Json = Annotated[Path | None, output("Also write the result to this file ('-': stdout).", "--json")]
+Profile = Annotated[
     str, typer.Option(help="Release whose known quirks are followed (blockstep quirks).")
 ]
-DepthOption = Annotated[
+Depth = Annotated[
     int, typer.Option(min=1, help="Plans in flight at once, at most; drawn up to this.")
 ]
-SeedOption = Annotated[int, typer.Option(min=0, help="Everything random follows from it.")]
-WithOption = Annotated[
+Seed = Annotated[int, typer.Option(min=0, help="Everything random follows from it.")]
+With = Annotated[
     list[str] | None,
     typer.Option(
         "--with", help=f"A feature of every run; repeatable. The features: {', '.join(BY_NAME)}."
     ),
 ]
-WithoutOption = Annotated[
+Without = Annotated[
     list[str] | None, typer.Option("--without", help="A feature of no run; repeatable.")
 ]
-JobsOption = Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")]
+Jobs = Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")]
 
 
 def count_jobs(jobs: int) -> int:
@@ -72,21 +70,21 @@ def require_features(names: list[str] | None) -> tuple[str, ...]:
     try:
         return parse_features(names or ())
     except UsageError as error:
-        usage(str(error))
+        console.usage(str(error))
 
 
 def require_preset(name: str) -> None:
     """A scope of runs that there is; bad input otherwise."""
     if name not in PRESETS:
-        usage(f"--preset {name!r}: must be one of {', '.join(PRESETS)}")
+        console.usage(f"--preset {name!r}: must be one of {', '.join(PRESETS)}")
 
 
-def require_profile(name: str) -> Profile:
+def require_profile(name: str) -> profiles.Profile:
     """The profile that `--profile` names; bad input if there is none."""
     try:
         return find_profile(name)
     except ValueError as error:
-        usage(f"--{error}")
+        console.usage(f"--{error}")
 
 
 def require_budget(text: str) -> tuple[int | None, float | None]:
@@ -94,4 +92,4 @@ def require_budget(text: str) -> tuple[int | None, float | None]:
     try:
         return read_budget(text)
     except ValueError as error:
-        usage(f"--{error}")
+        console.usage(f"--{error}")

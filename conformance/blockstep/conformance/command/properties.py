@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.command.console import make_console, make_table, write_json
-from blockstep.conformance.command.options import JsonOption
+from blockstep.conformance.command import console, options
 from blockstep.conformance.judge.properties import PROPERTIES
 
 
-def properties_command(json_path: JsonOption = None) -> None:
+def properties_command(json_path: options.Json = None) -> None:
     """List the properties that are checked on every step, with the checks behind each."""
     told, rows = [], []
     for entry in PROPERTIES:
@@ -15,5 +14,5 @@ def properties_command(json_path: JsonOption = None) -> None:
         row = {"id": entry.id, "name": entry.name}
         told.append({**row, "what holds": "\n  ".join([entry.statement, *checks])})
         rows.append({**row, "statement": entry.statement, "checks": checks})
-    make_console(json_path).print(make_table(told))
-    write_json(json_path, rows)
+    console.make_screen(json_path).print(console.make_table(told))
+    console.write_json(json_path, rows)

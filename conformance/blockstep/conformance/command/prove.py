@@ -9,14 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from blockstep.conformance.command.console import (
-    end,
-    make_console,
-    plain_progress,
-    write,
-    write_json,
-)
-from blockstep.conformance.command.options import JobsOption, JsonOption, check_output, count_jobs
+from blockstep.conformance.command import console, options
 from blockstep.conformance.prove.law import Law
 from blockstep.conformance.prove.runner import (
     NotInstalledError,
@@ -44,14 +37,11 @@ def prove_command(
     prove_all: Annotated[
         bool, typer.Option("--all", help="Also the laws that take longest.")
     ] = False,
-    jobs: JobsOption = 0,
+    jobs: options.Jobs = 0,
     markdown: Annotated[
-        Path | None,
-        typer.Option(
-            help="Also write the table as a page of the documentation.", callback=check_output
-        ),
+        Path | None, options.output("Also write the table as a page of the documentation.")
     ] = None,
-    json_path: JsonOption = None,
+    json_path: options.Json = None,
 ) -> None:
     """Prove laws of the specification for all integers, and refute the mistakes beside them.
 
@@ -60,30 +50,30 @@ def prove_command(
 
     Example: blockstep prove --law slots
     """
-    console = make_console(json_path)
+    screen = console.make_screen(json_path)
     try:
         require_crosshair()
     except NotInstalledError as error:
-        end(ExitCode.USAGE, str(error))
+        console.end(ExitCode.USAGE, str(error))
     # Late, because it loads the engine on the host.
     from blockstep.conformance.prove.laws import LAWS  # noqa: PLC0415
 
     chosen = choose_laws(list(LAWS.values()), law or [], prove_all)
     start = time.monotonic()
     try:
-        proofs = prove_laws(chosen, count_jobs(jobs), plain_progress("proving"))
+        proofs = prove_laws(chosen, options.count_jobs(jobs), console.plain_progress("proving"))
     except UnansweredError as error:
-        end(ExitCode.HARNESS, str(error))
+        console.end(ExitCode.HARNESS, str(error))
     seconds = time.monotonic() - start
     problems = [f"{proof.name}: {proof.problem}" for proof in proofs if proof.problem]
     code = ExitCode.FAILED if problems else ExitCode.CONFORMS
-    show_proofs(console, proofs, seconds)
-    write_json(json_path, proofs_to_json(proofs, code, seconds))
+    show_proofs(screen, proofs, seconds)
+    console.write_json(json_path, proofs_to_json(proofs, code, seconds))
     if markdown is not None:
         command = " ".join(
             ("blockstep prove", *(["--all"] * prove_all), *(f"--law {name}" for name in law or []))
         )
-        write(markdown, laws_page(proofs, LAWS, command))
+        console.write(markdown, laws_page(proofs, LAWS, command))
     for problem in problems:
         typer.echo(f"blockstep: {problem}", err=True)
     raise typer.Exit(code)
@@ -94,16 +84,16 @@ def choose_laws(laws: list[Law], prefixes: list[str], prove_all: bool) -> list[L
     for prefix in prefixes:
         if not any(law.name.startswith(prefix) for law in laws):
             rooms = ", ".join(dict.fromkeys(law.room for law in laws))
-            end(ExitCode.USAGE, f"--law {prefix!r}: no law begins so; the rooms are {rooms}")
+            console.usage(f"--law {prefix!r}: no law begins so; the rooms are {rooms}")
     if prefixes:
         return [law for law in laws if law.name.startswith(tuple(prefixes))]
     return [law for law in laws if prove_all or not law.is_slow]
 
 
-def show_proofs(console: Console, proofs: list[Proof], seconds: float) -> None:
+def show_proofs(screen: Console, proofs: list[Proof], seconds: float) -> None:
     """Both tables and the line under them."""
-    console.print(build_table(proofs))
+    screen.print(build_table(proofs))
     if list_theirs(proofs):
-        console.print()
-        console.print(build_theirs_table(proofs))
-    console.print(summarize(proofs, seconds))
+        screen.print()
+        screen.print(build_theirs_table(proofs))
+    screen.print(summarize(proofs, seconds))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.command.console import make_console, make_table, write_json
-from blockstep.conformance.command.options import JsonOption
+from blockstep.conformance.command import console, options
 from blockstep.spec.profiles import PROFILES, QUIRKS
 
 
-def quirks_command(json_path: JsonOption = None) -> None:
+def quirks_command(json_path: options.Json = None) -> None:
     """List what releases are known to do against a property, and the profiles that follow them."""
-    console = make_console(json_path)
+    screen = console.make_screen(json_path)
     rows: list[dict[str, object]] = [
         {
             "quirk": str(story.quirk),
@@ -21,7 +20,7 @@ def quirks_command(json_path: JsonOption = None) -> None:
         }
         for story in QUIRKS
     ]
-    console.print(make_table(rows))
+    screen.print(console.make_table(rows))
     for profile in PROFILES:
-        console.print(f"profile {profile.name}: {', '.join(sorted(profile.quirks)) or 'none'}")
-    write_json(json_path, rows)
+        screen.print(f"profile {profile.name}: {', '.join(sorted(profile.quirks)) or 'none'}")
+    console.write_json(json_path, rows)

@@ -9,26 +9,20 @@ from typing import Annotated
 
 import typer
 
-from blockstep.conformance.command.console import (
-    input_errors,
-    make_console,
-    progress,
-    write_json,
-)
-from blockstep.conformance.command.options import (
-    EngineOption,
-    JsonOption,
-    WithOption,
-    WithoutOption,
-    require_features,
-)
+from blockstep.conformance.command import console, options
 from blockstep.conformance.draw.workloads import load
-from blockstep.conformance.protocol.features import BY_NAME, CACHING, PRIORITY, UsageError, Wish
+from blockstep.conformance.protocol.features import (
+    BY_NAME,
+    CACHING,
+    PRIORITY,
+    UsageError,
+    make_wish,
+)
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.recorded.pace import REPLAY_PRESETS
 from blockstep.conformance.recorded.replay import replay
 from blockstep.conformance.report.replay import render_replay, replay_to_json
-from blockstep.conformance.search.options import CheckOptions, exit_code_of, get_wish
+from blockstep.conformance.search.options import exit_code_of
 from blockstep.spec.vocabulary import Config, ConfigError, Policy, config_problems
 
 REPLAYED: Mapping[str, Mapping[str, object]] = {
@@ -47,7 +41,7 @@ def replay_command(
     trace: Annotated[
         Path, typer.Argument(help="A workload: mooncake, azure or agent; gz or plain.")
     ],
-    engine: EngineOption = "host",
+    engine: options.Engine = "host",
     spec: Annotated[
         bool, typer.Option("--spec/--no-spec", help="In lock-step with the spec, or alone.")
     ] = True,
@@ -61,20 +55,20 @@ def replay_command(
     caching: Annotated[
         bool | None, typer.Option("--caching/--no-caching", help="Prefix caching.")
     ] = None,
-    with_features: WithOption = None,
-    without_features: WithoutOption = None,
+    with_features: options.With = None,
+    without_features: options.Without = None,
     snapshot_every: Annotated[
         int | None,
         typer.Option(min=0, help="Events between two comparisons of whole states; 0: never."),
     ] = None,
-    json_path: JsonOption = None,
+    json_path: options.Json = None,
 ) -> None:
     """Drive real traffic through an engine, in lock-step with the spec or alone.
 
     Example: blockstep replay mooncake_conversation.jsonl.gz --limit 300 --block-size 16
     """
-    console = make_console(json_path)
-    wanted = {
+    screen = console.make_screen(json_path)
+    wanted: dict[str, object] = {
         "num_blocks": num_blocks,
         "block_size": block_size,
         "max_num_seqs": max_num_seqs,
@@ -83,16 +77,16 @@ def replay_command(
         "policy": policy,
         "enable_prefix_caching": caching,
     }
-    with input_errors():
+    with console.input_errors():
         workload = load(trace, limit=limit)
         preset = REPLAY_PRESETS[workload.format]
-        wish = require_replayed(policy, caching, with_features, without_features)
-        config = fit_wish(replay_config(preset.config, wanted), wish)
+        add_features(wanted, with_features, without_features)
+        config = replay_config(preset.config, wanted)
         cadence = snapshot_every
         if cadence is None:
             cadence = default_cadence(config) if spec else 0
         make_engine = load_engine(engine)
-        with progress(console, f"replaying {trace.name}") as advance:
+        with console.progress(screen, f"replaying {trace.name}") as advance:
             report = replay(
                 workload,
                 config,
@@ -105,47 +99,33 @@ def replay_command(
                     f"{now.requests_finished:,} requests, {now.steps:,} steps",
                 ),
             )
-    render_replay(report, console)
-    write_json(json_path, replay_to_json(report))
+    render_replay(report, screen)
+    console.write_json(json_path, replay_to_json(report))
     if report.finding is None:
-        console.print(ENDINGS.get(report.equivalence, ENDINGS["exact"]).format(engine=engine))
+        screen.print(ENDINGS.get(report.equivalence, ENDINGS["exact"]).format(engine=engine))
     raise typer.Exit(exit_code_of(report.finding))
 
 
-def require_replayed(
-    policy: Policy | None,
-    caching: bool | None,
-    with_features: list[str] | None,
-    without_features: list[str] | None,
-) -> Wish:
-    """What `--with` and `--without` come to in a replay.
+def add_features(
+    wanted: dict[str, object], with_features: list[str] | None, without_features: list[str] | None
+) -> None:
+    """Add what the features come to in a config.
 
     Raises:
         UsageError: a replay cannot be like this.
     """
-    options = CheckOptions(
-        policy=policy,
-        with_features=require_features(with_features),
-        without_features=require_features(without_features),
-    )
-    wish = get_wish(options)
+    wish = make_wish(with_features or (), without_features or ())
     for name in sorted(wish.always - REPLAYED.keys()):
         raise UsageError(
             f"--with {name}: no replay has it: requests are those of the workload, and each plan "
             f"is answered before the next; it can have {', '.join(REPLAYED)}"
         )
-    if caching is not None and CACHING.name in (wish.never if caching else wish.always):
-        raise UsageError("--caching and --no-caching: say what --with and --without do not")
-    return wish
-
-
-def fit_wish(config: Config, wish: Wish) -> Config:
-    """The config with the features that are wanted, and without the others."""
-    for name in wish.always:
-        config = replace(config, **REPLAYED[name])  # type: ignore[arg-type]
-    for name in wish.never:
-        config = BY_NAME[name].take_from(config)
-    return config
+    asked = [REPLAYED[name] for name in wish.always]
+    for fields in (*asked, *(BY_NAME[name].config for name in wish.never)):
+        for field, value in fields.items():
+            if wanted.get(field) not in (None, value):
+                raise UsageError(f"--with and --without: {field} is to be {wanted[field]}")
+            wanted[field] = value
 
 
 def replay_config(config: Config, wanted: Mapping[str, object]) -> Config:

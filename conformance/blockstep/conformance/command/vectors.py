@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from blockstep.conformance.command.console import input_errors, say, write_json
+from blockstep.conformance.command import console, options
 from blockstep.conformance.command.explore import require_worlds, tell_progress
-from blockstep.conformance.command.options import EngineOption, JsonOption
 from blockstep.conformance.explore.fill import fill
 from blockstep.conformance.explore.vectors import consume, read_vectors
 from blockstep.conformance.explore.worlds import WORLDS
@@ -30,23 +29,23 @@ def fill_command(
     out: Annotated[Path, typer.Argument(help="The file to write; '.gz' at its end gzips it.")],
     preset: Annotated[str, typer.Option(help=f"A world: {', '.join(WORLDS)}.")] = "pair",
     max_states: Annotated[int, typer.Option(min=1, help="Walk no more than these.")] = 20_000,
-    json_path: JsonOption = None,
+    json_path: options.Json = None,
 ) -> None:
     """Write few programs that together do all that the specification does in a world.
 
     Example: blockstep vectors fill pair.jsonl --preset pair
     """
     world = require_worlds([preset])[0]
-    with input_errors():
+    with console.input_errors():
         filled = fill(out, world, max_states, tell_progress(world))
     manifest = filled.manifest
-    say(
+    console.say(
         f"{out}: {manifest.programs} programs, {filled.num_events} events, for all "
         f"{filled.num_deeds} branches, situations and answers of "
         f"{'all' if filled.is_complete else 'the first'} {filled.num_states:,} states\n",
         json_path,
     )
-    write_json(
+    console.write_json(
         json_path,
         {
             "path": str(out),
@@ -64,8 +63,8 @@ def fill_command(
 @vectors_app.command("consume")
 def consume_command(
     files: Annotated[list[Path], typer.Argument(help="Files of vectors.")],
-    engine: EngineOption = "host",
-    json_path: JsonOption = None,
+    engine: options.Engine = "host",
+    json_path: options.Json = None,
 ) -> None:
     """Play vectors on an engine and compare every answer and state.
 
@@ -74,22 +73,24 @@ def consume_command(
     rows = []
     code = ExitCode.CONFORMS
     for path in files:
-        with input_errors():
+        with console.input_errors():
             result = consume(read_vectors(path), load_engine(engine))
         said = f"{result.num_programs} programs, {result.num_events} events"
         skipped = ", ".join(f"{count} for {why}" for why, count in result.skipped.items())
         said += f"; not tried: {skipped}" if skipped else ""
         if not result.conforms:
             code = ExitCode.FAILED
-            say(f"{path}: DIVERGENCE in program {result.program}, step {result.step}\n", json_path)
-            say(f"  event  {result.event}\n", json_path)
-            for row in result.differences:
-                say(f"  {row.field}: expected {row.expected}, seen {row.seen}\n", json_path)
+            where = f"program {result.program}, step {result.step}"
+            lines = [f"{path}: DIVERGENCE in {where}", f"  event  {result.event}"]
+            lines += [
+                f"  {r.field}: expected {r.expected}, seen {r.seen}" for r in result.differences
+            ]
+            console.say("\n".join(lines) + "\n", json_path)
         elif not result.num_events:
             code = max(code, ExitCode.HARNESS)
-            say(f"{path}: NOTHING RAN: {said}\n", json_path)
+            console.say(f"{path}: NOTHING RAN: {said}\n", json_path)
         else:
-            say(f"{path}: conforms: {said}\n", json_path)
+            console.say(f"{path}: conforms: {said}\n", json_path)
         rows.append({"path": str(path), "conforms": result.conforms, **asdict(result)})
-    write_json(json_path, rows)
+    console.write_json(json_path, rows)
     raise typer.Exit(code)

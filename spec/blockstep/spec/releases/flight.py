@@ -24,6 +24,15 @@ def frames_hold_the_preempted(rules: Rules, _config: Config) -> Rules:
     return replace(rules, is_held_by_frames=is_held_by_frames)
 
 
+def resumed_before_its_token(rules: Rules, _config: Config) -> Rules:
+    """Only placeholders, which a pipeline by itself has not, hold the preempted back."""
+
+    def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
+        return request.num_output_placeholders > 0 and rules.is_held_by_frames(frames, request)
+
+    return replace(rules, is_held_by_frames=is_held_by_frames)
+
+
 def reset_drops_tokens(rules: Rules, _config: Config) -> Rules:
     """A forced reset drops what frames in flight sampled; it is sampled again."""
 
@@ -66,6 +75,16 @@ STORIES = (
         "0.27.0",
         "asynchronous; a request is preempted while a chunk of its prompt is in flight: it is "
         "passed over until that frame was answered",
+    ),
+    QuirkStory(
+        Quirk.RESUMED_BEFORE_ITS_TOKEN,
+        resumed_before_its_token,
+        "in a pipeline without placeholders the preempted come back with their token in flight",
+        ("P12", "P13", "P15", "P16", "P21", "P26"),
+        "#48245 (merged, for 0.27.0)",
+        "0.11.0 0.19.1",
+        "two frames, not asynchronous; one request, its first plan in flight, a forced reset: the "
+        "next plan runs it again, and both answers deliver the same position",
     ),
     QuirkStory(
         Quirk.RESET_DROPS_TOKENS,

@@ -45,6 +45,7 @@ class Quirk(StrEnum):
     PADDING_WAITS_AT_THE_END = "padding_waits_at_the_end"
     HIT_IS_COMPANY_ENOUGH = "hit_is_company_enough"
     DRAFTS_PUBLISH_AT_COMMIT = "drafts_publish_at_commit"
+    RESUMED_BEFORE_ITS_TOKEN = "resumed_before_its_token"  # noqa: S105 - a token of a language model
 
 
 @dataclass(frozen=True, slots=True)
