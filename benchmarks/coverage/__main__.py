@@ -123,7 +123,7 @@ def find_spec_folder() -> Path:
 
 def play(check: Any, options: Any, num_events: int) -> int:
     """Play episodes as `check` does; the events played."""
-    make_engine = check.load_engine(options.engine)
+    make_engine = check.load(options)
     if options.engine == "spec":
         profile = check.find_profile(options.profile)
         make_engine = partial(make_engine, profile=profile)

@@ -11,8 +11,7 @@ from syrupy.assertion import SnapshotAssertion
 from typer.testing import CliRunner, Result
 
 from blockstep.conformance.command.main import app
-from blockstep.conformance.engine import EngineTraits
-from blockstep.conformance.lockstep.safety import Safety
+from blockstep.conformance.engine import EngineTraits, Safety
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.recorded.traces import read_trace, write_trace
 from blockstep.conformance.search.budget import read_budget

@@ -15,15 +15,15 @@ from typing import Any, cast
 
 import pytest
 
-from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
+from blockstep.conformance.engine import Capability, EngineFault, EngineTraits, Safety, show_state
 from blockstep.conformance.judge.answers import JUDGED
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.lockstep.runs import run_program
-from blockstep.conformance.lockstep.safety import Safety, SafetyRun, show_state
+from blockstep.conformance.lockstep.safety import SafetyRun
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError
-from blockstep.conformance.search.check import check, run_batch
+from blockstep.conformance.search.check import InProcess, check
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.floor import SAFETY_CANARY, release_canary
 from blockstep.conformance.search.options import CheckOptions, ExitCode
@@ -410,8 +410,8 @@ def test_an_engine_is_found_in_a_folder(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "path", [*sys.path])
     there = CheckOptions(engine="engine_in_a_folder:Engine", preset="tiny", path=str(tmp_path))
     with pytest.raises(EngineNotFoundError):
-        run_batch(replace(there, path=None), 0, 1)
-    (episode,) = run_batch(there, 0, 1)
+        InProcess().run_batch(replace(there, path=None), 0, 1)
+    (episode,) = InProcess().run_batch(there, 0, 1)
     assert episode.first is None
 
 

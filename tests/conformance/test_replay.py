@@ -15,9 +15,14 @@ import pytest
 from rich.console import Console
 
 from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START, WorkloadFormat, load
-from blockstep.conformance.engine import Capability, EngineFactory, EngineFault, EngineTraits
+from blockstep.conformance.engine import (
+    Capability,
+    EngineFactory,
+    EngineFault,
+    EngineTraits,
+    Safety,
+)
 from blockstep.conformance.lockstep.canary import SafetyCanary
-from blockstep.conformance.lockstep.safety import Safety
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.recorded.figures import ReplayReport

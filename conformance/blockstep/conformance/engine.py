@@ -11,18 +11,24 @@ the specification after every event.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from blockstep.spec.vocabulary import (
+    BlockId,
+    BlockKey,
     Config,
     Event,
     Observation,
+    PauseState,
     RejectCode,
     Request,
+    RequestId,
+    RequestSnapshot,
     Snapshot,
+    Stats,
 )
 
 
@@ -128,40 +134,61 @@ def get_declines(engine: Engine) -> Callable[[Event], str | None] | None:
 # Of a factory, and so of all its engines.
 
 
-class Equivalence(Protocol):
-    """A weaker way to be held to the spec than by comparison: see `lockstep.safety.Safety`."""
+@dataclass(frozen=True, slots=True)
+class Safety:
+    """To be held to the properties, and compared with nothing (see `lockstep.safety`)."""
 
-    @property
-    def name(self) -> str:
-        """What reports call it."""
-        ...
+    fit_config: Callable[[Config], Config] = lambda config: config
+    """The nearest config that the engine can be built with."""
+    fit_request: Callable[[Request, Config], Request] = lambda request, _config: request
+    """The nearest request that it understands. What is dropped on the way is counted."""
+    takes_abort: bool = True
+    situations: tuple[str, ...] = ("admitted", "stop_length")
+    """What a run must have reached to mean anything; names of `witnesses.WITNESSES`."""
+    name: str = "safety"
 
-    @property
-    def situations(self) -> tuple[str, ...]:
-        """What a run must have reached to mean anything."""
-        ...
 
-    @property
-    def fit_config(self) -> Callable[[Config], Config]:
-        """From a config to the nearest that the engine can be built with."""
-        ...
+def show_state(
+    requests: Sequence[RequestSnapshot],
+    waiting: Sequence[RequestId],
+    running: Sequence[RequestId],
+    ref_counts: tuple[int, ...],
+    free_queue: tuple[BlockId, ...],
+    block_keys: tuple[BlockKey | None, ...],
+    num_frames_in_flight: int,
+) -> Snapshot:
+    """A snapshot of what is judged at this equivalence; `requests` sorted by id.
 
-    @property
-    def fit_request(self) -> Callable[[Request, Config], Request]:
-        """From a request to the nearest that the engine understands under a config."""
-        ...
-
-    @property
-    def start(self) -> Callable[..., Any]:
-        """Builds a run, as `lockstep.driver.LockStep.start` does."""
-        ...
+    Queues are in their true order, for a state that returns is taken for a cycle. A block has a key
+    if it can be hit now.
+    """
+    cached: dict[BlockKey, tuple[BlockId, ...]] = {}
+    for block, key in enumerate(block_keys):
+        if key is not None:
+            cached[key] = (*cached.get(key, ()), block)
+    return Snapshot(
+        pause_state=PauseState.UNPAUSED,
+        waiting=tuple(waiting),
+        skipped_waiting=(),
+        running=tuple(running),
+        requests=tuple(requests),
+        ref_counts=ref_counts,
+        free_queue=free_queue,
+        block_keys=block_keys,
+        cached=cached,
+        frames_in_flight=tuple(range(num_frames_in_flight)),
+        next_frame_id=num_frames_in_flight,
+        finished_req_ids=(),
+        prev_scheduled_req_ids=(),
+        stats=Stats(),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
     """What a factory says of its engines, besides what they can do (`Engine.capabilities`)."""
 
-    equivalence: Equivalence | None = None
+    equivalence: Safety | None = None
     """How they are held to the spec; None: by the strongest comparison that they allow."""
     make_worker: Callable[..., Any] | None = None
     """From a config and a token function to the worker that runs their plans; None: `Worker`."""

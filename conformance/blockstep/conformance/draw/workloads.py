@@ -42,12 +42,13 @@ Prompt tokens stay below `OUTPUT_TOKENS_START`; ids from there up are for output
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from enum import StrEnum
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -165,20 +166,16 @@ def load(
     first = next(lines, None)
     if first is None:
         raise TraceError(path, 0, "empty", "a workload has rows", "give a trace file")
-    found = _detected(path, first[1]) if as_format is None else WorkloadFormat(as_format)
-    if found is WorkloadFormat.AZURE:
-        _check_azure_header(path, first[1])
-    else:
-        lines = _chained(first, lines)
+    found = _detect(path, first[1]) if as_format is None else WorkloadFormat(as_format)
+    if found is not WorkloadFormat.AZURE:
+        lines = chain([first], lines)
+    elif first[1] != AZURE_HEADER:
+        what, rule = f"header {shown(first[1])}", f"it must be {AZURE_HEADER}"
+        raise TraceError(path, 1, what, rule, "name another format")
     reader = _Reader(path, found)
     for line, text in islice(lines, limit):
         reader.read(line, text)
     return Workload(path, found, reader.finish())
-
-
-def _chained(first: tuple[int, str], rest: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    yield first
-    yield from rest
 
 
 def _fillers(length: int) -> list[int]:
@@ -190,16 +187,16 @@ def _fillers(length: int) -> list[int]:
 # --- formats
 
 
+_Length: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LENGTH_MAX)]
+_Wide: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
 class _Keys(msgspec.Struct):
     """Which keys the first row has: enough to tell the formats apart."""
 
     timestamp: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     timestamp_us: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     hash_ids: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-_Length: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LENGTH_MAX)]
-_Wide: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class _MooncakeRow(msgspec.Struct, forbid_unknown_fields=True):
@@ -235,28 +232,17 @@ _FORMATS = (
 )
 
 
-def _detected(path: Path, text: str) -> WorkloadFormat:
+def _detect(path: Path, text: str) -> WorkloadFormat:
     if text == AZURE_HEADER:
         return WorkloadFormat.AZURE
-    try:
+    with contextlib.suppress(msgspec.MsgspecError, RecursionError):
         keys = _KEYS.decode(text)
-    except (msgspec.MsgspecError, RecursionError):
-        keys = _Keys()
-    if keys.hash_ids is not msgspec.UNSET:
-        if keys.timestamp_us is not msgspec.UNSET:
+        if keys.hash_ids is not msgspec.UNSET and keys.timestamp_us is not msgspec.UNSET:
             return WorkloadFormat.AGENT
-        if keys.timestamp is not msgspec.UNSET:
+        if keys.hash_ids is not msgspec.UNSET and keys.timestamp is not msgspec.UNSET:
             return WorkloadFormat.MOONCAKE
-    raise TraceError(
-        path, 1, f"a first line of no known format, {shown(text)}", _FORMATS, "convert the file"
-    )
-
-
-def _check_azure_header(path: Path, text: str) -> None:
-    if text != AZURE_HEADER:
-        raise TraceError(
-            path, 1, f"header {shown(text)}", f"it must be {AZURE_HEADER}", "name another format"
-        )
+    found = f"a first line of no known format, {shown(text)}"
+    raise TraceError(path, 1, found, _FORMATS, "convert the file")
 
 
 class _Reader:
@@ -266,30 +252,31 @@ class _Reader:
         self._path = path
         self._format = found
         self._size = BLOCK_SIZE[found]
-        self._stretches = -(-self._size // STRETCH_SIZE)
         self._next_anchor = FIRST_ANCHOR
-        self._anchor_of: dict[str, dict[int, int]] = {}
-        """Per namespace (the suite), by hash id."""
+        self._anchor_of: dict[tuple[str, int], int] = {}
+        """Per namespace (the suite) and hash id."""
         self._rows: list[tuple[int, int, WorkloadRow]] = []
         """With time of arrival in ticks (ms) of the file's own epoch, and line."""
 
     def read(self, line: int, text: str) -> None:
         """Take one row. Raises `TraceError`."""
-        match self._format:
-            case WorkloadFormat.MOONCAKE:
-                self._read_mooncake(line, text)
-            case WorkloadFormat.AGENT:
-                self._read_agent(line, text)
-            case WorkloadFormat.AZURE:
-                self._read_azure(line, text)
+        try:
+            match self._format:
+                case WorkloadFormat.MOONCAKE:
+                    self._read_mooncake(line, _MOONCAKE.decode(text))
+                case WorkloadFormat.AGENT:
+                    self._read_agent(line, _AGENT.decode(text))
+                case WorkloadFormat.AZURE:
+                    self._read_azure(line, text)
+        except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors as well
+            rule = f"every line is one row of the {self._format} format"
+            fix = "repair the row, or name the right format"
+            found = f"{error} in {shown(text)}"
+            raise TraceError(self._path, line, found, rule, fix) from None
         if self._next_anchor > OUTPUT_TOKENS_START:
-            raise TraceError(
-                self._path,
-                line,
-                f"more than {OUTPUT_TOKENS_START - FIRST_ANCHOR} stretches of distinct tokens",
-                "token ids fit in 31 bits",
-                "use --limit",
-            )
+            found = f"more than {OUTPUT_TOKENS_START - FIRST_ANCHOR} stretches of distinct tokens"
+            rule = "token ids fit in 31 bits"
+            raise TraceError(self._path, line, found, rule, "use --limit")
 
     def finish(self) -> tuple[WorkloadRow, ...]:
         """All rows by time of arrival, counted from the earliest. Raises `TraceError`."""
@@ -299,39 +286,17 @@ class _Reader:
         origin = self._rows[0][0]
         last, line, _ = self._rows[-1]
         if last - origin > MAX_INT:
-            raise TraceError(
-                self._path,
-                line,
-                f"it arrives {last - origin} ms after the earliest row",
-                f"times fit in 31 bits: {MAX_INT} ms",
-                "split the trace, or use --limit",
-            )
-        return tuple(
-            WorkloadRow(
-                row.row,
-                time - origin,
-                row.input_length,
-                row.output_length,
-                row.anchors,
-                row.tail_anchor,
-            )
-            for time, _, row in self._rows
-        )
+            found = f"it arrives {last - origin} ms after the earliest row"
+            rule = f"times fit in 31 bits: {MAX_INT} ms"
+            raise TraceError(self._path, line, found, rule, "split the trace, or use --limit")
+        return tuple(replace(row, arrival_time=time - origin) for time, _, row in self._rows)
 
-    def _read_mooncake(self, line: int, text: str) -> None:
-        try:
-            row = _MOONCAKE.decode(text)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise self._bad(line, text, error) from None
+    def _read_mooncake(self, line: int, row: _MooncakeRow) -> None:
         length = row.input_length
         self._check_count(line, row.hash_ids, {-(-length // self._size)}, "ceil", length)
         self._append(line, row.timestamp, length, row.output_length, "", row.hash_ids)
 
-    def _read_agent(self, line: int, text: str) -> None:
-        try:
-            row = _AGENT.decode(text)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise self._bad(line, text, error) from None
+    def _read_agent(self, line: int, row: _AgentRow) -> None:
         length = row.input_length
         # A prompt that ends on a block boundary may leave out its last block.
         counts = {length // self._size, max(length - 1, 0) // self._size}
@@ -340,19 +305,17 @@ class _Reader:
         self._append(line, time, length, row.output_length, row.suite, row.hash_ids)
 
     def _read_azure(self, line: int, text: str) -> None:
+        """Raises ValueError."""
         match = _AZURE_ROW.fullmatch(text)
         if match is None:
-            raise self._bad(line, text, f"not a row of {AZURE_HEADER}")
+            raise ValueError(f"not a row of {AZURE_HEADER}")
         year, month, day, hour, minute, second = map(int, match.group(1, 2, 3, 4, 5, 6))
-        try:
-            days = date(year, month, day).toordinal()
-        except ValueError as error:
-            raise self._bad(line, text, error) from None
+        days = date(year, month, day).toordinal()
         ms = int((match.group(7) or "").ljust(3, "0")[:3])
         time = (((days * 24 + hour) * 60 + minute) * 60 + second) * TICKS_PER_SECOND + ms
         lengths = int(match.group(8)), int(match.group(9))
         if max(lengths) > LENGTH_MAX:
-            raise self._bad(line, text, f"a length above {LENGTH_MAX}")
+            raise ValueError(f"a length above {LENGTH_MAX}")
         self._append(line, time, *lengths, "", [])
 
     def _check_count(
@@ -360,39 +323,24 @@ class _Reader:
     ) -> None:
         if len(ids) not in counts:
             wanted = " or ".join(map(str, sorted(counts)))
-            raise TraceError(
-                self._path,
-                line,
-                f"{len(ids)} hash_ids for {length} tokens",
-                f"{self._format} has {rounding}(input_length / {self._size}) ids, here {wanted}",
-                "repair the row, or drop it",
-            )
+            found = f"{len(ids)} hash_ids for {length} tokens"
+            rule = f"{self._format} has {rounding}(input_length / {self._size}) ids, here {wanted}"
+            raise TraceError(self._path, line, found, rule, "repair the row, or drop it")
 
     def _append(
         self, line: int, time: int, length: int, output: int, space: str, ids: list[int]
     ) -> None:
-        anchor_of = self._anchor_of.setdefault(space, {})
-        anchors: list[int] = []
+        anchors = []
         for hash_id in ids:
-            anchor = anchor_of.get(hash_id)
-            if anchor is None:
-                anchor = anchor_of[hash_id] = self._take_anchors(self._stretches)
-            anchors.append(anchor)
-        tail = max(length - len(ids) * self._size, 0)
-        tail_anchor = self._take_anchors(-(-tail // STRETCH_SIZE))
+            if (space, hash_id) not in self._anchor_of:
+                self._anchor_of[space, hash_id] = self._take_anchors(self._size)
+            anchors.append(self._anchor_of[space, hash_id])
+        tail_anchor = self._take_anchors(max(length - len(ids) * self._size, 0))
         row = WorkloadRow(len(self._rows), 0, length, output, tuple(anchors), tail_anchor)
         self._rows.append((time, line, row))
 
-    def _take_anchors(self, count: int) -> int:
+    def _take_anchors(self, num_tokens: int) -> int:
+        """The first of the anchors of so many tokens."""
         first = self._next_anchor
-        self._next_anchor += count
+        self._next_anchor += -(-num_tokens // STRETCH_SIZE)
         return first
-
-    def _bad(self, line: int, text: str, reason: object) -> TraceError:
-        return TraceError(
-            self._path,
-            line,
-            f"{reason} in {shown(text)}",
-            f"every line is one row of the {self._format} format",
-            "repair the row, or name the right format",
-        )

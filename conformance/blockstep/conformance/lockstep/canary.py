@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.conformance.engine import Capability, EngineTraits
-from blockstep.conformance.lockstep.safety import Safety
+from blockstep.conformance.engine import Capability, EngineTraits, Safety
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec.vocabulary import Event, Observation, Plan, Snapshot
 

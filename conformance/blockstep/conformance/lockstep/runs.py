@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 from blockstep.conformance.engine import EngineFactory, get_traits
 from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.safety import SafetyRun
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Program
 from blockstep.spec.profiles import STRICT, Profile
 
 
 def get_start(make_engine: EngineFactory) -> Callable[..., LockStep]:
-    """`LockStep.start`, or that of the weaker equivalence that the factory declares."""
-    weaker = get_traits(make_engine).equivalence
-    return LockStep.start if weaker is None else cast("Callable[..., LockStep]", weaker.start)
+    """`start` of the kind of run that the factory asks for."""
+    return LockStep.start if get_traits(make_engine).equivalence is None else SafetyRun.start
 
 
 def run_program(

@@ -18,10 +18,10 @@ A factory declares the equivalence among its traits:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
-from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.engine import EngineFactory, Safety, get_traits
 from blockstep.conformance.judge.answers import finding, judge_answer, judge_state
 from blockstep.conformance.judge.properties import ANSWER_TYPES, Step
 from blockstep.conformance.judge.witnesses.answers import AnswerWitnesses
@@ -29,114 +29,15 @@ from blockstep.conformance.lockstep.driver import Exchange, LockStep, fault_of
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Hostile, Misanswer
 from blockstep.spec import vocabulary as v
-from blockstep.spec.profiles import STRICT, Profile
 from blockstep.spec.transition import transition
 
 _NO_FEATURES = {"max_tokens", "arrival_time"}
 """Fields that every engine has: a length, and a place in the order of arrival."""
 
 
-def _same_config(config: v.Config) -> v.Config:
-    return config
-
-
-def _same_request(request: v.Request, _config: v.Config) -> v.Request:
-    return request
-
-
-@dataclass(frozen=True, slots=True)
-class Safety:
-    """What the factory of an engine declares, to be held to this equivalence."""
-
-    fit_config: Callable[[v.Config], v.Config] = _same_config
-    """The nearest config that the engine can be built with."""
-    fit_request: Callable[[v.Request, v.Config], v.Request] = _same_request
-    """The nearest request that it understands. What is dropped on the way is counted."""
-    takes_abort: bool = True
-    situations: tuple[str, ...] = ("admitted", "stop_length")
-    """What a run must have reached to mean anything; names of `witnesses.WITNESSES`."""
-    name: str = "safety"
-
-    def start(
-        self,
-        config: v.Config,
-        make_engine: EngineFactory,
-        token_seed: int = 0,
-        vocabulary_size: int = 50,
-        keep_exchanges: bool = False,
-        profile: Profile = STRICT,
-    ) -> SafetyRun:
-        """Build the engine and all that watches it, as `LockStep.start` does.
-
-        Raises:
-            ConfigError: the engine cannot be built with this config.
-        """
-        fitting = self.fit_config(config)
-        if fitting != config:
-            name = next(f.name for f in fields(v.Config) if _differ(f.name, fitting, config))
-            rule = "is not a config of this engine"
-            fix = f"use {getattr(fitting, name)!r}"
-            raise v.ConfigError([v.ConfigProblem(name, getattr(config, name), rule, fix)])
-        run = SafetyRun.start(
-            config, make_engine, token_seed, vocabulary_size, keep_exchanges, profile
-        )
-        run.equivalence, run.scope = self.name, self
-        return run
-
-    def fit(self, action: Action, config: v.Config) -> tuple[Action, tuple[str, ...]]:
-        """The action that the engine understands, and the fields of a request that it drops."""
-        if not isinstance(action, v.Submit):
-            return action, ()
-        request = self.fit_request(action.request, config)
-        plain = v.Request("", ())
-        dropped = tuple(
-            f.name
-            for f in fields(v.Request)
-            if f.name not in _NO_FEATURES
-            and _differ(f.name, request, action.request)
-            and not _differ(f.name, request, plain)
-        )
-        return v.Submit(request), dropped
-
-
-def show_state(
-    requests: Sequence[v.RequestSnapshot],
-    waiting: Sequence[v.RequestId],
-    running: Sequence[v.RequestId],
-    ref_counts: tuple[int, ...],
-    free_queue: tuple[v.BlockId, ...],
-    block_keys: tuple[v.BlockKey | None, ...],
-    num_frames_in_flight: int,
-) -> v.Snapshot:
-    """A snapshot of what is judged at this equivalence; `requests` sorted by id.
-
-    Queues are in their true order, for a state that returns is taken for a cycle. A block has a key
-    if it can be hit now.
-    """
-    cached: dict[v.BlockKey, tuple[v.BlockId, ...]] = {}
-    for block, key in enumerate(block_keys):
-        if key is not None:
-            cached[key] = (*cached.get(key, ()), block)
-    return v.Snapshot(
-        pause_state=v.PauseState.UNPAUSED,
-        waiting=tuple(waiting),
-        skipped_waiting=(),
-        running=tuple(running),
-        requests=tuple(requests),
-        ref_counts=ref_counts,
-        free_queue=free_queue,
-        block_keys=block_keys,
-        cached=cached,
-        frames_in_flight=tuple(range(num_frames_in_flight)),
-        next_frame_id=num_frames_in_flight,
-        finished_req_ids=(),
-        prev_scheduled_req_ids=(),
-        stats=v.Stats(),
-    )
-
-
-def _differ(name: str, left: object, right: object) -> bool:
-    return bool(getattr(left, name) != getattr(right, name))
+def _list_changes(one: v.Config | v.Request, other: v.Config | v.Request) -> list[str]:
+    """The fields in which two of a kind differ."""
+    return [f.name for f in fields(one) if getattr(one, f.name) != getattr(other, f.name)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,12 +47,34 @@ class SafetyRun(LockStep):
     scope: Safety = field(default_factory=Safety)
     answers: AnswerWitnesses = field(default_factory=AnswerWitnesses)
 
+    @classmethod
+    def start(
+        cls, config: v.Config, make_engine: EngineFactory, *args: Any, **kwargs: Any
+    ) -> SafetyRun:
+        """Build the engine and all that watches it, as `LockStep.start` does.
+
+        Raises:
+            ConfigError: the engine cannot be built with this config.
+        """
+        scope = get_traits(make_engine).equivalence or Safety()
+        fitting = scope.fit_config(config)
+        for name in _list_changes(config, fitting):
+            rule, fix = "is not a config of this engine", f"use {getattr(fitting, name)!r}"
+            raise v.ConfigError([v.ConfigProblem(name, getattr(config, name), rule, fix)])
+        run = super(SafetyRun, cls).start(config, make_engine, *args, **kwargs)
+        run.equivalence, run.scope = scope.name, scope
+        return run
+
     def fit(self, action: Action) -> Action:
         """The action that the engine understands; what it drops is counted."""
-        fitting, dropped = self.scope.fit(action, self.config)
-        for name in dropped:
-            self.skip(name)
-        return LockStep.fit(self, fitting)
+        if not isinstance(action, v.Submit):
+            return action
+        fitting = self.scope.fit_request(action.request, self.config)
+        kept = {*_NO_FEATURES, *_list_changes(fitting, v.Request("", ()))}
+        for name in _list_changes(action.request, fitting):
+            if name not in kept:
+                self.skip(name)
+        return LockStep.fit(self, v.Submit(fitting))
 
     def resolve(self, action: Action) -> v.Event | None:
         """The event that an action comes to. Mistakes come to nothing: refusals are not judged."""

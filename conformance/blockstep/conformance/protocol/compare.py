@@ -32,23 +32,15 @@ def snapshot_differences(spec: Snapshot, engine: Snapshot) -> tuple[Difference, 
     found.extend(_cached_differences(spec, engine))
     for field in fields(Snapshot):
         if field.name not in _SHOWN_APART:
-            spec_value, engine_value = getattr(spec, field.name), getattr(engine, field.name)
-            found.extend(_field_differences(field.name, spec_value, engine_value))
+            mine, theirs = getattr(spec, field.name), getattr(engine, field.name)
+            found.extend(_field_differences(field.name, mine, theirs))
     return tuple(found) or (Difference("snapshot", _short(spec), _short(engine)),)
 
 
-_SHOWN_APART = frozenset(
-    {
-        "waiting",
-        "skipped_waiting",
-        "running",
-        "free_queue",
-        "requests",
-        "ref_counts",
-        "block_keys",
-        "cached",
-    }
-)
+_SHOWN_APART = {
+    *("waiting", "skipped_waiting", "running", "free_queue"),
+    *("requests", "ref_counts", "block_keys", "cached"),
+}
 
 
 def name_key(key: BlockKey | None) -> str:
@@ -57,6 +49,7 @@ def name_key(key: BlockKey | None) -> str:
         return ABSENT
     extras = [key.adapter and f"adapter {key.adapter}", key.cache_salt and f"salt {key.cache_salt}"]
     extras += [f"{identifier}@{offset}" for identifier, offset in key.items]
+    extras += ["embeds " + ",".join(map(str, key.embeds))] if key.embeds else []
     tokens = ",".join(map(str, key.token_ids[:6])) + ("..." if len(key.token_ids) > 6 else "")
     return " ".join([f"#{key.index}[{tokens}]", *(extra for extra in extras if extra)])
 
@@ -120,22 +113,25 @@ def _field_differences(name: str, mine: object, theirs: object) -> list[Differen
     if mine == theirs:
         return []
     if is_dataclass(mine) and type(mine) is type(theirs):
-        found: list[Difference] = []
-        for field in fields(mine):
-            path = f"{name} {field.name}".strip()
-            found.extend(
-                _field_differences(path, getattr(mine, field.name), getattr(theirs, field.name))
-            )
-        return found
-    if isinstance(mine, tuple) and isinstance(theirs, tuple) and len(mine) == len(theirs):
-        records = [is_dataclass(value) for value in mine]
-        if records and all(records):
-            found = []
-            for left, right in zip(mine, theirs, strict=True):
-                label = getattr(left, "request_id", "")
-                found.extend(_field_differences(f"{name} {label}".strip(), left, right))
-            return found
-    return _value(name, mine, theirs)
+        parts = [
+            (part.name, getattr(mine, part.name), getattr(theirs, part.name))
+            for part in fields(mine)
+        ]
+    elif (
+        isinstance(mine, tuple)
+        and isinstance(theirs, tuple)
+        and len(mine) == len(theirs)
+        and all(map(is_dataclass, mine))
+    ):
+        pairs = zip(mine, theirs, strict=True)
+        parts = [(getattr(left, "request_id", ""), left, right) for left, right in pairs]
+    else:
+        return _value(name, mine, theirs)
+    return [
+        difference
+        for label, left, right in parts
+        for difference in _field_differences(f"{name} {label}".strip(), left, right)
+    ]
 
 
 def _value(name: str, mine: object, theirs: object) -> list[Difference]:

@@ -58,39 +58,23 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
             for raw in _lines(_chunks(file)):
                 line += 1
                 if len(raw) > LINE_BYTES_MAX:
-                    raise TraceError(
-                        path,
-                        line,
-                        f"more than {LINE_BYTES_MAX} bytes without a line end",
-                        "a line holds one row",
-                        "give a trace file",
-                    )
+                    found = f"more than {LINE_BYTES_MAX} bytes without a line end"
+                    rule = "a line holds one row"
+                    raise TraceError(path, line, found, rule, "give a trace file")
                 yield line, raw.removesuffix(b"\r").decode("utf-8")
     except UnicodeDecodeError as error:
-        raise TraceError(
-            path,
-            line,
-            f"byte 0x{error.object[error.start]:02x} at column {error.start + 1}",
-            "a trace is UTF-8 text, gzipped or plain",
-            "give the trace file itself, or convert it to UTF-8",
-        ) from None
+        found = f"byte 0x{error.object[error.start]:02x} at column {error.start + 1}"
+        rule = "a trace is UTF-8 text, gzipped or plain"
+        fix = "give the trace file itself, or convert it to UTF-8"
+        raise TraceError(path, line, found, rule, fix) from None
     except (EOFError, zlib.error) as error:
-        raise TraceError(
-            path,
-            line + 1,
-            f"the gzip stream breaks off here ({error})",
-            "a gzipped trace is complete",
-            "fetch or write the file again",
-        ) from None
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise TraceError(
-            path, 0, f"cannot be read ({reason})", "a trace is a readable file", "check the path"
-        ) from None
-    except ValueError as error:  # a path with a null byte
-        raise TraceError(
-            path, 0, f"cannot be read ({error})", "a trace is a readable file", "check the path"
-        ) from None
+        found = f"the gzip stream breaks off here ({error})"
+        rule = "a gzipped trace is complete"
+        raise TraceError(path, line + 1, found, rule, "fetch or write the file again") from None
+    except (OSError, ValueError) as error:  # the latter of a path with a null byte
+        reason = getattr(error, "strerror", None) or error
+        found, rule = f"cannot be read ({reason})", "a trace is a readable file"
+        raise TraceError(path, 0, found, rule, "check the path") from None
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:

@@ -23,6 +23,7 @@ from typing import TypeAlias, cast
 from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START
 from blockstep.conformance.engine import EngineFactory, get_traits
 from blockstep.conformance.lockstep.driver import LockStep, fault_of
+from blockstep.conformance.lockstep.safety import SafetyRun
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.recorded.figures import ReplayReport
 from blockstep.conformance.recorded.pace import Arrivals, Pace
@@ -75,7 +76,7 @@ def replay(
     report = ReplayReport(config, pace or Pace(), pool_blocks_usable=config.num_usable_blocks)
     side: _Side
     if weaker is not None:
-        side = _Beside(weaker.start(config, make_engine))
+        side = _Beside(SafetyRun.start(config, make_engine))
         report.equivalence = weaker.name
     elif with_spec:
         side = _Beside(LockStep.start(config, make_engine, compare_every=snapshot_every))

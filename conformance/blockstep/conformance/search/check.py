@@ -109,17 +109,6 @@ class Place(Protocol):
         ...
 
 
-def run_batch(options: CheckOptions, start: int, count: int) -> list[EpisodeResult]:
-    """Some episodes in a row, stopping at the first that fails."""
-    make_engine = load(options)
-    results: list[EpisodeResult] = []
-    for index in range(start, start + count):
-        results.append(run_episode(options, index, make_engine))
-        if results[-1].first is not None:
-            break
-    return results
-
-
 class InProcess:
     """The place of engines that are trusted: this process, or others like it for several jobs."""
 
@@ -128,8 +117,14 @@ class InProcess:
         return look(options, load(options))
 
     def run_batch(self, options: CheckOptions, start: int, count: int) -> list[EpisodeResult]:
-        """Some episodes in a row."""
-        return run_batch(options, start, count)
+        """Some episodes in a row, stopping at the first that fails."""
+        make_engine = load(options)
+        results: list[EpisodeResult] = []
+        for index in range(start, start + count):
+            results.append(run_episode(options, index, make_engine))
+            if results[-1].first is not None:
+                break
+        return results
 
     @contextmanager
     def open_pool(self, jobs: int) -> Iterator[Executor]:

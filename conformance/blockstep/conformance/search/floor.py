@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from blockstep.conformance.draw.presets import MAX_DEPTH, TINY
+from blockstep.conformance.draw.presets import MAX_DEPTH, REAL, TINY
 from blockstep.conformance.engine import EngineFactory, get_capabilities, get_traits
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.judge.witnesses.preemption import PREEMPTION
@@ -78,47 +78,24 @@ def release_canary(options: CheckOptions, engine: str = CANARY) -> int | None:
     return None
 
 
-NOT_REQUIRED = frozenset({"abort_stale", "rejected_request_in_flight"})
+NOT_REQUIRED = {"abort_stale", "rejected_request_in_flight"}
 """Counted, but no reason to fail a run: each is seen a few times in 40,000 events."""
-SMALL_ONLY = frozenset(
-    {
-        *PREEMPTION,
-        "abort_preempted",
-        "abort_with_two_frames_in_flight",
-        "admission_blocked_by_max_num_seqs",
-        "admitted_past_a_stale_one",
-        "all_preempted_in_flight",
-        "drafts_lost_by_preemption",
-        "ended_while_preempted",
-        "ended_while_stale",
-        "passed_over_for_its_tokens",
-        "pipeline_preempted_in_flight",
-        "pipeline_token_after_preemption",
-        "pool_exactly_full",
-        "preempted_in_flight",
-        "published_by_the_last_commit",
-        "rejected_never_fits",
-        "rejected_not_structured",
-        "rejected_pipeline_full_async",
-        "rejected_prompt_too_long",
-        "reset_done",
-        "reset_forced_with_two_frames_in_flight",
-        "resumed_after_stale_tokens",
-        "same_tokens_other_items",
-        "stale_tokens_delivered",
-        "stop_model_length",
-    }
-)
+SMALL_ONLY = {
+    *PREEMPTION,
+    *("abort_preempted", "drafts_lost_by_preemption", "ended_while_preempted", "ended_while_stale"),
+    *("preempted_in_flight", "all_preempted_in_flight", "stale_tokens_delivered"),
+    *("passed_over_for_its_tokens", "admitted_past_a_stale_one", "resumed_after_stale_tokens"),
+    *("pipeline_preempted_in_flight", "pipeline_token_after_preemption", "pool_exactly_full"),
+    *("abort_with_two_frames_in_flight", "reset_forced_with_two_frames_in_flight", "reset_done"),
+    *("rejected_never_fits", "rejected_not_structured", "rejected_prompt_too_long"),
+    *("rejected_pipeline_full_async", "published_by_the_last_commit", "stop_model_length"),
+    *("admission_blocked_by_max_num_seqs", "same_tokens_other_items"),
+}
 """Rare where pools are large: required at small scopes only."""
-RARE_AT_TINY = frozenset(
-    {
-        "abort_of_shared_block",
-        "abort_preempted",
-        "drafts_lost_by_preemption",
-        "drafts_some_accepted",
-        "running_left_out_by_budget",
-    }
-)
+RARE_AT_TINY = {
+    *("abort_of_shared_block", "abort_preempted", "drafts_lost_by_preemption"),
+    *("drafts_some_accepted", "running_left_out_by_budget"),
+}
 """Where requests are two or three tokens long, seen a few times in 60,000 events."""
 
 
@@ -132,13 +109,9 @@ def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> 
         absent |= SEVERAL_AT_ONCE
     elif SEVERAL_AT_ONCE & wish.always:
         absent |= SEVERAL_AT_ONCE - wish.always
-    left_out = set(NOT_REQUIRED)
-    if options.max_depth < MAX_DEPTH:
-        left_out.add("four_frames_in_flight")
-    if options.preset == TINY.name:
-        left_out |= RARE_AT_TINY
-    elif options.preset != "small":
-        left_out |= SMALL_ONLY
+    deepest = {"four_frames_in_flight"} if options.max_depth < MAX_DEPTH else set()
+    rare = {TINY.name: RARE_AT_TINY, REAL.name: SMALL_ONLY}.get(options.preset, set())
+    left_out = NOT_REQUIRED | deepest | rare
     return tuple(
         name
         for name in WITNESSES

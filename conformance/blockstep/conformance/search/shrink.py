@@ -10,6 +10,7 @@ from blockstep.conformance.draw.actions import request_name
 from blockstep.conformance.engine import EngineFactory, get_traits
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.features import ASYNC, FEATURES, PIPELINE
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import (
     Action,
@@ -210,11 +211,12 @@ class Shrinker:
         actions = tuple(action for action in self.best.actions if not isinstance(action, Answer))
         depth = sum(isinstance(action, v.Schedule) for action in actions)
         most = get_traits(self._make_engine).max_depth or depth
-        is_async = self.best.config.async_scheduling or self.best.config.max_frames_in_flight == 1
-        if len(actions) < len(self.best.actions) and 1 < depth <= most:
-            config = replace(
-                self.best.config, max_frames_in_flight=depth, async_scheduling=is_async
-            )
+        is_async = not PIPELINE.is_asked_by(self.best.config)
+        needed = ASYNC.capability if is_async else PIPELINE.capability
+        can_have = 1 < depth <= most and needed in self.run.capabilities
+        if can_have and len(actions) < len(self.best.actions):
+            flight = {"max_frames_in_flight": depth, "async_scheduling": is_async}
+            config = replace(self.best.config, **flight)  # type: ignore[arg-type]
             self._try(replace(self.best, config=config, actions=actions))
 
     def _halve(self) -> None:
@@ -234,11 +236,10 @@ class Shrinker:
         action, config = self.best.actions[index], self.best.config
         if not isinstance(action, v.Submit) or config.num_blocks - num_blocks < 2:
             return False
-        prompt = action.request.prompt_token_ids
-        left = len(prompt) - num_blocks * config.block_size
+        left = len(action.request.prompt_token_ids) - num_blocks * config.block_size
         if left < 1:
             return False
-        shorter = v.Submit(replace(action.request, prompt_token_ids=prompt[:left], items=()))
+        shorter = v.Submit(cut_prompt(action.request, left))
         actions = (*self.best.actions[:index], shorter, *self.best.actions[index + 1 :])
         smaller = replace(config, num_blocks=config.num_blocks - num_blocks)
         return self._try(replace(self.best, config=smaller, actions=actions))
@@ -296,20 +297,22 @@ def halved(program: Program) -> Program:
         long_prefill_token_threshold=half(config.long_prefill_token_threshold),
     )
     actions = tuple(
-        v.Submit(
-            replace(
-                action.request,
-                prompt_token_ids=action.request.prompt_token_ids[
-                    : half(len(action.request.prompt_token_ids))
-                ],
-                items=(),
-            )
-        )
+        v.Submit(cut_prompt(action.request, half(len(action.request.prompt_token_ids))))
         if isinstance(action, v.Submit)
         else action
         for action in program.actions
     )
     return replace(program, config=smaller, actions=actions)
+
+
+def cut_prompt(request: v.Request, length: int) -> v.Request:
+    """The request with the first so many tokens of its prompt, and the items that lie in them."""
+    return replace(
+        request,
+        prompt_token_ids=request.prompt_token_ids[:length],
+        prompt_embeds=request.prompt_embeds[:length],
+        items=tuple(item for item in request.items if item.offset + item.length <= length),
+    )
 
 
 def simpler_actions(action: Action) -> Iterator[Action]:
@@ -341,7 +344,7 @@ def simpler_requests(request: v.Request) -> Iterator[v.Request]:
     prompt = request.prompt_token_ids
     for length in sorted({1, len(prompt) // 2, len(prompt) - 1}):
         if 0 < length < len(prompt):
-            yield replace(request, prompt_token_ids=prompt[:length])
+            yield cut_prompt(request, length)
     for count in sorted({1, request.max_tokens // 2, request.max_tokens - 1}):
         if 0 < count < request.max_tokens:
             yield replace(request, max_tokens=count)
@@ -355,15 +358,16 @@ def simpler_requests(request: v.Request) -> Iterator[v.Request]:
 def simpler_configs(config: v.Config) -> Iterator[v.Config]:
     """The config with one feature switched off, or one bound out of the way."""
     plain = {
-        "policy": v.Policy.FCFS,
         "long_prefill_token_threshold": 0,
         "enable_chunked_prefill": True,
         "scheduler_reserve_full_isl": True,
-        "enable_prefix_caching": False,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "max_model_len": 64,
     }
+    for feature in FEATURES:
+        if feature.is_asked_by(config):
+            yield feature.take_from(config)
     for name, value in plain.items():
         if getattr(config, name) != value:
             yield replace(config, **{name: value})  # type: ignore[arg-type]
@@ -371,7 +375,6 @@ def simpler_configs(config: v.Config) -> Iterator[v.Config]:
         is_async = config.async_scheduling and depth > 1
         yield replace(config, max_frames_in_flight=depth, async_scheduling=is_async)
     if config.spec_method is not v.SpecMethod.NONE:
-        yield replace(config, spec_method=v.SpecMethod.NONE, num_speculative_tokens=0)
         yield replace(config, num_speculative_tokens=1)
     for block_size in (1, 2):
         if block_size < config.block_size:

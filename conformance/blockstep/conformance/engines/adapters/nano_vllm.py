@@ -16,8 +16,7 @@ from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
-from blockstep.conformance.lockstep.safety import Safety, show_state
+from blockstep.conformance.engine import Capability, EngineFault, EngineTraits, Safety, show_state
 from blockstep.spec import vocabulary as v
 
 EOS = 1  # one for the engine: a request can only ignore it
