@@ -85,13 +85,13 @@ def test_every_law_of_a_room_is_asked() -> None:
 
 
 @pytest.mark.parametrize("name", LAWS)
-def test_mistake_can_be_called_as_what_it_replaces(name: str) -> None:
+def test_mistake_looks_at_nothing_but_what_it_replaces_is_given(name: str) -> None:
     for twin in LAWS[name].twins:
         right: Any = twin.right
         wrong: Any = twin.wrong
         if not isinstance(right, property):
-            named = [*inspect.signature(right).parameters]
-            assert [*inspect.signature(wrong).parameters] == named, twin.name
+            given = {"right", *inspect.signature(right).parameters}
+            assert given.issuperset(inspect.signature(wrong).parameters), twin.name
 
 
 def test_planted_mistake_is_taken_out_again() -> None:
@@ -122,7 +122,7 @@ def prove_toy(name: str) -> Proof:
         ("broken_all_leading", Verdict.BROKEN, "no guarantee"),
         ("broken_nothing_leading", Verdict.BROKEN, "start with its assumptions"),
         ("broken_early_return", Verdict.BROKEN, "return before its end"),
-        ("broken_without_return", Verdict.BROKEN, "return True"),
+        ("broken_with_a_result", Verdict.BROKEN, "no guarantee"),
         ("broken_engine", Verdict.BROKEN, "CrossHair failed"),
     ],
 )
@@ -152,11 +152,10 @@ def test_law_in_a_rewritten_module_is_broken() -> None:
     room = Room("here")
 
     @room.law("P1", (1,))
-    def check_here(number: int) -> bool:
+    def check_here(number: int) -> None:
         assert number > 0
         more = number + 1
         assert more > number
-        return True
 
     proof = prove_law(room.laws[0])
     assert proof.answer.verdict is Verdict.BROKEN
@@ -197,11 +196,10 @@ def test_smallest_arguments_are_found() -> None:
 def test_two_numbers_that_hang_together_are_lowered_together_in_few_steps() -> None:
     """One by one it would take two billion."""
 
-    def check(small: int, large: int) -> bool:
+    def check(small: int, large: int) -> None:
         assert 0 <= small < large
         gap = large - small
         assert gap != 2
-        return True
 
     assert find_smallest(check, (2_147_483_643, 2_147_483_645)) == (0, 2)
 

@@ -17,95 +17,81 @@ from blockstep.conformance.prove.harness import (
     schedule,
     table_of,
 )
-from blockstep.conformance.prove.law import Room, instead
+from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.conformance.prove.laws.preemption import budget_of_the_victim_is_lost
 from blockstep.conformance.prove.laws.slots import last_partial_block_is_forgotten
 from blockstep.spec.memory.slots import compute_num_blocks, compute_num_new_blocks, revoke_slots
 from blockstep.spec.pool import Pool, free_blocks
 from blockstep.spec.releases.order import victim_without_a_row_shifts_the_next as shift_rule
 from blockstep.spec.requests import RequestState
-from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
-from blockstep.spec.step.preemption import process_preemption
-from blockstep.spec.step.queues import Requests, select_victim
+from blockstep.spec.step.queues import select_victim
 from blockstep.spec.step.running import process_grant, process_running_phase
 from blockstep.spec.step.share import compute_share
 from blockstep.spec.step.work import Step
-from blockstep.spec.vocabulary import Plan, Policy, RequestId
+from blockstep.spec.vocabulary import Plan, Policy
 
 ROOM = Room("step")
-_process_grant = process_grant  # twins of these names call the right ones
-_process_running_phase = process_running_phase
 
 
 # Mistakes.
 
 
-def grant_takes_nothing_off_the_budget(
-    step: Step, request: RequestState, num_new: int, granted: tuple[Pool, RequestState]
-) -> None:
+@instead(process_grant)
+def grant_takes_nothing_off_the_budget(right: Right[None], step: Step) -> None:
     """Each request is given the whole budget."""
     budget = step.budget
-    _process_grant(step, request, num_new, granted)
+    right()
     step.budget = budget
 
 
+@instead(process_grant)
 def grant_forgets_the_new_blocks(
-    step: Step, request: RequestState, num_new: int, granted: tuple[Pool, RequestState]
+    right: Right[None], request: RequestState, granted: tuple[Pool, RequestState]
 ) -> None:
     """They leave the pool, and no table names them: a leak."""
     pool, after = granted
-    _process_grant(step, request, num_new, (pool, replace(after, holdings=request.holdings)))
+    right(granted=(pool, replace(after, holdings=request.holdings)))
 
 
+@instead(compute_num_new_blocks)
 def each_chunk_starts_a_block(num_slots: int, block_size: int, num_held: int) -> int:
     """What is left over in the last held block is not used."""
     return compute_num_blocks(max(num_slots - num_held * block_size + 1, 0), block_size) + 1
 
 
-def oldest_goes(
-    policy: Policy,
-    running: list[RequestId],
-    requests: Requests,
-    get_victim_rank: object = None,
-) -> int:
+@instead(select_victim)
+def oldest_goes() -> int:
     """First come, first preempted."""
     return 0
 
 
-def victim_without_a_row_shifts_the_next(step: Step) -> None:
+@instead(process_running_phase, theirs="not found upstream")
+def victim_without_a_row_shifts_the_next(right: Right[None], step: Step) -> None:
     """The place in line is counted back only for a victim that had a row."""
     before = step.state
     step.state = replace(before, rules=shift_rule(before.rules, before.config))
-    _process_running_phase(step)
+    right()
     step.state = before
 
 
-def blocks_of_the_victim_leak(
-    pool: Pool, request: RequestState, block_size: int, rules: Rules
-) -> Pool:
+@instead(revoke_slots)
+def blocks_of_the_victim_leak(pool: Pool) -> Pool:
     """Preempted, and its blocks stay held by nobody."""
     return pool
 
 
-def blocks_of_the_victim_are_freed_twice(
-    pool: Pool, request: RequestState, block_size: int, rules: Rules
-) -> Pool:
+@instead(revoke_slots)
+def blocks_of_the_victim_are_freed_twice(pool: Pool, request: RequestState) -> Pool:
     """They stand in the free queue two times."""
     freed = free_blocks(pool, table_of(request))
     return replace(freed, free_queue=(*freed.free_queue, *table_of(request)))
 
 
-def one_token_of_the_budget_is_kept(
-    num_wanted: int,
-    num_computed: int,
-    threshold: int,
-    budget: int,
-    end: int,
-    is_whole: bool = False,
-) -> int:
+@instead(compute_share)
+def one_token_of_the_budget_is_kept(right: Right[int], budget: int) -> int:
     """For whoever may come."""
-    return min(num_wanted - num_computed, budget - 1, end - num_computed)
+    return right(threshold=0, budget=budget - 1)
 
 
 # One running request: it holds blocks 1 and 2; 3 and 4 are free.
@@ -125,14 +111,11 @@ def step_of_one(
 
 
 @ROOM.law(
-    "P9 P10 P11",
-    (50, 20, 30, 0, 16),
-    instead(compute_num_new_blocks, each_chunk_starts_a_block),
-    instead(compute_share, one_token_of_the_budget_is_kept),
+    "P9 P10 P11", (50, 20, 30, 0, 16), each_chunk_starts_a_block, one_token_of_the_budget_is_kept
 )
 def check_request_alone_in_the_pool_gets_a_token_in_every_step(
     num_known: int, num_computed: int, budget: int, threshold: int, block_size: int
-) -> bool:
+) -> None:
     """One at least, within budget and threshold, as long as the pool can hold it at all."""
     assert 1 <= block_size and 1 <= budget and 0 <= threshold
     assert 0 <= num_computed <= 2 * block_size and num_computed < num_known <= 4 * block_size
@@ -142,18 +125,14 @@ def check_request_alone_in_the_pool_gets_a_token_in_every_step(
     assert len(amounts) == 1
     assert 1 <= amounts[0] <= budget
     assert threshold == 0 or amounts[0] <= threshold
-    return True
 
 
 @ROOM.law(
-    "P1 P2 P8",
-    (50, 20, 30, 0, 16),
-    instead(process_grant, grant_forgets_the_new_blocks),
-    instead(compute_num_blocks, last_partial_block_is_forgotten),
+    "P1 P2 P8", (50, 20, 30, 0, 16), grant_forgets_the_new_blocks, last_partial_block_is_forgotten
 )
 def check_every_computed_token_of_a_runner_lies_in_a_block_of_its_own(
     num_known: int, num_computed: int, budget: int, threshold: int, block_size: int
-) -> bool:
+) -> None:
     """With no block more than that takes; all others stay free."""
     assert 1 <= block_size and 1 <= budget and 0 <= threshold
     assert block_size < num_computed <= 2 * block_size and num_computed < num_known
@@ -165,7 +144,6 @@ def check_every_computed_token_of_a_runner_lies_in_a_block_of_its_own(
     assert (len(table) - 1) * block_size < request.num_computed_tokens or not table
     assert is_conserved(after.pool)
     assert sorted((*table, *after.pool.free_queue)) == [1, 2, 3, 4]
-    return True
 
 
 # Two running requests: a holds 1 and 2, b holds 3; 4 is free.
@@ -190,27 +168,23 @@ def step_of_two(
     return schedule(build_state(config, (first, second)))
 
 
-@ROOM.law("P9", (40, 20, 30, 12, 16), instead(process_grant, grant_takes_nothing_off_the_budget))
+@ROOM.law("P9", (40, 20, 30, 12, 16), grant_takes_nothing_off_the_budget)
 def check_two_requests_share_one_budget(
     known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """Also when one of them is preempted for the other."""
     assert 1 <= block_size and 1 <= budget and 0 <= computed_a <= 2 * block_size
     assert computed_a < known_a < 8192 and 1 <= known_b < 8192
     _, plan = step_of_two(known_a, known_b, computed_a, budget, block_size)
     assert sum(row.num_scheduled_tokens for row in plan.rows) <= budget
-    return True
 
 
 @ROOM.law(
-    "P1 P2",
-    (60, 20, 30, 12, 16),
-    instead(revoke_slots, blocks_of_the_victim_leak),
-    instead(revoke_slots, blocks_of_the_victim_are_freed_twice),
+    "P1 P2", (60, 20, 30, 12, 16), blocks_of_the_victim_leak, blocks_of_the_victim_are_freed_twice
 )
 def check_every_block_has_one_place_after_a_step_of_two(
     known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """In one of the tables or in the free queue, once, and the counts say the same."""
     assert 1 <= block_size and 1 <= budget and 0 <= computed_a <= 2 * block_size
     assert computed_a < known_a < 8192 and 1 <= known_b < 8192
@@ -218,42 +192,34 @@ def check_every_block_has_one_place_after_a_step_of_two(
     tables = table_of(after.requests["a"]) + table_of(after.requests["b"])
     assert sorted(tables + after.pool.free_queue) == [1, 2, 3, 4]
     assert is_conserved(after.pool)
-    return True
 
 
-@ROOM.law("P16", (60, 20, 30, 40, 16), instead(select_victim, oldest_goes))
+@ROOM.law("P16", (60, 20, 30, 40, 16), oldest_goes)
 def check_first_come_first_served_keeps_its_order_through_preemption(
     known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """The older one runs on as long as anybody does, and the preempted wait in order of age."""
     assert 1 <= block_size and 1 <= budget and 0 <= computed_a <= 2 * block_size
     assert computed_a < known_a < 8192 and 1 <= known_b < 8192
     after, _ = step_of_two(known_a, known_b, computed_a, budget, block_size)
     assert after.running + after.waiting == ("a", "b")
-    return True
 
 
-@ROOM.law(
-    "P10 P15",
-    (60, 20, 30, 40, 16),
-    instead(select_victim, oldest_goes),
-    instead(compute_share, one_token_of_the_budget_is_kept),
-)
+@ROOM.law("P10 P15", (60, 20, 30, 40, 16), oldest_goes, one_token_of_the_budget_is_kept)
 def check_oldest_request_that_fits_the_pool_gets_all_that_the_budget_has(
     known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """Whatever it costs the younger one: so somebody always gets on."""
     assert 1 <= block_size and 1 <= budget and 0 <= computed_a <= 2 * block_size
     assert computed_a < known_a <= 4 * block_size and known_a < 8192 and 1 <= known_b < 8192
     after, _ = step_of_two(known_a, known_b, computed_a, budget, block_size)
     assert after.requests["a"].num_computed_tokens == min(known_a, computed_a + budget)
-    return True
 
 
-@ROOM.law("P15", (32, 20, 30, 12, 16), instead(compute_share, one_token_of_the_budget_is_kept))
+@ROOM.law("P15", (32, 20, 30, 12, 16), one_token_of_the_budget_is_kept)
 def check_younger_request_gets_what_the_older_one_leaves_of_the_budget(
     known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """All of it, where blocks suffice for both."""
     assert 1 <= block_size and 1 <= budget and 0 <= computed_a <= 2 * block_size
     assert computed_a < known_a <= 2 * block_size and known_a < 8192
@@ -261,7 +227,6 @@ def check_younger_request_gets_what_the_older_one_leaves_of_the_budget(
     after, _ = step_of_two(known_a, known_b, computed_a, budget, block_size)
     rest = budget - min(known_a - computed_a, budget)
     assert after.requests["b"].num_computed_tokens == min(known_b, rest)
-    return True
 
 
 # Three running requests, the pool full: a holds 1 and 2, b holds 3, c holds 4.
@@ -280,10 +245,10 @@ def step_of_three(
     return schedule(build_state(config, (first, second, build_runner("c", known_c, 0, (4,)))))
 
 
-@ROOM.law("P9 P15", (2, 10, 10, 20, 16), instead(process_preemption, budget_of_the_victim_is_lost))
+@ROOM.law("P9 P15", (2, 10, 10, 20, 16), budget_of_the_victim_is_lost)
 def check_tokens_of_a_victim_go_to_those_behind(
     gap_a: int, gap_b: int, known_c: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """a is planned, then preempted for a block that b needs; c gets what both leave."""
     assert 1 <= gap_a <= block_size and 1 <= gap_b <= block_size and 1 <= known_c <= block_size
     assert gap_a < budget and 4 * block_size < 8192
@@ -292,32 +257,24 @@ def check_tokens_of_a_victim_go_to_those_behind(
     assert plan.preempted_req_ids == ("a",)
     assert after.requests["b"].num_computed_tokens == block_size + num_second
     assert after.requests["c"].num_computed_tokens == min(known_c, budget - num_second)
-    return True
 
 
-@ROOM.law("P10 P16", (2, 10, 10, 20, 16, 1), instead(select_victim, oldest_goes))
+@ROOM.law("P10 P16", (2, 10, 10, 20, 16, 1), oldest_goes)
 def check_least_urgent_of_three_goes_and_ties_go_by_the_id(
     gap_a: int, gap_b: int, known_c: int, budget: int, block_size: int, priority_a: int
-) -> bool:
+) -> None:
     """b needs a block: of equals the last one goes, so that two cannot take turns for ever."""
     assert 1 <= gap_a <= block_size and 1 <= gap_b <= block_size and 1 <= known_c <= block_size
     assert gap_a < budget and 4 * block_size < 8192
     after, _ = step_of_three(gap_a, gap_b, known_c, budget, block_size, priority_a)
     assert after.running == (("b", "c") if priority_a > 0 else ("a", "b"))
     assert after.waiting == (("a",) if priority_a > 0 else ("c",))
-    return True
 
 
-@ROOM.law(
-    "P15",
-    (12, 10, 10, 20, 16),
-    instead(
-        process_running_phase, victim_without_a_row_shifts_the_next, theirs="not found upstream"
-    ),
-)
+@ROOM.law("P15", (12, 10, 10, 20, 16), victim_without_a_row_shifts_the_next)
 def check_nobody_is_passed_over_because_of_a_victim_without_a_row(
     known_a: int, gap_b: int, known_c: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """a waits for its last token and is preempted for a block that b needs; c is next."""
     assert 1 <= known_a <= block_size and 1 <= budget and 4 * block_size < 8192
     assert 1 <= gap_b <= block_size and 1 <= known_c <= block_size
@@ -338,20 +295,19 @@ def check_nobody_is_passed_over_because_of_a_victim_without_a_row(
     assert plan.preempted_req_ids == ("a",)
     assert after.requests["b"].num_computed_tokens == block_size + num_second
     assert after.requests["c"].num_computed_tokens == min(known_c, budget - num_second)
-    return True
 
 
 @ROOM.law(
     "P1 P9 P16",
     (20, 40, 10, 50, 16),
-    instead(process_grant, grant_takes_nothing_off_the_budget),
-    instead(revoke_slots, blocks_of_the_victim_leak),
-    instead(select_victim, oldest_goes),
+    grant_takes_nothing_off_the_budget,
+    blocks_of_the_victim_leak,
+    oldest_goes,
     is_slow=True,
 )
 def check_three_requests_share_budget_and_blocks_in_order(
     known_a: int, known_b: int, known_c: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """Everything at once: budget, one place for every block, order, and progress of the oldest."""
     assert 1 <= block_size and 1 <= budget
     assert 1 <= known_a <= 4 * block_size and known_a < 8192
@@ -369,4 +325,3 @@ def check_three_requests_share_budget_and_blocks_in_order(
     assert is_conserved(after.pool)
     assert after.running + after.waiting == ("a", "b", "c")
     assert after.requests["a"].num_computed_tokens == min(known_a, budget)
-    return True
