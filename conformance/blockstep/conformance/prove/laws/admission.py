@@ -7,22 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import (
-    build_config,
-    build_pool,
-    build_request,
-    build_state,
-    key_of,
-    schedule,
-    table_of,
-)
+from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead, instead_in
 from blockstep.conformance.prove.laws.allocation import full_hit_leaves_nothing_to_compute
+from blockstep.conformance.prove.laws.counts import hit_is_computed_again
 from blockstep.spec.memory.slots import compute_num_blocks
 from blockstep.spec.requests import RequestState
 from blockstep.spec.step import admission as admission_room
 from blockstep.spec.step.admission import process_admission, process_waiting_phase
-from blockstep.spec.step.share import compute_share
 from blockstep.spec.step.work import Step, Verdict
 from blockstep.spec.vocabulary import Config
 
@@ -73,12 +65,6 @@ def gate_looks_at_nothing() -> bool:
     return True
 
 
-@instead(compute_share)
-def hit_is_computed_again(num_wanted: int, budget: int) -> int:
-    """The hit is not taken off."""
-    return min(num_wanted, budget)
-
-
 # Laws.
 
 
@@ -88,11 +74,11 @@ def check_nobody_is_admitted_without_a_seat(
 ) -> None:
     """Two wait, and there is room for everything but perhaps for both of them."""
     assert 1 <= known_a < 1000 and 1 <= known_b < 1000 and 1 <= budget and 1 <= max_num_seqs
-    config = build_config(
+    config = h.build_config(
         1000, num_blocks=4, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
     )
-    waiting = (build_request("a", known_a), build_request("b", known_b))
-    after, plan = schedule(build_state(config, (), waiting))
+    waiting = (h.build_request("a", known_a), h.build_request("b", known_b))
+    after, plan = h.schedule(h.build_state(config, (), waiting))
     assert 1 <= len(after.running) <= max_num_seqs
     assert sum(row.num_scheduled_tokens for row in plan.rows) <= budget
     assert after.running + after.waiting == ("a", "b")
@@ -104,9 +90,9 @@ def check_nobody_overtakes_a_head_that_does_not_fit(
 ) -> None:
     """a is admitted exactly when the two blocks hold it, and b never without it."""
     assert 1 <= block_size and 1 <= budget and 1 <= known_a < 8192 and 1 <= known_b < 8192
-    config = build_config(block_size, num_blocks=3, max_num_batched_tokens=budget)
-    waiting = (build_request("a", known_a), build_request("b", known_b))
-    after, _ = schedule(build_state(config, (), waiting))
+    config = h.build_config(block_size, num_blocks=3, max_num_batched_tokens=budget)
+    waiting = (h.build_request("a", known_a), h.build_request("b", known_b))
+    after, _ = h.schedule(h.build_state(config, (), waiting))
     assert ("a" in after.running) == (known_a <= 2 * block_size)
     assert "b" not in after.running or after.running == ("a", "b")
 
@@ -117,8 +103,8 @@ def check_refused_admission_leaves_no_trace(known_a: int, budget: int, block_siz
     assert 1 <= block_size and 1 <= budget
     assert 2 * block_size < known_a <= 4 * block_size and known_a < 8192
     config = Config(num_blocks=3, block_size=block_size, max_num_batched_tokens=budget)
-    before = build_state(config, (), (build_request("a", known_a),))
-    after, plan = schedule(before)
+    before = h.build_state(config, (), (h.build_request("a", known_a),))
+    after, plan = h.schedule(before)
     assert not plan.rows
     assert after.requests["a"] is before.requests["a"]
     assert (after.waiting, after.skipped_waiting, after.running) == (("a",), (), ())
@@ -132,9 +118,9 @@ def check_admission_leaves_room_for_the_rest_of_the_prompt(
 ) -> None:
     """Or its next chunk would preempt it, and it would start again, for ever."""
     assert 1 <= block_size and 1 <= budget and 1 <= known_a < 8192
-    config = build_config(block_size, num_blocks=4, max_num_batched_tokens=budget)
-    after, _ = schedule(build_state(config, (), (build_request("a", known_a),)))
-    num_later = compute_num_blocks(known_a, block_size) - len(table_of(after.requests["a"]))
+    config = h.build_config(block_size, num_blocks=4, max_num_batched_tokens=budget)
+    after, _ = h.schedule(h.build_state(config, (), (h.build_request("a", known_a),)))
+    num_later = compute_num_blocks(known_a, block_size) - len(h.table_of(after.requests["a"]))
     assert after.waiting or num_later <= len(after.pool.free_queue)
 
 
@@ -145,10 +131,10 @@ def check_admission_with_a_hit_computes_only_what_is_left_and_at_least_one_token
     """Two blocks of its prompt are published: it hits as much of them as leaves a token."""
     assert 1 <= block_size and 1 <= budget and 1 <= known_a <= 4 * block_size and known_a < 8192
     config = Config(num_blocks=6, block_size=block_size, max_num_batched_tokens=budget)
-    request = replace(build_request("a", known_a), block_keys=tuple(map(key_of, (1, 2, 3, 4))))
-    before = build_state(config, (), (request,))
-    pool = build_pool((0,) * 6, before.pool.free_queue, published=(1, 2))
-    after, plan = schedule(replace(before, pool=pool))
+    request = replace(h.build_request("a", known_a), block_keys=tuple(map(h.key_of, (1, 2, 3, 4))))
+    before = h.build_state(config, (), (request,))
+    pool = h.build_pool((0,) * 6, before.pool.free_queue, published=(1, 2))
+    after, plan = h.schedule(replace(before, pool=pool))
     assert len(plan.rows) == 1
     row, request = plan.rows[0], after.requests["a"]
     assert row.num_scheduled_tokens >= 1

@@ -7,7 +7,7 @@ from dataclasses import replace
 from blockstep.conformance.prove.harness import Tokens, build_config, build_request, build_runner
 from blockstep.conformance.prove.hosts import build_host
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.conformance.prove.laws import host_mistakes
+from blockstep.conformance.prove.laws import host_mistakes as wrong
 from blockstep.spec.step.share import compute_share, is_past_max_tokens
 from blockstep.spec.vocabulary import MAX_INT
 
@@ -283,9 +283,7 @@ def check_admission_and_running_count_alike(
 # The engine on the host.
 
 
-@ROOM.law(
-    "P9 P15", (20, 4, 2, 8, 6, 100), host_mistakes.plain_decode_is_not_held_to_the_model_length
-)
+@ROOM.law("P9 P15", (20, 4, 2, 8, 6, 100), wrong.plain_decode_is_not_held_to_the_model_length)
 def check_host_counts_the_tokens_of_a_runner_as_the_specification_does(
     num_known: int,
     num_computed: int,
@@ -305,10 +303,7 @@ def check_host_counts_the_tokens_of_a_runner_as_the_specification_does(
 
 
 @ROOM.law(
-    "P9 P15",
-    (40, 16, 8, 20, 1),
-    host_mistakes.whole_prompt_must_fit_always,
-    host_mistakes.prompt_is_cut_always,
+    "P9 P15", (40, 16, 8, 20, 1), wrong.whole_prompt_must_fit_always, wrong.prompt_is_cut_always
 )
 def check_host_admits_as_many_tokens(
     num_known: int, num_hit: int, threshold: int, budget: int, is_chunked: bool

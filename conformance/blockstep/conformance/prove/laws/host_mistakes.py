@@ -8,19 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 from blockstep.conformance.prove.hosts import HOST, LINEAGE
-from blockstep.conformance.prove.law import instead_in
+from blockstep.conformance.prove.law import Right, instead_in
 from blockstep.spec.vocabulary import FinishReason, Policy, Request
 
 
 @instead_in(HOST, "_tokens_to_run")
-def plain_decode_is_not_held_to_the_model_length(self: Any, slot: int, budget: int) -> Any:
+def plain_decode_is_not_held_to_the_model_length(right: Right[Any], self: Any, slot: int) -> Any:
     """The shortcut for a gap of one, without a look at the room."""
-    table = self.table
-    computed = table.num_computed[slot]
-    gap = table.num_known[slot] + len(table.spec_token_ids[slot]) - computed
-    if gap == 1:
-        return 1
-    return min(gap, self.max_tokens_per_row, budget, self.max_model_len - 1 - computed)
+    num_wanted = self.table.num_known[slot] + len(self.table.spec_token_ids[slot])
+    return 1 if num_wanted - self.table.num_computed[slot] == 1 else right()
 
 
 @instead_in(HOST, "_tokens_to_run")
@@ -87,17 +83,17 @@ def prompt_is_cut_always(self: Any, slot: int, num_hit: int, budget: int) -> Any
 
 
 @instead_in(HOST, "_blocks_to_admit")
-def hits_are_taken_off_as_tokens(self: Any, num_tokens: int, num_hits: int) -> Any:
+def hits_are_taken_off_as_tokens(right: Right[Any], num_tokens: int, num_hits: int) -> Any:
     """One hit counts as one token."""
-    total = -(-min(num_tokens - num_hits, self.max_model_len) // self.block_size)
-    return max(total, 0)
+    return right(num_tokens=num_tokens - num_hits, num_hits=0)
 
 
 @instead_in(HOST, "_blocks_to_admit")
-def newcomer_is_charged_for_its_first_chunk_only(self: Any, num_tokens: int, num_hits: int) -> Any:
+def newcomer_is_charged_for_its_first_chunk_only(
+    right: Right[Any], self: Any, num_tokens: int
+) -> Any:
     """Whatever its whole prompt takes."""
-    chunk = min(num_tokens, self._step_budget())
-    return max(-(-chunk // self.block_size) - num_hits, 0)
+    return right(num_tokens=min(num_tokens, self._step_budget()))
 
 
 @instead_in(HOST, "_most_blocks")
@@ -126,25 +122,19 @@ def own_token_counts_as_accepted(self: Any, slot: int, drafts: Any, tokens: Any)
 
 
 @instead_in(HOST, "_stop_verdict")
-def min_tokens_hold_off_the_length(self: Any, slot: int) -> Any:
+def min_tokens_hold_off_the_length(right: Right[Any], self: Any, slot: int) -> Any:
     """Below min_tokens nothing ends a request."""
-    if not self._has_min_tokens(slot):
-        return (None, None)
-    is_long = self.table.num_known[slot] >= self.table.max_known[slot]
-    return (FinishReason.LENGTH, None) if is_long else (None, None)
+    return right() if self._has_min_tokens(slot) else (None, None)
 
 
 @instead_in(HOST, "_stop_verdict")
-def stop_tokens_come_before_the_end_of_sequence(self: Any, slot: int, token: int) -> Any:
+def stop_tokens_come_before_the_end_of_sequence(
+    right: Right[Any], self: Any, slot: int, token: int
+) -> Any:
     """A token that is both is told as a stop token."""
-    request = self.table.requests[slot]
-    if self._has_min_tokens(slot):
-        if token in request.stop_token_ids:
-            return (FinishReason.STOP, token)
-        if token == request.eos_token_id:
-            return (FinishReason.STOP, None)
-    is_long = self.table.num_known[slot] >= self.table.max_known[slot]
-    return (FinishReason.LENGTH, None) if is_long else (None, None)
+    if self._has_min_tokens(slot) and token in self.table.requests[slot].stop_token_ids:
+        return (FinishReason.STOP, token)
+    return right()
 
 
 @instead_in(HOST, "_may_draft")
@@ -194,12 +184,9 @@ def touched_block_stays_in_the_ring(self: Any, blocks: Any) -> None:
 
 
 @instead_in(HOST.pool_type, "free")
-def table_is_freed_from_its_head(self: Any, table: Any) -> None:
+def table_is_freed_from_its_head(right: Right[None], table: Any) -> None:
     """Its tail is evicted last."""
-    for block in table:
-        self.ref_counts[block] -= 1
-        if self.ref_counts[block] == 0:
-            self._append(block)
+    right(table=table[::-1])
 
 
 @instead_in(HOST, "_select_victim")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import Tokens, asking, build_config, build_request
+from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.hosts import HOST
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.conformance.prove.laws import host_mistakes
+from blockstep.conformance.prove.laws import host_mistakes as wrong
 from blockstep.spec import vocabulary as v
 from blockstep.spec.hashing import extend_block_keys, get_item_keys, get_tokens
 from blockstep.spec.lives.endings import compute_stop, get_extended, is_repeating
@@ -47,7 +47,7 @@ def length_is_reached_one_token_late(
 @instead(compute_stop)
 def min_tokens_count_the_token_before(right: Right[Stop], request: RequestState) -> Stop:
     """Less than, instead of at most: one token more is demanded."""
-    return right(request=asking(request, min_tokens=request.request.min_tokens + 1))
+    return right(request=h.asking(request, min_tokens=request.request.min_tokens + 1))
 
 
 @instead(get_extended)
@@ -125,8 +125,8 @@ def check_length_ends_a_request_whatever_min_tokens_says(
     """It could be neither scheduled nor ended otherwise: position max_model_len - 1 never runs."""
     assert 1 <= num_prompt and 1 <= num_outputs and 1 <= max_tokens and 0 <= min_tokens
     assert 2 <= max_model_len
-    request = build_request("a", num_prompt, num_outputs, max_tokens)
-    request = asking(request, min_tokens=min_tokens)
+    request = h.build_request("a", num_prompt, num_outputs, max_tokens)
+    request = h.asking(request, min_tokens=min_tokens)
     num_known = num_prompt + num_outputs
     reason, _ = compute_stop(request, request.output_token_ids, num_known, max_model_len)
     is_long = num_known >= max_model_len or num_outputs >= max_tokens
@@ -139,11 +139,11 @@ def check_text_ends_a_request_from_min_tokens_on(
 ) -> None:
     """The end of the sequence before a stop token; with either nothing of the length is asked."""
     assert 0 <= last and 0 <= eos and 0 <= stop and 1 <= num_outputs < 1000 and 0 <= min_tokens
-    request = build_request("a", 1)
+    request = h.build_request("a", 1)
     asked = replace(
         request.request, eos_token_id=eos, stop_token_ids=(stop,), min_tokens=min_tokens
     )
-    outputs = Tokens(num_outputs, last)
+    outputs = h.Tokens(num_outputs, last)
     reason, token = compute_stop(replace(request, request=asked), outputs, num_outputs + 1, 8192)
     ends = num_outputs >= min_tokens and last in (eos, stop)
     assert (reason is v.FinishReason.STOP) == ends
@@ -156,7 +156,7 @@ def check_nothing_is_delivered_behind_the_token_that_ends(
 ) -> None:
     """Three tokens at once, accepted drafts: up to the first end of sequence, that one included."""
     assert 0 <= first and 0 <= second and 0 <= third and 0 <= eos
-    request = build_request("a", 1)
+    request = h.build_request("a", 1)
     request = replace(
         request, request=replace(request.request, eos_token_id=eos), output_token_ids=()
     )
@@ -209,7 +209,7 @@ def check_tokens_of_a_block_are_those_of_prompt_and_outputs_in_one(start: int, e
     """Wherever the prompt ends."""
     assert 0 <= start <= end <= 6
     request = replace(
-        build_request("a", 1), request=v.Request("a", (10, 11, 12)), output_token_ids=(13, 14, 15)
+        h.build_request("a", 1), request=v.Request("a", (10, 11, 12)), output_token_ids=(13, 14, 15)
     )
     tokens = get_tokens(request, start, end)
     assert tokens == (10, 11, 12, 13, 14, 15)[start:end]
@@ -223,7 +223,7 @@ def check_block_that_an_output_completes_names_every_item_in_it(
     assert 4 <= offset < next_offset <= 6
     items = (v.MultiModalItem("x", offset, 1), v.MultiModalItem("y", next_offset, 1))
     asked = v.Request("a", (1, 1, 1, 1, 1, 1, 1), items=items)
-    request = replace(build_request("a", 1), request=asked, output_token_ids=(2,))
+    request = replace(h.build_request("a", 1), request=asked, output_token_ids=(2,))
     keys = extend_block_keys(request, 4, STRICT_RULES)
     assert len(keys) == 2
     assert keys[1].items == (("x", offset - 4), ("y", next_offset - 4))
@@ -232,16 +232,16 @@ def check_block_that_an_output_completes_names_every_item_in_it(
 # The engine on the host.
 
 
-@ROOM.law("P13", (5, 3, 3, 5, 100), host_mistakes.min_tokens_hold_off_the_length)
+@ROOM.law("P13", (5, 3, 3, 5, 100), wrong.min_tokens_hold_off_the_length)
 def check_host_ends_a_request_for_its_length_at_the_same_token(
     num_prompt: int, num_outputs: int, max_tokens: int, min_tokens: int, max_model_len: int
 ) -> None:
     """One bound, computed when it was submitted, in the place of two."""
     assert 1 <= num_prompt < max_model_len <= 8192 and 1 <= num_outputs <= max_tokens <= 8192
     assert 0 <= min_tokens and num_prompt + num_outputs <= max_model_len
-    request = build_request("a", num_prompt, num_outputs, max_tokens)
-    request = asking(request, min_tokens=min_tokens)
-    host = HOST(build_config(block_size=8192, max_model_len=max_model_len))
+    request = h.build_request("a", num_prompt, num_outputs, max_tokens)
+    request = h.asking(request, min_tokens=min_tokens)
+    host = HOST(h.build_config(block_size=8192, max_model_len=max_model_len))
     host._submit(request.request)
     host.table.num_known[0] = num_prompt + num_outputs
     due = compute_stop(request, request.output_token_ids, request.num_known_tokens, max_model_len)

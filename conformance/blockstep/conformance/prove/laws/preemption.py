@@ -5,19 +5,13 @@ Priorities and arrivals are symbolic; ties are decided by the ids a, b, c.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import (
-    asking,
-    build_config,
-    build_request,
-    build_runner,
-    build_state,
-)
+from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.hosts import build_host
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.conformance.prove.laws import host_mistakes
+from blockstep.conformance.prove.laws import host_mistakes as wrong
 from blockstep.spec.requests import NOTHING_HELD, Holding, RequestState
 from blockstep.spec.step.preemption import get_preempted, process_preemption
 from blockstep.spec.step.queues import get_rank, process_prepend, select_queue, select_victim
@@ -27,12 +21,14 @@ from blockstep.spec.vocabulary import Config, Policy, RequestId, Stats, Status
 ROOM = Room("preemption")
 
 Requests = Mapping[RequestId, RequestState]
-RankOf = Callable[[RequestState], tuple[int | str, ...]]
 
 
-def ranked(name: str, priority: int, arrival_time: int) -> RequestState:
-    """A request that stands where these put it."""
-    return asking(build_runner(name, 1, 0), priority=priority, arrival_time=arrival_time)
+def rank(**places: tuple[int, int]) -> dict[RequestId, RequestState]:
+    """Requests by name that stand where their priorities and arrivals put them."""
+    return {
+        name: h.asking(h.build_runner(name, 1, 0), priority=priority, arrival_time=arrival_time)
+        for name, (priority, arrival_time) in places.items()
+    }
 
 
 # Mistakes.
@@ -42,18 +38,6 @@ def ranked(name: str, priority: int, arrival_time: int) -> RequestState:
 def first_of_equals_goes(right: Right[int]) -> int:
     """The id is left out, and the first of equal priority and arrival goes."""
     return right(get_victim_rank=lambda request: get_rank(request)[:2])
-
-
-@instead(select_victim)
-def oldest_goes(
-    right: Right[int],
-    policy: Policy,
-    running: list[RequestId],
-    requests: Requests,
-    get_victim_rank: RankOf,
-) -> int:
-    """First come, first preempted."""
-    return 0 if policy is Policy.FCFS else right(policy, running, requests, get_victim_rank)
 
 
 @instead(select_victim)
@@ -121,6 +105,12 @@ def computed_tokens_are_kept(right: Right[RequestState], request: RequestState) 
     return replace(right(), num_computed_tokens=request.num_computed_tokens)
 
 
+@instead(select_victim)
+def oldest_goes() -> int:
+    """First come, first preempted."""
+    return 0
+
+
 # Who goes, who is next.
 
 
@@ -135,15 +125,11 @@ def check_victim_stands_behind_everybody_who_stays(
 ) -> None:
     """The very order of the queues, ids included: two equals cannot preempt each other for ever."""
     assert 0 <= arrival_a and 0 <= arrival_b and 0 <= arrival_c
-    requests = {
-        "a": ranked("a", priority_a, arrival_a),
-        "b": ranked("b", priority_b, arrival_b),
-        "c": ranked("c", priority_c, arrival_c),
-    }
+    requests = rank(a=(priority_a, arrival_a), b=(priority_b, arrival_b), c=(priority_c, arrival_c))
     running = ["b", "a", "c"]
     victim = running[select_victim(Policy.PRIORITY, running, requests)]
-    rank = get_rank(requests[victim])
-    assert all(get_rank(requests[name]) < rank for name in running if name != victim)
+    last = get_rank(requests[victim])
+    assert all(get_rank(requests[name]) < last for name in running if name != victim)
 
 
 @ROOM.law("P16", (1, 5, 0, 9), oldest_goes)
@@ -152,7 +138,7 @@ def check_first_come_first_served_preempts_the_last_admitted(
 ) -> None:
     """Whatever priorities they name."""
     assert 0 <= arrival_a and 0 <= arrival_b
-    requests = {"a": ranked("a", priority_a, arrival_a), "b": ranked("b", priority_b, arrival_b)}
+    requests = rank(a=(priority_a, arrival_a), b=(priority_b, arrival_b))
     index = select_victim(Policy.FCFS, ["b", "a"], requests)
     assert index == 1
 
@@ -163,9 +149,8 @@ def check_priority_comes_before_arrival_and_arrival_before_the_id(
 ) -> None:
     """Two requests never have one rank."""
     assert 0 <= arrival_a and 0 <= arrival_b
-    a_is_first = get_rank(ranked("a", priority_a, arrival_a)) < get_rank(
-        ranked("b", priority_b, arrival_b)
-    )
+    requests = rank(a=(priority_a, arrival_a), b=(priority_b, arrival_b))
+    a_is_first = get_rank(requests["a"]) < get_rank(requests["b"])
     if priority_a != priority_b:
         assert a_is_first == (priority_a < priority_b)
     elif arrival_a != arrival_b:
@@ -180,11 +165,7 @@ def check_priority_queue_stays_sorted_when_a_victim_returns(
 ) -> None:
     """Being preempted makes nobody more urgent."""
     assert priority_a <= priority_b
-    requests = {
-        "a": ranked("a", priority_a, 0),
-        "b": ranked("b", priority_b, 0),
-        "c": ranked("c", priority_c, 0),
-    }
+    requests = rank(a=(priority_a, 0), b=(priority_b, 0), c=(priority_c, 0))
     queue = ["a", "b"]
     process_prepend(Policy.PRIORITY, queue, "c", requests)
     ranks = [get_rank(requests[name]) for name in queue]
@@ -196,7 +177,7 @@ def check_priority_queue_stays_sorted_when_a_victim_returns(
 def check_most_urgent_head_of_both_queues_is_next(priority_a: int, priority_b: int) -> None:
     """Having been passed over makes nobody more urgent."""
     assert priority_a != priority_b
-    requests = {"a": ranked("a", priority_a, 0), "b": ranked("b", priority_b, 0)}
+    requests = rank(a=(priority_a, 0), b=(priority_b, 0))
     queue = select_queue(Policy.PRIORITY, ["a"], ["b"], requests)
     assert queue == (["a"] if priority_a < priority_b else ["b"])
 
@@ -206,22 +187,11 @@ def check_most_urgent_head_of_both_queues_is_next(priority_a: int, priority_b: i
 
 def build_step(budget: int, num_first: int, num_second: int) -> Step:
     """A step with rows of a and b, and c running without one."""
-    running = (
-        build_runner("a", 9, 0, (1,)),
-        build_runner("b", 9, 0, (2,)),
-        build_runner("c", 9, 0),
-    )
-    state = build_state(Config(num_blocks=4, policy=Policy.PRIORITY), running)
-    step = Step(
-        state,
-        Budget(budget),
-        state.pool,
-        state.requests.to_dict(),
-        ["a", "b", "c"],
-        [],
-        [],
-        Stats(),
-    )
+    blocks: dict[str, tuple[int, ...]] = {"a": (1,), "b": (2,), "c": ()}
+    running = tuple(h.build_runner(name, 9, 0, table) for name, table in blocks.items())
+    state = h.build_state(Config(num_blocks=4, policy=Policy.PRIORITY), running)
+    requests = state.requests.to_dict()
+    step = Step(state, Budget(budget), state.pool, requests, [*blocks], [], [], Stats())
     step.rows = [Scheduled("a", 0, num_first, ()), Scheduled("b", 0, num_second, ())]
     return step
 
@@ -261,7 +231,7 @@ def check_preempted_request_keeps_its_tokens_and_what_is_in_flight_and_nothing_e
     """It computes everything again, and samples nothing twice."""
     assert 1 <= num_prompt and 0 <= num_outputs and 0 <= num_computed and 0 <= num_placeholders
     request = replace(
-        build_request("a", num_prompt, num_outputs),
+        h.build_request("a", num_prompt, num_outputs),
         status=Status.RUNNING,
         num_computed_tokens=num_computed,
         num_output_placeholders=num_placeholders,
@@ -281,18 +251,13 @@ def check_preempted_request_keeps_its_tokens_and_what_is_in_flight_and_nothing_e
 # The engine on the host.
 
 
-@ROOM.law("P10 P16", (1, 5, 1, 5), host_mistakes.first_of_equals_goes)
+@ROOM.law("P10 P16", (1, 5, 1, 5), wrong.first_of_equals_goes)
 def check_host_preempts_the_same_request(
     priority_a: int, arrival_a: int, priority_b: int, arrival_b: int
 ) -> None:
     """Ties included."""
     assert 0 <= arrival_a and 0 <= arrival_b
-    first, second = build_runner("a", 1, 0, (1,)), build_runner("b", 1, 0, (2,))
-    requests = (
-        asking(first, priority=priority_a, arrival_time=arrival_a),
-        asking(second, priority=priority_b, arrival_time=arrival_b),
-    )
-    host = build_host(build_config(policy=Policy.PRIORITY), *requests)
-    by_id = {request.request_id: request for request in requests}
-    due = select_victim(Policy.PRIORITY, ["a", "b"], by_id)
+    requests = rank(a=(priority_a, arrival_a), b=(priority_b, arrival_b))
+    host = build_host(h.build_config(policy=Policy.PRIORITY), *requests.values())
+    due = select_victim(Policy.PRIORITY, ["a", "b"], requests)
     assert host._select_victim() == due

@@ -8,16 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import (
-    build_config,
-    build_request,
-    build_runner,
-    build_state,
-    schedule,
-)
+from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.hosts import build_host
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.conformance.prove.laws import host_mistakes
+from blockstep.conformance.prove.laws import host_mistakes as wrong
 from blockstep.spec.lives.commit import get_fulfilled, get_rolled_back
 from blockstep.spec.releases.drafts import placeholders_outlive_a_gap as gap_rule
 from blockstep.spec.requests import Frame, FrameRow, Holding, RequestState
@@ -112,7 +106,7 @@ def build_promised(
 ) -> RequestState:
     """A running request that obeys the law, with draft placeholders attached."""
     return replace(
-        build_runner(name, num_known, num_known + num_placeholders - 1, (block,)),
+        h.build_runner(name, num_known, num_known + num_placeholders - 1, (block,)),
         num_output_placeholders=num_placeholders,
         spec_token_ids=DRAFTS,
     )
@@ -132,7 +126,7 @@ def check_plan_keeps_computed_one_behind_everything_promised(
     request = build_promised(num_known, num_placeholders)
     if num_placeholders == 0:
         request = replace(request, num_computed_tokens=0, spec_token_ids=())
-    after, _ = schedule(build_state(config, (request,)))
+    after, _ = h.schedule(h.build_state(config, (request,)))
     now = after.requests["a"]
     assert num_placeholders <= now.num_output_placeholders <= num_placeholders + 3
     assert (
@@ -149,7 +143,7 @@ def check_request_with_a_promise_runs_its_next_token_and_all_drafts(
     assert 1 <= num_known and 1 <= num_placeholders and 1 <= budget
     assert num_known + num_placeholders < 1000
     config = replace(CONFIG, max_num_batched_tokens=budget)
-    _, plan = schedule(build_state(config, (build_promised(num_known, num_placeholders),)))
+    _, plan = h.schedule(h.build_state(config, (build_promised(num_known, num_placeholders),)))
     assert [row.num_scheduled_tokens for row in plan.rows] == [min(1 + len(DRAFTS), budget)]
 
 
@@ -162,7 +156,7 @@ def check_request_left_out_of_a_plan_has_no_drafts_in_the_next(
     config = replace(CONFIG, max_num_batched_tokens=budget)
     first = build_promised(num_known, 1)
     second = build_promised(num_known_behind, 1, "b", block=2)
-    after, plan = schedule(build_state(config, (first, second)))
+    after, plan = h.schedule(h.build_state(config, (first, second)))
     planned = {row.request_id for row in plan.rows}
     assert after.requests["a"].spec_token_ids == DRAFTS
     assert after.requests["b"].spec_token_ids == (DRAFTS if "b" in planned else ())
@@ -177,13 +171,13 @@ def check_no_row_is_planned_behind_the_last_token(
     assert 1 <= num_placeholders < 1000
     request = build_promised(num_prompt + num_outputs, num_placeholders)
     request = replace(
-        build_request("a", num_prompt, num_outputs, max_tokens),
+        h.build_request("a", num_prompt, num_outputs, max_tokens),
         status=Status.RUNNING,
         num_computed_tokens=request.num_computed_tokens,
         num_output_placeholders=num_placeholders,
         holdings=(Holding((1,)),),
     )
-    _, plan = schedule(build_state(CONFIG, (request,)))
+    _, plan = h.schedule(h.build_state(CONFIG, (request,)))
     assert bool(plan.rows) == (num_outputs + 1 < max_tokens)
 
 
@@ -229,14 +223,14 @@ def check_row_of_a_resumed_request_samples_exactly_when_its_known_tokens_are_com
     assert 1 <= num_known < 1000 and 0 <= num_placeholders < 1000 and 1 <= budget
     config = replace(CONFIG, max_num_batched_tokens=budget)
     request = replace(
-        build_request("a", num_known),
+        h.build_request("a", num_known),
         status=Status.PREEMPTED,
         num_output_placeholders=num_placeholders,
     )
-    state = build_state(config, (), (request,))
+    state = h.build_state(config, (), (request,))
     if num_placeholders > 0:
         state = replace(state, frames=(Frame(0, (FrameRow("a", (), samples=True),)),))
-    after, _ = schedule(state)
+    after, _ = h.schedule(state)
     for row in (row for frame in after.frames[len(state.frames) :] for row in frame.rows):
         assert row.samples == (after.requests["a"].num_computed_tokens >= num_known)
 
@@ -245,10 +239,7 @@ def check_row_of_a_resumed_request_samples_exactly_when_its_known_tokens_are_com
 
 
 @ROOM.law(
-    "P12 P15",
-    (5, 2, 2, 8, 4),
-    host_mistakes.promised_tokens_are_no_gap,
-    host_mistakes.one_frame_ahead_is_enough,
+    "P12 P15", (5, 2, 2, 8, 4), wrong.promised_tokens_are_no_gap, wrong.one_frame_ahead_is_enough
 )
 def check_host_counts_promised_tokens_as_the_specification_does(
     num_prompt: int, num_outputs: int, num_placeholders: int, max_tokens: int, budget: int
@@ -259,13 +250,13 @@ def check_host_counts_promised_tokens_as_the_specification_does(
     num_known = num_prompt + num_outputs
     num_computed = num_known + num_placeholders - 1
     request = replace(
-        build_request("a", num_prompt, num_outputs, max_tokens),
+        h.build_request("a", num_prompt, num_outputs, max_tokens),
         status=Status.RUNNING,
         num_computed_tokens=num_computed,
         num_output_placeholders=num_placeholders,
         spec_token_ids=(-1, -1),
     )
-    host = build_host(build_config(max_frames_in_flight=3), request)
+    host = build_host(h.build_config(max_frames_in_flight=3), request)
     num_with_spec = num_known + num_placeholders + 2
     is_past = is_past_max_tokens(num_computed, num_placeholders, num_prompt, max_tokens)
     due = compute_share(num_with_spec, num_computed, 0, budget, 8191)

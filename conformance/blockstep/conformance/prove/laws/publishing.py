@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import (
-    build_config,
-    build_pool,
-    build_runner,
-    build_state,
-    key_of,
-    with_table,
-)
+from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.hosts import build_host
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.conformance.prove.laws import host_mistakes
+from blockstep.conformance.prove.laws import host_mistakes as wrong
 from blockstep.spec.lives.commit import publish_verified
 from blockstep.spec.memory.slots import (
     compute_num_publishable_blocks,
@@ -120,15 +113,15 @@ class Published:
         self.blocks = [other for other in self.blocks if other != block]
 
 
-@ROOM.law("P3 P4", (16, 20, 33, 1, 16), host_mistakes.drafts_are_published)
+@ROOM.law("P3 P4", (16, 20, 33, 1, 16), wrong.drafts_are_published)
 def check_host_publishes_the_same_blocks(
     num_computed: int, num_scheduled: int, num_known: int, num_settled: int, block_size: int
 ) -> None:
     """Those of the table that are full now and not settled yet."""
     assert 1 <= block_size <= MAX_INT and 0 <= num_computed and 1 <= num_scheduled
     assert 1 <= num_known <= 3 * block_size and num_known < 8192 and 0 <= num_settled <= 3
-    request = with_table(build_runner("a", num_known, num_computed), (1, 2, 3), num_settled)
-    host = build_host(build_config(block_size, enable_prefix_caching=True), request)
+    request = h.with_table(h.build_runner("a", num_known, num_computed), (1, 2, 3), num_settled)
+    host = build_host(h.build_config(block_size, enable_prefix_caching=True), request)
     host.prefix = Published()
     host._publish(0, num_computed, num_scheduled)
     full = compute_num_publishable_blocks(num_computed, num_scheduled, num_known, block_size)
@@ -136,20 +129,20 @@ def check_host_publishes_the_same_blocks(
     assert host.table.holdings[0][0].num_cached == max(num_settled, full)
 
 
-@ROOM.law("P3 P4", (40, 1, 16), host_mistakes.last_token_counts_as_computed)
+@ROOM.law("P3 P4", (40, 1, 16), wrong.last_token_counts_as_computed)
 def check_host_publishes_the_same_blocks_of_what_a_commit_verified(
     num_known: int, num_settled: int, block_size: int
 ) -> None:
     """With frames in flight: full blocks before the last known token."""
     assert 1 <= block_size <= MAX_INT and 1 <= num_known <= 3 * block_size and num_known < 8192
     assert 0 <= num_settled <= 3
-    config = build_config(block_size, max_frames_in_flight=2, enable_prefix_caching=True)
+    config = h.build_config(block_size, max_frames_in_flight=2, enable_prefix_caching=True)
     request = replace(
-        with_table(build_runner("a", num_known, num_known), (1, 2, 3), num_settled),
-        block_keys=tuple(map(key_of, (1, 2, 3))),
+        h.with_table(h.build_runner("a", num_known, num_known), (1, 2, 3), num_settled),
+        block_keys=tuple(map(h.key_of, (1, 2, 3))),
     )
-    pool = build_pool((0, 1, 1, 1, 0, 0), (4, 5), published=(1, 2, 3)[:num_settled])
-    after, due = publish_verified(build_state(config, (request,)), pool, request)
+    pool = h.build_pool((0, 1, 1, 1, 0, 0), (4, 5), published=(1, 2, 3)[:num_settled])
+    after, due = publish_verified(h.build_state(config, (request,)), pool, request)
     host = build_host(config, request)
     host.prefix = Published(*(1, 2, 3)[:num_settled])
     host._publish_verified(0)
@@ -157,17 +150,17 @@ def check_host_publishes_the_same_blocks_of_what_a_commit_verified(
     assert host.table.holdings[0][0].num_cached == due.holdings[0].num_cached_blocks
 
 
-@ROOM.law("P4", (20, 2, 16), host_mistakes.partly_computed_block_stays_published)
+@ROOM.law("P4", (20, 2, 16), wrong.partly_computed_block_stays_published)
 def check_host_withdraws_the_same_keys_from_a_victim(
     num_computed: int, num_settled: int, block_size: int
 ) -> None:
     """Asked of every block that was not full before, also where there is no key to withdraw."""
     assert 1 <= block_size <= MAX_INT and 0 <= num_computed <= 3 * block_size
     assert num_computed < 8192 and 0 <= num_settled <= 3
-    request = with_table(build_runner("a", 1, num_computed), (1, 2, 3), num_settled)
-    pool = build_pool((0, 1, 1, 1, 0, 0), (4, 5), published=(1, 2, 3)[:num_settled])
+    request = h.with_table(h.build_runner("a", 1, num_computed), (1, 2, 3), num_settled)
+    pool = h.build_pool((0, 1, 1, 1, 0, 0), (4, 5), published=(1, 2, 3)[:num_settled])
     after = revoke_slots(pool, request, block_size, STRICT_RULES)
-    host = build_host(build_config(block_size), request)
+    host = build_host(h.build_config(block_size), request)
     host.prefix = Published(*(1, 2, 3)[:num_settled])
     host._withdraw_unwritten(0)
     assert host.prefix.blocks == [b for b in (1, 2, 3) if after.block_keys[b] is not None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from blockstep.conformance.prove.harness import Tokens, build_config, build_runner
 from blockstep.conformance.prove.hosts import build_host
 from blockstep.conformance.prove.law import Right, Room, instead, instead_in
-from blockstep.conformance.prove.laws import host_mistakes
+from blockstep.conformance.prove.laws import host_mistakes as wrong
 from blockstep.spec.memory.slots import (
     compute_max_slots,
     compute_num_blocks,
@@ -224,8 +224,8 @@ def check_accepted_request_alone_in_the_pool_always_gets_its_blocks(
 @ROOM.law(
     "P8 P9",
     (20, 15, 16, 100),
-    host_mistakes.lookahead_passes_the_model_length,
-    host_mistakes.missing_blocks_may_be_negative,
+    wrong.lookahead_passes_the_model_length,
+    wrong.missing_blocks_may_be_negative,
 )
 def check_host_needs_as_many_blocks_for_a_runner(
     num_computed: int, num_new: int, block_size: int, max_model_len: int
@@ -240,7 +240,7 @@ def check_host_needs_as_many_blocks_for_a_runner(
     assert needed == compute_num_new_blocks(num_slots, block_size, 2)
 
 
-@ROOM.law("P8", (40, 1, 16, 100), host_mistakes.hits_are_taken_off_as_tokens)
+@ROOM.law("P8", (40, 1, 16, 100), wrong.hits_are_taken_off_as_tokens)
 def check_host_needs_as_many_blocks_for_a_newcomer(
     num_tokens: int, num_hits: int, block_size: int, max_model_len: int
 ) -> None:
@@ -253,7 +253,7 @@ def check_host_needs_as_many_blocks_for_a_newcomer(
     assert needed == compute_num_new_blocks(num_slots, block_size, num_hits)
 
 
-@ROOM.law("P11", (10, 20, 100, 16), host_mistakes.last_output_is_computed_too)
+@ROOM.law("P11", (10, 20, 100, 16), wrong.last_output_is_computed_too)
 def check_host_refuses_the_same_requests_for_their_size(
     num_prompt: int, max_tokens: int, max_model_len: int, block_size: int
 ) -> None:

@@ -8,24 +8,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import (
-    asking,
-    build_config,
-    build_runner,
-    build_state,
-    is_conserved,
-    schedule,
-    table_of,
-)
+from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.conformance.prove.laws.preemption import budget_of_the_victim_is_lost
-from blockstep.conformance.prove.laws.slots import last_partial_block_is_forgotten
-from blockstep.spec.memory.slots import compute_num_blocks, compute_num_new_blocks, revoke_slots
+from blockstep.conformance.prove.laws.preemption import budget_of_the_victim_is_lost, oldest_goes
+from blockstep.conformance.prove.laws.slots import (
+    each_chunk_starts_a_block,
+    last_partial_block_is_forgotten,
+)
+from blockstep.spec.memory.slots import revoke_slots
 from blockstep.spec.pool import Pool, free_blocks
 from blockstep.spec.releases.order import victim_without_a_row_shifts_the_next as shift_rule
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
-from blockstep.spec.step.queues import select_victim
 from blockstep.spec.step.running import process_grant, process_running_phase
 from blockstep.spec.step.share import compute_share
 from blockstep.spec.step.work import Step
@@ -54,18 +48,6 @@ def grant_forgets_the_new_blocks(
     right(granted=(pool, replace(after, holdings=request.holdings)))
 
 
-@instead(compute_num_new_blocks)
-def each_chunk_starts_a_block(num_slots: int, block_size: int, num_held: int) -> int:
-    """What is left over in the last held block is not used."""
-    return compute_num_blocks(max(num_slots - num_held * block_size + 1, 0), block_size) + 1
-
-
-@instead(select_victim)
-def oldest_goes() -> int:
-    """First come, first preempted."""
-    return 0
-
-
 @instead(process_running_phase, theirs="not found upstream")
 def victim_without_a_row_shifts_the_next(right: Right[None], step: Step) -> None:
     """The place in line is counted back only for a victim that had a row."""
@@ -84,8 +66,8 @@ def blocks_of_the_victim_leak(pool: Pool) -> Pool:
 @instead(revoke_slots)
 def blocks_of_the_victim_are_freed_twice(pool: Pool, request: RequestState) -> Pool:
     """They stand in the free queue two times."""
-    freed = free_blocks(pool, table_of(request))
-    return replace(freed, free_queue=(*freed.free_queue, *table_of(request)))
+    freed = free_blocks(pool, h.table_of(request))
+    return replace(freed, free_queue=(*freed.free_queue, *h.table_of(request)))
 
 
 @instead(compute_share)
@@ -101,13 +83,11 @@ def step_of_one(
     num_known: int, num_computed: int, budget: int, threshold: int, block_size: int
 ) -> tuple[State, Plan]:
     """A step with one running request."""
-    config = build_config(
-        block_size,
-        num_blocks=5,
-        max_num_batched_tokens=budget,
-        long_prefill_token_threshold=threshold,
+    caps = {"max_num_batched_tokens": budget, "long_prefill_token_threshold": threshold}
+    config = h.build_config(block_size, num_blocks=5, **caps)
+    return h.schedule(
+        h.build_state(config, (h.build_runner("a", num_known, num_computed, (1, 2)),))
     )
-    return schedule(build_state(config, (build_runner("a", num_known, num_computed, (1, 2)),)))
 
 
 @ROOM.law(
@@ -139,10 +119,10 @@ def check_every_computed_token_of_a_runner_lies_in_a_block_of_its_own(
     assert num_known < 8192
     after, _ = step_of_one(num_known, num_computed, budget, threshold, block_size)
     request = after.requests["a"]
-    table = table_of(request)
+    table = h.table_of(request)
     assert len(table) * block_size >= request.num_computed_tokens
     assert (len(table) - 1) * block_size < request.num_computed_tokens or not table
-    assert is_conserved(after.pool)
+    assert h.is_conserved(after.pool)
     assert sorted((*table, *after.pool.free_queue)) == [1, 2, 3, 4]
 
 
@@ -150,22 +130,12 @@ def check_every_computed_token_of_a_runner_lies_in_a_block_of_its_own(
 
 
 def step_of_two(
-    known_a: int,
-    known_b: int,
-    computed_a: int,
-    budget: int,
-    block_size: int,
-    policy: Policy = Policy.FCFS,
-    priority_a: int = 0,
-    priority_b: int = 0,
+    known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
 ) -> tuple[State, Plan]:
     """A step with two running requests; b has computed nothing of its block yet."""
-    config = build_config(block_size, num_blocks=5, max_num_batched_tokens=budget, policy=policy)
-    first = build_runner("a", known_a, computed_a, (1, 2))
-    second = build_runner("b", known_b, 0, (3,))
-    first = asking(first, priority=priority_a)
-    second = asking(second, priority=priority_b)
-    return schedule(build_state(config, (first, second)))
+    config = h.build_config(block_size, num_blocks=5, max_num_batched_tokens=budget)
+    first = h.build_runner("a", known_a, computed_a, (1, 2))
+    return h.schedule(h.build_state(config, (first, h.build_runner("b", known_b, 0, (3,)))))
 
 
 @ROOM.law("P9", (40, 20, 30, 12, 16), grant_takes_nothing_off_the_budget)
@@ -189,9 +159,9 @@ def check_every_block_has_one_place_after_a_step_of_two(
     assert 1 <= block_size and 1 <= budget and 0 <= computed_a <= 2 * block_size
     assert computed_a < known_a < 8192 and 1 <= known_b < 8192
     after, _ = step_of_two(known_a, known_b, computed_a, budget, block_size)
-    tables = table_of(after.requests["a"]) + table_of(after.requests["b"])
+    tables = h.table_of(after.requests["a"]) + h.table_of(after.requests["b"])
     assert sorted(tables + after.pool.free_queue) == [1, 2, 3, 4]
-    assert is_conserved(after.pool)
+    assert h.is_conserved(after.pool)
 
 
 @ROOM.law("P16", (60, 20, 30, 40, 16), oldest_goes)
@@ -236,13 +206,13 @@ def step_of_three(
     gap_a: int, gap_b: int, known_c: int, budget: int, block_size: int, priority_a: int
 ) -> tuple[State, Plan]:
     """By priority. a goes on in its blocks, b has filled its own, c has computed nothing."""
-    config = build_config(
+    config = h.build_config(
         block_size, num_blocks=5, max_num_batched_tokens=budget, policy=Policy.PRIORITY
     )
-    first = build_runner("a", block_size + gap_a, block_size, (1, 2))
-    first = asking(first, priority=priority_a)
-    second = build_runner("b", block_size + gap_b, block_size, (3,))
-    return schedule(build_state(config, (first, second, build_runner("c", known_c, 0, (4,)))))
+    first = h.build_runner("a", block_size + gap_a, block_size, (1, 2))
+    first = h.asking(first, priority=priority_a)
+    second = h.build_runner("b", block_size + gap_b, block_size, (3,))
+    return h.schedule(h.build_state(config, (first, second, h.build_runner("c", known_c, 0, (4,)))))
 
 
 @ROOM.law("P9 P15", (2, 10, 10, 20, 16), budget_of_the_victim_is_lost)
@@ -278,19 +248,19 @@ def check_nobody_is_passed_over_because_of_a_victim_without_a_row(
     """a waits for its last token and is preempted for a block that b needs; c is next."""
     assert 1 <= known_a <= block_size and 1 <= budget and 4 * block_size < 8192
     assert 1 <= gap_b <= block_size and 1 <= known_c <= block_size
-    config = build_config(
+    config = h.build_config(
         block_size,
         num_blocks=4,
         max_num_batched_tokens=budget,
         policy=Policy.PRIORITY,
         max_frames_in_flight=2,
     )
-    first = build_runner("a", known_a, known_a, (1,))
+    first = h.build_runner("a", known_a, known_a, (1,))
     asked = replace(first.request, max_tokens=1, priority=1)
     first = replace(first, request=asked, num_output_placeholders=1)
-    second = build_runner("b", block_size + gap_b, block_size, (2,))
-    third = build_runner("c", known_c, 0, (3,))
-    after, plan = schedule(build_state(config, (first, second, third)))
+    second = h.build_runner("b", block_size + gap_b, block_size, (2,))
+    third = h.build_runner("c", known_c, 0, (3,))
+    after, plan = h.schedule(h.build_state(config, (first, second, third)))
     num_second = min(gap_b, budget)
     assert plan.preempted_req_ids == ("a",)
     assert after.requests["b"].num_computed_tokens == block_size + num_second
@@ -312,16 +282,15 @@ def check_three_requests_share_budget_and_blocks_in_order(
     assert 1 <= block_size and 1 <= budget
     assert 1 <= known_a <= 4 * block_size and known_a < 8192
     assert 1 <= known_b < 8192 and 1 <= known_c < 8192
-    config = build_config(block_size, num_blocks=5, max_num_batched_tokens=budget)
-    runners = (
-        build_runner("a", known_a, 0, (1,)),
-        build_runner("b", known_b, 0, (2,)),
-        build_runner("c", known_c, 0, (3,)),
+    config = h.build_config(block_size, num_blocks=5, max_num_batched_tokens=budget)
+    runners = tuple(
+        h.build_runner(name, num_known, 0, (block_id,))
+        for block_id, name, num_known in ((1, "a", known_a), (2, "b", known_b), (3, "c", known_c))
     )
-    after, plan = schedule(build_state(config, runners))
-    tables = [block_id for name in "abc" for block_id in table_of(after.requests[name])]
+    after, plan = h.schedule(h.build_state(config, runners))
+    tables = [block_id for name in "abc" for block_id in h.table_of(after.requests[name])]
     assert sum(row.num_scheduled_tokens for row in plan.rows) <= budget
     assert sorted((*tables, *after.pool.free_queue)) == [1, 2, 3, 4]
-    assert is_conserved(after.pool)
+    assert h.is_conserved(after.pool)
     assert after.running + after.waiting == ("a", "b", "c")
     assert after.requests["a"].num_computed_tokens == min(known_a, budget)
