@@ -18,6 +18,9 @@ def half(number: int) -> int:
     return number // 2
 
 
+half_is_half = instead_in(HERE, "half")(half)
+
+
 @instead_in(HERE, "half")
 def half_is_rounded_up(number: int) -> int:
     return -(-number // 2)
@@ -49,13 +52,6 @@ def check_confirmed(number: int) -> None:
 
 @ROOM.law("P1", (4,))
 def check_refuted(number: int) -> None:
-    assert number >= 0
-    pieces = 2 * half(number)
-    assert pieces == number
-
-
-@ROOM.law("P1", (3,))
-def check_refuted_by_its_witness(number: int) -> None:
     assert number >= 0
     pieces = 2 * half(number)
     assert pieces == number
@@ -117,24 +113,3 @@ def check_broken_engine(letter: Literal["a", "b"]) -> None:
     assert len(letter) == 1
     copy = letter
     assert copy in ("a", "b")
-
-
-@ROOM.law("P1", (3,), instead_in(HERE, "half")(half))
-def check_twin_survives(number: int) -> None:
-    assert number >= 0
-    pieces = 2 * half(number)
-    assert pieces <= number
-
-
-@ROOM.law("P1", (3,), half_is_asserted_to_be_small, half_is_not_to_be_had)
-def check_fails_inside(number: int) -> None:
-    assert number >= 0
-    pieces = 2 * half(number)
-    assert pieces <= number
-
-
-@ROOM.law("P1", (3,), half_is_shown_in_an_error)
-def check_twin_cannot_be_run(number: int) -> None:
-    assert number >= 0
-    pieces = 2 * half(number)
-    assert pieces <= number

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from enum import Enum
 from functools import cache
-from itertools import chain, combinations, islice
+from itertools import chain, combinations, dropwhile, islice
 from types import TracebackType
 
 from blockstep.conformance.prove.law import Claim
@@ -64,16 +64,15 @@ def find_first_line(check: Claim) -> int:
     if not isinstance(definition, ast.FunctionDef):
         raise ValueError("it must be a function of a module, written with def")
     body = [part for part in definition.body if not _is_docstring(part)]
-    kinds = [type(part) for part in body]
-    num_assumptions = next((i for i, kind in enumerate(kinds) if kind is not ast.Assert), len(body))
-    if num_assumptions == 0:
+    said = list(dropwhile(lambda part: isinstance(part, ast.Assert), body))
+    if len(said) == len(body):
         raise ValueError("it must start with its assumptions: asserts")
-    rest = [node for part in body[num_assumptions:] for node in ast.walk(part)]
+    rest = [node for part in said for node in ast.walk(part)]
     if not any(isinstance(node, ast.Assert) for node in rest):
         raise ValueError("no guarantee: leading asserts are assumptions, all of them")
     if any(isinstance(node, ast.Return) for node in rest):
         raise ValueError("it must not return before its end: put the condition into an assumption")
-    return start + body[num_assumptions].lineno - 1
+    return start + said[0].lineno - 1
 
 
 def _is_docstring(part: ast.stmt) -> bool:

@@ -9,17 +9,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import build_config, build_pool, is_conserved, table_of
+from blockstep.conformance.prove.harness import (
+    build_config,
+    build_pool,
+    build_runner,
+    is_conserved,
+    table_of,
+)
 from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.conformance.prove.laws.slots import last_partial_block_is_forgotten
 from blockstep.spec.memory.prefix import compute_max_hit_blocks
 from blockstep.spec.memory.slots import allocate_slots, compute_num_new_blocks, count_needed_blocks
 from blockstep.spec.pool import Pool, allocate_blocks, count_free
-from blockstep.spec.requests import Hit, Holding, RequestState
+from blockstep.spec.requests import Hit, RequestState
 from blockstep.spec.vocabulary import BlockId, Config, Request, Status
 
 ROOM = Room("allocation")
 FREE: tuple[BlockId, ...] = (3, 4, 5, 6)
+Taken = tuple[Pool, tuple[BlockId, ...]]
 
 
 def build_small_pool(num_holders: int) -> Pool:
@@ -30,6 +37,15 @@ def build_small_pool(num_holders: int) -> Pool:
 def build_small_config(block_size: int) -> Config:
     """Without caching: hits are handed in, and keys decide nothing here."""
     return build_config(block_size, num_blocks=7)
+
+
+def admit(
+    num_new: int, block_size: int, hit: BlockId, num_holders: int
+) -> tuple[Pool, RequestState] | None:
+    """Slots of a newcomer with a hit of one block, or None."""
+    request = RequestState(Request("a", (1,)), Status.WAITING)
+    pool, found = build_small_pool(num_holders), Hit(block_size, ((hit,),))
+    return allocate_slots(build_small_config(block_size), pool, request, num_new, hit=found)
 
 
 # Mistakes.
@@ -68,9 +84,7 @@ def hits_are_credited_twice(
 
 
 @instead(allocate_blocks)
-def blocks_come_from_the_tail(
-    right: Right[tuple[Pool, tuple[BlockId, ...]]], pool: Pool
-) -> tuple[Pool, tuple[BlockId, ...]]:
+def blocks_come_from_the_tail(right: Right[Taken], pool: Pool) -> Taken:
     """What was freed last is evicted first."""
     pool, taken = right(pool=replace(pool, free_queue=pool.free_queue[::-1]))
     return replace(pool, free_queue=pool.free_queue[::-1]), taken
@@ -95,12 +109,7 @@ def check_running_request_is_granted_exactly_what_it_needs_from_the_head_of_the_
     """Refused only if the free blocks do not suffice."""
     assert 1 <= block_size and 0 <= num_computed <= 2 * block_size and 1 <= num_new
     assert num_computed + num_new < 8192
-    request = RequestState(
-        Request("a", (1,)),
-        Status.RUNNING,
-        num_computed_tokens=num_computed,
-        holdings=(Holding((1, 2)),),
-    )
+    request = build_runner("a", 1, num_computed, (1, 2))
     granted = allocate_slots(build_small_config(block_size), build_small_pool(1), request, num_new)
     num_missing = compute_num_new_blocks(num_computed + num_new, block_size, 2)
     assert (granted is None) == (num_computed + num_new > 6 * block_size)
@@ -115,14 +124,7 @@ def check_running_request_is_granted_exactly_what_it_needs_from_the_head_of_the_
 def check_hit_on_a_free_block_uses_up_a_free_block(num_new: int, block_size: int) -> None:
     """The estimate counts it, and the allocation leaves it where it is."""
     assert 1 <= block_size and 1 <= num_new and block_size + num_new < 8192
-    request = RequestState(Request("a", (1,)), Status.WAITING)
-    granted = allocate_slots(
-        build_small_config(block_size),
-        build_small_pool(1),
-        request,
-        num_new,
-        hit=Hit(block_size, ((3,),)),
-    )
+    granted = admit(num_new, block_size, 3, num_holders=1)
     num_missing = compute_num_new_blocks(num_new, block_size, 0)
     assert (granted is None) == (num_new > 3 * block_size)
     if granted is not None:
@@ -138,14 +140,7 @@ def check_hit_on_a_held_block_is_free_of_charge(
 ) -> None:
     """However many hold it; they are one more then."""
     assert 1 <= block_size and 1 <= num_new and block_size + num_new < 8192 and 1 <= num_holders
-    request = RequestState(Request("a", (1,)), Status.WAITING)
-    granted = allocate_slots(
-        build_small_config(block_size),
-        build_small_pool(num_holders),
-        request,
-        num_new,
-        hit=Hit(block_size, ((1,),)),
-    )
+    granted = admit(num_new, block_size, 1, num_holders)
     num_missing = compute_num_new_blocks(num_new, block_size, 0)
     assert (granted is None) == (num_new > 4 * block_size)
     if granted is not None:

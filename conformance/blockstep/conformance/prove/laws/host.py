@@ -33,15 +33,18 @@ def check_host_ends_a_request_for_its_text_at_the_same_token(
     """Looked for only in requests that name such tokens, which is settled when they come."""
     assert 0 <= last and 0 <= eos and 0 <= stop and 0 <= min_tokens
     assert 1 <= num_outputs <= max_tokens < 8000
-    request = h.build_request("a", 1, max_tokens=max_tokens)
-    asked = replace(
-        request.request, eos_token_id=eos, stop_token_ids=(stop,), min_tokens=min_tokens
+    request = h.build_request(
+        "a",
+        1,
+        max_tokens=max_tokens,
+        eos_token_id=eos,
+        stop_token_ids=(stop,),
+        min_tokens=min_tokens,
     )
-    request = replace(request, request=asked, output_token_ids=h.Tokens(num_outputs, last))
     host = HOST(h.build_config(block_size=8192))
-    host._submit(asked)
+    host._submit(request.request)
     host.table.num_known[0] = 1 + num_outputs
-    due = compute_stop(request, request.output_token_ids, 1 + num_outputs, 8192)
+    due = compute_stop(request, h.Tokens(num_outputs, last), 1 + num_outputs, 8192)
     assert host._stop_verdict(0, last) == due
 
 
@@ -52,9 +55,7 @@ def check_host_sees_the_same_repetitions(
     """Four outputs, patterns of one or two tokens, twice. A shortcut precedes the comparison."""
     assert 0 <= first and 0 <= second and 0 <= third and 0 <= fourth and 1 <= max_size <= 3
     detection = v.RepetitionDetection(max_size)
-    request = h.build_request("a", 1)
-    request = h.asking(request, repetition_detection=detection)
-    host = build_host(h.build_config(), request)
+    host = build_host(h.build_config(), h.build_request("a", 1, repetition_detection=detection))
     host.table.lineages[0].tokens = [1, first, second, third, fourth]
     host.table.num_known[0] = 5
     due = is_repeating((first, second, third, fourth), detection)
@@ -101,8 +102,7 @@ def check_host_names_the_same_items_of_a_block(
     assert 0 <= offset and 1 <= length and offset + length <= next_offset and 1 <= next_length
     assert 0 <= index <= 3 and 1 <= block_size <= v.MAX_INT
     items = (v.MultiModalItem("x", offset, length), v.MultiModalItem("y", next_offset, next_length))
-    request = h.build_request("a", 1)
-    request = h.asking(request, items=items)
+    request = h.build_request("a", 1, items=items)
     host = build_host(h.build_config(block_size), request)
     start = index * block_size
     due = get_item_keys(request.request, start, start + block_size)
@@ -183,11 +183,8 @@ def check_host_plans_two_runners_as_the_specification_does(
     assert 0 <= computed_a <= 32 and computed_a < known_a < 8192 and 1 <= known_b < 8192
     assert 1 <= budget <= v.MAX_INT
     config = h.build_config(max_num_batched_tokens=budget, policy=v.Policy.PRIORITY)
-    first, second = (
-        h.build_runner("a", known_a, computed_a, (1, 2)),
-        h.build_runner("b", known_b, 0, (3,)),
-    )
-    first = h.asking(first, priority=priority_a)
+    first = h.build_runner("a", known_a, computed_a, (1, 2), priority=priority_a)
+    second = h.build_runner("b", known_b, 0, (3,))
     after, due, host, plan = schedule_both(config, (first, second))
     assert plan == due
     names = [host.table.requests[slot].request_id for slot in host.running]

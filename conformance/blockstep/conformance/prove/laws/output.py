@@ -22,6 +22,8 @@ from blockstep.spec.rules import Rules, Stop
 from blockstep.spec.strict import STRICT_RULES
 
 ROOM = Room("output")
+Names = tuple[tuple[str, int], ...]
+Extended = tuple[RequestState, v.OutputRow]
 
 
 # Mistakes.
@@ -47,13 +49,14 @@ def length_is_reached_one_token_late(
 @instead(compute_stop)
 def min_tokens_count_the_token_before(right: Right[Stop], request: RequestState) -> Stop:
     """Less than, instead of at most: one token more is demanded."""
-    return right(request=h.asking(request, min_tokens=request.request.min_tokens + 1))
+    later = replace(request.request, min_tokens=request.request.min_tokens + 1)
+    return right(request=replace(request, request=later))
 
 
 @instead(get_extended)
 def all_sampled_tokens_are_delivered(
-    right: Right[tuple[RequestState, v.OutputRow]], request: RequestState, tokens: v.TokenIds
-) -> tuple[RequestState, v.OutputRow]:
+    right: Right[Extended], request: RequestState, tokens: v.TokenIds
+) -> Extended:
     """The stop is looked for in the last token only, behind accepted drafts."""
     grown = replace(request, output_token_ids=request.output_token_ids + tokens[:-1])
     after, row = right(request=grown, tokens=tokens[-1:])
@@ -61,9 +64,7 @@ def all_sampled_tokens_are_delivered(
 
 
 @instead(get_extended)
-def token_that_ends_is_not_delivered(
-    right: Right[tuple[RequestState, v.OutputRow]],
-) -> tuple[RequestState, v.OutputRow]:
+def token_that_ends_is_not_delivered(right: Right[Extended]) -> Extended:
     """The stop token itself is dropped with those behind it."""
     after, row = right()
     if row.finish_reason is not None:
@@ -78,15 +79,13 @@ def two_copies_always_suffice(right: Right[bool], detection: v.RepetitionDetecti
 
 
 @instead(get_item_keys)
-def offset_is_left_out(right: Right[tuple[tuple[str, int], ...]]) -> tuple[tuple[str, int], ...]:
+def offset_is_left_out(right: Right[Names]) -> Names:
     """An item is named, but not where it lies in the block."""
     return tuple((name, 0) for name, _ in right())
 
 
 @instead(get_item_keys)
-def item_names_only_the_block_it_starts_in(
-    request: v.Request, start: int, end: int
-) -> tuple[tuple[str, int], ...]:
+def item_names_only_the_block_it_starts_in(request: v.Request, start: int, end: int) -> Names:
     """The blocks in its middle carry placeholder tokens and no name."""
     return tuple(
         (item.identifier, item.offset - start)
@@ -125,8 +124,7 @@ def check_length_ends_a_request_whatever_min_tokens_says(
     """It could be neither scheduled nor ended otherwise: position max_model_len - 1 never runs."""
     assert 1 <= num_prompt and 1 <= num_outputs and 1 <= max_tokens and 0 <= min_tokens
     assert 2 <= max_model_len
-    request = h.build_request("a", num_prompt, num_outputs, max_tokens)
-    request = h.asking(request, min_tokens=min_tokens)
+    request = h.build_request("a", num_prompt, num_outputs, max_tokens, min_tokens=min_tokens)
     num_known = num_prompt + num_outputs
     reason, _ = compute_stop(request, request.output_token_ids, num_known, max_model_len)
     is_long = num_known >= max_model_len or num_outputs >= max_tokens
@@ -139,15 +137,14 @@ def check_text_ends_a_request_from_min_tokens_on(
 ) -> None:
     """The end of the sequence before a stop token; with either nothing of the length is asked."""
     assert 0 <= last and 0 <= eos and 0 <= stop and 1 <= num_outputs < 1000 and 0 <= min_tokens
-    request = h.build_request("a", 1)
-    asked = replace(
-        request.request, eos_token_id=eos, stop_token_ids=(stop,), min_tokens=min_tokens
+    request = h.build_request(
+        "a", 1, eos_token_id=eos, stop_token_ids=(stop,), min_tokens=min_tokens
     )
     outputs = h.Tokens(num_outputs, last)
-    reason, token = compute_stop(replace(request, request=asked), outputs, num_outputs + 1, 8192)
-    ends = num_outputs >= min_tokens and last in (eos, stop)
-    assert (reason is v.FinishReason.STOP) == ends
-    assert token == (stop if ends and last != eos else None)
+    reason, token = compute_stop(request, outputs, num_outputs + 1, 8192)
+    is_over = num_outputs >= min_tokens and last in (eos, stop)
+    assert (reason is v.FinishReason.STOP) == is_over
+    assert token == (stop if is_over and last != eos else None)
 
 
 @ROOM.law("P13", (1, 7, 2, 7), all_sampled_tokens_are_delivered, token_that_ends_is_not_delivered)
@@ -156,10 +153,7 @@ def check_nothing_is_delivered_behind_the_token_that_ends(
 ) -> None:
     """Three tokens at once, accepted drafts: up to the first end of sequence, that one included."""
     assert 0 <= first and 0 <= second and 0 <= third and 0 <= eos
-    request = h.build_request("a", 1)
-    request = replace(
-        request, request=replace(request.request, eos_token_id=eos), output_token_ids=()
-    )
+    request = replace(h.build_request("a", 1, eos_token_id=eos), output_token_ids=())
     tokens = (first, second, third)
     after, row = get_extended(request, tokens, 8192, STRICT_RULES)
     num_taken = 1 if first == eos else 2 if second == eos else 3
@@ -239,8 +233,7 @@ def check_host_ends_a_request_for_its_length_at_the_same_token(
     """One bound, computed when it was submitted, in the place of two."""
     assert 1 <= num_prompt < max_model_len <= 8192 and 1 <= num_outputs <= max_tokens <= 8192
     assert 0 <= min_tokens and num_prompt + num_outputs <= max_model_len
-    request = h.build_request("a", num_prompt, num_outputs, max_tokens)
-    request = h.asking(request, min_tokens=min_tokens)
+    request = h.build_request("a", num_prompt, num_outputs, max_tokens, min_tokens=min_tokens)
     host = HOST(h.build_config(block_size=8192, max_model_len=max_model_len))
     host._submit(request.request)
     host.table.num_known[0] = num_prompt + num_outputs

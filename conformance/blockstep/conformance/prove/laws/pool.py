@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import build_pool, is_conserved, key_of, table_of
+from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.conformance.prove.laws.allocation import blocks_come_from_the_tail
+from blockstep.conformance.prove.laws.allocation import Taken, blocks_come_from_the_tail
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import revoke_slots
 from blockstep.spec.pool import (
@@ -28,9 +28,9 @@ from blockstep.spec.pool import (
     withdraw_all,
     withdraw_blocks,
 )
-from blockstep.spec.requests import Holding, RequestState
+from blockstep.spec.requests import RequestState
 from blockstep.spec.strict import STRICT_RULES
-from blockstep.spec.vocabulary import BlockId, BlockKey, Request, Status
+from blockstep.spec.vocabulary import BlockId, BlockKey
 
 ROOM = Room("pool")
 
@@ -39,7 +39,7 @@ QUEUE: tuple[BlockId, ...] = (5, 4, 6)
 
 def build(first: int, second: int, third: int) -> Pool:
     """The pool of these laws: so many hold blocks 1, 2 and 3."""
-    return build_pool((0, first, second, third, 0, 0, 0), QUEUE, published=(2, 3, 4, 5))
+    return h.build_pool((0, first, second, third, 0, 0, 0), QUEUE, published=(2, 3, 4, 5))
 
 
 # Mistakes.
@@ -87,9 +87,7 @@ def freed_block_loses_its_key(right: Right[Pool], block_table: Sequence[BlockId]
 
 
 @instead(allocate_blocks)
-def allocated_block_keeps_its_key(
-    right: Right[tuple[Pool, tuple[BlockId, ...]]], pool: Pool
-) -> tuple[Pool, tuple[BlockId, ...]]:
+def allocated_block_keeps_its_key(right: Right[Taken], pool: Pool) -> Taken:
     """Its old contents are found while new ones are written over them."""
     after, taken = right()
     return replace(after, block_keys=pool.block_keys, cached=pool.cached), taken
@@ -130,13 +128,13 @@ def reset_puts_free_blocks_in_order_of_their_ids(right: Right[Pool], pool: Pool)
 @instead(revoke_slots, theirs="#43569")
 def keys_of_unwritten_blocks_stay(pool: Pool, request: RequestState) -> Pool:
     """A preempted request's blocks are freed and no more, whatever the step was going to write."""
-    return free_blocks(pool, table_of(request))
+    return free_blocks(pool, h.table_of(request))
 
 
 @instead(revoke_slots)
 def all_keys_of_a_victim_are_withdrawn(pool: Pool, request: RequestState) -> Pool:
     """Also those of blocks that were computed long ago, so that it finds none of them again."""
-    return free_blocks(withdraw_blocks(pool, table_of(request)), table_of(request))
+    return free_blocks(withdraw_blocks(pool, h.table_of(request)), h.table_of(request))
 
 
 # Holding.
@@ -151,7 +149,7 @@ def check_touched_free_block_leaves_the_middle_of_the_queue(
     pool = touch_blocks(build(first, second, third), (2, 4))
     assert pool.free_queue == (5, 6)
     assert pool.ref_counts == (0, first, second + 1, third, 1, 0, 0)
-    assert is_conserved(pool)
+    assert h.is_conserved(pool)
 
 
 @ROOM.law("P1 P2", (1, 2, 3), shared_block_is_freed_with_its_first_holder)
@@ -162,7 +160,7 @@ def check_block_is_free_only_when_its_last_holder_lets_go(
     assert 1 <= first and 1 <= second and 1 <= third
     pool = free_blocks(build(first, second, third), (1, 2, 3))
     assert pool.ref_counts == (0, first - 1, second - 1, third - 1, 0, 0, 0)
-    assert is_conserved(pool)
+    assert h.is_conserved(pool)
 
 
 @ROOM.law("P16", (1, 2, 1), table_is_freed_from_its_head, freed_blocks_go_to_the_front)
@@ -212,7 +210,7 @@ def check_blocks_are_taken_from_the_head_of_the_queue(
     assert pool.free_queue == QUEUE[num_blocks:]
     assert pool.ref_counts[:4] == (0, first, second, third)
     assert all(pool.ref_counts[block_id] == 1 for block_id in taken)
-    assert is_conserved(pool)
+    assert h.is_conserved(pool)
 
 
 @ROOM.law("P3", (2, 1, 2, 3), allocated_block_keeps_its_key)
@@ -223,7 +221,7 @@ def check_taken_block_loses_its_key_and_nobody_else_does(
     assert 0 <= num_blocks <= 3 and 1 <= first and 1 <= second and 1 <= third
     pool, taken = allocate_blocks(build(first, second, third), num_blocks)
     for block_id in (2, 3, 4, 5):
-        found = find_block(pool, key_of(block_id))
+        found = find_block(pool, h.key_of(block_id))
         assert found == (None if block_id in taken else block_id)
         assert (pool.block_keys[block_id] is None) == (block_id in taken)
 
@@ -237,10 +235,10 @@ def check_taken_block_loses_its_key_and_nobody_else_does(
 def check_hit_takes_the_block_that_was_published_first(first: int, second: int, third: int) -> None:
     """An equal block is published beside it, and found when the first one is gone."""
     assert 1 <= first and 1 <= second and 1 <= third
-    pool = publish_blocks(build(first, second, third), (1,), (key_of(5),))
-    assert find_block(pool, key_of(5)) == 5
+    pool = publish_blocks(build(first, second, third), (1,), (h.key_of(5),))
+    assert find_block(pool, h.key_of(5)) == 5
     pool, _ = allocate_blocks(pool, 1)
-    assert find_block(pool, key_of(5)) == 1
+    assert find_block(pool, h.key_of(5)) == 1
     assert pool.ref_counts == (0, first, second, third, 0, 1, 0)
 
 
@@ -250,9 +248,9 @@ def check_withdrawing_a_block_leaves_its_equals_findable(
 ) -> None:
     """And holders and queue as they are."""
     assert 1 <= first and 1 <= second and 1 <= third
-    before = publish_blocks(build(first, second, third), (1,), (key_of(2),))
+    before = publish_blocks(build(first, second, third), (1,), (h.key_of(2),))
     pool = withdraw_blocks(before, (2, 6))
-    assert find_block(pool, key_of(2)) == 1
+    assert find_block(pool, h.key_of(2)) == 1
     assert pool.block_keys[2] is None
     assert (pool.ref_counts, pool.free_queue) == (before.ref_counts, before.free_queue)
 
@@ -265,7 +263,7 @@ def check_reset_leaves_nothing_to_hit_and_the_queue_as_it_was(
     assert 0 <= first and 0 <= second and 0 <= third
     before = build(first, second, third)
     pool = withdraw_all(before)
-    assert all(find_block(pool, key_of(block_id)) is None for block_id in range(7))
+    assert all(find_block(pool, h.key_of(block_id)) is None for block_id in range(7))
     assert pool.free_queue == before.free_queue
     assert pool.ref_counts == before.ref_counts
 
@@ -276,13 +274,8 @@ def check_preemption_withdraws_exactly_the_keys_that_nobody_will_write(
 ) -> None:
     """Blocks 2 and 3 are published for this step: a block is kept if it was full before."""
     assert 1 <= block_size and 0 <= num_computed < 2 * block_size and 1 <= second
-    request = RequestState(
-        Request("a", (1,)),
-        Status.RUNNING,
-        num_computed_tokens=num_computed,
-        holdings=(Holding((2, 3), num_cached_blocks=2),),
-    )
+    request = h.build_runner("a", 1, num_computed, (2, 3), num_settled=2)
     pool = revoke_slots(build(1, second, 1), request, block_size, STRICT_RULES)
-    assert find_block(pool, key_of(2)) == (2 if num_computed >= block_size else None)
-    assert find_block(pool, key_of(3)) is None
+    assert find_block(pool, h.key_of(2)) == (2 if num_computed >= block_size else None)
+    assert find_block(pool, h.key_of(3)) is None
     assert pool.free_queue == (*QUEUE, 3, *((2,) if second == 1 else ()))

@@ -26,7 +26,7 @@ Requests = Mapping[RequestId, RequestState]
 def rank(**places: tuple[int, int]) -> dict[RequestId, RequestState]:
     """Requests by name that stand where their priorities and arrivals put them."""
     return {
-        name: h.asking(h.build_runner(name, 1, 0), priority=priority, arrival_time=arrival_time)
+        name: h.build_runner(name, 1, 0, priority=priority, arrival_time=arrival_time)
         for name, (priority, arrival_time) in places.items()
     }
 

@@ -102,13 +102,17 @@ def promised_tokens_are_no_gap(right: Right[int], budget: int) -> int:
 
 
 def build_promised(
-    num_known: int, num_placeholders: int, name: str = "a", block: int = 1
+    num_prompt: int, num_placeholders: int, name: str = "a", block: int = 1, **of_request: int
 ) -> RequestState:
     """A running request that obeys the law, with draft placeholders attached."""
+    request = h.build_request(name, num_prompt, **of_request)
     return replace(
-        h.build_runner(name, num_known, num_known + num_placeholders - 1, (block,)),
+        request,
+        status=Status.RUNNING,
+        num_computed_tokens=request.num_known_tokens + num_placeholders - 1,
         num_output_placeholders=num_placeholders,
         spec_token_ids=DRAFTS,
+        holdings=(Holding((block,)),),
     )
 
 
@@ -169,13 +173,8 @@ def check_no_row_is_planned_behind_the_last_token(
     """Exactly those run on that may still need a token when the frame in flight is rejected."""
     assert 1 <= num_prompt < 1000 and 0 <= num_outputs < max_tokens < 1000
     assert 1 <= num_placeholders < 1000
-    request = build_promised(num_prompt + num_outputs, num_placeholders)
-    request = replace(
-        h.build_request("a", num_prompt, num_outputs, max_tokens),
-        status=Status.RUNNING,
-        num_computed_tokens=request.num_computed_tokens,
-        num_output_placeholders=num_placeholders,
-        holdings=(Holding((1,)),),
+    request = build_promised(
+        num_prompt, num_placeholders, num_outputs=num_outputs, max_tokens=max_tokens
     )
     _, plan = h.schedule(h.build_state(CONFIG, (request,)))
     assert bool(plan.rows) == (num_outputs + 1 < max_tokens)
@@ -247,17 +246,12 @@ def check_host_counts_promised_tokens_as_the_specification_does(
     """With frames in flight, by the law that computed tokens are one behind what is promised."""
     assert 1 <= num_prompt and 0 <= num_outputs < max_tokens and 0 <= num_placeholders
     assert num_prompt + max_tokens + num_placeholders < 8000 and 1 <= budget
-    num_known = num_prompt + num_outputs
-    num_computed = num_known + num_placeholders - 1
-    request = replace(
-        h.build_request("a", num_prompt, num_outputs, max_tokens),
-        status=Status.RUNNING,
-        num_computed_tokens=num_computed,
-        num_output_placeholders=num_placeholders,
-        spec_token_ids=(-1, -1),
+    request = build_promised(
+        num_prompt, num_placeholders, num_outputs=num_outputs, max_tokens=max_tokens
     )
     host = build_host(h.build_config(max_frames_in_flight=3), request)
-    num_with_spec = num_known + num_placeholders + 2
+    num_computed = request.num_computed_tokens
+    num_with_spec = num_prompt + num_outputs + num_placeholders + len(DRAFTS)
     is_past = is_past_max_tokens(num_computed, num_placeholders, num_prompt, max_tokens)
     due = compute_share(num_with_spec, num_computed, 0, budget, 8191)
     assert host._tokens_to_run(0, budget) == (0 if is_past else due)

@@ -98,19 +98,17 @@ def check_published_blocks_lie_inside_the_table(
 # The engine on the host.
 
 
-class Published:
+class Published(list[int]):
     """In the place of the prefix map: notes which blocks are published."""
-
-    def __init__(self, *blocks: int) -> None:
-        self.blocks = list(blocks)
 
     def publish(self, block: int, _lineage: object, _index: int) -> None:
         """Note it."""
-        self.blocks.append(block)
+        self.append(block)
 
     def withdraw(self, block: int) -> None:
         """Note that it is not any more."""
-        self.blocks = [other for other in self.blocks if other != block]
+        if block in self:
+            self.remove(block)
 
 
 @ROOM.law("P3 P4", (16, 20, 33, 1, 16), wrong.drafts_are_published)
@@ -120,12 +118,12 @@ def check_host_publishes_the_same_blocks(
     """Those of the table that are full now and not settled yet."""
     assert 1 <= block_size <= MAX_INT and 0 <= num_computed and 1 <= num_scheduled
     assert 1 <= num_known <= 3 * block_size and num_known < 8192 and 0 <= num_settled <= 3
-    request = h.with_table(h.build_runner("a", num_known, num_computed), (1, 2, 3), num_settled)
+    request = h.build_runner("a", num_known, num_computed, (1, 2, 3), num_settled)
     host = build_host(h.build_config(block_size, enable_prefix_caching=True), request)
     host.prefix = Published()
     host._publish(0, num_computed, num_scheduled)
     full = compute_num_publishable_blocks(num_computed, num_scheduled, num_known, block_size)
-    assert tuple(host.prefix.blocks) == (1, 2, 3)[num_settled:full]
+    assert tuple(host.prefix) == (1, 2, 3)[num_settled:full]
     assert host.table.holdings[0][0].num_cached == max(num_settled, full)
 
 
@@ -138,15 +136,15 @@ def check_host_publishes_the_same_blocks_of_what_a_commit_verified(
     assert 0 <= num_settled <= 3
     config = h.build_config(block_size, max_frames_in_flight=2, enable_prefix_caching=True)
     request = replace(
-        h.with_table(h.build_runner("a", num_known, num_known), (1, 2, 3), num_settled),
+        h.build_runner("a", num_known, num_known, (1, 2, 3), num_settled),
         block_keys=tuple(map(h.key_of, (1, 2, 3))),
     )
     pool = h.build_pool((0, 1, 1, 1, 0, 0), (4, 5), published=(1, 2, 3)[:num_settled])
     after, due = publish_verified(h.build_state(config, (request,)), pool, request)
     host = build_host(config, request)
-    host.prefix = Published(*(1, 2, 3)[:num_settled])
+    host.prefix = Published((1, 2, 3)[:num_settled])
     host._publish_verified(0)
-    assert host.prefix.blocks == [b for b in (1, 2, 3) if after.block_keys[b] is not None]
+    assert host.prefix == [b for b in (1, 2, 3) if after.block_keys[b] is not None]
     assert host.table.holdings[0][0].num_cached == due.holdings[0].num_cached_blocks
 
 
@@ -157,10 +155,10 @@ def check_host_withdraws_the_same_keys_from_a_victim(
     """Asked of every block that was not full before, also where there is no key to withdraw."""
     assert 1 <= block_size <= MAX_INT and 0 <= num_computed <= 3 * block_size
     assert num_computed < 8192 and 0 <= num_settled <= 3
-    request = h.with_table(h.build_runner("a", 1, num_computed), (1, 2, 3), num_settled)
+    request = h.build_runner("a", 1, num_computed, (1, 2, 3), num_settled)
     pool = h.build_pool((0, 1, 1, 1, 0, 0), (4, 5), published=(1, 2, 3)[:num_settled])
     after = revoke_slots(pool, request, block_size, STRICT_RULES)
     host = build_host(h.build_config(block_size), request)
-    host.prefix = Published(*(1, 2, 3)[:num_settled])
+    host.prefix = Published((1, 2, 3)[:num_settled])
     host._withdraw_unwritten(0)
-    assert host.prefix.blocks == [b for b in (1, 2, 3) if after.block_keys[b] is not None]
+    assert host.prefix == [b for b in (1, 2, 3) if after.block_keys[b] is not None]

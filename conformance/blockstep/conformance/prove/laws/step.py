@@ -209,8 +209,7 @@ def step_of_three(
     config = h.build_config(
         block_size, num_blocks=5, max_num_batched_tokens=budget, policy=Policy.PRIORITY
     )
-    first = h.build_runner("a", block_size + gap_a, block_size, (1, 2))
-    first = h.asking(first, priority=priority_a)
+    first = h.build_runner("a", block_size + gap_a, block_size, (1, 2), priority=priority_a)
     second = h.build_runner("b", block_size + gap_b, block_size, (3,))
     return h.schedule(h.build_state(config, (first, second, h.build_runner("c", known_c, 0, (4,)))))
 
@@ -255,9 +254,8 @@ def check_nobody_is_passed_over_because_of_a_victim_without_a_row(
         policy=Policy.PRIORITY,
         max_frames_in_flight=2,
     )
-    first = h.build_runner("a", known_a, known_a, (1,))
-    asked = replace(first.request, max_tokens=1, priority=1)
-    first = replace(first, request=asked, num_output_placeholders=1)
+    first = h.build_runner("a", known_a, known_a, (1,), max_tokens=1, priority=1)
+    first = replace(first, num_output_placeholders=1)
     second = h.build_runner("b", block_size + gap_b, block_size, (2,))
     third = h.build_runner("c", known_c, 0, (3,))
     after, plan = h.schedule(h.build_state(config, (first, second, third)))
