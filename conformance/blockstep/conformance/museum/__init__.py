@@ -38,4 +38,7 @@ def build(name: str) -> Callable[[Config], Any]:
     """The engine with the defect `name`. Raises KeyError for an unknown name."""
     chosen = EXHIBITS[name]
     clean: Any = load_engine("host")
-    return type(f"Planted_{chosen.plant.__name__}", (clean,), chosen.plant(clean))
+    if chosen.part:
+        part = type("PlantedPart", (chosen.defect, getattr(clean, chosen.part)), {})
+        return type("PlantedEngine", (clean,), {chosen.part: part})
+    return type("PlantedEngine", (chosen.defect, clean), {})
