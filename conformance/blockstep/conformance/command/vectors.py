@@ -11,8 +11,7 @@ import typer
 from blockstep.conformance.command.console import input_errors, say, write_json
 from blockstep.conformance.command.explore import require_worlds, tell_progress
 from blockstep.conformance.command.options import EngineOption, JsonOption
-from blockstep.conformance.explore.fill import fill
-from blockstep.conformance.explore.vectors import consume, read_vectors
+from blockstep.conformance.explore.vectors import consume, fill, read_vectors
 from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.options import ExitCode

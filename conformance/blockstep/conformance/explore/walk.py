@@ -21,7 +21,7 @@ from blockstep.conformance.engine import Capability, get_capabilities
 from blockstep.conformance.explore.canonical import Canonicaliser, Digest
 from blockstep.conformance.explore.cycles import find_cycle
 from blockstep.conformance.explore.probe import get_lacking, get_moment
-from blockstep.conformance.explore.shard import Edge, Hit, Level, Novelty, Shard, Task
+from blockstep.conformance.explore.shard import Edge, Hit, Level, Shard, Task
 from blockstep.conformance.explore.world import Counts, get_events
 from blockstep.conformance.protocol.features import find_lacking
 from blockstep.conformance.protocol.registry import load_engine
@@ -91,7 +91,7 @@ def walk(
         states, transitions, refused, depth = 0, 0, 0, -1
         edges: list[Edge] = []
         hits: list[Hit] = []
-        novelties: list[Novelty] = []
+        novelties: list[tuple[Digest, int]] = []
         shards.call("start")
         num_new = 1
         while (
@@ -109,8 +109,8 @@ def walk(
             num_new = sum(shards.call("absorb", inboxes))
             on_progress(states, transitions, depth)
         programs = [
-            tuple(step.event for step in _path(task, shards, found.parent, found.number))
-            for found in novelties
+            tuple(step.event for step in _path(task, shards, parent, number))
+            for parent, number in novelties
         ]
         found: tuple[str, ...] = ()
         path: tuple[PathStep, ...] = ()

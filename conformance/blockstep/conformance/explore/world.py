@@ -7,10 +7,10 @@ but there are finitely many states.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import product, repeat
 
 from blockstep.conformance.protocol.features import FEATURES, HOSTILE
 from blockstep.spec import vocabulary as v
@@ -154,9 +154,6 @@ def get_answers(world: World, frame: Frame) -> Iterator[v.Commit]:
     """Every right answer to a frame: each number of accepted drafts, each token after them."""
     choices: list[list[v.TokenIds]] = []
     for row in frame.rows:
-        if not row.samples:
-            choices.append([()])
-            continue
         drafts = [world.vocabulary if d < 0 else (d,) for d in row.draft_token_ids]
         choices.append(
             [
@@ -164,25 +161,25 @@ def get_answers(world: World, frame: Frame) -> Iterator[v.Commit]:
                 for accepted in range(len(drafts) + 1)
                 for tokens in product(*drafts[:accepted], world.vocabulary)
             ]
+            if row.samples
+            else [()]
         )
     for answer in product(*choices):
-        pairs = zip(frame.rows, answer, strict=True)
-        yield v.Commit(
-            frame.frame_id, tuple(v.RowTokens(row.request_id, got) for row, got in pairs)
-        )
+        yield _answer(frame, answer)
 
 
 def get_wrong_answers(state: State) -> Iterator[v.Commit]:
     """Answers that must be refused: of a later frame, of too few rows, too long, too short."""
-    frame = state.frames[0]
-    for later in state.frames[1:]:
-        yield v.Commit(
-            later.frame_id, tuple(v.RowTokens(row.request_id, (0,)) for row in later.rows)
-        )
+    frame, *others = state.frames
+    for later in others:
+        yield _answer(later, repeat((0,)))
     yield v.Commit(frame.frame_id, ())
     longest = max(len(row.draft_token_ids) for row in frame.rows) + 2
-    yield v.Commit(
-        frame.frame_id, tuple(v.RowTokens(row.request_id, (0,) * longest) for row in frame.rows)
-    )
+    yield _answer(frame, repeat((0,) * longest))
     if any(row.samples for row in frame.rows):
-        yield v.Commit(frame.frame_id, tuple(v.RowTokens(row.request_id, ()) for row in frame.rows))
+        yield _answer(frame, repeat(()))
+
+
+def _answer(frame: Frame, tokens: Iterable[v.TokenIds]) -> v.Commit:
+    rows = zip(frame.rows, tokens, strict=False)
+    return v.Commit(frame.frame_id, tuple(v.RowTokens(row.request_id, got) for row, got in rows))
