@@ -153,10 +153,9 @@ class Shard:
         """Try every event in every state of the level."""
         level = Level([[] for _ in range(self._num_shards)])
         sent: set[Digest] = set()
-        for found in self._frontier:
-            packed = found.state
-            state = self._packer.unpack(packed) if isinstance(packed, bytes) else packed
-            self._expand_state(level, sent, found.digest, state, found.kept)
+        for digest, _, _, state, kept in self._frontier:
+            known = self._packer.unpack(state) if isinstance(state, bytes) else state
+            self._expand_state(level, sent, digest, known, kept)
         self._frontier = []
         return level
 

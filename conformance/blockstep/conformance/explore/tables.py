@@ -98,9 +98,9 @@ def quirk_rows(
         rows.append(
             {
                 "quirk": str(quirk),
-                "differs after": _length(differs),
+                "differs after": differs.length or NOWHERE,
                 "in": differs.world,
-                "violates after": _length(breaks),
+                "violates after": breaks.length or NOWHERE,
                 "in world": breaks.world,
                 "property": _broken(breaks, story.property_ids),
             }
@@ -129,7 +129,7 @@ def museum_rows(
         rows.append(
             {
                 "defect": name,
-                "events": _length(shortest),
+                "events": shortest.length or NOWHERE,
                 "world": shortest.world,
                 "first difference": _sentence(shortest),
                 "program": "; ".join(tell_program(shortest.path)),
@@ -148,10 +148,6 @@ def join_worlds(rows: Sequence[dict[str, object]]) -> list[dict[str, object]]:
         {"world": world, "defect, events, first difference": "; ".join(defects)}
         for world, defects in by_world.items()
     ]
-
-
-def _length(shortest: Shortest) -> int | str:
-    return NOWHERE if shortest.length is None else shortest.length
 
 
 def _sentence(shortest: Shortest) -> str:

@@ -17,7 +17,7 @@ is told from one that an engine fails. Described in docs/reference/vectors.md.
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.metadata import version
@@ -33,7 +33,7 @@ from blockstep.conformance.explore.probe import differ, get_lacking
 from blockstep.conformance.explore.shard import Task
 from blockstep.conformance.explore.walk import walk
 from blockstep.conformance.explore.world import World
-from blockstep.conformance.protocol.features import Feature, find_lacking
+from blockstep.conformance.protocol.features import find_lacking
 from blockstep.conformance.protocol.findings import Difference
 from blockstep.conformance.protocol.program import describe_event
 from blockstep.conformance.recorded.traces import TraceError, read_lines, recorded
@@ -168,10 +168,8 @@ def _to_json(snapshot: v.Snapshot) -> _State:
 
 
 def _to_links(key: v.BlockKey) -> tuple[_Link, ...]:
-    return tuple(
-        _Link(link.token_ids, link.adapter, link.cache_salt, link.items, link.embeds)
-        for link in key.chain()
-    )
+    names = _Link.__struct_fields__
+    return tuple(_Link(*(getattr(link, name) for name in names)) for link in key.chain())
 
 
 # --- filling
@@ -207,8 +205,7 @@ def fill(
     programs: list[tuple[v.Event, ...]] = [*walked.programs, world.mistakes]
     deeds = [trace_program(start, events) for events in programs]
     chosen = choose([(len(events), done) for events, done in zip(programs, deeds, strict=True)])
-    last = len(programs) - 1
-    kept = [programs[index] for index in sorted({*chosen, last})]
+    kept = [programs[index] for index in sorted({*chosen, len(programs) - 1})]
     return Filled(
         manifest=write_vectors(path, world.name, world.config, kept),
         num_events=sum(map(len, kept)),
@@ -347,7 +344,10 @@ def consume(vectors: Vectors, make_engine: EngineFactory) -> Consumed:
     for number, steps in enumerate(vectors.programs, 1):
         engine = make_engine(vectors.config)
         for count, step in enumerate(steps, 1):
-            lacking = _lacking(step, capabilities, features)
+            if isinstance(step.observation, v.Rejected):
+                lacking = None if Capability.REJECTION in capabilities else Capability.REJECTION
+            else:
+                lacking = get_lacking(features, step.event)
             if lacking is not None:
                 result.skipped[lacking] = result.skipped.get(lacking, 0) + 1
                 if lacking is Capability.REJECTION:
@@ -363,11 +363,3 @@ def consume(vectors: Vectors, make_engine: EngineFactory) -> Consumed:
                 return result
         result.num_programs += 1
     return result
-
-
-def _lacking(
-    step: VectorStep, capabilities: frozenset[str], features: Iterable[Feature]
-) -> Capability | None:
-    if isinstance(step.observation, v.Rejected):
-        return None if Capability.REJECTION in capabilities else Capability.REJECTION
-    return get_lacking(features, step.event)

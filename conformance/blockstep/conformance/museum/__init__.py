@@ -16,7 +16,6 @@ from blockstep.conformance.museum import (
     admission,
     drafts,
     identity,
-    output,
     plan,
     pool,
     preemption,
@@ -28,7 +27,7 @@ from blockstep.spec.vocabulary import Config
 
 __all__ = ["EXHIBITS", "Exhibit", "build"]
 
-_PAGES = (pool, admission, preemption, drafts, promises, output, plan, identity)
+_PAGES = (pool, admission, preemption, drafts, promises, plan, identity)
 
 EXHIBITS: Mapping[str, Exhibit] = collect(page.PAGE for page in _PAGES)
 """All planted defects, by name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     Engine = Any
@@ -19,9 +19,6 @@ class Defect(Engine):  # type: ignore[misc]
     Typed loosely on purpose: the museum reaches into an engine that it must not import
     (architecture D3).
     """
-
-
-T = TypeVar("T", bound=type[Defect])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +46,10 @@ class Page:
 
     def exhibit(
         self, title: str, upstream: str, properties: str, wrong_fix_of: str = "", part: str = ""
-    ) -> Callable[[T], T]:
+    ) -> Callable[[type[Defect]], type[Defect]]:
         """Put a planted defect, named like its class, on this page."""
 
-        def register(defect: T) -> T:
+        def register(defect: type[Defect]) -> type[Defect]:
             name = re.sub(r"\B(?=[A-Z])", "-", defect.__name__).lower()
             told = tuple(properties.split())
             self.exhibits.append(Exhibit(name, title, upstream, told, defect, wrong_fix_of, part))

@@ -92,36 +92,42 @@ class LastKeyWithdrawn(Defect):
                 self.prefix.withdraw(block)
 
 
-@PAGE.exhibit("the new blocks of a victim's row are announced later", "#23713", "P26 P2 P3")
-class BlocksOfVictimAnnounced(Defect):
-    """The record of the dropped row stays, and is added to the next row of the request."""
+class _KeepsRecord(Defect):
+    """What the record of a dropped row holds is kept for a later row of the request."""
+
+    _column: int
 
     def _unschedule(self, victim: int, step: Any) -> None:
         row = step.rows.get(victim)
-        if row is not None and row[1]:
-            self.__dict__.setdefault("_records", {})[victim] = row[1]
+        if row is not None and row[self._column]:
+            self.__dict__.setdefault("_records", {})[victim] = row[self._column]
         super()._unschedule(victim, step)
 
+    def _pop_record(self, slot: int) -> Any:
+        return self.__dict__.setdefault("_records", {}).pop(slot, ())
+
+
+@PAGE.exhibit("the new blocks of a victim's row are announced later", "#23713", "P26 P2 P3")
+class BlocksOfVictimAnnounced(_KeepsRecord):
+    """The record of the dropped row stays, and is added to the next row of the request."""
+
+    _column = 1
+
     def _running_row(self, slot: int, row: Any) -> Any:
-        stale = self.__dict__.setdefault("_records", {}).pop(slot, ())
+        stale = self._pop_record(slot)
         tables = tuple(old + new for old, new in zip_longest(stale, row[1], fillvalue=()))
         return super()._running_row(slot, (row[0], tables, row[2]))
 
 
 @PAGE.exhibit("the drafts of a victim's row are dispatched later", "#28558", "P24 P26")
-class DraftsOfVictimDispatched(Defect):
+class DraftsOfVictimDispatched(_KeepsRecord):
     """They are sent with the request's first chunk, to be verified at another position."""
 
-    def _unschedule(self, victim: int, step: Any) -> None:
-        row = step.rows.get(victim)
-        if row is not None and row[2]:
-            self.__dict__.setdefault("_records", {})[victim] = row[2]
-        super()._unschedule(victim, step)
+    _column = 2
 
     def _resumed_row(self, slot: int, num_scheduled: int) -> Any:
         row = super()._resumed_row(slot, num_scheduled)
-        stale = self.__dict__.setdefault("_records", {}).pop(slot, ())
-        return replace(row, draft_token_ids=stale)
+        return replace(row, draft_token_ids=self._pop_record(slot))
 
 
 @PAGE.exhibit("the place in line is not corrected for a victim ahead", "#23713", "P15 P9")
