@@ -13,7 +13,7 @@ from blockstep.conformance import museum
 from blockstep.conformance.command.main import app
 from blockstep.conformance.judge.properties import PROPERTIES
 from blockstep.conformance.museum import EXHIBITS, Exhibit, build
-from blockstep.conformance.museum.exhibit import Page, collect
+from blockstep.conformance.museum.exhibit import Defect, Page, collect
 from blockstep.conformance.museum.trial import (
     DIVERGENCE,
     SURVIVED,
@@ -32,7 +32,7 @@ from blockstep.spec.vocabulary import Config
 NAMED = {entry.id for entry in PROPERTIES} | {"P10"}
 """What a finding may name. P10 is about whole runs: the driver speaks of it."""
 QUICK = ("leak-on-abort", "forward-frees", "row-of-victim-stays")
-IDLE = Exhibit("nothing-is-wrong", "nothing", "nowhere", ("P1",), lambda _clean: {})
+IDLE = Exhibit("nothing-is-wrong", "nothing", "nowhere", ("P1",), Defect)
 
 
 def blockstep(*args: object) -> Result:
@@ -57,8 +57,8 @@ def test_every_exhibit_says_where_it_is_from_and_what_kills_it(name: str) -> Non
     assert entry.properties
     assert set(entry.properties) <= NAMED
     assert len(set(entry.properties)) == len(entry.properties)
-    assert entry.plant.__doc__
-    assert "\n" not in entry.plant.__doc__.strip()
+    assert entry.defect.__doc__
+    assert "\n" not in entry.defect.__doc__.strip()
 
 
 @pytest.mark.parametrize("name", EXHIBITS)
@@ -66,7 +66,8 @@ def test_every_exhibit_can_be_built_and_runs(name: str) -> None:
     config = Config(num_blocks=8)
     engine = build(name)(config)
     assert engine.snapshot() is not None
-    assert EXHIBITS[name].plant(type(engine).__mro__[1])
+    kinds = {type(engine), *map(type, vars(engine).values())}
+    assert any(EXHIBITS[name].defect in kind.__mro__ for kind in kinds)
 
 
 def test_titles_differ_and_wrong_fixes_are_of_something_else() -> None:
@@ -87,7 +88,7 @@ def test_a_name_is_given_once() -> None:
 
 def test_a_wrong_fix_is_of_an_exhibit() -> None:
     page = Page()
-    page.exhibit("a title", "#1", "P1", wrong_fix_of="nothing")(lambda _clean: {})
+    page.exhibit("a title", "#1", "P1", wrong_fix_of="nothing")(Defect)
     with pytest.raises(ValueError, match="no 'nothing' to fix"):
         collect([page])
 

@@ -10,8 +10,7 @@ import typer
 
 from blockstep.conformance.command import console, options
 from blockstep.conformance.command.explore import require_worlds, tell_progress
-from blockstep.conformance.explore.fill import fill
-from blockstep.conformance.explore.vectors import consume, read_vectors
+from blockstep.conformance.explore.vectors import consume, fill, read_vectors
 from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.options import ExitCode

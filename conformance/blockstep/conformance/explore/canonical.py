@@ -93,16 +93,14 @@ class Canonicaliser:
             tuple(contents),
             tuple(sorted(tuple(places[block_id] for block_id in blocks) for blocks in equals)),
             frames,
-            _labelled(labels, state.finished_req_ids),
-            _labelled(labels, state.prev_scheduled_req_ids),
-            _labelled(labels, state.reset_req_ids),
+            *(tuple(sorted(labels[name] for name in names)) for names in _get_sets(state)),
         )
 
     def _label(self, state: State) -> dict[RequestId, tuple[int, int]]:
         """A request's class, and how many of its class appear before it."""
         rows = (row.request_id for frame in state.frames for row in frame.rows)
         appear = dict.fromkeys((*state.running, *state.waiting, *state.skipped_waiting, *rows))
-        sets = (state.finished_req_ids, state.prev_scheduled_req_ids, state.reset_req_ids)
+        sets = _get_sets(state)
         rest = {name for names in sets for name in names if name not in appear}
         # Of these nothing is left but in which sets they are, so ids may break the ties.
         appear |= dict.fromkeys(
@@ -168,5 +166,5 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
     )
 
 
-def _labelled(labels: Mapping[RequestId, Any], names: Iterable[RequestId]) -> Form:
-    return tuple(sorted(labels[name] for name in names))
+def _get_sets(state: State) -> tuple[Iterable[RequestId], ...]:
+    return state.finished_req_ids, state.prev_scheduled_req_ids, state.reset_req_ids

@@ -69,9 +69,7 @@ class _Unpickler(pickle.Unpickler):
 
 def get_constants(world: World) -> list[object]:
     """What every state of a world and every engine in it have in common."""
-    members = (
-        member for kind in (v.Status, v.PauseState, v.Policy, v.SpecMethod) for member in kind
-    )
+    members = (*v.Status, *v.PauseState, *v.Policy, *v.SpecMethod)
     return [world.config, *world.requests, *members]
 
 
@@ -112,7 +110,6 @@ class Copies:
                 engine.apply(v.Submit(request))
             engine.apply(v.Schedule())
             twin = self._packer.unpack(self._packer.pack(engine))
-            same: bool = twin.snapshot() == engine.snapshot()
-            return same
+            return bool(twin.snapshot() == engine.snapshot())
         except Exception:
             return False  # whatever pickle says of a foreign object

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
-from blockstep.conformance.explore.probe import Moment, StateMemo, count_witnesses, get_moment
+from blockstep.conformance.explore.probe import Moment, StateMemo, get_moment, get_witnesses
 from blockstep.spec.state import State
 from blockstep.spec.transition import transition
 from blockstep.spec.vocabulary import Event
@@ -47,7 +47,7 @@ class Tracer:
         finally:
             sys.settrace(before)
         answer = f"{type(event).__name__} -> {type(moment.observation).__name__}"
-        return moment, frozenset({answer, *self._arcs, *count_witnesses(moment, self._memo)})
+        return moment, frozenset({answer, *self._arcs, *get_witnesses(self._memo, moment)})
 
     def _enter(self, frame: FrameType, _what: str, _argument: Any) -> Callable[..., Any] | None:
         code = frame.f_code

@@ -21,12 +21,10 @@ def get_no_progress(moment: Moment, is_loop: bool) -> bool:
     """Whether a transition may be part of a cycle that must not be."""
     state = moment.before
     match moment.event, moment.observation:
-        case Schedule(), Plan():
-            if is_loop and state.frames:
-                return False
-        case Commit(), Outputs(rows=rows):
-            if rows:
-                return False
+        case Schedule(), Plan() if not (is_loop and state.frames):
+            pass
+        case Commit(), Outputs(rows=()):
+            pass
         case _:
             return False
     return state.pause_state is PauseState.UNPAUSED and any(

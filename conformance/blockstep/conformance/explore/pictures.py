@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 
 from blockstep.conformance.explore.shard import sketch
@@ -20,10 +20,8 @@ _WIDTH, _GAP, _LINE = 112, 76, 14
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One state."""
+    """One state; its number is its place in the order of the walk."""
 
-    number: int
-    """In the order of the walk."""
     depth: int
     lines: tuple[str, ...]
 
@@ -40,26 +38,23 @@ class Graph:
 def get_graph(walked: Walked) -> Graph:
     """The graph of a walk that kept its edges."""
     first = sketch(initial_state(walked.task.world.config))
-    numbers: dict[int, int] = {}
-    nodes: list[Node] = []
+    nodes = [Node(0, tuple(first.split("\n")))]
+    numbers = {edge.source: 0 for edge in walked.edges[:1]}
     ways: dict[tuple[int, int], dict[str, None]] = defaultdict(dict)
     for edge in walked.edges:
-        if not numbers:
-            numbers[edge.source] = 0
-            nodes.append(Node(0, 0, tuple(first.split("\n"))))
-        source = nodes[numbers[edge.source]]
+        source = numbers[edge.source]
         if edge.target not in numbers:
             numbers[edge.target] = len(nodes)
-            nodes.append(Node(len(nodes), source.depth + 1, tuple(edge.sketch.split("\n"))))
+            nodes.append(Node(nodes[source].depth + 1, tuple(edge.sketch.split("\n"))))
         if edge.source != edge.target:
-            ways[source.number, numbers[edge.target]][tell_event(edge.event)] = None
+            ways[source, numbers[edge.target]][tell_event(edge.event)] = None
     return Graph(tuple(nodes), {ends: tuple(events) for ends, events in ways.items()})
 
 
 def to_json(graph: Graph) -> dict[str, object]:
     """For machines (docs/reference/json.md)."""
     return {
-        "states": [{"number": n.number, "depth": n.depth, "lines": n.lines} for n in graph.nodes],
+        "states": [{"number": n, **asdict(node)} for n, node in enumerate(graph.nodes)],
         "transitions": [
             {"source": source, "target": target, "events": events}
             for (source, target), events in graph.ways.items()
@@ -70,9 +65,9 @@ def to_json(graph: Graph) -> dict[str, object]:
 def to_dot(graph: Graph) -> str:
     """For Graphviz."""
     lines = ["digraph world {", "  rankdir=LR; node [shape=box, fontname=monospace];"]
-    for node in graph.nodes:
+    for number, node in enumerate(graph.nodes):
         label = "\\n".join(node.lines).replace('"', "'")
-        lines.append(f'  s{node.number} [label="{label}"];')
+        lines.append(f'  s{number} [label="{label}"];')
     for (source, target), events in graph.ways.items():
         label = "\\n".join(map(_short, events)).replace('"', "'")
         lines.append(f'  s{source} -> s{target} [label="{label}"];')
@@ -81,14 +76,14 @@ def to_dot(graph: Graph) -> str:
 
 def to_svg(graph: Graph) -> str:
     """Columns by depth; a way back is drawn below, dashed."""
-    places: dict[int, tuple[int, int]] = {}
+    places: list[tuple[int, int]] = []
     columns: dict[int, int] = defaultdict(int)
     height = 4 * _LINE
     for node in graph.nodes:
         row = columns[node.depth]
         columns[node.depth] += 1
-        places[node.number] = (10 + node.depth * (_WIDTH + _GAP), 30 + row * (height + 3 * _LINE))
-    bottom = max(y for _, y in places.values()) + height
+        places.append((10 + node.depth * (_WIDTH + _GAP), 30 + row * (height + 3 * _LINE)))
+    bottom = max(y for _, y in places) + height
     parts: list[str] = []
     num_back = 0
     for (source, target), events in graph.ways.items():
@@ -113,13 +108,12 @@ def to_svg(graph: Graph) -> str:
             )
             at_x, at_y = (x + to_x) // 2, low - 4
         parts.append(f'<text class="way" x="{at_x}" y="{at_y}">{escape(text)}</text>')
-    for node in graph.nodes:
-        x, y = places[node.number]
+    for (x, y), node in zip(places, graph.nodes, strict=True):
         parts.append(f'<rect x="{x}" y="{y}" width="{_WIDTH}" height="{height}" rx="6"/>')
         for index, line in enumerate(node.lines):
             at_y = y + height // 2 + 5 + int((index - (len(node.lines) - 1) / 2) * _LINE)
             parts.append(f'<text x="{x + _WIDTH // 2}" y="{at_y}">{escape(line)}</text>')
-    right = max(x for x, _ in places.values()) + _WIDTH + 10
+    right = max(x for x, _ in places) + _WIDTH + 10
     low = bottom + 22 * num_back + 12
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right} {low}"'
@@ -136,6 +130,4 @@ def to_svg(graph: Graph) -> str:
 def _short(event: str) -> str:
     """As much of an event as names it in a picture."""
     words = event.split()
-    if words[0] == "submit":
-        return f"submit {words[1]}"
-    return " ".join(words[:1] if words[0] == "commit" else words)
+    return " ".join(words[: {"submit": 2, "commit": 1}.get(words[0])])

@@ -7,7 +7,7 @@ history say nothing here: who was preempted since when, and what a reset came be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -62,9 +62,6 @@ def get_moment(state: State, event: v.Event) -> Moment:
     if isinstance(result, v.Rejected):
         return Moment(state, event, state, result)
     return Moment(state, event, result.state, result.observation)
-
-
-Probe: TypeAlias = Callable[[Moment], Hits]
 
 
 def get_ledger(state: State) -> Ledger:
@@ -126,14 +123,12 @@ class StateMemo:
 
     def snapshot_after(self, moment: Moment) -> v.Snapshot:
         """The state after a moment."""
-        if self._moment is moment and self._after is not None:
-            return self._after
-        before = self._snapshot_before(moment.before)
-        after = before
-        if moment.after is not moment.before:
-            after = get_snapshot(moment.after, self._show)
-        self._moment, self._after = moment, after
-        return after
+        if self._moment is not moment or self._after is None:
+            before = self._snapshot_before(moment.before)
+            is_same = moment.after is moment.before
+            self._after = before if is_same else get_snapshot(moment.after, self._show)
+            self._moment = moment
+        return self._after
 
     def step(self, moment: Moment) -> tuple[Step, Ledger]:
         """The transition as a step, and what was known before it."""
@@ -155,66 +150,33 @@ class StateMemo:
         return self._requests.get(id(request)) or get_request_snapshot(request)
 
 
-class PropertyProbe:
-    """The properties of a step."""
-
-    def __init__(self, memo: StateMemo) -> None:
-        self._memo = memo
-
-    def __call__(self, moment: Moment) -> Hits:
-        """What is wrong with a transition."""
-        step, ledger = self._memo.step(moment)
-        return [
-            f"{finding.property_id} {finding.sentence}: {finding.message}"
-            for finding in check_step(step, ledger)
-        ]
+def broken_properties(memo: StateMemo, moment: Moment) -> Hits:
+    """The properties that do not hold."""
+    return [
+        f"{finding.property_id} {finding.sentence}: {finding.message}"
+        for finding in check_step(*memo.step(moment))
+    ]
 
 
-class WitnessProbe:
-    """A named situation."""
-
-    def __init__(self, name: str, memo: StateMemo) -> None:
-        self._name = name
-        self._memo = memo
-
-    def __call__(self, moment: Moment) -> Hits:
-        """The name, if a transition is that situation."""
-        step, ledger = self._memo.step(moment)
-        return [self._name] if self._name in situations(step, ledger) else []
+def get_witnesses(memo: StateMemo, moment: Moment) -> Hits:
+    """The situations that a transition is, without those of the past."""
+    return [name for name in situations(*memo.step(moment)) if name not in OF_THE_PAST]
 
 
-class QuirkProbe:
+def compare_with(quirk: Quirk, moment: Moment) -> Hits:
     """Where the specification with a quirk answers otherwise, or comes to another state.
 
     Up to there both have come the same way, so the quirk is switched on in the state before.
     """
-
-    def __init__(self, quirk: Quirk) -> None:
-        self._quirk = quirk
-
-    def __call__(self, moment: Moment) -> Hits:
-        """What differs."""
-        before = moment.before
-        quirks = frozenset({*map(Quirk, before.rules.quirks), self._quirk})
-        other = get_moment(replace(before, rules=get_rules(quirks, before.config)), moment.event)
-        after = replace(other.after, rules=before.rules)
-        differences = list(observation_differences(moment.observation, other.observation))
-        if after != moment.after:
-            differences += snapshot_differences(get_snapshot(moment.after), get_snapshot(after))
-            differences = differences or [Difference("state", "of the spec", "of the quirk")]
-        return [f"{d.field}: spec {d.expected}, quirk {d.seen}" for d in differences]
-
-
-def compare(
-    engine: Engine, moment: Moment, expected: v.Snapshot, capabilities: frozenset[str]
-) -> Hits:
-    """Give an engine that stands in the state before the event; how it differs after it."""
-    return [
-        f"the engine raised {found.seen}"
-        if found.field == RAISED
-        else f"{found.field}: spec {found.expected}, engine {found.seen}"
-        for found in differ(engine, moment.event, moment.observation, expected, capabilities)
-    ]
+    before = moment.before
+    quirks = frozenset({*map(Quirk, before.rules.quirks), quirk})
+    other = get_moment(replace(before, rules=get_rules(quirks, before.config)), moment.event)
+    after = replace(other.after, rules=before.rules)
+    differences = list(observation_differences(moment.observation, other.observation))
+    if after != moment.after:
+        differences += snapshot_differences(get_snapshot(moment.after), get_snapshot(after))
+        differences = differences or [Difference("state", "of the spec", "of the quirk")]
+    return [f"{d.field}: spec {d.expected}, quirk {d.seen}" for d in differences]
 
 
 def differ(
@@ -236,14 +198,3 @@ def differ(
             after = replace(after, stats=expected.stats)
         differences += snapshot_differences(expected, after)
     return differences
-
-
-def is_for(capabilities: frozenset[str], observation: v.Observation) -> bool:
-    """Whether an engine is given an event that the spec has answered so."""
-    return Capability.REJECTION in capabilities or not isinstance(observation, v.Rejected)
-
-
-def count_witnesses(moment: Moment, memo: StateMemo) -> Iterator[str]:
-    """The situations that a transition is, without those of the past."""
-    step, ledger = memo.step(moment)
-    return (name for name in situations(step, ledger) if name not in OF_THE_PAST)

@@ -10,24 +10,13 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from blockstep.conformance.engine import ALL_CAPABILITIES, Engine
+from blockstep.conformance.engine import ALL_CAPABILITIES, Capability, Engine
+from blockstep.conformance.explore import probe
 from blockstep.conformance.explore.canonical import Canonicaliser, Digest
 from blockstep.conformance.explore.copies import Copies, Kept, Packer, get_constants
 from blockstep.conformance.explore.cover import Tracer
 from blockstep.conformance.explore.cycles import get_no_progress
-from blockstep.conformance.explore.probe import (
-    Hits,
-    Moment,
-    Probe,
-    PropertyProbe,
-    QuirkProbe,
-    StateMemo,
-    WitnessProbe,
-    compare,
-    get_lacking,
-    get_moment,
-    is_for,
-)
+from blockstep.conformance.explore.probe import Hits, Moment, get_moment
 from blockstep.conformance.explore.world import World, get_events
 from blockstep.conformance.protocol.features import find_lacking
 from blockstep.conformance.protocol.registry import load_engine
@@ -97,13 +86,6 @@ class Edge(NamedTuple):
     """The target, in a few words."""
 
 
-class Novelty(NamedTuple):
-    """A transition that does something that none before it did."""
-
-    parent: Digest
-    number: int
-
-
 @dataclass(slots=True)
 class Level:
     """What one shard found at one depth."""
@@ -114,7 +96,8 @@ class Level:
     refused: int = 0
     hits: list[Hit] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
-    novelties: list[Novelty] = field(default_factory=list)
+    novelties: list[tuple[Digest, int]] = field(default_factory=list)
+    """Transitions that do something that none before did: the parent, and the event's number."""
 
 
 class Shard:
@@ -125,12 +108,7 @@ class Shard:
         self._index = index
         self._num_shards = num_shards
         self._digest = Canonicaliser(task.world).digest
-        self._memo = StateMemo()
-        self._probes: list[Probe] = [PropertyProbe(self._memo)] if task.properties else []
-        if task.witness:
-            self._probes.append(WitnessProbe(task.witness, self._memo))
-        if task.quirk is not None:
-            self._probes.append(QuirkProbe(task.quirk))
+        self._memo = probe.StateMemo()
         self._capabilities = ALL_CAPABILITIES
         self._copies: Copies | None = None
         if task.engine:
@@ -138,6 +116,8 @@ class Shard:
             self._copies = Copies(make_engine, task.world)
             self._capabilities = make_engine(task.world.config).capabilities()
         self._lacking = find_lacking(self._capabilities)
+        self._is_spared = Capability.REJECTION not in self._capabilities
+        """Whether the engine is not given what the specification refuses."""
         self._tracer = Tracer() if task.deeds else None
         self._done: set[str] = set()
         self._parents: dict[Digest, Digest] = {}
@@ -173,10 +153,9 @@ class Shard:
         """Try every event in every state of the level."""
         level = Level([[] for _ in range(self._num_shards)])
         sent: set[Digest] = set()
-        for found in self._frontier:
-            packed = found.state
-            state = self._packer.unpack(packed) if isinstance(packed, bytes) else packed
-            self._expand_state(level, sent, found.digest, state, found.kept)
+        for digest, _, _, state, kept in self._frontier:
+            known = self._packer.unpack(state) if isinstance(state, bytes) else state
+            self._expand_state(level, sent, digest, known, kept)
         self._frontier = []
         return level
 
@@ -185,15 +164,16 @@ class Shard:
     ) -> None:
         engine: Engine | None = None
         for number, event in enumerate(get_events(self._task.world, state)):
-            if self._lacking and get_lacking(self._lacking, event) is not None:
+            if self._lacking and probe.get_lacking(self._lacking, event) is not None:
                 continue
             try:
                 moment = self._apply(level, state, event, (digest, number))
             except AssertionError as error:
                 level.hits.append(Hit(digest, number, [f"{SPEC_IS_WRONG}: {error}"]))
                 continue
-            lines = [line for probe in self._probes for line in probe(moment)]
-            if self._copies is not None and is_for(self._capabilities, moment.observation):
+            lines = self._probe(moment)
+            is_refused = isinstance(moment.observation, Rejected)
+            if self._copies is not None and not (is_refused and self._is_spared):
                 is_fresh = engine is None
                 engine = engine or self._copies.revive(kept)
                 differences = self._compare(engine, moment)
@@ -201,7 +181,7 @@ class Shard:
                     fresh = self._compare(self._copies.revive(kept), moment)
                     differences = fresh or [f"{OUT_OF_NOTHING}: {line}" for line in differences]
                 lines += differences
-            if moment.after is state and isinstance(moment.observation, Rejected):
+            if is_refused:
                 level.refused += 1  # `engine` still stands here, and is used again
             else:
                 level.transitions += 1
@@ -219,6 +199,14 @@ class Shard:
                 engine = None
             if lines:
                 level.hits.append(Hit(digest, number, lines))
+
+    def _probe(self, moment: Moment) -> Hits:
+        """What was looked for in a transition, a line each."""
+        task, memo = self._task, self._memo
+        lines = probe.broken_properties(memo, moment) if task.properties else []
+        if task.witness and task.witness in probe.get_witnesses(memo, moment):
+            lines.append(task.witness)
+        return lines if task.quirk is None else lines + probe.compare_with(task.quirk, moment)
 
     def _record(self, level: Level, moment: Moment, source: Digest, target: Digest) -> None:
         if self._task.edges:
@@ -243,7 +231,15 @@ class Shard:
             level.outboxes[owner].append(found._replace(state=packed))
 
     def _compare(self, engine: Engine, moment: Moment) -> Hits:
-        return compare(engine, moment, self._memo.snapshot_after(moment), self._capabilities)
+        """Give the event to an engine that stands in the state before; how it differs after it."""
+        after = self._memo.snapshot_after(moment)
+        found = probe.differ(engine, moment.event, moment.observation, after, self._capabilities)
+        return [
+            f"the engine raised {d.seen}"
+            if d.field == probe.RAISED
+            else f"{d.field}: spec {d.expected}, engine {d.seen}"
+            for d in found
+        ]
 
     def _apply(self, level: Level, state: State, event: Event, place: tuple[Digest, int]) -> Moment:
         if self._tracer is None:
@@ -251,7 +247,7 @@ class Shard:
         moment, deeds = self._tracer.apply(state, event)
         if not deeds <= self._done:
             self._done |= deeds
-            level.novelties.append(Novelty(*place))
+            level.novelties.append(place)
         return moment
 
     def parent(self, digest: Digest) -> Digest | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from blockstep.conformance.explore.shard import MAX_STATES, Task
@@ -18,10 +18,6 @@ NOWHERE = "-"
 UNBROKEN = "none: it is only another behaviour"
 FIRST_LIMITS = (200, 2_000)
 """States of a walk while nothing has been found anywhere."""
-
-
-def _be_silent(_text: str) -> None:
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +36,12 @@ class Shortest:
         return len(self.path) + len(self.cycle) if self.found else None
 
 
-def find_shortest(name: str, tasks: Iterable[Task], jobs: int = 1) -> Shortest:
+def find_shortest(name: str, tasks: Sequence[Task], jobs: int = 1) -> Shortest:
     """The shortest program over all tasks, the first of equals.
 
     All worlds are walked a little way first. Once one of them has a program, the others are walked
     only as deep as would be shorter still.
     """
-    tasks = list(tasks)
     best = Shortest(name)
     for limit in (*FIRST_LIMITS, MAX_STATES):
         best = _find_in_passing(best, tasks, jobs, limit)
@@ -55,7 +50,7 @@ def find_shortest(name: str, tasks: Iterable[Task], jobs: int = 1) -> Shortest:
     return best
 
 
-def _find_in_passing(best: Shortest, tasks: Iterable[Task], jobs: int, limit: int) -> Shortest:
+def _find_in_passing(best: Shortest, tasks: Sequence[Task], jobs: int, limit: int) -> Shortest:
     """The shortest program after one walk for each task, of at most `limit` states."""
     for task in tasks:
         task = replace(task, max_states=min(task.max_states, limit))
@@ -82,8 +77,8 @@ def quirk_rows(
     worlds: Sequence[World],
     max_states: int,
     jobs: int,
-    names: Sequence[str] = (),
-    advance: Callable[[str], None] = _be_silent,
+    names: Sequence[str],
+    advance: Callable[[str], None],
 ) -> list[dict[str, object]]:
     """For each quirk: when it first differs from the specification, and breaks a property."""
     rows: list[dict[str, object]] = []
@@ -93,25 +88,19 @@ def quirk_rows(
             continue
         advance(quirk)
         without = Profile("without", frozenset(story.upon))
-        differs = find_shortest(
-            quirk,
-            (
-                Task(world, without, properties=False, quirk=quirk, max_states=max_states)
-                for world in worlds
-            ),
-            jobs,
-        )
+        tasks = [Task(world, without, max_states=max_states) for world in worlds]
+        differing = [replace(task, properties=False, quirk=quirk) for task in tasks]
+        differs = find_shortest(quirk, differing, jobs)
         if story.upon:  # what breaks without it is not its doing
-            worlds = [w for w in worlds if not walk(Task(w, without, max_states=max_states)).found]
-        breaks = find_shortest(
-            quirk, (Task(world, profile, max_states=max_states) for world in worlds), jobs
-        )
+            tasks = [task for task in tasks if not walk(task).found]
+            worlds = [task.world for task in tasks]
+        breaks = find_shortest(quirk, [replace(task, profile=profile) for task in tasks], jobs)
         rows.append(
             {
                 "quirk": str(quirk),
-                "differs after": _length(differs),
+                "differs after": differs.length or NOWHERE,
                 "in": differs.world,
-                "violates after": _length(breaks),
+                "violates after": breaks.length or NOWHERE,
                 "in world": breaks.world,
                 "property": _broken(breaks, story.property_ids),
             }
@@ -123,8 +112,8 @@ def museum_rows(
     worlds: Sequence[World],
     max_states: int,
     jobs: int,
-    names: Sequence[str] = (),
-    advance: Callable[[str], None] = _be_silent,
+    names: Sequence[str],
+    advance: Callable[[str], None],
 ) -> list[dict[str, object]]:
     """For each planted defect: the shortest program on which it differs.
 
@@ -134,15 +123,13 @@ def museum_rows(
     rows: list[dict[str, object]] = []
     for name in names or EXHIBITS:
         advance(name)
-        engine = f"{MUSEUM}{name}"
-        tasks = (
-            Task(world, properties=False, engine=engine, max_states=max_states) for world in worlds
-        )
+        task = Task(worlds[0], properties=False, engine=f"{MUSEUM}{name}", max_states=max_states)
+        tasks = [replace(task, world=world) for world in worlds]
         shortest = find_shortest(name, tasks, jobs)
         rows.append(
             {
                 "defect": name,
-                "events": _length(shortest),
+                "events": shortest.length or NOWHERE,
                 "world": shortest.world,
                 "first difference": _sentence(shortest),
                 "program": "; ".join(tell_program(shortest.path)),
@@ -161,10 +148,6 @@ def join_worlds(rows: Sequence[dict[str, object]]) -> list[dict[str, object]]:
         {"world": world, "defect, events, first difference": "; ".join(defects)}
         for world, defects in by_world.items()
     ]
-
-
-def _length(shortest: Shortest) -> int | str:
-    return NOWHERE if shortest.length is None else shortest.length
 
 
 def _sentence(shortest: Shortest) -> str:

@@ -17,26 +17,34 @@ is told from one that an engine fails. Described in docs/reference/vectors.md.
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from blockstep.conformance.engine import Capability, EngineFactory, get_capabilities
+from blockstep.conformance.explore.cover import choose, trace_program
 from blockstep.conformance.explore.probe import differ, get_lacking
-from blockstep.conformance.protocol.features import Feature, find_lacking
+from blockstep.conformance.explore.shard import Task
+from blockstep.conformance.explore.walk import walk
+from blockstep.conformance.explore.world import World
+from blockstep.conformance.protocol.features import find_lacking
 from blockstep.conformance.protocol.findings import Difference
 from blockstep.conformance.protocol.program import describe_event
-from blockstep.conformance.recorded.traces import TraceError, TraceStep, read_lines, recorded
+from blockstep.conformance.recorded.traces import TraceError, read_lines, recorded
 from blockstep.spec import vocabulary as v
 from blockstep.spec.oracle import Oracle
+from blockstep.spec.profiles import initial_state
 
 VECTORS_FORMAT = "blockstep-vectors"
 VECTORS_VERSION = 1
+
+T = TypeVar("T")
 
 
 class _Link(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -137,22 +145,14 @@ def write_vectors(
             lines.append(recorded.step_line(path, 0, event, answer))
             lines.append(_encode(_StateLine(_to_json(oracle.snapshot()))))
     body = b"".join(lines)
-    manifest = Manifest(
-        VECTORS_FORMAT,
-        VECTORS_VERSION,
-        version("blockstep"),
-        preset,
-        len(programs),
-        sha256(body).hexdigest(),
-    )
+    spec, digest = version("blockstep"), sha256(body).hexdigest()
+    manifest = Manifest(VECTORS_FORMAT, VECTORS_VERSION, spec, preset, len(programs), digest)
     data = _encode(manifest) + body
     try:
         path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise TraceError(
-            path, 0, f"cannot be written ({reason})", "vectors need a place", "check the path"
-        ) from None
+        found = f"cannot be written ({error.strerror or error})"
+        raise TraceError(path, 0, found, "vectors need a place", "check the path") from None
     return manifest
 
 
@@ -161,21 +161,57 @@ def _encode(value: object) -> bytes:
 
 
 def _to_json(snapshot: v.Snapshot) -> _State:
-    return _State(
-        block_keys=tuple(None if key is None else _to_links(key) for key in snapshot.block_keys),
-        cached=tuple(sorted(snapshot.cached.values())),
-        **{
-            name: getattr(snapshot, name)
-            for name in _State.__struct_fields__
-            if name not in ("block_keys", "cached")
-        },
-    )
+    fields: dict[str, Any] = {name: getattr(snapshot, name) for name in _State.__struct_fields__}
+    fields["block_keys"] = tuple(key and _to_links(key) for key in snapshot.block_keys)
+    fields["cached"] = tuple(sorted(snapshot.cached.values()))
+    return _State(**fields)
 
 
 def _to_links(key: v.BlockKey) -> tuple[_Link, ...]:
-    return tuple(
-        _Link(link.token_ids, link.adapter, link.cache_salt, link.items, link.embeds)
-        for link in key.chain()
+    names = _Link.__struct_fields__
+    return tuple(_Link(*(getattr(link, name) for name in names)) for link in key.chain())
+
+
+# --- filling
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What was written."""
+
+    manifest: Manifest
+    num_events: int
+    num_deeds: int
+    """Branches, situations and answers that the programs cover: all that the walk met."""
+    num_states: int
+    is_complete: bool
+    """Whether the walk came to every state."""
+
+
+def fill(
+    path: Path,
+    world: World,
+    max_states: int,
+    on_progress: Callable[[int, int, int], None] = lambda *_: None,
+) -> Filled:
+    """Walk `world`, up to `max_states`, and write the programs that cover what was met.
+
+    Raises:
+        TraceError: the file cannot be written.
+    """
+    task = Task(world, properties=False, deeds=True, max_states=max_states)
+    walked = walk(task, on_progress=on_progress)
+    start = initial_state(world.config)
+    programs: list[tuple[v.Event, ...]] = [*walked.programs, world.mistakes]
+    deeds = [trace_program(start, events) for events in programs]
+    chosen = choose([(len(events), done) for events, done in zip(programs, deeds, strict=True)])
+    kept = [programs[index] for index in sorted({*chosen, len(programs) - 1})]
+    return Filled(
+        manifest=write_vectors(path, world.name, world.config, kept),
+        num_events=sum(map(len, kept)),
+        num_deeds=len(frozenset[str]().union(*deeds)),
+        num_states=walked.counts.states,
+        is_complete=walked.is_complete,
     )
 
 
@@ -187,72 +223,61 @@ def read_vectors(path: Path) -> Vectors:
     lines = [text for _, text in read_lines(path)]
     manifest = _read_manifest(path, lines[0] if lines else "")
     body = "".join(f"{text}\n" for text in lines[1:]).encode("utf-8")
-    if sha256(body).hexdigest() != manifest.sha256:
-        raise TraceError(
-            path,
-            1,
-            f"the lines below hash to {sha256(body).hexdigest()[:12]}...",
-            f"the manifest promises {manifest.sha256[:12]}...: the file was changed",
-            "fetch it again, or fill it again with `blockstep vectors fill`",
-        )
+    digest = sha256(body).hexdigest()
+    if digest != manifest.sha256:
+        found = f"the lines below hash to {digest[:12]}..."
+        rule = f"the manifest promises {manifest.sha256[:12]}...: the file was changed"
+        fix = "fetch it again, or fill it again with `blockstep vectors fill`"
+        raise TraceError(path, 1, found, rule, fix)
     if len(lines) < 2:
         raise _bad(path, 2, "no line with the config", "the config stands below the manifest")
     config = recorded.read_header(path, lines[1])
-    numbered = iter(list(enumerate(lines, 1))[2:])
-    programs = tuple(_read_programs(path, numbered))
+    programs = tuple(_read_programs(path, enumerate(lines[2:], 3)))
     if len(programs) != manifest.programs:
-        raise _bad(
-            path, 1, f"{len(programs)} programs", f"the manifest promises {manifest.programs}"
-        )
+        promised = f"the manifest promises {manifest.programs}"
+        raise _bad(path, 1, f"{len(programs)} programs", promised)
     return Vectors(manifest, config, programs)
 
 
 def _read_manifest(path: Path, text: str) -> Manifest:
     rule = f'the first line of vectors is {{"format":"{VECTORS_FORMAT}",...}}'
+    found = _decode(path, 1, text, _AnyManifest, rule)
+    if found.format != VECTORS_FORMAT:
+        raise _bad(path, 1, f"format {found.format!r}", rule)
+    if found.version != VECTORS_VERSION:
+        readable = f"this blockstep reads version {VECTORS_VERSION}"
+        raise _bad(path, 1, f"version {found.version}", readable)
+    return _decode(path, 1, text, Manifest, rule)
+
+
+def _decode(path: Path, line: int, text: str, kind: type[T], rule: str) -> T:
     try:
-        found = msgspec.json.decode(text, type=_AnyManifest)
-        if found.format != VECTORS_FORMAT:
-            raise _bad(path, 1, f"format {found.format!r}", rule)
-        if found.version != VECTORS_VERSION:
-            raise _bad(
-                path,
-                1,
-                f"version {found.version}",
-                f"this blockstep reads version {VECTORS_VERSION}",
-            )
-        return msgspec.json.decode(text, type=Manifest)
+        return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise _bad(path, 1, str(error), rule) from None
+        raise _bad(path, line, str(error), rule) from None
 
 
 def _read_programs(
     path: Path, lines: Iterator[tuple[int, str]]
 ) -> Iterator[tuple[VectorStep, ...]]:
     for line, text in lines:
-        try:
-            head = msgspec.json.decode(text, type=_ProgramLine)
-        except (msgspec.MsgspecError, RecursionError) as error:
-            raise _bad(path, line, str(error), 'a program starts with {"program":N,...}') from None
+        rule = 'a program starts with {"program":N,...}'
+        head = _decode(path, line, text, _ProgramLine, rule)
         steps = []
         for _ in range(head.steps):
-            pair = list(zip(range(2), lines, strict=False))
+            pair = list(islice(lines, 2))
             if len(pair) < 2:
-                raise _bad(
-                    path, line, "the file ends", f"program {head.program} has {head.steps} steps"
-                )
-            (_, (at, step_text)), (_, (_, state_text)) = pair
-            step: TraceStep = recorded.read_step(path, at, step_text)
-            snapshot = _read_state(path, at + 1, state_text)
-            steps.append(VectorStep(step.event, step.observation, snapshot))
+                rule = f"program {head.program} has {head.steps} steps"
+                raise _bad(path, line, "the file ends", rule)
+            (at, step_text), (_, state_text) = pair
+            step = recorded.read_step(path, at, step_text)
+            steps.append(VectorStep(*step, _read_state(path, at + 1, state_text)))
         yield tuple(steps)
 
 
 def _read_state(path: Path, line: int, text: str) -> v.Snapshot:
     rule = "behind each step stands the state after it"
-    try:
-        state = msgspec.json.decode(text, type=_StateLine).snapshot
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise _bad(path, line, str(error), rule) from None
+    state = _decode(path, line, text, _StateLine, rule).snapshot
     keys = [None if links is None else _from_links(links) for links in state.block_keys]
     cached = {}
     for blocks in state.cached:
@@ -260,8 +285,9 @@ def _read_state(path: Path, line: int, text: str) -> v.Snapshot:
         if key is None:
             raise _bad(path, line, f"cached blocks {list(blocks)}", "findable blocks carry a key")
         cached[key] = blocks
-    fields: dict[str, Any] = {name: getattr(state, name) for name in _State.__struct_fields__}
-    return v.Snapshot(**{**fields, "block_keys": tuple(keys), "cached": cached})
+    return v.Snapshot(
+        **msgspec.structs.asdict(state) | {"block_keys": tuple(keys), "cached": cached}
+    )
 
 
 def _from_links(links: tuple[_Link, ...]) -> v.BlockKey | None:
@@ -318,7 +344,10 @@ def consume(vectors: Vectors, make_engine: EngineFactory) -> Consumed:
     for number, steps in enumerate(vectors.programs, 1):
         engine = make_engine(vectors.config)
         for count, step in enumerate(steps, 1):
-            lacking = _lacking(step, capabilities, features)
+            if isinstance(step.observation, v.Rejected):
+                lacking = None if Capability.REJECTION in capabilities else Capability.REJECTION
+            else:
+                lacking = get_lacking(features, step.event)
             if lacking is not None:
                 result.skipped[lacking] = result.skipped.get(lacking, 0) + 1
                 if lacking is Capability.REJECTION:
@@ -334,11 +363,3 @@ def consume(vectors: Vectors, make_engine: EngineFactory) -> Consumed:
                 return result
         result.num_programs += 1
     return result
-
-
-def _lacking(
-    step: VectorStep, capabilities: frozenset[str], features: Iterable[Feature]
-) -> Capability | None:
-    if isinstance(step.observation, v.Rejected):
-        return None if Capability.REJECTION in capabilities else Capability.REJECTION
-    return get_lacking(features, step.event)

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from blockstep.conformance.engine import Capability, get_capabilities
 from blockstep.conformance.explore.canonical import Canonicaliser, Digest
 from blockstep.conformance.explore.cycles import find_cycle
 from blockstep.conformance.explore.probe import get_lacking, get_moment
-from blockstep.conformance.explore.shard import Edge, Hit, Level, Novelty, Shard, Task
+from blockstep.conformance.explore.shard import Edge, Hit, Level, Shard, Task
 from blockstep.conformance.explore.world import Counts, get_events
 from blockstep.conformance.protocol.features import find_lacking
 from blockstep.conformance.protocol.registry import load_engine
@@ -87,11 +87,14 @@ def walk(
         LostShardError: a process of the walk died.
     """
     started = time.perf_counter()
-    with _shards(task, jobs) as shards:
+    opened: AbstractContextManager[_Shards] = nullcontext(_Local(task))
+    if jobs > 1:
+        opened = closing(_Processes(task, jobs))
+    with opened as shards:
         states, transitions, refused, depth = 0, 0, 0, -1
         edges: list[Edge] = []
         hits: list[Hit] = []
-        novelties: list[Novelty] = []
+        novelties: list[tuple[Digest, int]] = []
         shards.call("start")
         num_new = 1
         while (
@@ -108,34 +111,24 @@ def walk(
             inboxes = [[c for level in levels for c in level.outboxes[i]] for i in range(jobs)]
             num_new = sum(shards.call("absorb", inboxes))
             on_progress(states, transitions, depth)
-        programs = [
-            tuple(step.event for step in _path(task, shards, found.parent, found.number))
-            for found in novelties
+        counts = Counts(states, transitions, refused, depth)
+        walked = Walked(task, counts, not num_new, 0.0, edges=edges)
+        walked.programs = [
+            tuple(step.event for step in _path(task, shards, parent, number))
+            for parent, number in novelties
         ]
-        found: tuple[str, ...] = ()
-        path: tuple[PathStep, ...] = ()
-        cycle: tuple[PathStep, ...] = ()
         if hits:
             first = min(hits)
-            found = tuple(first.lines)
-            path = _path(task, shards, first.parent, first.number)
+            walked.found = tuple(first.lines)
+            walked.path = _path(task, shards, first.parent, first.number)
         elif not num_new and task.properties:
             digests = find_cycle(shards.call("stalls"))
             if digests:
-                found = ("P10 a cycle of states without progress, nothing due from outside",)
-                path = _path(task, shards, digests[0])
-                cycle = _follow(task, _last_state(task, path), [*digests[1:], digests[0]])
-    return Walked(
-        task=task,
-        counts=Counts(states, transitions, refused, depth),
-        is_complete=not num_new,
-        seconds=time.perf_counter() - started,
-        found=found,
-        path=path,
-        cycle=cycle,
-        edges=edges,
-        programs=programs,
-    )
+                walked.found = ("P10 a cycle of states without progress, nothing due from outside",)
+                walked.path = path = _path(task, shards, digests[0])
+                walked.cycle = _follow(task, _last_state(task, path), [*digests[1:], digests[0]])
+    walked.seconds = time.perf_counter() - started
+    return walked
 
 
 # --- the way to a state
@@ -187,14 +180,6 @@ def _last_state(task: Task, steps: tuple[PathStep, ...]) -> State:
 
 
 # --- shards in this process, or each in one of its own
-
-
-class _Shards(Protocol):
-    num_shards: int
-
-    def call(self, method: str, arguments: Sequence[Any] | None = None) -> list[Any]:
-        """Call a method of every shard, each with its argument; the answers, in order."""
-        ...
 
 
 class _Local:
@@ -256,13 +241,5 @@ def _serve(pipe: Connection, task: Task, index: int, num_shards: int) -> None:
             pipe.send(error)
 
 
-@contextmanager
-def _shards(task: Task, jobs: int) -> Iterator[_Shards]:
-    if jobs == 1:
-        yield _Local(task)
-        return
-    processes = _Processes(task, jobs)
-    try:
-        yield processes
-    finally:
-        processes.close()
+_Shards: TypeAlias = _Local | _Processes
+"""`call` calls a method of every shard, each with its argument; the answers come in order."""

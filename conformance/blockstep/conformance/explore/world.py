@@ -7,10 +7,10 @@ but there are finitely many states.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import product, repeat
 
 from blockstep.conformance.protocol.features import FEATURES, HOSTILE
 from blockstep.spec import vocabulary as v
@@ -56,16 +56,11 @@ class World:
 
         Ids take part in a decision under PRIORITY only, where they break ties.
         """
-        models: list[v.Request] = []
-        classes: dict[v.RequestId, int] = {}
-        for request in self.requests:
-            model = replace(request, request_id="")
-            if self.config.policy is v.Policy.PRIORITY or model not in models:
-                models.append(model)
-                classes[request.request_id] = len(models) - 1
-            else:
-                classes[request.request_id] = models.index(model)
-        return classes
+        if self.config.policy is v.Policy.PRIORITY:
+            return {request.request_id: rank for rank, request in enumerate(self.requests)}
+        models = {r.request_id: replace(r, request_id="") for r in self.requests}
+        distinct = list(dict.fromkeys(models.values()))
+        return {request_id: distinct.index(model) for request_id, model in models.items()}
 
     @cached_property
     def free_tokens(self) -> frozenset[v.TokenId]:
@@ -79,13 +74,13 @@ class World:
     @cached_property
     def signals(self) -> tuple[v.Event, ...]:
         """Events that do not depend on the state: what clients and operators may do."""
-        events: list[v.Event] = [v.Submit(request) for request in self.requests]
-        events += [v.GrammarReady(r.request_id) for r in self.requests if r.structured_output]
-        if self.aborts:
-            events += [v.Abort((request.request_id,)) for request in self.requests]
-        events += [v.Reset(forced) for forced in self.resets]
-        events += [v.SetPause(pause_state) for pause_state in self.pauses]
-        return tuple(events)
+        return (
+            *map(v.Submit, self.requests),
+            *(v.GrammarReady(r.request_id) for r in self.requests if r.structured_output),
+            *(v.Abort((r.request_id,)) for r in self.requests if self.aborts),
+            *map(v.Reset, self.resets),
+            *map(v.SetPause, self.pauses),
+        )
 
     @cached_property
     def features(self) -> frozenset[str]:
@@ -107,11 +102,11 @@ class World:
 
         But for one: the first request comes in, so that something wrong can be said of it.
         """
-        config = self.config
-        longest = (0,) * config.max_model_len
-        too_many = (0,) * (config.num_speculative_tokens + 1)
+        longest = (0,) * self.config.max_model_len
+        too_many = (0,) * (self.config.num_speculative_tokens + 1)
         known = self.requests[0]
-        events: list[v.Event] = [
+        ready = v.GrammarReady(known.request_id)
+        return (
             v.Submit(v.Request("X", longest)),
             v.Submit(v.Request("X", ())),
             v.Submit(v.Request("X", (0,), max_tokens=0)),
@@ -121,10 +116,8 @@ class World:
             v.Drafts((v.RowTokens("X", ()), v.RowTokens("X", ()))),
             v.Submit(known),
             v.Submit(known),
-        ]
-        if not known.structured_output:
-            events.append(v.GrammarReady(known.request_id))
-        return tuple(events)
+            *(() if known.structured_output else (ready,)),
+        )
 
     @cached_property
     def proposals(self) -> tuple[v.TokenIds, ...]:
@@ -154,9 +147,6 @@ def get_answers(world: World, frame: Frame) -> Iterator[v.Commit]:
     """Every right answer to a frame: each number of accepted drafts, each token after them."""
     choices: list[list[v.TokenIds]] = []
     for row in frame.rows:
-        if not row.samples:
-            choices.append([()])
-            continue
         drafts = [world.vocabulary if d < 0 else (d,) for d in row.draft_token_ids]
         choices.append(
             [
@@ -164,25 +154,25 @@ def get_answers(world: World, frame: Frame) -> Iterator[v.Commit]:
                 for accepted in range(len(drafts) + 1)
                 for tokens in product(*drafts[:accepted], world.vocabulary)
             ]
+            if row.samples
+            else [()]
         )
     for answer in product(*choices):
-        pairs = zip(frame.rows, answer, strict=True)
-        yield v.Commit(
-            frame.frame_id, tuple(v.RowTokens(row.request_id, got) for row, got in pairs)
-        )
+        yield _answer(frame, answer)
 
 
 def get_wrong_answers(state: State) -> Iterator[v.Commit]:
     """Answers that must be refused: of a later frame, of too few rows, too long, too short."""
-    frame = state.frames[0]
-    for later in state.frames[1:]:
-        yield v.Commit(
-            later.frame_id, tuple(v.RowTokens(row.request_id, (0,)) for row in later.rows)
-        )
+    frame, *others = state.frames
+    for later in others:
+        yield _answer(later, repeat((0,)))
     yield v.Commit(frame.frame_id, ())
     longest = max(len(row.draft_token_ids) for row in frame.rows) + 2
-    yield v.Commit(
-        frame.frame_id, tuple(v.RowTokens(row.request_id, (0,) * longest) for row in frame.rows)
-    )
+    yield _answer(frame, repeat((0,) * longest))
     if any(row.samples for row in frame.rows):
-        yield v.Commit(frame.frame_id, tuple(v.RowTokens(row.request_id, ()) for row in frame.rows))
+        yield _answer(frame, repeat(()))
+
+
+def _answer(frame: Frame, tokens: Iterable[v.TokenIds]) -> v.Commit:
+    rows = zip(frame.rows, tokens, strict=False)
+    return v.Commit(frame.frame_id, tuple(v.RowTokens(row.request_id, got) for row, got in rows))

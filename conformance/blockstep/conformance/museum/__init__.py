@@ -16,7 +16,6 @@ from blockstep.conformance.museum import (
     admission,
     drafts,
     identity,
-    output,
     plan,
     pool,
     preemption,
@@ -28,7 +27,7 @@ from blockstep.spec.vocabulary import Config
 
 __all__ = ["EXHIBITS", "Exhibit", "build"]
 
-_PAGES = (pool, admission, preemption, drafts, promises, output, plan, identity)
+_PAGES = (pool, admission, preemption, drafts, promises, plan, identity)
 
 EXHIBITS: Mapping[str, Exhibit] = collect(page.PAGE for page in _PAGES)
 """All planted defects, by name."""
@@ -38,4 +37,7 @@ def build(name: str) -> Callable[[Config], Any]:
     """The engine with the defect `name`. Raises KeyError for an unknown name."""
     chosen = EXHIBITS[name]
     clean: Any = load_engine("host")
-    return type(f"Planted_{chosen.plant.__name__}", (clean,), chosen.plant(clean))
+    if chosen.part:
+        part = type("PlantedPart", (chosen.defect, getattr(clean, chosen.part)), {})
+        return type("PlantedEngine", (clean,), {chosen.part: part})
+    return type("PlantedEngine", (chosen.defect, clean), {})

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-Methods: TypeAlias = dict[str, Any]
-Plant: TypeAlias = Callable[[Any], Methods]
-"""From the clean engine class to the methods that the defect replaces. Typed loosely on purpose:
-the museum reaches into an engine that it must not import (architecture D3)."""
+if TYPE_CHECKING:
+    Engine = Any
+else:
+    Engine = object
+
+
+class Defect(Engine):  # type: ignore[misc]
+    """Methods that stand before those of the clean engine, or of one of its parts.
+
+    Typed loosely on purpose: the museum reaches into an engine that it must not import
+    (architecture D3).
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +31,11 @@ class Exhibit:
     """Where it happened, or the rule that it breaks."""
     properties: tuple[str, ...]
     """Properties that speak of it; any of them, or a divergence, kills it."""
-    plant: Plant
+    defect: type[Defect]
     wrong_fix_of: str = ""
     """The exhibit that this one was meant to repair, where it is a repair that was tried."""
+    part: str = ""
+    """The attribute of the engine that names the class of the part where it sits, if in one."""
 
 
 class Page:
@@ -34,14 +45,15 @@ class Page:
         self.exhibits: list[Exhibit] = []
 
     def exhibit(
-        self, title: str, upstream: str, *properties: str, wrong_fix_of: str = ""
-    ) -> Callable[[Plant], Plant]:
-        """Put a planted defect, named like its function, on this page."""
+        self, title: str, upstream: str, properties: str, wrong_fix_of: str = "", part: str = ""
+    ) -> Callable[[type[Defect]], type[Defect]]:
+        """Put a planted defect, named like its class, on this page."""
 
-        def register(plant: Plant) -> Plant:
-            name = plant.__name__.replace("_", "-")
-            self.exhibits.append(Exhibit(name, title, upstream, properties, plant, wrong_fix_of))
-            return plant
+        def register(defect: type[Defect]) -> type[Defect]:
+            name = re.sub(r"\B(?=[A-Z])", "-", defect.__name__).lower()
+            told = tuple(properties.split())
+            self.exhibits.append(Exhibit(name, title, upstream, told, defect, wrong_fix_of, part))
+            return defect
 
         return register
 
@@ -62,13 +74,3 @@ def collect(pages: Iterable[Page]) -> dict[str, Exhibit]:
         if entry.wrong_fix_of and entry.wrong_fix_of not in exhibits:
             raise ValueError(f"exhibit {entry.name!r}: there is no {entry.wrong_fix_of!r} to fix")
     return exhibits
-
-
-def in_pool(clean: Any, **methods: Any) -> Methods:
-    """The defect sits in the pool."""
-    return {"pool_type": type("PlantedPool", (clean.pool_type,), methods)}
-
-
-def in_prefix_map(clean: Any, **methods: Any) -> Methods:
-    """The defect sits in the prefix map."""
-    return {"prefix_type": type("PlantedMap", (clean.prefix_type,), methods)}

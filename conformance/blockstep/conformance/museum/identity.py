@@ -2,111 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from blockstep.conformance.museum.exhibit import Methods, Page
+from blockstep.conformance.museum.exhibit import Defect, Page
 
 PAGE = Page()
 
 
-def _misread(clean: Any, misread: Callable[[Any], None]) -> Methods:
-    """What names the blocks of a request is changed by `misread` as soon as it is submitted."""
+class _Misread(Defect):
+    """What names the blocks of a request is changed as soon as it is submitted."""
 
-    def _submit(self: Any, request: Any) -> Any:
-        answer = clean._submit(self, request)
+    def _submit(self, request: Any) -> Any:
+        answer = super()._submit(request)
         slot = self.table.slot_of.get(request.request_id)
         if slot is not None:
-            misread(self.table.lineages[slot])
+            self._misread(self.table.lineages[slot])
         return answer
 
-    return {"_submit": _submit}
 
-
-@PAGE.exhibit("the salt is not part of a block's identity", "#56643", "P6", "P3")
-def salt_ignored(clean: Any) -> Methods:
+@PAGE.exhibit("the salt is not part of a block's identity", "#56643", "P6 P3")
+class SaltIgnored(_Misread):
     """One tenant is answered from another one's cache."""
 
-    def misread(lineage: Any) -> None:
+    def _misread(self, lineage: Any) -> None:
         lineage.request = replace(lineage.request, cache_salt=None)
 
-    return _misread(clean, misread)
 
-
-@PAGE.exhibit("the adapter is not part of a block's identity", "#56643", "P6", "P3")
-def adapter_ignored(clean: Any) -> Methods:
+@PAGE.exhibit("the adapter is not part of a block's identity", "#56643", "P6 P3")
+class AdapterIgnored(_Misread):
     """What one adapter computed is read by another one, and by the base model."""
 
-    def misread(lineage: Any) -> None:
+    def _misread(self, lineage: Any) -> None:
         lineage.request, lineage._every = replace(lineage.request, adapter=None), b""
-
-    return _misread(clean, misread)
 
 
 Items: TypeAlias = tuple[tuple[str, int], ...]
 """Identifier, and offset from the start of the block."""
 
 
-def _misread_items(clean: Any, see: Callable[[Items], Items]) -> Methods:
-    """Blocks are named with what `see` makes of the items in them."""
+class _MisreadItems(_Misread):
+    """Blocks are named with what `_see` makes of the items in them."""
 
-    def items_of(self: Any, index: int) -> Items:
-        return see(type(self).__mro__[1].items_of(self, index))  # type: ignore[attr-defined]
+    def _misread(self, lineage: Any) -> None:
+        kind, see = type(lineage), self._see
 
-    def misread(lineage: Any) -> None:
-        kind = type(lineage)
+        def items_of(lineage: Any, index: int) -> Any:
+            return see(kind.items_of(lineage, index))
+
         if lineage.request.items and kind.__name__ != "Misread":
             lineage.__class__ = type("Misread", (kind,), {"items_of": items_of, "__slots__": ()})
 
-    return _misread(clean, misread)
 
-
-@PAGE.exhibit("an item's place is not part of a block's identity", "#36708", "P6", "P3")
-def item_offset_ignored(clean: Any) -> Methods:
+@PAGE.exhibit("an item's place is not part of a block's identity", "#36708", "P6 P3")
+class ItemOffsetIgnored(_MisreadItems):
     """One image at two places reads as the same."""
-    return _misread_items(clean, lambda items: tuple((name, 0) for name, _ in items))
+
+    def _see(self, items: Items) -> Items:
+        return tuple((name, 0) for name, _ in items)
 
 
-@PAGE.exhibit("an item is no part of a block's identity", "LMCache #690", "P6", "P3")
-def items_ignored(clean: Any) -> Methods:
+@PAGE.exhibit("an item is no part of a block's identity", "LMCache #690", "P6 P3")
+class ItemsIgnored(_MisreadItems):
     """All images have the same placeholder tokens, so each is answered for the first one."""
-    return _misread_items(clean, lambda _items: ())
+
+    def _see(self, items: Items) -> Items:
+        return ()
 
 
 @PAGE.exhibit(
     "an item is known by a few bits of its name",
     "LMCache #3301, #4086, #4783",
-    "P6",
-    "P3",
+    "P6 P3",
     wrong_fix_of="items-ignored",
 )
-def items_in_few_bits(clean: Any) -> Methods:
+class ItemsInFewBits(_MisreadItems):
     """Two images share them sooner or later; here the length of the name stands for it."""
-    return _misread_items(
-        clean, lambda items: tuple((str(len(name)), offset) for name, offset in items)
-    )
+
+    def _see(self, items: Items) -> Items:
+        return tuple((str(len(name)), offset) for name, offset in items)
 
 
-@PAGE.exhibit(
-    "an embedding is no part of a block's identity", "#28738 (seen in review)", "P6", "P3"
-)
-def embeds_ignored(clean: Any) -> Methods:
+@PAGE.exhibit("an embedding is no part of a block's identity", "#28738 (seen in review)", "P6 P3")
+class EmbedsIgnored(_Misread):
     """Prompts sent as embeddings have placeholder tokens, so each is answered for the first one."""
 
-    def misread(lineage: Any) -> None:
+    def _misread(self, lineage: Any) -> None:
         lineage.request = replace(lineage.request, prompt_embeds=())
 
-    return _misread(clean, misread)
 
-
-@PAGE.exhibit("a block is known by one byte of its digest", "LMCache #3301", "P6", "P3", "P15")
-def digest_in_one_byte(clean: Any) -> Methods:
+@PAGE.exhibit("a block is known by one byte of its digest", "LMCache #3301", "P6 P3 P15")
+class DigestInOneByte(Defect):
     """Upstream it was two, and of images; one is enough for short runs to meet a collision."""
 
-    def init(self: Any, config: Any) -> None:
-        clean.__init__(self, config)
+    digest: Any
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
         whole = self.digest.function
         self.digest = replace(self.digest, function=lambda message: whole(message)[:1])
-
-    return {"__init__": init}
