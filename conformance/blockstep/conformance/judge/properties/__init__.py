@@ -233,7 +233,7 @@ def check_step(step: Step, ledger: Ledger, worker: Worker | None = None) -> list
     findings = [] if worker is None else _tell(step, worker)
     for sentence in CHECKS_OF[kind]:
         try:
-            for complaint in sentence.judge(step, ledger) or ():
+            for complaint in sentence.judge(step, ledger):
                 findings.append(sentence.finding(*complaint))
         except Exception as error:
             # Plan and states contradict each other so much that the sentence has no meaning.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import (
@@ -16,22 +16,23 @@ from blockstep.conformance.judge.properties.queue_replay import (
 )
 from blockstep.conformance.judge.properties.sentence import (
     Complaint,
-    difference,
+    Complaints,
     differing,
     sentence,
+    unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
 
 @sentence("P16", v.Submit, v.Schedule, v.Commit, v.Abort, v.Reset)
-def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> Complaints:
     """Each unfinished request is in exactly one of the queues and the running list, by status."""
     after = step.after
     names = after.waiting + after.skipped_waiting + after.running
     if len(names) != len(after.requests) or set(names) != step.new.keys():
         what = "queues and unfinished requests differ"
-        return [Complaint(what, (difference("queues", sorted(step.new), sorted(names)),))]
+        return [unequal(what, "queues", sorted(step.new), sorted(names))]
     running = set(after.running)
     wrong = [
         Complaint(f"{name!r} is {request.status} and in the wrong queue")
@@ -42,11 +43,11 @@ def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> list[Compl
             and name not in after.skipped_waiting
         )
     ]
-    return wrong or None
+    return wrong
 
 
 @sentence("P16", v.Submit)
-def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Complaints:
     """FCFS: behind everybody. PRIORITY: behind whoever is not after it in order."""
     assert isinstance(step.event, v.Submit)
     request = step.event.request
@@ -63,17 +64,17 @@ def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Iterato
         )
         queues[name] = tuple(sorted(queues[name], key=orders.__getitem__))
     for queue, expected in queues.items():
-        yield from differing(queue, expected, getattr(after, queue)) or ()
+        yield from differing(queue, expected, getattr(after, queue))
 
 
 @sentence("P16", v.Schedule)
-def admissions_follow_the_policy(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def admissions_follow_the_policy(step: Step, ledger: Ledger) -> Complaints:
     """Admitted are the first in policy order that wait for nothing outside, none left out.
 
     They wait for a grammar or, preempted in flight, for their own tokens.
     """
     if not step.admitted_rows:
-        return None
+        return ()
     admitted = [row.request_id for row in step.admitted_rows]
     ready = [
         name
@@ -84,7 +85,7 @@ def admissions_follow_the_policy(step: Step, ledger: Ledger) -> list[Complaint] 
 
 
 @sentence("P16", v.Schedule)
-def running_keeps_its_order(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def running_keeps_its_order(step: Step, _ledger: Ledger) -> Complaints:
     """Those who stay keep their order, the admitted follow."""
     victims = set(step.plan.preempted_req_ids)
     expected = [name for name in step.before.running if name not in victims]
@@ -93,7 +94,7 @@ def running_keeps_its_order(step: Step, _ledger: Ledger) -> list[Complaint] | No
 
 
 @sentence("P16", v.Schedule, v.Reset)
-def queues_keep_their_order(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
     """The admitted leave; the preempted come to the head, the first preempted furthest back.
 
     Who is passed over for its tokens in flight comes to the head of the skipped ones.
@@ -118,74 +119,67 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Iterator[Complaint]:
         waiting = [name for name in waiting if name not in moved]
         if step.config.policy is v.Policy.PRIORITY:
             skipped.sort(key=lambda name: ledger.lives[name].order)
-    yield from differing("waiting", waiting, list(step.after.waiting)) or ()
-    yield from differing("skipped_waiting", skipped, list(step.after.skipped_waiting)) or ()
+    yield from differing("waiting", waiting, list(step.after.waiting))
+    yield from differing("skipped_waiting", skipped, list(step.after.skipped_waiting))
 
 
 @sentence("P16", v.Commit, v.Abort)
-def queues_lose_exactly_the_ended(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+def queues_lose_exactly_the_ended(step: Step, _ledger: Ledger) -> Complaints:
     """A commit or an abort takes the ended out of their queue; the others keep their order."""
     left = step.new.keys()
     for queue in ("waiting", "skipped_waiting", "running"):
         old, new = getattr(step.before, queue), getattr(step.after, queue)
         if old != new:
             expected = tuple(name for name in old if name in left)
-            yield from differing(queue, expected, new) or ()
+            yield from differing(queue, expected, new)
 
 
 @sentence("P16", v.Schedule)
-def preempted_fcfs_are_the_youngest(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def preempted_fcfs_are_the_youngest(step: Step, _ledger: Ledger) -> Complaints:
     """FCFS preempts from the end of the running list."""
     if step.config.policy is not v.Policy.FCFS or not step.plan.preempted_req_ids:
-        return None
+        return ()
     count = len(step.plan.preempted_req_ids)
     tail = sorted(step.before.running[-count:])
     return differing("preempted", tail, list(step.plan.preempted_req_ids))
 
 
 @sentence("P16", v.Schedule)
-def preempted_priority_never_outrank_survivors(
-    step: Step, ledger: Ledger
-) -> list[Complaint] | None:
+def preempted_priority_never_outrank_survivors(step: Step, ledger: Ledger) -> Complaints:
     """PRIORITY preempts whoever would wait longest, in the order of its queues: ties included."""
     if step.config.policy is not v.Policy.PRIORITY or not step.plan.preempted_req_ids:
-        return None
+        return ()
     ranked = sorted(step.before.running, key=lambda name: ledger.lives[name].order, reverse=True)
     count = len(step.plan.preempted_req_ids)
     return differing("preempted", sorted(ranked[:count]), list(step.plan.preempted_req_ids))
 
 
 @sentence("P16", v.Schedule)
-def nobody_is_admitted_after_a_preemption(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def nobody_is_admitted_after_a_preemption(step: Step, _ledger: Ledger) -> Complaints:
     """A step that preempts admits nobody: what was just freed is for those who run. A policy."""
     if not step.plan.preempted_req_ids or not step.admitted_rows:
-        return None
+        return ()
     names = [row.request_id for row in step.admitted_rows]
     return [Complaint(f"{names} admitted although {step.plan.preempted_req_ids} were preempted")]
 
 
 @sentence("P16", v.Schedule)
-def new_blocks_come_from_the_head_of_the_free_queue(
-    step: Step, ledger: Ledger
-) -> list[Complaint] | None:
+def new_blocks_come_from_the_head_of_the_free_queue(step: Step, ledger: Ledger) -> Complaints:
     """The least recently freed block is evicted first; hits leave from wherever they are."""
     victims = victims_of(step, ledger) if step.plan.preempted_req_ids else []
     if hides_a_rollback(step, victims):
-        return None
+        return ()
     replay = replay_schedule(step, victims)
     if replay.wrong:
         return [
-            Complaint(
-                f"{name!r} took block {block} out of turn",
-                (difference("block", head, block),),
-            )
+            unequal(f"{name!r} took block {block} out of turn", "block", head, block)
             for name, block, head in replay.wrong
         ]
     return differing("free_queue", replay.final, list(step.after.free_queue))
 
 
 @sentence("P16", v.Schedule)
-def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     """A victim's blocks join the end of the free queue last block first, so that the blocks at
     the end of a prefix are evicted before those at its start.
 
@@ -193,7 +187,7 @@ def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> list[Complain
     """
     victims = victims_of(step, ledger) if step.plan.preempted_req_ids else []
     if not victims:
-        return None
+        return ()
     freed = _freed_by_last(step, victims)
     queue = list(step.after.free_queue)
     length = min(len(freed), len(queue))
@@ -209,7 +203,7 @@ def _freed_by_last(step: Step, victims: Sequence[v.RequestId]) -> list[int]:
 
 
 @sentence("P16", v.Commit, v.Abort, v.Reset)
-def freed_tail_is_evicted_first(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def freed_tail_is_evicted_first(step: Step, _ledger: Ledger) -> Complaints:
     """Blocks of the ended join the end of the free queue, last block of each table first.
 
     A block that others still hold stays out. Ended in order: of scheduling in a commit, as named

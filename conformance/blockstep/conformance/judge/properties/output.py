@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
 from blockstep.conformance.judge.properties.sentence import (
     Complaint,
+    Complaints,
     difference,
     differing,
     sentence,
+    unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
@@ -102,27 +104,25 @@ def _rows(step: Step) -> tuple[v.OutputRow, ...]:
 
 
 @sentence("P13", v.Commit)
-def delivered_rows_are_those_that_sampled(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def delivered_rows_are_those_that_sampled(step: Step, ledger: Ledger) -> Complaints:
     """Each unfinished request that sampled gets one row, in order of scheduling; nobody else."""
     expected = [row.request_id for row in expected_outputs(step, ledger)]
     return differing("rows", expected, [row.request_id for row in _rows(step)])
 
 
 @sentence("P13", v.Commit)
-def delivered_tokens_are_the_sampled_ones_until_the_stop(
-    step: Step, ledger: Ledger
-) -> Iterator[Complaint]:
+def delivered_tokens_are_the_sampled_ones_until_the_stop(step: Step, ledger: Ledger) -> Complaints:
     """No token is lost, repeated, invented, or delivered after the one that stops."""
     expected = {row.request_id: row.new_token_ids for row in expected_outputs(step, ledger)}
     for row in _rows(step):
         tokens = expected.get(row.request_id, ())
         if row.new_token_ids != tokens:
             what = f"{row.request_id!r} was delivered the wrong tokens"
-            yield Complaint(what, (difference("new_token_ids", tokens, row.new_token_ids),))
+            yield unequal(what, "new_token_ids", tokens, row.new_token_ids)
 
 
 @sentence("P13", v.Commit)
-def finish_reason_is_the_one_that_holds(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def finish_reason_is_the_one_that_holds(step: Step, ledger: Ledger) -> Complaints:
     """A request ends when and only when a stop condition holds, for the first that holds."""
     expected = {row.request_id: row for row in expected_outputs(step, ledger)}
     for row in _rows(step):
@@ -140,19 +140,17 @@ def finish_reason_is_the_one_that_holds(step: Step, ledger: Ledger) -> Iterator[
 
 
 @sentence("P13", v.Commit)
-def finished_request_is_forgotten_and_others_stay(
-    step: Step, _ledger: Ledger
-) -> Iterator[Complaint]:
+def finished_request_is_forgotten_and_others_stay(step: Step, _ledger: Ledger) -> Complaints:
     """Exactly those that were told a finish reason are gone after a commit."""
     finished = {row.request_id for row in _rows(step) if row.finish_reason is not None}
     expected = step.old.keys() - finished
     if step.new.keys() != expected:
         what = "a commit ended others than it said"
-        yield Complaint(what, (difference("unfinished", sorted(expected), sorted(step.new)),))
+        yield unequal(what, "unfinished", sorted(expected), sorted(step.new))
 
 
 @sentence("P13", v.Commit)
-def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Complaints:
     """A state holds as outputs what was delivered, in order."""
     delivered = {row.request_id: row.new_token_ids for row in _rows(step)}
     for name, new in step.new.items():
@@ -161,24 +159,22 @@ def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Iter
             expected = life.output_token_ids + delivered.get(name, ())
             if new.output_token_ids != expected:
                 what = f"the state has other outputs of {name!r}"
-                yield Complaint(what, (difference("outputs", expected, new.output_token_ids),))
+                yield unequal(what, "outputs", expected, new.output_token_ids)
 
 
 @sentence("P21", v.Commit)
-def told_cached_tokens_are_those_of_the_first_hit(
-    step: Step, ledger: Ledger
-) -> Iterator[Complaint]:
+def told_cached_tokens_are_those_of_the_first_hit(step: Step, ledger: Ledger) -> Complaints:
     """A client is told the length of the prefix hit at the first admission."""
     for row in _rows(step):
         life = ledger.lives.get(row.request_id)
         if life is not None and row.num_cached_tokens != max(life.num_cached_tokens, 0):
             due = max(life.num_cached_tokens, 0)
             what = f"{row.request_id!r} was told a wrong number of cached tokens"
-            yield Complaint(what, (difference("num_cached_tokens", due, row.num_cached_tokens),))
+            yield unequal(what, "num_cached_tokens", due, row.num_cached_tokens)
 
 
 @sentence("P14", v.Commit)
-def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Complaints:
     """After a commit, all but the last token of a request that sampled is computed.
 
     Whatever drafts were rejected: as if exactly the accepted ones had been scheduled. Tokens that
@@ -199,16 +195,12 @@ def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Iterator
         else:
             expected = flight.end
         if new.num_computed_tokens != expected:
-            yield Complaint(
-                f"{flight.request_id!r} knows {known} tokens after the commit",
-                (difference("num_computed_tokens", expected, new.num_computed_tokens),),
-            )
+            what = f"{flight.request_id!r} knows {known} tokens after the commit"
+            yield unequal(what, "num_computed_tokens", expected, new.num_computed_tokens)
 
 
 @sentence("P14", v.Commit)
-def commit_changes_only_outputs_and_computed_tokens(
-    step: Step, ledger: Ledger
-) -> Iterator[Complaint]:
+def commit_changes_only_outputs_and_computed_tokens(step: Step, ledger: Ledger) -> Complaints:
     """Who goes on keeps its blocks, its status and its history; who did not sample, all.
 
     Under asynchronous scheduling one who runs may settle blocks too.
@@ -230,7 +222,7 @@ def commit_changes_only_outputs_and_computed_tokens(
                 and old.num_cached_blocks != new.num_cached_blocks
             )
         ):
-            yield Complaint(f"a commit changed {name!r}", (difference("request", old, new),))
+            yield unequal(f"a commit changed {name!r}", "request", old, new)
 
 
 def _flight(step: Step, ledger: Ledger) -> tuple[FlightRow, ...]:
@@ -239,7 +231,7 @@ def _flight(step: Step, ledger: Ledger) -> tuple[FlightRow, ...]:
 
 
 @sentence("P24", v.Schedule)
-def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Complaints:
     """A row carries a prefix of the drafts last attached to its request, after its known tokens.
 
     Under asynchronous scheduling, after those promised too; and what is attached are placeholders
@@ -250,14 +242,12 @@ def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> 
         due = life.num_known + ledger.placeholders(row.request_id)
         count = max(row.end - due, 0)
         if row.drafts != life.drafts[:count] or len(row.drafts) != count:
-            yield Complaint(
-                f"{row.request_id!r} runs {count} tokens after those known and promised",
-                (difference("draft_token_ids", life.drafts[:count], row.drafts),),
-            )
+            what = f"{row.request_id!r} runs {count} tokens after those known and promised"
+            yield unequal(what, "draft_token_ids", life.drafts[:count], row.drafts)
 
 
 @sentence("P24", v.Schedule, v.Commit, v.Drafts)
-def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Complaints:
     """A state holds as drafts what was proposed last and taken, until it is scheduled.
 
     Under asynchronous scheduling: placeholders for as many drafts as there may be, from a plan in
@@ -282,13 +272,11 @@ def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> It
             expected = proposed.get(name, life.drafts)
             if new.spec_token_ids != expected:
                 what = f"the drafts of {name!r} are not those proposed last"
-                yield Complaint(what, (difference("spec_token_ids", expected, new.spec_token_ids),))
+                yield unequal(what, "spec_token_ids", expected, new.spec_token_ids)
 
 
 @sentence("P24", v.Drafts)
-def drafts_are_taken_only_for_the_next_position(
-    step: Step, ledger: Ledger
-) -> list[Complaint] | None:
+def drafts_are_taken_only_for_the_next_position(step: Step, ledger: Ledger) -> Complaints:
     """Drafts are taken exactly for those who run, are not in flight and wait for one token.
 
     Only then is the position that a draft is for certain; all others are dropped.

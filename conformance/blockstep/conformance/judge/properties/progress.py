@@ -9,32 +9,30 @@ two events that count as progress, each request is preempted at most as often as
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import victims_of
-from blockstep.conformance.judge.properties.sentence import Complaint, sentence
+from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec.vocabulary import Schedule
 
 
 @sentence("P10", Schedule)
-def preemption_leaves_somebody_running(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def preemption_leaves_somebody_running(step: Step, ledger: Ledger) -> Complaints:
     """A request alone in the pool fits it, so the last victim had somebody to give way to.
 
     Unless tokens are promised to it: planned ahead it may need more than it ever will. Then
     delivering them is the progress.
     """
     if not step.plan.preempted_req_ids or step.after.running:
-        return None
+        return ()
     last = victims_of(step, ledger)[-1]
     if ledger.placeholders(last):
-        return None
+        return ()
     return [Complaint(f"all who ran were preempted, {last!r} last")]
 
 
 @sentence("P10", Schedule)
-def nobody_is_preempted_again_without_progress(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def nobody_is_preempted_again_without_progress(step: Step, ledger: Ledger) -> Complaints:
     """Between two preemptions of a request somebody gets further, for want of whose blocks it was.
 
     Tokens were delivered, or who competes has changed; or one who runs on has run ever since this

@@ -6,17 +6,23 @@ from collections.abc import Sequence
 
 from blockstep.conformance.judge.properties.amounts import blocks_for, longest_extent
 from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
-from blockstep.conformance.judge.properties.sentence import Complaint, difference, sentence
+from blockstep.conformance.judge.properties.sentence import (
+    Complaint,
+    Complaints,
+    difference,
+    sentence,
+    unequal,
+)
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
 
 @sentence("P7", v.Rejected)
-def rejected_event_changes_nothing(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def rejected_event_changes_nothing(step: Step, _ledger: Ledger) -> Complaints:
     """The state after a refusal is the state before it, statistics included."""
     before, after = step.before, step.after
     if after is before or after == before:
-        return None
+        return ()
     names = [
         name
         for name in type(before).__dataclass_fields__
@@ -31,47 +37,47 @@ def rejected_event_changes_nothing(step: Step, _ledger: Ledger) -> list[Complain
 
 
 @sentence("P11", v.Submit)
-def accepted_request_fits_an_empty_pool(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def accepted_request_fits_an_empty_pool(step: Step, _ledger: Ledger) -> Complaints:
     """What was accepted can be served: at its longest it fits the pool when nobody else runs."""
     assert isinstance(step.event, v.Submit)
     code = _never_served(step.config, step.event.request)
-    return None if code is None else [Complaint(f"accepted, but can never be served: {code}")]
+    return () if code is None else [Complaint(f"accepted, but can never be served: {code}")]
 
 
 @sentence("P11", v.Rejected)
 def request_is_refused_for_its_size_only_if_it_never_fits(
     step: Step, _ledger: Ledger
-) -> list[Complaint] | None:
+) -> Complaints:
     """PROMPT_TOO_LONG and NEVER_FITS are true when they are said."""
     assert isinstance(step.observation, v.Rejected)
     code = step.observation.code
     if code not in (v.RejectCode.PROMPT_TOO_LONG, v.RejectCode.NEVER_FITS):
-        return None
+        return ()
     true = (
         _never_served(step.config, step.event.request) if isinstance(step.event, v.Submit) else None
     )
-    return None if true is code else [Complaint(f"refused as {code}, which is not so")]
+    return () if true is code else [Complaint(f"refused as {code}, which is not so")]
 
 
 @sentence("P18", v.Rejected)
-def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> Complaints:
     """The code of a refusal is the one that the event earned."""
     assert isinstance(step.observation, v.Rejected)
     expected = due_refusal(step.config, step.event, ledger)
     if expected is step.observation.code:
-        return None
+        return ()
     due = "none" if expected is None else expected
     differences = (difference("code", due, step.observation.code),)
     return [Complaint("the event was refused, but not for that", differences)]
 
 
 @sentence("P18", *v.EVENT_TYPES)
-def stale_or_wrong_event_is_refused(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def stale_or_wrong_event_is_refused(step: Step, ledger: Ledger) -> Complaints:
     """What is malformed, unknown, late or a duplicate is not taken."""
     expected = due_refusal(step.config, step.event, ledger)
     if expected is None:
-        return None
-    return [Complaint("the event was taken", (difference("answer", expected, "taken"),))]
+        return ()
+    return [unequal("the event was taken", "answer", expected, "taken")]
 
 
 def due_refusal(config: v.Config, event: object, ledger: Ledger) -> v.RejectCode | None:

@@ -18,8 +18,9 @@ class Complaint(NamedTuple):
     differences: tuple[Difference, ...] = ()
 
 
-Judge: TypeAlias = Callable[[Step, Ledger], Iterable[Complaint] | None]
-"""Says what is wrong with a step; None or nothing if it is right."""
+Complaints: TypeAlias = Iterable[Complaint]
+Judge: TypeAlias = Callable[[Step, Ledger], Complaints]
+"""Says what is wrong with a step; nothing if it is right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,7 @@ class Sentence:
 
     def __call__(self, step: Step, ledger: Ledger) -> list[Finding]:
         """What is wrong; `ledger` knows everything up to this step, without it."""
-        complaints = self.judge(step, ledger)
-        if complaints is None:
-            return []
-        return [self.finding(*complaint) for complaint in complaints]
+        return [self.finding(*complaint) for complaint in self.judge(step, ledger)]
 
     def finding(self, message: str, differences: tuple[Difference, ...] = ()) -> Finding:
         """What is found, in the name of this sentence."""
@@ -56,11 +54,16 @@ def sentence(property_id: str, *kinds: type) -> Callable[[Judge], Sentence]:
     return wrap
 
 
-def differing(what: str, expected: object, seen: object) -> list[Complaint] | None:
+def differing(what: str, expected: object, seen: object) -> Complaints:
     """A complaint if two values differ."""
     if expected == seen:
-        return None
-    return [Complaint(f"{what} is not as it should be", (difference(what, expected, seen),))]
+        return ()
+    return (unequal(f"{what} is not as it should be", what, expected, seen),)
+
+
+def unequal(message: str, what: str, expected: object, seen: object) -> Complaint:
+    """A complaint about one value, with what is demanded and what is seen."""
+    return Complaint(message, (difference(what, expected, seen),))
 
 
 def difference(what: str, expected: object, seen: object) -> Difference:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from blockstep.conformance.judge.properties.hits import may_ask_the_cache
 from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.sentence import Complaint, difference, sentence
+from blockstep.conformance.judge.properties.sentence import Complaints, sentence, unequal
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec.vocabulary import EVENT_TYPES, Commit, Reset, Schedule, Stats
 
 
 @sentence("P21", *EVENT_TYPES)
-def counters_grow_by_what_happened(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def counters_grow_by_what_happened(step: Step, ledger: Ledger) -> Complaints:
     """Queries and hits of the admitted, preemptions, drafts scheduled and accepted; once each."""
     expected = _after(step.before.stats, step, ledger)
     if step.after.stats != expected:
-        what = "the counters are not what happened"
-        yield Complaint(what, (difference("stats", expected, step.after.stats),))
+        yield unequal("the counters are not what happened", "stats", expected, step.after.stats)
 
 
 def _after(stats: Stats, step: Step, ledger: Ledger) -> Stats:
@@ -47,7 +44,7 @@ def _after(stats: Stats, step: Step, ledger: Ledger) -> Stats:
 
 
 @sentence("P21", Schedule)
-def first_hit_is_remembered(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def first_hit_is_remembered(step: Step, ledger: Ledger) -> Complaints:
     """The length of the hit at the first admission is kept, whatever a later admission hits."""
     for row in step.rows:
         old, new = step.old[row.request_id], step.new[row.request_id]
@@ -55,6 +52,4 @@ def first_hit_is_remembered(step: Step, ledger: Ledger) -> Iterator[Complaint]:
         expected = row.first if first < 0 else first
         if (new.num_cached_tokens, new.num_preemptions) != (expected, old.num_preemptions):
             what = f"{row.request_id!r} was scheduled at position {row.first}"
-            yield Complaint(
-                what, (difference("num_cached_tokens", expected, new.num_cached_tokens),)
-            )
+            yield unequal(what, "num_cached_tokens", expected, new.num_cached_tokens)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import (
     Complaint,
-    difference,
+    Complaints,
     differing,
     sentence,
+    unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
@@ -46,7 +45,7 @@ _STILL_ASYNC = {
 
 
 @sentence("P18", *_STILL)
-def event_leaves_alone_what_it_is_not_about(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def event_leaves_alone_what_it_is_not_about(step: Step, _ledger: Ledger) -> Complaints:
     """An event changes only what it is about: an abort no frame, a pause no queue, and so on."""
     before, after = step.before, step.after
     found = []
@@ -55,27 +54,24 @@ def event_leaves_alone_what_it_is_not_about(step: Step, _ledger: Ledger) -> list
         old, new = getattr(before, name), getattr(after, name)
         if old is not new and old != new:
             what = f"{type(step.event).__name__} changed {name}"
-            found.append(Complaint(what, (difference(name, old, new),)))
-    return found or None
+            found.append(unequal(what, name, old, new))
+    return found
 
 
 @sentence("P18", v.Submit, v.Drafts, v.GrammarReady, v.Abort)
-def event_leaves_other_requests_alone(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+def event_leaves_other_requests_alone(step: Step, _ledger: Ledger) -> Complaints:
     """Requests that an event does not name, or whose part in it was dropped, are as before."""
     concerned = _concerned(step)
     for name, old in step.old.items():
         new = step.new.get(name)
         if name not in concerned and new is not old and new != old:
-            yield Complaint(f"{name!r} changed", (difference(f"request {name}", old, new),))
+            yield unequal(f"{name!r} changed", f"request {name}", old, new)
         elif (
             new is not None
             and isinstance(step.event, v.Drafts | v.GrammarReady)
             and _besides(step, old) != _besides(step, new)
         ):
-            yield Complaint(
-                f"{name!r} changed in more than it should",
-                (difference(f"request {name}", old, new),),
-            )
+            yield unequal(f"{name!r} changed in more than it should", f"request {name}", old, new)
 
 
 def _concerned(step: Step) -> tuple[v.RequestId, ...]:
@@ -91,56 +87,54 @@ def _besides(step: Step, request: v.RequestSnapshot) -> list[object]:
 
 
 @sentence("P18", v.GrammarReady, v.SetPause)
-def signal_is_remembered(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def signal_is_remembered(step: Step, _ledger: Ledger) -> Complaints:
     """A compiled grammar is marked as ready, also twice; a pause state is as set."""
     if isinstance(step.event, v.SetPause):
         return differing("pause_state", step.event.pause_state, step.after.pause_state)
     assert isinstance(step.event, v.GrammarReady)
     request = step.new.get(step.event.request_id)
     if request is not None and request.grammar_ready:
-        return None
+        return ()
     return [Complaint(f"the grammar of {step.event.request_id!r} is not marked as ready")]
 
 
 @sentence("P18", v.Abort)
-def abort_ends_exactly_the_unfinished_it_names(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def abort_ends_exactly_the_unfinished_it_names(step: Step, ledger: Ledger) -> Complaints:
     """Those named and unfinished end, once each, in the order named; unknown ids do nothing."""
     assert isinstance(step.event, v.Abort)
     assert isinstance(step.observation, v.Aborted)
     expected = tuple(dict.fromkeys(name for name in step.event.request_ids if name in ledger.lives))
-    yield from differing("aborted", expected, step.observation.request_ids) or ()
+    yield from differing("aborted", expected, step.observation.request_ids)
     left = step.old.keys() - set(expected)
-    yield from differing("unfinished", sorted(left), sorted(step.new)) or ()
+    yield from differing("unfinished", sorted(left), sorted(step.new))
 
 
 @sentence("P25", v.Reset)
-def reset_empties_the_cache(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def reset_empties_the_cache(step: Step, _ledger: Ledger) -> Complaints:
     """After a reset that succeeded no block can be found, whoever published it."""
     assert isinstance(step.observation, v.ResetDone)
     if not step.observation.success:
-        return None
+        return ()
     keyed = [block for block, key in enumerate(step.after.block_keys) if key is not None]
     if keyed or step.after.cached:
         return [Complaint(f"blocks {keyed} still carry keys after the reset")]
-    return None
+    return ()
 
 
 @sentence("P25", v.Commit)
-def answer_from_before_a_reset_publishes_nothing(
-    step: Step, ledger: Ledger
-) -> list[Complaint] | None:
+def answer_from_before_a_reset_publishes_nothing(step: Step, ledger: Ledger) -> Complaints:
     """What a frame computed that was dispatched before the reset cannot be hit after it."""
     assert isinstance(step.event, v.Commit)
     before, after = step.before.block_keys, step.after.block_keys
     if step.event.frame_id >= ledger.first_frame_since_reset or after is before:
-        return None
+        return ()
     if after == before and step.after.cached == step.before.cached:
-        return None
+        return ()
     return [Complaint(f"frame {step.event.frame_id}, planned before the reset, published a block")]
 
 
 @sentence("P25", v.Reset)
-def reset_succeeds_unless_blocks_are_held(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def reset_succeeds_unless_blocks_are_held(step: Step, _ledger: Ledger) -> Complaints:
     """By force always; otherwise only if nobody holds a block."""
     assert isinstance(step.event, v.Reset)
     assert isinstance(step.observation, v.ResetDone)
@@ -150,14 +144,14 @@ def reset_succeeds_unless_blocks_are_held(step: Step, _ledger: Ledger) -> list[C
 
 
 @sentence("P25", v.Reset)
-def forced_reset_preempts_all_who_run(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+def forced_reset_preempts_all_who_run(step: Step, _ledger: Ledger) -> Complaints:
     """By force nobody runs on with KV from before; otherwise no request changes."""
     assert isinstance(step.event, v.Reset)
     after = step.after
     if not step.event.reset_running_requests:
         for name in (*_QUEUES, "requests", "prev_scheduled_req_ids"):
             expected = getattr(step.before, name)
-            yield from differing(name, expected, getattr(after, name)) or ()
+            yield from differing(name, expected, getattr(after, name))
         return
     if after.running or after.prev_scheduled_req_ids or not _all_free(step, after):
         yield Complaint("after a forced reset somebody still runs or holds a block")
@@ -167,11 +161,11 @@ def forced_reset_preempts_all_who_run(step: Step, _ledger: Ledger) -> Iterator[C
 
 
 @sentence("P25", v.Reset)
-def refused_reset_changes_nothing(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def refused_reset_changes_nothing(step: Step, _ledger: Ledger) -> Complaints:
     """A reset that says no leaves the cache as it is."""
     assert isinstance(step.observation, v.ResetDone)
     if step.observation.success or step.before == step.after:
-        return None
+        return ()
     return [Complaint("the reset did not succeed, but the state changed")]
 
 
