@@ -45,3 +45,8 @@ class Finding:
     message: str
     """What was seen instead, in one line."""
     differences: tuple[Difference, ...] = ()
+
+
+def violated(property_id: str, sentence: str, message: str, *differences: Difference) -> Finding:
+    """A property that does not hold."""
+    return Finding(FindingKind.PROPERTY, property_id, sentence, message, differences)

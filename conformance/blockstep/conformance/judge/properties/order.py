@@ -34,7 +34,7 @@ def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> Complaints
         what = "queues and unfinished requests differ"
         return [unequal(what, "queues", sorted(step.new), sorted(names))]
     running = set(after.running)
-    wrong = [
+    return [
         Complaint(f"{name!r} is {request.status} and in the wrong queue")
         for name, request in step.new.items()
         if (request.status is v.Status.RUNNING) is not (name in running)
@@ -43,7 +43,6 @@ def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> Complaints
             and name not in after.skipped_waiting
         )
     ]
-    return wrong
 
 
 @sentence("P16", v.Submit)

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.protocol.findings import Difference, Finding, violated
 
 
 class Complaint(NamedTuple):
@@ -41,7 +41,21 @@ class Sentence:
 
     def finding(self, message: str, differences: tuple[Difference, ...] = ()) -> Finding:
         """What is found, in the name of this sentence."""
-        return Finding(FindingKind.PROPERTY, self.property_id, self.sentence, message, differences)
+        return violated(self.property_id, self.sentence, message, *differences)
+
+
+def judge(sentences: Iterable[Sentence], step: Step, ledger: Ledger) -> list[Finding]:
+    """What some sentences say of a step."""
+    findings: list[Finding] = []
+    for sentence in sentences:
+        try:
+            for complaint in sentence.judge(step, ledger):
+                findings += (sentence.finding(*complaint),)
+        except Exception as error:
+            # Plan and states contradict each other so much that the sentence has no meaning.
+            what = f"the step makes no sense: {type(error).__name__}: {error}"
+            findings.append(sentence.finding(what))
+    return findings
 
 
 def sentence(property_id: str, *kinds: type) -> Callable[[Judge], Sentence]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from blockstep.conformance.judge.worker.names import BEFORE_RESET, NEVER_WRITTEN, Name, PrefixNames
 from blockstep.conformance.judge.worker.view import FrameRow
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.protocol.findings import Difference, Finding, violated
 from blockstep.spec.vocabulary import BlockId, Config, Snapshot
 
 
@@ -156,6 +156,4 @@ class TaggedKV:
     def _complain(
         self, sentence: str, message: str, *differences: Difference, property_id: str = "P26"
     ) -> None:
-        self._findings.append(
-            Finding(FindingKind.PROPERTY, property_id, sentence, message, differences)
-        )
+        self._findings.append(violated(property_id, sentence, message, *differences))
