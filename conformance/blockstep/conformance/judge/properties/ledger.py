@@ -135,6 +135,10 @@ class Ledger:
         """Whether a frame in flight has a row of this id."""
         return any(row.request_id == request_id for rows in self.frames.values() for row in rows)
 
+    def frame_of(self, step: Step) -> tuple[FlightRow, ...]:
+        """The rows of the frame that a commit answers; () for an unknown one."""
+        return self.frames.get(step.commit.frame_id, ())
+
     def named_blocks(self, snapshot: v.Snapshot) -> dict[Name, tuple[v.BlockId, ...]]:
         """The cache map of a snapshot by names instead of keys. The last one asked for is kept."""
         if self._named[0] is not snapshot:
@@ -160,8 +164,7 @@ class Ledger:
         if isinstance(step.event, v.Schedule):
             change = {row.request_id: self.flight_row(row).num_promised for row in step.rows}
         elif isinstance(step.event, v.Commit):
-            frame = self.frames.get(step.event.frame_id, ())
-            change = {row.request_id: -row.num_promised for row in frame}
+            change = {row.request_id: -row.num_promised for row in self.frame_of(step)}
         else:
             return self.promised
         promised = dict(self.promised)

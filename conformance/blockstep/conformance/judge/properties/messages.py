@@ -59,9 +59,8 @@ def plan_has_its_place_in_the_sequence(step: Step, _ledger: Ledger) -> Complaint
 @sentence("P26", Commit)
 def committed_frame_leaves_flight(step: Step, _ledger: Ledger) -> Complaints:
     """A committed frame is in flight no more, the others still are."""
-    assert isinstance(step.event, Commit)
-    frame_id = step.event.frame_id
-    left = tuple(frame for frame in step.before.frames_in_flight if frame != frame_id)
+    before = step.before.frames_in_flight
+    left = tuple(frame for frame in before if frame != step.commit.frame_id)
     return differing("frames_in_flight", left, step.after.frames_in_flight)
 
 
@@ -97,9 +96,7 @@ def new_row_carries_the_request_as_submitted(step: Step, ledger: Ledger) -> Comp
 def table_in_the_plan_is_the_table_in_the_state(step: Step, _ledger: Ledger) -> Complaints:
     """Old table and blocks gained, or the whole new table, are what the request then holds."""
     for row in step.rows:
-        table = row.hits + row.gained
-        if row in step.running_rows:
-            table = step.old[row.request_id].block_tables[0] + row.gained
+        table = step.table_of(row)
         seen = step.new[row.request_id].block_tables
         if seen != (table,):
             what = f"the plan gives {row.request_id!r} another table than the state"

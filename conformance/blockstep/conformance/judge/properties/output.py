@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import attrgetter
 
-from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
+from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import (
     Complaint,
     Complaints,
@@ -18,13 +18,8 @@ from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
 _KEPT_BY_COMMIT = attrgetter(
-    "status",
-    "spec_token_ids",
-    "is_prefill_chunk",
-    "block_tables",
-    "num_cached_tokens",
-    "num_preemptions",
-    "grammar_ready",
+    *("status", "spec_token_ids", "is_prefill_chunk", "block_tables"),
+    *("num_cached_tokens", "num_preemptions", "grammar_ready"),
 )
 
 
@@ -77,45 +72,35 @@ def cut_at_stop(
     return sampled, None
 
 
-def expected_outputs(step: Step, ledger: Ledger) -> list[v.OutputRow]:
+def expected_outputs(step: Step, ledger: Ledger) -> dict[v.RequestId, v.OutputRow]:
     """What a commit must deliver, worked out from what was sampled."""
-    assert isinstance(step.event, v.Commit)
-    sampled = {row.request_id: row.token_ids for row in step.event.sampled}
-    rows = []
-    for flight in ledger.frames.get(step.event.frame_id, ()):
-        life = ledger.lives.get(flight.request_id)
-        tokens = sampled.get(flight.request_id, ())
-        if life is None or not tokens:
-            continue
-        outputs = list(life.output_token_ids)
-        delivered, stop = cut_at_stop(step.config, life.request, outputs, tokens)
-        reason, stop_token = stop or (None, None)
-        rows.append(
-            v.OutputRow(
-                flight.request_id, delivered, reason, stop_token, max(life.num_cached_tokens, 0)
-            )
-        )
+    rows = {}
+    for flight in ledger.frame_of(step):
+        name = flight.request_id
+        life, tokens = ledger.lives.get(name), step.sampled.get(name)
+        if life is not None and tokens:
+            outputs = list(life.output_token_ids)
+            delivered, stop = cut_at_stop(step.config, life.request, outputs, tokens)
+            reason, stop_token = stop or (None, None)
+            num_cached = max(life.num_cached_tokens, 0)
+            rows[name] = v.OutputRow(name, delivered, reason, stop_token, num_cached)
     return rows
-
-
-def _rows(step: Step) -> tuple[v.OutputRow, ...]:
-    assert isinstance(step.observation, v.Outputs)
-    return step.observation.rows
 
 
 @sentence("P13", v.Commit)
 def delivered_rows_are_those_that_sampled(step: Step, ledger: Ledger) -> Complaints:
     """Each unfinished request that sampled gets one row, in order of scheduling; nobody else."""
-    expected = [row.request_id for row in expected_outputs(step, ledger)]
-    return differing("rows", expected, [row.request_id for row in _rows(step)])
+    seen = [row.request_id for row in step.output_rows]
+    return differing("rows", list(expected_outputs(step, ledger)), seen)
 
 
 @sentence("P13", v.Commit)
 def delivered_tokens_are_the_sampled_ones_until_the_stop(step: Step, ledger: Ledger) -> Complaints:
     """No token is lost, repeated, invented, or delivered after the one that stops."""
-    expected = {row.request_id: row.new_token_ids for row in expected_outputs(step, ledger)}
-    for row in _rows(step):
-        tokens = expected.get(row.request_id, ())
+    expected = expected_outputs(step, ledger)
+    for row in step.output_rows:
+        due = expected.get(row.request_id)
+        tokens = () if due is None else due.new_token_ids
         if row.new_token_ids != tokens:
             what = f"{row.request_id!r} was delivered the wrong tokens"
             yield unequal(what, "new_token_ids", tokens, row.new_token_ids)
@@ -124,25 +109,19 @@ def delivered_tokens_are_the_sampled_ones_until_the_stop(step: Step, ledger: Led
 @sentence("P13", v.Commit)
 def finish_reason_is_the_one_that_holds(step: Step, ledger: Ledger) -> Complaints:
     """A request ends when and only when a stop condition holds, for the first that holds."""
-    expected = {row.request_id: row for row in expected_outputs(step, ledger)}
-    for row in _rows(step):
-        due = expected.get(row.request_id)
-        if due is None:
-            continue
+    expected = expected_outputs(step, ledger)
+    for row in step.output_rows:
+        due = expected.get(row.request_id, row)
         if (row.finish_reason, row.stop_token_id) != (due.finish_reason, due.stop_token_id):
-            yield Complaint(
-                f"{row.request_id!r} after {row.new_token_ids}",
-                (
-                    difference("finish_reason", due.finish_reason, row.finish_reason),
-                    difference("stop_token_id", due.stop_token_id, row.stop_token_id),
-                ),
-            )
+            reasons = difference("finish_reason", due.finish_reason, row.finish_reason)
+            tokens = difference("stop_token_id", due.stop_token_id, row.stop_token_id)
+            yield Complaint(f"{row.request_id!r} after {row.new_token_ids}", (reasons, tokens))
 
 
 @sentence("P13", v.Commit)
 def finished_request_is_forgotten_and_others_stay(step: Step, _ledger: Ledger) -> Complaints:
     """Exactly those that were told a finish reason are gone after a commit."""
-    finished = {row.request_id for row in _rows(step) if row.finish_reason is not None}
+    finished = {row.request_id for row in step.output_rows if row.finish_reason is not None}
     expected = step.old.keys() - finished
     if step.new.keys() != expected:
         what = "a commit ended others than it said"
@@ -152,11 +131,10 @@ def finished_request_is_forgotten_and_others_stay(step: Step, _ledger: Ledger) -
 @sentence("P13", v.Commit)
 def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Complaints:
     """A state holds as outputs what was delivered, in order."""
-    delivered = {row.request_id: row.new_token_ids for row in _rows(step)}
     for name, new in step.new.items():
         life = ledger.lives.get(name)
         if life is not None:
-            expected = life.output_token_ids + delivered.get(name, ())
+            expected = life.output_token_ids + step.delivered.get(name, ())
             if new.output_token_ids != expected:
                 what = f"the state has other outputs of {name!r}"
                 yield unequal(what, "outputs", expected, new.output_token_ids)
@@ -165,10 +143,10 @@ def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Comp
 @sentence("P21", v.Commit)
 def told_cached_tokens_are_those_of_the_first_hit(step: Step, ledger: Ledger) -> Complaints:
     """A client is told the length of the prefix hit at the first admission."""
-    for row in _rows(step):
+    for row in step.output_rows:
         life = ledger.lives.get(row.request_id)
-        if life is not None and row.num_cached_tokens != max(life.num_cached_tokens, 0):
-            due = max(life.num_cached_tokens, 0)
+        due = 0 if life is None else max(life.num_cached_tokens, 0)
+        if life is not None and row.num_cached_tokens != due:
             what = f"{row.request_id!r} was told a wrong number of cached tokens"
             yield unequal(what, "num_cached_tokens", due, row.num_cached_tokens)
 
@@ -182,7 +160,7 @@ def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Complain
     plan took it, or where later plans did.
     """
     promised = ledger.promised_after(step)
-    for flight in _flight(step, ledger):
+    for flight in ledger.frame_of(step):
         new = step.new.get(flight.request_id)
         if new is None or new.status is not v.Status.RUNNING:
             continue
@@ -205,7 +183,7 @@ def commit_changes_only_outputs_and_computed_tokens(step: Step, ledger: Ledger) 
 
     Under asynchronous scheduling one who runs may settle blocks too.
     """
-    in_frame = {row.request_id for row in _flight(step, ledger) if row.samples}
+    in_frame = {row.request_id for row in ledger.frame_of(step) if row.samples}
     for name, new in step.new.items():
         old = step.old.get(name)
         if old is None or new is old:
@@ -223,11 +201,6 @@ def commit_changes_only_outputs_and_computed_tokens(step: Step, ledger: Ledger) 
             )
         ):
             yield unequal(f"a commit changed {name!r}", "request", old, new)
-
-
-def _flight(step: Step, ledger: Ledger) -> tuple[FlightRow, ...]:
-    assert isinstance(step.event, v.Commit)
-    return ledger.frames.get(step.event.frame_id, ())
 
 
 @sentence("P24", v.Schedule)

@@ -143,10 +143,7 @@ def computed_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
     keys = step.after.block_keys
     for row in step.rows:
         first, end = _published(step, ledger, row)
-        table = row.hits + row.gained
-        if row.kind is RowKind.RUNNING:
-            table = step.old[row.request_id].block_tables[0] + row.gained
-        for block in table[first:end]:
+        for block in step.table_of(row)[first:end]:
             if keys[block] is None:
                 yield Complaint(f"{row.request_id!r} filled block {block}, which has no key")
         settled = step.new[row.request_id].num_cached_blocks
@@ -204,14 +201,12 @@ def verified_blocks(
     The blocks of a request that runs and sampled, also if it ends by that, up to the one with its
     last token: that one is not computed yet.
     """
-    assert isinstance(step.event, v.Commit)
     config = step.config
     if not (config.async_scheduling and config.enable_prefix_caching):
         return []
     found = []
-    delivered = _delivered(step)
-    for flight in ledger.frames.get(step.event.frame_id, ()):
-        old, tokens = step.old.get(flight.request_id), delivered.get(flight.request_id, ())
+    for flight in ledger.frame_of(step):
+        old, tokens = step.old.get(flight.request_id), step.delivered.get(flight.request_id)
         if old is None or old.status is not v.Status.RUNNING or not tokens:
             continue
         known = ledger.lives[flight.request_id].num_known + len(tokens)
@@ -219,11 +214,6 @@ def verified_blocks(
         blocks = old.block_tables[0][first : max((known - 1) // config.block_size, first)]
         found.append((flight.request_id, first, blocks))
     return found
-
-
-def _delivered(step: Step) -> dict[v.RequestId, v.TokenIds]:
-    assert isinstance(step.observation, v.Outputs)
-    return {row.request_id: row.new_token_ids for row in step.observation.rows}
 
 
 @sentence("P3", v.Commit)
@@ -300,12 +290,11 @@ def _misnamed(step: Step, ledger: Ledger) -> list[tuple[str, v.BlockId, int, int
     of_key = ledger.names.of_key
     found = []
     if isinstance(step.event, v.Commit):
-        delivered = _delivered(step) if step.config.async_scheduling else {}
         for name, first, blocks in verified_blocks(step, ledger):
             for index, block in enumerate(blocks, first):
                 key = keys[block]
                 if key is not None:
-                    expected = ledger.lives[name].block_name_with(delivered[name], index)
+                    expected = ledger.lives[name].block_name_with(step.delivered[name], index)
                     seen = of_key(key)[-1]
                     if expected != seen:
                         found.append((name, block, expected, seen))

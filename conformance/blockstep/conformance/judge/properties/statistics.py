@@ -29,9 +29,8 @@ def _after(stats: Stats, step: Step, ledger: Ledger) -> Stats:
                 queries += life.num_known
                 hits += row.first
     elif isinstance(step.event, Commit):
-        sampled = {row.request_id: row.token_ids for row in step.event.sampled}
-        for flight in ledger.frames.get(step.event.frame_id, ()):
-            tokens = sampled.get(flight.request_id, ())
+        for flight in ledger.frame_of(step):
+            tokens = step.sampled.get(flight.request_id, ())
             if flight.drafts and tokens and flight.request_id in ledger.lives:
                 scheduled += len(flight.drafts)
                 accepted += len(tokens) - 1

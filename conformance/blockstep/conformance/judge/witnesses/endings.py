@@ -9,7 +9,7 @@ from blockstep.conformance.judge.properties.pool import verified_blocks
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.witnesses.drafts import of_acceptance
 from blockstep.conformance.judge.witnesses.frames import num_frames
-from blockstep.spec.vocabulary import Commit, FinishReason, OutputRow, Status, TokenIds
+from blockstep.spec.vocabulary import FinishReason, OutputRow, Status, TokenIds
 
 ENDINGS: Mapping[str, str] = {
     "stop_eos": "a request ended with its end-of-sequence token",
@@ -29,13 +29,11 @@ ENDINGS: Mapping[str, str] = {
 
 def of_commit(step: Step, ledger: Ledger, rows: tuple[OutputRow, ...]) -> Iterator[str]:
     """What a commit brings to each row of its frame."""
-    assert isinstance(step.event, Commit)
-    sampled = {row.request_id: row.token_ids for row in step.event.sampled}
     answers = {row.request_id: row for row in rows}
     if sum(row.finish_reason is not None for row in rows) > 1:
         yield "several_ended_in_one_commit"
-    for flight in ledger.frames.get(step.event.frame_id, ()):
-        tokens = sampled.get(flight.request_id, ())
+    for flight in ledger.frame_of(step):
+        tokens = step.sampled.get(flight.request_id, ())
         life = ledger.lives.get(flight.request_id)
         if life is None:
             stopped = flight.request_id in ledger.stopped_in_flight
@@ -49,7 +47,7 @@ def of_commit(step: Step, ledger: Ledger, rows: tuple[OutputRow, ...]) -> Iterat
                 yield "rollback_with_frames_behind"
             answer = answers.get(flight.request_id)
             if answer is not None:
-                is_stale = step.event.frame_id >= ledger.first_frame_since_reset
+                is_stale = step.commit.frame_id >= ledger.first_frame_since_reset
                 yield from _of_output(step, life, answer, tokens, is_stale)
 
     for name, _, blocks in verified_blocks(step, ledger):
