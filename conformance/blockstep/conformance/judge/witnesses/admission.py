@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from blockstep.conformance.judge.properties.admission import next_in_line
 from blockstep.conformance.judge.properties.hits import may_ask_the_cache
@@ -10,7 +10,7 @@ from blockstep.conformance.judge.properties.ledger import Ledger, Life
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.spec.vocabulary import PauseState, Policy, RequestId, Status
 
-ADMISSION: Mapping[str, str] = {
+ADMISSION = {
     "admitted": "a request was admitted",
     "prefix_hit": "an admitted request found its first blocks in the cache",
     "hit_on_freed_block": "a hit block was in the free queue, held by nobody",

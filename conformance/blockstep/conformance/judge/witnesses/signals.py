@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.witnesses.frames import num_frames
 from blockstep.spec.vocabulary import Abort, RequestId, Reset, Status
 
-SIGNALS: Mapping[str, str] = {
+SIGNALS = {
     "abort_waiting": "one that had never run was aborted",
     "abort_running": "one that runs was aborted, not in flight",
     "abort_preempted": "a preempted one was aborted",
