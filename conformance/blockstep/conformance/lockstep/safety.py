@@ -209,7 +209,7 @@ class SafetyRun(LockStep):
             findings += self._judge_state(event, seen, self.before, after)
         if not findings:
             found = self.answers.observe(event, seen, self.live, self.said, len(self.plans))
-            self.witnesses.counts.update(found)
+            self.witnesses.update(found)
         self.before = after
         self.follow(event, seen)
         return findings

@@ -10,28 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
-from blockstep.conformance.judge.worker.names import Name, PrefixNames, extras_of
+from blockstep.conformance.judge.worker.names import Name, NamedText, PrefixNames
 from blockstep.spec import vocabulary as v
 
 
-class Life:
+class Life(NamedText):
     """One unfinished request, from its submission on."""
 
     __slots__ = (
-        "admitted_in", "chain", "drafts", "extras", "grammar_ready", "last_planned_in", "names",
-        "num_cached_tokens", "num_known_then", "num_prompt", "preempted_at", "request", "root",
-        "tokens",
+        "admitted_in", "drafts", "grammar_ready", "last_planned_in", "num_cached_tokens",
+        "num_known_then", "preempted_at",
     )  # fmt: skip
 
     def __init__(self, request: v.Request, names: PrefixNames) -> None:
-        self.request = request
-        self.names = names
-        self.root = names.root(request.adapter, request.cache_salt)
-        self.extras = extras_of(request, names.block_size)
-        self.tokens: list[v.TokenId] = list(request.prompt_token_ids)
-        """Prompt and delivered outputs: all known tokens."""
-        self.num_prompt = len(self.tokens)
-        self.chain: list[Name] = []
+        super().__init__(request, names)
         self.drafts: v.TokenIds = ()
         """Attached and not scheduled yet; under asynchronous scheduling their placeholders."""
         self.num_cached_tokens = -1

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.protocol.findings import Difference, Finding, violated
+from blockstep.conformance.protocol.findings import Difference, Finding, shown, violated
 
 
 class Complaint(NamedTuple):
@@ -83,9 +83,3 @@ def unequal(message: str, what: str, expected: object, seen: object) -> Complain
 def difference(what: str, expected: object, seen: object) -> Difference:
     """A difference between what is demanded and what is seen."""
     return Difference(what, shown(expected), shown(seen))
-
-
-def shown(value: object, length: int = 120) -> str:
-    """A value in a line."""
-    text = str(value)
-    return text if len(text) <= length else text[: length - 3] + "..."

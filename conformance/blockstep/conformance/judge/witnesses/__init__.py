@@ -6,7 +6,6 @@ ledger only, like the properties, and the counts of several runs, or processes, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from blockstep.conformance.judge.properties.ledger import Ledger
@@ -31,19 +30,11 @@ WITNESSES: Mapping[str, str] = (
 """All situations, by name, with what they mean."""
 
 
-class Witnesses:
-    """Counts situations of one run."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-
-    def observe(self, step: Step, ledger: Ledger) -> None:
-        """Count what a step reached; `ledger` knows all steps before it."""
-        self.counts.update(situations(step, ledger))
-
-
 def situations(step: Step, ledger: Ledger) -> Iterator[str]:
-    """The situations that a step is, each as often as it occurs in it."""
+    """The situations that a step is, each as often as it occurs in it.
+
+    `ledger` knows all steps before it.
+    """
     match step.event, step.observation:
         case _, v.Rejected(code=code):
             yield f"rejected_{code}"

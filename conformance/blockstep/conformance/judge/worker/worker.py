@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from blockstep.conformance.judge.worker.kv import TaggedKV
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
-from blockstep.conformance.protocol.findings import Difference, Finding
+from blockstep.conformance.protocol.findings import Difference, Finding, shown
 from blockstep.spec import vocabulary as v
 
 NextToken: TypeAlias = Callable[[Sequence[int]], int]
@@ -221,7 +221,7 @@ class Worker(TaggedKV):
             self._complain(
                 "sent_tokens_are_those_of_the_worker",
                 f"{row.request_id!r}: the tokens in the plan are not those it sampled",
-                Difference("all_token_ids", _shown(view.reported_token_ids), _shown(sent)),
+                Difference("all_token_ids", shown(view.reported_token_ids, 80), shown(sent, 80)),
             )
             if not view.num_unreported:
                 view.replace_tokens(sent)
@@ -360,11 +360,6 @@ class Worker(TaggedKV):
                     self._complain(
                         "plans_alone_rebuild_the_request",
                         f"{request.request_id!r}: state and worker differ in {name}",
-                        Difference(name, _shown(state), _shown(seen), "state; worker"),
+                        Difference(name, shown(state, 80), shown(seen, 80), "state; worker"),
                     )
         return self._findings
-
-
-def _shown(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
