@@ -20,10 +20,7 @@ from blockstep.conformance.judge.properties import (
     order,
     output,
     pool,
-    progress,
     refusals,
-    statistics,
-    stillness,
 )
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import Sentence, judge
@@ -45,10 +42,7 @@ class Property:
     checks: tuple[Sentence, ...]
 
 
-_FAMILIES = (
-    *(pool, refusals, budgets, progress, statistics, output, messages),
-    *(admission, order, hits, stillness),
-)
+_FAMILIES = (pool, refusals, budgets, output, messages, admission, order, hits)
 """In the order in which sentences of one property speak."""
 _SENTENCES = [
     found for family in _FAMILIES for found in vars(family).values() if isinstance(found, Sentence)

@@ -22,7 +22,7 @@ from blockstep.conformance.judge.properties.queue_replay import (
     victims_of,
 )
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
-from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
+from blockstep.conformance.judge.properties.step import RowKind, Step
 from blockstep.spec.vocabulary import (
     PauseState,
     Policy,
@@ -47,13 +47,11 @@ def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complain
             continue
         if new is None:
             yield Complaint(f"{name!r} is gone, though a plan ends nobody")
-        elif (
+        elif not (
             _only_promoted(step, ledger, name)
             or _only_lost_drafts(step, name)
             or name in step.plan.preempted_req_ids
         ):
-            continue
-        else:
             yield unequal(f"{name!r} has no row but changed", f"request {name}", old, new)
     if not step.new.keys() <= step.old.keys():
         yield Complaint(f"a plan made requests: {step.new.keys() - step.old.keys()}")
@@ -61,12 +59,10 @@ def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complain
 
 def _only_promoted(step: Step, ledger: Ledger, name: RequestId) -> bool:
     old, new = step.old[name], step.new[name]
-    names = type(old).__dataclass_fields__
     return (
         ledger.lives[name].grammar_ready
         and old.status is Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        and new.status is Status.WAITING
-        and all(getattr(old, field) == getattr(new, field) for field in names if field != "status")
+        and new == replace(old, status=Status.WAITING)
     )
 
 
@@ -103,23 +99,15 @@ def row_gains_exactly_the_blocks_it_needs(step: Step, _ledger: Ledger) -> Compla
     reserve it earlier is a policy.
     """
     config = step.config
-    for row in step.running_rows:
-        need = running_blocks(config, row.end, len(step.old[row.request_id].block_tables[0]))
+    for row in step.rows:
+        if row.kind is RowKind.RUNNING:
+            held = len(step.old[row.request_id].block_tables[0])
+            need = running_blocks(config, row.end, held)
+        else:
+            need = blocks_for(config, min(row.end, config.max_model_len)) - len(row.hits)
         if len(row.gained) != need:
-            yield _wrong_gain(row, need)
-    for row in step.admitted_rows:
-        need = blocks_for(config, min(row.end, config.max_model_len)) - len(row.hits)
-        if len(row.gained) != need:
-            yield _wrong_gain(row, need)
-
-
-def _wrong_gain(row: PlannedRow, need: int) -> Complaint:
-    return unequal(
-        f"{row.request_id!r} runs positions {row.first} to {row.end - 1}",
-        "blocks gained",
-        need,
-        len(row.gained),
-    )
+            what = f"{row.request_id!r} runs positions {row.first} to {row.end - 1}"
+            yield unequal(what, "blocks gained", need, len(row.gained))
 
 
 @sentence("P8", Schedule)
@@ -128,9 +116,8 @@ def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Co
 
     A hit block that is free counts too: touching it takes it out of the free queue.
     """
-    if not step.config.scheduler_reserve_full_isl or not step.admitted_rows:
-        return
-    if step.plan.preempted_req_ids:
+    reserves = step.config.scheduler_reserve_full_isl
+    if not reserves or not step.admitted_rows or step.plan.preempted_req_ids:
         return
     room = replay_schedule(step, ()).room
     for row in step.admitted_rows:
@@ -160,9 +147,8 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
     victims = victims_of(step, ledger)
     if hides_a_rollback(step, victims):
         return
-    left = config.max_num_batched_tokens
-    if ledger.pause_state is PauseState.PAUSED_ALL:
-        left = 0
+    is_paused = ledger.pause_state is PauseState.PAUSED_ALL
+    left = 0 if is_paused else config.max_num_batched_tokens
     rows = {row.request_id: row for row in step.running_rows}
     for name in step.before.running:
         if name in victims:
@@ -231,7 +217,7 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Comp
     victims = victims_of(step, ledger) if step.plan.preempted_req_ids else []
     if not hides_a_rollback(step, victims):
         return
-    place = {name: index for index, name in enumerate(step.before.running)}
+    place = step.place
     rows = {row.request_id: row for row in step.running_rows}
     if max(place[name] for name in victims) > max((place[name] for name in rows), default=-1):
         return
@@ -296,14 +282,8 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
     need += sum(1 for block in hits if after.ref_counts[block] == 0)
     if need > len(after.free_queue):
         return ()
-    return [
-        unequal(
-            f"{name!r} was left waiting with {left} tokens of budget",
-            "free blocks",
-            f"< {need}",
-            len(after.free_queue),
-        )
-    ]
+    what = f"{name!r} was left waiting with {left} tokens of budget"
+    return [unequal(what, "free blocks", f"< {need}", len(after.free_queue))]
 
 
 def next_in_line(step: Step, ledger: Ledger, snapshot: Snapshot) -> RequestId | None:
@@ -340,7 +320,6 @@ def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> Comp
 def admitted_row_kind_follows_its_status(step: Step, _ledger: Ledger) -> Complaints:
     """A preempted request returns as a resumed row, anybody else as a new one."""
     for row in step.admitted_rows:
-        was_preempted = step.old[row.request_id].status is Status.PREEMPTED
-        if was_preempted is not (row.kind is RowKind.RESUMED):
-            status = step.old[row.request_id].status
+        status = step.old[row.request_id].status
+        if (status is Status.PREEMPTED) is not (row.kind is RowKind.RESUMED):
             yield Complaint(f"{row.request_id!r} was {status} and got a {row.kind} row")

@@ -1,11 +1,14 @@
-"""Budgets and counters: P9 what a step may use, P12 what the counters of a request may say."""
+"""Budgets and counters: P9 what a step may use, P12 counters of a request, P21 of a run."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from blockstep.conformance.judge.properties.hits import may_ask_the_cache
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import victims_of
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.step import RowKind, Step
 from blockstep.spec import vocabulary as v
 
 
@@ -133,7 +136,7 @@ def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Complaints:
             ("spec_token_ids", ledger.drafts_after(flight), new.spec_token_ids),
             ("status", v.Status.RUNNING, new.status),
         ]
-        if row in step.running_rows:
+        if row.kind is RowKind.RUNNING:
             old = step.old[row.request_id]
             pairs.append(("num_computed_tokens before", old.num_computed_tokens, row.first))
         for name, expected, seen in pairs:
@@ -152,22 +155,17 @@ def preempted_request_starts_again(step: Step, ledger: Ledger) -> Complaints:
         old, new = step.old[name], step.new[name]
         if old.status is not v.Status.RUNNING:
             continue
-        expected = _preempted(old)
+        expected = replace(
+            old,
+            status=v.Status.PREEMPTED,
+            num_computed_tokens=0,
+            spec_token_ids=(),
+            block_tables=((),),
+            num_cached_blocks=(0,),
+            num_preemptions=old.num_preemptions + 1,
+        )
         if new != expected:
             yield unequal(f"{name!r} was preempted", f"request {name}", expected, new)
-
-
-def _preempted(request: v.RequestSnapshot) -> v.RequestSnapshot:
-    return v.RequestSnapshot(
-        request_id=request.request_id,
-        status=v.Status.PREEMPTED,
-        output_token_ids=request.output_token_ids,
-        num_output_placeholders=request.num_output_placeholders,
-        is_prefill_chunk=request.is_prefill_chunk,
-        num_cached_tokens=request.num_cached_tokens,
-        num_preemptions=request.num_preemptions + 1,
-        grammar_ready=request.grammar_ready,
-    )
 
 
 @sentence("P12", v.Submit)
@@ -175,15 +173,57 @@ def submitted_request_starts_from_nothing(step: Step, _ledger: Ledger) -> Compla
     """A new request waits, for its grammar if it needs one, and holds nothing."""
     assert isinstance(step.event, v.Submit)
     request = step.event.request
-    expected = v.RequestSnapshot(
-        request.request_id,
-        v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        if request.structured_output
-        else v.Status.WAITING,
-    )
-    if step.new.get(request.request_id) != expected:
+    grammar, waiting = v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, v.Status.WAITING
+    status = grammar if request.structured_output else waiting
+    expected = v.RequestSnapshot(request.request_id, status)
+    seen = step.new.get(request.request_id)
+    if seen != expected:
         what = f"{request.request_id!r} was accepted"
-        seen = step.new.get(request.request_id)
         yield unequal(what, f"request {request.request_id}", expected, seen)
     if len(step.new) != len(step.old) + 1:
         yield Complaint("one request was submitted, but more than one came or went")
+
+
+@sentence("P21", *v.EVENT_TYPES)
+def counters_grow_by_what_happened(step: Step, ledger: Ledger) -> Complaints:
+    """Queries and hits of the admitted, preemptions, drafts scheduled and accepted; once each."""
+    expected = _after(step.before.stats, step, ledger)
+    if step.after.stats != expected:
+        yield unequal("the counters are not what happened", "stats", expected, step.after.stats)
+
+
+def _after(stats: v.Stats, step: Step, ledger: Ledger) -> v.Stats:
+    queries, hits = stats.prefix_cache_queries, stats.prefix_cache_hits
+    preemptions = stats.preemptions
+    scheduled, accepted = stats.drafts_scheduled, stats.drafts_accepted
+    if isinstance(step.event, v.Schedule):
+        preemptions += len(step.plan.preempted_req_ids)
+        for row in step.admitted_rows:
+            life = ledger.lives[row.request_id]
+            if may_ask_the_cache(step, life):
+                queries += life.num_known
+                hits += row.first
+    elif isinstance(step.event, v.Commit):
+        for flight in ledger.frame_of(step):
+            tokens = step.sampled.get(flight.request_id, ())
+            if flight.drafts and tokens and flight.request_id in ledger.lives:
+                scheduled += len(flight.drafts)
+                accepted += len(tokens) - 1
+    elif isinstance(step.event, v.Reset):
+        if step.event.reset_running_requests:
+            preemptions += len(step.before.running)
+    else:
+        return stats
+    return v.Stats(queries, hits, preemptions, scheduled, accepted)
+
+
+@sentence("P21", v.Schedule)
+def first_hit_is_remembered(step: Step, ledger: Ledger) -> Complaints:
+    """The length of the hit at the first admission is kept, whatever a later admission hits."""
+    for row in step.rows:
+        old, new = step.old[row.request_id], step.new[row.request_id]
+        first = ledger.lives[row.request_id].num_cached_tokens
+        expected = row.first if first < 0 else first
+        if (new.num_cached_tokens, new.num_preemptions) != (expected, old.num_preemptions):
+            what = f"{row.request_id!r} was scheduled at position {row.first}"
+            yield unequal(what, "num_cached_tokens", expected, new.num_cached_tokens)

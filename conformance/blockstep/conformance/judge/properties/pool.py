@@ -1,9 +1,11 @@
 """The pool: P1 conservation, P2 exclusive writing, P3 sound cache map, P4 and P6 of held blocks.
 
-Each speaks of the state after a step; what a step may change is in `order` and `stillness`.
+Each speaks of the state after a step; what a step may change is in `order` and `refusals`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
@@ -140,16 +142,22 @@ def computed_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
     """
     if not step.config.enable_prefix_caching:
         return
-    keys = step.after.block_keys
     for row in step.rows:
         first, end = _published(step, ledger, row)
-        for block in step.table_of(row)[first:end]:
-            if keys[block] is None:
-                yield Complaint(f"{row.request_id!r} filled block {block}, which has no key")
-        settled = step.new[row.request_id].num_cached_blocks
-        if settled != (end,):
-            what = f"{row.request_id!r} has settled the wrong number of blocks"
-            yield unequal(what, "num_cached_blocks", (end,), settled)
+        name = row.request_id
+        yield from _unsettled(step, name, step.table_of(row)[first:end], end, step.new[name])
+
+
+def _unsettled(
+    step: Step, name: str, blocks: Iterable[v.BlockId], end: int, new: v.RequestSnapshot | None
+) -> Complaints:
+    """What is not published of these blocks, the last ones of `end` that `new` has settled."""
+    for block in blocks:
+        if step.after.block_keys[block] is None:
+            yield Complaint(f"{name!r} filled block {block}, which has no key")
+    if new is not None and new.num_cached_blocks != (end,):
+        what = f"{name!r} has settled the wrong number of blocks"
+        yield unequal(what, "num_cached_blocks", (end,), new.num_cached_blocks)
 
 
 def _published(step: Step, ledger: Ledger, row: PlannedRow) -> tuple[int, int]:
@@ -223,16 +231,8 @@ def verified_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
     When to publish is a policy, as for `computed_full_blocks_are_published`: here a plan runs
     ahead of the tokens, so those are known only now.
     """
-    keys = step.after.block_keys
     for name, first, blocks in verified_blocks(step, ledger):
-        for block in blocks:
-            if keys[block] is None:
-                yield Complaint(f"{name!r} filled block {block}, which has no key")
-        new = step.new.get(name)
-        expected = (first + len(blocks),)
-        if new is not None and new.num_cached_blocks != expected:
-            what = f"{name!r} has settled the wrong number of blocks"
-            yield unequal(what, "num_cached_blocks", expected, new.num_cached_blocks)
+        yield from _unsettled(step, name, blocks, first + len(blocks), step.new.get(name))
 
 
 @sentence("P4", v.Commit)
@@ -286,30 +286,29 @@ def _misnamed(step: Step, ledger: Ledger) -> list[tuple[str, v.BlockId, int, int
 
     The others were right before, and `only_computed_blocks_are_published` says that they still are.
     """
-    keys = step.after.block_keys
-    of_key = ledger.names.of_key
     found = []
-    if isinstance(step.event, v.Commit):
-        for name, first, blocks in verified_blocks(step, ledger):
-            for index, block in enumerate(blocks, first):
-                key = keys[block]
-                if key is not None:
-                    expected = ledger.lives[name].block_name_with(step.delivered[name], index)
-                    seen = of_key(key)[-1]
-                    if expected != seen:
-                        found.append((name, block, expected, seen))
-        return found
-    for row in step.rows:
-        life = ledger.lives[row.request_id]
-        first = 0
-        if row.kind is RowKind.RUNNING:
-            first = step.old[row.request_id].num_cached_blocks[0]
-        table = step.new[row.request_id].block_tables[0]
-        full = min(len(table), life.num_known // step.config.block_size)
-        for index in range(first, full):
-            key = keys[table[index]]
+    for name, first, blocks in _touched(step, ledger):
+        life = ledger.lives[name]
+        delivered = step.delivered[name] if isinstance(step.event, v.Commit) else ()
+        for index, block in enumerate(blocks, first):
+            key = step.after.block_keys[block]
             if key is not None:
-                expected, seen = life.block_name(index), of_key(key)[-1]
+                expected = life.block_name_with(delivered, index)
+                seen = ledger.names.of_key(key)[-1]
                 if expected != seen:
-                    found.append((row.request_id, table[index], expected, seen))
+                    found.append((name, block, expected, seen))
+    return found
+
+
+def _touched(step: Step, ledger: Ledger) -> list[tuple[str, int, tuple[v.BlockId, ...]]]:
+    """Whose full blocks a step may have published: from which index on, and which."""
+    if isinstance(step.event, v.Commit):
+        return verified_blocks(step, ledger)
+    found = []
+    for row in step.rows:
+        name, first = row.request_id, 0
+        if row.kind is RowKind.RUNNING:
+            first = step.old[name].num_cached_blocks[0]
+        full = ledger.lives[name].num_known // step.config.block_size
+        found.append((name, first, step.new[name].block_tables[0][first:full]))
     return found

@@ -106,9 +106,8 @@ def hides_a_rollback(step: Step, victims: Sequence[v.RequestId]) -> bool:
     """
     if not victims or step.config.policy is v.Policy.FCFS:
         return False
-    place = {name: index for index, name in enumerate(step.before.running)}
-    places = [place[name] for name in victims]
-    last_row = max((place.get(row.request_id, 0) for row in step.running_rows), default=-1)
+    places = [step.place[name] for name in victims]
+    last_row = max((step.place.get(row.request_id, 0) for row in step.running_rows), default=-1)
     return min(places) < last_row or places != sorted(places, reverse=True)
 
 

@@ -63,6 +63,11 @@ class Step:
         """Unfinished requests after the step."""
         return {request.request_id: request for request in self.after.requests}
 
+    @cached_property
+    def place(self) -> dict[v.RequestId, int]:
+        """Where each request that ran stood in the running list."""
+        return {name: index for index, name in enumerate(self.before.running)}
+
     @property
     def plan(self) -> v.Plan:
         """The answer of a Schedule."""

@@ -88,7 +88,7 @@ def of_row(step: Step, life: Life, row: PlannedRow) -> Iterator[str]:
 def of_preemption(step: Step, ledger: Ledger) -> Iterator[str]:
     """Who was preempted, and what for."""
     victims = victims_of(step, ledger)
-    place = {name: index for index, name in enumerate(step.before.running)}
+    place = step.place
     last_row = max((place[row.request_id] for row in step.running_rows), default=-1)
     if len(victims) > 1:
         yield "several_preempted_in_one_step"
