@@ -28,7 +28,6 @@ from blockstep.spec.vocabulary import (
     Policy,
     RequestId,
     Schedule,
-    Snapshot,
     Status,
 )
 
@@ -267,7 +266,7 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
         or step.plan.preempted_req_ids
     ):
         return ()
-    name = next_in_line(step, ledger, after)
+    name = next_in_line(step, ledger)
     if name is None:
         return ()
     life = ledger.lives[name]
@@ -286,14 +285,10 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
     return [unequal(what, "free blocks", f"< {need}", len(after.free_queue))]
 
 
-def next_in_line(step: Step, ledger: Ledger, snapshot: Snapshot) -> RequestId | None:
+def next_in_line(step: Step, ledger: Ledger) -> RequestId | None:
     """Who would be admitted next: the first in policy order that waits for nothing outside."""
-    ready = (
-        name
-        for name in in_policy_order(step.config, ledger, snapshot)
-        if not is_passed_over(ledger, step.new[name])
-    )
-    return next(ready, None)
+    waiting = in_policy_order(ledger, step.after)
+    return next((name for name in waiting if not is_passed_over(ledger, step.new[name])), None)
 
 
 @sentence("P15", Schedule)

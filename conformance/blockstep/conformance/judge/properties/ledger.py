@@ -14,6 +14,11 @@ from blockstep.conformance.judge.worker.names import Name, NamedText, PrefixName
 from blockstep.spec import vocabulary as v
 
 
+def order_of(request: v.Request) -> tuple[int, int, v.RequestId]:
+    """The place of a request under the priority policy: lower goes first."""
+    return (request.priority, request.arrival_time, request.request_id)
+
+
 class Life(NamedText):
     """One unfinished request, from its submission on."""
 
@@ -51,8 +56,7 @@ class Life(NamedText):
     @property
     def order(self) -> tuple[int, int, v.RequestId]:
         """Its place under the priority policy: lower goes first."""
-        request = self.request
-        return (request.priority, request.arrival_time, request.request_id)
+        return order_of(self.request)
 
     def block_name(self, index: int) -> Name:
         """The name of the full block at `index` of its table, all of whose tokens are known."""

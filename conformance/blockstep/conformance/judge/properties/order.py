@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.ledger import Ledger, order_of
 from blockstep.conformance.judge.properties.queue_replay import (
     freed_blocks,
     hides_a_rollback,
@@ -56,11 +56,7 @@ def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Complai
     queues[name] += (request.request_id,)
     if step.config.policy is v.Policy.PRIORITY:
         orders = {other: life.order for other, life in ledger.lives.items()}
-        orders[request.request_id] = (
-            request.priority,
-            request.arrival_time,
-            request.request_id,
-        )
+        orders[request.request_id] = order_of(request)
         queues[name] = tuple(sorted(queues[name], key=orders.__getitem__))
     for queue, expected in queues.items():
         yield from differing(queue, expected, getattr(after, queue))
@@ -75,11 +71,8 @@ def admissions_follow_the_policy(step: Step, ledger: Ledger) -> Complaints:
     if not step.admitted_rows:
         return ()
     admitted = [row.request_id for row in step.admitted_rows]
-    ready = [
-        name
-        for name in in_policy_order(step.config, ledger, step.before)
-        if not is_passed_over(ledger, step.old[name])
-    ]
+    waiting = in_policy_order(ledger, step.before)
+    ready = [name for name in waiting if not is_passed_over(ledger, step.old[name])]
     return differing("order of admission", ready[: len(admitted)], admitted)
 
 

@@ -54,7 +54,8 @@ def of_commit(step: Step, ledger: Ledger, rows: tuple[v.OutputRow, ...]) -> Iter
         else:
             yield from _of_acceptance(step, flight, tokens)
             rejected = 1 + len(flight.drafts) - len(tokens)
-            if rejected and _is_running(step, life) and num_frames(ledger, life) > 1:
+            is_running = step.old[flight.request_id].status is v.Status.RUNNING
+            if rejected and is_running and num_frames(ledger, life) > 1:
                 yield "rollback_with_frames_behind"
             answer = answers.get(flight.request_id)
             if answer is not None:
@@ -64,10 +65,6 @@ def of_commit(step: Step, ledger: Ledger, rows: tuple[v.OutputRow, ...]) -> Iter
     for name, _, blocks in verified_blocks(step, ledger):
         if blocks:
             yield "published_by_commit" if name in step.new else "published_by_the_last_commit"
-
-
-def _is_running(step: Step, life: Life) -> bool:
-    return step.old[life.request.request_id].status is v.Status.RUNNING
 
 
 def _of_output(
@@ -101,15 +98,12 @@ def _of_acceptance(step: Step, flight: FlightRow, tokens: v.TokenIds) -> Iterato
     """How many of a row's drafts were right."""
     if not flight.drafts:
         return
-    accepted, size = len(tokens) - 1, step.config.block_size
-    if accepted == len(flight.drafts):
+    accepted, count, config = len(tokens) - 1, len(flight.drafts), step.config
+    if accepted == count:
         yield "drafts_all_accepted"
-    elif accepted:
-        yield "drafts_some_accepted"
     else:
-        yield "drafts_none_accepted"
-    kept = flight.end - (len(flight.drafts) - accepted)
-    if blocks_for(step.config, kept) < -(-flight.end // size):
+        yield "drafts_some_accepted" if accepted else "drafts_none_accepted"
+    if blocks_for(config, flight.end - count + accepted) < blocks_for(config, flight.end):
         yield "rollback_over_a_block_boundary"
 
 
