@@ -88,9 +88,9 @@ class DataPlaneWorker(Worker):
     def reset(self, forced: bool) -> None:
         """The cache was emptied: nothing written so far may be read again (P25)."""
         super().reset(forced)
-        keys, values = memory.spell(self._expected())
-        self.key_cache.copy_(self._tensor(keys).view_as(self.key_cache))
-        self.value_cache.copy_(self._tensor(values).view_as(self.value_cache))
+        caches = (self.key_cache, self.value_cache)
+        for cache, values in zip(caches, memory.spell(self._expected()), strict=True):
+            cache.copy_(self._tensor(values).view_as(cache))
 
     def _write(self, rows: list[FrameRow]) -> None:
         super()._write(rows)
@@ -101,16 +101,10 @@ class DataPlaneWorker(Worker):
         )
         step = self._prepare(rows, tables)
         self._compare_tokens(rows, step.query_start_loc)
-        keys, values = memory.spell(
-            [name for row in rows for name in row.view.chain[row.first : row.end]]
-        )
-        self.kernels.reshape_and_cache(
-            self._tensor(keys),
-            self._tensor(values),
-            self.key_cache,
-            self.value_cache,
-            step.slot_mapping,
-        )
+        names = [name for row in rows for name in row.view.chain[row.first : row.end]]
+        written = map(self._tensor, memory.spell(names))
+        caches = self.key_cache, self.value_cache
+        self.kernels.reshape_and_cache(*written, *caches, step.slot_mapping)
         self._copy_blocks()
         self._swap_blocks()
         self._compare()

@@ -12,7 +12,7 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.spec.vocabulary import Abort, Aborted, Commit, Outputs, Schedule
+from blockstep.spec.vocabulary import Abort, Commit, Schedule
 
 
 @sentence("P26", Schedule)
@@ -26,12 +26,8 @@ def plan_tells_who_ended(step: Step, ledger: Ledger) -> Complaints:
 @sentence("P26", Commit, Abort)
 def ended_are_kept_for_the_next_plan(step: Step, ledger: Ledger) -> Complaints:
     """Who ends is remembered until the next plan."""
-    ended = set(ledger.ended)
-    if isinstance(step.observation, Outputs):
-        ended.update(r.request_id for r in step.observation.rows if r.finish_reason is not None)
-    elif isinstance(step.observation, Aborted):
-        ended.update(step.observation.request_ids)
-    return differing("finished_req_ids", tuple(sorted(ended)), step.after.finished_req_ids)
+    ended = tuple(sorted(ledger.ended.union(step.ended)))
+    return differing("finished_req_ids", ended, step.after.finished_req_ids)
 
 
 @sentence("P26", Schedule)

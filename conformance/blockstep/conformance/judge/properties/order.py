@@ -201,20 +201,13 @@ def freed_tail_is_evicted_first(step: Step, _ledger: Ledger) -> Complaints:
     A block that others still hold stays out. Ended in order: of scheduling in a commit, as named
     in an abort; a forced reset takes the running list from its end.
     """
-    names: list[v.RequestId]
-    if isinstance(step.observation, v.Outputs):
-        names = [row.request_id for row in step.observation.rows if row.finish_reason is not None]
-    elif isinstance(step.observation, v.Aborted):
-        names = list(step.observation.request_ids)
-    else:
-        assert isinstance(step.event, v.Reset)
-        names = list(reversed(step.before.running)) if step.event.reset_running_requests else []
     before, after = step.before, step.after
-    if not names:
-        return differing("free_queue", before.free_queue, after.free_queue)
-    names = [name for name in names if name in step.old]
-    expected = (*before.free_queue, *freed_blocks(before, names))
-    return differing("free_queue", expected, after.free_queue)
+    if not isinstance(step.event, v.Reset):
+        names = step.ended
+    else:
+        names = list(reversed(before.running)) if step.event.reset_running_requests else []
+    freed = freed_blocks(before, [name for name in names if name in step.old]) if names else []
+    return differing("free_queue", (*before.free_queue, *freed), after.free_queue)
 
 
 # P10. A victim computes again what it had, so preempting is the one thing that a scheduler can do

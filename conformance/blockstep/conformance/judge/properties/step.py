@@ -91,6 +91,13 @@ class Step:
         assert isinstance(self.observation, v.Outputs), "only an accepted Commit has outputs"
         return self.observation.rows
 
+    @property
+    def ended(self) -> list[v.RequestId]:
+        """Whom a commit or an abort ended, in the order of its answer."""
+        if isinstance(self.observation, v.Aborted):
+            return list(self.observation.request_ids)
+        return [row.request_id for row in self.output_rows if row.finish_reason is not None]
+
     @cached_property
     def delivered(self) -> dict[v.RequestId, v.TokenIds]:
         """What a commit brings each request."""

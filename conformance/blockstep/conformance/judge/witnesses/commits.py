@@ -41,7 +41,7 @@ COMMITS = {
 def of_commit(step: Step, ledger: Ledger, rows: tuple[v.OutputRow, ...]) -> Iterator[str]:
     """What a commit brings to each row of its frame."""
     answers = {row.request_id: row for row in rows}
-    if sum(row.finish_reason is not None for row in rows) > 1:
+    if len(step.ended) > 1:
         yield "several_ended_in_one_commit"
     for flight in ledger.frame_of(step):
         tokens = step.sampled.get(flight.request_id, ())
