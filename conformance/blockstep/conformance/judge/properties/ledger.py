@@ -114,8 +114,6 @@ class Ledger:
     stopped_in_flight: set[v.RequestId] = field(default_factory=set)
     """Ended by a stop, while a frame in flight still names them."""
     pause_state: v.PauseState = v.PauseState.UNPAUSED
-    num_ended: int = 0
-    num_resets: int = 0
     first_frame_since_reset: v.FrameId = 0
     """Frames below this were dispatched before the last reset."""
     num_progress: int = 0
@@ -250,7 +248,6 @@ class Ledger:
             self.num_progress += 1
 
     def _record_reset(self, forced: bool, next_frame_id: v.FrameId) -> None:
-        self.num_resets += 1
         self.num_progress += 1
         self.first_frame_since_reset = next_frame_id
         if forced:
@@ -261,5 +258,4 @@ class Ledger:
     def _end(self, request_id: v.RequestId) -> None:
         if self.lives.pop(request_id, None) is not None:
             self.ended.add(request_id)
-            self.num_ended += 1
             self.num_progress += 1

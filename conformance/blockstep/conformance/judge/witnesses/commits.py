@@ -55,7 +55,7 @@ def of_commit(step: Step, ledger: Ledger, rows: tuple[v.OutputRow, ...]) -> Iter
             yield from _of_acceptance(step, flight, tokens)
             rejected = 1 + len(flight.drafts) - len(tokens)
             is_running = step.old[flight.request_id].status is v.Status.RUNNING
-            if rejected and is_running and num_frames(ledger, life) > 1:
+            if rejected and is_running and num_frames(ledger, flight.request_id) > 1:
                 yield "rollback_with_frames_behind"
             answer = answers.get(flight.request_id)
             if answer is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from blockstep.conformance.judge.properties.amounts import ends_in_flight
-from blockstep.conformance.judge.properties.ledger import Ledger, Life
+from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import passed_over
 from blockstep.conformance.judge.properties.step import RowKind, Step
 from blockstep.spec.vocabulary import PauseState, Policy, RequestId
@@ -111,7 +111,6 @@ def _of_stale(step: Step, ledger: Ledger) -> Iterator[str]:
         yield "admitted_past_a_stale_one"
 
 
-def num_frames(ledger: Ledger, life: Life) -> int:
+def num_frames(ledger: Ledger, name: RequestId) -> int:
     """Frames in flight that name a request."""
-    name = life.request.request_id
     return sum(any(row.request_id == name for row in rows) for rows in ledger.frames.values())
