@@ -306,8 +306,8 @@ def test_a_run_goes_on_behind_a_quirk_and_counts_what_it_reached() -> None:
     assert findings == []
     assert not run.live
     assert run.known["P13"] > 0
-    assert run.witnesses.counts["reset_forced_in_flight"] == 1
-    assert run.witnesses.counts["rejected_bad_result"] == 0
+    assert run.witnesses["reset_forced_in_flight"] == 1
+    assert run.witnesses["rejected_bad_result"] == 0
 
 
 def test_the_bound_grows_with_the_work() -> None:

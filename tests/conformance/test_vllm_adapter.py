@@ -338,8 +338,8 @@ def test_drafts_and_a_forced_reset_are_translated() -> None:
     )  # fmt: skip
     run, wrong = follow(STRICT, config, *actions)
     assert wrong == ""
-    assert run.witnesses.counts["drafts_scheduled"] == 1
-    assert run.witnesses.counts["reset_forced"] == 1
+    assert run.witnesses["drafts_scheduled"] == 1
+    assert run.witnesses["reset_forced"] == 1
 
 
 @needs_vllm

@@ -11,7 +11,7 @@ import pytest
 from blockstep.conformance.draw.actions import SeededDraw, View, next_action
 from blockstep.conformance.draw.presets import PRESETS, draw_swarm
 from blockstep.conformance.judge.properties import Ledger, Step
-from blockstep.conformance.judge.witnesses import WITNESSES, Witnesses
+from blockstep.conformance.judge.witnesses import WITNESSES, situations
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.protocol.features import Wish, find_lacking
@@ -55,7 +55,7 @@ class Watched:
         self.engine = HostEngine(config)
         self.worker = Worker(config, token_function(1, 3))
         self.ledger = Ledger(config)
-        self.witnesses = Witnesses()
+        self.counts: Counter[str] = Counter()
         self.before = self.engine.snapshot()
         self.client = Client()
 
@@ -66,7 +66,7 @@ class Watched:
             assert self.worker.observe(event, observation) == []
             self.client.follow(event, observation)
             step = Step(self.config, 0, event, observation, self.before, after)
-            self.witnesses.observe(step, self.ledger)
+            self.counts.update(situations(step, self.ledger))
             self.ledger.record(step)
             self.before = after
         return self
@@ -81,10 +81,6 @@ class Watched:
     @property
     def plans(self) -> list[Plan]:
         return self.client.plans
-
-    @property
-    def counts(self) -> Counter[str]:
-        return self.witnesses.counts
 
 
 def test_each_situation_has_a_line() -> None:

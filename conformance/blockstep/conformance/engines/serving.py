@@ -241,7 +241,7 @@ class ServingWorker(Worker):
         if seen == expected and list(one.request_ids) == list(rows):
             return True
         difference = Difference("positions per request", str(expected), str(seen))
-        self._complain("pass_runs_the_rows_of_the_plan", "the model ran others", difference)
+        self._complain("P26", "pass_runs_the_rows_of_the_plan", "the model ran others", difference)
         return False
 
     def _check_pass(self, one: ServedPass, rows: Mapping[v.RequestId, FrameRow]) -> None:
@@ -256,9 +256,8 @@ class ServingWorker(Worker):
                 if positions[at] < min(len(view.chain), len(view.table) * self.config.block_size):
                     self._write_slot(shadow, view, tokens[at], positions[at], slots[at])
                 else:
-                    self._complain(
-                        "token_has_a_position_of_its_request", f"{name!r}: ran at {positions[at]}"
-                    )
+                    what = f"{name!r}: ran at {positions[at]}"
+                    self._complain("P26", "token_has_a_position_of_its_request", what)
         tables = inputs.block_tables.tolist()
         assert isinstance(tables, list)
         for number, end in enumerate(_ints(inputs.seq_lens)):
@@ -272,19 +271,14 @@ class ServingWorker(Worker):
         expected_slot = view.table[position // size] * size + position % size
         expected = view.chain[position]
         if slot != expected_slot:
-            self._complain(
-                "token_is_written_to_its_slot",
-                f"{name!r}: position {position} was written elsewhere",
-                Difference("slot", str(expected_slot), str(slot)),
-                property_id="P3",
-            )
+            what = f"{name!r}: position {position} was written elsewhere"
+            difference = Difference("slot", str(expected_slot), str(slot))
+            self._complain("P3", "token_is_written_to_its_slot", what, difference)
         if token != self.names.token_of(expected):
-            self._complain(
-                "model_runs_the_tokens_of_the_plan",
-                f"{name!r}: another token ran at position {position}",
-                Difference("token", str(self.names.token_of(expected)), str(token)),
-                property_id="P24" if position >= view.num_prompt else "P26",
-            )
+            property_id = "P24" if position >= view.num_prompt else "P26"
+            what = f"{name!r}: another token ran at position {position}"
+            difference = Difference("token", str(self.names.token_of(expected)), str(token))
+            self._complain(property_id, "model_runs_the_tokens_of_the_plan", what, difference)
         if 0 <= slot < len(shadow):
             shadow[slot] = expected
 
@@ -297,23 +291,10 @@ class ServingWorker(Worker):
             index = position // size
             slot = table[index] * size + position % size if index < len(table) else 0
             if shadow[slot] != expected:
-                self._complain_slot(view, position, slot, expected, shadow[slot])
+                note = f"read by {view.request.request_id!r} at position {position}"
+                place = divmod(slot, size)
+                self._complain_slot("attended_slot", place, expected, shadow[slot], note)
                 return
-
-    def _complain_slot(
-        self, view: RequestView, position: int, slot: int, expected: Name, seen: Name
-    ) -> None:
-        size = self.config.block_size
-        self._complain(
-            *self._blame("attended_slot", expected, seen),
-            Difference(
-                f"kv[{slot // size}][{slot % size}]",
-                self.names.show(expected),
-                self.names.show(seen),
-                f"read by {view.request.request_id!r} at position {position}",
-            ),
-            property_id=self._property(expected, seen),
-        )
 
 
 def _ints(array: ArrayLike) -> list[int]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from blockstep.conformance.engine import Capability, Engine
-from blockstep.conformance.judge.properties import FlightRow, Ledger, Life, Step, check_step
+from blockstep.conformance.judge.properties import Ledger, Step, check_step
+from blockstep.conformance.judge.properties.ledger import FlightRow, Life
 from blockstep.conformance.judge.witnesses import WITNESSES, situations
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
 from blockstep.conformance.protocol.features import Feature

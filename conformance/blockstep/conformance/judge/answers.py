@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 
 from blockstep.conformance.judge.properties import Ledger, Sentence, Step, output, pool
 from blockstep.conformance.judge.properties.output import cut_at_stop
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.judge.properties.sentence import judge
+from blockstep.conformance.protocol.findings import Difference, Finding, violated
 from blockstep.spec import vocabulary as v
 
 Expected = tuple[v.TokenIds, tuple[v.FinishReason, v.TokenId | None] | None]
@@ -67,7 +68,7 @@ def judge_answer(
             wrong = sorted(set(ended) ^ (set(named) & live.keys()))
             if wrong:
                 told = f"not ended, or ended without being named: {wrong}"
-                yield finding("P18", "abort_ends_exactly_the_unfinished_it_names", told)
+                yield violated("P18", "abort_ends_exactly_the_unfinished_it_names", told)
 
 
 def _judge_plan(
@@ -78,23 +79,23 @@ def _judge_plan(
     total, limit = plan.total_num_scheduled_tokens, config.max_num_batched_tokens
     if total > limit:
         what = f"{total} tokens planned, {limit} allowed"
-        yield finding("P9", "plan_stays_within_token_budget", what)
+        yield violated("P9", "plan_stays_within_token_budget", what)
     if len(rows) > config.max_num_seqs:
         what = f"{len(rows)} rows planned, {config.max_num_seqs} allowed"
-        yield finding("P9", "plan_stays_within_max_num_seqs", what)
+        yield violated("P9", "plan_stays_within_max_num_seqs", what)
     names = [row.request_id for row in rows]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield finding("P26", "request_has_one_row", f"{name!r} has {names.count(name)} rows")
+        yield violated("P26", "request_has_one_row", f"{name!r} has {names.count(name)} rows")
     for row in rows:
         name, end = row.request_id, row.num_computed_tokens + row.num_scheduled_tokens
         if name not in live:
-            yield finding("P26", "row_is_of_an_unfinished_request", f"{name!r} has ended")
+            yield violated("P26", "row_is_of_an_unfinished_request", f"{name!r} has ended")
         elif isinstance(row, v.NewRow) and row.request != live[name]:
             what = f"{name!r} is not the request that was submitted"
-            yield finding("P26", "new_row_carries_the_request_as_submitted", what)
+            yield violated("P26", "new_row_carries_the_request_as_submitted", what)
         if end > config.max_model_len:
             what = f"{name!r} runs {end} tokens, the model takes {config.max_model_len}"
-            yield finding("P9", "row_stays_within_max_model_len", what)
+            yield violated("P9", "row_stays_within_max_model_len", what)
 
 
 def _judge_outputs(
@@ -105,7 +106,7 @@ def _judge_outputs(
     if sorted(names) != sorted(expected):
         difference = Difference("rows", str(sorted(expected)), str(sorted(names)))
         what = "others are told of tokens than those who sampled"
-        yield finding("P13", "delivered_rows_are_those_that_sampled", what, difference)
+        yield violated("P13", "delivered_rows_are_those_that_sampled", what, difference)
     for row in rows:
         name = row.request_id
         if name not in expected:
@@ -115,12 +116,12 @@ def _judge_outputs(
             difference = Difference("new_token_ids", str(tokens), str(row.new_token_ids))
             what = f"{name!r} was delivered the wrong tokens"
             sentence = "delivered_tokens_are_the_sampled_ones_until_the_stop"
-            yield finding("P13", sentence, what, difference)
+            yield violated("P13", sentence, what, difference)
         seen = None if row.finish_reason is None else (row.finish_reason, row.stop_token_id)
         if seen != stop:
             difference = Difference("finish_reason", _told(stop), _told(seen))
             what = f"{name!r} after {tokens}"
-            yield finding("P13", "finish_reason_is_the_one_that_holds", what, difference)
+            yield violated("P13", "finish_reason_is_the_one_that_holds", what, difference)
 
 
 def _expected_outputs(
@@ -136,22 +137,11 @@ def _expected_outputs(
             yield row.request_id, cut_at_stop(config, request, before, row.token_ids)
 
 
-def judge_state(step: Step, ledger: Ledger) -> Iterator[Finding]:
+def judge_state(step: Step, ledger: Ledger) -> list[Finding]:
     """What is wrong with a state: the sentences of `JUDGED`."""
-    for sentence in JUDGED:
-        if type(step.event) in sentence.kinds:
-            try:
-                yield from sentence(step, ledger)
-            except Exception as error:
-                what = f"the step makes no sense: {type(error).__name__}: {error}"
-                yield sentence.finding(what)
+    return judge([said for said in JUDGED if type(step.event) in said.kinds], step, ledger)
 
 
 def _told(stop: tuple[v.FinishReason, v.TokenId | None] | None) -> str:
     reason, token = stop or (None, None)
     return str(reason) if token is None else f"{reason} by token {token}"
-
-
-def finding(property_id: str, sentence: str, message: str, *differences: Difference) -> Finding:
-    """A violated property."""
-    return Finding(FindingKind.PROPERTY, property_id, sentence, message, differences)

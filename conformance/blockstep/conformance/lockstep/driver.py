@@ -12,6 +12,7 @@ nothing but the plans, whether one can live on them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -26,7 +27,7 @@ from blockstep.conformance.engine import (
     get_traits,
 )
 from blockstep.conformance.judge.properties import Ledger, Step, check_step
-from blockstep.conformance.judge.witnesses import Witnesses
+from blockstep.conformance.judge.witnesses import situations
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.lockstep.liveness import Watch
@@ -72,7 +73,7 @@ class LockStep(Client):
     worker: Worker
     spec: SpecEngine
     ledger: Ledger
-    witnesses: Witnesses
+    witnesses: Counter[str]
     capabilities: frozenset[str]
     lacking: tuple[Feature, ...]
     """What the engine is not given, for want of a capability."""
@@ -123,7 +124,7 @@ class LockStep(Client):
             worker=make_worker(room, token_function(token_seed, vocabulary_size)),
             spec=SpecEngine(config, profile),
             ledger=Ledger(config),
-            witnesses=Witnesses(),
+            witnesses=Counter(),
             capabilities=capabilities,
             lacking=find_lacking(capabilities),
             judged=get_judged(engine),
@@ -248,7 +249,7 @@ class LockStep(Client):
             findings = [*check_step(step, self.ledger, self.worker), *findings]
             findings = self._unexplained(findings)
             if not findings:  # what a quirk does was reached as well
-                self.witnesses.observe(step, self.ledger)
+                self.witnesses.update(situations(step, self.ledger))
             self.ledger.record(step)
         self.before = after
         self.follow(event, expected)

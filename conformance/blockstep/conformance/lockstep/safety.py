@@ -22,11 +22,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from blockstep.conformance.engine import EngineFactory, Safety, get_traits
-from blockstep.conformance.judge.answers import finding, judge_answer, judge_state
+from blockstep.conformance.judge.answers import judge_answer, judge_state
 from blockstep.conformance.judge.properties import ANSWER_TYPES, Step
 from blockstep.conformance.judge.witnesses.answers import AnswerWitnesses
 from blockstep.conformance.lockstep.driver import Exchange, LockStep, fault_of
-from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.findings import Finding, violated
 from blockstep.conformance.protocol.program import Action, Hostile, Misanswer
 from blockstep.spec import vocabulary as v
 from blockstep.spec.transition import transition
@@ -125,14 +125,14 @@ class SafetyRun(LockStep):
         due = ANSWER_TYPES[type(event)]
         if type(seen) is not due:
             what = f"{type(event).__name__} was answered with {type(seen).__name__}"
-            return [finding("P18", "answer_is_of_the_kind_of_the_event", what)]
+            return [violated("P18", "answer_is_of_the_kind_of_the_event", what)]
         findings = [*judge_answer(self.config, self.live, self.said, event, seen)]
         findings += self.worker.observe(event, seen)
         if after is not None and self.before is not None:
             findings += self._judge_state(event, seen, self.before, after)
         if not findings:
             found = self.answers.observe(event, seen, self.live, self.said, len(self.plans))
-            self.witnesses.counts.update(found)
+            self.witnesses.update(found)
         self.before = after
         self.follow(event, seen)
         return findings

@@ -45,3 +45,14 @@ class Finding:
     message: str
     """What was seen instead, in one line."""
     differences: tuple[Difference, ...] = ()
+
+
+def shown(value: object, length: int = 120) -> str:
+    """A value in a line."""
+    text = str(value)
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def violated(property_id: str, sentence: str, message: str, *differences: Difference) -> Finding:
+    """A property that does not hold."""
+    return Finding(FindingKind.PROPERTY, property_id, sentence, message, differences)

@@ -128,7 +128,7 @@ def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -
     return EpisodeResult(
         index=index,
         num_events=run.num_events,
-        witnesses=dict(run.witnesses.counts),
+        witnesses=dict(run.witnesses),
         skipped=run.skipped,
         known=run.known,
         has_snapshot=Capability.SNAPSHOT in run.capabilities,

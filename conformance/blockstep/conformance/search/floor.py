@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from blockstep.conformance.draw.presets import MAX_DEPTH, REAL, TINY
 from blockstep.conformance.engine import EngineFactory, get_capabilities, get_traits
 from blockstep.conformance.judge.witnesses import WITNESSES
-from blockstep.conformance.judge.witnesses.preemption import PREEMPTION
+from blockstep.conformance.judge.witnesses.plans import PREEMPTION
 from blockstep.conformance.protocol.features import (
     PRIORITY,
     SEVERAL_AT_ONCE,

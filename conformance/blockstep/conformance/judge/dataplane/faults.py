@@ -1,168 +1,157 @@
 """Faults: what goes wrong in a data plane, planted around the kernels under test.
 
-Each wraps the kernels and gets one thing wrong. A check on such kernels must fail.
+Each stands in for one kernel and gets one thing wrong. A check on such kernels must fail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from blockstep.conformance.judge.dataplane.worker import Kernels
 
+FAULTS: Final[dict[str, Callable[[Kernels], Any]]] = {}
+"""All of them, by name."""
 
-class Wrapped:
-    """The kernels, unchanged. A fault overrides one."""
 
-    def __init__(self, kernels: Kernels) -> None:
+class Faulty:
+    """The kernels, one of them with a fault."""
+
+    def __init__(self, kernel: str, fault: Callable[..., Any], kernels: Kernels) -> None:
         self._kernels = kernels
+        setattr(self, kernel, partial(fault, kernels))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
 
 
-class ShiftedSlots(Wrapped):
-    """Slot mapping is off by one."""
+def _planted(kernel: str, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Plant a function in place of a kernel; it is given the right kernels first."""
 
-    def prepare_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Every token goes one slot further."""
-        step = self._kernels.prepare_step(*args, **kwargs)
-        return step._replace(slot_mapping=step.slot_mapping + 1)
+    def plant(fault: Callable[..., Any]) -> Callable[..., Any]:
+        FAULTS[name] = partial(Faulty, kernel, fault)
+        return fault
+
+    return plant
 
 
-class WrongBlockAtBoundary(Wrapped):
-    """The block of a token is looked up by the position before it."""
+@_planted("prepare_step", "shifted-slots")
+def _shift_slots(kernels: Kernels, *args: Any, **kwargs: Any) -> Any:
+    """Slot mapping is off by one: every token goes one slot further."""
+    step = kernels.prepare_step(*args, **kwargs)
+    return step._replace(slot_mapping=step.slot_mapping + 1)
+
+
+@_planted("prepare_step", "wrong-block-at-boundary")
+def _look_up_the_position_before(
+    kernels: Kernels, block_tables: Any, computed: Any, scheduled: Any, size: int, **kwargs: Any
+) -> Any:
+    """Only the first slot of a block is wrong, and never that of the first block."""
+    step = kernels.prepare_step(block_tables, computed, scheduled, size, **kwargs)
+    tables = kwargs["out_block_tables"]
+    counts = step.query_start_loc.diff()
+    row = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    block = tables[row, (step.positions - 1).clamp(min=0) // size].long()
+    return step._replace(slot_mapping=block * size + step.positions % size)
+
+
+def _keep_stale_rows(kernels: Kernels) -> Faulty:
+    """Each step has the block tables of the step before, as where their update comes too late."""
+    before: list[torch.Tensor] = []
 
     def prepare_step(
-        self, block_tables: torch.Tensor, computed: Any, scheduled: Any, size: int, **kwargs: Any
+        kernels: Kernels, block_tables: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """Only the first slot of a block is wrong, and never that of the first block."""
-        step = self._kernels.prepare_step(block_tables, computed, scheduled, size, **kwargs)
-        tables = kwargs["out_block_tables"]
-        counts = step.query_start_loc.diff()
-        row = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-        block = tables[row, (step.positions - 1).clamp(min=0) // size].long()
-        return step._replace(slot_mapping=block * size + step.positions % size)
-
-
-class StaleRows(Wrapped):
-    """A step is prepared from the block tables of the step before."""
-
-    _before: torch.Tensor | None = None
-
-    def prepare_step(self, block_tables: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As where the update of a table comes later than the step that needs it."""
-        stale = self._before
-        self._before = block_tables.clone()
-        if stale is None or stale.shape != block_tables.shape:
+        before.append(block_tables.clone())
+        stale = before.pop(0) if len(before) > 1 else block_tables
+        if stale.shape != block_tables.shape:
             stale = block_tables
-        return self._kernels.prepare_step(stale, *args, **kwargs)
+        return kernels.prepare_step(stale, *args, **kwargs)
+
+    return Faulty("prepare_step", prepare_step, kernels)
 
 
-class DraftsBeforeTheLast(Wrapped):
-    """The drafts of a row stand before the token that they follow."""
-
-    def merge_drafts(
-        self, ids: torch.Tensor, start: Any, last: Any, drafts: torch.Tensor, ends: torch.Tensor
-    ) -> Any:
-        """Right for rows without drafts, and where all of a row's tokens are alike."""
-        rows = self._kernels.merge_drafts(ids, start, last, drafts, ends)
-        for first, stop, end in zip(ends[:-1], ends[1:], start[1:], strict=True):
-            part = slice(int(end) - int(stop - first) - 1, int(end))
-            ids[part] = ids[part].roll(-1)
-        return rows
+FAULTS["stale-rows"] = _keep_stale_rows
 
 
-class SwappedKeysAndValues(Wrapped):
-    """Values are written as keys, and keys as values."""
-
-    def reshape_and_cache(self, key: Any, value: Any, *args: Any, **kwargs: Any) -> None:
-        """The two arguments have one shape and one type: nothing else can tell."""
-        self._kernels.reshape_and_cache(value, key, *args, **kwargs)
-
-
-class LastTokenNotWritten(Wrapped):
-    """The grid of the scatter is one token short."""
-
-    def reshape_and_cache(
-        self, key: Any, value: Any, keys: Any, values: Any, slots: torch.Tensor
-    ) -> None:
-        """Who decodes writes nothing when it is the last one of the batch."""
-        self._kernels.reshape_and_cache(key[:-1], value[:-1], keys, values, slots[:-1])
+@_planted("merge_drafts", "drafts-before-the-last")
+def _put_drafts_first(
+    kernels: Kernels, ids: torch.Tensor, start: Any, last: Any, drafts: Any, ends: torch.Tensor
+) -> Any:
+    """Right for rows without drafts, and where all of a row's tokens are alike."""
+    rows = kernels.merge_drafts(ids, start, last, drafts, ends)
+    for first, stop, end in zip(ends[:-1], ends[1:], start[1:], strict=True):
+        part = slice(int(end) - int(stop - first) - 1, int(end))
+        ids[part] = ids[part].roll(-1)
+    return rows
 
 
-class CopiedInAnyOrder(Wrapped):
-    """Copies read their sources as they were before all of them."""
-
-    def copy_blocks(self, caches: Any, pairs: torch.Tensor) -> None:
-        """Right unless a pair copies on what another has brought."""
-        before = [cache.clone() for cache in caches]
-        for cache, old in zip(caches, before, strict=True):
-            for source, destination in pairs.tolist():
-                cache[destination] = old[source]
+@_planted("reshape_and_cache", "swapped-keys-and-values")
+def _swap_keys_and_values(kernels: Kernels, key: Any, value: Any, *args: Any) -> None:
+    """The two arguments have one shape and one type: nothing else can tell."""
+    kernels.reshape_and_cache(value, key, *args)
 
 
-class CopiedBackwards(Wrapped):
-    """Pairs are copied in the opposite order."""
-
-    def copy_blocks(self, caches: Any, pairs: torch.Tensor) -> None:
-        """The last pair first."""
-        self._kernels.copy_blocks(caches, pairs.flip(0))
-
-
-class KeysCopiedOnly(Wrapped):
-    """A copy forgets the values."""
-
-    def copy_blocks(self, caches: Any, pairs: torch.Tensor) -> None:
-        """Keys find the right slots, and read something else there."""
-        self._kernels.copy_blocks(caches[:1], pairs)
+@_planted("reshape_and_cache", "last-token-not-written")
+def _leave_the_last_token_out(
+    kernels: Kernels, key: Any, value: Any, keys: Any, values: Any, slots: torch.Tensor
+) -> None:
+    """Who decodes writes nothing when it is the last one of the batch."""
+    kernels.reshape_and_cache(key[:-1], value[:-1], keys, values, slots[:-1])
 
 
-class SwappedInElsewhere(Wrapped):
-    """Blocks come back from the buffer in sorted order."""
+@_planted("copy_blocks", "copied-in-any-order")
+def _copy_in_any_order(_kernels: Kernels, caches: Any, pairs: torch.Tensor) -> None:
+    """Sources are read as they were before all pairs: right unless one copies on another's."""
+    before = [cache.clone() for cache in caches]
+    for cache, old in zip(caches, before, strict=True):
+        for source, destination in pairs.tolist():
+            cache[destination] = old[source]
 
-    def scatter_blocks(self, staging: Any, block_ids: torch.Tensor, cache: Any) -> None:
-        """Right whenever the targets happen to ascend."""
-        self._kernels.scatter_blocks(staging, block_ids.sort().values, cache)
+
+@_planted("copy_blocks", "copied-backwards")
+def _copy_backwards(kernels: Kernels, caches: Any, pairs: torch.Tensor) -> None:
+    """The last pair first."""
+    kernels.copy_blocks(caches, pairs.flip(0))
 
 
-class BlindToItself(Wrapped):
+@_planted("copy_blocks", "keys-copied-only")
+def _copy_keys_only(kernels: Kernels, caches: Any, pairs: torch.Tensor) -> None:
+    """Keys find the right slots, and read something else there."""
+    kernels.copy_blocks(caches[:1], pairs)
+
+
+@_planted("scatter_blocks", "swapped-in-elsewhere")
+def _swap_in_sorted(kernels: Kernels, staging: Any, block_ids: torch.Tensor, cache: Any) -> None:
+    """Right whenever the targets happen to ascend."""
+    kernels.scatter_blocks(staging, block_ids.sort().values, cache)
+
+
+@_planted("paged_attention", "blind-to-itself")
+def _attend_one_short(
+    kernels: Kernels,
+    query: Any,
+    keys: Any,
+    values: Any,
+    tables: Any,
+    start: Any,
+    lens: Any,
+    **kw: Any,
+) -> Any:
     """Attention is strictly causal: a token does not see its own slot."""
-
-    def paged_attention(
-        self, query: Any, keys: Any, values: Any, tables: Any, start: Any, lens: Any, **kwargs: Any
-    ) -> Any:
-        """The length of a sequence is one short."""
-        counts = start.diff()
-        short = torch.maximum(lens - 1, counts).int()
-        return self._kernels.paged_attention(query, keys, values, tables, start, short, **kwargs)
+    short = torch.maximum(lens - 1, start.diff()).int()
+    return kernels.paged_attention(query, keys, values, tables, start, short, **kw)
 
 
-class HeadsInterleaved(Wrapped):
-    """Query heads are given to KV heads in turn, not in groups."""
-
-    def paged_attention(self, query: torch.Tensor, keys: Any, *args: Any, **kwargs: Any) -> Any:
-        """Right for one KV head, and where each query head has its own."""
-        num_heads, num_kv_heads = query.shape[1], keys.shape[2]
-        order = torch.arange(num_heads).view(-1, num_kv_heads).T.flatten()
-        out = self._kernels.paged_attention(query[:, order].contiguous(), keys, *args, **kwargs)
-        return out[:, order.argsort()]
-
-
-FAULTS: Final[Mapping[str, Callable[[Kernels], Any]]] = {
-    "shifted-slots": ShiftedSlots,
-    "wrong-block-at-boundary": WrongBlockAtBoundary,
-    "stale-rows": StaleRows,
-    "drafts-before-the-last": DraftsBeforeTheLast,
-    "swapped-keys-and-values": SwappedKeysAndValues,
-    "last-token-not-written": LastTokenNotWritten,
-    "copied-in-any-order": CopiedInAnyOrder,
-    "copied-backwards": CopiedBackwards,
-    "keys-copied-only": KeysCopiedOnly,
-    "swapped-in-elsewhere": SwappedInElsewhere,
-    "blind-to-itself": BlindToItself,
-    "heads-interleaved": HeadsInterleaved,
-}
-"""All of them, by name."""
+@_planted("paged_attention", "heads-interleaved")
+def _interleave_heads(
+    kernels: Kernels, query: torch.Tensor, keys: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Query heads are given to KV heads in turn: right for one KV head, or one for each."""
+    num_heads, num_kv_heads = query.shape[1], keys.shape[2]
+    order = torch.arange(num_heads).view(-1, num_kv_heads).T.flatten()
+    out = kernels.paged_attention(query[:, order].contiguous(), keys, *args, **kwargs)
+    return out[:, order.argsort()]

@@ -88,9 +88,9 @@ class DataPlaneWorker(Worker):
     def reset(self, forced: bool) -> None:
         """The cache was emptied: nothing written so far may be read again (P25)."""
         super().reset(forced)
-        keys, values = memory.spell(self._expected())
-        self.key_cache.copy_(self._tensor(keys).view_as(self.key_cache))
-        self.value_cache.copy_(self._tensor(values).view_as(self.value_cache))
+        caches = (self.key_cache, self.value_cache)
+        for cache, values in zip(caches, memory.spell(self._expected()), strict=True):
+            cache.copy_(self._tensor(values).view_as(cache))
 
     def _write(self, rows: list[FrameRow]) -> None:
         super()._write(rows)
@@ -101,16 +101,10 @@ class DataPlaneWorker(Worker):
         )
         step = self._prepare(rows, tables)
         self._compare_tokens(rows, step.query_start_loc)
-        keys, values = memory.spell(
-            [name for row in rows for name in row.view.chain[row.first : row.end]]
-        )
-        self.kernels.reshape_and_cache(
-            self._tensor(keys),
-            self._tensor(values),
-            self.key_cache,
-            self.value_cache,
-            step.slot_mapping,
-        )
+        names = [name for row in rows for name in row.view.chain[row.first : row.end]]
+        written = map(self._tensor, memory.spell(names))
+        caches = self.key_cache, self.value_cache
+        self.kernels.reshape_and_cache(*written, *caches, step.slot_mapping)
         self._copy_blocks()
         self._swap_blocks()
         self._compare()
@@ -211,12 +205,9 @@ class DataPlaneWorker(Worker):
         seen = input_ids.tolist()
         if seen != expected:
             at = next(index for index, token in enumerate(expected) if token != seen[index])
-            self._complain(
-                "step_runs_the_tokens_of_the_plan",
-                f"token {at} of {len(expected)} in the step is another one",
-                Difference(f"input_ids[{at}]", str(expected[at]), str(seen[at])),
-                property_id="P24",
-            )
+            what = f"token {at} of {len(expected)} in the step is another one"
+            difference = Difference(f"input_ids[{at}]", str(expected[at]), str(seen[at]))
+            self._complain("P24", "step_runs_the_tokens_of_the_plan", what, difference)
 
     def _compare(self) -> None:
         """Every slot must hold what was to be written or moved there, and nothing else changed."""
@@ -231,16 +222,17 @@ class DataPlaneWorker(Worker):
         num_wrong = sum(left != right for left, right in zip(expected, seen, strict=True))
         block, offset = divmod(slot, size)
         is_spare = block >= self.config.num_blocks
+        what = f"slots that hold something else after the kernels ran: {num_wrong}"
         self._complain(
+            "P3",
             "moved_block_is_the_one_meant" if is_spare else "slot_holds_what_the_plan_writes",
-            f"slots that hold something else after the kernels ran: {num_wrong}",
+            what,
             Difference(
                 f"kv[{block}][{offset}]",
                 self.names.show(expected[slot]),
                 self.names.show(seen[slot]),
                 "a spare block, written by copies and swaps only" if is_spare else "",
             ),
-            property_id="P3",
         )
 
     def _expected(self) -> list[Name]:
@@ -290,12 +282,11 @@ class DataPlaneWorker(Worker):
 
     def _complain_attention(self, row: FrameRow, error: Doubles) -> None:
         token, head, _ = (int(at) for at in np.unravel_index(np.nanargmax(error), error.shape))
-        self._complain(
-            "attention_reads_the_slots_of_the_block_table",
-            f"{row.view.request.request_id!r}: position {row.first + token}, head {head}",
-            Difference("attention", f"within {TOLERANCE:g}", f"off by {np.nanmax(error):.2g}"),
-            property_id="P3",
+        what = f"{row.view.request.request_id!r}: position {row.first + token}, head {head}"
+        difference = Difference(
+            "attention", f"within {TOLERANCE:g}", f"off by {np.nanmax(error):.2g}"
         )
+        self._complain("P3", "attention_reads_the_slots_of_the_block_table", what, difference)
 
     def _whole(self, numbers: Sequence[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)

@@ -20,50 +20,16 @@ from blockstep.conformance.judge.properties import (
     order,
     output,
     pool,
-    progress,
     refusals,
-    statistics,
-    stillness,
 )
-from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger, Life
-from blockstep.conformance.judge.properties.sentence import Complaint, Sentence
-from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.sentence import Sentence, judge
+from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.worker import Worker
-from blockstep.conformance.protocol.findings import Finding, FindingKind
-from blockstep.spec.vocabulary import (
-    EVENT_TYPES,
-    Abort,
-    Aborted,
-    Ack,
-    Commit,
-    Drafts,
-    DraftsTaken,
-    GrammarReady,
-    Outputs,
-    Plan,
-    Rejected,
-    Reset,
-    ResetDone,
-    Schedule,
-    SetPause,
-    Submit,
-)
+from blockstep.conformance.protocol.findings import Finding, violated
+from blockstep.spec import vocabulary as v
 
-__all__ = [
-    "ANSWER_TYPES",
-    "CHECKS_OF",
-    "PROPERTIES",
-    "Complaint",
-    "FlightRow",
-    "Ledger",
-    "Life",
-    "PlannedRow",
-    "Property",
-    "RowKind",
-    "Sentence",
-    "Step",
-    "check_step",
-]
+__all__ = ["ANSWER_TYPES", "CHECKS_OF", "PROPERTIES", "Ledger", "Sentence", "Step", "check_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,143 +42,74 @@ class Property:
     checks: tuple[Sentence, ...]
 
 
-_FAMILIES = (
-    *(pool, refusals, budgets, progress, statistics, output, messages),
-    *(admission, order, hits, stillness),
-)
+_FAMILIES = (pool, refusals, budgets, output, messages, admission, order, hits)
 """In the order in which sentences of one property speak."""
-_SENTENCES = tuple(
+_SENTENCES = [
     found for family in _FAMILIES for found in vars(family).values() if isinstance(found, Sentence)
-)
+]
+_STATEMENTS = {
+    "P1 pool conservation": "each non-null block is either in the free queue exactly once with ref "
+    "0, or absent from it with ref = number of holders; the null block is never queued or freed",
+    "P2 exclusive writing": "a block that somebody may still write occupies one position of one "
+    "block table",
+    "P3 sound cache map": "map[h] = b iff b carries h, and b's content is what h names",
+    "P4 publish after write": "a hit reads only KV already written, or certainly written earlier "
+    "in the same dispatch; a hash published for work that then did not run is withdrawn",
+    "P5 boundary valid for all groups": "a hit length is valid for every KV group, and is the "
+    "largest such",
+    "P6 key partition": "requests that differ in adapter, salt, multimodal item, its offset or an "
+    "embedding never share a block",
+    "P7 failed admission is a no-op": "after a refused admission the state equals the state before "
+    "it, statistics included",
+    "P8 estimate = consumption": "the capacity check and the allocation that follows agree exactly",
+    "P9 budgets": "tokens per step and running requests: never exceeded, also not after a rollback",
+    "P10 progress": "no cycle of states without progress while unfinished requests exist and no "
+    "external event is due; preemptions per newly computed block are bounded",
+    "P11 servability": "what cannot fit into an empty pool is refused with a reason; everything "
+    "else is served",
+    "P12 token accounting": "0 <= placeholders = output tokens still owed by frames in flight; 0 "
+    "<= computed < known + owed; scheduled spec tokens <= drafts",
+    "P13 exact output": "per request: no token lost, repeated or delivered after its stop; every "
+    "request terminates with one reason",
+    "P14 exact rollback": "rejecting k drafts restores exactly the counters of having never "
+    "scheduled those k",
+    "P15 work conservation": "a schedulable request is not skipped while budget and blocks for it "
+    "remain",
+    "P16 policy order": "FCFS, priority and eviction order are as documented, ties included",
+    "P18 idempotent signals": "late, duplicate or unknown completions change nothing and kill "
+    "nothing",
+    "P21 statistics": "counters equal what happened, once each",
+    "P24 real drafts": "a dispatched draft is a draft proposed for exactly this position of this "
+    "request",
+    "P25 complete reset": "after a reset nothing computed before it can be hit",
+    "P26 worker view": "the plans alone rebuild each request's tokens and block table at the "
+    "worker",
+}
 
 
-def _judged(number: str, name: str, statement: str) -> Property:
+def _judged(title: str, statement: str) -> Property:
+    number, name = title.split(" ", 1)
     checks = tuple(found for found in _SENTENCES if found.property_id == number)
     return Property(number, name, statement, checks)
 
 
-PROPERTIES: tuple[Property, ...] = (
-    _judged(
-        "P1",
-        "pool conservation",
-        "each non-null block is either in the free queue exactly once with ref 0, or absent "
-        "from it with ref = number of holders; the null block is never queued or freed",
-    ),
-    _judged(
-        "P2",
-        "exclusive writing",
-        "a block that somebody may still write occupies one position of one block table",
-    ),
-    _judged("P3", "sound cache map", "map[h] = b iff b carries h, and b's content is what h names"),
-    _judged(
-        "P4",
-        "publish after write",
-        "a hit reads only KV already written, or certainly written earlier in the same "
-        "dispatch; a hash published for work that then did not run is withdrawn",
-    ),
-    _judged(
-        "P5",
-        "boundary valid for all groups",
-        "a hit length is valid for every KV group, and is the largest such",
-    ),
-    _judged(
-        "P6",
-        "key partition",
-        "requests that differ in adapter, salt, multimodal item, its offset or an embedding never "
-        "share a block",
-    ),
-    _judged(
-        "P7",
-        "failed admission is a no-op",
-        "after a refused admission the state equals the state before it, statistics included",
-    ),
-    _judged(
-        "P8",
-        "estimate = consumption",
-        "the capacity check and the allocation that follows agree exactly",
-    ),
-    _judged(
-        "P9",
-        "budgets",
-        "tokens per step and running requests: never exceeded, also not after a rollback",
-    ),
-    _judged(
-        "P10",
-        "progress",
-        "no cycle of states without progress while unfinished requests exist and no external "
-        "event is due; preemptions per newly computed block are bounded",
-    ),
-    _judged(
-        "P11",
-        "servability",
-        "what cannot fit into an empty pool is refused with a reason; everything else is served",
-    ),
-    _judged(
-        "P12",
-        "token accounting",
-        "0 <= placeholders = output tokens still owed by frames in flight; 0 <= computed < "
-        "known + owed; scheduled spec tokens <= drafts",
-    ),
-    _judged(
-        "P13",
-        "exact output",
-        "per request: no token lost, repeated or delivered after its stop; every request "
-        "terminates with one reason",
-    ),
-    _judged(
-        "P14",
-        "exact rollback",
-        "rejecting k drafts restores exactly the counters of having never scheduled those k",
-    ),
-    _judged(
-        "P15",
-        "work conservation",
-        "a schedulable request is not skipped while budget and blocks for it remain",
-    ),
-    _judged(
-        "P16",
-        "policy order",
-        "FCFS, priority and eviction order are as documented, ties included",
-    ),
-    _judged(
-        "P18",
-        "idempotent signals",
-        "late, duplicate or unknown completions change nothing and kill nothing",
-    ),
-    _judged("P21", "statistics", "counters equal what happened, once each"),
-    _judged(
-        "P24",
-        "real drafts",
-        "a dispatched draft is a draft proposed for exactly this position of this request",
-    ),
-    _judged("P25", "complete reset", "after a reset nothing computed before it can be hit"),
-    _judged(
-        "P26",
-        "worker view",
-        "the plans alone rebuild each request's tokens and block table at the worker",
-    ),
-)
+PROPERTIES: tuple[Property, ...] = tuple(_judged(*entry) for entry in _STATEMENTS.items())
 
 CHECKS_OF: dict[type, tuple[Sentence, ...]] = {
-    kind: tuple(
-        sentence
-        for one_property in PROPERTIES
-        for sentence in one_property.checks
-        if kind in sentence.kinds
-    )
-    for kind in (*EVENT_TYPES, Rejected)
+    kind: tuple(found for entry in PROPERTIES for found in entry.checks if kind in found.kinds)
+    for kind in (*v.EVENT_TYPES, v.Rejected)
 }
 """The checks that judge an accepted event, by its type; under `Rejected` those of a refusal."""
 
 ANSWER_TYPES: dict[type, type] = {
-    Submit: Ack,
-    Schedule: Plan,
-    Commit: Outputs,
-    Drafts: DraftsTaken,
-    Abort: Aborted,
-    GrammarReady: Ack,
-    SetPause: Ack,
-    Reset: ResetDone,
+    v.Submit: v.Ack,
+    v.Schedule: v.Plan,
+    v.Commit: v.Outputs,
+    v.Drafts: v.DraftsTaken,
+    v.Abort: v.Aborted,
+    v.GrammarReady: v.Ack,
+    v.SetPause: v.Ack,
+    v.Reset: v.ResetDone,
 }
 """What an accepted event is answered with."""
 
@@ -223,41 +120,24 @@ def check_step(step: Step, ledger: Ledger, worker: Worker | None = None) -> list
     `ledger` knows all steps before this one; `Ledger.record(step)` comes after. A worker is told
     of the step here: of plans (unless `Worker.execute` was called already), commits and resets.
     """
-    if isinstance(step.observation, Rejected):
-        kind: type = Rejected
+    if isinstance(step.observation, v.Rejected):
+        kind: type = v.Rejected
     else:
         kind = type(step.event)
         due = ANSWER_TYPES.get(kind)
         if due is None or type(step.observation) is not due:
-            return [_wrong_answer(step)]
+            what = f"{kind.__name__} was answered with {type(step.observation).__name__}"
+            return [violated("P18", "answer_is_of_the_kind_of_the_event", what)]
     findings = [] if worker is None else _tell(step, worker)
-    for sentence in CHECKS_OF[kind]:
-        try:
-            for complaint in sentence.judge(step, ledger) or ():
-                findings.append(sentence.finding(*complaint))
-        except Exception as error:
-            # Plan and states contradict each other so much that the sentence has no meaning.
-            what = f"the step makes no sense: {type(error).__name__}: {error}"
-            findings.append(sentence.finding(what))
-    return findings
+    return findings + judge(CHECKS_OF[kind], step, ledger)
 
 
 def _tell(step: Step, worker: Worker) -> list[Finding]:
     findings = worker.observe(step.event, step.observation)
-    if isinstance(step.event, Schedule) or (
-        isinstance(step.event, Commit) and step.config.async_scheduling
+    if isinstance(step.event, v.Schedule) or (
+        isinstance(step.event, v.Commit) and step.config.async_scheduling
     ):
-        findings = [*findings, *worker.check_published(step.after)]
-    if isinstance(step.event, Schedule | Commit):
-        findings = [*findings, *worker.check_view(step.after)]
+        findings += worker.check_published(step.after)
+    if isinstance(step.event, v.Schedule | v.Commit):
+        findings += worker.check_view(step.after)
     return findings
-
-
-def _wrong_answer(step: Step) -> Finding:
-    answer, event = type(step.observation).__name__, type(step.event).__name__
-    return Finding(
-        FindingKind.PROPERTY,
-        "P18",
-        "answer_is_of_the_kind_of_the_event",
-        f"{event} was answered with {answer}",
-    )

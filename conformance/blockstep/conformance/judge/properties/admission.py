@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from blockstep.conformance.judge.properties.amounts import (
@@ -22,20 +21,19 @@ from blockstep.conformance.judge.properties.queue_replay import (
     replay_schedule,
     victims_of,
 )
-from blockstep.conformance.judge.properties.sentence import Complaint, difference, sentence
-from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
+from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
+from blockstep.conformance.judge.properties.step import RowKind, Step
 from blockstep.spec.vocabulary import (
     PauseState,
     Policy,
     RequestId,
     Schedule,
-    Snapshot,
     Status,
 )
 
 
 @sentence("P7", Schedule)
-def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complaints:
     """Who is neither scheduled nor preempted is as before, also if its admission was tried.
 
     One thing may happen to it: at a queue's head a compiled grammar turns it into a waiting one,
@@ -48,28 +46,22 @@ def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Iterator
             continue
         if new is None:
             yield Complaint(f"{name!r} is gone, though a plan ends nobody")
-        elif (
+        elif not (
             _only_promoted(step, ledger, name)
             or _only_lost_drafts(step, name)
             or name in step.plan.preempted_req_ids
         ):
-            continue
-        else:
-            yield Complaint(
-                f"{name!r} has no row but changed", (difference(f"request {name}", old, new),)
-            )
+            yield unequal(f"{name!r} has no row but changed", f"request {name}", old, new)
     if not step.new.keys() <= step.old.keys():
         yield Complaint(f"a plan made requests: {step.new.keys() - step.old.keys()}")
 
 
 def _only_promoted(step: Step, ledger: Ledger, name: RequestId) -> bool:
     old, new = step.old[name], step.new[name]
-    names = type(old).__dataclass_fields__
     return (
         ledger.lives[name].grammar_ready
         and old.status is Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        and new.status is Status.WAITING
-        and all(getattr(old, field) == getattr(new, field) for field in names if field != "status")
+        and new == replace(old, status=Status.WAITING)
     )
 
 
@@ -83,7 +75,7 @@ def _only_lost_drafts(step: Step, name: RequestId) -> bool:
 
 
 @sentence("P7", Schedule)
-def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Complaints:
     """When nobody is scheduled or preempted, pool, queues and statistics are as before.
 
     With several frames in flight who is passed over may change from one queue to the other.
@@ -95,44 +87,36 @@ def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Iterator[Com
     for name in ("ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"):
         old, new = getattr(before, name), getattr(after, name)
         if old is not new and old != new:
-            what = f"nobody was scheduled, but {name} changed"
-            yield Complaint(what, (difference(name, old, new),))
+            yield unequal(f"nobody was scheduled, but {name} changed", name, old, new)
 
 
 @sentence("P8", Schedule)
-def row_gains_exactly_the_blocks_it_needs(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+def row_gains_exactly_the_blocks_it_needs(step: Step, _ledger: Ledger) -> Complaints:
     """Blocks gained are those for the tokens of the step and the proposer's lookahead.
 
     At admission there is no lookahead: the proposer has nothing to look ahead from. Whether to
     reserve it earlier is a policy.
     """
     config = step.config
-    for row in step.running_rows:
-        need = running_blocks(config, row.end, len(step.old[row.request_id].block_tables[0]))
+    for row in step.rows:
+        if row.kind is RowKind.RUNNING:
+            held = len(step.old[row.request_id].block_tables[0])
+            need = running_blocks(config, row.end, held)
+        else:
+            need = blocks_for(config, min(row.end, config.max_model_len)) - len(row.hits)
         if len(row.gained) != need:
-            yield _wrong_gain(row, need)
-    for row in step.admitted_rows:
-        need = blocks_for(config, min(row.end, config.max_model_len)) - len(row.hits)
-        if len(row.gained) != need:
-            yield _wrong_gain(row, need)
-
-
-def _wrong_gain(row: PlannedRow, need: int) -> Complaint:
-    return Complaint(
-        f"{row.request_id!r} runs positions {row.first} to {row.end - 1}",
-        (difference("blocks gained", need, len(row.gained)),),
-    )
+            what = f"{row.request_id!r} runs positions {row.first} to {row.end - 1}"
+            yield unequal(what, "blocks gained", need, len(row.gained))
 
 
 @sentence("P8", Schedule)
-def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Complaints:
     """Under `scheduler_reserve_full_isl` all known tokens fit the blocks free at admission.
 
     A hit block that is free counts too: touching it takes it out of the free queue.
     """
-    if not step.config.scheduler_reserve_full_isl or not step.admitted_rows:
-        return
-    if step.plan.preempted_req_ids:
+    reserves = step.config.scheduler_reserve_full_isl
+    if not reserves or not step.admitted_rows or step.plan.preempted_req_ids:
         return
     room = replay_schedule(step, ()).room
     for row in step.admitted_rows:
@@ -142,10 +126,8 @@ def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> It
         num_free, num_free_hits = room[row.request_id]
         need = _need(step, known, len(row.hits)) + num_free_hits
         if need > num_free:
-            yield Complaint(
-                f"{row.request_id!r} was admitted though its {known} tokens do not fit",
-                (difference("free blocks", f">= {need}", num_free),),
-            )
+            what = f"{row.request_id!r} was admitted though its {known} tokens do not fit"
+            yield unequal(what, "free blocks", f">= {need}", num_free)
 
 
 def _need(step: Step, num_tokens: int, num_hits: int) -> int:
@@ -154,7 +136,7 @@ def _need(step: Step, num_tokens: int, num_hits: int) -> int:
 
 
 @sentence("P15", Schedule)
-def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
     """In running order, each gets what it asks for or what is left of the budget.
 
     Nothing, if its last output may be in flight already. Left out are steps in which tokens were
@@ -164,9 +146,8 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Comp
     victims = victims_of(step, ledger)
     if hides_a_rollback(step, victims):
         return
-    left = config.max_num_batched_tokens
-    if ledger.pause_state is PauseState.PAUSED_ALL:
-        left = 0
+    is_paused = ledger.pause_state is PauseState.PAUSED_ALL
+    left = 0 if is_paused else config.max_num_batched_tokens
     rows = {row.request_id: row for row in step.running_rows}
     for name in step.before.running:
         if name in victims:
@@ -178,15 +159,13 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Comp
         expected = max(min(share_of(ledger, step.old[name]), left), 0)
         seen = rows[name].num_scheduled if name in rows else 0
         if seen != expected:
-            yield Complaint(
-                f"{name!r} was not given what it could be",
-                (difference("num_scheduled_tokens", expected, seen),),
-            )
+            what = f"{name!r} was not given what it could be"
+            yield unequal(what, "num_scheduled_tokens", expected, seen)
         left -= seen
 
 
 @sentence("P15", Schedule)
-def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Complaints:
     """No row for a request whose last output may be in flight: it would run for nothing.
 
     Where exactly to stop is a policy: upstream's, which counts on every draft being rejected.
@@ -202,9 +181,7 @@ def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Iterator[Comp
 
 
 @sentence("P13", Schedule)
-def nobody_is_admitted_while_its_tokens_are_in_flight(
-    step: Step, ledger: Ledger
-) -> Iterator[Complaint]:
+def nobody_is_admitted_while_its_tokens_are_in_flight(step: Step, ledger: Ledger) -> Complaints:
     """Who was preempted in flight waits for its tokens: else a position would be sampled twice."""
     for row in step.admitted_rows:
         promised = ledger.promised.get(row.request_id, 0)
@@ -213,7 +190,7 @@ def nobody_is_admitted_while_its_tokens_are_in_flight(
 
 
 @sentence("P13", Schedule)
-def row_waits_for_the_token_of_its_request(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def row_waits_for_the_token_of_its_request(step: Step, ledger: Ledger) -> Complaints:
     """Without asynchronous scheduling nobody runs on before its token in flight is known.
 
     Its known tokens are computed by then: a row would run one of them again, or one that nobody
@@ -229,7 +206,7 @@ def row_waits_for_the_token_of_its_request(step: Step, ledger: Ledger) -> Iterat
 
 
 @sentence("P15", Schedule)
-def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Complaints:
     """Who is visited after a row was taken back has the budget as if that row had never been.
 
     Preemptions are over once more blocks were gained than there are without the last of them, or
@@ -239,7 +216,7 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Iter
     victims = victims_of(step, ledger) if step.plan.preempted_req_ids else []
     if not hides_a_rollback(step, victims):
         return
-    place = {name: index for index, name in enumerate(step.before.running)}
+    place = step.place
     rows = {row.request_id: row for row in step.running_rows}
     if max(place[name] for name in victims) > max((place[name] for name in rows), default=-1):
         return
@@ -254,16 +231,14 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Iter
         seen = rows[name].num_scheduled if name in rows else 0
         expected = max(min(share_of(ledger, step.old[name]), left), 0)
         if (room < 0 or place[name] > last_gain) and seen != expected:
-            yield Complaint(
-                f"{name!r} was not given what {victims} gave back",
-                (difference("num_scheduled_tokens", expected, seen),),
-            )
+            what = f"{name!r} was not given what {victims} gave back"
+            yield unequal(what, "num_scheduled_tokens", expected, seen)
         left -= seen
         room -= len(rows[name].gained) if name in rows else 0
 
 
 @sentence("P15", Schedule)
-def admitted_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def admitted_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
     """In order of admission, each gets what it asks for or what is left of the budget."""
     config = step.config
     left = config.max_num_batched_tokens - sum(row.num_scheduled for row in step.running_rows)
@@ -271,17 +246,13 @@ def admitted_request_gets_all_it_can(step: Step, ledger: Ledger) -> Iterator[Com
         share = admitted_share(config, ledger.lives[row.request_id].num_known, row.first)
         expected = min(share, left)
         if row.num_scheduled != expected:
-            yield Complaint(
-                f"{row.request_id!r} was not given what it could be",
-                (difference("num_scheduled_tokens", expected, row.num_scheduled),),
-            )
+            what = f"{row.request_id!r} was not given what it could be"
+            yield unequal(what, "num_scheduled_tokens", expected, row.num_scheduled)
         left -= row.num_scheduled
 
 
 @sentence("P15", Schedule)
-def head_of_the_queue_is_admitted_when_it_fits(
-    step: Step, ledger: Ledger
-) -> list[Complaint] | None:
+def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Complaints:
     """When a plan stops admitting, the next in line really does not fit.
 
     Judged on the state after the step, which is the state in which its admission was refused.
@@ -294,42 +265,34 @@ def head_of_the_queue_is_admitted_when_it_fits(
         or len(after.running) >= config.max_num_seqs
         or step.plan.preempted_req_ids
     ):
-        return None
-    name = next_in_line(step, ledger, after)
+        return ()
+    name = next_in_line(step, ledger)
     if name is None:
-        return None
+        return ()
     life = ledger.lives[name]
     hits = hits_now(step, ledger, life)
     share = admitted_share(config, life.num_known, len(hits) * config.block_size)
     if not config.enable_chunked_prefill and share > left:
-        return None
+        return ()
     end = len(hits) * config.block_size + min(share, left)
     need = _need(step, end, len(hits))
     if config.scheduler_reserve_full_isl:
         need = max(need, _need(step, life.num_known, len(hits)))
     need += sum(1 for block in hits if after.ref_counts[block] == 0)
     if need > len(after.free_queue):
-        return None
-    return [
-        Complaint(
-            f"{name!r} was left waiting with {left} tokens of budget",
-            (difference("free blocks", f"< {need}", len(after.free_queue)),),
-        )
-    ]
+        return ()
+    what = f"{name!r} was left waiting with {left} tokens of budget"
+    return [unequal(what, "free blocks", f"< {need}", len(after.free_queue))]
 
 
-def next_in_line(step: Step, ledger: Ledger, snapshot: Snapshot) -> RequestId | None:
+def next_in_line(step: Step, ledger: Ledger) -> RequestId | None:
     """Who would be admitted next: the first in policy order that waits for nothing outside."""
-    ready = (
-        name
-        for name in in_policy_order(step.config, ledger, snapshot)
-        if not is_passed_over(ledger, step.new[name])
-    )
-    return next(ready, None)
+    waiting = in_policy_order(ledger, step.after)
+    return next((name for name in waiting if not is_passed_over(ledger, step.new[name])), None)
 
 
 @sentence("P15", Schedule)
-def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> Complaints:
     """Without the last preemption of a step, somebody would have lacked blocks.
 
     Judged under FCFS, where all that a victim held is seen. Who lacked blocks was either given
@@ -337,22 +300,21 @@ def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> list
     """
     victims = victims_of(step, ledger) if step.plan.preempted_req_ids else []
     if not victims or step.config.policy is not Policy.FCFS:
-        return None
+        return ()
     last = step.old[victims[-1]]
     own_end = last.num_computed_tokens + share_of(ledger, last)
     given = len(freed_blocks(step.before, victims)) - len(freed_blocks(step.before, victims[:-1]))
     own_need = running_blocks(step.config, own_end, len(last.block_tables[0]))
     free = len(step.after.free_queue)
     if free - given < own_need:
-        return None
+        return ()
     return [Complaint(f"{last.request_id!r} was preempted, with {free - given} blocks free")]
 
 
 @sentence("P26", Schedule)
-def admitted_row_kind_follows_its_status(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+def admitted_row_kind_follows_its_status(step: Step, _ledger: Ledger) -> Complaints:
     """A preempted request returns as a resumed row, anybody else as a new one."""
     for row in step.admitted_rows:
-        was_preempted = step.old[row.request_id].status is Status.PREEMPTED
-        if was_preempted is not (row.kind is RowKind.RESUMED):
-            status = step.old[row.request_id].status
+        status = step.old[row.request_id].status
+        if (status is Status.PREEMPTED) is not (row.kind is RowKind.RESUMED):
             yield Complaint(f"{row.request_id!r} was {status} and got a {row.kind} row")

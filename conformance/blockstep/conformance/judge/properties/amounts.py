@@ -47,19 +47,10 @@ def share_of(ledger: Ledger, request: RequestSnapshot) -> int:
     """Tokens that a running request would run if the budget had no end; below 1 is no row."""
     if ends_in_flight(ledger, request):
         return 0
-    name = request.request_id
-    due = ledger.lives[name].num_known + ledger.placeholders(name)
-    num_drafts = len(request.spec_token_ids)
-    return running_share(ledger.config, due, num_drafts, request.num_computed_tokens)
-
-
-def running_share(config: Config, num_due: int, num_drafts: int, num_computed: int) -> int:
-    """Tokens that a running request would run, of those known and promised and its drafts."""
-    share = num_due + num_drafts - num_computed
-    if 0 < config.long_prefill_token_threshold < share:
-        share = config.long_prefill_token_threshold
+    name, config, computed = request.request_id, ledger.config, request.num_computed_tokens
+    due = ledger.lives[name].num_known + ledger.placeholders(name) + len(request.spec_token_ids)
     # The position max_model_len - 1 is never run: sampling it would end the request anyway.
-    return min(share, config.max_model_len - 1 - num_computed)
+    return min(admitted_share(config, due, computed), config.max_model_len - 1 - computed)
 
 
 def running_blocks(config: Config, end: int, num_held: int) -> int:
@@ -70,7 +61,5 @@ def running_blocks(config: Config, end: int, num_held: int) -> int:
 
 def admitted_share(config: Config, num_known: int, num_hit_tokens: int) -> int:
     """Tokens that an admitted request would run if the budget had no end."""
-    share = num_known - num_hit_tokens
-    if 0 < config.long_prefill_token_threshold < share:
-        share = config.long_prefill_token_threshold
-    return share
+    share, threshold = num_known - num_hit_tokens, config.long_prefill_token_threshold
+    return min(share, threshold) if threshold else share

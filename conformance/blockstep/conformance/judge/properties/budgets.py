@@ -1,33 +1,34 @@
-"""Budgets and counters: P9 what a step may use, P12 what the counters of a request may say."""
+"""Budgets and counters: P9 what a step may use, P12 counters of a request, P21 of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
 
+from blockstep.conformance.judge.properties.hits import may_ask_the_cache
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import victims_of
-from blockstep.conformance.judge.properties.sentence import Complaint, difference, sentence
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
+from blockstep.conformance.judge.properties.step import RowKind, Step
 from blockstep.spec import vocabulary as v
 
 
 @sentence("P9", v.Schedule)
-def plan_stays_within_token_budget(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def plan_stays_within_token_budget(step: Step, _ledger: Ledger) -> Complaints:
     """A step runs at most `max_num_batched_tokens` tokens."""
     total = sum(row.num_scheduled for row in step.rows)
     limit = step.config.max_num_batched_tokens
-    return [Complaint(f"{total} tokens planned, {limit} allowed")] if total > limit else None
+    return [Complaint(f"{total} tokens planned, {limit} allowed")] if total > limit else ()
 
 
 @sentence("P9", v.Schedule)
-def running_stays_within_max_num_seqs(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def running_stays_within_max_num_seqs(step: Step, _ledger: Ledger) -> Complaints:
     """At most `max_num_seqs` requests run."""
     running, limit = len(step.after.running), step.config.max_num_seqs
-    return [Complaint(f"{running} requests run, {limit} may")] if running > limit else None
+    return [Complaint(f"{running} requests run, {limit} may")] if running > limit else ()
 
 
 @sentence("P9", v.Schedule)
-def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Complaints:
     """A row runs a token at least, at most the long-prefill threshold, with at most K drafts."""
     config = step.config
     threshold = config.long_prefill_token_threshold or config.max_num_batched_tokens
@@ -39,7 +40,7 @@ def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Iterator[Complaint
 
 
 @sentence("P9", v.Schedule)
-def row_stays_within_max_model_len(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+def row_stays_within_max_model_len(step: Step, _ledger: Ledger) -> Complaints:
     """The last position of the model is never run: there is no token left to sample from it.
 
     Stopping one short of the limit is a policy choice.
@@ -53,16 +54,16 @@ def row_stays_within_max_model_len(step: Step, _ledger: Ledger) -> Iterator[Comp
 
 
 @sentence("P9", v.Schedule)
-def paused_scheduler_admits_nobody(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def paused_scheduler_admits_nobody(step: Step, ledger: Ledger) -> Complaints:
     """PAUSED_NEW admits nobody, PAUSED_ALL schedules nobody."""
     if ledger.pause_state is v.PauseState.UNPAUSED:
-        return None
+        return ()
     rows = step.rows if ledger.pause_state is v.PauseState.PAUSED_ALL else step.admitted_rows
     return [Complaint(f"{row.request_id!r} scheduled while {ledger.pause_state}") for row in rows]
 
 
 @sentence("P9", v.Schedule)
-def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Complaints:
     """Without chunked prefill an admission runs all uncached tokens, or the threshold's share."""
     if step.config.enable_chunked_prefill:
         return
@@ -74,7 +75,7 @@ def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Iterator[C
 
 
 @sentence("P12", v.Schedule, v.Commit, v.Abort, v.Reset)
-def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints:
     """Computed is no more than known and promised, and exactly that by whoever is promised any.
 
     Placeholders are what frames in flight promise, also to one preempted meanwhile. No block is
@@ -103,15 +104,15 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Iterator[C
             or not 0 <= settled <= min(computed, known) // size
             or len(request.spec_token_ids) > config.num_speculative_tokens
         ):
-            yield Complaint(
+            what = (
                 f"the counters of {request.request_id!r} cannot be: {known} tokens known, "
-                f"{owed} promised, {least} to {most} computed",
-                (difference("request", "", request),),
+                f"{owed} promised, {least} to {most} computed"
             )
+            yield unequal(what, "request", "", request)
 
 
 @sentence("P12", v.Schedule, v.Commit, v.Abort, v.Reset)
-def only_running_requests_hold_anything(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+def only_running_requests_hold_anything(step: Step, _ledger: Ledger) -> Complaints:
     """Who waits has no block, no computed token and no draft."""
     for request in step.after.requests:
         if request.status is not v.Status.RUNNING and (
@@ -124,7 +125,7 @@ def only_running_requests_hold_anything(step: Step, _ledger: Ledger) -> Iterator
 
 
 @sentence("P12", v.Schedule)
-def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Complaints:
     """A row starts where its request stands, and moves it by the tokens that it runs."""
     for row in step.rows:
         new = step.new[row.request_id]
@@ -135,17 +136,17 @@ def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Iterator[Complai
             ("spec_token_ids", ledger.drafts_after(flight), new.spec_token_ids),
             ("status", v.Status.RUNNING, new.status),
         ]
-        if row in step.running_rows:
+        if row.kind is RowKind.RUNNING:
             old = step.old[row.request_id]
             pairs.append(("num_computed_tokens before", old.num_computed_tokens, row.first))
         for name, expected, seen in pairs:
             if expected != seen:
                 what = f"{row.request_id!r} ran positions {row.first} to {row.end - 1}"
-                yield Complaint(what, (difference(name, expected, seen),))
+                yield unequal(what, name, expected, seen)
 
 
 @sentence("P12", v.Schedule, v.Reset)
-def preempted_request_starts_again(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def preempted_request_starts_again(step: Step, ledger: Ledger) -> Complaints:
     """A preempted request keeps its outputs and history, and loses everything else.
 
     What frames in flight promise stays promised: their tokens are delivered all the same.
@@ -154,39 +155,75 @@ def preempted_request_starts_again(step: Step, ledger: Ledger) -> Iterator[Compl
         old, new = step.old[name], step.new[name]
         if old.status is not v.Status.RUNNING:
             continue
-        expected = _preempted(old)
+        expected = replace(
+            old,
+            status=v.Status.PREEMPTED,
+            num_computed_tokens=0,
+            spec_token_ids=(),
+            block_tables=((),),
+            num_cached_blocks=(0,),
+            num_preemptions=old.num_preemptions + 1,
+        )
         if new != expected:
-            what = f"{name!r} was preempted"
-            yield Complaint(what, (difference(f"request {name}", expected, new),))
-
-
-def _preempted(request: v.RequestSnapshot) -> v.RequestSnapshot:
-    return v.RequestSnapshot(
-        request_id=request.request_id,
-        status=v.Status.PREEMPTED,
-        output_token_ids=request.output_token_ids,
-        num_output_placeholders=request.num_output_placeholders,
-        is_prefill_chunk=request.is_prefill_chunk,
-        num_cached_tokens=request.num_cached_tokens,
-        num_preemptions=request.num_preemptions + 1,
-        grammar_ready=request.grammar_ready,
-    )
+            yield unequal(f"{name!r} was preempted", f"request {name}", expected, new)
 
 
 @sentence("P12", v.Submit)
-def submitted_request_starts_from_nothing(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+def submitted_request_starts_from_nothing(step: Step, _ledger: Ledger) -> Complaints:
     """A new request waits, for its grammar if it needs one, and holds nothing."""
     assert isinstance(step.event, v.Submit)
     request = step.event.request
-    expected = v.RequestSnapshot(
-        request.request_id,
-        v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        if request.structured_output
-        else v.Status.WAITING,
-    )
-    if step.new.get(request.request_id) != expected:
+    grammar, waiting = v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, v.Status.WAITING
+    status = grammar if request.structured_output else waiting
+    expected = v.RequestSnapshot(request.request_id, status)
+    seen = step.new.get(request.request_id)
+    if seen != expected:
         what = f"{request.request_id!r} was accepted"
-        seen = step.new.get(request.request_id)
-        yield Complaint(what, (difference(f"request {request.request_id}", expected, seen),))
+        yield unequal(what, f"request {request.request_id}", expected, seen)
     if len(step.new) != len(step.old) + 1:
         yield Complaint("one request was submitted, but more than one came or went")
+
+
+@sentence("P21", *v.EVENT_TYPES)
+def counters_grow_by_what_happened(step: Step, ledger: Ledger) -> Complaints:
+    """Queries and hits of the admitted, preemptions, drafts scheduled and accepted; once each."""
+    expected = _after(step.before.stats, step, ledger)
+    if step.after.stats != expected:
+        yield unequal("the counters are not what happened", "stats", expected, step.after.stats)
+
+
+def _after(stats: v.Stats, step: Step, ledger: Ledger) -> v.Stats:
+    queries, hits = stats.prefix_cache_queries, stats.prefix_cache_hits
+    preemptions = stats.preemptions
+    scheduled, accepted = stats.drafts_scheduled, stats.drafts_accepted
+    if isinstance(step.event, v.Schedule):
+        preemptions += len(step.plan.preempted_req_ids)
+        for row in step.admitted_rows:
+            life = ledger.lives[row.request_id]
+            if may_ask_the_cache(step, life):
+                queries += life.num_known
+                hits += row.first
+    elif isinstance(step.event, v.Commit):
+        for flight in ledger.frame_of(step):
+            tokens = step.sampled.get(flight.request_id, ())
+            if flight.drafts and tokens and flight.request_id in ledger.lives:
+                scheduled += len(flight.drafts)
+                accepted += len(tokens) - 1
+    elif isinstance(step.event, v.Reset):
+        if step.event.reset_running_requests:
+            preemptions += len(step.before.running)
+    else:
+        return stats
+    return v.Stats(queries, hits, preemptions, scheduled, accepted)
+
+
+@sentence("P21", v.Schedule)
+def first_hit_is_remembered(step: Step, ledger: Ledger) -> Complaints:
+    """The length of the hit at the first admission is kept, whatever a later admission hits."""
+    for row in step.rows:
+        old, new = step.old[row.request_id], step.new[row.request_id]
+        first = ledger.lives[row.request_id].num_cached_tokens
+        expected = row.first if first < 0 else first
+        if (new.num_cached_tokens, new.num_preemptions) != (expected, old.num_preemptions):
+            what = f"{row.request_id!r} was scheduled at position {row.first}"
+            yield unequal(what, "num_cached_tokens", expected, new.num_cached_tokens)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from blockstep.conformance.judge.properties.ledger import Ledger, Life
-from blockstep.conformance.judge.properties.sentence import Complaint, difference, sentence
+from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec.vocabulary import Schedule
 
@@ -16,7 +14,7 @@ def may_ask_the_cache(step: Step, life: Life) -> bool:
 
 
 @sentence("P5", Schedule)
-def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Complaints:
     """A hit is whole blocks, and leaves a known token to compute: its logits are needed.
 
     With a draft head the block after the hit is recomputed too, so it must be there.
@@ -35,7 +33,7 @@ def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Iterat
 
 
 @sentence("P5", Schedule)
-def hit_is_the_longest_there_is(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def hit_is_the_longest_there_is(step: Step, ledger: Ledger) -> Complaints:
     """Every block that was cached before the step and still is could be hit, so it was.
 
     Blocks that a row of this step took are left out: when they were evicted is not seen.
@@ -53,14 +51,12 @@ def hit_is_the_longest_there_is(step: Step, ledger: Ledger) -> Iterator[Complain
         if step.config.drops_last_hit_block and length:
             length -= 1
         if len(row.hits) < length:
-            yield Complaint(
-                f"{row.request_id!r} took a shorter hit than was there",
-                (difference("hit blocks", length, len(row.hits)),),
-            )
+            what = f"{row.request_id!r} took a shorter hit than was there"
+            yield unequal(what, "hit blocks", length, len(row.hits))
 
 
 @sentence("P16", Schedule)
-def hit_takes_the_oldest_copy(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def hit_takes_the_oldest_copy(step: Step, ledger: Ledger) -> Complaints:
     """Of several blocks of one key a hit takes the one published first.
 
     A policy choice: any copy would do. It is pinned because eviction order depends on it.
@@ -73,10 +69,8 @@ def hit_takes_the_oldest_copy(step: Step, ledger: Ledger) -> Iterator[Complaint]
             name = life.block_name(index)
             oldest = ledger.named_blocks(step.before).get(name, (block,))[0]
             if oldest != block and oldest in _lasting(step, ledger, name):
-                yield Complaint(
-                    f"{row.request_id!r} hit another copy than the oldest",
-                    (difference(f"block table[{index}]", oldest, block),),
-                )
+                what = f"{row.request_id!r} hit another copy than the oldest"
+                yield unequal(what, f"block table[{index}]", oldest, block)
 
 
 def _lasting(step: Step, ledger: Ledger, name: int) -> list[int]:

@@ -10,28 +10,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
-from blockstep.conformance.judge.worker.names import Name, PrefixNames, extras_of
+from blockstep.conformance.judge.worker.names import Name, NamedText, PrefixNames
 from blockstep.spec import vocabulary as v
 
 
-class Life:
+def order_of(request: v.Request) -> tuple[int, int, v.RequestId]:
+    """The place of a request under the priority policy: lower goes first."""
+    return (request.priority, request.arrival_time, request.request_id)
+
+
+class Life(NamedText):
     """One unfinished request, from its submission on."""
 
     __slots__ = (
-        "admitted_in", "chain", "drafts", "extras", "grammar_ready", "last_planned_in", "names",
-        "num_cached_tokens", "num_known_then", "num_prompt", "preempted_at", "request", "root",
-        "tokens",
+        "admitted_in", "drafts", "grammar_ready", "last_planned_in", "num_cached_tokens",
+        "num_known_then", "preempted_at",
     )  # fmt: skip
 
     def __init__(self, request: v.Request, names: PrefixNames) -> None:
-        self.request = request
-        self.names = names
-        self.root = names.root(request.adapter, request.cache_salt)
-        self.extras = extras_of(request, names.block_size)
-        self.tokens: list[v.TokenId] = list(request.prompt_token_ids)
-        """Prompt and delivered outputs: all known tokens."""
-        self.num_prompt = len(self.tokens)
-        self.chain: list[Name] = []
+        super().__init__(request, names)
         self.drafts: v.TokenIds = ()
         """Attached and not scheduled yet; under asynchronous scheduling their placeholders."""
         self.num_cached_tokens = -1
@@ -59,8 +56,7 @@ class Life:
     @property
     def order(self) -> tuple[int, int, v.RequestId]:
         """Its place under the priority policy: lower goes first."""
-        request = self.request
-        return (request.priority, request.arrival_time, request.request_id)
+        return order_of(self.request)
 
     def block_name(self, index: int) -> Name:
         """The name of the full block at `index` of its table, all of whose tokens are known."""
@@ -118,8 +114,6 @@ class Ledger:
     stopped_in_flight: set[v.RequestId] = field(default_factory=set)
     """Ended by a stop, while a frame in flight still names them."""
     pause_state: v.PauseState = v.PauseState.UNPAUSED
-    num_ended: int = 0
-    num_resets: int = 0
     first_frame_since_reset: v.FrameId = 0
     """Frames below this were dispatched before the last reset."""
     num_progress: int = 0
@@ -134,6 +128,10 @@ class Ledger:
     def in_flight(self, request_id: v.RequestId) -> bool:
         """Whether a frame in flight has a row of this id."""
         return any(row.request_id == request_id for rows in self.frames.values() for row in rows)
+
+    def frame_of(self, step: Step) -> tuple[FlightRow, ...]:
+        """The rows of the frame that a commit answers; () for an unknown one."""
+        return self.frames.get(step.commit.frame_id, ())
 
     def named_blocks(self, snapshot: v.Snapshot) -> dict[Name, tuple[v.BlockId, ...]]:
         """The cache map of a snapshot by names instead of keys. The last one asked for is kept."""
@@ -160,8 +158,7 @@ class Ledger:
         if isinstance(step.event, v.Schedule):
             change = {row.request_id: self.flight_row(row).num_promised for row in step.rows}
         elif isinstance(step.event, v.Commit):
-            frame = self.frames.get(step.event.frame_id, ())
-            change = {row.request_id: -row.num_promised for row in frame}
+            change = {row.request_id: -row.num_promised for row in self.frame_of(step)}
         else:
             return self.promised
         promised = dict(self.promised)
@@ -251,7 +248,6 @@ class Ledger:
             self.num_progress += 1
 
     def _record_reset(self, forced: bool, next_frame_id: v.FrameId) -> None:
-        self.num_resets += 1
         self.num_progress += 1
         self.first_frame_since_reset = next_frame_id
         if forced:
@@ -262,5 +258,4 @@ class Ledger:
     def _end(self, request_id: v.RequestId) -> None:
         if self.lives.pop(request_id, None) is not None:
             self.ended.add(request_id)
-            self.num_ended += 1
             self.num_progress += 1

@@ -2,72 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import victims_of
 from blockstep.conformance.judge.properties.sentence import (
     Complaint,
-    difference,
+    Complaints,
     differing,
     sentence,
+    unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.spec.vocabulary import Abort, Aborted, Commit, Outputs, Schedule
+from blockstep.spec.vocabulary import Abort, Commit, Schedule
 
 
 @sentence("P26", Schedule)
-def plan_tells_who_ended(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def plan_tells_who_ended(step: Step, ledger: Ledger) -> Complaints:
     """A plan names all that ended since the plan before, sorted; then they are forgotten."""
     ended = tuple(sorted(ledger.ended))
-    yield from differing("finished_req_ids", ended, step.plan.finished_req_ids) or ()
-    yield from differing("finished_req_ids kept", (), step.after.finished_req_ids) or ()
+    yield from differing("finished_req_ids", ended, step.plan.finished_req_ids)
+    yield from differing("finished_req_ids kept", (), step.after.finished_req_ids)
 
 
 @sentence("P26", Commit, Abort)
-def ended_are_kept_for_the_next_plan(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def ended_are_kept_for_the_next_plan(step: Step, ledger: Ledger) -> Complaints:
     """Who ends is remembered until the next plan."""
-    ended = set(ledger.ended)
-    if isinstance(step.observation, Outputs):
-        ended.update(r.request_id for r in step.observation.rows if r.finish_reason is not None)
-    elif isinstance(step.observation, Aborted):
-        ended.update(step.observation.request_ids)
-    return differing("finished_req_ids", tuple(sorted(ended)), step.after.finished_req_ids)
+    ended = tuple(sorted(ledger.ended.union(step.ended)))
+    return differing("finished_req_ids", ended, step.after.finished_req_ids)
 
 
 @sentence("P26", Schedule)
-def plan_tells_who_was_preempted(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def plan_tells_who_was_preempted(step: Step, ledger: Ledger) -> Complaints:
     """A plan names all that were preempted while it was made, sorted."""
     if not step.before.running and not step.plan.preempted_req_ids:
-        return None
+        return ()
     victims = tuple(sorted(victims_of(step, ledger)))
     return differing("preempted_req_ids", victims, step.plan.preempted_req_ids)
 
 
 @sentence("P26", Schedule)
-def plan_has_its_place_in_the_sequence(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+def plan_has_its_place_in_the_sequence(step: Step, _ledger: Ledger) -> Complaints:
     """Frame ids go up by one; a plan with rows is in flight, and its rows are remembered."""
     plan, before, after = step.plan, step.before, step.after
-    yield from differing("frame_id", before.next_frame_id, plan.frame_id) or ()
-    yield from differing("next_frame_id", before.next_frame_id + 1, after.next_frame_id) or ()
+    yield from differing("frame_id", before.next_frame_id, plan.frame_id)
+    yield from differing("next_frame_id", before.next_frame_id + 1, after.next_frame_id)
     flying = before.frames_in_flight + ((plan.frame_id,) if step.rows else ())
-    yield from differing("frames_in_flight", flying, after.frames_in_flight) or ()
+    yield from differing("frames_in_flight", flying, after.frames_in_flight)
     scheduled = tuple(sorted(row.request_id for row in step.rows))
     seen = after.prev_scheduled_req_ids
-    yield from differing("prev_scheduled_req_ids", scheduled, seen) or ()
+    yield from differing("prev_scheduled_req_ids", scheduled, seen)
 
 
 @sentence("P26", Commit)
-def committed_frame_leaves_flight(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def committed_frame_leaves_flight(step: Step, _ledger: Ledger) -> Complaints:
     """A committed frame is in flight no more, the others still are."""
-    assert isinstance(step.event, Commit)
-    frame_id = step.event.frame_id
-    left = tuple(frame for frame in step.before.frames_in_flight if frame != frame_id)
+    before = step.before.frames_in_flight
+    left = tuple(frame for frame in before if frame != step.commit.frame_id)
     return differing("frames_in_flight", left, step.after.frames_in_flight)
 
 
 @sentence("P26", Schedule)
-def rows_stand_in_the_order_of_the_running_list(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+def rows_stand_in_the_order_of_the_running_list(step: Step, _ledger: Ledger) -> Complaints:
     """New rows, running rows and resumed rows each follow the running list; each request once."""
     place = {name: index for index, name in enumerate(step.after.running)}
     plan = step.plan
@@ -78,7 +72,7 @@ def rows_stand_in_the_order_of_the_running_list(step: Step, _ledger: Ledger) -> 
         if any(name not in place for name in names):
             yield Complaint(f"{names} have rows, but not all of them run")
         elif names != sorted(names, key=place.__getitem__):
-            yield Complaint(f"rows {names} are out of order", (difference("order", place, names),))
+            yield unequal(f"rows {names} are out of order", "order", place, names)
     if [row.request_id for row in plan.cached] != running + resumed:
         yield Complaint("a resumed row stands before a running one")
     if len({*new, *running, *resumed}) != len(new) + len(running) + len(resumed):
@@ -86,7 +80,7 @@ def rows_stand_in_the_order_of_the_running_list(step: Step, _ledger: Ledger) -> 
 
 
 @sentence("P26", Schedule)
-def new_row_carries_the_request_as_submitted(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def new_row_carries_the_request_as_submitted(step: Step, ledger: Ledger) -> Complaints:
     """The worker is told the very request that the client handed in."""
     for row in step.plan.new:
         life = ledger.lives.get(row.request_id)
@@ -95,13 +89,11 @@ def new_row_carries_the_request_as_submitted(step: Step, ledger: Ledger) -> Iter
 
 
 @sentence("P26", Schedule)
-def table_in_the_plan_is_the_table_in_the_state(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+def table_in_the_plan_is_the_table_in_the_state(step: Step, _ledger: Ledger) -> Complaints:
     """Old table and blocks gained, or the whole new table, are what the request then holds."""
     for row in step.rows:
-        table = row.hits + row.gained
-        if row in step.running_rows:
-            table = step.old[row.request_id].block_tables[0] + row.gained
+        table = step.table_of(row)
         seen = step.new[row.request_id].block_tables
         if seen != (table,):
             what = f"the plan gives {row.request_id!r} another table than the state"
-            yield Complaint(what, (difference("block_tables", (table,), seen),))
+            yield unequal(what, "block_tables", (table,), seen)

@@ -1,10 +1,10 @@
-"""Order (P16): who is admitted, who is preempted, which block is evicted; ties included."""
+"""Order: P16 who is admitted, preempted, evicted, ties included; P10 preempting ends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.ledger import Ledger, order_of
 from blockstep.conformance.judge.properties.queue_replay import (
     freed_blocks,
     hides_a_rollback,
@@ -16,24 +16,25 @@ from blockstep.conformance.judge.properties.queue_replay import (
 )
 from blockstep.conformance.judge.properties.sentence import (
     Complaint,
-    difference,
+    Complaints,
     differing,
     sentence,
+    unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
 
 @sentence("P16", v.Submit, v.Schedule, v.Commit, v.Abort, v.Reset)
-def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> Complaints:
     """Each unfinished request is in exactly one of the queues and the running list, by status."""
     after = step.after
     names = after.waiting + after.skipped_waiting + after.running
     if len(names) != len(after.requests) or set(names) != step.new.keys():
         what = "queues and unfinished requests differ"
-        return [Complaint(what, (difference("queues", sorted(step.new), sorted(names)),))]
+        return [unequal(what, "queues", sorted(step.new), sorted(names))]
     running = set(after.running)
-    wrong = [
+    return [
         Complaint(f"{name!r} is {request.status} and in the wrong queue")
         for name, request in step.new.items()
         if (request.status is v.Status.RUNNING) is not (name in running)
@@ -42,11 +43,10 @@ def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> list[Compl
             and name not in after.skipped_waiting
         )
     ]
-    return wrong or None
 
 
 @sentence("P16", v.Submit)
-def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Complaints:
     """FCFS: behind everybody. PRIORITY: behind whoever is not after it in order."""
     assert isinstance(step.event, v.Submit)
     request = step.event.request
@@ -56,35 +56,28 @@ def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Iterato
     queues[name] += (request.request_id,)
     if step.config.policy is v.Policy.PRIORITY:
         orders = {other: life.order for other, life in ledger.lives.items()}
-        orders[request.request_id] = (
-            request.priority,
-            request.arrival_time,
-            request.request_id,
-        )
+        orders[request.request_id] = order_of(request)
         queues[name] = tuple(sorted(queues[name], key=orders.__getitem__))
     for queue, expected in queues.items():
-        yield from differing(queue, expected, getattr(after, queue)) or ()
+        yield from differing(queue, expected, getattr(after, queue))
 
 
 @sentence("P16", v.Schedule)
-def admissions_follow_the_policy(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def admissions_follow_the_policy(step: Step, ledger: Ledger) -> Complaints:
     """Admitted are the first in policy order that wait for nothing outside, none left out.
 
     They wait for a grammar or, preempted in flight, for their own tokens.
     """
     if not step.admitted_rows:
-        return None
+        return ()
     admitted = [row.request_id for row in step.admitted_rows]
-    ready = [
-        name
-        for name in in_policy_order(step.config, ledger, step.before)
-        if not is_passed_over(ledger, step.old[name])
-    ]
+    waiting = in_policy_order(ledger, step.before)
+    ready = [name for name in waiting if not is_passed_over(ledger, step.old[name])]
     return differing("order of admission", ready[: len(admitted)], admitted)
 
 
 @sentence("P16", v.Schedule)
-def running_keeps_its_order(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def running_keeps_its_order(step: Step, _ledger: Ledger) -> Complaints:
     """Those who stay keep their order, the admitted follow."""
     victims = set(step.plan.preempted_req_ids)
     expected = [name for name in step.before.running if name not in victims]
@@ -93,7 +86,7 @@ def running_keeps_its_order(step: Step, _ledger: Ledger) -> list[Complaint] | No
 
 
 @sentence("P16", v.Schedule, v.Reset)
-def queues_keep_their_order(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
     """The admitted leave; the preempted come to the head, the first preempted furthest back.
 
     Who is passed over for its tokens in flight comes to the head of the skipped ones.
@@ -118,74 +111,67 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Iterator[Complaint]:
         waiting = [name for name in waiting if name not in moved]
         if step.config.policy is v.Policy.PRIORITY:
             skipped.sort(key=lambda name: ledger.lives[name].order)
-    yield from differing("waiting", waiting, list(step.after.waiting)) or ()
-    yield from differing("skipped_waiting", skipped, list(step.after.skipped_waiting)) or ()
+    yield from differing("waiting", waiting, list(step.after.waiting))
+    yield from differing("skipped_waiting", skipped, list(step.after.skipped_waiting))
 
 
 @sentence("P16", v.Commit, v.Abort)
-def queues_lose_exactly_the_ended(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+def queues_lose_exactly_the_ended(step: Step, _ledger: Ledger) -> Complaints:
     """A commit or an abort takes the ended out of their queue; the others keep their order."""
     left = step.new.keys()
     for queue in ("waiting", "skipped_waiting", "running"):
         old, new = getattr(step.before, queue), getattr(step.after, queue)
         if old != new:
             expected = tuple(name for name in old if name in left)
-            yield from differing(queue, expected, new) or ()
+            yield from differing(queue, expected, new)
 
 
 @sentence("P16", v.Schedule)
-def preempted_fcfs_are_the_youngest(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def preempted_fcfs_are_the_youngest(step: Step, _ledger: Ledger) -> Complaints:
     """FCFS preempts from the end of the running list."""
     if step.config.policy is not v.Policy.FCFS or not step.plan.preempted_req_ids:
-        return None
+        return ()
     count = len(step.plan.preempted_req_ids)
     tail = sorted(step.before.running[-count:])
     return differing("preempted", tail, list(step.plan.preempted_req_ids))
 
 
 @sentence("P16", v.Schedule)
-def preempted_priority_never_outrank_survivors(
-    step: Step, ledger: Ledger
-) -> list[Complaint] | None:
+def preempted_priority_never_outrank_survivors(step: Step, ledger: Ledger) -> Complaints:
     """PRIORITY preempts whoever would wait longest, in the order of its queues: ties included."""
     if step.config.policy is not v.Policy.PRIORITY or not step.plan.preempted_req_ids:
-        return None
+        return ()
     ranked = sorted(step.before.running, key=lambda name: ledger.lives[name].order, reverse=True)
     count = len(step.plan.preempted_req_ids)
     return differing("preempted", sorted(ranked[:count]), list(step.plan.preempted_req_ids))
 
 
 @sentence("P16", v.Schedule)
-def nobody_is_admitted_after_a_preemption(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def nobody_is_admitted_after_a_preemption(step: Step, _ledger: Ledger) -> Complaints:
     """A step that preempts admits nobody: what was just freed is for those who run. A policy."""
     if not step.plan.preempted_req_ids or not step.admitted_rows:
-        return None
+        return ()
     names = [row.request_id for row in step.admitted_rows]
     return [Complaint(f"{names} admitted although {step.plan.preempted_req_ids} were preempted")]
 
 
 @sentence("P16", v.Schedule)
-def new_blocks_come_from_the_head_of_the_free_queue(
-    step: Step, ledger: Ledger
-) -> list[Complaint] | None:
+def new_blocks_come_from_the_head_of_the_free_queue(step: Step, ledger: Ledger) -> Complaints:
     """The least recently freed block is evicted first; hits leave from wherever they are."""
     victims = victims_of(step, ledger) if step.plan.preempted_req_ids else []
     if hides_a_rollback(step, victims):
-        return None
+        return ()
     replay = replay_schedule(step, victims)
     if replay.wrong:
         return [
-            Complaint(
-                f"{name!r} took block {block} out of turn",
-                (difference("block", head, block),),
-            )
+            unequal(f"{name!r} took block {block} out of turn", "block", head, block)
             for name, block, head in replay.wrong
         ]
     return differing("free_queue", replay.final, list(step.after.free_queue))
 
 
 @sentence("P16", v.Schedule)
-def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     """A victim's blocks join the end of the free queue last block first, so that the blocks at
     the end of a prefix are evicted before those at its start.
 
@@ -193,7 +179,7 @@ def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> list[Complain
     """
     victims = victims_of(step, ledger) if step.plan.preempted_req_ids else []
     if not victims:
-        return None
+        return ()
     freed = _freed_by_last(step, victims)
     queue = list(step.after.free_queue)
     length = min(len(freed), len(queue))
@@ -209,23 +195,69 @@ def _freed_by_last(step: Step, victims: Sequence[v.RequestId]) -> list[int]:
 
 
 @sentence("P16", v.Commit, v.Abort, v.Reset)
-def freed_tail_is_evicted_first(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def freed_tail_is_evicted_first(step: Step, _ledger: Ledger) -> Complaints:
     """Blocks of the ended join the end of the free queue, last block of each table first.
 
     A block that others still hold stays out. Ended in order: of scheduling in a commit, as named
     in an abort; a forced reset takes the running list from its end.
     """
-    names: list[v.RequestId]
-    if isinstance(step.observation, v.Outputs):
-        names = [row.request_id for row in step.observation.rows if row.finish_reason is not None]
-    elif isinstance(step.observation, v.Aborted):
-        names = list(step.observation.request_ids)
-    else:
-        assert isinstance(step.event, v.Reset)
-        names = list(reversed(step.before.running)) if step.event.reset_running_requests else []
     before, after = step.before, step.after
-    if not names:
-        return differing("free_queue", before.free_queue, after.free_queue)
-    names = [name for name in names if name in step.old]
-    expected = (*before.free_queue, *freed_blocks(before, names))
-    return differing("free_queue", expected, after.free_queue)
+    if not isinstance(step.event, v.Reset):
+        names = step.ended
+    else:
+        names = list(reversed(before.running)) if step.event.reset_running_requests else []
+    freed = freed_blocks(before, [name for name in names if name in step.old]) if names else []
+    return differing("free_queue", (*before.free_queue, *freed), after.free_queue)
+
+
+# P10. A victim computes again what it had, so preempting is the one thing that a scheduler can do
+# without end and without effect. Two sentences exclude it. Somebody must survive each preemption;
+# and before a request is preempted again, a survivor must have run beside it all the time. A
+# survivor that is never preempted gains a token of its text for each such round, and its text is
+# finite: so between two events that count as progress, each request is preempted at most as often
+# as a text is long.
+
+
+@sentence("P10", v.Schedule)
+def preemption_leaves_somebody_running(step: Step, ledger: Ledger) -> Complaints:
+    """A request alone in the pool fits it, so the last victim had somebody to give way to.
+
+    Unless tokens are promised to it: planned ahead it may need more than it ever will. Then
+    delivering them is the progress.
+    """
+    if not step.plan.preempted_req_ids or step.after.running:
+        return ()
+    last = victims_of(step, ledger)[-1]
+    if ledger.placeholders(last):
+        return ()
+    return [Complaint(f"all who ran were preempted, {last!r} last")]
+
+
+@sentence("P10", v.Schedule)
+def nobody_is_preempted_again_without_progress(step: Step, ledger: Ledger) -> Complaints:
+    """Between two preemptions of a request somebody gets further, for want of whose blocks it was.
+
+    Tokens were delivered, or who competes has changed; or one who runs on has run ever since this
+    request was last admitted, and has computed since then, or is promised tokens.
+    """
+    if not step.plan.preempted_req_ids or not step.after.running:
+        return
+    rows = {row.request_id for row in step.running_rows}
+    for name in step.plan.preempted_req_ids:
+        life = ledger.lives[name]
+        if life.preempted_at is None or life.preempted_at != ledger.num_progress:
+            continue
+        since = life.admitted_in
+        survivors = [ledger.lives[other] for other in step.after.running]
+        if not any(
+            other.admitted_in <= since
+            and (
+                other.last_planned_in >= since
+                or other.request.request_id in rows
+                or ledger.promised.get(other.request.request_id)
+            )
+            for other in survivors
+        ):
+            yield Complaint(
+                f"{name!r} was preempted again, and nobody has got further since the last time"
+            )

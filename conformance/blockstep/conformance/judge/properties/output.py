@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
-from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
+from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import (
     Complaint,
+    Complaints,
     difference,
     differing,
     sentence,
+    unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
 _KEPT_BY_COMMIT = attrgetter(
-    "status",
-    "spec_token_ids",
-    "is_prefill_chunk",
-    "block_tables",
-    "num_cached_tokens",
-    "num_preemptions",
-    "grammar_ready",
+    *("status", "spec_token_ids", "is_prefill_chunk", "block_tables"),
+    *("num_cached_tokens", "num_preemptions", "grammar_ready"),
 )
 
 
@@ -75,110 +72,86 @@ def cut_at_stop(
     return sampled, None
 
 
-def expected_outputs(step: Step, ledger: Ledger) -> list[v.OutputRow]:
+def expected_outputs(step: Step, ledger: Ledger) -> dict[v.RequestId, v.OutputRow]:
     """What a commit must deliver, worked out from what was sampled."""
-    assert isinstance(step.event, v.Commit)
-    sampled = {row.request_id: row.token_ids for row in step.event.sampled}
-    rows = []
-    for flight in ledger.frames.get(step.event.frame_id, ()):
-        life = ledger.lives.get(flight.request_id)
-        tokens = sampled.get(flight.request_id, ())
-        if life is None or not tokens:
-            continue
-        outputs = list(life.output_token_ids)
-        delivered, stop = cut_at_stop(step.config, life.request, outputs, tokens)
-        reason, stop_token = stop or (None, None)
-        rows.append(
-            v.OutputRow(
-                flight.request_id, delivered, reason, stop_token, max(life.num_cached_tokens, 0)
-            )
-        )
+    rows = {}
+    for flight in ledger.frame_of(step):
+        name = flight.request_id
+        life, tokens = ledger.lives.get(name), step.sampled.get(name)
+        if life is not None and tokens:
+            outputs = list(life.output_token_ids)
+            delivered, stop = cut_at_stop(step.config, life.request, outputs, tokens)
+            reason, stop_token = stop or (None, None)
+            num_cached = max(life.num_cached_tokens, 0)
+            rows[name] = v.OutputRow(name, delivered, reason, stop_token, num_cached)
     return rows
 
 
-def _rows(step: Step) -> tuple[v.OutputRow, ...]:
-    assert isinstance(step.observation, v.Outputs)
-    return step.observation.rows
-
-
 @sentence("P13", v.Commit)
-def delivered_rows_are_those_that_sampled(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def delivered_rows_are_those_that_sampled(step: Step, ledger: Ledger) -> Complaints:
     """Each unfinished request that sampled gets one row, in order of scheduling; nobody else."""
-    expected = [row.request_id for row in expected_outputs(step, ledger)]
-    return differing("rows", expected, [row.request_id for row in _rows(step)])
+    seen = [row.request_id for row in step.output_rows]
+    return differing("rows", list(expected_outputs(step, ledger)), seen)
 
 
 @sentence("P13", v.Commit)
-def delivered_tokens_are_the_sampled_ones_until_the_stop(
-    step: Step, ledger: Ledger
-) -> Iterator[Complaint]:
+def delivered_tokens_are_the_sampled_ones_until_the_stop(step: Step, ledger: Ledger) -> Complaints:
     """No token is lost, repeated, invented, or delivered after the one that stops."""
-    expected = {row.request_id: row.new_token_ids for row in expected_outputs(step, ledger)}
-    for row in _rows(step):
-        tokens = expected.get(row.request_id, ())
+    expected = expected_outputs(step, ledger)
+    for row in step.output_rows:
+        due = expected.get(row.request_id)
+        tokens = () if due is None else due.new_token_ids
         if row.new_token_ids != tokens:
             what = f"{row.request_id!r} was delivered the wrong tokens"
-            yield Complaint(what, (difference("new_token_ids", tokens, row.new_token_ids),))
+            yield unequal(what, "new_token_ids", tokens, row.new_token_ids)
 
 
 @sentence("P13", v.Commit)
-def finish_reason_is_the_one_that_holds(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def finish_reason_is_the_one_that_holds(step: Step, ledger: Ledger) -> Complaints:
     """A request ends when and only when a stop condition holds, for the first that holds."""
-    expected = {row.request_id: row for row in expected_outputs(step, ledger)}
-    for row in _rows(step):
-        due = expected.get(row.request_id)
-        if due is None:
-            continue
+    expected = expected_outputs(step, ledger)
+    for row in step.output_rows:
+        due = expected.get(row.request_id, row)
         if (row.finish_reason, row.stop_token_id) != (due.finish_reason, due.stop_token_id):
-            yield Complaint(
-                f"{row.request_id!r} after {row.new_token_ids}",
-                (
-                    difference("finish_reason", due.finish_reason, row.finish_reason),
-                    difference("stop_token_id", due.stop_token_id, row.stop_token_id),
-                ),
-            )
+            reasons = difference("finish_reason", due.finish_reason, row.finish_reason)
+            tokens = difference("stop_token_id", due.stop_token_id, row.stop_token_id)
+            yield Complaint(f"{row.request_id!r} after {row.new_token_ids}", (reasons, tokens))
 
 
 @sentence("P13", v.Commit)
-def finished_request_is_forgotten_and_others_stay(
-    step: Step, _ledger: Ledger
-) -> Iterator[Complaint]:
+def finished_request_is_forgotten_and_others_stay(step: Step, _ledger: Ledger) -> Complaints:
     """Exactly those that were told a finish reason are gone after a commit."""
-    finished = {row.request_id for row in _rows(step) if row.finish_reason is not None}
-    expected = step.old.keys() - finished
+    expected = step.old.keys() - set(step.ended)
     if step.new.keys() != expected:
         what = "a commit ended others than it said"
-        yield Complaint(what, (difference("unfinished", sorted(expected), sorted(step.new)),))
+        yield unequal(what, "unfinished", sorted(expected), sorted(step.new))
 
 
 @sentence("P13", v.Commit)
-def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Complaints:
     """A state holds as outputs what was delivered, in order."""
-    delivered = {row.request_id: row.new_token_ids for row in _rows(step)}
     for name, new in step.new.items():
         life = ledger.lives.get(name)
         if life is not None:
-            expected = life.output_token_ids + delivered.get(name, ())
+            expected = life.output_token_ids + step.delivered.get(name, ())
             if new.output_token_ids != expected:
                 what = f"the state has other outputs of {name!r}"
-                yield Complaint(what, (difference("outputs", expected, new.output_token_ids),))
+                yield unequal(what, "outputs", expected, new.output_token_ids)
 
 
 @sentence("P21", v.Commit)
-def told_cached_tokens_are_those_of_the_first_hit(
-    step: Step, ledger: Ledger
-) -> Iterator[Complaint]:
+def told_cached_tokens_are_those_of_the_first_hit(step: Step, ledger: Ledger) -> Complaints:
     """A client is told the length of the prefix hit at the first admission."""
-    for row in _rows(step):
+    for row in step.output_rows:
         life = ledger.lives.get(row.request_id)
-        if life is not None and row.num_cached_tokens != max(life.num_cached_tokens, 0):
-            due = max(life.num_cached_tokens, 0)
+        due = 0 if life is None else max(life.num_cached_tokens, 0)
+        if life is not None and row.num_cached_tokens != due:
             what = f"{row.request_id!r} was told a wrong number of cached tokens"
-            yield Complaint(what, (difference("num_cached_tokens", due, row.num_cached_tokens),))
+            yield unequal(what, "num_cached_tokens", due, row.num_cached_tokens)
 
 
 @sentence("P14", v.Commit)
-def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Complaints:
     """After a commit, all but the last token of a request that sampled is computed.
 
     Whatever drafts were rejected: as if exactly the accepted ones had been scheduled. Tokens that
@@ -186,7 +159,7 @@ def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Iterator
     plan took it, or where later plans did.
     """
     promised = ledger.promised_after(step)
-    for flight in _flight(step, ledger):
+    for flight in ledger.frame_of(step):
         new = step.new.get(flight.request_id)
         if new is None or new.status is not v.Status.RUNNING:
             continue
@@ -199,21 +172,17 @@ def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Iterator
         else:
             expected = flight.end
         if new.num_computed_tokens != expected:
-            yield Complaint(
-                f"{flight.request_id!r} knows {known} tokens after the commit",
-                (difference("num_computed_tokens", expected, new.num_computed_tokens),),
-            )
+            what = f"{flight.request_id!r} knows {known} tokens after the commit"
+            yield unequal(what, "num_computed_tokens", expected, new.num_computed_tokens)
 
 
 @sentence("P14", v.Commit)
-def commit_changes_only_outputs_and_computed_tokens(
-    step: Step, ledger: Ledger
-) -> Iterator[Complaint]:
+def commit_changes_only_outputs_and_computed_tokens(step: Step, ledger: Ledger) -> Complaints:
     """Who goes on keeps its blocks, its status and its history; who did not sample, all.
 
     Under asynchronous scheduling one who runs may settle blocks too.
     """
-    in_frame = {row.request_id for row in _flight(step, ledger) if row.samples}
+    in_frame = {row.request_id for row in ledger.frame_of(step) if row.samples}
     for name, new in step.new.items():
         old = step.old.get(name)
         if old is None or new is old:
@@ -230,16 +199,11 @@ def commit_changes_only_outputs_and_computed_tokens(
                 and old.num_cached_blocks != new.num_cached_blocks
             )
         ):
-            yield Complaint(f"a commit changed {name!r}", (difference("request", old, new),))
-
-
-def _flight(step: Step, ledger: Ledger) -> tuple[FlightRow, ...]:
-    assert isinstance(step.event, v.Commit)
-    return ledger.frames.get(step.event.frame_id, ())
+            yield unequal(f"a commit changed {name!r}", "request", old, new)
 
 
 @sentence("P24", v.Schedule)
-def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Complaints:
     """A row carries a prefix of the drafts last attached to its request, after its known tokens.
 
     Under asynchronous scheduling, after those promised too; and what is attached are placeholders
@@ -250,14 +214,12 @@ def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> 
         due = life.num_known + ledger.placeholders(row.request_id)
         count = max(row.end - due, 0)
         if row.drafts != life.drafts[:count] or len(row.drafts) != count:
-            yield Complaint(
-                f"{row.request_id!r} runs {count} tokens after those known and promised",
-                (difference("draft_token_ids", life.drafts[:count], row.drafts),),
-            )
+            what = f"{row.request_id!r} runs {count} tokens after those known and promised"
+            yield unequal(what, "draft_token_ids", life.drafts[:count], row.drafts)
 
 
 @sentence("P24", v.Schedule, v.Commit, v.Drafts)
-def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Complaints:
     """A state holds as drafts what was proposed last and taken, until it is scheduled.
 
     Under asynchronous scheduling: placeholders for as many drafts as there may be, from a plan in
@@ -282,13 +244,11 @@ def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> It
             expected = proposed.get(name, life.drafts)
             if new.spec_token_ids != expected:
                 what = f"the drafts of {name!r} are not those proposed last"
-                yield Complaint(what, (difference("spec_token_ids", expected, new.spec_token_ids),))
+                yield unequal(what, "spec_token_ids", expected, new.spec_token_ids)
 
 
 @sentence("P24", v.Drafts)
-def drafts_are_taken_only_for_the_next_position(
-    step: Step, ledger: Ledger
-) -> list[Complaint] | None:
+def drafts_are_taken_only_for_the_next_position(step: Step, ledger: Ledger) -> Complaints:
     """Drafts are taken exactly for those who run, are not in flight and wait for one token.
 
     Only then is the position that a draft is for certain; all others are dropped.

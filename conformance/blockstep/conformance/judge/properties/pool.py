@@ -1,30 +1,30 @@
 """The pool: P1 conservation, P2 exclusive writing, P3 sound cache map, P4 and P6 of held blocks.
 
-Each speaks of the state after a step; what a step may change is in `order` and `stillness`.
+Each speaks of the state after a step; what a step may change is in `order` and `refusals`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.sentence import Complaint, difference, sentence
+from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.spec import vocabulary as v
 
 
 @sentence("P1", v.Schedule, v.Commit, v.Abort, v.Reset)
-def pool_keeps_its_size(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def pool_keeps_its_size(step: Step, _ledger: Ledger) -> Complaints:
     """A state speaks of each block of the pool, no more and no fewer."""
     after, num_blocks = step.after, step.config.num_blocks
     sizes = (len(after.ref_counts), len(after.block_keys))
     if sizes == (num_blocks, num_blocks):
-        return None
+        return ()
     return [Complaint(f"{sizes[0]} ref counts and {sizes[1]} keys for {num_blocks} blocks")]
 
 
 @sentence("P1", v.Schedule, v.Commit, v.Abort, v.Reset)
-def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
     """Its ref count is the number of its holders; free ones are in the free queue, once."""
     after, num_blocks = step.after, step.config.num_blocks
     holders = [0] * num_blocks
@@ -37,9 +37,11 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> list[Complaint] 
                 holders[block] += 1
     if tuple(holders) != after.ref_counts:
         return [
-            Complaint(
+            unequal(
                 f"block {block} is held {holders[block]} times",
-                (difference(f"ref_counts[{block}]", holders[block], count),),
+                f"ref_counts[{block}]",
+                holders[block],
+                count,
             )
             for block, count in enumerate(after.ref_counts)
             if block >= num_blocks or holders[block] != count
@@ -47,12 +49,12 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> list[Complaint] 
     free = {block for block in range(1, num_blocks) if not holders[block]}
     if len(after.free_queue) != len(free) or set(after.free_queue) != free:
         what = "the free queue is not the blocks that nobody holds, each once"
-        return [Complaint(what, (difference("free_queue", sorted(free), after.free_queue),))]
-    return None
+        return [unequal(what, "free_queue", sorted(free), after.free_queue)]
+    return ()
 
 
 @sentence("P1", v.Schedule, v.Commit, v.Abort, v.Reset)
-def null_block_is_nobodys(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def null_block_is_nobodys(step: Step, _ledger: Ledger) -> Complaints:
     """The null block is never queued, held or published."""
     after = step.after
     if (
@@ -61,11 +63,11 @@ def null_block_is_nobodys(step: Step, _ledger: Ledger) -> list[Complaint] | None
         or after.block_keys[v.NULL_BLOCK] is not None
     ):
         return [Complaint("the null block is queued, held or published")]
-    return None
+    return ()
 
 
 @sentence("P2", v.Schedule)
-def no_table_names_a_block_twice(step: Step, _ledger: Ledger) -> Iterator[Complaint]:
+def no_table_names_a_block_twice(step: Step, _ledger: Ledger) -> Complaints:
     """Two positions of one request never share a block."""
     for request in step.after.requests:
         for table in request.block_tables:
@@ -74,19 +76,17 @@ def no_table_names_a_block_twice(step: Step, _ledger: Ledger) -> Iterator[Compla
 
 
 @sentence("P2", v.Schedule, v.Commit)
-def block_still_to_be_written_has_one_holder(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def block_still_to_be_written_has_one_holder(step: Step, ledger: Ledger) -> Complaints:
     """From the first block that is not full of known, computed tokens on, blocks are exclusive."""
     ref_counts = step.after.ref_counts
     for request, block in _unfinished_blocks(step, ledger):
         if ref_counts[block] != 1:
-            yield Complaint(
-                f"{request.request_id!r} will write block {block}, which it does not own alone",
-                (difference(f"ref_counts[{block}]", 1, ref_counts[block]),),
-            )
+            what = f"{request.request_id!r} will write block {block}, which it does not own alone"
+            yield unequal(what, f"ref_counts[{block}]", 1, ref_counts[block])
 
 
 @sentence("P4", v.Schedule, v.Commit)
-def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> Complaints:
     """A block is not findable while a later step will write to it."""
     block_keys = step.after.block_keys
     for request, block in _unfinished_blocks(step, ledger):
@@ -108,11 +108,11 @@ def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapsh
 
 
 @sentence("P3", v.Schedule, v.Commit, v.Abort, v.Reset)
-def cache_map_and_blocks_agree(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def cache_map_and_blocks_agree(step: Step, _ledger: Ledger) -> Complaints:
     """The cache map has a block under a key exactly if the block carries the key, and once."""
     after = step.after
     if after.cached is step.before.cached and after.block_keys is step.before.block_keys:
-        return None
+        return ()
     cached = after.cached
     num_keyed = 0
     for block, key in enumerate(after.block_keys):
@@ -122,41 +122,42 @@ def cache_map_and_blocks_agree(step: Step, _ledger: Ledger) -> list[Complaint] |
                 return [Complaint(f"block {block} cannot be found under its key {key!r}")]
     if sum(map(len, cached.values())) != num_keyed or not all(cached.values()):
         what = "the cache map has a block twice, a foreign block, or a key without blocks"
-        return [Complaint(what, (difference("blocks", num_keyed, list(cached.values())),))]
-    return None
+        return [unequal(what, "blocks", num_keyed, list(cached.values()))]
+    return ()
 
 
 @sentence("P3", v.Schedule)
-def nothing_is_cached_without_caching(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def nothing_is_cached_without_caching(step: Step, _ledger: Ledger) -> Complaints:
     """With prefix caching off, no block carries a key."""
     if step.config.enable_prefix_caching or not step.after.cached:
-        return None
+        return ()
     return [Complaint("a block is cached although prefix caching is off")]
 
 
 @sentence("P3", v.Schedule)
-def computed_full_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def computed_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints:
     """Once a row is dispatched, its blocks that are full of known tokens can be found.
 
     When to publish is a policy: an engine could wait. It is pinned because hits depend on it.
     """
     if not step.config.enable_prefix_caching:
         return
-    keys = step.after.block_keys
     for row in step.rows:
         first, end = _published(step, ledger, row)
-        table = row.hits + row.gained
-        if row.kind is RowKind.RUNNING:
-            table = step.old[row.request_id].block_tables[0] + row.gained
-        for block in table[first:end]:
-            if keys[block] is None:
-                yield Complaint(f"{row.request_id!r} filled block {block}, which has no key")
-        settled = step.new[row.request_id].num_cached_blocks
-        if settled != (end,):
-            yield Complaint(
-                f"{row.request_id!r} has settled the wrong number of blocks",
-                (difference("num_cached_blocks", (end,), settled),),
-            )
+        name = row.request_id
+        yield from _unsettled(step, name, step.table_of(row)[first:end], end, step.new[name])
+
+
+def _unsettled(
+    step: Step, name: str, blocks: Iterable[v.BlockId], end: int, new: v.RequestSnapshot | None
+) -> Complaints:
+    """What is not published of these blocks, the last ones of `end` that `new` has settled."""
+    for block in blocks:
+        if step.after.block_keys[block] is None:
+            yield Complaint(f"{name!r} filled block {block}, which has no key")
+    if new is not None and new.num_cached_blocks != (end,):
+        what = f"{name!r} has settled the wrong number of blocks"
+        yield unequal(what, "num_cached_blocks", (end,), new.num_cached_blocks)
 
 
 def _published(step: Step, ledger: Ledger, row: PlannedRow) -> tuple[int, int]:
@@ -170,7 +171,7 @@ def _published(step: Step, ledger: Ledger, row: PlannedRow) -> tuple[int, int]:
 
 
 @sentence("P4", v.Schedule)
-def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> Complaints:
     """A key appears on a block only if the block was full before, or a row of the plan fills it.
 
     The former is seen when a request is preempted after this very step had published what an
@@ -183,7 +184,7 @@ def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> list[Compl
         if new is not old and new is not None and new != old
     ]
     if not changed:
-        return None
+        return ()
     allowed: set[v.BlockId] = set()
     for row in step.rows:
         first, end = _published(step, ledger, row)
@@ -208,14 +209,12 @@ def verified_blocks(
     The blocks of a request that runs and sampled, also if it ends by that, up to the one with its
     last token: that one is not computed yet.
     """
-    assert isinstance(step.event, v.Commit)
     config = step.config
     if not (config.async_scheduling and config.enable_prefix_caching):
         return []
     found = []
-    delivered = _delivered(step)
-    for flight in ledger.frames.get(step.event.frame_id, ()):
-        old, tokens = step.old.get(flight.request_id), delivered.get(flight.request_id, ())
+    for flight in ledger.frame_of(step):
+        old, tokens = step.old.get(flight.request_id), step.delivered.get(flight.request_id)
         if old is None or old.status is not v.Status.RUNNING or not tokens:
             continue
         known = ledger.lives[flight.request_id].num_known + len(tokens)
@@ -225,34 +224,19 @@ def verified_blocks(
     return found
 
 
-def _delivered(step: Step) -> dict[v.RequestId, v.TokenIds]:
-    assert isinstance(step.observation, v.Outputs)
-    return {row.request_id: row.new_token_ids for row in step.observation.rows}
-
-
 @sentence("P3", v.Commit)
-def verified_full_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def verified_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints:
     """Under asynchronous scheduling a commit makes findable what its tokens filled and verified.
 
     When to publish is a policy, as for `computed_full_blocks_are_published`: here a plan runs
     ahead of the tokens, so those are known only now.
     """
-    keys = step.after.block_keys
     for name, first, blocks in verified_blocks(step, ledger):
-        for block in blocks:
-            if keys[block] is None:
-                yield Complaint(f"{name!r} filled block {block}, which has no key")
-        new = step.new.get(name)
-        expected = (first + len(blocks),)
-        if new is not None and new.num_cached_blocks != expected:
-            yield Complaint(
-                f"{name!r} has settled the wrong number of blocks",
-                (difference("num_cached_blocks", expected, new.num_cached_blocks),),
-            )
+        yield from _unsettled(step, name, blocks, first + len(blocks), step.new.get(name))
 
 
 @sentence("P4", v.Commit)
-def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Complaints:
     """A commit changes keys of those blocks only that it verified, and takes none away.
 
     Nothing is published for a request that was preempted or ended meanwhile: its blocks are gone.
@@ -271,30 +255,24 @@ def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Iterator[C
                 cached[key] = (*cached.get(key, ()), block)
     for block, (old, new) in enumerate(zip(before, after, strict=True)):
         if new is not old and new != old and block not in published:
-            yield Complaint(
-                f"the commit did not verify block {block}, but changed its key",
-                (difference(f"block_keys[{block}]", old, new),),
-            )
+            what = f"the commit did not verify block {block}, but changed its key"
+            yield unequal(what, f"block_keys[{block}]", old, new)
     if cached != step.after.cached:
         yield Complaint("the cache map holds something else than was published, in order")
 
 
 @sentence("P3", v.Schedule, v.Commit)
-def held_block_carries_the_name_of_its_tokens(step: Step, ledger: Ledger) -> Iterator[Complaint]:
+def held_block_carries_the_name_of_its_tokens(step: Step, ledger: Ledger) -> Complaints:
     """The key of a held block names the tokens of whoever holds it."""
     names = ledger.names
     for request_id, block, expected, seen in _misnamed(step, ledger):
         if not names.same_tokens(expected, seen):
-            yield Complaint(
-                f"{request_id!r} holds block {block}, whose key is of other tokens",
-                (difference(f"block {block}", names.show(expected), names.show(seen)),),
-            )
+            what = f"{request_id!r} holds block {block}, whose key is of other tokens"
+            yield unequal(what, f"block {block}", names.show(expected), names.show(seen))
 
 
 @sentence("P6", v.Schedule, v.Commit)
-def held_block_carries_the_extra_keys_of_its_request(
-    step: Step, ledger: Ledger
-) -> Iterator[Complaint]:
+def held_block_carries_the_extra_keys_of_its_request(step: Step, ledger: Ledger) -> Complaints:
     """The key of a held block names the adapter, salt and items of whoever holds it."""
     for request_id, block, expected, seen in _misnamed(step, ledger):
         if ledger.names.same_tokens(expected, seen):
@@ -308,31 +286,29 @@ def _misnamed(step: Step, ledger: Ledger) -> list[tuple[str, v.BlockId, int, int
 
     The others were right before, and `only_computed_blocks_are_published` says that they still are.
     """
-    keys = step.after.block_keys
-    of_key = ledger.names.of_key
     found = []
-    if isinstance(step.event, v.Commit):
-        delivered = _delivered(step) if step.config.async_scheduling else {}
-        for name, first, blocks in verified_blocks(step, ledger):
-            for index, block in enumerate(blocks, first):
-                key = keys[block]
-                if key is not None:
-                    expected = ledger.lives[name].block_name_with(delivered[name], index)
-                    seen = of_key(key)[-1]
-                    if expected != seen:
-                        found.append((name, block, expected, seen))
-        return found
-    for row in step.rows:
-        life = ledger.lives[row.request_id]
-        first = 0
-        if row.kind is RowKind.RUNNING:
-            first = step.old[row.request_id].num_cached_blocks[0]
-        table = step.new[row.request_id].block_tables[0]
-        full = min(len(table), life.num_known // step.config.block_size)
-        for index in range(first, full):
-            key = keys[table[index]]
+    for name, first, blocks in _touched(step, ledger):
+        life = ledger.lives[name]
+        delivered = step.delivered[name] if isinstance(step.event, v.Commit) else ()
+        for index, block in enumerate(blocks, first):
+            key = step.after.block_keys[block]
             if key is not None:
-                expected, seen = life.block_name(index), of_key(key)[-1]
+                expected = life.block_name_with(delivered, index)
+                seen = ledger.names.of_key(key)[-1]
                 if expected != seen:
-                    found.append((row.request_id, table[index], expected, seen))
+                    found.append((name, block, expected, seen))
+    return found
+
+
+def _touched(step: Step, ledger: Ledger) -> list[tuple[str, int, tuple[v.BlockId, ...]]]:
+    """Whose full blocks a step may have published: from which index on, and which."""
+    if isinstance(step.event, v.Commit):
+        return verified_blocks(step, ledger)
+    found = []
+    for row in step.rows:
+        name, first = row.request_id, 0
+        if row.kind is RowKind.RUNNING:
+            first = step.old[name].num_cached_blocks[0]
+        full = ledger.lives[name].num_known // step.config.block_size
+        found.append((name, first, step.new[name].block_tables[0][first:full]))
     return found

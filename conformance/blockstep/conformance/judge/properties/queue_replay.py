@@ -49,14 +49,14 @@ def victims_of(step: Step, ledger: Ledger) -> list[v.RequestId]:
     return victims
 
 
-def in_policy_order(config: v.Config, ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
+def in_policy_order(ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
     """All who wait, in the order in which a plan meets them.
 
     FCFS meets skipped requests before waiting ones, for they came earlier. PRIORITY meets the
     lowest (priority, arrival_time, request_id) of both.
     """
     names = [*snapshot.skipped_waiting, *snapshot.waiting]
-    if config.policy is v.Policy.PRIORITY:
+    if ledger.config.policy is v.Policy.PRIORITY:
         names.sort(key=lambda name: ledger.lives[name].order)
     return names
 
@@ -84,7 +84,7 @@ def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
     places = config.max_num_seqs - len(before.running)
     admitted = {row.request_id: row.num_scheduled for row in step.admitted_rows}
     met = []
-    for name in in_policy_order(config, ledger, before):
+    for name in in_policy_order(ledger, before):
         if left <= 0 or places <= 0:
             break
         if name in admitted:
@@ -106,9 +106,8 @@ def hides_a_rollback(step: Step, victims: Sequence[v.RequestId]) -> bool:
     """
     if not victims or step.config.policy is v.Policy.FCFS:
         return False
-    place = {name: index for index, name in enumerate(step.before.running)}
-    places = [place[name] for name in victims]
-    last_row = max((place.get(row.request_id, 0) for row in step.running_rows), default=-1)
+    places = [step.place[name] for name in victims]
+    last_row = max((step.place.get(row.request_id, 0) for row in step.running_rows), default=-1)
     return min(places) < last_row or places != sorted(places, reverse=True)
 
 

@@ -1,22 +1,33 @@
-"""Refusals: P7 they change nothing, P11 what never fits is refused, P18 what is stale as well."""
+"""Refusals: P7 they change nothing, P11 what never fits is refused, P18 what is stale as well.
+
+And stillness: what an event is not about stays as it is (P18), and a reset is complete (P25).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from blockstep.conformance.judge.properties.amounts import blocks_for, longest_extent
 from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
-from blockstep.conformance.judge.properties.sentence import Complaint, difference, sentence
+from blockstep.conformance.judge.properties.sentence import (
+    Complaint,
+    Complaints,
+    difference,
+    differing,
+    sentence,
+    unequal,
+)
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
 
 @sentence("P7", v.Rejected)
-def rejected_event_changes_nothing(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def rejected_event_changes_nothing(step: Step, _ledger: Ledger) -> Complaints:
     """The state after a refusal is the state before it, statistics included."""
     before, after = step.before, step.after
     if after is before or after == before:
-        return None
+        return ()
     names = [
         name
         for name in type(before).__dataclass_fields__
@@ -31,47 +42,47 @@ def rejected_event_changes_nothing(step: Step, _ledger: Ledger) -> list[Complain
 
 
 @sentence("P11", v.Submit)
-def accepted_request_fits_an_empty_pool(step: Step, _ledger: Ledger) -> list[Complaint] | None:
+def accepted_request_fits_an_empty_pool(step: Step, _ledger: Ledger) -> Complaints:
     """What was accepted can be served: at its longest it fits the pool when nobody else runs."""
     assert isinstance(step.event, v.Submit)
     code = _never_served(step.config, step.event.request)
-    return None if code is None else [Complaint(f"accepted, but can never be served: {code}")]
+    return () if code is None else [Complaint(f"accepted, but can never be served: {code}")]
 
 
 @sentence("P11", v.Rejected)
 def request_is_refused_for_its_size_only_if_it_never_fits(
     step: Step, _ledger: Ledger
-) -> list[Complaint] | None:
+) -> Complaints:
     """PROMPT_TOO_LONG and NEVER_FITS are true when they are said."""
     assert isinstance(step.observation, v.Rejected)
     code = step.observation.code
     if code not in (v.RejectCode.PROMPT_TOO_LONG, v.RejectCode.NEVER_FITS):
-        return None
+        return ()
     true = (
         _never_served(step.config, step.event.request) if isinstance(step.event, v.Submit) else None
     )
-    return None if true is code else [Complaint(f"refused as {code}, which is not so")]
+    return () if true is code else [Complaint(f"refused as {code}, which is not so")]
 
 
 @sentence("P18", v.Rejected)
-def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> Complaints:
     """The code of a refusal is the one that the event earned."""
     assert isinstance(step.observation, v.Rejected)
     expected = due_refusal(step.config, step.event, ledger)
     if expected is step.observation.code:
-        return None
+        return ()
     due = "none" if expected is None else expected
     differences = (difference("code", due, step.observation.code),)
     return [Complaint("the event was refused, but not for that", differences)]
 
 
 @sentence("P18", *v.EVENT_TYPES)
-def stale_or_wrong_event_is_refused(step: Step, ledger: Ledger) -> list[Complaint] | None:
+def stale_or_wrong_event_is_refused(step: Step, ledger: Ledger) -> Complaints:
     """What is malformed, unknown, late or a duplicate is not taken."""
     expected = due_refusal(step.config, step.event, ledger)
     if expected is None:
-        return None
-    return [Complaint("the event was taken", (difference("answer", expected, "taken"),))]
+        return ()
+    return [unequal("the event was taken", "answer", expected, "taken")]
 
 
 def due_refusal(config: v.Config, event: object, ledger: Ledger) -> v.RejectCode | None:
@@ -138,3 +149,156 @@ def _may_be_drafts(config: v.Config, drafts: Sequence[v.RowTokens]) -> bool:
     if any(len(row.token_ids) > limit for row in drafts):
         return False
     return len({row.request_id for row in drafts}) == len(drafts)
+
+
+_POOL = ("ref_counts", "free_queue", "block_keys", "cached")
+_QUEUES = ("waiting", "skipped_waiting", "running")
+_FRAMES = ("frames_in_flight", "next_frame_id", "finished_req_ids", "prev_scheduled_req_ids")
+
+_STILL: dict[type, tuple[str, ...]] = {
+    v.Submit: ("pause_state", "running", *_POOL, *_FRAMES),
+    v.Drafts: ("pause_state", *_QUEUES, *_POOL, *_FRAMES),
+    v.GrammarReady: ("pause_state", *_QUEUES, *_POOL, *_FRAMES),
+    v.SetPause: ("requests", *_QUEUES, *_POOL, *_FRAMES),
+    v.Schedule: ("pause_state",),
+    v.Commit: ("pause_state", "block_keys", "cached", "next_frame_id", "prev_scheduled_req_ids"),
+    v.Abort: (
+        *("pause_state", "block_keys", "cached"),
+        *("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"),
+    ),
+    v.Reset: ("pause_state", "frames_in_flight", "next_frame_id", "finished_req_ids"),
+}
+"""Fields of a state that an accepted event leaves alone, by type of event."""
+
+_STILL_ASYNC = {
+    **_STILL,
+    # What it may publish is said by `only_verified_blocks_are_published`.
+    v.Commit: tuple(name for name in _STILL[v.Commit] if name not in ("block_keys", "cached")),
+}
+"""Likewise under asynchronous scheduling, where a commit publishes blocks."""
+
+
+@sentence("P18", *_STILL)
+def event_leaves_alone_what_it_is_not_about(step: Step, _ledger: Ledger) -> Complaints:
+    """An event changes only what it is about: an abort no frame, a pause no queue, and so on."""
+    before, after = step.before, step.after
+    found = []
+    still = _STILL_ASYNC if step.config.async_scheduling else _STILL
+    for name in still[type(step.event)]:
+        old, new = getattr(before, name), getattr(after, name)
+        if old is not new and old != new:
+            what = f"{type(step.event).__name__} changed {name}"
+            found.append(unequal(what, name, old, new))
+    return found
+
+
+@sentence("P18", v.Submit, v.Drafts, v.GrammarReady, v.Abort)
+def event_leaves_other_requests_alone(step: Step, _ledger: Ledger) -> Complaints:
+    """Requests that an event does not name, or whose part in it was dropped, are as before."""
+    concerned: tuple[v.RequestId, ...] = ()
+    may_change = ""
+    if isinstance(step.event, v.GrammarReady):
+        concerned, may_change = (step.event.request_id,), "grammar_ready"
+    elif isinstance(step.observation, v.DraftsTaken):
+        concerned, may_change = step.observation.request_ids, "spec_token_ids"
+    elif isinstance(step.observation, v.Aborted):
+        concerned = step.observation.request_ids
+    for name, old in step.old.items():
+        new = step.new.get(name)
+        if new is old or new == old:
+            continue
+        if name not in concerned:
+            yield unequal(f"{name!r} changed", f"request {name}", old, new)
+        elif (
+            may_change
+            and new is not None
+            and replace(old, **{may_change: getattr(new, may_change)}) != new
+        ):
+            what = f"{name!r} changed in more than it should"
+            yield unequal(what, f"request {name}", old, new)
+
+
+@sentence("P18", v.GrammarReady, v.SetPause)
+def signal_is_remembered(step: Step, _ledger: Ledger) -> Complaints:
+    """A compiled grammar is marked as ready, also twice; a pause state is as set."""
+    if isinstance(step.event, v.SetPause):
+        return differing("pause_state", step.event.pause_state, step.after.pause_state)
+    assert isinstance(step.event, v.GrammarReady)
+    request = step.new.get(step.event.request_id)
+    if request is not None and request.grammar_ready:
+        return ()
+    return [Complaint(f"the grammar of {step.event.request_id!r} is not marked as ready")]
+
+
+@sentence("P18", v.Abort)
+def abort_ends_exactly_the_unfinished_it_names(step: Step, ledger: Ledger) -> Complaints:
+    """Those named and unfinished end, once each, in the order named; unknown ids do nothing."""
+    assert isinstance(step.event, v.Abort)
+    assert isinstance(step.observation, v.Aborted)
+    expected = tuple(dict.fromkeys(name for name in step.event.request_ids if name in ledger.lives))
+    yield from differing("aborted", expected, step.observation.request_ids)
+    left = step.old.keys() - set(expected)
+    yield from differing("unfinished", sorted(left), sorted(step.new))
+
+
+@sentence("P25", v.Reset)
+def reset_empties_the_cache(step: Step, _ledger: Ledger) -> Complaints:
+    """After a reset that succeeded no block can be found, whoever published it."""
+    assert isinstance(step.observation, v.ResetDone)
+    if not step.observation.success:
+        return ()
+    keyed = [block for block, key in enumerate(step.after.block_keys) if key is not None]
+    if keyed or step.after.cached:
+        return [Complaint(f"blocks {keyed} still carry keys after the reset")]
+    return ()
+
+
+@sentence("P25", v.Commit)
+def answer_from_before_a_reset_publishes_nothing(step: Step, ledger: Ledger) -> Complaints:
+    """What a frame computed that was dispatched before the reset cannot be hit after it."""
+    before, after = step.before.block_keys, step.after.block_keys
+    if step.commit.frame_id >= ledger.first_frame_since_reset or after is before:
+        return ()
+    if after == before and step.after.cached == step.before.cached:
+        return ()
+    return [Complaint(f"frame {step.commit.frame_id}, planned before the reset, published a block")]
+
+
+@sentence("P25", v.Reset)
+def reset_succeeds_unless_blocks_are_held(step: Step, _ledger: Ledger) -> Complaints:
+    """By force always; otherwise only if nobody holds a block."""
+    assert isinstance(step.event, v.Reset)
+    assert isinstance(step.observation, v.ResetDone)
+    all_free = len(step.before.free_queue) == step.config.num_usable_blocks
+    expected = step.event.reset_running_requests or all_free
+    return differing("success", expected, step.observation.success)
+
+
+@sentence("P25", v.Reset)
+def forced_reset_preempts_all_who_run(step: Step, _ledger: Ledger) -> Complaints:
+    """By force nobody runs on with KV from before; otherwise no request changes."""
+    assert isinstance(step.event, v.Reset)
+    after = step.after
+    if not step.event.reset_running_requests:
+        for name in (*_QUEUES, "requests", "prev_scheduled_req_ids"):
+            expected = getattr(step.before, name)
+            yield from differing(name, expected, getattr(after, name))
+        return
+    if after.running or after.prev_scheduled_req_ids or not _all_free(step, after):
+        yield Complaint("after a forced reset somebody still runs or holds a block")
+    for name, old in step.old.items():
+        if name not in step.before.running and step.new.get(name) != old:
+            yield Complaint(f"a reset changed {name!r}, which did not run")
+
+
+@sentence("P25", v.Reset)
+def refused_reset_changes_nothing(step: Step, _ledger: Ledger) -> Complaints:
+    """A reset that says no leaves the cache as it is."""
+    assert isinstance(step.observation, v.ResetDone)
+    if step.observation.success or step.before == step.after:
+        return ()
+    return [Complaint("the reset did not succeed, but the state changed")]
+
+
+def _all_free(step: Step, snapshot: v.Snapshot) -> bool:
+    return len(snapshot.free_queue) == step.config.num_usable_blocks

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.protocol.findings import Difference, Finding, shown, violated
 
 
 class Complaint(NamedTuple):
@@ -18,8 +18,9 @@ class Complaint(NamedTuple):
     differences: tuple[Difference, ...] = ()
 
 
-Judge: TypeAlias = Callable[[Step, Ledger], Iterable[Complaint] | None]
-"""Says what is wrong with a step; None or nothing if it is right."""
+Complaints: TypeAlias = Iterable[Complaint]
+Judge: TypeAlias = Callable[[Step, Ledger], Complaints]
+"""Says what is wrong with a step; nothing if it is right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +37,25 @@ class Sentence:
 
     def __call__(self, step: Step, ledger: Ledger) -> list[Finding]:
         """What is wrong; `ledger` knows everything up to this step, without it."""
-        complaints = self.judge(step, ledger)
-        if complaints is None:
-            return []
-        return [self.finding(*complaint) for complaint in complaints]
+        return [self.finding(*complaint) for complaint in self.judge(step, ledger)]
 
     def finding(self, message: str, differences: tuple[Difference, ...] = ()) -> Finding:
         """What is found, in the name of this sentence."""
-        return Finding(FindingKind.PROPERTY, self.property_id, self.sentence, message, differences)
+        return violated(self.property_id, self.sentence, message, *differences)
+
+
+def judge(sentences: Iterable[Sentence], step: Step, ledger: Ledger) -> list[Finding]:
+    """What some sentences say of a step."""
+    findings: list[Finding] = []
+    for sentence in sentences:
+        try:
+            for complaint in sentence.judge(step, ledger):
+                findings += (sentence.finding(*complaint),)
+        except Exception as error:
+            # Plan and states contradict each other so much that the sentence has no meaning.
+            what = f"the step makes no sense: {type(error).__name__}: {error}"
+            findings.append(sentence.finding(what))
+    return findings
 
 
 def sentence(property_id: str, *kinds: type) -> Callable[[Judge], Sentence]:
@@ -56,19 +68,18 @@ def sentence(property_id: str, *kinds: type) -> Callable[[Judge], Sentence]:
     return wrap
 
 
-def differing(what: str, expected: object, seen: object) -> list[Complaint] | None:
+def differing(what: str, expected: object, seen: object) -> Complaints:
     """A complaint if two values differ."""
     if expected == seen:
-        return None
-    return [Complaint(f"{what} is not as it should be", (difference(what, expected, seen),))]
+        return ()
+    return (unequal(f"{what} is not as it should be", what, expected, seen),)
+
+
+def unequal(message: str, what: str, expected: object, seen: object) -> Complaint:
+    """A complaint about one value, with what is demanded and what is seen."""
+    return Complaint(message, (difference(what, expected, seen),))
 
 
 def difference(what: str, expected: object, seen: object) -> Difference:
     """A difference between what is demanded and what is seen."""
     return Difference(what, shown(expected), shown(seen))
-
-
-def shown(value: object, length: int = 120) -> str:
-    """A value in a line."""
-    text = str(value)
-    return text if len(text) <= length else text[: length - 3] + "..."

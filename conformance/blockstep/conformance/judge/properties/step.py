@@ -63,28 +63,50 @@ class Step:
         """Unfinished requests after the step."""
         return {request.request_id: request for request in self.after.requests}
 
+    @cached_property
+    def place(self) -> dict[v.RequestId, int]:
+        """Where each request that ran stood in the running list."""
+        return {name: index for index, name in enumerate(self.before.running)}
+
     @property
     def plan(self) -> v.Plan:
         """The answer of a Schedule."""
         assert isinstance(self.observation, v.Plan), "only an accepted Schedule has a plan"
         return self.observation
 
+    @property
+    def commit(self) -> v.Commit:
+        """The event, which is a commit."""
+        assert isinstance(self.event, v.Commit), "another event is no commit"
+        return self.event
+
+    @cached_property
+    def sampled(self) -> dict[v.RequestId, v.TokenIds]:
+        """What each request sampled, as a commit says."""
+        return {row.request_id: row.token_ids for row in self.commit.sampled}
+
+    @property
+    def output_rows(self) -> tuple[v.OutputRow, ...]:
+        """The answer of a Commit."""
+        assert isinstance(self.observation, v.Outputs), "only an accepted Commit has outputs"
+        return self.observation.rows
+
+    @property
+    def ended(self) -> list[v.RequestId]:
+        """Whom a commit or an abort ended, in the order of its answer."""
+        if isinstance(self.observation, v.Aborted):
+            return list(self.observation.request_ids)
+        return [row.request_id for row in self.output_rows if row.finish_reason is not None]
+
+    @cached_property
+    def delivered(self) -> dict[v.RequestId, v.TokenIds]:
+        """What a commit brings each request."""
+        return {row.request_id: row.new_token_ids for row in self.output_rows}
+
     @cached_property
     def running_rows(self) -> list[PlannedRow]:
         """Rows of requests that were running, in the order in which they were scheduled."""
-        return [
-            PlannedRow(
-                row.request_id,
-                RowKind.RUNNING,
-                row.num_computed_tokens,
-                row.num_scheduled_tokens,
-                row.new_block_ids[0],
-                (),
-                row.draft_token_ids,
-            )
-            for row in self.plan.cached
-            if not row.resumed
-        ]
+        return [self._row(row, RowKind.RUNNING) for row in self.plan.cached if not row.resumed]
 
     @cached_property
     def admitted_rows(self) -> list[PlannedRow]:
@@ -92,25 +114,25 @@ class Step:
 
         The plan has them in two lists; their common order is that of the running list.
         """
-        rows = [self._admitted(row, RowKind.NEW) for row in self.plan.new]
-        rows += [self._admitted(row, RowKind.RESUMED) for row in self.plan.cached if row.resumed]
+        rows = [self._row(row, RowKind.NEW) for row in self.plan.new]
+        rows += [self._row(row, RowKind.RESUMED) for row in self.plan.cached if row.resumed]
         if len(rows) > 1:
             place = {name: index for index, name in enumerate(self.after.running)}
             rows.sort(key=lambda row: place.get(row.request_id, len(place)))
         return rows
 
-    def _admitted(self, row: v.NewRow | v.CachedRow, kind: RowKind) -> PlannedRow:
-        table = row.block_ids[0] if isinstance(row, v.NewRow) else row.new_block_ids[0]
-        num_hits = row.num_computed_tokens // self.config.block_size
-        return PlannedRow(
-            row.request_id,
-            kind,
-            row.num_computed_tokens,
-            row.num_scheduled_tokens,
-            table[num_hits:],
-            table[:num_hits],
-            row.draft_token_ids,
-        )
+    def _row(self, row: v.NewRow | v.CachedRow, kind: RowKind) -> PlannedRow:
+        blocks = row.block_ids[0] if isinstance(row, v.NewRow) else row.new_block_ids[0]
+        first, count = row.num_computed_tokens, row.num_scheduled_tokens
+        num_hits = 0 if kind is RowKind.RUNNING else first // self.config.block_size
+        gained, hits = blocks[num_hits:], blocks[:num_hits]
+        return PlannedRow(row.request_id, kind, first, count, gained, hits, row.draft_token_ids)
+
+    def table_of(self, row: PlannedRow) -> tuple[v.BlockId, ...]:
+        """The block table that a plan gives the request of a row."""
+        if row.kind is RowKind.RUNNING:
+            return self.old[row.request_id].block_tables[0] + row.gained
+        return row.hits + row.gained
 
     @cached_property
     def rows(self) -> list[PlannedRow]:

@@ -6,50 +6,35 @@ ledger only, like the properties, and the counts of several runs, or processes, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.witnesses.admission import ADMISSION, of_admission, of_waiting
-from blockstep.conformance.judge.witnesses.drafts import DRAFTS, of_drafts
-from blockstep.conformance.judge.witnesses.endings import ENDINGS, of_commit
-from blockstep.conformance.judge.witnesses.frames import FRAMES, PIPELINE, of_frames
-from blockstep.conformance.judge.witnesses.plans import PLANS, of_plan, of_row
-from blockstep.conformance.judge.witnesses.preemption import PREEMPTION, of_preemption
+from blockstep.conformance.judge.witnesses.commits import COMMITS, of_commit, of_drafts
+from blockstep.conformance.judge.witnesses.frames import FRAMES, of_frames
+from blockstep.conformance.judge.witnesses.plans import (
+    PLANS,
+    PREEMPTION,
+    of_plan,
+    of_preemption,
+    of_row,
+)
 from blockstep.conformance.judge.witnesses.signals import SIGNALS, of_abort, of_reset
 from blockstep.spec import vocabulary as v
 
-REFUSALS: Mapping[str, str] = {
-    f"rejected_{code}": f"an event was refused as {code}" for code in v.RejectCode
-}
-WITNESSES: Mapping[str, str] = {
-    **ADMISSION,
-    **PLANS,
-    **PREEMPTION,
-    **DRAFTS,
-    **ENDINGS,
-    **SIGNALS,
-    **FRAMES,
-    **PIPELINE,
-    **REFUSALS,
-}
+REFUSALS = {f"rejected_{code}": f"an event was refused as {code}" for code in v.RejectCode}
+WITNESSES: Mapping[str, str] = (
+    ADMISSION | PLANS | PREEMPTION | COMMITS | SIGNALS | FRAMES | REFUSALS
+)
 """All situations, by name, with what they mean."""
 
 
-class Witnesses:
-    """Counts situations of one run."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-
-    def observe(self, step: Step, ledger: Ledger) -> None:
-        """Count what a step reached; `ledger` knows all steps before it."""
-        self.counts.update(situations(step, ledger))
-
-
 def situations(step: Step, ledger: Ledger) -> Iterator[str]:
-    """The situations that a step is, each as often as it occurs in it."""
+    """The situations that a step is, each as often as it occurs in it.
+
+    `ledger` knows all steps before it.
+    """
     match step.event, step.observation:
         case _, v.Rejected(code=code):
             yield f"rejected_{code}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from blockstep.conformance.judge.properties.admission import next_in_line
 from blockstep.conformance.judge.properties.hits import may_ask_the_cache
@@ -10,7 +10,7 @@ from blockstep.conformance.judge.properties.ledger import Ledger, Life
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.spec.vocabulary import PauseState, Policy, RequestId, Status
 
-ADMISSION: Mapping[str, str] = {
+ADMISSION = {
     "admitted": "a request was admitted",
     "prefix_hit": "an admitted request found its first blocks in the cache",
     "hit_on_freed_block": "a hit block was in the free queue, held by nobody",
@@ -88,21 +88,19 @@ def _kept_apart(step: Step, ledger: Ledger, life: Life) -> Iterator[str]:
     """Others whose first block has the same tokens, but is another block."""
     size, request = step.config.block_size, life.request
     for other in ledger.lives.values():
-        if (
-            other is life
-            or other.request.prompt_token_ids[:size] != request.prompt_token_ids[:size]
-        ):
+        told = other.request
+        if other is life or told.prompt_token_ids[:size] != request.prompt_token_ids[:size]:
             continue
-        new = step.new.get(other.request.request_id)
+        new = step.new.get(told.request_id)
         if new is None or not new.block_tables[0]:
             continue
-        if other.request.adapter != request.adapter:
+        if told.adapter != request.adapter:
             yield "same_tokens_other_adapter"
-        if other.request.cache_salt != request.cache_salt:
+        if told.cache_salt != request.cache_salt:
             yield "same_tokens_other_salt"
         if _first_items(other, size) != _first_items(life, size):
             yield "same_tokens_other_items"
-        if other.request.prompt_embeds[:size] != request.prompt_embeds[:size]:
+        if told.prompt_embeds[:size] != request.prompt_embeds[:size]:
             yield "same_tokens_other_embeds"
 
 
@@ -120,7 +118,10 @@ def of_waiting(step: Step, ledger: Ledger) -> Iterator[str]:
     if rest > 0 and (after.waiting or after.skipped_waiting):
         if len(after.running) >= config.max_num_seqs:
             yield "admission_blocked_by_max_num_seqs"
-        elif next_in_line(step, ledger, after) is not None and _fits_budget(step, rest):
+        elif next_in_line(step, ledger) is not None and (
+            # The budget left cannot have been what kept it out.
+            config.enable_chunked_prefill or rest >= config.max_model_len
+        ):
             yield "admission_blocked_by_pool"
     skipped = [
         name
@@ -143,11 +144,6 @@ def _of_passing_over(
         yield "admission_after_skip"
         yield "grammar_skipped"
     elif rest > 0 and len(step.after.running) < step.config.max_num_seqs:
-        following = next_in_line(step, ledger, step.after)
+        following = next_in_line(step, ledger)
         if is_fcfs or following is None or ledger.lives[following].order > first:
             yield "grammar_skipped"
-
-
-def _fits_budget(step: Step, rest: int) -> bool:
-    """Whether the budget left cannot have been what kept the next in line out."""
-    return step.config.enable_chunked_prefill or rest >= step.config.max_model_len

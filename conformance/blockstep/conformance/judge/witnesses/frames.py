@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from blockstep.conformance.judge.properties.amounts import ends_in_flight
-from blockstep.conformance.judge.properties.ledger import Ledger, Life
+from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import passed_over
 from blockstep.conformance.judge.properties.step import RowKind, Step
 from blockstep.spec.vocabulary import PauseState, Policy, RequestId
 
-FRAMES: Mapping[str, str] = {
+FRAMES = {
     "several_frames_in_flight": "a second plan was made before the first was committed",
     "four_frames_in_flight": "a fourth plan was made before the first was committed",
     "planned_before_its_token": "a row was to run a token that a frame in flight would sample",
@@ -33,10 +33,6 @@ FRAMES: Mapping[str, str] = {
     "abort_with_two_frames_in_flight": "one was aborted that two frames in flight name",
     "reset_forced_with_two_frames_in_flight": "one was reset by force that two frames name",
     "rejected_pipeline_full_async": "a plan was refused with several in flight",
-}
-
-
-PIPELINE: Mapping[str, str] = {
     "pipeline_chunks_in_two_frames": "two chunks of one prompt were in flight, in a pipeline",
     "pipeline_waits_for_its_token": "one that runs had no row, for a frame would sample its token",
     "pipeline_preempted_in_flight": "one was preempted while a frame would sample its token",
@@ -115,7 +111,6 @@ def _of_stale(step: Step, ledger: Ledger) -> Iterator[str]:
         yield "admitted_past_a_stale_one"
 
 
-def num_frames(ledger: Ledger, life: Life) -> int:
+def num_frames(ledger: Ledger, name: RequestId) -> int:
     """Frames in flight that name a request."""
-    name = life.request.request_id
     return sum(any(row.request_id == name for row in rows) for rows in ledger.frames.values())

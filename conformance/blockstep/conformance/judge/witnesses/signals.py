@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.witnesses.frames import num_frames
 from blockstep.spec.vocabulary import Abort, RequestId, Reset, Status
 
-SIGNALS: Mapping[str, str] = {
+SIGNALS = {
     "abort_waiting": "one that had never run was aborted",
     "abort_running": "one that runs was aborted, not in flight",
     "abort_preempted": "a preempted one was aborted",
@@ -37,7 +37,7 @@ def of_abort(step: Step, ledger: Ledger) -> Iterator[str]:
         yield _kind_of_abort(ledger, name, old.status)
         if old.status is Status.PREEMPTED and ledger.placeholders(name):
             yield "abort_stale"
-        if num_frames(ledger, ledger.lives[name]) > 1:
+        if num_frames(ledger, name) > 1:
             yield "abort_with_two_frames_in_flight"
         if any(ref_counts[block] > 1 for block in old.block_tables[0]):
             yield "abort_of_shared_block"
@@ -63,5 +63,5 @@ def of_reset(step: Step, ledger: Ledger, success: bool) -> Iterator[str]:
         yield "reset_forced"
         if any(map(ledger.in_flight, step.before.running)):
             yield "reset_forced_in_flight"
-        if any(num_frames(ledger, ledger.lives[name]) > 1 for name in step.before.running):
+        if any(num_frames(ledger, name) > 1 for name in step.before.running):
             yield "reset_forced_with_two_frames_in_flight"

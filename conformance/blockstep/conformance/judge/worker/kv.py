@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from blockstep.conformance.judge.worker.names import BEFORE_RESET, NEVER_WRITTEN, Name, PrefixNames
 from blockstep.conformance.judge.worker.view import FrameRow
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.protocol.findings import Difference, Finding, violated
 from blockstep.spec.vocabulary import BlockId, Config, Snapshot
 
 
@@ -43,18 +43,9 @@ class TaggedKV:
             if self.kv[block] == expected:
                 checked[block] = key
                 continue
-            slot, name, seen = next(
-                (slot, name, seen)
-                for slot, (name, seen) in enumerate(zip(expected, self.kv[block], strict=True))
-                if name != seen
-            )
-            self._complain(
-                *self._blame("published_block", name, seen),
-                Difference(
-                    f"kv[{block}][{slot}]", self.names.show(name), self.names.show(seen), repr(key)
-                ),
-                property_id=self._property(name, seen),
-            )
+            pairs = enumerate(zip(expected, self.kv[block], strict=True))
+            slot, (name, seen) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+            self._complain_slot("published_block", (block, slot), name, seen, repr(key))
         return self._findings
 
     def _write(self, rows: list[FrameRow]) -> None:
@@ -108,40 +99,28 @@ class TaggedKV:
         """Name the first attended slot that holds something else."""
         view, size = row.view, self.config.block_size
         for position, expected in enumerate(view.chain[: row.end]):
-            block = view.table[position // size]
-            seen = self.kv[block][position % size]
+            block, slot = view.table[position // size], position % size
+            seen = self.kv[block][slot]
             if seen != expected:
-                self._complain(
-                    *self._blame("attended_slot", expected, seen),
-                    Difference(
-                        f"kv[{block}][{position % size}]",
-                        self.names.show(expected),
-                        self.names.show(seen),
-                        f"read by {view.request.request_id!r} at position {position}",
-                    ),
-                    property_id=self._property(expected, seen),
-                )
+                note = f"read by {view.request.request_id!r} at position {position}"
+                self._complain_slot("attended_slot", (block, slot), expected, seen, note)
                 return
 
-    def _property(self, expected: Name, seen: Name) -> str:
+    def _complain_slot(
+        self, what: str, place: tuple[BlockId, int], expected: Name, seen: Name, note: str
+    ) -> None:
+        """A slot holds something else than it should."""
+        show = self.names.show
+        blame = "P3", "holds_the_right_prefix", "the KV is of another prefix"
         if seen == NEVER_WRITTEN:
-            return "P4"
-        if seen == BEFORE_RESET:
-            return "P25"
-        return "P6" if self.names.same_tokens(expected, seen) else "P3"
-
-    def _blame(self, what: str, expected: Name, seen: Name) -> tuple[str, str]:
-        """Sentence and message for a slot that holds something else than it should."""
-        messages = {
-            "P4": (f"{what}_was_written", "the slot was never written"),
-            "P25": (f"{what}_was_written_since_the_reset", "the KV is from before the reset"),
-            "P6": (
-                f"{what}_is_of_the_same_adapter_salt_and_items",
-                "the tokens are the same, adapter, salt, items or embeddings are not",
-            ),
-            "P3": (f"{what}_holds_the_right_prefix", "the KV is of another prefix"),
-        }
-        return messages[self._property(expected, seen)]
+            blame = "P4", "was_written", "the slot was never written"
+        elif seen == BEFORE_RESET:
+            blame = "P25", "was_written_since_the_reset", "the KV is from before the reset"
+        elif self.names.same_tokens(expected, seen):
+            message = "the tokens are the same, adapter, salt, items or embeddings are not"
+            blame = "P6", "is_of_the_same_adapter_salt_and_items", message
+        difference = Difference(f"kv[{place[0]}][{place[1]}]", show(expected), show(seen), note)
+        self._complain(blame[0], f"{what}_{blame[1]}", blame[2], difference)
 
     def _complain_shared(
         self, writer: tuple[FrameRow, int], other: tuple[FrameRow, int], block: BlockId
@@ -149,13 +128,9 @@ class TaggedKV:
         places = " and ".join(
             f"{row.view.request.request_id!r} at index {index}" for row, index in (writer, other)
         )
-        self._complain(
-            "written_block_is_in_one_place", f"block {block} is of {places}", property_id="P2"
-        )
+        self._complain("P2", "written_block_is_in_one_place", f"block {block} is of {places}")
 
     def _complain(
-        self, sentence: str, message: str, *differences: Difference, property_id: str = "P26"
+        self, property_id: str, sentence: str, message: str, *differences: Difference
     ) -> None:
-        self._findings.append(
-            Finding(FindingKind.PROPERTY, property_id, sentence, message, differences)
-        )
+        self._findings.append(violated(property_id, sentence, message, *differences))

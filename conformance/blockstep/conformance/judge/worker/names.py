@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from blockstep.spec.vocabulary import BlockKey, Request
+from blockstep.spec.vocabulary import BlockKey, Request, TokenId
 
 Name: TypeAlias = int
 Extra: TypeAlias = tuple[str | int, ...]
@@ -185,3 +185,20 @@ def extras_of(request: Request, block_size: int) -> dict[int, Extra]:
 def _add_embeds(extras: dict[int, Extra], embeds: Sequence[int]) -> None:
     for position, number in enumerate(embeds):
         extras[position] = (*extras.get(position, ()), number)
+
+
+class NamedText:
+    """A request, its text as far as it is known, and the names of its positions."""
+
+    __slots__ = ("chain", "extras", "names", "num_prompt", "request", "root", "tokens")
+
+    def __init__(self, request: Request, names: PrefixNames) -> None:
+        self.request = request
+        self.names = names
+        self.root = names.root(request.adapter, request.cache_salt)
+        self.extras = extras_of(request, names.block_size)
+        self.tokens: list[TokenId] = list(request.prompt_token_ids)
+        """Prompt and outputs."""
+        self.num_prompt = len(self.tokens)
+        self.chain: list[Name] = []
+        """The name of each position, as far as it was needed."""

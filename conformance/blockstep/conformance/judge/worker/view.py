@@ -5,28 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from blockstep.conformance.judge.worker.names import Name, PrefixNames, extras_of
+from blockstep.conformance.judge.worker.names import Name, NamedText, PrefixNames
 from blockstep.spec.vocabulary import Request, TokenIds
 
 
-class RequestView:
+class RequestView(NamedText):
     """One request as the worker sees it."""
 
     __slots__ = (
-        "block_size", "chain", "extras", "is_preempted", "may_resume", "names", "num_computed",
-        "num_promised", "num_prompt", "num_rejected", "num_unreported", "pages", "proposal",
-        "request", "root", "table", "tokens",
+        "block_size", "is_preempted", "may_resume", "num_computed", "num_promised", "num_rejected",
+        "num_unreported", "pages", "proposal", "table",
     )  # fmt: skip
 
     def __init__(self, request: Request, names: PrefixNames) -> None:
-        self.request = request
-        self.names = names
+        super().__init__(request, names)
         self.block_size = names.block_size
-        self.root = names.root(request.adapter, request.cache_salt)
-        self.extras = extras_of(request, names.block_size)
-        self.tokens = list(request.prompt_token_ids)
-        """Prompt, and what it sampled so far."""
-        self.num_prompt = len(self.tokens)
         self.num_computed = 0
         """Tokens whose KV exists once every plan so far has run."""
         self.num_unreported = 0
@@ -38,8 +31,6 @@ class RequestView:
         self.proposal: TokenIds = ()
         """Its drafts after the last plan, if it sampled in it and the scheduler is asynchronous."""
         self.table: list[int] = []
-        self.chain: list[Name] = []
-        """The name of each position, as far as it was needed."""
         self.pages: list[list[Name]] = []
         """`chain` cut into full blocks."""
         self.is_preempted = False

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from blockstep.conformance.judge.worker.kv import TaggedKV
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
-from blockstep.conformance.protocol.findings import Difference, Finding
+from blockstep.conformance.protocol.findings import Difference, Finding, shown
 from blockstep.spec import vocabulary as v
 
 NextToken: TypeAlias = Callable[[Sequence[int]], int]
@@ -107,7 +107,8 @@ class Worker(TaggedKV):
     def _preempt(self, request_id: v.RequestId) -> None:
         view = self.views.get(request_id)
         if view is None:
-            self._complain("preempted_request_was_known", f"{request_id!r} is not known here")
+            what = f"{request_id!r} is not known here"
+            self._complain("P26", "preempted_request_was_known", what)
             return
         view.is_preempted = True
         view.table = []
@@ -115,7 +116,7 @@ class Worker(TaggedKV):
 
     def _start_new(self, row: v.NewRow) -> FrameRow | None:
         if row.request_id in self.views:
-            self._complain("new_row_is_new", f"{row.request_id!r} is known already")
+            self._complain("P26", "new_row_is_new", f"{row.request_id!r} is known already")
         view = RequestView(row.request, self.names)
         self.views[row.request_id] = view
         view.table = self._blocks(row.request_id, row.block_ids)
@@ -125,7 +126,7 @@ class Worker(TaggedKV):
     def _start_cached(self, row: v.CachedRow) -> FrameRow | None:
         view = self.views.get(row.request_id)
         if view is None:
-            self._complain("cached_row_is_known", f"{row.request_id!r} is not known here")
+            self._complain("P26", "cached_row_is_known", f"{row.request_id!r} is not known here")
             return None
         blocks = self._blocks(row.request_id, row.new_block_ids)
         if row.resumed:
@@ -135,11 +136,11 @@ class Worker(TaggedKV):
         self._take_tokens(row, view)
         num_output = len(view.output_token_ids) + view.num_promised
         if row.num_output_tokens != num_output:
-            self._complain(
-                "plan_counts_the_outputs_of_the_worker",
-                f"{row.request_id!r}: {row.num_output_tokens} outputs in the plan",
-                Difference("num_output_tokens", str(num_output), str(row.num_output_tokens)),
+            what = f"{row.request_id!r}: {row.num_output_tokens} outputs in the plan"
+            difference = Difference(
+                "num_output_tokens", str(num_output), str(row.num_output_tokens)
             )
+            self._complain("P26", "plan_counts_the_outputs_of_the_worker", what, difference)
         if row.resumed and view.num_unreported and row.all_token_ids is not None:
             view = self._disown(row.all_token_ids, view)
         drafts = self._fill_in(row, view)
@@ -163,11 +164,10 @@ class Worker(TaggedKV):
         if v.DRAFT_PLACEHOLDER not in drafts:
             return drafts
         if len(proposal) < len(drafts):
-            self._complain(
-                "placeholder_stands_for_a_draft_after_the_last_plan",
-                f"{row.request_id!r}: {len(drafts)} placeholders, {len(proposal)} drafts proposed",
-                property_id="P24",
+            what = (
+                f"{row.request_id!r}: {len(drafts)} placeholders, {len(proposal)} drafts proposed"
             )
+            self._complain("P24", "placeholder_stands_for_a_draft_after_the_last_plan", what)
             # A token that nobody samples, as a worker might find in an old buffer.
             return (*proposal, *drafts)[: len(drafts)]
         return proposal[: len(drafts)]
@@ -175,13 +175,11 @@ class Worker(TaggedKV):
     def _resume(self, row: v.CachedRow, view: RequestView, blocks: list[v.BlockId]) -> None:
         may_resume = view.is_preempted or view.may_resume or not self._hears_more_than_plans
         if not may_resume:
-            self._complain("resumed_request_was_preempted", f"{row.request_id!r} was running")
+            what = f"{row.request_id!r} was running"
+            self._complain("P26", "resumed_request_was_preempted", what)
         if view.num_unreported:
-            self._complain(
-                "resumed_request_has_no_token_in_flight",
-                f"{row.request_id!r}: {view.num_unreported} of its tokens are not reported yet",
-                property_id="P13",
-            )
+            what = f"{row.request_id!r}: {view.num_unreported} of its tokens are not reported yet"
+            self._complain("P13", "resumed_request_has_no_token_in_flight", what)
         view.is_preempted = view.may_resume = False
         view.table = blocks
         view.num_computed = row.num_computed_tokens
@@ -190,50 +188,43 @@ class Worker(TaggedKV):
 
     def _continue(self, row: v.CachedRow, view: RequestView, blocks: list[v.BlockId]) -> None:
         if view.is_preempted:
-            self._complain(
-                "preempted_request_returns_resumed", f"{row.request_id!r} holds no block here"
-            )
+            what = f"{row.request_id!r} holds no block here"
+            self._complain("P26", "preempted_request_returns_resumed", what)
         elif view.num_unreported and not self.config.async_scheduling:
-            self._complain(
-                "row_waits_for_the_token_of_its_request",
-                f"{row.request_id!r} runs again before its token in flight is known",
-                property_id="P13",
-            )
+            what = f"{row.request_id!r} runs again before its token in flight is known"
+            self._complain("P13", "row_waits_for_the_token_of_its_request", what)
         view.table.extend(blocks)
         expected = view.num_computed + view.num_rejected
         if row.num_computed_tokens != expected:
-            self._complain(
-                "plan_counts_the_computed_tokens_of_the_worker",
-                f"{row.request_id!r}: {row.num_computed_tokens} computed in the plan",
-                Difference("num_computed_tokens", str(expected), str(row.num_computed_tokens)),
+            what = f"{row.request_id!r}: {row.num_computed_tokens} computed in the plan"
+            difference = Difference(
+                "num_computed_tokens", str(expected), str(row.num_computed_tokens)
             )
+            self._complain("P26", "plan_counts_the_computed_tokens_of_the_worker", what, difference)
             view.num_computed = row.num_computed_tokens - view.num_rejected
 
     def _take_tokens(self, row: v.CachedRow, view: RequestView) -> None:
         sent = row.all_token_ids
         if sent is None:
             if row.resumed or row.request_id not in self._last_scheduled:
-                self._complain(
-                    "tokens_are_sent_after_a_gap",
-                    f"{row.request_id!r} was not in the plan before, and its tokens are not sent",
-                )
+                what = f"{row.request_id!r} was not in the plan before, and its tokens are not sent"
+                self._complain("P26", "tokens_are_sent_after_a_gap", what)
         elif list(sent) != view.reported_token_ids:
-            self._complain(
-                "sent_tokens_are_those_of_the_worker",
-                f"{row.request_id!r}: the tokens in the plan are not those it sampled",
-                Difference("all_token_ids", _shown(view.reported_token_ids), _shown(sent)),
+            what = f"{row.request_id!r}: the tokens in the plan are not those it sampled"
+            difference = Difference(
+                "all_token_ids", shown(view.reported_token_ids, 80), shown(sent, 80)
             )
+            self._complain("P26", "sent_tokens_are_those_of_the_worker", what, difference)
             if not view.num_unreported:
                 view.replace_tokens(sent)
 
     def _blocks(self, request_id: v.RequestId, tables: v.BlockTables) -> list[v.BlockId]:
         if len(tables) != 1:
-            self._complain("plan_has_one_table_per_group", f"{request_id!r}: {len(tables)} tables")
+            what = f"{request_id!r}: {len(tables)} tables"
+            self._complain("P26", "plan_has_one_table_per_group", what)
         blocks = list(tables[0]) if tables else []
         if any(not 0 < block < self.config.num_blocks for block in blocks):
-            self._complain(
-                "plan_names_real_blocks", f"{request_id!r} gets blocks {blocks}", property_id="P1"
-            )
+            self._complain("P1", "plan_names_real_blocks", f"{request_id!r} gets blocks {blocks}")
             blocks = [block for block in blocks if 0 < block < self.config.num_blocks]
         return blocks
 
@@ -244,21 +235,17 @@ class Worker(TaggedKV):
         first = max(view.num_computed, 0)
         end = first + num_scheduled
         if num_scheduled < 1:
-            self._complain(
-                "row_runs_a_token", f"{request_id!r}: {num_scheduled} tokens", property_id="P12"
-            )
+            self._complain("P12", "row_runs_a_token", f"{request_id!r}: {num_scheduled} tokens")
         if max(end - known, 0) != len(drafts):
-            self._complain(
-                "drafts_are_the_last_scheduled_tokens",
+            what = (
                 f"{request_id!r}: positions {first} to {end - 1} with {known} known tokens "
-                f"and {len(drafts)} drafts",
-                property_id="P24",
+                f"and {len(drafts)} drafts"
             )
+            self._complain("P24", "drafts_are_the_last_scheduled_tokens", what)
         room = len(view.table) * self.config.block_size
         if end > room:
-            self._complain(
-                "table_holds_the_scheduled_tokens", f"{request_id!r}: {end} tokens, {room} slots"
-            )
+            what = f"{request_id!r}: {end} tokens, {room} slots"
+            self._complain("P26", "table_holds_the_scheduled_tokens", what)
         # Go on with as much of a wrong row as makes sense, to find what else is wrong.
         end = max(min(end, known + len(drafts), room), 0)
         first = min(first, end)
@@ -341,7 +328,8 @@ class Worker(TaggedKV):
                 continue
             view = self.views.get(request.request_id)
             if view is None:
-                self._complain("running_request_is_known", f"{request.request_id!r} is unknown")
+                what = f"{request.request_id!r} is unknown"
+                self._complain("P26", "running_request_is_known", what)
                 continue
             pairs: list[tuple[str, object, object]] = [
                 ("output_token_ids", request.output_token_ids, view.output_token_ids)
@@ -357,14 +345,9 @@ class Worker(TaggedKV):
                 )
             for name, state, seen in pairs:
                 if state != seen:
-                    self._complain(
-                        "plans_alone_rebuild_the_request",
-                        f"{request.request_id!r}: state and worker differ in {name}",
-                        Difference(name, _shown(state), _shown(seen), "state; worker"),
+                    what = f"{request.request_id!r}: state and worker differ in {name}"
+                    difference = Difference(
+                        name, shown(state, 80), shown(seen, 80), "state; worker"
                     )
+                    self._complain("P26", "plans_alone_rebuild_the_request", what, difference)
         return self._findings
-
-
-def _shown(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,17 +1,28 @@
-"""Situations of a commit: what it delivers, and whom it ends."""
+"""Situations of a commit: what it delivers, whom it ends, and what became of drafts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from blockstep.conformance.judge.properties.ledger import Ledger, Life
+from blockstep.conformance.judge.properties.amounts import blocks_for
+from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger, Life
 from blockstep.conformance.judge.properties.pool import verified_blocks
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.judge.witnesses.drafts import of_acceptance
 from blockstep.conformance.judge.witnesses.frames import num_frames
-from blockstep.spec.vocabulary import Commit, FinishReason, OutputRow, Status, TokenIds
+from blockstep.spec import vocabulary as v
 
-ENDINGS: Mapping[str, str] = {
+COMMITS = {
+    "drafts_taken": "drafts were attached to a request",
+    "drafts_dropped": "drafts for one that cannot use them were dropped",
+    "drafts_replaced": "drafts were attached over others not yet scheduled",
+    "drafts_scheduled": "a row carried drafts",
+    "drafts_trimmed": "a row carried fewer drafts than were attached",
+    "drafts_lost_by_preemption": "a request was preempted with drafts attached",
+    "block_for_lookahead_only": "a row gained a block that only the lookahead needs",
+    "drafts_all_accepted": "every draft of a row was right",
+    "drafts_some_accepted": "some drafts of a row were right, and some not",
+    "drafts_none_accepted": "the first draft of a row was wrong",
+    "rollback_over_a_block_boundary": "rejected drafts had reached into another block",
     "stop_eos": "a request ended with its end-of-sequence token",
     "stop_token": "a request ended with one of its stop tokens",
     "stop_length": "a request ended with its last allowed output",
@@ -27,15 +38,13 @@ ENDINGS: Mapping[str, str] = {
 }
 
 
-def of_commit(step: Step, ledger: Ledger, rows: tuple[OutputRow, ...]) -> Iterator[str]:
+def of_commit(step: Step, ledger: Ledger, rows: tuple[v.OutputRow, ...]) -> Iterator[str]:
     """What a commit brings to each row of its frame."""
-    assert isinstance(step.event, Commit)
-    sampled = {row.request_id: row.token_ids for row in step.event.sampled}
     answers = {row.request_id: row for row in rows}
-    if sum(row.finish_reason is not None for row in rows) > 1:
+    if len(step.ended) > 1:
         yield "several_ended_in_one_commit"
-    for flight in ledger.frames.get(step.event.frame_id, ()):
-        tokens = sampled.get(flight.request_id, ())
+    for flight in ledger.frame_of(step):
+        tokens = step.sampled.get(flight.request_id, ())
         life = ledger.lives.get(flight.request_id)
         if life is None:
             stopped = flight.request_id in ledger.stopped_in_flight
@@ -43,13 +52,14 @@ def of_commit(step: Step, ledger: Ledger, rows: tuple[OutputRow, ...]) -> Iterat
         elif not tokens:
             yield "prefill_row_sampled_nothing"
         else:
-            yield from of_acceptance(step, flight, tokens)
+            yield from _of_acceptance(step, flight, tokens)
             rejected = 1 + len(flight.drafts) - len(tokens)
-            if rejected and _is_running(step, life) and num_frames(ledger, life) > 1:
+            is_running = step.old[flight.request_id].status is v.Status.RUNNING
+            if rejected and is_running and num_frames(ledger, flight.request_id) > 1:
                 yield "rollback_with_frames_behind"
             answer = answers.get(flight.request_id)
             if answer is not None:
-                is_stale = step.event.frame_id >= ledger.first_frame_since_reset
+                is_stale = step.commit.frame_id >= ledger.first_frame_since_reset
                 yield from _of_output(step, life, answer, tokens, is_stale)
 
     for name, _, blocks in verified_blocks(step, ledger):
@@ -57,15 +67,11 @@ def of_commit(step: Step, ledger: Ledger, rows: tuple[OutputRow, ...]) -> Iterat
             yield "published_by_commit" if name in step.new else "published_by_the_last_commit"
 
 
-def _is_running(step: Step, life: Life) -> bool:
-    return step.old[life.request.request_id].status is Status.RUNNING
-
-
 def _of_output(
-    step: Step, life: Life, answer: OutputRow, tokens: TokenIds, is_stale: bool
+    step: Step, life: Life, answer: v.OutputRow, tokens: v.TokenIds, is_stale: bool
 ) -> Iterator[str]:
     request = life.request
-    if step.old[request.request_id].status is Status.PREEMPTED:
+    if step.old[request.request_id].status is v.Status.PREEMPTED:
         yield "stale_tokens_delivered" if is_stale else "commit_for_preempted"
         if is_stale and not step.config.async_scheduling:
             yield "pipeline_token_after_preemption"
@@ -79,10 +85,36 @@ def _of_output(
         if token in stops and index < request.min_tokens:
             yield "min_tokens_held_back_a_stop"
     reason = answer.finish_reason
-    if reason is FinishReason.STOP:
+    if reason is v.FinishReason.STOP:
         yield "stop_eos" if answer.stop_token_id is None else "stop_token"
-    elif reason is FinishReason.LENGTH:
+    elif reason is v.FinishReason.LENGTH:
         outputs = count + len(answer.new_token_ids)
         yield "stop_length" if outputs >= request.max_tokens else "stop_model_length"
-    elif reason is FinishReason.REPETITION:
+    elif reason is v.FinishReason.REPETITION:
         yield "stop_repetition"
+
+
+def _of_acceptance(step: Step, flight: FlightRow, tokens: v.TokenIds) -> Iterator[str]:
+    """How many of a row's drafts were right."""
+    if not flight.drafts:
+        return
+    accepted, count, config = len(tokens) - 1, len(flight.drafts), step.config
+    if accepted == count:
+        yield "drafts_all_accepted"
+    else:
+        yield "drafts_some_accepted" if accepted else "drafts_none_accepted"
+    if blocks_for(config, flight.end - count + accepted) < blocks_for(config, flight.end):
+        yield "rollback_over_a_block_boundary"
+
+
+def of_drafts(step: Step, ledger: Ledger) -> Iterator[str]:
+    """What becomes of drafts that are handed in."""
+    assert isinstance(step.event, v.Drafts)
+    assert isinstance(step.observation, v.DraftsTaken)
+    for row in step.event.drafts:
+        if row.request_id not in step.observation.request_ids:
+            yield "drafts_dropped"
+        elif row.token_ids:
+            yield "drafts_taken"
+            if ledger.lives[row.request_id].drafts:
+                yield "drafts_replaced"
