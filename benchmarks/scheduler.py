@@ -29,9 +29,14 @@ from typing import Any, TypeAlias
 import msgspec
 
 from blockstep.conformance.bench.measure import Measurement, Reading, get_slope
-from blockstep.conformance.bench.page import make_markdown, make_pipes, say_machine
 from blockstep.conformance.bench.profile import Profile, to_lines
-from blockstep.conformance.bench.report import YARDSTICK, from_json, get_ratio
+from blockstep.conformance.bench.report import (
+    YARDSTICK,
+    get_ratio,
+    make_markdown,
+    make_pipes,
+    say_machine,
+)
 from blockstep.conformance.bench.scenarios import TRACE
 
 ROOT = Path(__file__).parents[1]
@@ -183,7 +188,7 @@ def write_page() -> None:
         if "profiles" in plain:
             block = make_profiles(plain)
         else:
-            entries = from_json(plain)
+            entries = msgspec.convert(plain["measurements"], list[Measurement])
             block = make_markdown(entries, plain, None)
             if part != HOST:
                 measurements += entries

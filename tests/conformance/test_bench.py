@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from blockstep.conformance.bench.measure import (
     REHEARSAL,
     Measurement,
-    NotEqualError,
     Reading,
     Spread,
     get_slope,
@@ -21,16 +21,17 @@ from blockstep.conformance.bench.measure import (
     merge_rounds,
     rehearse,
 )
-from blockstep.conformance.bench.page import make_markdown
-from blockstep.conformance.bench.profile import STEPS, name_function, profile, to_lines
-from blockstep.conformance.bench.report import from_json, get_ratio, make_rows, to_json
+from blockstep.conformance.bench.profile import name_function, profile, to_lines
+from blockstep.conformance.bench.report import get_ratio, make_markdown, make_rows, to_json
 from blockstep.conformance.bench.scenarios import SCENARIOS, Scenario
-from blockstep.conformance.bench.sides import ArraySide, ProtocolSide, make_side
+from blockstep.conformance.bench.sides import ArraySide, NotEqualError, Side, open_side
 from blockstep.conformance.command.main import app
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.options import ExitCode
 
 SIDES = ("host", "compiled", "tests.conformance.test_bench:make_plain_host")
+STEPS = {"apply", "schedule_arrays", "commit_arrays"}
+"""The calls of a step."""
 QUICK = ("decode", "storm", "drafts", "async")
 """Scenarios that begin at once."""
 
@@ -85,10 +86,8 @@ def test_sides_that_decide_differently_are_not_compared() -> None:
 
 def test_an_engine_is_asked_for_arrays_if_it_has_them() -> None:
     config = SCENARIOS["decode"].get_config(1)
-    assert isinstance(make_side(load_engine("compiled")(config)), ArraySide)
-    plain = make_side(make_plain_host(config))
-    assert isinstance(plain, ProtocolSide)
-    assert not isinstance(plain, ArraySide)
+    assert type(open_side("compiled", config)) is ArraySide
+    assert type(open_side(SIDES[-1], config)) is Side
 
 
 def entry_of(size: int, microseconds: float) -> Measurement:
@@ -119,7 +118,8 @@ def test_of_several_rounds_medians_count_and_scenarios_stand_together() -> None:
 
 def test_a_report_gives_ratios_machine_and_command() -> None:
     entries = [entry_of(64, 10.0), entry_of(128, 20.0)]
-    assert [row["times vllm"] for row in make_rows(entries)] == ["100.0", "", "50.0", ""]
+    rows = [row for entry in entries for row in make_rows(entry)]
+    assert [row["times vllm"] for row in rows] == ["100.0", "", "50.0", ""]
     machine = {
         "processor": "P", "cores": 2, "python": "3", "system": "S", "date": "D", "load_1min": 0.1,
     }  # fmt: skip
@@ -132,7 +132,8 @@ def test_a_report_gives_ratios_machine_and_command() -> None:
     assert "| ns per request, from 64 on | 156 | 0 |" in page
     plain = to_json(entries, conditions)
     assert plain["slopes"][0]["nanoseconds_per_request"] == 156.2
-    assert from_json(json.loads(json.dumps(plain))) == entries
+    again = json.loads(json.dumps(plain))["measurements"]
+    assert msgspec.convert(again, list[Measurement]) == entries
 
 
 def test_a_trace_is_one_row_and_the_sum_of_its_steps() -> None:
@@ -147,7 +148,7 @@ def test_without_the_yardstick_there_is_no_ratio() -> None:
     entry = entry_of(64, 10.0)
     alone = replace(entry, readings=entry.readings[:1])
     assert get_ratio(alone, alone.readings[0]) is None
-    assert make_rows([alone])[0]["times vllm"] == ""
+    assert make_rows(alone)[0]["times vllm"] == ""
 
 
 def test_what_is_rehearsed_is_every_way_to_plan() -> None:

@@ -10,9 +10,10 @@ import pytest
 from tests.impl.compiled.test_compiled import WITHOUT
 from typer.testing import CliRunner
 
-from blockstep.conformance.bench.measure import NotMeasuredError, open_side
+from blockstep.conformance.bench.sides import open_side
 from blockstep.conformance.command.main import app
 from blockstep.conformance.engine import ALL_CAPABILITIES
+from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.options import ExitCode
 from blockstep.impl import fastest
@@ -65,10 +66,11 @@ with warnings.catch_warnings(record=True) as caught:
 (one,) = caught
 assert one.category is RuntimeWarning
 assert "pip install 'blockstep[compiled]'" in str(one.message)
-from blockstep.conformance.bench.measure import NotMeasuredError, open_side
+from blockstep.conformance.bench.sides import open_side
+from blockstep.conformance.protocol.features import UsageError
 try:
     open_side("compiled", Config(num_blocks=8))
-except NotMeasuredError as error:
+except UsageError as error:
     assert "pip install 'blockstep[compiled]'" in str(error)
 else:
     raise AssertionError("it was measured")
@@ -82,7 +84,7 @@ else:
 @pytest.mark.parametrize("command", ["scheduler", "profile"])
 def test_what_is_slow_is_not_measured(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompiledEngine, "slow_because", SLOW)
-    with pytest.raises(NotMeasuredError, match=r"'compiled' is not measured: it runs as Python"):
+    with pytest.raises(UsageError, match=r"'compiled' is not measured: it runs as Python"):
         open_side("compiled", PLAIN)
     arguments = ["bench", command, "--engine", "compiled", "--scenario", "decode", "-n", "2"]
     result = CliRunner().invoke(app, arguments)

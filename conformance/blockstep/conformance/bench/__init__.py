@@ -2,5 +2,5 @@
 
 `scenarios` says what traffic there is, `sides` how one engine is timed, `player` plays clients and
 worker for it, `measure` interleaves several and demands equal decisions, `profile` looks into one
-of them, `report` and `page` show the result.
+of them, `report` shows the result.
 """

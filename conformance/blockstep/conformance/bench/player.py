@@ -7,29 +7,38 @@ nothing but the engine runs between two looks at the clock; and then what it dec
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeAlias
 
+from blockstep.conformance.bench import sides as s
 from blockstep.conformance.bench.scenarios import Scenario, get_token
-from blockstep.conformance.bench.sides import Answer, Decision, Delivered, PlannedRow, Side, Times
-from blockstep.spec.vocabulary import Config, Request, RequestId, TokenIds
+from blockstep.spec.vocabulary import Request, RequestId, TokenIds
+
+FILL_STEPS_MAX = 20_000
+"""Steps until enough requests run, at most; a scenario that takes longer is broken."""
+PILOT = "fastest"
+"""The engine on which the traffic is written down. Where engines are asked in arrays it is one of
+them: a plan of the protocol does not say how new and resumed rows mix."""
+
+Timing: TypeAlias = tuple[s.Times, s.Times]
+"""Of schedule and commit in one step; zeros while plans pile up in the pipeline."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Moment:
     """One step, as it comes in from outside."""
 
-    submitted: list[Request] = field(default_factory=list)
-    drafts: Answer = ()
-    answer: Answer | None = None
+    submitted: list[Request]
+    drafts: s.Answer
+    answer: s.Answer | None
     """To the oldest plan in flight; None while plans pile up in the pipeline."""
-    num_rows: int = 0
-    num_tokens: int = 0
-    num_new: int = 0
-    num_preempted: int = 0
+    counts: tuple[int, int, int, int]
+    """Rows, tokens, new and preempted requests of the plan."""
+    digest: str
+    """Of all that was decided and delivered until now."""
 
 
 @dataclass(slots=True)
@@ -45,127 +54,110 @@ class Live:
     """The drafts handed in for its next row."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """One step of one side: seconds of each reading."""
-
-    schedule: Times
-    commit: Times
-    """Zeros while plans pile up in the pipeline."""
-
-
-class Track:
-    """A digest of what a side decided and delivered: equal ones say that both did the same."""
-
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
-
-    @property
-    def digest(self) -> str:
-        """Of everything so far."""
-        return self._digest.hexdigest()
-
-    def note(self, decision: Decision, delivered: Delivered) -> None:
-        """Add a step. By id: a plan of the protocol does not say how new and resumed rows mix."""
-        rows = sorted(decision.rows, key=lambda row: row.request_id)
-        told = sorted(delivered, key=lambda row: row[0])
-        self._digest.update(repr((rows, decision.preempted, decision.finished, told)).encode())
-
-
 class Pilot:
     """Plays clients and worker on one side, one step at a time, and writes them down."""
 
-    def __init__(self, side: Side, scenario: Scenario, num_running: int, config: Config) -> None:
-        self.side = side
-        self.track = Track()
-        self.depth = config.max_frames_in_flight
-        self.num_drafts = config.num_speculative_tokens
-        self.concurrency = scenario.get_concurrency(num_running)
+    def __init__(self, scenario: Scenario, num_running: int) -> None:
+        self.scenario = scenario
+        self.num_running = num_running
+        self.config = scenario.get_config(num_running)
+        self.side = s.open_side(PILOT, self.config)
         self.live: dict[RequestId, Live] = {}
         self.running: set[RequestId] = set()
         self.has_all_submitted = False
-        self._source: Iterator[Request] = scenario.get_requests(num_running)
-        self._frames: deque[list[tuple[PlannedRow, bool]]] = deque()
+        self._source = scenario.get_requests(num_running)
+        self._frames: deque[list[tuple[s.PlannedRow, bool]]] = deque()
         """In flight, oldest first: each row, and whether it samples."""
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the traffic has ended."""
-        return self.has_all_submitted and not self.live
+    def fill(self) -> list[Moment]:
+        """Play until enough requests run, then the warm-up."""
+        name, wanted = self.scenario.name, self.scenario.min_running * self.num_running
+        moments: list[Moment] = []
+        while len(self.running) < wanted:
+            if len(moments) == FILL_STEPS_MAX:
+                raise RuntimeError(f"scenario {name}: only {len(self.running)} ever run")
+            moments += self.play(1)
+        return moments + self.play(self.scenario.num_warmup)
 
-    def step(self) -> Moment:
+    def play(self, num_steps: int) -> list[Moment]:
+        """So many steps, or fewer if the traffic ends."""
+        moments: list[Moment] = []
+        while len(moments) < num_steps and (self.live or not self.has_all_submitted):
+            moments.append(self._step())
+        return moments
+
+    def _step(self) -> Moment:
         """Submit what is due, plan, and answer the oldest plan once the pipeline is full."""
-        moment = Moment(self._submit_due())
-        if self.num_drafts:
-            moment.drafts = self._propose()
-            self.side.propose(moment.drafts)
-        decision = self.side.read_plan(self.side.schedule()[1])
-        moment.num_rows = len(decision.rows)
-        moment.num_tokens = sum(row.num_scheduled_tokens for row in decision.rows)
-        moment.num_new = sum(row.is_new for row in decision.rows)
-        moment.num_preempted = len(decision.preempted)
-        self._note(decision)
-        delivered: Delivered = ()
-        if len(self._frames) >= self.depth or (self._frames and not decision.rows):
-            moment.answer = [
+        submitted, drafts = self._submit_due(), self._propose()
+        plan, _ = self.side.schedule()
+        decision = self.side.read_plan(plan)
+        self.running.difference_update(decision.preempted)
+        if decision.rows:
+            self.side.frames.append(plan)
+            self._frames.append([(row, self._promise(row)) for row in decision.rows])
+        answer: s.Answer | None = None
+        delivered: s.Delivered = ()
+        is_full = len(self._frames) >= self.config.max_frames_in_flight
+        if is_full or (self._frames and not decision.rows):
+            answer = [
                 (row.request_id, self._sample(row) if samples else ())
                 for row, samples in self._frames.popleft()
             ]
-            _, outputs = self.side.commit(self.side.prepare(moment.answer))
+            outputs, _ = self.side.commit(self.side.prepare(answer))
             delivered = self.side.read_outputs(outputs)
             self._take(delivered)
-        self.track.note(decision, delivered)
-        return moment
+        counts = (
+            len(decision.rows),
+            sum(row.num_scheduled_tokens for row in decision.rows),
+            sum(row.is_new for row in decision.rows),
+            len(decision.preempted),
+        )
+        return Moment(submitted, drafts, answer, counts, self.side.note(decision, delivered))
 
     def _submit_due(self) -> list[Request]:
-        due: list[Request] = []
-        while not self.has_all_submitted and len(self.live) < self.concurrency:
-            request = next(self._source, None)
-            if request is None:
-                self.has_all_submitted = True
-                break
+        room = self.scenario.get_concurrency(self.num_running) - len(self.live)
+        due = list(islice(self._source, room))
+        self.has_all_submitted = len(due) < room
+        for request in due:
             self.side.submit(request)
-            due.append(request)
             number = int(request.request_id[1:])
             self.live[request.request_id] = Live(number, len(request.prompt_token_ids))
         return due
 
-    def _propose(self) -> list[tuple[RequestId, TokenIds]]:
+    def _propose(self) -> s.Answer:
         """Zero to all drafts of a request agree with what it will say, turn by turn."""
-        drafts: list[tuple[RequestId, TokenIds]] = []
-        for name in sorted(self.running):
+        num_drafts = self.config.num_speculative_tokens
+        if not num_drafts:
+            return ()
+        for name in self.running:
             live = self.live[name]
-            agreeing = (live.number + live.known) % (self.num_drafts + 1)
+            agreeing = (live.number + live.known) % (num_drafts + 1)
             live.proposal = tuple(
                 get_token(live.number, live.known + offset) + (offset >= agreeing)
-                for offset in range(self.num_drafts)
+                for offset in range(num_drafts)
             )
-            drafts.append((name, live.proposal))
+        drafts = [(name, self.live[name].proposal) for name in sorted(self.running)]
+        self.side.propose(drafts)
         return drafts
 
-    def _note(self, decision: Decision) -> None:
-        for name in decision.preempted:
-            self.running.discard(name)
-        frame: list[tuple[PlannedRow, bool]] = []
-        for row in decision.rows:
-            live = self.live[row.request_id]
-            reached = row.num_computed_tokens + row.num_scheduled_tokens
-            samples = reached - row.num_drafts >= live.known + live.promised
-            if samples:
-                live.promised += 1 + row.num_drafts
-                self.running.add(row.request_id)
-            frame.append((row, samples))
-        if frame:
-            self._frames.append(frame)
+    def _promise(self, row: s.PlannedRow) -> bool:
+        """Whether a row samples; what it promises is noted."""
+        live = self.live[row.request_id]
+        reached = row.num_computed_tokens + row.num_scheduled_tokens
+        samples = reached - row.num_drafts >= live.known + live.promised
+        if samples:
+            live.promised += 1 + row.num_drafts
+            self.running.add(row.request_id)
+        return samples
 
-    def _take(self, delivered: Delivered) -> None:
+    def _take(self, delivered: s.Delivered) -> None:
         for name, tokens, reason in delivered:
             self.live[name].known += len(tokens)
             if reason is not None:
                 del self.live[name]
                 self.running.discard(name)
 
-    def _sample(self, row: PlannedRow) -> TokenIds:
+    def _sample(self, row: s.PlannedRow) -> TokenIds:
         """What the model samples in a row that samples: accepted drafts, and one token more."""
         live = self.live.get(row.request_id)
         if live is None:
@@ -179,22 +171,40 @@ class Pilot:
         return tuple(tokens)
 
 
-def play(side: Side, track: Track, moments: Sequence[Moment]) -> list[Timing]:
-    """Give a side what comes in, and time it; then read what it decided."""
+def play(side: s.Side, moments: Sequence[Moment], what: str) -> list[Timing]:
+    """Give a side what comes in, and time it; then read what it decided.
+
+    Raises:
+        NotEqualError: that is not what the pilot decided; `what` says who did where.
+    """
     answers = [None if m.answer is None else side.prepare(m.answer) for m in moments]
     timings: list[Timing] = []
     given: list[tuple[Any, Any]] = []
-    nothing = (0.0,) * len(side.readings)
-    for moment, answer in zip(moments, answers, strict=True):
-        for request in moment.submitted:
-            side.submit(request)
-        if moment.drafts:
-            side.propose(moment.drafts)
-        planned, plan = side.schedule()
-        committed, outputs = (nothing, None) if answer is None else side.commit(answer)
-        timings.append(Timing(planned, committed))
-        given.append((plan, outputs))
-    for plan, outputs in given:
-        delivered = () if outputs is None else side.read_outputs(outputs)
-        track.note(side.read_plan(plan), delivered)
+    try:
+        for moment, answer in zip(moments, answers, strict=True):
+            for request in moment.submitted:
+                side.submit(request)
+            if moment.drafts:
+                side.propose(moment.drafts)
+            plan, seconds = side.schedule()
+            planned = side.get_times(plan, seconds)
+            if moment.counts[0]:
+                side.frames.append(plan)
+            outputs, committed = None, (0.0,) * len(planned)
+            if answer is not None:
+                outputs, seconds = side.commit(answer)
+                committed = side.get_times(outputs, seconds)
+            timings.append((planned, committed))
+            given.append((plan, outputs))
+        digests = [
+            side.note(side.read_plan(plan), side.read_outputs(outputs) if outputs else ())
+            for plan, outputs in given
+        ]
+    except s.NotEqualError:
+        digests = []
+    if digests != [moment.digest for moment in moments]:
+        raise s.NotEqualError(
+            f"{what} does not decide as {PILOT} does, so their times cannot be compared; "
+            "`blockstep check` finds out why"
+        )
     return timings

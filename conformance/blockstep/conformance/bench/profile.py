@@ -9,28 +9,16 @@ from __future__ import annotations
 
 import cProfile
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import CodeType
-from typing import Any
 
-from blockstep.conformance.bench.measure import (
-    PILOT,
-    Advance,
-    demand_equal,
-    fill,
-    garbage_collection,
-    open_side,
-)
-from blockstep.conformance.bench.player import Pilot, Track, play
+from blockstep.conformance.bench.measure import Advance, garbage_collection
+from blockstep.conformance.bench.player import Pilot, play
 from blockstep.conformance.bench.scenarios import Scenario
-from blockstep.spec.vocabulary import Commit, Schedule
+from blockstep.conformance.bench.sides import open_side
 
-STEPS = frozenset({"apply", "schedule_arrays", "commit_arrays", "schedule", "update_from_output"})
-"""The calls of a step: of any engine, of one with arrays, and of vLLM's scheduler."""
-PLACES = ("arrays", "scheduler", "engine")
-"""Where a side keeps what it asks."""
 ADDRESS = re.compile(r" object at 0x[0-9a-f]+")
 
 
@@ -60,30 +48,6 @@ class Profile:
     lines: tuple[Line, ...]
 
 
-class Watched:
-    """An engine or scheduler whose steps the profiler sees, and nothing else of it."""
-
-    def __init__(self, inner: Any, profiler: cProfile.Profile) -> None:
-        self._inner = inner
-        self._profiler = profiler
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        return self._watch(found) if name in STEPS else found
-
-    def _watch(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*arguments: Any) -> Any:
-            if step.__name__ == "apply" and not isinstance(arguments[0], (Schedule, Commit)):
-                return step(*arguments)
-            self._profiler.enable()
-            try:
-                return step(*arguments)
-            finally:
-                self._profiler.disable()
-
-        return watched
-
-
 def profile(
     scenario: Scenario,
     num_running: int,
@@ -94,47 +58,30 @@ def profile(
 ) -> Profile:
     """Look at `num_steps` steps: the `num_lines` functions that take most with what they call.
 
-    Raises:
-        NotMeasuredError: the engine says that its times would mean nothing here.
-        NotEqualError: the engine decided differently from the pilot.
-        EngineNotFoundError: it cannot be loaded.
+    Raises: as `measure`.
     """
-    config = scenario.get_config(num_running)
-    side, track, profiler = open_side(engine, config), Track(), cProfile.Profile()
-    pilot = Pilot(open_side(PILOT, config), scenario, num_running, config)
+    what = f"scenario {scenario.name}: {engine}"
+    pilot, profiler = Pilot(scenario, num_running), cProfile.Profile()
+    side = open_side(engine, pilot.config)
     advance(0.0, f"{engine}, {scenario.name} {num_running}: filling")
-    play(side, track, fill(pilot, scenario, num_running))
-    place = next(name for name in PLACES if hasattr(side, name))
-    setattr(side, place, Watched(getattr(side, place), profiler))
+    play(side, pilot.fill(), what)
+    side.ask = partial(side.ask, profiler.runcall)
     with garbage_collection(on=False):
-        moments = [pilot.step() for _ in range(num_steps)]
-        play(side, track, moments)
-    demand_equal(pilot, scenario, engine, track)
-    return _read(profiler, scenario.name, num_running, engine, num_steps, num_lines)
-
-
-def _read(
-    profiler: cProfile.Profile,
-    scenario: str,
-    num_running: int,
-    engine: str,
-    num_steps: int,
-    num_lines: int,
-) -> Profile:
+        play(side, pilot.play(num_steps), what)
     entries = [entry for entry in profiler.getstats() if "_lsprof" not in str(entry.code)]
     whole = sum(entry.inlinetime for entry in entries)
     lines = [
         Line(
-            name_function(entry.code),
-            entry.callcount / num_steps,
-            entry.inlinetime / whole,
-            entry.totaltime / whole,
+            name_function(e.code),
+            e.callcount / num_steps,
+            e.inlinetime / whole,
+            e.totaltime / whole,
         )
-        for entry in entries
+        for e in entries
     ]
     lines.sort(key=lambda line: (-line.total, line.function))
     step = 1e6 * whole / num_steps
-    return Profile(scenario, num_running, engine, num_steps, step, tuple(lines[:num_lines]))
+    return Profile(scenario.name, num_running, engine, num_steps, step, tuple(lines[:num_lines]))
 
 
 def name_function(code: str | CodeType) -> str:

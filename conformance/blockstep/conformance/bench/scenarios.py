@@ -47,22 +47,21 @@ def get_token(number: int, position: int) -> int:
     return (number * 7919 + position * 104_729 + 17) % VOCABULARY
 
 
-def get_tokens(number: int, start: int, end: int) -> TokenIds:
-    """What it says from `start` to before `end`."""
-    return tuple(get_token(number, position) for position in range(start, end))
+def _get_tokens(number: int, length: int) -> TokenIds:
+    return tuple(get_token(number, position) for position in range(length))
 
 
-def _request(number: int, prompt: TokenIds, max_tokens: int, **fields: int) -> Request:
-    return Request(f"r{number}", prompt, max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
+def _request(number: int, prompt_length: int, max_tokens: int) -> Request:
+    prompt = _get_tokens(number + 1_000_000, prompt_length)
+    return Request(f"r{number}", prompt, max_tokens=max_tokens)
 
 
 def _config(num_running: int, tokens_each: int, **fields: object) -> Config:
     """A pool in which `tokens_each` tokens of every request fit."""
-    blocks = num_running * -(-tokens_each // BLOCK_SIZE) + 64
     base = Config(
-        num_blocks=blocks,
+        num_blocks=num_running * -(-tokens_each // BLOCK_SIZE) + 64,
         block_size=BLOCK_SIZE,
-        max_num_seqs=max(num_running, 1),
+        max_num_seqs=num_running,
         max_num_batched_tokens=max(8192, 2 * num_running),
         max_model_len=131_072,
         # The gate asks for all known tokens of a request at each admission: not what is measured.
@@ -71,135 +70,96 @@ def _config(num_running: int, tokens_each: int, **fields: object) -> Config:
     return replace(base, **fields)  # type: ignore[arg-type]
 
 
-def _decoding(num_running: int, length: int = 496) -> Iterator[Request]:
+def _decoding(num_running: int) -> Iterator[Request]:
     """Prompts of one length and up to a block more, so that each step fills N / 16 blocks."""
     for number in range(num_running):
-        prompt = get_tokens(number + 1_000_000, 0, length + number % BLOCK_SIZE)
-        yield _request(number, prompt, FOREVER)
+        yield _request(number, 496 + number % BLOCK_SIZE, FOREVER)
 
 
 def _one_long(num_running: int) -> Iterator[Request]:
     """The first request has 100,000 tokens of context, the others 512."""
-    for request in _decoding(num_running):
-        long = request.request_id == "r0"
-        prompt = get_tokens(1_000_000, 0, 100_000) if long else request.prompt_token_ids
-        yield replace(request, prompt_token_ids=prompt)
+    yield _request(0, 100_000, FOREVER)
+    yield from islice(_decoding(num_running), 1, None)
 
 
 def _mixed(_num_running: int) -> Iterator[Request]:
     """Prompts of 1,024 tokens in chunks, 128 to 255 outputs: prefill and decode in one step."""
     for number in count():
-        prompt = get_tokens(number + 1_000_000, 0, 960 + number * 37 % 128)
-        yield _request(number, prompt, 128 + number * 53 % 128)
+        yield _request(number, 960 + number * 37 % 128, 128 + number * 53 % 128)
 
 
 def _agent_turns(num_running: int) -> Iterator[Request]:
     """Sessions that grow by 6 % of 4,096 tokens a turn: 16 are new, the rest was there before."""
-    number = 0
-    for turn in count():
-        for session in range(num_running):
-            stem = get_tokens(session + 1_000_000, 0, 3840 + 256 * (turn % 8))
-            fresh = get_tokens(number + 2_000_000, 0, 240)
-            yield _request(number, (*stem, *fresh), 96 + number * 29 % 64)
-            number += 1
+    for number in count():
+        turn, session = divmod(number, num_running)
+        stem = _get_tokens(session + 1_000_000, 3840 + 256 * (turn % 8))
+        fresh = _get_tokens(number + 2_000_000, 240)
+        yield Request(f"r{number}", (*stem, *fresh), max_tokens=96 + number * 29 % 64)
 
 
 def _storm(_num_running: int) -> Iterator[Request]:
     """Short prompts whose outputs outgrow the pool."""
     for number in count():
-        prompt = get_tokens(number + 1_000_000, 0, 64 + number * 7 % 64)
-        yield _request(number, prompt, 384 + number * 53 % 128)
+        yield _request(number, 64 + number * 7 % 64, 384 + number * 53 % 128)
 
 
 def _priorities(_num_running: int) -> Iterator[Request]:
     """As in `mixed`, with five priorities and more waiting than running."""
-    for request in _mixed(0):
-        number = int(request.request_id[1:])
+    for number, request in enumerate(_mixed(0)):
         yield replace(request, priority=number * 31 % 5, arrival_time=number)
-
-
-def _config_storm(num_running: int) -> Config:
-    """Room for less than half of what all of them come to hold."""
-    blocks = max(int(num_running * 0.45 * 36), 48)
-    return replace(_config(num_running, 512), num_blocks=blocks)
 
 
 SCENARIOS: Mapping[str, Scenario] = {
     scenario.name: scenario
     for scenario in (
         Scenario(
-            "decode",
-            "all of them decode; a sixteenth fill a block in each step",
-            lambda n: _config(n, 1024),
-            _decoding,
+            "decode", "all of them decode; a sixteenth fill a block in each step",
+            lambda n: _config(n, 1024), _decoding,
         ),
         Scenario(
-            "mixed",
-            "chunked prefill beside decode; requests end and come all the time",
-            lambda n: _config(n, 1536, max_num_batched_tokens=max(2048, 2 * n)),
-            _mixed,
+            "mixed", "chunked prefill beside decode; requests end and come all the time",
+            lambda n: _config(n, 1536, max_num_batched_tokens=max(2048, 2 * n)), _mixed,
             num_warmup=400,
         ),
         Scenario(
-            "hits",
-            "agent turns of 4,096 tokens, 94 % of them hit",
-            lambda n: _config(n, 3 * 6144, max_num_batched_tokens=max(8192, 4 * n)),
-            _agent_turns,
-            num_warmup=300,
-            num_running_max=1024,
+            "hits", "agent turns of 4,096 tokens, 94 % of them hit",
+            lambda n: _config(n, 3 * 6144, max_num_batched_tokens=max(8192, 4 * n)), _agent_turns,
+            num_warmup=300, num_running_max=1024,
         ),
         Scenario(
             "storm",
             "a pool for less than half of what would run: somebody is preempted again and again",
-            _config_storm,
-            _storm,
-            num_warmup=500,
-            min_running=0.4,
+            lambda n: _config(n, 512, num_blocks=max(int(n * 0.45 * 36), 48)), _storm,
+            num_warmup=500, min_running=0.4,
         ),
         Scenario(
-            "priority",
-            "as mixed, in order of five priorities, as many waiting as running",
-            lambda n: _config(
-                n, 1536, policy=Policy.PRIORITY, max_num_batched_tokens=max(2048, 2 * n)
-            ),
-            _priorities,
-            get_concurrency=lambda n: 2 * n,
-            num_warmup=400,
+            "priority", "as mixed, in order of five priorities, as many waiting as running",
+            lambda n: replace(SCENARIOS["mixed"].get_config(n), policy=Policy.PRIORITY),
+            _priorities, get_concurrency=lambda n: 2 * n, num_warmup=400,
         ),
         Scenario(
-            "drafts",
-            "three drafts for each request and step; zero to three are accepted",
+            "drafts", "three drafts for each request and step; zero to three are accepted",
             lambda n: _config(
-                n,
-                2048,
-                spec_method=SpecMethod.NGRAM,
-                num_speculative_tokens=3,
+                n, 2048, spec_method=SpecMethod.NGRAM, num_speculative_tokens=3,
                 max_num_batched_tokens=max(8192, 8 * n),  # four for each that runs, and prompts
             ),
             _decoding,
         ),
         Scenario(
-            "async",
-            "as decode, two plans in flight",
-            lambda n: _config(n, 1024, max_frames_in_flight=2, async_scheduling=True),
-            _decoding,
+            "async", "as decode, two plans in flight",
+            lambda n: _config(n, 1024, max_frames_in_flight=2, async_scheduling=True), _decoding,
         ),
         Scenario(
-            "long",
-            "as decode, one of them with 100,000 tokens of context",
-            lambda n: replace(_config(n, 1024), num_blocks=n * 64 + 6400),
-            _one_long,
+            "long", "as decode, one of them with 100,000 tokens of context",
+            lambda n: _config(n, 1024, num_blocks=n * 64 + 6400), _one_long,
         ),
         Scenario(
-            "pool",
-            "as mixed, in a pool of 100,000 blocks that is full of old contents",
-            lambda n: _config(n, 1536, num_blocks=100_000),
-            _mixed,
-            num_warmup=400,
-            num_running_max=1024,
+            "pool", "as mixed, in a pool of 100,000 blocks that is full of old contents",
+            lambda n: _config(n, 1536, num_blocks=100_000), _mixed,
+            num_warmup=400, num_running_max=1024,
         ),
     )
-}
+}  # fmt: skip
 """By name."""
 
 
@@ -212,13 +172,8 @@ def get_trace_scenario(path: Path, limit: int) -> Scenario:
     workload = load(path, limit=limit)
     preset = REPLAY_PRESETS[workload.format]
     return Scenario(
-        TRACE,
-        f"the first {limit:,} requests of {path.name}",
-        lambda _n: preset.config,
-        lambda _n: islice(iter(workload), limit),
+        TRACE, f"the first {limit:,} requests of {path.name}",
+        lambda _n: preset.config, lambda _n: islice(iter(workload), limit),
         get_concurrency=lambda _n: preset.pace.concurrency,
-        num_warmup=0,
-        counts_every_step=True,
-        steps_per_turn=64,
-        min_running=0.0,
-    )
+        num_warmup=0, counts_every_step=True, steps_per_turn=64, min_running=0.0,
+    )  # fmt: skip

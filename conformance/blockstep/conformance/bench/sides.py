@@ -7,20 +7,18 @@ object that vLLM builds in a step.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
-from blockstep.conformance.engine import Engine
+from blockstep.conformance.protocol.features import UsageError
+from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec import vocabulary as v
-
-clock: Final = time.thread_time
-"""Processor time of this thread, in seconds: what else the machine does meanwhile is not counted.
-A scheduler waits for nothing, so on an idle machine it is the time by the wall."""
 
 
 class PlannedRow(NamedTuple):
@@ -52,204 +50,154 @@ Times: TypeAlias = tuple[float, ...]
 """Seconds, one for each reading."""
 
 
-class OffTrackError(RuntimeError):
-    """An engine refused what others took, so it has decided something else before."""
+class NotEqualError(RuntimeError):
+    """A side decided something else than the pilot, so their times cannot be compared."""
 
 
-class Side(Protocol):
-    """An engine under the clock. All times are seconds.
+def time_call(call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+    """What a call gives, and seconds of processor time: what else the machine does is not counted.
+
+    A scheduler waits for nothing, so on an idle machine it is the time by the wall.
+    """
+    start = time.thread_time()
+    result = call(*arguments)
+    seconds = time.thread_time() - start
+    if isinstance(result, v.Rejected):
+        raise NotEqualError(result)  # it has decided something else before
+    return result, seconds
+
+
+class Side:
+    """An engine under the clock; here any, on the events of the protocol. All times are seconds.
 
     What is timed gets what it needs ready made, and leaves what it gives as it is; what that says
     is asked for later.
     """
 
-    readings: tuple[str, ...]
-    """Names of the times that `schedule` and `commit` give, in their order."""
+    readings: tuple[str, ...] = ("protocol",)
+    """Names of what `get_times` gives, in its order."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.ask: Callable[..., tuple[Any, float]] = time_call
+        """What makes the calls of a step."""
+        self.frames: deque[Any] = deque()
+        """Plans in flight, oldest first."""
+        self._digest = hashlib.sha256()
 
     def submit(self, request: v.Request) -> None:
         """Take a request; not timed."""
-        ...
-
-    def propose(self, drafts: Answer) -> None:
-        """Hand drafts in for the next step; not timed."""
-        ...
-
-    def prepare(self, answer: Answer) -> Any:
-        """What `commit` takes, of the tokens of each row in the order of scheduling."""
-        ...
-
-    def schedule(self) -> tuple[Times, Any]:
-        """Plan a step, by the clock."""
-        ...
-
-    def commit(self, prepared: Any) -> tuple[Times, Any]:
-        """Answer the oldest plan, by the clock."""
-        ...
-
-    def read_plan(self, plan: Any) -> Decision:
-        """What `schedule` decided."""
-        ...
-
-    def read_outputs(self, outputs: Any) -> Delivered:
-        """What `commit` delivered."""
-        ...
-
-
-class ProtocolSide:
-    """Any engine, timed on the events of the protocol: plans and outputs of the vocabulary."""
-
-    readings: tuple[str, ...] = ("protocol",)
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._frame_ids: deque[int] = deque()
-
-    def submit(self, request: v.Request) -> None:
-        """See `Side`."""
         answer = self.engine.apply(v.Submit(request))
         if not isinstance(answer, v.Ack):
             raise RuntimeError(f"the scenario is broken: {request.request_id} is refused: {answer}")
 
     def propose(self, drafts: Answer) -> None:
-        """See `Side`."""
+        """Hand drafts in for the next step; not timed."""
         self.engine.apply(v.Drafts(tuple(v.RowTokens(*row) for row in drafts)))
 
     def prepare(self, answer: Answer) -> Any:
-        """See `Side`."""
+        """What `commit` takes, of the tokens of each row in the order of scheduling."""
         return tuple(v.RowTokens(*row) for row in answer)
 
-    def schedule(self) -> tuple[Times, Any]:
-        """See `Side`."""
-        event = v.Schedule()
-        start = clock()
-        plan = self.engine.apply(event)
-        seconds = clock() - start
-        if not isinstance(plan, v.Plan):
-            raise OffTrackError(plan)
-        if plan.new or plan.cached:
-            self._frame_ids.append(plan.frame_id)
-        return (seconds,), plan
+    def schedule(self) -> tuple[Any, float]:
+        """Plan a step: the plan, and its seconds."""
+        return self.ask(self.engine.apply, v.Schedule())
 
-    def commit(self, prepared: Any) -> tuple[Times, Any]:
-        """See `Side`."""
-        event = v.Commit(self._frame_ids.popleft(), prepared)
-        start = clock()
-        outputs = self.engine.apply(event)
-        seconds = clock() - start
-        if not isinstance(outputs, v.Outputs):
-            raise OffTrackError(outputs)
-        return (seconds,), outputs
+    def commit(self, prepared: Any) -> tuple[Any, float]:
+        """Answer the oldest plan: the outputs, and their seconds."""
+        return self.ask(self.engine.apply, v.Commit(self.frames.popleft().frame_id, prepared))
+
+    def get_times(self, _result: Any, seconds: float) -> Times:
+        """Those of a step in each reading, if it took so many seconds to get its result."""
+        return (seconds,)
 
     def read_plan(self, plan: Any) -> Decision:
-        """See `Side`."""
-        return _decision_of(plan)
+        """What `schedule` decided. New rows and resumed ones are told apart in a plan."""
+        running = [row for row in plan.cached if not row.resumed]
+        resumed = [row for row in plan.cached if row.resumed]
+        rows = tuple(map(_read_row, (*running, *plan.new, *resumed)))
+        return Decision(rows, plan.preempted_req_ids, plan.finished_req_ids)
 
     def read_outputs(self, outputs: Any) -> Delivered:
-        """See `Side`."""
-        return _delivered_of(outputs)
+        """What `commit` delivered."""
+        return read_rows(outputs.rows)
+
+    def note(self, decision: Decision, delivered: Delivered) -> str:
+        """The digest of all that was decided and delivered, with this step.
+
+        By id: a plan of the protocol does not say how new and resumed rows mix.
+        """
+        rows = sorted(decision.rows, key=lambda row: row.request_id)
+        told = sorted(delivered, key=lambda row: row[0])
+        self._digest.update(repr((rows, decision.preempted, decision.finished, told)).encode())
+        return self._digest.hexdigest()
 
 
-class ArraySide(ProtocolSide):
+def read_rows(rows: Iterable[Any]) -> Delivered:
+    """What rows of outputs say, ours or those of vLLM."""
+    told = [(row, None if row.finish_reason is None else str(row.finish_reason)) for row in rows]
+    return tuple((row.request_id, tuple(row.new_token_ids), reason) for row, reason in told)
+
+
+def _read_row(row: v.NewRow | v.CachedRow) -> PlannedRow:
+    if isinstance(row, v.NewRow):
+        groups, num_drafts, is_new = row.block_ids, 0, True
+    else:
+        groups, num_drafts, is_new = row.new_block_ids, len(row.draft_token_ids), False
+    blocks = tuple(block for group in groups for block in group)
+    computed, scheduled = row.num_computed_tokens, row.num_scheduled_tokens
+    return PlannedRow(row.request_id, computed, scheduled, blocks, num_drafts, is_new)
+
+
+class ArraySide(Side):
     """An engine that plans and takes answers as arrays (`blockstep.impl.arrays`)."""
 
     readings: tuple[str, ...] = ("arrays", "materialised")
 
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
-        self.arrays = engine
-
     def prepare(self, answer: Answer) -> Any:
         """See `Side`. Counts are needed only if some row carries drafts; they never do harm."""
-        counts = [len(tokens) for _, tokens in answer]
         flat = np.array([token for _, tokens in answer for token in tokens], np.int32)
-        has_drafts = self.arrays.config.num_speculative_tokens > 0
-        return flat, np.array(counts, np.int32) if has_drafts else None
+        counts = np.array([len(tokens) for _, tokens in answer], np.int32)
+        return flat, counts if self.engine.config.num_speculative_tokens else None
 
-    def schedule(self) -> tuple[Times, Any]:
+    def schedule(self) -> tuple[Any, float]:
         """See `Side`."""
-        start = clock()
-        plan = self.arrays.schedule_arrays()
-        planned = clock()
-        if isinstance(plan, v.Rejected):
-            raise OffTrackError(plan)
-        objects = plan.build_objects()
-        built = clock()
-        del objects
-        if len(plan):
-            self._frame_ids.append(plan.frame_id)
-        return (planned - start, built - start), plan
+        return self.ask(self.engine.schedule_arrays)
 
-    def commit(self, prepared: Any) -> tuple[Times, Any]:
+    def commit(self, prepared: Any) -> tuple[Any, float]:
         """See `Side`."""
-        frame_id = self._frame_ids.popleft()
-        start = clock()
-        outputs = self.arrays.commit_arrays(frame_id, *prepared)
-        done = clock()
-        if isinstance(outputs, v.Rejected):
-            raise OffTrackError(outputs)
-        objects = outputs.build_objects()
-        built = clock()
-        del objects
-        return (done - start, built - start), outputs
+        return self.ask(self.engine.commit_arrays, self.frames.popleft().frame_id, *prepared)
+
+    def get_times(self, result: Any, seconds: float) -> Times:
+        """See `Side`."""
+        return (seconds, seconds + time_call(result.build_objects)[1])
 
     def read_plan(self, plan: Any) -> Decision:
         """See `Side`."""
-        numbers = zip(
-            plan.request_ids,
-            plan.num_computed_tokens.tolist(),
-            plan.num_scheduled_tokens.tolist(),
-            strict=True,
-        )
-        rows = tuple(
-            PlannedRow(
-                name,
-                computed,
-                scheduled,
-                plan.blocks_of.get(row, ()),
-                len(plan.draft_token_ids.get(row, ())),
-                row in plan.new_rows,
-            )
-            for row, (name, computed, scheduled) in enumerate(numbers)
-        )
-        return Decision(rows, plan.preempted_req_ids, plan.finished_req_ids)
+        computed, scheduled = plan.num_computed_tokens.tolist(), plan.num_scheduled_tokens.tolist()
+        blocks, drafts = plan.blocks_of, plan.draft_token_ids
+        rows = []
+        for row, name in enumerate(plan.request_ids):
+            numbers = computed[row], scheduled[row], blocks.get(row, ()), len(drafts.get(row, ()))
+            rows.append(PlannedRow(name, *numbers, row in plan.new_rows))
+        return Decision(tuple(rows), plan.preempted_req_ids, plan.finished_req_ids)
 
     def read_outputs(self, outputs: Any) -> Delivered:
         """See `Side`."""
-        return _delivered_of(outputs.build_outputs())
+        return super().read_outputs(outputs.build_outputs())
 
 
-def make_side(engine: Any) -> Side:
-    """The side that suits an engine: what it says of itself, or the protocol."""
-    if hasattr(engine, "schedule_arrays"):
-        return ArraySide(engine)
-    return ProtocolSide(engine)
+def open_side(name: str, config: v.Config) -> Side:
+    """The side of an engine by name: vLLM's own scheduler for `vllm`, else by what it can do.
 
-
-def _decision_of(plan: v.Plan) -> Decision:
-    """New rows and resumed ones are told apart in a plan; both stand in order of admission."""
-    running = [row for row in plan.cached if not row.resumed]
-    resumed = [row for row in plan.cached if row.resumed]
-    ordered: list[v.NewRow | v.CachedRow] = [*running, *plan.new, *resumed]
-    rows = [
-        PlannedRow(
-            row.request_id,
-            row.num_computed_tokens,
-            row.num_scheduled_tokens,
-            tuple(block for group in _blocks_of(row) for block in group),
-            len(row.draft_token_ids) if isinstance(row, v.CachedRow) else 0,
-            not isinstance(row, v.CachedRow),
-        )
-        for row in ordered
-    ]
-    return Decision(tuple(rows), plan.preempted_req_ids, plan.finished_req_ids)
-
-
-def _blocks_of(row: v.NewRow | v.CachedRow) -> v.BlockTables:
-    return row.new_block_ids if isinstance(row, v.CachedRow) else row.block_ids
-
-
-def _delivered_of(outputs: v.Outputs) -> Delivered:
-    return tuple(
-        (row.request_id, row.new_token_ids, row.finish_reason and str(row.finish_reason))
-        for row in outputs.rows
-    )
+    Raises:
+        UsageError: the engine runs here as nobody should run it; `slow_because` says why.
+        EngineNotFoundError: it cannot be loaded.
+    """
+    if name == "vllm":
+        return cast("Side", load_engine("blockstep.conformance.bench.vllm_side:VllmSide")(config))
+    make_engine = load_engine(name)
+    if slow_because := getattr(make_engine, "slow_because", ""):
+        raise UsageError(f"engine {name!r} is not measured: {slow_because}")
+    engine = make_engine(config)
+    return ArraySide(engine) if hasattr(engine, "schedule_arrays") else Side(engine)

@@ -7,49 +7,39 @@ as in vLLM, and so is not timed; what fills later is hashed inside `update_from_
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
-from blockstep.conformance.bench.sides import (
-    Answer,
-    Decision,
-    Delivered,
-    PlannedRow,
-    Times,
-    clock,
-)
+# First, because it says what to do where vLLM cannot be imported.
 from blockstep.conformance.engines.adapters.vllm import VllmEngine
 from blockstep.conformance.engines.adapters.vllm_build import build_request
+
+# isort: split
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+
+from blockstep.conformance.bench import sides as s
 from blockstep.spec.vocabulary import Config, Request
 
-try:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-except ImportError as error:  # pragma: no cover - the adapter has said so already
-    raise ImportError("vllm: not installed") from error
 
-
-class VllmSide:
+class VllmSide(s.Side):
     """vLLM's scheduler; what it builds are objects, so there is one reading."""
 
     readings: tuple[str, ...] = ("objects",)
 
     def __init__(self, config: Config) -> None:
         run = VllmEngine(config).run
-        self.scheduler = run.scheduler
+        super().__init__(run.scheduler)
         self.hasher = run.hasher
-        self._frames: deque[SchedulerOutput] = deque()
 
     def submit(self, request: Request) -> None:
         """See `Side`."""
-        self.scheduler.add_request(build_request(request, self.hasher, {}, separate_names=True))
+        self.engine.add_request(build_request(request, self.hasher, {}, separate_names=True))
 
-    def propose(self, drafts: Answer) -> None:
+    def propose(self, drafts: s.Answer) -> None:
         """See `Side`."""
         names = [name for name, _ in drafts]
-        self.scheduler.update_draft_token_ids(DraftTokenIds(names, [list(t) for _, t in drafts]))
+        self.engine.update_draft_token_ids(DraftTokenIds(names, [list(t) for _, t in drafts]))
 
-    def prepare(self, answer: Answer) -> Any:
+    def prepare(self, answer: s.Answer) -> Any:
         """See `Side`."""
         names = [name for name, _ in answer]
         return ModelRunnerOutput(
@@ -61,52 +51,32 @@ class VllmSide:
             pooler_output=[],
         )
 
-    def schedule(self) -> tuple[Times, Any]:
+    def schedule(self) -> tuple[Any, float]:
         """See `Side`."""
-        start = clock()
-        output = self.scheduler.schedule()
-        seconds = clock() - start
-        if output.num_scheduled_tokens:
-            self._frames.append(output)
-        return (seconds,), output
+        return self.ask(self.engine.schedule)
 
-    def commit(self, prepared: Any) -> tuple[Times, Any]:
+    def commit(self, prepared: Any) -> tuple[Any, float]:
         """See `Side`."""
-        output = self._frames.popleft()
-        start = clock()
-        answer = self.scheduler.update_from_output(output, prepared)
-        return (clock() - start,), answer
+        return self.ask(self.engine.update_from_output, self.frames.popleft(), prepared)
 
-    def read_plan(self, plan: Any) -> Decision:
+    def read_plan(self, plan: Any) -> s.Decision:
         """See `Side`."""
-        return _decision_of(plan)
+        cached = plan.scheduled_cached_reqs
+        told = {
+            new.req_id: (new.num_computed_tokens, new.block_ids, True)
+            for new in plan.scheduled_new_reqs
+        }
+        for index, name in enumerate(cached.req_ids):
+            told[name] = (cached.num_computed_tokens[index], cached.new_block_ids[index], False)
+        rows = []
+        for name, num_scheduled in plan.num_scheduled_tokens.items():
+            computed, groups, is_new = told[name]
+            blocks = tuple(block for group in groups or () for block in group)
+            drafts = plan.scheduled_spec_decode_tokens.get(name, ())
+            rows.append(s.PlannedRow(name, computed, num_scheduled, blocks, len(drafts), is_new))
+        preempted = tuple(sorted(plan.preempted_req_ids or ()))
+        return s.Decision(tuple(rows), preempted, tuple(sorted(plan.finished_req_ids)))
 
-    def read_outputs(self, outputs: Any) -> Delivered:
+    def read_outputs(self, outputs: Any) -> s.Delivered:
         """See `Side`."""
-        return tuple(
-            (
-                row.request_id,
-                tuple(row.new_token_ids),
-                None if row.finish_reason is None else str(row.finish_reason),
-            )
-            for core in outputs.values()
-            for row in core.outputs
-        )
-
-
-def _decision_of(output: SchedulerOutput) -> Decision:
-    cached = output.scheduled_cached_reqs
-    told = {
-        new.req_id: (new.num_computed_tokens, new.block_ids, True)
-        for new in output.scheduled_new_reqs
-    }
-    for index, name in enumerate(cached.req_ids):
-        told[name] = (cached.num_computed_tokens[index], cached.new_block_ids[index], False)
-    rows = []
-    for name, num_scheduled in output.num_scheduled_tokens.items():
-        computed, groups, is_new = told[name]
-        blocks = () if groups is None else tuple(block for group in groups for block in group)
-        drafts = output.scheduled_spec_decode_tokens.get(name, ())
-        rows.append(PlannedRow(name, computed, num_scheduled, blocks, len(drafts), is_new))
-    preempted = tuple(sorted(output.preempted_req_ids or ()))
-    return Decision(tuple(rows), preempted, tuple(sorted(output.finished_req_ids)))
+        return s.read_rows(row for core in outputs.values() for row in core.outputs)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -11,25 +13,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from blockstep.conformance.bench.measure import (
-    Measurement,
-    NotEqualError,
-    NotMeasuredError,
-    describe_machine,
-    measure,
-    merge_rounds,
-    rehearse,
-)
-from blockstep.conformance.bench.page import draw_plot, make_markdown
-from blockstep.conformance.bench.profile import Profile, profile, to_lines
-from blockstep.conformance.bench.report import (
-    get_seconds,
-    list_slopes,
-    make_rows,
-    make_table,
-    to_json,
-)
+from blockstep.conformance.bench import measure, report
+from blockstep.conformance.bench.profile import profile, to_lines
 from blockstep.conformance.bench.scenarios import SCENARIOS, TRACE, Scenario, get_trace_scenario
+from blockstep.conformance.bench.sides import NotEqualError
 from blockstep.conformance.command import console, options
 from blockstep.conformance.search.options import ExitCode
 
@@ -48,14 +35,17 @@ ScenarioOption = Annotated[
 bench_app = typer.Typer(
     help="Measure: how long the steps of schedulers take.",
     rich_markup_mode=None,
-    pretty_exceptions_enable=False,
     no_args_is_help=True,
 )
 
 
-@bench_app.callback()
-def bench_command() -> None:
-    """Measure: how long the steps of schedulers take."""
+@contextmanager
+def _measuring(screen: Console, title: str) -> Iterator[measure.Advance]:
+    with console.input_errors(), console.progress(screen, title) as advance:
+        try:
+            yield advance
+        except NotEqualError as error:
+            console.end(ExitCode.FAILED, str(error))
 
 
 @bench_app.command("scheduler")
@@ -94,42 +84,39 @@ def scheduler_command(
     screen = console.make_screen(json_path, width=150)
     names = list(dict.fromkeys(engine or ["host"]))
     conditions = {**_get_conditions(), "gc": "on" if gc_on else "off", "steps": steps}
-    measurements: list[Measurement] = []
-    with console.input_errors(), console.progress(screen, "measuring") as advance:
-        work = _list_work(scenario, num_running, trace, limit)
-        most = steps if trace is None else TRACE_STEPS_MAX
-        try:
-            rehearse(names, advance)
-            for entry, size in work:
-                measurements.append(measure(entry, size, names, most, gc_on, advance))
-        except NotMeasuredError as error:
-            console.usage(str(error))
-        except NotEqualError as error:
-            console.end(ExitCode.FAILED, str(error))
-    measurements = merge_rounds(measurements)
+    with _measuring(screen, "measuring") as advance:
+        if trace is None:
+            work, most = _list_work(scenario, num_running), steps
+        else:
+            played = get_trace_scenario(trace, limit)
+            work, most = [(played, played.get_concurrency(0))], TRACE_STEPS_MAX
+        measure.rehearse(names, advance)
+        measurements = measure.merge_rounds(
+            [measure.measure(entry, size, names, most, gc_on, advance) for entry, size in work]
+        )
     _show(measurements, screen)
     screen.print("all decided the same" if len(names) > 1 else "one engine, compared with nobody")
     if plot is not None:
         try:
-            draw_plot(plot, measurements)
+            report.draw_plot(plot, measurements)
         except ImportError:
             console.usage("--plot: needs matplotlib: pip install 'blockstep[plot]'")
     if markdown is not None:
-        console.write(markdown, make_markdown(measurements, conditions, plot))
-    console.write_json(json_path, to_json(measurements, conditions))
+        console.write(markdown, report.make_markdown(measurements, conditions, plot))
+    console.write_json(json_path, report.to_json(measurements, conditions))
 
 
-def _show(measurements: list[Measurement], screen: Console) -> None:
+def _show(measurements: list[measure.Measurement], screen: Console) -> None:
     """The table, the slopes, and the sums over a trace."""
-    screen.print(make_table(make_rows(measurements)))
-    for row in list_slopes(measurements):
+    screen.print(report.make_table(measurements))
+    for row in report.list_slopes(measurements):
         screen.print(
             f"slope {row['scenario']} {row['engine']} {row['reading']}: "
             f"{row['nanoseconds_per_request']:,} ns per running request"
         )
     if measurements[0].scenario == TRACE:
         for found in measurements[0].readings:
-            seconds = get_seconds(measurements[0], found)
+            seconds = report.get_seconds(measurements[0], found)
             screen.print(f"total {found.engine} {found.reading}: {seconds:.3f} s for all steps")
 
 
@@ -151,16 +138,11 @@ def profile_command(
     """
     screen = console.make_screen(json_path, width=150)
     conditions = {**_get_conditions(), "steps": steps}
-    profiles: list[Profile] = []
-    with console.input_errors(), console.progress(screen, "profiling") as advance:
-        for entry, size in _list_work(scenario, [num_running], None, 0):
+    profiles = []
+    with _measuring(screen, "profiling") as advance:
+        for entry, size in _list_work(scenario, [num_running]):
             for name in dict.fromkeys(engine or ["host"]):
-                try:
-                    profiles.append(profile(entry, size, name, steps, lines, advance))
-                except NotMeasuredError as error:
-                    console.usage(str(error))
-                except NotEqualError as error:
-                    console.end(ExitCode.FAILED, str(error))
+                profiles.append(profile(entry, size, name, steps, lines, advance))
                 screen.print(*to_lines(profiles[-1]), "", sep="\n", markup=False)
     result = {"format": "blockstep-bench-profile", "version": 1, **conditions}
     console.write_json(json_path, {**result, "profiles": [asdict(found) for found in profiles]})
@@ -168,19 +150,17 @@ def profile_command(
 
 def _get_conditions() -> dict[str, object]:
     """Taken before anything runs: what was typed is what makes the figures again."""
-    return {"command": shlex.join(["blockstep", *sys.argv[1:]]), "machine": describe_machine()}
+    return {
+        "command": shlex.join(["blockstep", *sys.argv[1:]]),
+        "machine": measure.describe_machine(),
+    }
 
 
-def _list_work(
-    scenarios: list[str] | None, sizes: list[int] | None, trace: Path | None, limit: int
-) -> list[tuple[Scenario, int]]:
+def _list_work(scenarios: list[str] | None, sizes: list[int] | None) -> list[tuple[Scenario, int]]:
     """What is to be measured, in this order.
 
     By size, so that what is compared between scenarios is measured at about the same time.
     """
-    if trace is not None:
-        found = get_trace_scenario(trace, limit)
-        return [(found, found.get_concurrency(0))]
     for name in scenarios or ():
         if name not in SCENARIOS:
             console.usage(f"--scenario {name!r}: must be one of {', '.join(SCENARIOS)}")

@@ -62,42 +62,35 @@ def is_conserved(pool: Pool) -> bool:
 
 
 def build_request(
-    name: str, num_prompt: int, num_outputs: int = 0, max_tokens: int = MANY
+    name: str, num_prompt: int, num_outputs: int = 0, max_tokens: int = MANY, **fields: Any
 ) -> RequestState:
-    """A waiting request of so many tokens."""
-    asked = v.Request(name, Tokens(num_prompt), max_tokens=max_tokens)
+    """A waiting request of so many tokens, with these fields in what was submitted."""
+    asked = v.Request(name, Tokens(num_prompt), max_tokens=max_tokens, **fields)
     return RequestState(asked, v.Status.WAITING, output_token_ids=Tokens(num_outputs))
 
 
 def build_runner(
-    name: str, num_known: int, num_computed: int, block_table: tuple[v.BlockId, ...] = ()
+    name: str,
+    num_known: int,
+    num_computed: int,
+    block_table: tuple[v.BlockId, ...] = (),
+    num_settled: int = 0,
+    **fields: Any,
 ) -> RequestState:
-    """A running request, all of its known tokens in its prompt."""
+    """A running request, all of its known tokens in its prompt; fields as of `build_request`."""
     return replace(
-        build_request(name, num_known),
+        build_request(name, num_known, **fields),
         status=v.Status.RUNNING,
         output_token_ids=(),
         num_computed_tokens=num_computed,
-        holdings=(Holding(block_table),),
+        holdings=(Holding(block_table, num_settled),),
     )
-
-
-def with_table(
-    request: RequestState, block_table: tuple[v.BlockId, ...], num_cached_blocks: int = 0
-) -> RequestState:
-    """The request holding these blocks, so many of them settled."""
-    return replace(request, holdings=(Holding(block_table, num_cached_blocks),))
 
 
 def table_of(request: RequestState) -> tuple[v.BlockId, ...]:
     """The one block table of a request."""
     (table,) = request.block_tables
     return table
-
-
-def asking(request: RequestState, **fields: Any) -> RequestState:
-    """The same request, with other fields in what was submitted."""
-    return replace(request, request=replace(request.request, **fields))
 
 
 def build_config(

@@ -2,32 +2,35 @@
 
 A law is a function of this shape, which CrossHair runs with symbolic arguments:
 
-    def check_sentence(num_tokens: int, block_size: int) -> bool:
+    def check_sentence(num_tokens: int, block_size: int) -> None:
         assert 0 <= num_tokens and 1 <= block_size          assumptions: leading asserts
         num_blocks = compute_num_blocks(...)                the specification's own function
         assert num_tokens <= num_blocks * block_size        guarantees
-        return True
 
 Twins keep a law honest. A twin is the same law with one function exchanged for a mistaken one, and
-must be refuted: a law that no mistake breaks says nothing.
+must be refuted: a law that no mistake breaks says nothing. A mistake names those parameters of
+what it replaces that it looks at. With `right()` it gets the right answer, with `right(budget=0)`
+the right answer to another question: with this budget, all else as it is.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial, wraps
 from types import ModuleType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
-from blockstep.spec.rules import Rules
 from blockstep.spec.strict import STRICT_RULES as STRICT
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
-Claim = Callable[..., bool]
+Claim = Callable[..., object]
+Right = Callable[..., R]
+"""What a mistake replaces, with the arguments that were given."""
 PLACES = ("blockstep.spec", "blockstep.conformance.prove")
 """Packages whose modules may have imported a function by name, so that a twin replaces it there."""
 
@@ -50,10 +53,19 @@ class Twin:
     @contextmanager
     def planted(self) -> Iterator[None]:
         """With the mistake in every place where the right one was."""
-        rules = self._rules()
-        places: list[tuple[object, str, object, object]] = [
-            *((owner, self.attribute, self.right, self.wrong) for owner in self._owners()),
-            *((owner, "STRICT_RULES", STRICT, rules) for owner in _importers(STRICT)),
+        rules: dict[str, Any] = {
+            part.name: self.wrong
+            for part in fields(STRICT)
+            if getattr(STRICT, part.name) is self.right
+        }
+        owners = [self.owner] if self.owner else _importers(self.right, self.attribute)
+        assert owners, f"nobody uses {self.attribute}, which {self.name} replaces"
+        places = [
+            *((owner, self.attribute, self.right, self.wrong) for owner in owners),
+            *(
+                (owner, "STRICT_RULES", STRICT, replace(STRICT, **rules))
+                for owner in _importers(STRICT, "STRICT_RULES")
+            ),
         ]
         for owner, attribute, _, wrong in places:
             setattr(owner, attribute, wrong)
@@ -63,24 +75,8 @@ class Twin:
             for owner, attribute, right, _ in places:
                 setattr(owner, attribute, right)
 
-    def _rules(self) -> Rules:
-        """The strict rules with the mistake in the place of the right one, if they have it."""
-        wrong: dict[str, Any] = {
-            part.name: self.wrong
-            for part in fields(STRICT)
-            if getattr(STRICT, part.name) is self.right
-        }
-        return replace(STRICT, **wrong)
 
-    def _owners(self) -> list[object]:
-        if self.owner is not None:
-            return [self.owner]
-        found = _importers(self.right, self.attribute)
-        assert found, f"nobody uses {self.attribute}, which {self.name} replaces"
-        return found
-
-
-def _importers(value: object, attribute: str = "STRICT_RULES") -> list[object]:
+def _importers(value: object, attribute: str) -> list[type | ModuleType]:
     """The modules in which a value has this name."""
     return [
         module
@@ -89,18 +85,47 @@ def _importers(value: object, attribute: str = "STRICT_RULES") -> list[object]:
     ]
 
 
-def instead(right: Callable[P, R], wrong: Callable[P, R], theirs: str = "") -> Twin:
-    """The mistake `wrong` in the place of the specification's function `right`."""
-    return Twin(right, wrong, sentence_of(wrong), right.__name__, theirs=theirs)
+def instead(right: Callable[..., R], theirs: str = "") -> Callable[[Callable[..., R]], Twin]:
+    """Plant a mistake wherever the specification's function `right` is used."""
+    return lambda wrong: Twin(
+        right, _stand_in(right, wrong), sentence_of(wrong), right.__name__, theirs=theirs
+    )
 
 
-def instead_in(owner: type | ModuleType, attribute: str, wrong: Any, theirs: str = "") -> Twin:
-    """The mistake `wrong` in one place only: in one module, or a class or what it extends."""
+def instead_in(
+    owner: type | ModuleType, attribute: str, theirs: str = ""
+) -> Callable[[Callable[..., Any]], Twin]:
+    """Plant a mistake in one place only: in one module, or a class or what it extends."""
     places = (owner,) if isinstance(owner, ModuleType) else owner.__mro__
     home = next(place for place in places if attribute in vars(place))
-    function: Any = wrong.fget if isinstance(wrong, property) else wrong
-    name = sentence_of(function)
-    return Twin(vars(home)[attribute], wrong, name, attribute, home, theirs)
+    right: Any = vars(home)[attribute]
+
+    def plant(wrong: Callable[..., Any]) -> Twin:
+        stand_in: object
+        if isinstance(right, property):
+            assert right.fget is not None
+            stand_in = property(_stand_in(right.fget, wrong))
+        else:
+            stand_in = _stand_in(right, wrong)
+        return Twin(right, stand_in, sentence_of(wrong), attribute, home, theirs)
+
+    return plant
+
+
+def _stand_in(right: Callable[..., R], wrong: Callable[..., R]) -> Callable[..., R]:
+    """The mistake as a function that takes whatever `right` takes."""
+    parameters = inspect.signature(right).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    wanted = tuple(inspect.signature(wrong).parameters)
+
+    @wraps(wrong)
+    def stand_in(*values: Any, **named: Any) -> R:
+        given: dict[str, Any] = {**defaults, **named}
+        given.update(zip(parameters, values, strict=False))
+        given["right"] = partial(right, **given)
+        return wrong(*[given[name] for name in wanted])
+
+    return stand_in
 
 
 def sentence_of(function: Callable[..., object]) -> str:
@@ -141,10 +166,10 @@ class Room:
 
     def law(
         self, property_ids: str, witness: tuple[int, ...], *twins: Twin, is_slow: bool = False
-    ) -> Callable[[Callable[P, bool]], Callable[P, bool]]:
+    ) -> Callable[[Claim], Claim]:
         """Make a law of a function whose name is `check_` and a sentence."""
 
-        def keep(check: Callable[P, bool]) -> Callable[P, bool]:
+        def keep(check: Claim) -> Claim:
             ids = tuple(property_ids.split())
             self.laws.append(Law(self.name, check, ids, witness, twins, is_slow))
             return check

@@ -183,14 +183,13 @@ def prove_by_name(name: str) -> Proof:
 
 def prove_law(law: Law, seconds_max: float = SECONDS_MAX) -> Proof:
     """The verdict on a law and on each of its twins."""
-    answer = _ask_after_witness(law, seconds_max)
-    is_askable = answer.verdict is not Verdict.BROKEN
+    witness = show_call(law.check, law.witness)
+    answer = _ask_after_witness(law, witness, seconds_max)
     twins = tuple(
         TwinProof(twin.name, twin.theirs, _ask(law.check, seconds_max, twin))
         for twin in law.twins
-        if is_askable
+        if answer.verdict is not Verdict.BROKEN
     )
-    witness = show_call(law.check, law.witness)
     return Proof(law.name, law.sentence, law.property_ids, witness, answer, twins)
 
 
@@ -200,17 +199,16 @@ def show_call(check: Claim, arguments: Arguments) -> str:
     return ", ".join(f"{name}={value}" for name, value in zip(names, arguments, strict=False))
 
 
-def _ask_after_witness(law: Law, seconds_max: float) -> Answer:
+def _ask_after_witness(law: Law, witness: str, seconds_max: float) -> Answer:
     problem = get_shape_problem(law.check)
     if problem:
         return Answer(Verdict.BROKEN, problem)
     match try_law(law.check, law.witness):
         case Outcome.NOT_ASSUMED:
-            shown = show_call(law.check, law.witness)
-            return Answer(Verdict.VACUOUS, f"the witness {shown} does not satisfy its assumptions")
+            detail = f"the witness {witness} does not satisfy its assumptions"
+            return Answer(Verdict.VACUOUS, detail)
         case Outcome.FAILS:
-            shown = show_call(law.check, law.witness)
-            return Answer(Verdict.REFUTED, f"broken by {shown}", arguments=law.witness)
+            return Answer(Verdict.REFUTED, f"broken by {witness}", arguments=law.witness)
         case Outcome.HOLDS:
             return _ask(law.check, seconds_max)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version as version_of
+from itertools import groupby
 
 from rich.table import Table
 
-from blockstep.conformance.prove.law import Law
+from blockstep.conformance.prove.law import Claim, Law
 from blockstep.conformance.prove.runner import Proof, TwinProof, Verdict
 
 SOLVERS = ("crosshair-tool", "z3-solver")
@@ -15,9 +16,7 @@ SOLVERS = ("crosshair-tool", "z3-solver")
 
 def build_table(proofs: Sequence[Proof]) -> Table:
     """One row for each law."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("law", "property", "verdict", "seconds", "paths", "witness", "twins"):
-        table.add_column(column, overflow="fold")
+    table = _table("law", "property", "verdict", "seconds", "paths", "witness", "twins")
     for proof in proofs:
         refuted = sum(twin.answer.verdict is Verdict.REFUTED for twin in proof.twins)
         table.add_row(
@@ -34,11 +33,16 @@ def build_table(proofs: Sequence[Proof]) -> Table:
 
 def build_theirs_table(proofs: Sequence[Proof]) -> Table:
     """Rules of vLLM 0.19.1 beside the laws that they break, with the smallest integers."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("vLLM 0.19.1's rule, in our words", "upstream", "verdict", "broken by"):
-        table.add_column(column, overflow="fold")
+    table = _table("vLLM 0.19.1's rule, in our words", "upstream", "verdict", "broken by")
     for _, twin in list_theirs(proofs):
         table.add_row(twin.name, twin.theirs, str(twin.answer.verdict), show_break(twin))
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
     return table
 
 
@@ -124,24 +128,20 @@ def laws_page(proofs: Sequence[Proof], laws: Mapping[str, Law], command: str) ->
         lines.append(
             f"| {twin.name} | {twin.theirs} | {proof.sentence} | {_code(show_break(twin))} |"
         )
-    room = ""
-    for proof in proofs:
-        law = laws[proof.name]
-        if law.room != room:
-            room = law.room
-            lines += ["", f"## {room}", "", *_ROOM_HEAD]
-        lines.append(_page_row(proof, law))
+    for room, proofs_of_room in groupby(proofs, key=lambda proof: laws[proof.name].room):
+        lines += [
+            "",
+            f"## {room}",
+            "",
+            "| law | property | verdict | witness | mistakes that break it | paths | seconds |",
+            "|---|---|---|---|---|---|---|",
+            *(_page_row(proof, laws[proof.name].check) for proof in proofs_of_room),
+        ]
     return "\n".join(lines) + "\n"
 
 
-_ROOM_HEAD = (
-    "| law | property | verdict | witness | mistakes that break it | paths | seconds |",
-    "|---|---|---|---|---|---|---|",
-)
-
-
-def _page_row(proof: Proof, law: Law) -> str:
-    why = " ".join((law.check.__doc__ or "").split())
+def _page_row(proof: Proof, check: Claim) -> str:
+    why = " ".join((check.__doc__ or "").split())
     twins = "<br>".join(f"{twin.name}: {_code(show_break(twin))}" for twin in proof.twins)
     cells = (
         f"**{proof.sentence}.** {why}",

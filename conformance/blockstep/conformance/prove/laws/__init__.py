@@ -26,21 +26,9 @@ from blockstep.conformance.prove.laws import (
     step,
 )
 
-ROOMS: Final = (
-    counts.ROOM,
-    slots.ROOM,
-    publishing.ROOM,
-    allocation.ROOM,
-    drafts.ROOM,
-    promises.ROOM,
-    pool.ROOM,
-    preemption.ROOM,
-    step.ROOM,
-    admission.ROOM,
-    output.ROOM,
-    host.ROOM,
-)
-
+_AMOUNTS = (counts, slots, publishing, allocation, drafts, promises)
+_BLOCKS_AND_STEPS = (pool, preemption, step, admission, output, host)
+ROOMS: Final = tuple(module.ROOM for module in (*_AMOUNTS, *_BLOCKS_AND_STEPS))
 LAWS: Final[Mapping[str, Law]] = MappingProxyType(
     {law.name: law for room in ROOMS for law in room.laws}
 )

@@ -7,180 +7,137 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import (
-    build_config,
-    build_pool,
-    build_request,
-    build_state,
-    key_of,
-    schedule,
-    table_of,
-)
-from blockstep.conformance.prove.law import Room, instead, instead_in
+from blockstep.conformance.prove import harness as h
+from blockstep.conformance.prove.law import Right, Room, instead, instead_in
 from blockstep.conformance.prove.laws.allocation import full_hit_leaves_nothing_to_compute
-from blockstep.spec.memory.prefix import compute_max_hit_blocks
+from blockstep.conformance.prove.laws.counts import hit_is_computed_again
 from blockstep.spec.memory.slots import compute_num_blocks
-from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Holding, RequestState
+from blockstep.spec.requests import RequestState
 from blockstep.spec.step import admission as admission_room
 from blockstep.spec.step.admission import process_admission, process_waiting_phase
-from blockstep.spec.step.share import compute_share
 from blockstep.spec.step.work import Step, Verdict
-from blockstep.spec.vocabulary import BlockTables, Config
+from blockstep.spec.vocabulary import Config
 
 ROOM = Room("admission")
-_process_admission = process_admission  # twins of these names call the right ones
-_process_waiting_phase = process_waiting_phase
 
 
 # Mistakes.
 
 
-def seats_are_counted_before_the_step(step: Step) -> None:
+@instead(process_waiting_phase)
+def seats_are_counted_before_the_step(right: Right[None], step: Step) -> None:
     """Each newcomer is told that there is a place."""
     before = step.state
     more = replace(before.config, max_num_seqs=before.config.max_num_seqs + 1)
     step.state = replace(before, config=more)
-    _process_waiting_phase(step)
+    right()
     step.state = before
 
 
-def head_that_does_not_fit_is_overtaken(step: Step, request: RequestState) -> Verdict:
+@instead(process_admission)
+def head_that_does_not_fit_is_overtaken(
+    right: Right[Verdict], step: Step, request: RequestState
+) -> Verdict:
     """The search goes on behind it: it may wait for ever."""
-    verdict = _process_admission(step, request)
-    if verdict is Verdict.ADMITTED:
-        return verdict
-    others = [name for name in step.waiting if name != request.request_id]
-    for name in others:
-        if _process_admission(step, step.requests[name]) is Verdict.ADMITTED:
-            step.waiting.remove(name)
+    verdict = right()
+    if verdict is not Verdict.ADMITTED:
+        for name in [name for name in step.waiting if name != request.request_id]:
+            if right(request=step.requests[name]) is Verdict.ADMITTED:
+                step.waiting.remove(name)
     return verdict
 
 
-def refused_admission_is_counted_as_a_query(step: Step, request: RequestState) -> Verdict:
+@instead(process_admission)
+def refused_admission_is_counted_as_a_query(
+    right: Right[Verdict], step: Step, request: RequestState
+) -> Verdict:
     """Statistics of a request that will ask again next step."""
-    verdict = _process_admission(step, request)
-    if verdict is Verdict.ADMITTED:
-        return verdict
-    queries = step.stats.prefix_cache_queries + request.num_known_tokens
-    step.stats = replace(step.stats, prefix_cache_queries=queries)
+    verdict = right()
+    if verdict is not Verdict.ADMITTED:
+        queries = step.stats.prefix_cache_queries + request.num_known_tokens
+        step.stats = replace(step.stats, prefix_cache_queries=queries)
     return verdict
 
 
-def gate_looks_at_nothing(
-    pool: Pool,
-    num_slots: int,
-    block_size: int,
-    holdings: tuple[Holding, ...],
-    hit_tables: BlockTables,
-) -> bool:
+@instead_in(admission_room, "can_hold")
+def gate_looks_at_nothing() -> bool:
     """Admission checks only the first chunk."""
     return True
-
-
-def hit_is_computed_again(
-    num_wanted: int,
-    num_computed: int,
-    threshold: int,
-    budget: int,
-    end: int,
-    is_whole: bool = False,
-) -> int:
-    """The hit is not taken off."""
-    return min(num_wanted, budget)
 
 
 # Laws.
 
 
-@ROOM.law("P9", (5, 5, 20, 1), instead(process_waiting_phase, seats_are_counted_before_the_step))
+@ROOM.law("P9", (5, 5, 20, 1), seats_are_counted_before_the_step)
 def check_nobody_is_admitted_without_a_seat(
     known_a: int, known_b: int, budget: int, max_num_seqs: int
-) -> bool:
+) -> None:
     """Two wait, and there is room for everything but perhaps for both of them."""
     assert 1 <= known_a < 1000 and 1 <= known_b < 1000 and 1 <= budget and 1 <= max_num_seqs
-    config = build_config(
+    config = h.build_config(
         1000, num_blocks=4, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
     )
-    waiting = (build_request("a", known_a), build_request("b", known_b))
-    after, plan = schedule(build_state(config, (), waiting))
+    waiting = (h.build_request("a", known_a), h.build_request("b", known_b))
+    after, plan = h.schedule(h.build_state(config, (), waiting))
     assert 1 <= len(after.running) <= max_num_seqs
     assert sum(row.num_scheduled_tokens for row in plan.rows) <= budget
     assert after.running + after.waiting == ("a", "b")
-    return True
 
 
-@ROOM.law(
-    "P15 P16", (40, 5, 20, 16), instead(process_admission, head_that_does_not_fit_is_overtaken)
-)
+@ROOM.law("P15 P16", (40, 5, 20, 16), head_that_does_not_fit_is_overtaken)
 def check_nobody_overtakes_a_head_that_does_not_fit(
     known_a: int, known_b: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """a is admitted exactly when the two blocks hold it, and b never without it."""
     assert 1 <= block_size and 1 <= budget and 1 <= known_a < 8192 and 1 <= known_b < 8192
-    config = build_config(block_size, num_blocks=3, max_num_batched_tokens=budget)
-    waiting = (build_request("a", known_a), build_request("b", known_b))
-    after, _ = schedule(build_state(config, (), waiting))
+    config = h.build_config(block_size, num_blocks=3, max_num_batched_tokens=budget)
+    waiting = (h.build_request("a", known_a), h.build_request("b", known_b))
+    after, _ = h.schedule(h.build_state(config, (), waiting))
     assert ("a" in after.running) == (known_a <= 2 * block_size)
     assert "b" not in after.running or after.running == ("a", "b")
-    return True
 
 
-@ROOM.law(
-    "P7 P21", (40, 20, 16), instead(process_admission, refused_admission_is_counted_as_a_query)
-)
-def check_refused_admission_leaves_no_trace(known_a: int, budget: int, block_size: int) -> bool:
+@ROOM.law("P7 P21", (40, 20, 16), refused_admission_is_counted_as_a_query)
+def check_refused_admission_leaves_no_trace(known_a: int, budget: int, block_size: int) -> None:
     """Requests, pool and statistics are those before, the queue as well."""
     assert 1 <= block_size and 1 <= budget
     assert 2 * block_size < known_a <= 4 * block_size and known_a < 8192
     config = Config(num_blocks=3, block_size=block_size, max_num_batched_tokens=budget)
-    before = build_state(config, (), (build_request("a", known_a),))
-    after, plan = schedule(before)
+    before = h.build_state(config, (), (h.build_request("a", known_a),))
+    after, plan = h.schedule(before)
     assert not plan.rows
     assert after.requests["a"] is before.requests["a"]
     assert (after.waiting, after.skipped_waiting, after.running) == (("a",), (), ())
     assert after.pool is before.pool
     assert after.stats == before.stats
-    return True
 
 
-@ROOM.law("P8 P10", (40, 20, 16), instead_in(admission_room, "can_hold", gate_looks_at_nothing))
+@ROOM.law("P8 P10", (40, 20, 16), gate_looks_at_nothing)
 def check_admission_leaves_room_for_the_rest_of_the_prompt(
     known_a: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """Or its next chunk would preempt it, and it would start again, for ever."""
     assert 1 <= block_size and 1 <= budget and 1 <= known_a < 8192
-    config = build_config(block_size, num_blocks=4, max_num_batched_tokens=budget)
-    after, _ = schedule(build_state(config, (), (build_request("a", known_a),)))
-    num_later = compute_num_blocks(known_a, block_size) - len(table_of(after.requests["a"]))
+    config = h.build_config(block_size, num_blocks=4, max_num_batched_tokens=budget)
+    after, _ = h.schedule(h.build_state(config, (), (h.build_request("a", known_a),)))
+    num_later = compute_num_blocks(known_a, block_size) - len(h.table_of(after.requests["a"]))
     assert after.waiting or num_later <= len(after.pool.free_queue)
-    return True
 
 
-@ROOM.law(
-    "P5 P9 P12",
-    (40, 20, 16),
-    instead(
-        compute_max_hit_blocks,
-        full_hit_leaves_nothing_to_compute,
-        theirs="#30320 (hits of a connector)",
-    ),
-    instead(compute_share, hit_is_computed_again),
-)
+@ROOM.law("P5 P9 P12", (40, 20, 16), full_hit_leaves_nothing_to_compute, hit_is_computed_again)
 def check_admission_with_a_hit_computes_only_what_is_left_and_at_least_one_token(
     known_a: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """Two blocks of its prompt are published: it hits as much of them as leaves a token."""
     assert 1 <= block_size and 1 <= budget and 1 <= known_a <= 4 * block_size and known_a < 8192
     config = Config(num_blocks=6, block_size=block_size, max_num_batched_tokens=budget)
-    request = replace(build_request("a", known_a), block_keys=tuple(map(key_of, (1, 2, 3, 4))))
-    before = build_state(config, (), (request,))
-    pool = build_pool((0,) * 6, before.pool.free_queue, published=(1, 2))
-    after, plan = schedule(replace(before, pool=pool))
+    request = replace(h.build_request("a", known_a), block_keys=tuple(map(h.key_of, (1, 2, 3, 4))))
+    before = h.build_state(config, (), (request,))
+    pool = h.build_pool((0,) * 6, before.pool.free_queue, published=(1, 2))
+    after, plan = h.schedule(replace(before, pool=pool))
     assert len(plan.rows) == 1
     row, request = plan.rows[0], after.requests["a"]
     assert row.num_scheduled_tokens >= 1
     assert row.num_computed_tokens + row.num_scheduled_tokens <= known_a
     assert request.num_computed_tokens == min(known_a, row.num_computed_tokens + budget)
     assert row.num_computed_tokens in (0, block_size, 2 * block_size)
-    return True

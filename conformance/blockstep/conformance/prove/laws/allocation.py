@@ -9,23 +9,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import build_config, build_pool, is_conserved, table_of
-from blockstep.conformance.prove.law import Room, instead
+from blockstep.conformance.prove.harness import (
+    build_config,
+    build_pool,
+    build_runner,
+    is_conserved,
+    table_of,
+)
+from blockstep.conformance.prove.law import Right, Room, instead
 from blockstep.conformance.prove.laws.slots import last_partial_block_is_forgotten
 from blockstep.spec.memory.prefix import compute_max_hit_blocks
-from blockstep.spec.memory.slots import (
-    allocate_slots,
-    compute_num_blocks,
-    compute_num_new_blocks,
-    count_needed_blocks,
-)
+from blockstep.spec.memory.slots import allocate_slots, compute_num_new_blocks, count_needed_blocks
 from blockstep.spec.pool import Pool, allocate_blocks, count_free
-from blockstep.spec.requests import Hit, Holding, RequestState
+from blockstep.spec.requests import Hit, RequestState
 from blockstep.spec.vocabulary import BlockId, Config, Request, Status
 
 ROOM = Room("allocation")
-_allocate_blocks = allocate_blocks  # a twin of this name calls the right one
 FREE: tuple[BlockId, ...] = (3, 4, 5, 6)
+Taken = tuple[Pool, tuple[BlockId, ...]]
 
 
 def build_small_pool(num_holders: int) -> Pool:
@@ -38,83 +39,77 @@ def build_small_config(block_size: int) -> Config:
     return build_config(block_size, num_blocks=7)
 
 
+def admit(
+    num_new: int, block_size: int, hit: BlockId, num_holders: int
+) -> tuple[Pool, RequestState] | None:
+    """Slots of a newcomer with a hit of one block, or None."""
+    request = RequestState(Request("a", (1,)), Status.WAITING)
+    pool, found = build_small_pool(num_holders), Hit(block_size, ((hit,),))
+    return allocate_slots(build_small_config(block_size), pool, request, num_new, hit=found)
+
+
 # Mistakes.
 
 
+@instead(compute_max_hit_blocks, theirs="#30320 (hits of a connector)")
 def full_hit_leaves_nothing_to_compute(num_known: int, block_size: int) -> int:
     """All full blocks may be hit, as a connector reports them."""
     return num_known // block_size
 
 
+@instead(compute_max_hit_blocks)
 def hit_stops_a_block_early(num_known: int, block_size: int) -> int:
     """The last full block is always computed again, needed or not."""
     return max(num_known // block_size - 1, 0)
 
 
-def free_hits_cost_nothing(pool: Pool, block_ids: Sequence[BlockId]) -> int:
+@instead(count_free)
+def free_hits_cost_nothing() -> int:
     """Touching a hit on a free block takes it out of the free ones; that is forgotten."""
     return 0
 
 
-def every_hit_costs_a_block(pool: Pool, block_ids: Sequence[BlockId]) -> int:
+@instead(count_free)
+def every_hit_costs_a_block(block_ids: Sequence[BlockId]) -> int:
     """Also one that somebody else holds."""
     return len(block_ids)
 
 
+@instead(count_needed_blocks)
 def hits_are_credited_twice(
-    pool: Pool, num_slots: int, block_size: int, num_held: int, hit: tuple[BlockId, ...]
+    num_slots: int, block_size: int, num_held: int, hit: tuple[BlockId, ...]
 ) -> int:
     """The hit is taken off the need once as held, and once more as a hit."""
     return compute_num_new_blocks(num_slots, block_size, num_held + 2 * len(hit)) + len(hit)
 
 
-def blocks_come_from_the_tail(pool: Pool, num_blocks: int) -> tuple[Pool, tuple[BlockId, ...]]:
+@instead(allocate_blocks)
+def blocks_come_from_the_tail(right: Right[Taken], pool: Pool) -> Taken:
     """What was freed last is evicted first."""
-    queue = tuple(reversed(pool.free_queue))
-    pool, taken = _allocate_blocks(replace(pool, free_queue=queue), num_blocks)
-    return replace(pool, free_queue=tuple(reversed(pool.free_queue))), taken
+    pool, taken = right(pool=replace(pool, free_queue=pool.free_queue[::-1]))
+    return replace(pool, free_queue=pool.free_queue[::-1]), taken
 
 
 # Laws.
 
 
-@ROOM.law(
-    "P5 P12",
-    (33, 16),
-    instead(
-        compute_max_hit_blocks,
-        full_hit_leaves_nothing_to_compute,
-        theirs="#30320 (hits of a connector)",
-    ),
-    instead(compute_max_hit_blocks, hit_stops_a_block_early),
-)
-def check_longest_hit_leaves_a_token_and_no_block_more(num_known: int, block_size: int) -> bool:
+@ROOM.law("P5 P12", (33, 16), full_hit_leaves_nothing_to_compute, hit_stops_a_block_early)
+def check_longest_hit_leaves_a_token_and_no_block_more(num_known: int, block_size: int) -> None:
     """One block more would leave nothing to sample from."""
     assert 1 <= num_known and 1 <= block_size
     num_blocks = compute_max_hit_blocks(num_known, block_size)
     assert 0 <= num_blocks * block_size < num_known
     assert (num_blocks + 1) * block_size >= num_known
-    return True
 
 
-@ROOM.law(
-    "P1 P8 P15",
-    (20, 30, 16),
-    instead(compute_num_blocks, last_partial_block_is_forgotten),
-    instead(allocate_blocks, blocks_come_from_the_tail),
-)
+@ROOM.law("P1 P8 P15", (20, 30, 16), last_partial_block_is_forgotten, blocks_come_from_the_tail)
 def check_running_request_is_granted_exactly_what_it_needs_from_the_head_of_the_queue(
     num_computed: int, num_new: int, block_size: int
-) -> bool:
+) -> None:
     """Refused only if the free blocks do not suffice."""
     assert 1 <= block_size and 0 <= num_computed <= 2 * block_size and 1 <= num_new
     assert num_computed + num_new < 8192
-    request = RequestState(
-        Request("a", (1,)),
-        Status.RUNNING,
-        num_computed_tokens=num_computed,
-        holdings=(Holding((1, 2)),),
-    )
+    request = build_runner("a", 1, num_computed, (1, 2))
     granted = allocate_slots(build_small_config(block_size), build_small_pool(1), request, num_new)
     num_missing = compute_num_new_blocks(num_computed + num_new, block_size, 2)
     assert (granted is None) == (num_computed + num_new > 6 * block_size)
@@ -123,26 +118,13 @@ def check_running_request_is_granted_exactly_what_it_needs_from_the_head_of_the_
         assert table_of(after) == (1, 2, *FREE[:num_missing])
         assert pool.free_queue == FREE[num_missing:]
         assert is_conserved(pool)
-    return True
 
 
-@ROOM.law(
-    "P1 P8",
-    (30, 16),
-    instead(count_free, free_hits_cost_nothing),
-    instead(count_needed_blocks, hits_are_credited_twice),
-)
-def check_hit_on_a_free_block_uses_up_a_free_block(num_new: int, block_size: int) -> bool:
+@ROOM.law("P1 P8", (30, 16), free_hits_cost_nothing, hits_are_credited_twice)
+def check_hit_on_a_free_block_uses_up_a_free_block(num_new: int, block_size: int) -> None:
     """The estimate counts it, and the allocation leaves it where it is."""
     assert 1 <= block_size and 1 <= num_new and block_size + num_new < 8192
-    request = RequestState(Request("a", (1,)), Status.WAITING)
-    granted = allocate_slots(
-        build_small_config(block_size),
-        build_small_pool(1),
-        request,
-        num_new,
-        hit=Hit(block_size, ((3,),)),
-    )
+    granted = admit(num_new, block_size, 3, num_holders=1)
     num_missing = compute_num_new_blocks(num_new, block_size, 0)
     assert (granted is None) == (num_new > 3 * block_size)
     if granted is not None:
@@ -150,23 +132,15 @@ def check_hit_on_a_free_block_uses_up_a_free_block(num_new: int, block_size: int
         assert table_of(after) == (3, *FREE[1 : 1 + num_missing])
         assert pool.free_queue == FREE[1 + num_missing :]
         assert pool.ref_counts[3] == 1
-    return True
 
 
-@ROOM.law("P1 P8 P15", (30, 16, 2), instead(count_free, every_hit_costs_a_block))
+@ROOM.law("P1 P8 P15", (30, 16, 2), every_hit_costs_a_block)
 def check_hit_on_a_held_block_is_free_of_charge(
     num_new: int, block_size: int, num_holders: int
-) -> bool:
+) -> None:
     """However many hold it; they are one more then."""
     assert 1 <= block_size and 1 <= num_new and block_size + num_new < 8192 and 1 <= num_holders
-    request = RequestState(Request("a", (1,)), Status.WAITING)
-    granted = allocate_slots(
-        build_small_config(block_size),
-        build_small_pool(num_holders),
-        request,
-        num_new,
-        hit=Hit(block_size, ((1,),)),
-    )
+    granted = admit(num_new, block_size, 1, num_holders)
     num_missing = compute_num_new_blocks(num_new, block_size, 0)
     assert (granted is None) == (num_new > 4 * block_size)
     if granted is not None:
@@ -174,4 +148,3 @@ def check_hit_on_a_held_block_is_free_of_charge(
         assert table_of(after) == (1, *FREE[:num_missing])
         assert pool.free_queue == FREE[num_missing:]
         assert pool.ref_counts[1] == num_holders + 1
-    return True

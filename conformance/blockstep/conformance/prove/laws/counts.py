@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.conformance.prove.harness import Tokens, build_config, build_request, build_runner
-from blockstep.conformance.prove.hosts import HOST, build_host
-from blockstep.conformance.prove.law import Room, instead, instead_in
-from blockstep.conformance.prove.laws import host_mistakes
+from blockstep.conformance.prove.hosts import build_host
+from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.laws import host_mistakes as wrong
 from blockstep.spec.step.share import compute_share, is_past_max_tokens
 from blockstep.spec.vocabulary import MAX_INT
 
@@ -17,130 +17,71 @@ ROOM = Room("counts")
 # Mistakes.
 
 
-def budget_is_overdrawn_by_a_decode(
-    num_wanted: int,
-    num_computed: int,
-    threshold: int,
-    budget: int,
-    end: int,
-    is_whole: bool = False,
-) -> int:
+@instead(compute_share)
+def budget_is_overdrawn_by_a_decode(right: Right[int], num_wanted: int, num_computed: int) -> int:
     """A shortcut for the plain decode, taken without a look at the budget."""
-    if num_wanted - num_computed == 1:
-        return 1
-    capped = threshold if 0 < threshold < num_wanted - num_computed else budget
-    return min(num_wanted - num_computed, capped, budget, end - num_computed)
+    return 1 if num_wanted - num_computed == 1 else right()
 
 
-def last_position_is_computed_too(
-    num_wanted: int,
-    num_computed: int,
-    threshold: int,
-    budget: int,
-    end: int,
-    is_whole: bool = False,
-) -> int:
+@instead(compute_share)
+def last_position_is_computed_too(right: Right[int], end: int) -> int:
     """The room is counted up to the model length itself."""
-    num_new = num_wanted - num_computed
-    if 0 < threshold < num_new:
-        num_new = threshold
-    return min(num_new, budget, end + 1 - num_computed)
+    return right(end=end + 1)
 
 
-def threshold_is_for_newcomers_only(
-    num_wanted: int,
-    num_computed: int,
-    threshold: int,
-    budget: int,
-    end: int,
-    is_whole: bool = False,
-) -> int:
+@instead(compute_share)
+def threshold_is_for_newcomers_only(right: Right[int]) -> int:
     """A runner is not held to it."""
-    return min(num_wanted - num_computed, budget, end - num_computed)
+    return right(threshold=0)
 
 
+@instead(compute_share)
 def threshold_is_a_minimum(
-    num_wanted: int,
-    num_computed: int,
-    threshold: int,
-    budget: int,
-    end: int,
-    is_whole: bool = False,
+    right: Right[int], num_wanted: int, num_computed: int, threshold: int
 ) -> int:
     """A request is given the threshold even where its gap is smaller."""
-    num_new = max(num_wanted - num_computed, threshold)
-    return min(num_new, budget, end - num_computed)
+    return right(num_wanted=max(num_wanted, num_computed + threshold), threshold=0)
 
 
-def threshold_is_taken_off_the_budget(
-    num_wanted: int,
-    num_computed: int,
-    threshold: int,
-    budget: int,
-    end: int,
-    is_whole: bool = False,
-) -> int:
+@instead(compute_share)
+def threshold_is_taken_off_the_budget(right: Right[int], threshold: int, budget: int) -> int:
     """What the threshold reserves for others is not given to anybody."""
-    num_new = num_wanted - num_computed
-    return min(num_new, max(budget - threshold, 1), end - num_computed)
+    return right(threshold=0, budget=max(budget - threshold, 1))
 
 
-def chunk_is_rounded_down_to_blocks(
-    num_wanted: int,
-    num_computed: int,
-    threshold: int,
-    budget: int,
-    end: int,
-    is_whole: bool = False,
-) -> int:
+@instead(compute_share, theirs="#40707 (recurrent state)")
+def chunk_is_rounded_down_to_blocks(right: Right[int], num_wanted: int, num_computed: int) -> int:
     """Chunks end at a block of 16; upstream does so for recurrent state ('align')."""
-    num_new = num_wanted - num_computed
-    if 0 < threshold < num_new:
-        num_new = threshold
-    num_new = min(num_new, budget, end - num_computed)
+    num_new = right()
     return num_new if num_new == num_wanted - num_computed else num_new // 16 * 16
 
 
-def threshold_of_zero_caps(
-    num_wanted: int,
-    num_computed: int,
-    threshold: int,
-    budget: int,
-    end: int,
-    is_whole: bool = False,
-) -> int:
+@instead(compute_share)
+def threshold_of_zero_caps(right: Right[int], threshold: int, budget: int) -> int:
     """Zero is taken as a cap instead of as no cap."""
-    num_new = min(num_wanted - num_computed, threshold)
-    return min(num_new, budget, end - num_computed)
+    return right(threshold=0, budget=min(budget, threshold))
 
 
-def whoever_does_not_fit_waits(
-    num_wanted: int,
-    num_computed: int,
-    threshold: int,
-    budget: int,
-    end: int,
-    is_whole: bool = False,
-) -> int:
+@instead(compute_share)
+def whoever_does_not_fit_waits(right: Right[int], num_wanted: int, num_computed: int) -> int:
     """No chunking: all or nothing."""
-    num_new = num_wanted - num_computed
-    return num_new if num_new <= min(budget, end - num_computed) else 0
+    gap = num_wanted - num_computed
+    return gap if right(threshold=0) == gap else 0
 
 
-def drafts_count_as_sure(
-    num_computed: int, num_placeholders: int, num_prompt: int, max_tokens: int
-) -> bool:
+@instead(is_past_max_tokens)
+def drafts_count_as_sure(right: Right[bool], num_computed: int, num_placeholders: int) -> bool:
     """Every placeholder is taken for an output, though drafts may be rejected."""
-    return num_placeholders > 0 and num_computed + 1 >= num_prompt + max_tokens
+    return right(num_computed=num_computed + num_placeholders - 1)
 
 
-def own_token_is_not_counted(
-    num_computed: int, num_placeholders: int, num_prompt: int, max_tokens: int
-) -> bool:
+@instead(is_past_max_tokens)
+def own_token_is_not_counted(right: Right[bool], num_computed: int) -> bool:
     """The token that the frame in flight is sure to sample is left out."""
-    return num_placeholders > 0 and num_computed + 1 - num_placeholders >= num_prompt + max_tokens
+    return right(num_computed=num_computed - 1)
 
 
+@instead(is_past_max_tokens)
 def nothing_in_flight_counts_as_a_promise(
     num_computed: int, num_placeholders: int, num_prompt: int, max_tokens: int
 ) -> bool:
@@ -148,153 +89,115 @@ def nothing_in_flight_counts_as_a_promise(
     return num_computed + 2 - num_placeholders >= num_prompt + max_tokens
 
 
-def hit_is_computed_again(
-    num_wanted: int,
-    num_computed: int,
-    threshold: int,
-    budget: int,
-    end: int,
-    is_whole: bool = False,
-) -> int:
+@instead(compute_share)
+def hit_is_computed_again(right: Right[int]) -> int:
     """The hit is not taken off."""
-    return min(threshold if 0 < threshold < num_wanted else num_wanted, budget)
+    return right(num_computed=0)
 
 
-def hit_counts_twice(
-    num_wanted: int,
-    num_computed: int,
-    threshold: int,
-    budget: int,
-    end: int,
-    is_whole: bool = False,
-) -> int:
+@instead(compute_share)
+def hit_counts_twice(num_wanted: int, num_computed: int, threshold: int, budget: int) -> int:
     """The hit is taken off once more where the threshold caps."""
     num_new = num_wanted - num_computed
     capped = 0 < threshold < num_new
     return min(threshold - min(num_computed, threshold) if capped else num_new, budget)
 
 
+@instead(compute_share)
 def threshold_is_for_runners_only(
-    num_wanted: int,
-    num_computed: int,
-    threshold: int,
-    budget: int,
-    end: int,
-    is_whole: bool = False,
+    right: Right[int], num_wanted: int, threshold: int, end: int
 ) -> int:
     """A newcomer, which is told by having no room behind what it wants, is not held to it."""
-    capped = threshold if end > num_wanted and threshold > 0 else budget
-    return min(num_wanted - num_computed, capped, budget, end - num_computed)
+    return right(threshold=threshold if end > num_wanted else 0, is_whole=False)
 
 
-def part_is_taken_for_the_whole(
-    num_wanted: int,
-    num_computed: int,
-    threshold: int,
-    budget: int,
-    end: int,
-    is_whole: bool = False,
-) -> int:
+@instead(compute_share)
+def part_is_taken_for_the_whole(right: Right[int]) -> int:
     """A newcomer is cut into chunks although chunking is off."""
-    num_new = num_wanted - num_computed
-    if 0 < threshold < num_new:
-        num_new = threshold
-    return min(num_new, budget, end - num_computed)
+    return right(is_whole=False)
 
 
 # A running request.
 
 
-@ROOM.law("P9", (20, 4, 8, 6, 100), instead(compute_share, budget_is_overdrawn_by_a_decode))
+@ROOM.law("P9", (20, 4, 8, 6, 100), budget_is_overdrawn_by_a_decode)
 def check_running_request_stays_within_the_budget(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
-) -> bool:
+) -> None:
     """Whatever the caps are, zero budget included."""
     assert 0 <= num_computed <= num_with_spec and 0 <= threshold and 0 <= budget
     assert 2 <= max_model_len
     num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
     assert num_new <= budget
-    return True
 
 
-@ROOM.law("P9", (20, 4, 8, 6, 100), instead(compute_share, last_position_is_computed_too))
+@ROOM.law("P9", (20, 4, 8, 6, 100), last_position_is_computed_too)
 def check_position_before_the_model_length_is_never_computed(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
-) -> bool:
+) -> None:
     """The token sampled before it was the last one."""
     assert 0 <= num_computed <= num_with_spec and 0 <= threshold and 0 <= budget
     assert 2 <= max_model_len
     num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
     assert num_computed + num_new <= max_model_len - 1
-    return True
 
 
-@ROOM.law("P9", (20, 4, 8, 60, 100), instead(compute_share, threshold_is_for_newcomers_only))
+@ROOM.law("P9", (20, 4, 8, 60, 100), threshold_is_for_newcomers_only)
 def check_running_request_stays_within_the_threshold(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
-) -> bool:
+) -> None:
     """One request gets no more than that in one step."""
     assert 0 <= num_computed <= num_with_spec and 0 < threshold and 0 <= budget
     assert 2 <= max_model_len
     num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
     assert num_new <= threshold
-    return True
 
 
-@ROOM.law("P12", (20, 4, 8, 60, 100), instead(compute_share, threshold_is_a_minimum))
+@ROOM.law("P12", (20, 4, 8, 60, 100), threshold_is_a_minimum)
 def check_running_request_gets_no_more_than_its_gap(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
-) -> bool:
+) -> None:
     """Nothing is scheduled that nobody knows, promised or drafted."""
     assert 0 <= num_computed <= num_with_spec and 0 <= threshold and 0 <= budget
     assert 2 <= max_model_len
     num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
     assert num_computed + num_new <= num_with_spec
-    return True
 
 
-@ROOM.law("P15", (20, 4, 8, 6, 100), instead(compute_share, threshold_is_taken_off_the_budget))
+@ROOM.law("P15", (20, 4, 8, 6, 100), threshold_is_taken_off_the_budget)
 def check_running_request_catches_up_unless_a_cap_binds(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
-) -> bool:
+) -> None:
     """It gets its gap, or exactly what one of the three caps leaves."""
     assert 0 <= num_computed < num_with_spec and 0 <= threshold and 0 <= budget
     num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
     caps = (num_with_spec - num_computed, budget, max_model_len - 1 - num_computed)
     assert num_new in caps or (threshold > 0 and num_new == threshold)
-    return True
 
 
-@ROOM.law(
-    "P10",
-    (20, 4, 8, 6, 100),
-    instead(compute_share, whoever_does_not_fit_waits),
-    instead(compute_share, chunk_is_rounded_down_to_blocks, theirs="#40707 (recurrent state)"),
-)
+@ROOM.law("P10", (20, 4, 8, 6, 100), whoever_does_not_fit_waits, chunk_is_rounded_down_to_blocks)
 def check_running_request_with_a_gap_room_and_budget_progresses(
     num_with_spec: int, num_computed: int, threshold: int, budget: int, max_model_len: int
-) -> bool:
+) -> None:
     """One token at least: the same step would come again otherwise, and bring no more."""
     assert 0 <= num_computed < num_with_spec and 0 <= threshold
     assert 1 <= budget and num_computed < max_model_len - 1
     num_new = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
     assert num_new >= 1
-    return True
 
 
-@ROOM.law("P15", (20, 4, 60, 100), instead(compute_share, threshold_of_zero_caps))
+@ROOM.law("P15", (20, 4, 60, 100), threshold_of_zero_caps)
 def check_threshold_of_zero_is_no_threshold(
     num_with_spec: int, num_computed: int, budget: int, max_model_len: int
-) -> bool:
+) -> None:
     """It gives what a threshold as large as the gap gives."""
     assert 0 <= num_computed < num_with_spec and 0 <= budget
     gap = num_with_spec - num_computed
     without = compute_share(num_with_spec, num_computed, 0, budget, max_model_len - 1)
     assert without == compute_share(num_with_spec, num_computed, gap, budget, max_model_len - 1)
-    return True
 
 
-@ROOM.law("P15", (20, 4, 8, 6, 3, 100), instead(compute_share, whoever_does_not_fit_waits))
+@ROOM.law("P15", (20, 4, 8, 6, 3, 100), whoever_does_not_fit_waits)
 def check_more_budget_never_means_fewer_tokens(
     num_with_spec: int,
     num_computed: int,
@@ -302,20 +205,19 @@ def check_more_budget_never_means_fewer_tokens(
     budget: int,
     more: int,
     max_model_len: int,
-) -> bool:
+) -> None:
     """And no more of them than there is more budget."""
     assert 0 <= num_computed <= num_with_spec and 0 <= threshold and 0 <= budget and 0 <= more
     assert 2 <= max_model_len
     few = compute_share(num_with_spec, num_computed, threshold, budget, max_model_len - 1)
     many = compute_share(num_with_spec, num_computed, threshold, budget + more, max_model_len - 1)
     assert few <= many <= few + more
-    return True
 
 
-@ROOM.law("P15", (20, 4, 6, 5, 100), instead(compute_share, whoever_does_not_fit_waits))
+@ROOM.law("P15", (20, 4, 6, 5, 100), whoever_does_not_fit_waits)
 def check_two_steps_compute_what_one_of_both_budgets_would(
     num_with_spec: int, num_computed: int, budget: int, next_budget: int, max_model_len: int
-) -> bool:
+) -> None:
     """Cutting a prompt into chunks loses nothing and repeats nothing."""
     assert 0 <= num_computed < num_with_spec and 0 <= budget and 0 <= next_budget
     assert num_computed < max_model_len
@@ -324,69 +226,50 @@ def check_two_steps_compute_what_one_of_both_budgets_would(
     assert first + second == compute_share(
         num_with_spec, num_computed, 0, budget + next_budget, max_model_len - 1
     )
-    return True
 
 
 # A request with a promise in flight: computed == prompt + outputs + placeholders - 1.
 
 
-@ROOM.law(
-    "P13 P15",
-    (5, 2, 2, 3),
-    instead(is_past_max_tokens, drafts_count_as_sure),
-    instead(is_past_max_tokens, own_token_is_not_counted),
-)
+@ROOM.law("P13 P15", (5, 2, 2, 3), drafts_count_as_sure, own_token_is_not_counted)
 def check_request_is_passed_over_exactly_when_the_sure_token_is_its_last(
     num_prompt: int, num_outputs: int, num_placeholders: int, max_tokens: int
-) -> bool:
+) -> None:
     """Of what a frame promises one token is sure; the others are drafts, to be rejected perhaps."""
     assert 1 <= num_prompt and 0 <= num_outputs < max_tokens and 1 <= num_placeholders
     num_computed = num_prompt + num_outputs + num_placeholders - 1
     is_past = is_past_max_tokens(num_computed, num_placeholders, num_prompt, max_tokens)
     assert is_past == (num_outputs + 1 >= max_tokens)
-    return True
 
 
-@ROOM.law("P10 P15", (5, 5, 1), instead(is_past_max_tokens, nothing_in_flight_counts_as_a_promise))
+@ROOM.law("P10 P15", (5, 5, 1), nothing_in_flight_counts_as_a_promise)
 def check_request_with_nothing_promised_is_never_passed_over(
     num_computed: int, num_prompt: int, max_tokens: int
-) -> bool:
+) -> None:
     """Nobody would end it."""
     assert 0 <= num_computed and 1 <= num_prompt and 1 <= max_tokens
     is_past = is_past_max_tokens(num_computed, 0, num_prompt, max_tokens)
     assert not is_past
-    return True
 
 
 # A waiting request.
 
 
-@ROOM.law(
-    "P12 P15",
-    (20, 16, 8),
-    instead(compute_share, hit_is_computed_again),
-    instead(compute_share, hit_counts_twice),
-)
+@ROOM.law("P12 P15", (20, 16, 8), hit_is_computed_again, hit_counts_twice)
 def check_newcomer_computes_what_the_hit_leaves_up_to_the_threshold(
     num_known: int, num_hit: int, threshold: int
-) -> bool:
+) -> None:
     """With a hit that leaves a token it gets at least one, and never one that was hit."""
     assert 0 <= num_hit < num_known and 0 <= threshold
     num_new = compute_share(num_known, num_hit, threshold, num_known, num_known)
     assert 1 <= num_new <= num_known - num_hit
     assert num_new == num_known - num_hit or num_new == threshold
-    return True
 
 
-@ROOM.law(
-    "P15",
-    (20, 4, 8, 100),
-    instead(compute_share, threshold_is_for_runners_only),
-    instead(compute_share, part_is_taken_for_the_whole),
-)
+@ROOM.law("P15", (20, 4, 8, 100), threshold_is_for_runners_only, part_is_taken_for_the_whole)
 def check_admission_and_running_count_alike(
     num_known: int, num_done: int, threshold: int, budget: int
-) -> bool:
+) -> None:
     """A hit is as good as computed tokens: there is no prefill phase with a rule of its own."""
     assert 0 <= num_done < num_known and 0 <= threshold and 0 <= budget
     waiting = compute_share(num_known, num_done, threshold, budget, num_known)
@@ -395,17 +278,12 @@ def check_admission_and_running_count_alike(
     assert waiting == running
     due = compute_share(num_known, num_done, threshold, num_known, num_known)
     assert whole == (due if due <= budget else 0)
-    return True
 
 
 # The engine on the host.
 
 
-@ROOM.law(
-    "P9 P15",
-    (20, 4, 2, 8, 6, 100),
-    instead_in(HOST, "_tokens_to_run", host_mistakes.plain_decode_is_not_held_to_the_model_length),
-)
+@ROOM.law("P9 P15", (20, 4, 2, 8, 6, 100), wrong.plain_decode_is_not_held_to_the_model_length)
 def check_host_counts_the_tokens_of_a_runner_as_the_specification_does(
     num_known: int,
     num_computed: int,
@@ -413,7 +291,7 @@ def check_host_counts_the_tokens_of_a_runner_as_the_specification_does(
     threshold: int,
     budget: int,
     max_model_len: int,
-) -> bool:
+) -> None:
     """A plain decode takes a shortcut, and a threshold of zero is the model length."""
     assert 1 <= num_known < max_model_len <= MAX_INT and 0 <= num_computed and 0 <= num_drafts
     assert 0 <= threshold <= MAX_INT and 1 <= budget
@@ -422,18 +300,14 @@ def check_host_counts_the_tokens_of_a_runner_as_the_specification_does(
     host = build_host(config, request)
     due = compute_share(num_known + num_drafts, num_computed, threshold, budget, max_model_len - 1)
     assert max(host._tokens_to_run(0, budget), 0) == max(due, 0)
-    return True
 
 
 @ROOM.law(
-    "P9 P15",
-    (40, 16, 8, 20, 1),
-    instead_in(HOST, "_tokens_to_admit", host_mistakes.whole_prompt_must_fit_always),
-    instead_in(HOST, "_tokens_to_admit", host_mistakes.prompt_is_cut_always),
+    "P9 P15", (40, 16, 8, 20, 1), wrong.whole_prompt_must_fit_always, wrong.prompt_is_cut_always
 )
 def check_host_admits_as_many_tokens(
     num_known: int, num_hit: int, threshold: int, budget: int, is_chunked: bool
-) -> bool:
+) -> None:
     """What the hit leaves, under threshold and budget; whole or not at all without chunking."""
     assert 0 <= num_hit < num_known < 8192 and 0 <= threshold <= MAX_INT and 1 <= budget
     config = build_config(
@@ -444,4 +318,3 @@ def check_host_admits_as_many_tokens(
     host = build_host(config, build_request("a", num_known))
     due = compute_share(num_known, num_hit, threshold, budget, num_known, not is_chunked)
     assert host._tokens_to_admit(0, num_hit, budget) == due
-    return True

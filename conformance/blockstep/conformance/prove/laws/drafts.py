@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.conformance.prove.harness import build_config, build_runner, build_state
-from blockstep.conformance.prove.hosts import HOST, build_host
-from blockstep.conformance.prove.law import Room, instead, instead_in
-from blockstep.conformance.prove.laws import host_mistakes
+from blockstep.conformance.prove.hosts import build_host
+from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.laws import host_mistakes as wrong
 from blockstep.conformance.prove.laws.publishing import drafts_are_published_too
 from blockstep.conformance.prove.laws.slots import surplus_gives_a_negative_count
 from blockstep.spec.lives.commit import count_drafts, get_rolled_back
@@ -25,34 +25,36 @@ from blockstep.spec.step.share import compute_num_drafts, compute_share
 from blockstep.spec.vocabulary import Stats, Status, TokenIds
 
 ROOM = Room("drafts")
-_is_accepted_prefix = is_accepted_prefix  # its twin calls the right one
 
 
 # Mistakes.
 
 
+@instead(compute_num_drafts)
 def prefill_chunk_has_minus_one_draft(num_computed: int, num_scheduled: int, num_known: int) -> int:
     """Not cut at zero: a slice with it drops the last draft instead of taking none."""
     return num_computed + num_scheduled - num_known
 
 
-def every_token_after_the_first_is_a_draft(
-    num_computed: int, num_scheduled: int, num_known: int
-) -> int:
+@instead(compute_num_drafts)
+def every_token_after_the_first_is_a_draft(num_scheduled: int) -> int:
     """As if a request always had one known token left to compute."""
     return max(num_scheduled - 1, 0)
 
 
+@instead(compute_num_rejected)
 def own_token_counts_as_accepted(num_drafts: int, num_sampled: int) -> int:
     """The worker's own token is taken for an accepted draft."""
     return num_drafts - num_sampled
 
 
+@instead(compute_num_rejected)
 def rejected_is_what_was_sampled(num_drafts: int, num_sampled: int) -> int:
     """Accepted and rejected are mixed up."""
     return min(num_sampled - 1, num_drafts)
 
 
+@instead(get_rolled_back)
 def preempted_request_is_rolled_back_below_zero(
     request: RequestState, num_drafts: int, num_sampled: int
 ) -> RequestState:
@@ -61,16 +63,19 @@ def preempted_request_is_rolled_back_below_zero(
     return replace(request, num_computed_tokens=request.num_computed_tokens - num_rejected)
 
 
+@instead(is_accepted_prefix)
 def any_tokens_may_be_accepted(sampled: TokenIds, drafts: TokenIds) -> bool:
     """Only their number is looked at."""
     return 1 <= len(sampled) <= len(drafts) + 1
 
 
-def own_token_must_be_a_draft_as_well(sampled: TokenIds, drafts: TokenIds) -> bool:
+@instead(is_accepted_prefix)
+def own_token_must_be_a_draft_as_well(right: Right[bool], sampled: TokenIds) -> bool:
     """The last sampled token is compared, too."""
-    return _is_accepted_prefix((*sampled, 0), drafts)
+    return right(sampled=(*sampled, 0))
 
 
+@instead(count_drafts)
 def row_without_drafts_counts_as_one(stats: Stats, num_drafts: int, num_sampled: int) -> Stats:
     """The worker's own token counts as an accepted draft."""
     return Stats(
@@ -85,56 +90,48 @@ def row_without_drafts_counts_as_one(stats: Stats, num_drafts: int, num_sampled:
 @ROOM.law(
     "P12 P24",
     (20, 3, 19, 2, 100),
-    instead(compute_num_drafts, prefill_chunk_has_minus_one_draft),
-    instead(compute_num_drafts, every_token_after_the_first_is_a_draft),
+    prefill_chunk_has_minus_one_draft,
+    every_token_after_the_first_is_a_draft,
 )
 def check_dispatched_drafts_are_some_of_the_attached_ones(
     num_known: int, num_attached: int, num_computed: int, budget: int, max_model_len: int
-) -> bool:
+) -> None:
     """None is made up, and a prefill chunk carries none."""
     assert 0 <= num_computed < num_known < max_model_len and 0 <= num_attached and 1 <= budget
     num_new = compute_share(num_known + num_attached, num_computed, 0, budget, max_model_len - 1)
     num_drafts = compute_num_drafts(num_computed, num_new, num_known)
     assert 0 <= num_drafts <= num_attached
     assert num_computed + num_new >= num_known or num_drafts == 0
-    return True
 
 
-@ROOM.law("P12", (19, 3, 20), instead(compute_num_drafts, every_token_after_the_first_is_a_draft))
+@ROOM.law("P12", (19, 3, 20), every_token_after_the_first_is_a_draft)
 def check_budget_cuts_drafts_before_known_tokens(
     num_computed: int, num_scheduled: int, num_known: int
-) -> bool:
+) -> None:
     """What is left without the drafts are known tokens, from the first one on."""
     assert 0 <= num_computed < num_known and 1 <= num_scheduled
     num_drafts = compute_num_drafts(num_computed, num_scheduled, num_known)
     assert num_computed + num_scheduled - num_drafts == min(num_computed + num_scheduled, num_known)
-    return True
 
 
 # Taking back what was rejected.
 
 
-@ROOM.law(
-    "P14",
-    (20, 4, 2),
-    instead(compute_num_rejected, own_token_counts_as_accepted),
-    instead(compute_num_rejected, rejected_is_what_was_sampled),
-)
+@ROOM.law("P14", (20, 4, 2), own_token_counts_as_accepted, rejected_is_what_was_sampled)
 def check_sampling_leaves_exactly_the_last_token_to_compute(
     num_known: int, num_drafts: int, num_sampled: int
-) -> bool:
+) -> None:
     """However many drafts were rejected."""
     assert 1 <= num_known and 0 <= num_drafts and 1 <= num_sampled <= num_drafts + 1
     before = build_runner("a", num_known, num_known + num_drafts)
     after = get_rolled_back(before, num_drafts, num_sampled)
     assert after.num_computed_tokens == num_known + num_sampled - 1
-    return True
 
 
-@ROOM.law("P14", (20, 4, 2), instead(compute_num_rejected, own_token_counts_as_accepted))
+@ROOM.law("P14", (20, 4, 2), own_token_counts_as_accepted)
 def check_rejected_drafts_might_as_well_never_have_been_scheduled(
     num_known: int, num_drafts: int, num_accepted: int
-) -> bool:
+) -> None:
     """The same counters as after a step with the accepted drafts only."""
     assert 1 <= num_known and 0 <= num_accepted <= num_drafts
     scheduled = build_runner("a", num_known, num_known + num_drafts)
@@ -142,29 +139,23 @@ def check_rejected_drafts_might_as_well_never_have_been_scheduled(
     after = get_rolled_back(scheduled, num_drafts, num_accepted + 1)
     assert after == get_rolled_back(without, num_accepted, num_accepted + 1)
     assert after.num_computed_tokens == without.num_computed_tokens
-    return True
 
 
-@ROOM.law(
-    "P12 P14", (20, 4, 2), instead(get_rolled_back, preempted_request_is_rolled_back_below_zero)
-)
+@ROOM.law("P12 P14", (20, 4, 2), preempted_request_is_rolled_back_below_zero)
 def check_preempted_request_has_nothing_to_roll_back(
     num_known: int, num_drafts: int, num_sampled: int
-) -> bool:
+) -> None:
     """Its frame was in flight when it lost its computed tokens."""
     assert 1 <= num_known and 0 <= num_drafts and 1 <= num_sampled <= num_drafts + 1
     before = replace(build_runner("a", num_known, 0), status=Status.PREEMPTED)
     after = get_rolled_back(before, num_drafts, num_sampled)
     assert after.num_computed_tokens == 0
-    return True
 
 
-@ROOM.law(
-    "P4 P14", (16, 8, 20, 4, 16), instead(compute_num_publishable_blocks, drafts_are_published_too)
-)
+@ROOM.law("P4 P14", (16, 8, 20, 4, 16), drafts_are_published_too)
 def check_what_a_step_publishes_stays_computed_after_any_rejection(
     num_computed: int, num_scheduled: int, num_known: int, num_sampled: int, block_size: int
-) -> bool:
+) -> None:
     """So no key has to be withdrawn when the answer comes."""
     assert 0 <= num_computed < num_known and 1 <= block_size
     assert num_known <= num_computed + num_scheduled
@@ -173,14 +164,9 @@ def check_what_a_step_publishes_stays_computed_after_any_rejection(
     num_drafts = compute_num_drafts(num_computed, num_scheduled, num_known)
     num_rejected = compute_num_rejected(num_drafts, num_sampled)
     assert num_full * block_size <= num_computed + num_scheduled - num_rejected
-    return True
 
 
-@ROOM.law(
-    "P8 P14",
-    (20, 4, 2, 1, 100, 16),
-    instead(compute_num_new_blocks, surplus_gives_a_negative_count),
-)
+@ROOM.law("P8 P14", (20, 4, 2, 1, 100, 16), surplus_gives_a_negative_count)
 def check_blocks_of_rejected_drafts_serve_the_next_step(
     num_known: int,
     num_drafts: int,
@@ -188,7 +174,7 @@ def check_blocks_of_rejected_drafts_serve_the_next_step(
     num_new: int,
     max_model_len: int,
     block_size: int,
-) -> bool:
+) -> None:
     """Nothing is given back or taken twice: new blocks are what the longer table lacks."""
     assert 1 <= block_size and 1 <= num_known and 0 <= num_drafts
     assert 1 <= num_sampled <= num_drafts + 1 and 1 <= num_new
@@ -200,34 +186,29 @@ def check_blocks_of_rejected_drafts_serve_the_next_step(
     taken = compute_num_new_blocks(num_slots, block_size, held)
     assert taken >= 0
     assert taken == 0 or (held + taken - 1) * block_size < num_slots <= (held + taken) * block_size
-    return True
 
 
 # The worker's answer.
 
 
 @ROOM.law(
-    "P3 P13",
-    (7, 8, 9, 7, 8, 5),
-    instead(is_accepted_prefix, any_tokens_may_be_accepted),
-    instead(is_accepted_prefix, own_token_must_be_a_draft_as_well),
+    "P3 P13", (7, 8, 9, 7, 8, 5), any_tokens_may_be_accepted, own_token_must_be_a_draft_as_well
 )
 def check_two_drafts_are_accepted_only_as_they_were_proposed(
     first_draft: int, second_draft: int, third_draft: int, first: int, second: int, own: int
-) -> bool:
+) -> None:
     """Two of three accepted and a token of the worker's own, whatever that one is."""
     assert 0 <= first_draft and 0 <= second_draft and 0 <= third_draft
     assert 0 <= first and 0 <= second and 0 <= own
     drafts = (first_draft, second_draft, third_draft)
     is_accepted = is_accepted_prefix((first, second, own), drafts)
     assert is_accepted == (first == first_draft and second == second_draft)
-    return True
 
 
-@ROOM.law("P21", (10, 6, 4, 2), instead(count_drafts, row_without_drafts_counts_as_one))
+@ROOM.law("P21", (10, 6, 4, 2), row_without_drafts_counts_as_one)
 def check_accepted_drafts_never_outnumber_scheduled_ones(
     num_scheduled: int, num_accepted: int, num_drafts: int, num_sampled: int
-) -> bool:
+) -> None:
     """The worker's own token is no accepted draft."""
     assert 0 <= num_accepted <= num_scheduled
     assert 0 <= num_drafts and 1 <= num_sampled <= num_drafts + 1
@@ -236,20 +217,15 @@ def check_accepted_drafts_never_outnumber_scheduled_ones(
     assert after.drafts_scheduled == num_scheduled + num_drafts
     assert after.drafts_accepted == num_accepted + num_sampled - 1
     assert after.drafts_accepted <= after.drafts_scheduled
-    return True
 
 
 # The engine on the host.
 
 
-@ROOM.law(
-    "P12 P24",
-    (20, 19, 3),
-    instead_in(HOST, "_take_drafts", host_mistakes.cut_drafts_are_dispatched),
-)
+@ROOM.law("P12 P24", (20, 19, 3), wrong.cut_drafts_are_dispatched)
 def check_host_dispatches_as_many_drafts(
     num_known: int, num_computed: int, num_scheduled: int
-) -> bool:
+) -> None:
     """Of three that are attached."""
     assert 0 <= num_computed < num_known < 8192 and 1 <= num_scheduled
     assert num_computed + num_scheduled <= num_known + 3
@@ -258,15 +234,12 @@ def check_host_dispatches_as_many_drafts(
     drafts = host._take_drafts(0, num_scheduled)
     assert drafts == (5, 6, 7)[: compute_num_drafts(num_computed, num_scheduled, num_known)]
     assert host.table.spec_token_ids[0] == ()
-    return True
 
 
-@ROOM.law(
-    "P14", (20, 3, 1, 1), instead_in(HOST, "_roll_back", host_mistakes.own_token_counts_as_accepted)
-)
+@ROOM.law("P14", (20, 3, 1, 1), wrong.own_token_counts_as_accepted)
 def check_host_takes_back_as_much(
     num_known: int, num_drafts: int, num_accepted: int, is_running: bool
-) -> bool:
+) -> None:
     """From a request that runs; a preempted one has nothing computed."""
     assert 1 <= num_known < 8000 and 0 <= num_accepted <= num_drafts <= 3
     request = build_runner("a", num_known, num_known + num_drafts)
@@ -276,17 +249,12 @@ def check_host_takes_back_as_much(
     host._roll_back(0, (5, 6, 7)[:num_drafts], (5, 6, 7, 8)[: num_accepted + 1])
     due = get_rolled_back(request, num_drafts, num_accepted + 1)
     assert host.table.num_computed[0] == due.num_computed_tokens
-    return True
 
 
-@ROOM.law(
-    "P24",
-    (20, 19, 0, 0),
-    instead_in(HOST, "_may_draft", host_mistakes.drafts_are_taken_in_mid_prefill),
-)
+@ROOM.law("P24", (20, 19, 0, 0), wrong.drafts_are_taken_in_mid_prefill)
 def check_host_takes_drafts_without_a_look_at_the_frames(
     num_known: int, num_computed: int, is_in_flight: bool, is_prefill_chunk: bool
-) -> bool:
+) -> None:
     """A row in flight leaves a prefill chunk or no known token uncomputed: that is enough."""
     assert 1 <= num_known < 8000 and 0 <= num_computed <= num_known
     assert not is_in_flight or is_prefill_chunk == (num_computed < num_known)
@@ -299,4 +267,3 @@ def check_host_takes_drafts_without_a_look_at_the_frames(
         state = replace(state, frames=(Frame(0, (FrameRow("a", (), not is_prefill_chunk),)),))
     host = build_host(config, request)
     assert bool(host._may_draft(0)) == can_take_drafts(state, request)
-    return True

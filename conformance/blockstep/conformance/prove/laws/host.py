@@ -9,32 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from blockstep.conformance.prove.harness import (
-    Tokens,
-    asking,
-    build_config,
-    build_pool,
-    build_request,
-    build_runner,
-    build_state,
-    schedule,
-)
-from blockstep.conformance.prove.hosts import HOST, LINEAGE, build_host
-from blockstep.conformance.prove.law import Room, instead_in
-from blockstep.conformance.prove.laws import host_mistakes
+from blockstep.conformance.prove import harness as h
+from blockstep.conformance.prove.hosts import HOST, build_host
+from blockstep.conformance.prove.law import Room
+from blockstep.conformance.prove.laws import host_mistakes as wrong
+from blockstep.spec import vocabulary as v
 from blockstep.spec.hashing import get_item_keys
 from blockstep.spec.lives.endings import compute_stop, is_repeating
 from blockstep.spec.pool import allocate_blocks, free_blocks, touch_blocks
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
-from blockstep.spec.vocabulary import (
-    MAX_INT,
-    Config,
-    MultiModalItem,
-    Plan,
-    Policy,
-    RepetitionDetection,
-)
 
 ROOM = Room("host")
 
@@ -42,49 +26,40 @@ ROOM = Room("host")
 # Texts.
 
 
-@ROOM.law(
-    "P13",
-    (7, 7, 9, 3, 2, 5),
-    instead_in(HOST, "_stop_verdict", host_mistakes.stop_tokens_come_before_the_end_of_sequence),
-)
+@ROOM.law("P13", (7, 7, 9, 3, 2, 5), wrong.stop_tokens_come_before_the_end_of_sequence)
 def check_host_ends_a_request_for_its_text_at_the_same_token(
     last: int, eos: int, stop: int, num_outputs: int, min_tokens: int, max_tokens: int
-) -> bool:
+) -> None:
     """Looked for only in requests that name such tokens, which is settled when they come."""
     assert 0 <= last and 0 <= eos and 0 <= stop and 0 <= min_tokens
     assert 1 <= num_outputs <= max_tokens < 8000
-    request = build_request("a", 1, max_tokens=max_tokens)
-    asked = replace(
-        request.request, eos_token_id=eos, stop_token_ids=(stop,), min_tokens=min_tokens
+    request = h.build_request(
+        "a",
+        1,
+        max_tokens=max_tokens,
+        eos_token_id=eos,
+        stop_token_ids=(stop,),
+        min_tokens=min_tokens,
     )
-    request = replace(request, request=asked, output_token_ids=Tokens(num_outputs, last))
-    host = HOST(build_config(block_size=8192))
-    host._submit(asked)
+    host = HOST(h.build_config(block_size=8192))
+    host._submit(request.request)
     host.table.num_known[0] = 1 + num_outputs
-    due = compute_stop(request, request.output_token_ids, 1 + num_outputs, 8192)
+    due = compute_stop(request, h.Tokens(num_outputs, last), 1 + num_outputs, 8192)
     assert host._stop_verdict(0, last) == due
-    return True
 
 
-@ROOM.law(
-    "P13",
-    (1, 2, 1, 2, 2),
-    instead_in(HOST, "_repeats", host_mistakes.only_the_last_token_is_compared),
-)
+@ROOM.law("P13", (1, 2, 1, 2, 2), wrong.only_the_last_token_is_compared)
 def check_host_sees_the_same_repetitions(
     first: int, second: int, third: int, fourth: int, max_size: int
-) -> bool:
+) -> None:
     """Four outputs, patterns of one or two tokens, twice. A shortcut precedes the comparison."""
     assert 0 <= first and 0 <= second and 0 <= third and 0 <= fourth and 1 <= max_size <= 3
-    detection = RepetitionDetection(max_size)
-    request = build_request("a", 1)
-    request = asking(request, repetition_detection=detection)
-    host = build_host(build_config(), request)
+    detection = v.RepetitionDetection(max_size)
+    host = build_host(h.build_config(), h.build_request("a", 1, repetition_detection=detection))
     host.table.lineages[0].tokens = [1, first, second, third, fourth]
     host.table.num_known[0] = 5
     due = is_repeating((first, second, third, fourth), detection)
     assert host._repeats(0) == due
-    return True
 
 
 # Blocks: the ring, and what is named.
@@ -93,19 +68,19 @@ def check_host_sees_the_same_repetitions(
 @ROOM.law(
     "P1 P16",
     (1, 2, 1, 2),
-    instead_in(HOST.pool_type, "take", host_mistakes.ring_is_not_closed_behind_the_taken),
-    instead_in(HOST.pool_type, "touch", host_mistakes.touched_block_stays_in_the_ring),
-    instead_in(HOST.pool_type, "free", host_mistakes.table_is_freed_from_its_head),
+    wrong.ring_is_not_closed_behind_the_taken,
+    wrong.touched_block_stays_in_the_ring,
+    wrong.table_is_freed_from_its_head,
 )
 def check_ring_of_the_host_is_the_free_queue(
     first: int, second: int, third: int, num_taken: int
-) -> bool:
+) -> None:
     """A table freed, a block touched in the middle, some taken: one order, one count."""
     assert 1 <= first and 1 <= second and 1 <= third and 0 <= num_taken <= 2
-    host = build_host(build_config())
+    host = build_host(h.build_config())
     host.pool.touch((1, 2, 3))
     host.pool.ref_counts = [0, first, second, third, 0, 0]
-    pool = build_pool((0, first, second, third, 0, 0), (4, 5), published=())
+    pool = h.build_pool((0, first, second, third, 0, 0), (4, 5), published=())
     host.pool.free((1, 2, 3))
     pool = free_blocks(pool, (1, 2, 3))
     host.pool.touch((5, 2))
@@ -117,113 +92,99 @@ def check_ring_of_the_host_is_the_free_queue(
     assert tuple(host.pool.free_queue()) == pool.free_queue
     assert host.pool.num_free == len(pool.free_queue)
     assert tuple(host.pool.ref_counts) == pool.ref_counts
-    return True
 
 
-@ROOM.law(
-    "P6",
-    (3, 4, 9, 2, 1, 4),
-    instead_in(LINEAGE, "items_of", host_mistakes.item_that_ends_at_the_block_is_named),
-)
+@ROOM.law("P6", (3, 4, 9, 2, 1, 4), wrong.item_that_ends_at_the_block_is_named)
 def check_host_names_the_same_items_of_a_block(
     offset: int, length: int, next_offset: int, next_length: int, index: int, block_size: int
-) -> bool:
+) -> None:
     """Found by bisection instead of one by one."""
     assert 0 <= offset and 1 <= length and offset + length <= next_offset and 1 <= next_length
-    assert 0 <= index <= 3 and 1 <= block_size <= MAX_INT
-    items = (MultiModalItem("x", offset, length), MultiModalItem("y", next_offset, next_length))
-    request = build_request("a", 1)
-    request = asking(request, items=items)
-    host = build_host(build_config(block_size), request)
+    assert 0 <= index <= 3 and 1 <= block_size <= v.MAX_INT
+    items = (v.MultiModalItem("x", offset, length), v.MultiModalItem("y", next_offset, next_length))
+    request = h.build_request("a", 1, items=items)
+    host = build_host(h.build_config(block_size), request)
     start = index * block_size
     due = get_item_keys(request.request, start, start + block_size)
     assert host.table.lineages[0].items_of(index) == due
-    return True
 
 
 # Whole plans. a holds 1 and 2, b holds 3; 4 and 5 are free.
 
 
 def schedule_both(
-    config: Config, runners: tuple[RequestState, ...], waiting: tuple[RequestState, ...] = ()
-) -> tuple[State, Plan, Any, Plan]:
+    config: v.Config, runners: tuple[RequestState, ...], waiting: tuple[RequestState, ...] = ()
+) -> tuple[State, v.Plan, Any, v.Plan]:
     """The same step by the specification and by the host: state and plan of each."""
     host = build_host(config, *runners, *waiting)
     host.prev_frame_id = host.next_frame_id = 5
-    state = replace(build_state(config, runners, waiting), next_frame_id=5)
-    after, due = schedule(state)
+    state = replace(h.build_state(config, runners, waiting), next_frame_id=5)
+    after, due = h.schedule(state)
     return after, due, host, host._schedule()
 
 
 @ROOM.law(
     "P9 P15 P26",
     (50, 20, 30, 8, 16),
-    instead_in(HOST, "_tokens_to_run", host_mistakes.threshold_is_for_newcomers_only),
-    instead_in(HOST, "_blocks_needed", host_mistakes.exact_multiples_take_a_block_more),
+    wrong.threshold_is_for_newcomers_only,
+    wrong.exact_multiples_take_a_block_more,
     is_slow=True,
 )
 def check_host_plans_one_runner_as_the_specification_does(
     num_known: int, num_computed: int, budget: int, threshold: int, block_size: int
-) -> bool:
+) -> None:
     """The whole plan, the counters and the free queue after it; preemption of itself included."""
-    assert 1 <= block_size <= MAX_INT and 1 <= budget <= MAX_INT and 0 <= threshold <= MAX_INT
+    assert 1 <= block_size <= v.MAX_INT and 1 <= budget <= v.MAX_INT and 0 <= threshold <= v.MAX_INT
     assert block_size < num_computed <= 2 * block_size and num_computed < num_known < 8192
-    config = build_config(
+    config = h.build_config(
         block_size, long_prefill_token_threshold=threshold, max_num_batched_tokens=budget
     )
-    runner = build_runner("a", num_known, num_computed, (1, 2))
+    runner = h.build_runner("a", num_known, num_computed, (1, 2))
     after, due, host, plan = schedule_both(config, (runner,))
     assert plan == due
     assert host.table.num_computed[0] == after.requests["a"].num_computed_tokens
     assert bool(host.table.is_prefill_chunk[0]) == after.requests["a"].is_prefill_chunk
     assert tuple(host.pool.free_queue()) == after.pool.free_queue
-    return True
 
 
 @ROOM.law(
     "P7 P8 P15 P26",
     (50, 60, 30, 16),
-    instead_in(HOST, "_tokens_to_admit", host_mistakes.whole_prompt_must_fit_always),
-    instead_in(
-        HOST, "_blocks_to_admit", host_mistakes.newcomer_is_charged_for_its_first_chunk_only
-    ),
+    wrong.whole_prompt_must_fit_always,
+    wrong.newcomer_is_charged_for_its_first_chunk_only,
     is_slow=True,
 )
 def check_host_admits_two_newcomers_as_the_specification_does(
     known_a: int, known_b: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """The whole plan, the places and the free queue after it, refusals included."""
-    assert 1 <= block_size <= MAX_INT and 1 <= budget <= MAX_INT
+    assert 1 <= block_size <= v.MAX_INT and 1 <= budget <= v.MAX_INT
     assert 1 <= known_a < 8192 and 1 <= known_b < 8192
-    config = build_config(block_size, max_num_batched_tokens=budget)
-    waiting = (build_request("a", known_a), build_request("b", known_b))
+    config = h.build_config(block_size, max_num_batched_tokens=budget)
+    waiting = (h.build_request("a", known_a), h.build_request("b", known_b))
     after, due, host, plan = schedule_both(config, (), waiting)
     assert plan == due
     assert len(host.running) == len(after.running)
     assert len(host.waiting) == len(after.waiting)
     assert tuple(host.pool.free_queue()) == after.pool.free_queue
-    return True
 
 
 @ROOM.law(
     "P9 P15 P16 P26",
     (60, 20, 30, 20, 16),
-    instead_in(HOST, "_make_room", host_mistakes.victim_before_the_asker_does_not_shift_it),
-    instead_in(HOST, "_select_victim", host_mistakes.first_of_equals_goes),
+    wrong.victim_before_the_asker_does_not_shift_it,
+    wrong.first_of_equals_goes,
     is_slow=True,
 )
 def check_host_plans_two_runners_as_the_specification_does(
     known_a: int, known_b: int, computed_a: int, budget: int, priority_a: int
-) -> bool:
+) -> None:
     """By priority, with preemption, in blocks of 16: one plan, one order, one free queue."""
     assert 0 <= computed_a <= 32 and computed_a < known_a < 8192 and 1 <= known_b < 8192
-    assert 1 <= budget <= MAX_INT
-    config = build_config(max_num_batched_tokens=budget, policy=Policy.PRIORITY)
-    first, second = (
-        build_runner("a", known_a, computed_a, (1, 2)),
-        build_runner("b", known_b, 0, (3,)),
-    )
-    first = asking(first, priority=priority_a)
+    assert 1 <= budget <= v.MAX_INT
+    config = h.build_config(max_num_batched_tokens=budget, policy=v.Policy.PRIORITY)
+    first = h.build_runner("a", known_a, computed_a, (1, 2), priority=priority_a)
+    second = h.build_runner("b", known_b, 0, (3,))
     after, due, host, plan = schedule_both(config, (first, second))
     assert plan == due
     names = [host.table.requests[slot].request_id for slot in host.running]
@@ -232,4 +193,3 @@ def check_host_plans_two_runners_as_the_specification_does(
         after.requests[name].num_computed_tokens for name in "ab"
     )
     assert tuple(host.pool.free_queue()) == after.pool.free_queue
-    return True

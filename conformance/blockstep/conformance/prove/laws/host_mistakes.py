@@ -1,26 +1,25 @@
 """Mistakes in methods of the engine on the host, for the twins of laws about it.
 
-Each stands in the place of the method that its twin names. Typed loosely, as the museum is: an
-engine is no business of the tools (D3).
+Typed loosely, as the museum is: an engine is no business of the tools (D3).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from blockstep.conformance.prove.hosts import HOST, LINEAGE
+from blockstep.conformance.prove.law import Right, instead_in
 from blockstep.spec.vocabulary import FinishReason, Policy, Request
 
 
-def plain_decode_is_not_held_to_the_model_length(self: Any, slot: int, budget: int) -> Any:
+@instead_in(HOST, "_tokens_to_run")
+def plain_decode_is_not_held_to_the_model_length(right: Right[Any], self: Any, slot: int) -> Any:
     """The shortcut for a gap of one, without a look at the room."""
-    table = self.table
-    computed = table.num_computed[slot]
-    gap = table.num_known[slot] + len(table.spec_token_ids[slot]) - computed
-    if gap == 1:
-        return 1
-    return min(gap, self.max_tokens_per_row, budget, self.max_model_len - 1 - computed)
+    num_wanted = self.table.num_known[slot] + len(self.table.spec_token_ids[slot])
+    return 1 if num_wanted - self.table.num_computed[slot] == 1 else right()
 
 
+@instead_in(HOST, "_tokens_to_run")
 def threshold_is_for_newcomers_only(self: Any, slot: int, budget: int) -> Any:
     """A runner is not held to it."""
     computed = self.table.num_computed[slot]
@@ -28,12 +27,14 @@ def threshold_is_for_newcomers_only(self: Any, slot: int, budget: int) -> Any:
     return min(gap, budget, self.max_model_len - 1 - computed)
 
 
+@instead_in(HOST, "_blocks_needed")
 def exact_multiples_take_a_block_more(self: Any, slot: int, num_scheduled: int) -> Any:
     """The quotient and one more, also where nothing is left over."""
     end = self.table.num_computed[slot] + num_scheduled
     return end // self.block_size + 1 - len(self.table.holdings[slot][0].blocks)
 
 
+@instead_in(HOST, "_tokens_to_run")
 def promised_tokens_are_no_gap(self: Any, slot: int, budget: int) -> Any:
     """What is in flight is not counted as known."""
     table = self.table
@@ -44,6 +45,7 @@ def promised_tokens_are_no_gap(self: Any, slot: int, budget: int) -> Any:
     return min(gap, self.max_tokens_per_row, budget, self.max_model_len - 1 - computed)
 
 
+@instead_in(HOST, "_is_past_max_tokens")
 def one_frame_ahead_is_enough(self: Any, slot: int) -> Any:
     """Known tokens and one more, instead of what computed tokens say."""
     table = self.table
@@ -51,6 +53,7 @@ def one_frame_ahead_is_enough(self: Any, slot: int) -> Any:
     return sure >= table.num_prompt[slot] + table.requests[slot].max_tokens
 
 
+@instead_in(HOST, "_blocks_needed")
 def lookahead_passes_the_model_length(self: Any, slot: int, num_scheduled: int) -> Any:
     """No cap."""
     end = self.table.num_computed[slot] + num_scheduled + self.num_lookahead_tokens
@@ -58,6 +61,7 @@ def lookahead_passes_the_model_length(self: Any, slot: int, num_scheduled: int) 
     return max(missing, 0)
 
 
+@instead_in(HOST, "_blocks_needed")
 def missing_blocks_may_be_negative(self: Any, slot: int, num_scheduled: int) -> Any:
     """Not cut at zero."""
     end = self.table.num_computed[slot] + num_scheduled + self.num_lookahead_tokens
@@ -65,29 +69,34 @@ def missing_blocks_may_be_negative(self: Any, slot: int, num_scheduled: int) -> 
     return extent - len(self.table.holdings[slot][0].blocks)
 
 
+@instead_in(HOST, "_tokens_to_admit")
 def whole_prompt_must_fit_always(self: Any, slot: int, num_hit: int, budget: int) -> Any:
     """As if chunked prefill were off."""
     wanted = min(self.table.num_known[slot] - num_hit, self.max_tokens_per_row)
     return wanted if wanted <= budget else 0
 
 
+@instead_in(HOST, "_tokens_to_admit")
 def prompt_is_cut_always(self: Any, slot: int, num_hit: int, budget: int) -> Any:
     """As if chunked prefill were on."""
     return min(self.table.num_known[slot] - num_hit, self.max_tokens_per_row, budget)
 
 
-def hits_are_taken_off_as_tokens(self: Any, num_tokens: int, num_hits: int) -> Any:
+@instead_in(HOST, "_blocks_to_admit")
+def hits_are_taken_off_as_tokens(right: Right[Any], num_tokens: int, num_hits: int) -> Any:
     """One hit counts as one token."""
-    total = -(-min(num_tokens - num_hits, self.max_model_len) // self.block_size)
-    return max(total, 0)
+    return right(num_tokens=num_tokens - num_hits, num_hits=0)
 
 
-def newcomer_is_charged_for_its_first_chunk_only(self: Any, num_tokens: int, num_hits: int) -> Any:
+@instead_in(HOST, "_blocks_to_admit")
+def newcomer_is_charged_for_its_first_chunk_only(
+    right: Right[Any], self: Any, num_tokens: int
+) -> Any:
     """Whatever its whole prompt takes."""
-    chunk = min(num_tokens, self._step_budget())
-    return max(-(-chunk // self.block_size) - num_hits, 0)
+    return right(num_tokens=min(num_tokens, self._step_budget()))
 
 
+@instead_in(HOST, "_most_blocks")
 def last_output_is_computed_too(self: Any, request: Request) -> Any:
     """Prompt and all outputs, although nobody reads on behind the last one."""
     longest = len(request.prompt_token_ids) + request.max_tokens
@@ -98,43 +107,43 @@ def last_output_is_computed_too(self: Any, request: Request) -> Any:
     return -(-extent // self.block_size)
 
 
-def cut_drafts_are_dispatched(self: Any, slot: int, num_scheduled: int) -> Any:
+@instead_in(HOST, "_take_drafts")
+def cut_drafts_are_dispatched(self: Any, slot: int) -> Any:
     """All attached drafts go along, whatever the budget left of them."""
     spec = self.table.spec_token_ids[slot]
     self.table.spec_token_ids[slot] = ()
     return spec
 
 
+@instead_in(HOST, "_roll_back")
 def own_token_counts_as_accepted(self: Any, slot: int, drafts: Any, tokens: Any) -> None:
     """One token too few is taken back."""
     self.table.num_computed[slot] -= len(drafts) - len(tokens)
 
 
-def min_tokens_hold_off_the_length(self: Any, slot: int, token: int) -> Any:
+@instead_in(HOST, "_stop_verdict")
+def min_tokens_hold_off_the_length(right: Right[Any], self: Any, slot: int) -> Any:
     """Below min_tokens nothing ends a request."""
-    if not self._has_min_tokens(slot):
-        return (None, None)
-    is_long = self.table.num_known[slot] >= self.table.max_known[slot]
-    return (FinishReason.LENGTH, None) if is_long else (None, None)
+    return right() if self._has_min_tokens(slot) else (None, None)
 
 
-def stop_tokens_come_before_the_end_of_sequence(self: Any, slot: int, token: int) -> Any:
+@instead_in(HOST, "_stop_verdict")
+def stop_tokens_come_before_the_end_of_sequence(
+    right: Right[Any], self: Any, slot: int, token: int
+) -> Any:
     """A token that is both is told as a stop token."""
-    request = self.table.requests[slot]
-    if self._has_min_tokens(slot):
-        if token in request.stop_token_ids:
-            return (FinishReason.STOP, token)
-        if token == request.eos_token_id:
-            return (FinishReason.STOP, None)
-    is_long = self.table.num_known[slot] >= self.table.max_known[slot]
-    return (FinishReason.LENGTH, None) if is_long else (None, None)
+    if self._has_min_tokens(slot) and token in self.table.requests[slot].stop_token_ids:
+        return (FinishReason.STOP, token)
+    return right()
 
 
+@instead_in(HOST, "_may_draft")
 def drafts_are_taken_in_mid_prefill(self: Any, slot: int) -> Any:
     """Whoever runs takes drafts."""
     return bool(self.table.num_computed[slot] <= self.table.num_known[slot] - 1)
 
 
+@instead_in(HOST, "_publish")
 def drafts_are_published(self: Any, slot: int, num_computed: int, num_scheduled: int) -> None:
     """Whatever is scheduled counts, although drafts in it may be rejected."""
     full = (num_computed + num_scheduled) // self.block_size
@@ -142,11 +151,13 @@ def drafts_are_published(self: Any, slot: int, num_computed: int, num_scheduled:
         holding.num_cached = max(full, holding.num_cached)
 
 
+@instead_in(HOST, "_publish_verified")
 def last_token_counts_as_computed(self: Any, slot: int) -> None:
     """A block is published that nobody has written to its end."""
     self._publish(slot, self.table.num_known[slot], 0)
 
 
+@instead_in(HOST, "_withdraw_unwritten")
 def partly_computed_block_stays_published(self: Any, slot: int) -> None:
     """Rounded up: a block that the victim had begun keeps its key."""
     first = -(-self.table.num_computed[slot] // self.block_size)
@@ -155,6 +166,7 @@ def partly_computed_block_stays_published(self: Any, slot: int) -> None:
             self.prefix.withdraw(block)
 
 
+@instead_in(HOST.pool_type, "take")
 def ring_is_not_closed_behind_the_taken(self: Any, count: int) -> Any:
     """The head stays where it was: the next one takes the same blocks."""
     taken = self.free_queue()[:count]
@@ -164,20 +176,20 @@ def ring_is_not_closed_behind_the_taken(self: Any, count: int) -> Any:
     return taken
 
 
+@instead_in(HOST.pool_type, "touch")
 def touched_block_stays_in_the_ring(self: Any, blocks: Any) -> None:
     """It can be taken by somebody else while it is held."""
     for block in blocks:
         self.ref_counts[block] += 1
 
 
-def table_is_freed_from_its_head(self: Any, table: Any) -> None:
+@instead_in(HOST.pool_type, "free")
+def table_is_freed_from_its_head(right: Right[None], table: Any) -> None:
     """Its tail is evicted last."""
-    for block in table:
-        self.ref_counts[block] -= 1
-        if self.ref_counts[block] == 0:
-            self._append(block)
+    right(table=table[::-1])
 
 
+@instead_in(HOST, "_select_victim")
 def first_of_equals_goes(self: Any) -> Any:
     """The id is left out."""
     if self.config.policy is Policy.FCFS:
@@ -186,6 +198,7 @@ def first_of_equals_goes(self: Any) -> Any:
     return max(range(len(running)), key=lambda position: rank_of(running[position])[:2])
 
 
+@instead_in(LINEAGE, "items_of")
 def item_that_ends_at_the_block_is_named(self: Any, index: int) -> Any:
     """An item that ends just where the block begins counts as overlapping."""
     start = index * self._block_size
@@ -196,6 +209,7 @@ def item_that_ends_at_the_block_is_named(self: Any, index: int) -> Any:
     )
 
 
+@instead_in(HOST, "_repeats")
 def only_the_last_token_is_compared(self: Any, slot: int) -> Any:
     """The shortcut without what it is a shortcut for."""
     detection = self.table.requests[slot].repetition_detection
@@ -205,6 +219,7 @@ def only_the_last_token_is_compared(self: Any, slot: int) -> Any:
     return any(tokens[-1] == tokens[-1 - size] for size in sizes)
 
 
+@instead_in(HOST, "_make_room")
 def victim_before_the_asker_does_not_shift_it(
     self: Any, slot: int, needed: int, position: int, step: Any
 ) -> Any:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import Tokens, asking, build_config, build_request
+from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.hosts import HOST
-from blockstep.conformance.prove.law import Room, instead, instead_in
-from blockstep.conformance.prove.laws import host_mistakes
+from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.laws import host_mistakes as wrong
 from blockstep.spec import vocabulary as v
 from blockstep.spec.hashing import extend_block_keys, get_item_keys, get_tokens
 from blockstep.spec.lives.endings import compute_stop, get_extended, is_repeating
@@ -22,88 +22,70 @@ from blockstep.spec.rules import Rules, Stop
 from blockstep.spec.strict import STRICT_RULES
 
 ROOM = Room("output")
-_compute_stop = compute_stop  # twins of these names call the right ones
-_extend_block_keys = extend_block_keys
-_get_extended = get_extended
-_get_item_keys = get_item_keys
-_is_repeating = is_repeating
+Names = tuple[tuple[str, int], ...]
+Extended = tuple[RequestState, v.OutputRow]
 
 
 # Mistakes.
 
 
+@instead(compute_stop, theirs="not found upstream")
 def min_tokens_hold_off_the_length(
-    request: RequestState,
-    outputs: v.TokenIds,
-    num_known: int,
-    max_model_len: int,
+    right: Right[Stop], request: RequestState, outputs: v.TokenIds
 ) -> Stop:
     """Below min_tokens not even the length ends a request."""
-    if len(outputs) < request.request.min_tokens:
-        return None, None
-    return _compute_stop(request, outputs, num_known, max_model_len)
+    return (None, None) if len(outputs) < request.request.min_tokens else right()
 
 
+@instead(compute_stop)
 def length_is_reached_one_token_late(
-    request: RequestState,
-    outputs: v.TokenIds,
-    num_known: int,
-    max_model_len: int,
+    request: RequestState, outputs: v.TokenIds, num_known: int, max_model_len: int
 ) -> Stop:
     """Greater than, instead of at least."""
     is_long = num_known > max_model_len or len(outputs) > request.request.max_tokens
     return (v.FinishReason.LENGTH, None) if is_long else (None, None)
 
 
-def min_tokens_count_the_token_before(
-    request: RequestState,
-    outputs: v.TokenIds,
-    num_known: int,
-    max_model_len: int,
-) -> Stop:
+@instead(compute_stop)
+def min_tokens_count_the_token_before(right: Right[Stop], request: RequestState) -> Stop:
     """Less than, instead of at most: one token more is demanded."""
     later = replace(request.request, min_tokens=request.request.min_tokens + 1)
-    return _compute_stop(replace(request, request=later), outputs, num_known, max_model_len)
+    return right(request=replace(request, request=later))
 
 
+@instead(get_extended)
 def all_sampled_tokens_are_delivered(
-    request: RequestState,
-    tokens: v.TokenIds,
-    max_model_len: int,
-    rules: Rules,
-) -> tuple[RequestState, v.OutputRow]:
+    right: Right[Extended], request: RequestState, tokens: v.TokenIds
+) -> Extended:
     """The stop is looked for in the last token only, behind accepted drafts."""
     grown = replace(request, output_token_ids=request.output_token_ids + tokens[:-1])
-    after, row = _get_extended(grown, tokens[-1:], max_model_len, rules)
+    after, row = right(request=grown, tokens=tokens[-1:])
     return after, replace(row, new_token_ids=tokens)
 
 
-def token_that_ends_is_not_delivered(
-    request: RequestState,
-    tokens: v.TokenIds,
-    max_model_len: int,
-    rules: Rules,
-) -> tuple[RequestState, v.OutputRow]:
+@instead(get_extended)
+def token_that_ends_is_not_delivered(right: Right[Extended]) -> Extended:
     """The stop token itself is dropped with those behind it."""
-    after, row = _get_extended(request, tokens, max_model_len, rules)
+    after, row = right()
     if row.finish_reason is not None:
         row = replace(row, new_token_ids=row.new_token_ids[:-1])
     return after, row
 
 
-def two_copies_always_suffice(outputs: v.TokenIds, detection: v.RepetitionDetection) -> bool:
+@instead(is_repeating)
+def two_copies_always_suffice(right: Right[bool], detection: v.RepetitionDetection) -> bool:
     """The demanded number of copies is ignored."""
-    return _is_repeating(outputs, replace(detection, min_count=2))
+    return right(detection=replace(detection, min_count=2))
 
 
-def offset_is_left_out(request: v.Request, start: int, end: int) -> tuple[tuple[str, int], ...]:
+@instead(get_item_keys)
+def offset_is_left_out(right: Right[Names]) -> Names:
     """An item is named, but not where it lies in the block."""
-    return tuple((name, 0) for name, _ in _get_item_keys(request, start, end))
+    return tuple((name, 0) for name, _ in right())
 
 
-def item_names_only_the_block_it_starts_in(
-    request: v.Request, start: int, end: int
-) -> tuple[tuple[str, int], ...]:
+@instead(get_item_keys)
+def item_names_only_the_block_it_starts_in(request: v.Request, start: int, end: int) -> Names:
     """The blocks in its middle carry placeholder tokens and no name."""
     return tuple(
         (item.identifier, item.offset - start)
@@ -112,13 +94,15 @@ def item_names_only_the_block_it_starts_in(
     )
 
 
+@instead(extend_block_keys, theirs="not found upstream")
 def last_item_names_the_blocks_of_outputs(
-    request: RequestState, block_size: int, rules: Rules
+    right: Right[tuple[v.BlockKey, ...]], rules: Rules
 ) -> tuple[v.BlockKey, ...]:
     """Once there are outputs, a new key has the last item in it and no other."""
-    return _extend_block_keys(request, block_size, last_item_names_outputs(rules, v.Config(8)))
+    return right(rules=last_item_names_outputs(rules, v.Config(8)))
 
 
+@instead(get_tokens)
 def outputs_start_over_in_each_block(request: RequestState, start: int, end: int) -> v.TokenIds:
     """Outputs are counted from the block instead of from the end of the prompt."""
     prompt, outputs = request.request.prompt_token_ids, request.output_token_ids
@@ -131,82 +115,68 @@ def outputs_start_over_in_each_block(request: RequestState, start: int, end: int
 @ROOM.law(
     "P9 P10 P13",
     (5, 20, 20, 30, 100),
-    instead(compute_stop, length_is_reached_one_token_late),
-    instead(compute_stop, min_tokens_hold_off_the_length, theirs="not found upstream"),
+    length_is_reached_one_token_late,
+    min_tokens_hold_off_the_length,
 )
 def check_length_ends_a_request_whatever_min_tokens_says(
     num_prompt: int, num_outputs: int, max_tokens: int, min_tokens: int, max_model_len: int
-) -> bool:
+) -> None:
     """It could be neither scheduled nor ended otherwise: position max_model_len - 1 never runs."""
     assert 1 <= num_prompt and 1 <= num_outputs and 1 <= max_tokens and 0 <= min_tokens
     assert 2 <= max_model_len
-    request = build_request("a", num_prompt, num_outputs, max_tokens)
-    request = asking(request, min_tokens=min_tokens)
+    request = h.build_request("a", num_prompt, num_outputs, max_tokens, min_tokens=min_tokens)
     num_known = num_prompt + num_outputs
     reason, _ = compute_stop(request, request.output_token_ids, num_known, max_model_len)
     is_long = num_known >= max_model_len or num_outputs >= max_tokens
     assert reason is (v.FinishReason.LENGTH if is_long else None)
-    return True
 
 
-@ROOM.law("P13", (7, 7, 9, 3, 2), instead(compute_stop, min_tokens_count_the_token_before))
+@ROOM.law("P13", (7, 7, 9, 3, 2), min_tokens_count_the_token_before)
 def check_text_ends_a_request_from_min_tokens_on(
     last: int, eos: int, stop: int, num_outputs: int, min_tokens: int
-) -> bool:
+) -> None:
     """The end of the sequence before a stop token; with either nothing of the length is asked."""
     assert 0 <= last and 0 <= eos and 0 <= stop and 1 <= num_outputs < 1000 and 0 <= min_tokens
-    request = build_request("a", 1)
-    asked = replace(
-        request.request, eos_token_id=eos, stop_token_ids=(stop,), min_tokens=min_tokens
+    request = h.build_request(
+        "a", 1, eos_token_id=eos, stop_token_ids=(stop,), min_tokens=min_tokens
     )
-    outputs = Tokens(num_outputs, last)
-    reason, token = compute_stop(replace(request, request=asked), outputs, num_outputs + 1, 8192)
-    ends = num_outputs >= min_tokens and last in (eos, stop)
-    assert (reason is v.FinishReason.STOP) == ends
-    assert token == (stop if ends and last != eos else None)
-    return True
+    outputs = h.Tokens(num_outputs, last)
+    reason, token = compute_stop(request, outputs, num_outputs + 1, 8192)
+    is_over = num_outputs >= min_tokens and last in (eos, stop)
+    assert (reason is v.FinishReason.STOP) == is_over
+    assert token == (stop if is_over and last != eos else None)
 
 
-@ROOM.law(
-    "P13",
-    (1, 7, 2, 7),
-    instead(get_extended, all_sampled_tokens_are_delivered),
-    instead(get_extended, token_that_ends_is_not_delivered),
-)
+@ROOM.law("P13", (1, 7, 2, 7), all_sampled_tokens_are_delivered, token_that_ends_is_not_delivered)
 def check_nothing_is_delivered_behind_the_token_that_ends(
     first: int, second: int, third: int, eos: int
-) -> bool:
+) -> None:
     """Three tokens at once, accepted drafts: up to the first end of sequence, that one included."""
     assert 0 <= first and 0 <= second and 0 <= third and 0 <= eos
-    request = build_request("a", 1)
-    request = replace(
-        request, request=replace(request.request, eos_token_id=eos), output_token_ids=()
-    )
+    request = replace(h.build_request("a", 1, eos_token_id=eos), output_token_ids=())
     tokens = (first, second, third)
     after, row = get_extended(request, tokens, 8192, STRICT_RULES)
     num_taken = 1 if first == eos else 2 if second == eos else 3
     assert row.new_token_ids == tokens[:num_taken]
     assert after.output_token_ids == row.new_token_ids
     assert (row.finish_reason is v.FinishReason.STOP) == (eos in tokens)
-    return True
 
 
-@ROOM.law("P13", (4, 4, 4), instead(is_repeating, two_copies_always_suffice))
-def check_three_copies_are_three_equal_tokens(first: int, second: int, third: int) -> bool:
+@ROOM.law("P13", (4, 4, 4), two_copies_always_suffice)
+def check_three_copies_are_three_equal_tokens(first: int, second: int, third: int) -> None:
     """Of a pattern of one token, where three copies are demanded."""
     assert 0 <= first and 0 <= second and 0 <= third
     is_over = is_repeating((9, first, second, third), v.RepetitionDetection(1, min_count=3))
     assert is_over == (first == second == third)
-    return True
 
 
 # Names of blocks.
 
 
-@ROOM.law("P6", (3, 4, 0, 4), instead(get_item_keys, item_names_only_the_block_it_starts_in))
+@ROOM.law("P6", (3, 4, 0, 4), item_names_only_the_block_it_starts_in)
 def check_item_names_exactly_the_blocks_that_it_overlaps(
     offset: int, length: int, index: int, block_size: int
-) -> bool:
+) -> None:
     """A block shares a token with the item, or it does not name it."""
     assert 0 <= offset and 1 <= length and 0 <= index and 1 <= block_size
     request = v.Request("a", (1,), items=(v.MultiModalItem("image", offset, length),))
@@ -214,74 +184,58 @@ def check_item_names_exactly_the_blocks_that_it_overlaps(
     named = get_item_keys(request, start, start + block_size)
     shared = min(offset + length, start + block_size) - max(offset, start)
     assert (len(named) == 1) == (shared > 0)
-    return True
 
 
-@ROOM.law("P6", (0, 1, 2, 4), instead(get_item_keys, offset_is_left_out))
+@ROOM.law("P6", (0, 1, 2, 4), offset_is_left_out)
 def check_one_item_at_two_places_of_a_block_has_two_names(
     offset: int, other_offset: int, length: int, block_size: int
-) -> bool:
+) -> None:
     """The tokens under it are placeholders, the same in both: only the offset tells them apart."""
     assert 0 <= offset < block_size and 0 <= other_offset < block_size and 1 <= length
     first = v.Request("a", (1,), items=(v.MultiModalItem("image", offset, length),))
     second = v.Request("b", (1,), items=(v.MultiModalItem("image", other_offset, length),))
     same = get_item_keys(first, 0, block_size) == get_item_keys(second, 0, block_size)
     assert same == (offset == other_offset)
-    return True
 
 
-@ROOM.law("P3", (2, 5), instead(get_tokens, outputs_start_over_in_each_block))
-def check_tokens_of_a_block_are_those_of_prompt_and_outputs_in_one(start: int, end: int) -> bool:
+@ROOM.law("P3", (2, 5), outputs_start_over_in_each_block)
+def check_tokens_of_a_block_are_those_of_prompt_and_outputs_in_one(start: int, end: int) -> None:
     """Wherever the prompt ends."""
     assert 0 <= start <= end <= 6
     request = replace(
-        build_request("a", 1),
-        request=v.Request("a", (10, 11, 12)),
-        output_token_ids=(13, 14, 15),
+        h.build_request("a", 1), request=v.Request("a", (10, 11, 12)), output_token_ids=(13, 14, 15)
     )
     tokens = get_tokens(request, start, end)
     assert tokens == (10, 11, 12, 13, 14, 15)[start:end]
-    return True
 
 
-@ROOM.law(
-    "P3 P6",
-    (4, 6),
-    instead(extend_block_keys, last_item_names_the_blocks_of_outputs, theirs="not found upstream"),
-)
+@ROOM.law("P3 P6", (4, 6), last_item_names_the_blocks_of_outputs)
 def check_block_that_an_output_completes_names_every_item_in_it(
     offset: int, next_offset: int
-) -> bool:
+) -> None:
     """Blocks of four, a prompt of seven with two items in its second block, and one output."""
     assert 4 <= offset < next_offset <= 6
     items = (v.MultiModalItem("x", offset, 1), v.MultiModalItem("y", next_offset, 1))
     asked = v.Request("a", (1, 1, 1, 1, 1, 1, 1), items=items)
-    request = replace(build_request("a", 1), request=asked, output_token_ids=(2,))
+    request = replace(h.build_request("a", 1), request=asked, output_token_ids=(2,))
     keys = extend_block_keys(request, 4, STRICT_RULES)
     assert len(keys) == 2
     assert keys[1].items == (("x", offset - 4), ("y", next_offset - 4))
-    return True
 
 
 # The engine on the host.
 
 
-@ROOM.law(
-    "P13",
-    (5, 3, 3, 5, 100),
-    instead_in(HOST, "_stop_verdict", host_mistakes.min_tokens_hold_off_the_length),
-)
+@ROOM.law("P13", (5, 3, 3, 5, 100), wrong.min_tokens_hold_off_the_length)
 def check_host_ends_a_request_for_its_length_at_the_same_token(
     num_prompt: int, num_outputs: int, max_tokens: int, min_tokens: int, max_model_len: int
-) -> bool:
+) -> None:
     """One bound, computed when it was submitted, in the place of two."""
     assert 1 <= num_prompt < max_model_len <= 8192 and 1 <= num_outputs <= max_tokens <= 8192
     assert 0 <= min_tokens and num_prompt + num_outputs <= max_model_len
-    request = build_request("a", num_prompt, num_outputs, max_tokens)
-    request = asking(request, min_tokens=min_tokens)
-    host = HOST(build_config(block_size=8192, max_model_len=max_model_len))
+    request = h.build_request("a", num_prompt, num_outputs, max_tokens, min_tokens=min_tokens)
+    host = HOST(h.build_config(block_size=8192, max_model_len=max_model_len))
     host._submit(request.request)
     host.table.num_known[0] = num_prompt + num_outputs
     due = compute_stop(request, request.output_token_ids, request.num_known_tokens, max_model_len)
     assert host._stop_verdict(0, 1) == due
-    return True

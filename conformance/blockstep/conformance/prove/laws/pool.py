@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import build_pool, is_conserved, key_of, table_of
-from blockstep.conformance.prove.law import Room, instead
-from blockstep.conformance.prove.laws.allocation import blocks_come_from_the_tail
+from blockstep.conformance.prove import harness as h
+from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.laws.allocation import Taken, blocks_come_from_the_tail
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import revoke_slots
 from blockstep.spec.pool import (
@@ -28,203 +28,181 @@ from blockstep.spec.pool import (
     withdraw_all,
     withdraw_blocks,
 )
-from blockstep.spec.requests import Holding, RequestState
-from blockstep.spec.rules import Rules
+from blockstep.spec.requests import RequestState
 from blockstep.spec.strict import STRICT_RULES
-from blockstep.spec.vocabulary import BlockId, BlockKey, Request, Status
+from blockstep.spec.vocabulary import BlockId, BlockKey
 
 ROOM = Room("pool")
-_allocate_blocks = allocate_blocks  # twins of these names call the right ones
-_find_block = find_block
-_free_blocks = free_blocks
-_publish_blocks = publish_blocks
-_touch_blocks = touch_blocks
-_withdraw_blocks = withdraw_blocks
 
 QUEUE: tuple[BlockId, ...] = (5, 4, 6)
 
 
 def build(first: int, second: int, third: int) -> Pool:
     """The pool of these laws: so many hold blocks 1, 2 and 3."""
-    return build_pool((0, first, second, third, 0, 0, 0), QUEUE, published=(2, 3, 4, 5))
+    return h.build_pool((0, first, second, third, 0, 0, 0), QUEUE, published=(2, 3, 4, 5))
 
 
 # Mistakes.
 
 
-def touched_block_stays_queued(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
+@instead(touch_blocks)
+def touched_block_stays_queued(right: Right[Pool], pool: Pool) -> Pool:
     """It can be taken by somebody else while it is held."""
-    return replace(_touch_blocks(pool, block_ids), free_queue=pool.free_queue)
+    return replace(right(), free_queue=pool.free_queue)
 
 
-def touched_block_leaves_from_the_head(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
+@instead(touch_blocks)
+def touched_block_leaves_from_the_head(
+    right: Right[Pool], pool: Pool, block_ids: Sequence[BlockId]
+) -> Pool:
     """As many leave as were touched, whichever they are."""
-    num_free = count_free(pool, block_ids)
-    return replace(_touch_blocks(pool, block_ids), free_queue=pool.free_queue[num_free:])
+    return replace(right(), free_queue=pool.free_queue[count_free(pool, block_ids) :])
 
 
-def table_is_freed_from_its_head(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
+@instead(free_blocks)
+def table_is_freed_from_its_head(right: Right[Pool], block_table: Sequence[BlockId]) -> Pool:
     """The prefix that others may want is evicted before its tail."""
-    return _free_blocks(pool, tuple(reversed(block_table)))
+    return right(block_table=tuple(reversed(block_table)))
 
 
-def shared_block_is_freed_with_its_first_holder(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
+@instead(free_blocks)
+def shared_block_is_freed_with_its_first_holder(right: Right[Pool], pool: Pool) -> Pool:
     """The others go on reading what somebody else may write."""
     alone = tuple(min(count, 1) for count in pool.ref_counts)
-    return _free_blocks(replace(pool, ref_counts=alone), block_table)
+    return right(pool=replace(pool, ref_counts=alone))
 
 
-def freed_blocks_go_to_the_front(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
+@instead(free_blocks)
+def freed_blocks_go_to_the_front(right: Right[Pool], pool: Pool) -> Pool:
     """What was used last is evicted first."""
-    freed = _free_blocks(pool, block_table)
+    freed = right()
     released = freed.free_queue[len(pool.free_queue) :]
     return replace(freed, free_queue=(*released, *pool.free_queue))
 
 
-def freed_block_loses_its_key(pool: Pool, block_table: Sequence[BlockId]) -> Pool:
+@instead(free_blocks)
+def freed_block_loses_its_key(right: Right[Pool], block_table: Sequence[BlockId]) -> Pool:
     """Nothing is left to be hit once its holder has gone."""
-    return _withdraw_blocks(_free_blocks(pool, block_table), block_table)
+    return withdraw_blocks(right(), block_table)
 
 
-def allocated_block_keeps_its_key(pool: Pool, num_blocks: int) -> tuple[Pool, tuple[BlockId, ...]]:
+@instead(allocate_blocks)
+def allocated_block_keeps_its_key(right: Right[Taken], pool: Pool) -> Taken:
     """Its old contents are found while new ones are written over them."""
-    after, taken = _allocate_blocks(pool, num_blocks)
+    after, taken = right()
     return replace(after, block_keys=pool.block_keys, cached=pool.cached), taken
 
 
+@instead(find_block)
 def newest_of_equal_blocks_is_hit(pool: Pool, key: BlockKey) -> BlockId | None:
     """The last published one instead of the first."""
     block_ids = pool.cached.get(key)
     return None if block_ids is None else block_ids[-1]
 
 
-def equal_block_replaces_the_published_one(
-    pool: Pool, block_ids: Sequence[BlockId], keys: Sequence[BlockKey]
-) -> Pool:
+@instead(publish_blocks)
+def equal_block_replaces_the_published_one(right: Right[Pool]) -> Pool:
     """One key, one block: the map forgets the older one, which still carries the key."""
-    published = _publish_blocks(pool, block_ids, keys)
+    published = right()
     latest = {key: published.cached[key][-1:] for key in published.cached}
     return replace(published, cached=FrozenMap(latest))
 
 
-def equal_blocks_are_withdrawn_together(pool: Pool, block_ids: Sequence[BlockId]) -> Pool:
+@instead(withdraw_blocks)
+def equal_blocks_are_withdrawn_together(
+    right: Right[Pool], pool: Pool, block_ids: Sequence[BlockId]
+) -> Pool:
     """The whole entry of the map goes, and with it a block that is still good."""
-    withdrawn = _withdraw_blocks(pool, block_ids)
+    withdrawn = right()
     gone = {pool.block_keys[block_id] for block_id in block_ids}
     left = {key: withdrawn.cached[key] for key in withdrawn.cached if key not in gone}
     return replace(withdrawn, cached=FrozenMap(left))
 
 
-def reset_puts_free_blocks_in_order_of_their_ids(pool: Pool) -> Pool:
+@instead(withdraw_all)
+def reset_puts_free_blocks_in_order_of_their_ids(right: Right[Pool], pool: Pool) -> Pool:
     """A fresh pool, as it were."""
-    return replace(
-        pool,
-        block_keys=(None,) * len(pool.block_keys),
-        cached=FrozenMap(),
-        free_queue=tuple(sorted(pool.free_queue)),
-    )
+    return replace(right(), free_queue=tuple(sorted(pool.free_queue)))
 
 
-def keys_of_unwritten_blocks_stay(
-    pool: Pool, request: RequestState, block_size: int, rules: Rules
-) -> Pool:
+@instead(revoke_slots, theirs="#43569")
+def keys_of_unwritten_blocks_stay(pool: Pool, request: RequestState) -> Pool:
     """A preempted request's blocks are freed and no more, whatever the step was going to write."""
-    return _free_blocks(pool, table_of(request))
+    return free_blocks(pool, h.table_of(request))
 
 
-def all_keys_of_a_victim_are_withdrawn(
-    pool: Pool, request: RequestState, block_size: int, rules: Rules
-) -> Pool:
+@instead(revoke_slots)
+def all_keys_of_a_victim_are_withdrawn(pool: Pool, request: RequestState) -> Pool:
     """Also those of blocks that were computed long ago, so that it finds none of them again."""
-    return _free_blocks(_withdraw_blocks(pool, table_of(request)), table_of(request))
+    return free_blocks(withdraw_blocks(pool, h.table_of(request)), h.table_of(request))
 
 
 # Holding.
 
 
-@ROOM.law(
-    "P1 P16",
-    (1, 2, 3),
-    instead(touch_blocks, touched_block_stays_queued),
-    instead(touch_blocks, touched_block_leaves_from_the_head),
-)
+@ROOM.law("P1 P16", (1, 2, 3), touched_block_stays_queued, touched_block_leaves_from_the_head)
 def check_touched_free_block_leaves_the_middle_of_the_queue(
     first: int, second: int, third: int
-) -> bool:
+) -> None:
     """The others keep their order, and nobody else's count changes."""
     assert 1 <= first and 1 <= second and 1 <= third
     pool = touch_blocks(build(first, second, third), (2, 4))
     assert pool.free_queue == (5, 6)
     assert pool.ref_counts == (0, first, second + 1, third, 1, 0, 0)
-    assert is_conserved(pool)
-    return True
+    assert h.is_conserved(pool)
 
 
-@ROOM.law("P1 P2", (1, 2, 3), instead(free_blocks, shared_block_is_freed_with_its_first_holder))
+@ROOM.law("P1 P2", (1, 2, 3), shared_block_is_freed_with_its_first_holder)
 def check_block_is_free_only_when_its_last_holder_lets_go(
     first: int, second: int, third: int
-) -> bool:
+) -> None:
     """Each count falls by one, and the queue gains exactly those that nobody holds."""
     assert 1 <= first and 1 <= second and 1 <= third
     pool = free_blocks(build(first, second, third), (1, 2, 3))
     assert pool.ref_counts == (0, first - 1, second - 1, third - 1, 0, 0, 0)
-    assert is_conserved(pool)
-    return True
+    assert h.is_conserved(pool)
 
 
-@ROOM.law(
-    "P16",
-    (1, 2, 1),
-    instead(free_blocks, table_is_freed_from_its_head),
-    instead(free_blocks, freed_blocks_go_to_the_front),
-)
+@ROOM.law("P16", (1, 2, 1), table_is_freed_from_its_head, freed_blocks_go_to_the_front)
 def check_freed_tail_is_evicted_before_its_prefix_and_after_all_others(
     first: int, second: int, third: int
-) -> bool:
+) -> None:
     """Exact order: what was free, then what becomes free of the table, last block first."""
     assert 1 <= first and 1 <= second and 1 <= third
     pool = free_blocks(build(first, second, third), (1, 2, 3))
     released = tuple(b for b, count in ((3, third), (2, second), (1, first)) if count == 1)
     assert pool.free_queue == QUEUE + released
-    return True
 
 
-@ROOM.law("P3", (1, 2, 1), instead(free_blocks, freed_block_loses_its_key))
-def check_freed_block_can_still_be_hit(first: int, second: int, third: int) -> bool:
+@ROOM.law("P3", (1, 2, 1), freed_block_loses_its_key)
+def check_freed_block_can_still_be_hit(first: int, second: int, third: int) -> None:
     """Eviction is lazy: freeing changes no key and no entry of the map."""
     assert 1 <= first and 1 <= second and 1 <= third
     before = build(first, second, third)
     pool = free_blocks(before, (1, 2, 3))
     assert pool.block_keys == before.block_keys
     assert pool.cached == before.cached
-    return True
 
 
-@ROOM.law(
-    "P1 P16",
-    (1, 2, 1),
-    instead(free_blocks, table_is_freed_from_its_head),
-    instead(touch_blocks, touched_block_stays_queued),
-)
+@ROOM.law("P1 P16", (1, 2, 1), table_is_freed_from_its_head, touched_block_stays_queued)
 def check_freeing_undoes_touching_but_for_the_place_in_the_queue(
     first: int, second: int, third: int
-) -> bool:
+) -> None:
     """Counts are what they were; what was free is evicted later than before."""
     assert 1 <= first and 1 <= second and 1 <= third
     before = build(first, second, third)
     pool = free_blocks(touch_blocks(before, (2, 5, 4)), (2, 5, 4))
     assert pool.ref_counts == before.ref_counts
     assert pool.free_queue == (6, 4, 5)
-    return True
 
 
 # Taking.
 
 
-@ROOM.law("P1 P16", (2, 1, 2, 3), instead(allocate_blocks, blocks_come_from_the_tail))
+@ROOM.law("P1 P16", (2, 1, 2, 3), blocks_come_from_the_tail)
 def check_blocks_are_taken_from_the_head_of_the_queue(
     num_blocks: int, first: int, second: int, third: int
-) -> bool:
+) -> None:
     """In its order, each held once; held blocks are left alone."""
     assert 0 <= num_blocks <= 3 and 1 <= first and 1 <= second and 1 <= third
     pool, taken = allocate_blocks(build(first, second, third), num_blocks)
@@ -232,91 +210,72 @@ def check_blocks_are_taken_from_the_head_of_the_queue(
     assert pool.free_queue == QUEUE[num_blocks:]
     assert pool.ref_counts[:4] == (0, first, second, third)
     assert all(pool.ref_counts[block_id] == 1 for block_id in taken)
-    assert is_conserved(pool)
-    return True
+    assert h.is_conserved(pool)
 
 
-@ROOM.law("P3", (2, 1, 2, 3), instead(allocate_blocks, allocated_block_keeps_its_key))
+@ROOM.law("P3", (2, 1, 2, 3), allocated_block_keeps_its_key)
 def check_taken_block_loses_its_key_and_nobody_else_does(
     num_blocks: int, first: int, second: int, third: int
-) -> bool:
+) -> None:
     """What is about to be overwritten must not be found; held blocks stay findable."""
     assert 0 <= num_blocks <= 3 and 1 <= first and 1 <= second and 1 <= third
     pool, taken = allocate_blocks(build(first, second, third), num_blocks)
     for block_id in (2, 3, 4, 5):
-        found = find_block(pool, key_of(block_id))
+        found = find_block(pool, h.key_of(block_id))
         assert found == (None if block_id in taken else block_id)
         assert (pool.block_keys[block_id] is None) == (block_id in taken)
-    return True
 
 
 # Publishing.
 
 
 @ROOM.law(
-    "P3 P16",
-    (1, 2, 3),
-    instead(find_block, newest_of_equal_blocks_is_hit),
-    instead(publish_blocks, equal_block_replaces_the_published_one),
+    "P3 P16", (1, 2, 3), newest_of_equal_blocks_is_hit, equal_block_replaces_the_published_one
 )
-def check_hit_takes_the_block_that_was_published_first(first: int, second: int, third: int) -> bool:
+def check_hit_takes_the_block_that_was_published_first(first: int, second: int, third: int) -> None:
     """An equal block is published beside it, and found when the first one is gone."""
     assert 1 <= first and 1 <= second and 1 <= third
-    pool = publish_blocks(build(first, second, third), (1,), (key_of(5),))
-    assert find_block(pool, key_of(5)) == 5
+    pool = publish_blocks(build(first, second, third), (1,), (h.key_of(5),))
+    assert find_block(pool, h.key_of(5)) == 5
     pool, _ = allocate_blocks(pool, 1)
-    assert find_block(pool, key_of(5)) == 1
+    assert find_block(pool, h.key_of(5)) == 1
     assert pool.ref_counts == (0, first, second, third, 0, 1, 0)
-    return True
 
 
-@ROOM.law("P3 P4", (1, 2, 3), instead(withdraw_blocks, equal_blocks_are_withdrawn_together))
+@ROOM.law("P3 P4", (1, 2, 3), equal_blocks_are_withdrawn_together)
 def check_withdrawing_a_block_leaves_its_equals_findable(
     first: int, second: int, third: int
-) -> bool:
+) -> None:
     """And holders and queue as they are."""
     assert 1 <= first and 1 <= second and 1 <= third
-    before = publish_blocks(build(first, second, third), (1,), (key_of(2),))
+    before = publish_blocks(build(first, second, third), (1,), (h.key_of(2),))
     pool = withdraw_blocks(before, (2, 6))
-    assert find_block(pool, key_of(2)) == 1
+    assert find_block(pool, h.key_of(2)) == 1
     assert pool.block_keys[2] is None
     assert (pool.ref_counts, pool.free_queue) == (before.ref_counts, before.free_queue)
-    return True
 
 
-@ROOM.law("P25", (1, 2, 3), instead(withdraw_all, reset_puts_free_blocks_in_order_of_their_ids))
+@ROOM.law("P25", (1, 2, 3), reset_puts_free_blocks_in_order_of_their_ids)
 def check_reset_leaves_nothing_to_hit_and_the_queue_as_it_was(
     first: int, second: int, third: int
-) -> bool:
+) -> None:
     """Who holds what does not change either."""
     assert 0 <= first and 0 <= second and 0 <= third
     before = build(first, second, third)
     pool = withdraw_all(before)
-    assert all(find_block(pool, key_of(block_id)) is None for block_id in range(7))
+    assert all(find_block(pool, h.key_of(block_id)) is None for block_id in range(7))
     assert pool.free_queue == before.free_queue
     assert pool.ref_counts == before.ref_counts
-    return True
 
 
-@ROOM.law(
-    "P3 P4",
-    (20, 16, 1),
-    instead(revoke_slots, keys_of_unwritten_blocks_stay, theirs="#43569"),
-    instead(revoke_slots, all_keys_of_a_victim_are_withdrawn),
-)
+@ROOM.law("P3 P4", (20, 16, 1), keys_of_unwritten_blocks_stay, all_keys_of_a_victim_are_withdrawn)
 def check_preemption_withdraws_exactly_the_keys_that_nobody_will_write(
     num_computed: int, block_size: int, second: int
-) -> bool:
+) -> None:
     """Blocks 2 and 3 are published for this step: a block is kept if it was full before."""
     assert 1 <= block_size and 0 <= num_computed < 2 * block_size and 1 <= second
-    request = RequestState(
-        Request("a", (1,)),
-        Status.RUNNING,
-        num_computed_tokens=num_computed,
-        holdings=(Holding((2, 3), num_cached_blocks=2),),
-    )
+    request = h.build_runner("a", 1, num_computed, (2, 3), num_settled=2)
     pool = revoke_slots(build(1, second, 1), request, block_size, STRICT_RULES)
-    assert find_block(pool, key_of(2)) == (2 if num_computed >= block_size else None)
-    assert find_block(pool, key_of(3)) is None
+    assert find_block(pool, h.key_of(2)) == (2 if num_computed >= block_size else None)
+    assert find_block(pool, h.key_of(3)) is None
     assert pool.free_queue == (*QUEUE, 3, *((2,) if second == 1 else ()))
-    return True

@@ -5,19 +5,13 @@ Priorities and arrivals are symbolic; ties are decided by the ids a, b, c.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import (
-    asking,
-    build_config,
-    build_request,
-    build_runner,
-    build_state,
-)
-from blockstep.conformance.prove.hosts import HOST, build_host
-from blockstep.conformance.prove.law import Room, instead, instead_in
-from blockstep.conformance.prove.laws import host_mistakes
+from blockstep.conformance.prove import harness as h
+from blockstep.conformance.prove.hosts import build_host
+from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.laws import host_mistakes as wrong
 from blockstep.spec.requests import NOTHING_HELD, Holding, RequestState
 from blockstep.spec.step.preemption import get_preempted, process_preemption
 from blockstep.spec.step.queues import get_rank, process_prepend, select_queue, select_victim
@@ -25,119 +19,102 @@ from blockstep.spec.step.work import Budget, Scheduled, Step
 from blockstep.spec.vocabulary import Config, Policy, RequestId, Stats, Status
 
 ROOM = Room("preemption")
-_get_preempted = get_preempted  # twins of these names call the right ones
-_process_preemption = process_preemption
-_select_queue = select_queue
-_select_victim = select_victim
 
 Requests = Mapping[RequestId, RequestState]
-RankOf = Callable[[RequestState], tuple[int | str, ...]]
 
 
-def ranked(name: str, priority: int, arrival_time: int) -> RequestState:
-    """A request that stands where these put it."""
-    return asking(build_runner(name, 1, 0), priority=priority, arrival_time=arrival_time)
+def rank(**places: tuple[int, int]) -> dict[RequestId, RequestState]:
+    """Requests by name that stand where their priorities and arrivals put them."""
+    return {
+        name: h.build_runner(name, 1, 0, priority=priority, arrival_time=arrival_time)
+        for name, (priority, arrival_time) in places.items()
+    }
 
 
 # Mistakes.
 
 
-def first_of_equals_goes(
-    policy: Policy,
-    running: list[RequestId],
-    requests: Requests,
-    get_victim_rank: RankOf = get_rank,
-) -> int:
+@instead(select_victim, theirs="not found upstream")
+def first_of_equals_goes(right: Right[int]) -> int:
     """The id is left out, and the first of equal priority and arrival goes."""
-    return _select_victim(policy, running, requests, lambda request: get_rank(request)[:2])
+    return right(get_victim_rank=lambda request: get_rank(request)[:2])
 
 
-def oldest_goes(
-    policy: Policy,
-    running: list[RequestId],
-    requests: Requests,
-    get_victim_rank: RankOf = get_rank,
-) -> int:
-    """First come, first preempted."""
-    return (
-        0 if policy is Policy.FCFS else _select_victim(policy, running, requests, get_victim_rank)
-    )
-
-
-def most_urgent_goes(
-    policy: Policy,
-    running: list[RequestId],
-    requests: Requests,
-    get_victim_rank: RankOf = get_rank,
-) -> int:
+@instead(select_victim)
+def most_urgent_goes(policy: Policy, running: list[RequestId], requests: Requests) -> int:
     """A lower number is taken for less urgent."""
     if policy is Policy.FCFS:
         return len(running) - 1
     return min(range(len(running)), key=lambda index: get_rank(requests[running[index]]))
 
 
+@instead(get_rank)
 def arrival_comes_before_priority(request: RequestState) -> tuple[int, int, RequestId]:
     """First come, first served, whatever was asked for."""
     asked = request.request
     return (asked.arrival_time, asked.priority, asked.request_id)
 
 
-def victim_is_prepended_to_a_sorted_queue(
-    policy: Policy, queue: list[RequestId], request_id: RequestId, requests: Requests
-) -> None:
+@instead(process_prepend)
+def victim_is_prepended_to_a_sorted_queue(queue: list[RequestId], request_id: RequestId) -> None:
     """To the front, as if the policy were first come, first served."""
     queue.insert(0, request_id)
 
 
-def skipped_come_first_always(
-    policy: Policy, waiting: list[RequestId], skipped: list[RequestId], requests: Requests
-) -> list[RequestId]:
+@instead(select_queue)
+def skipped_come_first_always(right: Right[list[RequestId]]) -> list[RequestId]:
     """As under first come, first served."""
-    return _select_queue(Policy.FCFS, waiting, skipped, requests)
+    return right(policy=Policy.FCFS)
 
 
-def budget_of_the_victim_is_lost(step: Step, victim_index: int) -> RequestId:
+@instead(process_preemption)
+def budget_of_the_victim_is_lost(right: Right[RequestId], step: Step) -> RequestId:
     """Its tokens are not given back."""
     budget = step.budget
-    victim_id = _process_preemption(step, victim_index)
+    victim_id = right()
     step.budget = budget
     return victim_id
 
 
-def row_of_the_victim_stays(step: Step, victim_index: int) -> RequestId:
+@instead(process_preemption)
+def row_of_the_victim_stays(right: Right[RequestId], step: Step) -> RequestId:
     """The worker is told to run a request that has no blocks."""
     rows = list(step.rows)
-    victim_id = _process_preemption(step, victim_index)
+    victim_id = right()
     step.rows = rows
     return victim_id
 
 
-def budget_is_given_back_for_everybody(step: Step, victim_index: int) -> RequestId:
+@instead(process_preemption)
+def budget_is_given_back_for_everybody(right: Right[RequestId], step: Step) -> RequestId:
     """All rows of the step are undone, as far as the budget goes."""
     for row in step.rows[:-1]:
         step.budget = step.budget.with_returned(row.cost)
-    return _process_preemption(step, victim_index)
+    return right()
 
 
-def outputs_are_sampled_again(request: RequestState) -> RequestState:
+@instead(get_preempted)
+def outputs_are_sampled_again(right: Right[RequestState]) -> RequestState:
     """A preempted request starts from its prompt, and delivers its outputs twice."""
-    return replace(_get_preempted(request), output_token_ids=())
+    return replace(right(), output_token_ids=())
 
 
-def computed_tokens_are_kept(request: RequestState) -> RequestState:
+@instead(get_preempted)
+def computed_tokens_are_kept(right: Right[RequestState], request: RequestState) -> RequestState:
     """Counted as computed, although their blocks are gone."""
-    return replace(_get_preempted(request), num_computed_tokens=request.num_computed_tokens)
+    return replace(right(), num_computed_tokens=request.num_computed_tokens)
+
+
+@instead(select_victim)
+def oldest_goes() -> int:
+    """First come, first preempted."""
+    return 0
 
 
 # Who goes, who is next.
 
 
-@ROOM.law(
-    "P10 P16",
-    (1, 5, 1, 5, 0, 9),
-    instead(select_victim, most_urgent_goes),
-    instead(select_victim, first_of_equals_goes, theirs="not found upstream"),
-)
+@ROOM.law("P10 P16", (1, 5, 1, 5, 0, 9), most_urgent_goes, first_of_equals_goes)
 def check_victim_stands_behind_everybody_who_stays(
     priority_a: int,
     arrival_a: int,
@@ -145,78 +122,64 @@ def check_victim_stands_behind_everybody_who_stays(
     arrival_b: int,
     priority_c: int,
     arrival_c: int,
-) -> bool:
+) -> None:
     """The very order of the queues, ids included: two equals cannot preempt each other for ever."""
     assert 0 <= arrival_a and 0 <= arrival_b and 0 <= arrival_c
-    requests = {
-        "a": ranked("a", priority_a, arrival_a),
-        "b": ranked("b", priority_b, arrival_b),
-        "c": ranked("c", priority_c, arrival_c),
-    }
+    requests = rank(a=(priority_a, arrival_a), b=(priority_b, arrival_b), c=(priority_c, arrival_c))
     running = ["b", "a", "c"]
     victim = running[select_victim(Policy.PRIORITY, running, requests)]
-    rank = get_rank(requests[victim])
-    assert all(get_rank(requests[name]) < rank for name in running if name != victim)
-    return True
+    last = get_rank(requests[victim])
+    assert all(get_rank(requests[name]) < last for name in running if name != victim)
 
 
-@ROOM.law("P16", (1, 5, 0, 9), instead(select_victim, oldest_goes))
+@ROOM.law("P16", (1, 5, 0, 9), oldest_goes)
 def check_first_come_first_served_preempts_the_last_admitted(
     priority_a: int, arrival_a: int, priority_b: int, arrival_b: int
-) -> bool:
+) -> None:
     """Whatever priorities they name."""
     assert 0 <= arrival_a and 0 <= arrival_b
-    requests = {"a": ranked("a", priority_a, arrival_a), "b": ranked("b", priority_b, arrival_b)}
+    requests = rank(a=(priority_a, arrival_a), b=(priority_b, arrival_b))
     index = select_victim(Policy.FCFS, ["b", "a"], requests)
     assert index == 1
-    return True
 
 
-@ROOM.law("P16", (1, 5, 1, 4), instead(get_rank, arrival_comes_before_priority))
+@ROOM.law("P16", (1, 5, 1, 4), arrival_comes_before_priority)
 def check_priority_comes_before_arrival_and_arrival_before_the_id(
     priority_a: int, arrival_a: int, priority_b: int, arrival_b: int
-) -> bool:
+) -> None:
     """Two requests never have one rank."""
     assert 0 <= arrival_a and 0 <= arrival_b
-    a_is_first = get_rank(ranked("a", priority_a, arrival_a)) < get_rank(
-        ranked("b", priority_b, arrival_b)
-    )
+    requests = rank(a=(priority_a, arrival_a), b=(priority_b, arrival_b))
+    a_is_first = get_rank(requests["a"]) < get_rank(requests["b"])
     if priority_a != priority_b:
         assert a_is_first == (priority_a < priority_b)
     elif arrival_a != arrival_b:
         assert a_is_first == (arrival_a < arrival_b)
     else:
         assert a_is_first
-    return True
 
 
-@ROOM.law("P16", (1, 5, 3), instead(process_prepend, victim_is_prepended_to_a_sorted_queue))
+@ROOM.law("P16", (1, 5, 3), victim_is_prepended_to_a_sorted_queue)
 def check_priority_queue_stays_sorted_when_a_victim_returns(
     priority_a: int, priority_b: int, priority_c: int
-) -> bool:
+) -> None:
     """Being preempted makes nobody more urgent."""
     assert priority_a <= priority_b
-    requests = {
-        "a": ranked("a", priority_a, 0),
-        "b": ranked("b", priority_b, 0),
-        "c": ranked("c", priority_c, 0),
-    }
+    requests = rank(a=(priority_a, 0), b=(priority_b, 0), c=(priority_c, 0))
     queue = ["a", "b"]
     process_prepend(Policy.PRIORITY, queue, "c", requests)
     ranks = [get_rank(requests[name]) for name in queue]
     assert len(queue) == 3
     assert ranks[0] < ranks[1] < ranks[2]
-    return True
 
 
-@ROOM.law("P16", (5, 1), instead(select_queue, skipped_come_first_always))
-def check_most_urgent_head_of_both_queues_is_next(priority_a: int, priority_b: int) -> bool:
+@ROOM.law("P16", (5, 1), skipped_come_first_always)
+def check_most_urgent_head_of_both_queues_is_next(priority_a: int, priority_b: int) -> None:
     """Having been passed over makes nobody more urgent."""
     assert priority_a != priority_b
-    requests = {"a": ranked("a", priority_a, 0), "b": ranked("b", priority_b, 0)}
+    requests = rank(a=(priority_a, 0), b=(priority_b, 0))
     queue = select_queue(Policy.PRIORITY, ["a"], ["b"], requests)
     assert queue == (["a"] if priority_a < priority_b else ["b"])
-    return True
 
 
 # What becomes of the victim and of the step.
@@ -224,38 +187,19 @@ def check_most_urgent_head_of_both_queues_is_next(priority_a: int, priority_b: i
 
 def build_step(budget: int, num_first: int, num_second: int) -> Step:
     """A step with rows of a and b, and c running without one."""
-    running = (
-        build_runner("a", 9, 0, (1,)),
-        build_runner("b", 9, 0, (2,)),
-        build_runner("c", 9, 0),
-    )
-    state = build_state(Config(num_blocks=4, policy=Policy.PRIORITY), running)
-    step = Step(
-        state,
-        Budget(budget),
-        state.pool,
-        state.requests.to_dict(),
-        ["a", "b", "c"],
-        [],
-        [],
-        Stats(),
-    )
-    step.rows = [
-        Scheduled("a", 0, num_first, ()),
-        Scheduled("b", 0, num_second, ()),
-    ]
+    blocks: dict[str, tuple[int, ...]] = {"a": (1,), "b": (2,), "c": ()}
+    running = tuple(h.build_runner(name, 9, 0, table) for name, table in blocks.items())
+    state = h.build_state(Config(num_blocks=4, policy=Policy.PRIORITY), running)
+    requests = state.requests.to_dict()
+    step = Step(state, Budget(budget), state.pool, requests, [*blocks], [], [], Stats())
+    step.rows = [Scheduled("a", 0, num_first, ()), Scheduled("b", 0, num_second, ())]
     return step
 
 
-@ROOM.law(
-    "P9 P15",
-    (3, 5, 7, 0),
-    instead(process_preemption, budget_of_the_victim_is_lost),
-    instead(process_preemption, budget_is_given_back_for_everybody),
-)
+@ROOM.law("P9 P15", (3, 5, 7, 0), budget_of_the_victim_is_lost, budget_is_given_back_for_everybody)
 def check_tokens_of_a_victim_return_to_the_budget(
     budget: int, num_first: int, num_second: int, victim_index: int
-) -> bool:
+) -> None:
     """Budget and rows together are what they were, less nothing."""
     assert 0 <= budget and 1 <= num_first and 1 <= num_second and 0 <= victim_index <= 2
     step = build_step(budget, num_first, num_second)
@@ -263,13 +207,12 @@ def check_tokens_of_a_victim_return_to_the_budget(
     assert step.budget.num_tokens + sum(row.num_scheduled for row in step.rows) == (
         budget + num_first + num_second
     )
-    return True
 
 
-@ROOM.law("P14 P26", (3, 5, 7, 0), instead(process_preemption, row_of_the_victim_stays))
+@ROOM.law("P14 P26", (3, 5, 7, 0), row_of_the_victim_stays)
 def check_victim_leaves_the_step_and_nobody_else_does(
     budget: int, num_first: int, num_second: int, victim_index: int
-) -> bool:
+) -> None:
     """Its row is gone, it waits, and the preemption is counted once."""
     assert 0 <= budget and 1 <= num_first and 1 <= num_second and 0 <= victim_index <= 2
     step = build_step(budget, num_first, num_second)
@@ -279,22 +222,16 @@ def check_victim_leaves_the_step_and_nobody_else_does(
     assert step.running == [name for name in "abc" if name != victim]
     assert step.waiting == [victim]
     assert step.stats.preemptions == 1
-    return True
 
 
-@ROOM.law(
-    "P12 P13",
-    (10, 5, 12, 3, 2),
-    instead(get_preempted, outputs_are_sampled_again),
-    instead(get_preempted, computed_tokens_are_kept),
-)
+@ROOM.law("P12 P13", (10, 5, 12, 3, 2), outputs_are_sampled_again, computed_tokens_are_kept)
 def check_preempted_request_keeps_its_tokens_and_what_is_in_flight_and_nothing_else(
     num_prompt: int, num_outputs: int, num_computed: int, num_placeholders: int, num_before: int
-) -> bool:
+) -> None:
     """It computes everything again, and samples nothing twice."""
     assert 1 <= num_prompt and 0 <= num_outputs and 0 <= num_computed and 0 <= num_placeholders
     request = replace(
-        build_request("a", num_prompt, num_outputs),
+        h.build_request("a", num_prompt, num_outputs),
         status=Status.RUNNING,
         num_computed_tokens=num_computed,
         num_output_placeholders=num_placeholders,
@@ -309,27 +246,18 @@ def check_preempted_request_keeps_its_tokens_and_what_is_in_flight_and_nothing_e
     assert after.spec_token_ids == ()
     assert after.num_preemptions == num_before + 1
     assert after.status is Status.PREEMPTED
-    return True
 
 
 # The engine on the host.
 
 
-@ROOM.law(
-    "P10 P16", (1, 5, 1, 5), instead_in(HOST, "_select_victim", host_mistakes.first_of_equals_goes)
-)
+@ROOM.law("P10 P16", (1, 5, 1, 5), wrong.first_of_equals_goes)
 def check_host_preempts_the_same_request(
     priority_a: int, arrival_a: int, priority_b: int, arrival_b: int
-) -> bool:
+) -> None:
     """Ties included."""
     assert 0 <= arrival_a and 0 <= arrival_b
-    first, second = build_runner("a", 1, 0, (1,)), build_runner("b", 1, 0, (2,))
-    requests = (
-        asking(first, priority=priority_a, arrival_time=arrival_a),
-        asking(second, priority=priority_b, arrival_time=arrival_b),
-    )
-    host = build_host(build_config(policy=Policy.PRIORITY), *requests)
-    by_id = {request.request_id: request for request in requests}
-    due = select_victim(Policy.PRIORITY, ["a", "b"], by_id)
+    requests = rank(a=(priority_a, arrival_a), b=(priority_b, arrival_b))
+    host = build_host(h.build_config(policy=Policy.PRIORITY), *requests.values())
+    due = select_victim(Policy.PRIORITY, ["a", "b"], requests)
     assert host._select_victim() == due
-    return True

@@ -6,19 +6,12 @@ that will be known but the last. A plan keeps it, and so does the commit of ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import (
-    build_config,
-    build_request,
-    build_runner,
-    build_state,
-    schedule,
-)
-from blockstep.conformance.prove.hosts import HOST, build_host
-from blockstep.conformance.prove.law import Room, instead, instead_in
-from blockstep.conformance.prove.laws import host_mistakes
+from blockstep.conformance.prove import harness as h
+from blockstep.conformance.prove.hosts import build_host
+from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.laws import host_mistakes as wrong
 from blockstep.spec.lives.commit import get_fulfilled, get_rolled_back
 from blockstep.spec.releases.drafts import placeholders_outlive_a_gap as gap_rule
 from blockstep.spec.requests import Frame, FrameRow, Holding, RequestState
@@ -30,8 +23,6 @@ from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import Config, SpecMethod, Status
 
 ROOM = Room("promises")
-_get_preempted = get_preempted  # twins of these names call the right ones
-_process_promises = process_promises
 
 DRAFTS = (-1, -1)
 """Placeholders for what only the worker knows."""
@@ -50,91 +41,88 @@ CONFIG = Config(
 # Mistakes.
 
 
-def drafts_are_not_promised(step: Step, rows: list[FrameRow]) -> None:
+@instead(process_promises)
+def drafts_are_not_promised(right: Right[None], rows: list[FrameRow]) -> None:
     """A row promises its own token only."""
-    _process_promises(step, [replace(row, draft_token_ids=()) for row in rows])
+    right(rows=[replace(row, draft_token_ids=()) for row in rows])
 
 
-def prefill_chunks_promise_as_well(step: Step, rows: list[FrameRow]) -> None:
+@instead(process_promises)
+def prefill_chunks_promise_as_well(right: Right[None], rows: list[FrameRow]) -> None:
     """Every row is taken to sample."""
-    _process_promises(step, [replace(row, samples=True) for row in rows])
+    right(rows=[replace(row, samples=True) for row in rows])
 
 
-def placeholders_outlive_a_gap(step: Step, rows: list[FrameRow]) -> None:
+@instead(process_promises, theirs="#46899")
+def placeholders_outlive_a_gap(right: Right[None], step: Step) -> None:
     """Who is left out of a plan keeps its draft placeholders."""
     before = step.state
     step.state = replace(before, rules=gap_rule(before.rules, before.config))
-    _process_promises(step, rows)
+    right()
     step.state = before
 
 
-def only_the_own_token_is_delivered(
-    config: Config, request: RequestState, num_drafts: int
-) -> RequestState:
+@instead(get_fulfilled)
+def only_the_own_token_is_delivered(request: RequestState) -> RequestState:
     """The drafts of the row stay promised."""
     return replace(request, num_output_placeholders=request.num_output_placeholders - 1)
 
 
-def preemption_forgets_what_is_in_flight(request: RequestState) -> RequestState:
+@instead(get_preempted)
+def preemption_forgets_what_is_in_flight(right: Right[RequestState]) -> RequestState:
     """The counter is zeroed, and the frames then deliver more than was promised."""
-    return replace(_get_preempted(request), num_output_placeholders=0)
+    return replace(right(), num_output_placeholders=0)
 
 
-def preemption_discards_one_frame(request: RequestState) -> RequestState:
+@instead(get_preempted)
+def preemption_discards_one_frame(
+    right: Right[RequestState], request: RequestState
+) -> RequestState:
     """The latest frame is written off, as if there were never two."""
     num_placeholders = max(request.num_output_placeholders - 1, 0)
-    return replace(_get_preempted(request), num_output_placeholders=num_placeholders)
+    return replace(right(), num_output_placeholders=num_placeholders)
 
 
-def admission_does_not_wait_for_tokens_in_flight(
-    frames: Sequence[Frame], request: RequestState
-) -> bool:
+@instead(is_held_by_frames, theirs="#47900, #48245")
+def admission_does_not_wait_for_tokens_in_flight() -> bool:
     """A preempted request comes back with its old placeholders still standing."""
     return False
 
 
-def nobody_is_past_its_last_token(
-    num_computed: int, num_placeholders: int, num_prompt: int, max_tokens: int
-) -> bool:
+@instead(is_past_max_tokens)
+def nobody_is_past_its_last_token() -> bool:
     """A row is planned behind the last token, and thrown away when it comes."""
     return False
 
 
-def promised_tokens_are_no_gap(
-    num_wanted: int,
-    num_computed: int,
-    threshold: int,
-    budget: int,
-    end: int,
-    is_whole: bool = False,
-) -> int:
+@instead(compute_share)
+def promised_tokens_are_no_gap(right: Right[int], budget: int) -> int:
     """Cut to what the last frame left: never more than one token."""
-    return min(num_wanted - num_computed, 1, budget, end - num_computed)
+    return right(threshold=0, budget=min(budget, 1))
 
 
 def build_promised(
-    num_known: int, num_placeholders: int, name: str = "a", block: int = 1
+    num_prompt: int, num_placeholders: int, name: str = "a", block: int = 1, **of_request: int
 ) -> RequestState:
     """A running request that obeys the law, with draft placeholders attached."""
+    request = h.build_request(name, num_prompt, **of_request)
     return replace(
-        build_runner(name, num_known, num_known + num_placeholders - 1, (block,)),
+        request,
+        status=Status.RUNNING,
+        num_computed_tokens=request.num_known_tokens + num_placeholders - 1,
         num_output_placeholders=num_placeholders,
         spec_token_ids=DRAFTS,
+        holdings=(Holding((block,)),),
     )
 
 
 # A plan.
 
 
-@ROOM.law(
-    "P12",
-    (20, 3, 5),
-    instead(process_promises, drafts_are_not_promised),
-    instead(process_promises, prefill_chunks_promise_as_well),
-)
+@ROOM.law("P12", (20, 3, 5), drafts_are_not_promised, prefill_chunks_promise_as_well)
 def check_plan_keeps_computed_one_behind_everything_promised(
     num_known: int, num_placeholders: int, budget: int
-) -> bool:
+) -> None:
     """However much of its drafts the budget leaves; without placeholders a prefill may be cut."""
     assert 1 <= num_known and 0 <= num_placeholders and 1 <= budget
     assert num_known + num_placeholders < 1000
@@ -142,74 +130,63 @@ def check_plan_keeps_computed_one_behind_everything_promised(
     request = build_promised(num_known, num_placeholders)
     if num_placeholders == 0:
         request = replace(request, num_computed_tokens=0, spec_token_ids=())
-    after, _ = schedule(build_state(config, (request,)))
+    after, _ = h.schedule(h.build_state(config, (request,)))
     now = after.requests["a"]
     assert num_placeholders <= now.num_output_placeholders <= num_placeholders + 3
     assert (
         now.num_output_placeholders == 0
         or now.num_computed_tokens == num_known + now.num_output_placeholders - 1
     )
-    return True
 
 
-@ROOM.law("P15", (20, 3, 8), instead(compute_share, promised_tokens_are_no_gap))
+@ROOM.law("P15", (20, 3, 8), promised_tokens_are_no_gap)
 def check_request_with_a_promise_runs_its_next_token_and_all_drafts(
     num_known: int, num_placeholders: int, budget: int
-) -> bool:
+) -> None:
     """It need not wait for the frame in flight, as far as the budget goes."""
     assert 1 <= num_known and 1 <= num_placeholders and 1 <= budget
     assert num_known + num_placeholders < 1000
     config = replace(CONFIG, max_num_batched_tokens=budget)
-    _, plan = schedule(build_state(config, (build_promised(num_known, num_placeholders),)))
+    _, plan = h.schedule(h.build_state(config, (build_promised(num_known, num_placeholders),)))
     assert [row.num_scheduled_tokens for row in plan.rows] == [min(1 + len(DRAFTS), budget)]
-    return True
 
 
-@ROOM.law(
-    "P24", (20, 30, 2), instead(process_promises, placeholders_outlive_a_gap, theirs="#46899")
-)
+@ROOM.law("P24", (20, 30, 2), placeholders_outlive_a_gap)
 def check_request_left_out_of_a_plan_has_no_drafts_in_the_next(
     num_known: int, num_known_behind: int, budget: int
-) -> bool:
+) -> None:
     """The worker proposes nothing where it runs nothing; who sampled has room for new drafts."""
     assert 1 <= num_known < 1000 and 1 <= num_known_behind < 1000 and 1 <= budget
     config = replace(CONFIG, max_num_batched_tokens=budget)
     first = build_promised(num_known, 1)
     second = build_promised(num_known_behind, 1, "b", block=2)
-    after, plan = schedule(build_state(config, (first, second)))
+    after, plan = h.schedule(h.build_state(config, (first, second)))
     planned = {row.request_id for row in plan.rows}
     assert after.requests["a"].spec_token_ids == DRAFTS
     assert after.requests["b"].spec_token_ids == (DRAFTS if "b" in planned else ())
-    return True
 
 
-@ROOM.law("P13 P15", (5, 2, 2, 4), instead(is_past_max_tokens, nobody_is_past_its_last_token))
+@ROOM.law("P13 P15", (5, 2, 2, 4), nobody_is_past_its_last_token)
 def check_no_row_is_planned_behind_the_last_token(
     num_prompt: int, num_outputs: int, num_placeholders: int, max_tokens: int
-) -> bool:
+) -> None:
     """Exactly those run on that may still need a token when the frame in flight is rejected."""
     assert 1 <= num_prompt < 1000 and 0 <= num_outputs < max_tokens < 1000
     assert 1 <= num_placeholders < 1000
-    request = build_promised(num_prompt + num_outputs, num_placeholders)
-    request = replace(
-        build_request("a", num_prompt, num_outputs, max_tokens),
-        status=Status.RUNNING,
-        num_computed_tokens=request.num_computed_tokens,
-        num_output_placeholders=num_placeholders,
-        holdings=(Holding((1,)),),
+    request = build_promised(
+        num_prompt, num_placeholders, num_outputs=num_outputs, max_tokens=max_tokens
     )
-    _, plan = schedule(build_state(CONFIG, (request,)))
+    _, plan = h.schedule(h.build_state(CONFIG, (request,)))
     assert bool(plan.rows) == (num_outputs + 1 < max_tokens)
-    return True
 
 
 # The commit of a frame.
 
 
-@ROOM.law("P12 P14", (20, 7, 3, 2), instead(get_fulfilled, only_the_own_token_is_delivered))
+@ROOM.law("P12 P14", (20, 7, 3, 2), only_the_own_token_is_delivered)
 def check_commit_keeps_computed_one_behind_everything_promised(
     num_known: int, num_placeholders: int, num_drafts: int, num_sampled: int
-) -> bool:
+) -> None:
     """However many of its drafts were rejected, and whatever else is in flight."""
     assert 1 <= num_known and 0 <= num_drafts and 1 + num_drafts <= num_placeholders
     assert 1 <= num_sampled <= num_drafts + 1
@@ -217,21 +194,17 @@ def check_commit_keeps_computed_one_behind_everything_promised(
     after = get_rolled_back(get_fulfilled(CONFIG, before, num_drafts), num_drafts, num_sampled)
     assert after.num_output_placeholders == num_placeholders - 1 - num_drafts
     assert after.num_computed_tokens == num_known + num_sampled + after.num_output_placeholders - 1
-    return True
 
 
 # Preemption with frames in flight.
 
 
 @ROOM.law(
-    "P12 P13",
-    (20, 2, 0),
-    instead(get_preempted, preemption_forgets_what_is_in_flight),
-    instead(get_preempted, preemption_discards_one_frame),
+    "P12 P13", (20, 2, 0), preemption_forgets_what_is_in_flight, preemption_discards_one_frame
 )
 def check_frames_of_a_preempted_request_deliver_exactly_what_was_promised(
     num_known: int, num_drafts: int, num_drafts_later: int
-) -> bool:
+) -> None:
     """Two frames in flight when it lost its blocks: both deliver, and nothing is owed then."""
     assert 1 <= num_known and 0 <= num_drafts and 0 <= num_drafts_later
     running = build_promised(num_known, 2 + num_drafts + num_drafts_later)
@@ -239,63 +212,46 @@ def check_frames_of_a_preempted_request_deliver_exactly_what_was_promised(
     request = get_fulfilled(CONFIG, request, num_drafts_later)
     assert request.num_output_placeholders == 0
     assert request.num_computed_tokens == 0
-    return True
 
 
-@ROOM.law(
-    "P12 P13",
-    (20, 0, 30),
-    instead(
-        is_held_by_frames, admission_does_not_wait_for_tokens_in_flight, theirs="#47900, #48245"
-    ),
-)
+@ROOM.law("P12 P13", (20, 0, 30), admission_does_not_wait_for_tokens_in_flight)
 def check_row_of_a_resumed_request_samples_exactly_when_its_known_tokens_are_computed(
     num_known: int, num_placeholders: int, budget: int
-) -> bool:
+) -> None:
     """That is when the worker samples, which knows no placeholders."""
     assert 1 <= num_known < 1000 and 0 <= num_placeholders < 1000 and 1 <= budget
     config = replace(CONFIG, max_num_batched_tokens=budget)
     request = replace(
-        build_request("a", num_known),
+        h.build_request("a", num_known),
         status=Status.PREEMPTED,
         num_output_placeholders=num_placeholders,
     )
-    state = build_state(config, (), (request,))
+    state = h.build_state(config, (), (request,))
     if num_placeholders > 0:
         state = replace(state, frames=(Frame(0, (FrameRow("a", (), samples=True),)),))
-    after, _ = schedule(state)
+    after, _ = h.schedule(state)
     for row in (row for frame in after.frames[len(state.frames) :] for row in frame.rows):
         assert row.samples == (after.requests["a"].num_computed_tokens >= num_known)
-    return True
 
 
 # The engine on the host.
 
 
 @ROOM.law(
-    "P12 P15",
-    (5, 2, 2, 8, 4),
-    instead_in(HOST, "_tokens_to_run", host_mistakes.promised_tokens_are_no_gap),
-    instead_in(HOST, "_is_past_max_tokens", host_mistakes.one_frame_ahead_is_enough),
+    "P12 P15", (5, 2, 2, 8, 4), wrong.promised_tokens_are_no_gap, wrong.one_frame_ahead_is_enough
 )
 def check_host_counts_promised_tokens_as_the_specification_does(
     num_prompt: int, num_outputs: int, num_placeholders: int, max_tokens: int, budget: int
-) -> bool:
+) -> None:
     """With frames in flight, by the law that computed tokens are one behind what is promised."""
     assert 1 <= num_prompt and 0 <= num_outputs < max_tokens and 0 <= num_placeholders
     assert num_prompt + max_tokens + num_placeholders < 8000 and 1 <= budget
-    num_known = num_prompt + num_outputs
-    num_computed = num_known + num_placeholders - 1
-    request = replace(
-        build_request("a", num_prompt, num_outputs, max_tokens),
-        status=Status.RUNNING,
-        num_computed_tokens=num_computed,
-        num_output_placeholders=num_placeholders,
-        spec_token_ids=(-1, -1),
+    request = build_promised(
+        num_prompt, num_placeholders, num_outputs=num_outputs, max_tokens=max_tokens
     )
-    host = build_host(build_config(max_frames_in_flight=3), request)
-    num_with_spec = num_known + num_placeholders + 2
+    host = build_host(h.build_config(max_frames_in_flight=3), request)
+    num_computed = request.num_computed_tokens
+    num_with_spec = num_prompt + num_outputs + num_placeholders + len(DRAFTS)
     is_past = is_past_max_tokens(num_computed, num_placeholders, num_prompt, max_tokens)
     due = compute_share(num_with_spec, num_computed, 0, budget, 8191)
     assert host._tokens_to_run(0, budget) == (0 if is_past else due)
-    return True

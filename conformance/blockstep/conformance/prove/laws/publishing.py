@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import (
-    build_config,
-    build_pool,
-    build_runner,
-    build_state,
-    key_of,
-    with_table,
-)
-from blockstep.conformance.prove.hosts import HOST, build_host
-from blockstep.conformance.prove.law import Room, instead, instead_in
-from blockstep.conformance.prove.laws import host_mistakes
+from blockstep.conformance.prove import harness as h
+from blockstep.conformance.prove.hosts import build_host
+from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.laws import host_mistakes as wrong
 from blockstep.spec.lives.commit import publish_verified
 from blockstep.spec.memory.slots import (
     compute_num_publishable_blocks,
@@ -30,30 +23,26 @@ ROOM = Room("publishing")
 # Mistakes.
 
 
-def drafts_are_published_too(
-    num_computed: int, num_new: int, num_known: int, block_size: int
-) -> int:
+@instead(compute_num_publishable_blocks)
+def drafts_are_published_too(num_computed: int, num_new: int, block_size: int) -> int:
     """Whatever is scheduled counts, although the drafts in it may be rejected."""
     return (num_computed + num_new) // block_size
 
 
-def block_is_published_before_it_is_full(
-    num_computed: int, num_new: int, num_known: int, block_size: int
-) -> int:
+@instead(compute_num_publishable_blocks)
+def block_is_published_before_it_is_full(right: Right[int], block_size: int) -> int:
     """Rounded up: later tokens would come under the same name."""
-    return -(-min(num_computed + num_new, num_known) // block_size)
+    return -(-right(block_size=1) // block_size)
 
 
-def full_block_waits_for_the_next_token(
-    num_computed: int, num_new: int, num_known: int, block_size: int
-) -> int:
+@instead(compute_num_publishable_blocks)
+def full_block_waits_for_the_next_token(right: Right[int], block_size: int) -> int:
     """One token short: a block that ends with the last token stays unknown."""
-    return max(min(num_computed + num_new, num_known) - 1, 0) // block_size
+    return max(right(block_size=1) - 1, 0) // block_size
 
 
-def whatever_is_known_is_published(
-    num_computed: int, num_new: int, num_known: int, block_size: int
-) -> int:
+@instead(compute_num_publishable_blocks)
+def whatever_is_known_is_published(num_known: int, block_size: int) -> int:
     """As if the whole prompt were computed in one step."""
     return num_known // block_size
 
@@ -64,42 +53,32 @@ def whatever_is_known_is_published(
 @ROOM.law(
     "P3 P4",
     (16, 20, 33, 16),
-    instead(compute_num_publishable_blocks, drafts_are_published_too),
-    instead(compute_num_publishable_blocks, block_is_published_before_it_is_full),
-    instead(compute_num_publishable_blocks, whatever_is_known_is_published),
+    drafts_are_published_too,
+    block_is_published_before_it_is_full,
+    whatever_is_known_is_published,
 )
 def check_published_blocks_are_full_of_known_tokens_that_the_step_computes(
     num_computed: int, num_new: int, num_known: int, block_size: int
-) -> bool:
+) -> None:
     """No draft, no partial block, nothing that a later step computes."""
     assert 0 <= num_computed and 1 <= num_new and 1 <= num_known and 1 <= block_size
     num_full = compute_num_publishable_blocks(num_computed, num_new, num_known, block_size)
     assert num_full * block_size <= num_known
     assert num_full * block_size <= num_computed + num_new
-    return True
 
 
-@ROOM.law(
-    "P3",
-    (16, 20, 33, 16),
-    instead(compute_num_publishable_blocks, full_block_waits_for_the_next_token),
-)
+@ROOM.law("P3", (16, 20, 33, 16), full_block_waits_for_the_next_token)
 def check_every_full_block_of_computed_known_tokens_is_published(
     num_computed: int, num_new: int, num_known: int, block_size: int
-) -> bool:
+) -> None:
     """The next block is not full yet, or not known."""
     assert 0 <= num_computed and 1 <= num_new and 1 <= num_known and 1 <= block_size
     num_full = compute_num_publishable_blocks(num_computed, num_new, num_known, block_size)
     next_end = (num_full + 1) * block_size
     assert next_end > num_known or next_end > num_computed + num_new
-    return True
 
 
-@ROOM.law(
-    "P3 P8",
-    (16, 20, 33, 4, 64, 16),
-    instead(compute_num_publishable_blocks, block_is_published_before_it_is_full),
-)
+@ROOM.law("P3 P8", (16, 20, 33, 4, 64, 16), block_is_published_before_it_is_full)
 def check_published_blocks_lie_inside_the_table(
     num_computed: int,
     num_new: int,
@@ -107,95 +86,79 @@ def check_published_blocks_lie_inside_the_table(
     num_lookahead: int,
     max_model_len: int,
     block_size: int,
-) -> bool:
+) -> None:
     """Also of a table that the model length cuts short."""
     assert 0 <= num_computed and 1 <= num_new and 0 <= num_lookahead and 1 <= block_size
     assert 1 <= num_known <= max_model_len
     num_slots = compute_num_slots(num_computed, num_new, num_lookahead, max_model_len)
     num_full = compute_num_publishable_blocks(num_computed, num_new, num_known, block_size)
     assert num_full * block_size <= num_slots
-    return True
 
 
 # The engine on the host.
 
 
-class Published:
+class Published(list[int]):
     """In the place of the prefix map: notes which blocks are published."""
-
-    def __init__(self, *blocks: int) -> None:
-        self.blocks = list(blocks)
 
     def publish(self, block: int, _lineage: object, _index: int) -> None:
         """Note it."""
-        self.blocks.append(block)
+        self.append(block)
 
     def withdraw(self, block: int) -> None:
         """Note that it is not any more."""
-        self.blocks = [other for other in self.blocks if other != block]
+        if block in self:
+            self.remove(block)
 
 
-@ROOM.law(
-    "P3 P4", (16, 20, 33, 1, 16), instead_in(HOST, "_publish", host_mistakes.drafts_are_published)
-)
+@ROOM.law("P3 P4", (16, 20, 33, 1, 16), wrong.drafts_are_published)
 def check_host_publishes_the_same_blocks(
     num_computed: int, num_scheduled: int, num_known: int, num_settled: int, block_size: int
-) -> bool:
+) -> None:
     """Those of the table that are full now and not settled yet."""
     assert 1 <= block_size <= MAX_INT and 0 <= num_computed and 1 <= num_scheduled
     assert 1 <= num_known <= 3 * block_size and num_known < 8192 and 0 <= num_settled <= 3
-    request = with_table(build_runner("a", num_known, num_computed), (1, 2, 3), num_settled)
-    host = build_host(build_config(block_size, enable_prefix_caching=True), request)
+    request = h.build_runner("a", num_known, num_computed, (1, 2, 3), num_settled)
+    host = build_host(h.build_config(block_size, enable_prefix_caching=True), request)
     host.prefix = Published()
     host._publish(0, num_computed, num_scheduled)
     full = compute_num_publishable_blocks(num_computed, num_scheduled, num_known, block_size)
-    assert tuple(host.prefix.blocks) == (1, 2, 3)[num_settled:full]
+    assert tuple(host.prefix) == (1, 2, 3)[num_settled:full]
     assert host.table.holdings[0][0].num_cached == max(num_settled, full)
-    return True
 
 
-@ROOM.law(
-    "P3 P4",
-    (40, 1, 16),
-    instead_in(HOST, "_publish_verified", host_mistakes.last_token_counts_as_computed),
-)
+@ROOM.law("P3 P4", (40, 1, 16), wrong.last_token_counts_as_computed)
 def check_host_publishes_the_same_blocks_of_what_a_commit_verified(
     num_known: int, num_settled: int, block_size: int
-) -> bool:
+) -> None:
     """With frames in flight: full blocks before the last known token."""
     assert 1 <= block_size <= MAX_INT and 1 <= num_known <= 3 * block_size and num_known < 8192
     assert 0 <= num_settled <= 3
-    config = build_config(block_size, max_frames_in_flight=2, enable_prefix_caching=True)
+    config = h.build_config(block_size, max_frames_in_flight=2, enable_prefix_caching=True)
     request = replace(
-        with_table(build_runner("a", num_known, num_known), (1, 2, 3), num_settled),
-        block_keys=tuple(map(key_of, (1, 2, 3))),
+        h.build_runner("a", num_known, num_known, (1, 2, 3), num_settled),
+        block_keys=tuple(map(h.key_of, (1, 2, 3))),
     )
-    pool = build_pool((0, 1, 1, 1, 0, 0), (4, 5), published=(1, 2, 3)[:num_settled])
-    after, due = publish_verified(build_state(config, (request,)), pool, request)
+    pool = h.build_pool((0, 1, 1, 1, 0, 0), (4, 5), published=(1, 2, 3)[:num_settled])
+    after, due = publish_verified(h.build_state(config, (request,)), pool, request)
     host = build_host(config, request)
-    host.prefix = Published(*(1, 2, 3)[:num_settled])
+    host.prefix = Published((1, 2, 3)[:num_settled])
     host._publish_verified(0)
-    assert host.prefix.blocks == [b for b in (1, 2, 3) if after.block_keys[b] is not None]
+    assert host.prefix == [b for b in (1, 2, 3) if after.block_keys[b] is not None]
     assert host.table.holdings[0][0].num_cached == due.holdings[0].num_cached_blocks
-    return True
 
 
-@ROOM.law(
-    "P4",
-    (20, 2, 16),
-    instead_in(HOST, "_withdraw_unwritten", host_mistakes.partly_computed_block_stays_published),
-)
+@ROOM.law("P4", (20, 2, 16), wrong.partly_computed_block_stays_published)
 def check_host_withdraws_the_same_keys_from_a_victim(
     num_computed: int, num_settled: int, block_size: int
-) -> bool:
+) -> None:
     """Asked of every block that was not full before, also where there is no key to withdraw."""
     assert 1 <= block_size <= MAX_INT and 0 <= num_computed <= 3 * block_size
     assert num_computed < 8192 and 0 <= num_settled <= 3
-    request = with_table(build_runner("a", 1, num_computed), (1, 2, 3), num_settled)
-    pool = build_pool((0, 1, 1, 1, 0, 0), (4, 5), published=(1, 2, 3)[:num_settled])
+    request = h.build_runner("a", 1, num_computed, (1, 2, 3), num_settled)
+    pool = h.build_pool((0, 1, 1, 1, 0, 0), (4, 5), published=(1, 2, 3)[:num_settled])
     after = revoke_slots(pool, request, block_size, STRICT_RULES)
-    host = build_host(build_config(block_size), request)
-    host.prefix = Published(*(1, 2, 3)[:num_settled])
+    host = build_host(h.build_config(block_size), request)
+    host.prefix = Published((1, 2, 3)[:num_settled])
     host._withdraw_unwritten(0)
-    assert host.prefix.blocks == [b for b in (1, 2, 3) if after.block_keys[b] is not None]
-    return True
+    assert host.prefix == [b for b in (1, 2, 3) if after.block_keys[b] is not None]

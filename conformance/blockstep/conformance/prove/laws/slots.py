@@ -6,9 +6,9 @@ Block sizes are symbolic: what holds, holds for every one.
 from __future__ import annotations
 
 from blockstep.conformance.prove.harness import Tokens, build_config, build_runner
-from blockstep.conformance.prove.hosts import HOST, build_host
-from blockstep.conformance.prove.law import Room, instead, instead_in
-from blockstep.conformance.prove.laws import host_mistakes
+from blockstep.conformance.prove.hosts import build_host
+from blockstep.conformance.prove.law import Right, Room, instead, instead_in
+from blockstep.conformance.prove.laws import host_mistakes as wrong
 from blockstep.spec.memory.slots import (
     compute_max_slots,
     compute_num_blocks,
@@ -24,69 +24,68 @@ ROOM = Room("slots")
 # Mistakes.
 
 
+@instead(compute_num_blocks)
 def exact_multiples_take_a_block_more(num_tokens: int, block_size: int) -> int:
     """The quotient and one more, also where nothing is left over."""
     return num_tokens // block_size + 1
 
 
+@instead(compute_num_blocks)
 def last_partial_block_is_forgotten(num_tokens: int, block_size: int) -> int:
     """The quotient, rounded down."""
     return num_tokens // block_size
 
 
+@instead(compute_num_new_blocks)
 def surplus_gives_a_negative_count(num_slots: int, block_size: int, num_held: int) -> int:
     """After a rejection a request may hold more than enough; a slice then takes from the end."""
     return compute_num_blocks(num_slots, block_size) - num_held
 
 
+@instead(compute_num_new_blocks)
 def each_chunk_starts_a_block(num_slots: int, block_size: int, num_held: int) -> int:
     """What is left over in the last held block is not used."""
     return compute_num_blocks(max(num_slots - num_held * block_size + 1, 0), block_size)
 
 
-def lookahead_passes_the_model_length(
-    num_computed: int, num_new: int, num_lookahead: int, max_model_len: int
-) -> int:
+@instead(compute_num_slots)
+def lookahead_passes_the_model_length(right: Right[int], num_lookahead: int) -> int:
     """The cap comes before the lookahead."""
-    return min(num_computed + num_new, max_model_len) + num_lookahead
+    return right(num_lookahead=0) + num_lookahead
 
 
-def lookahead_is_forgotten(
-    num_computed: int, num_new: int, num_lookahead: int, max_model_len: int
-) -> int:
+@instead(compute_num_slots)
+def lookahead_is_forgotten(right: Right[int]) -> int:
     """The proposer writes where nobody owns a block."""
-    return min(num_computed + num_new, max_model_len)
+    return right(num_lookahead=0)
 
 
-def slots_end_before_the_last_position(
-    num_computed: int, num_new: int, num_lookahead: int, max_model_len: int
-) -> int:
+@instead(compute_num_slots)
+def slots_end_before_the_last_position(right: Right[int], max_model_len: int) -> int:
     """Capped like the tokens, although lookahead may fill the last slot."""
-    return min(num_computed + num_new + num_lookahead, max_model_len - 2)
+    return right(max_model_len=max_model_len - 2)
 
 
-def drafts_at_the_end_are_forgotten(
-    num_prompt: int, max_tokens: int, num_speculative: int, num_lookahead: int, max_model_len: int
-) -> int:
+@instead(compute_max_slots)
+def drafts_at_the_end_are_forgotten(right: Right[int]) -> int:
     """Prompt and outputs only."""
-    longest = min(num_prompt + max_tokens - 1, max_model_len - 1)
-    return min(longest + num_lookahead, max_model_len)
+    return right(num_speculative=0)
 
 
-def drafts_follow_even_the_only_token(
-    num_prompt: int, max_tokens: int, num_speculative: int, num_lookahead: int, max_model_len: int
-) -> int:
+@instead(compute_max_slots)
+def drafts_follow_even_the_only_token(right: Right[int], num_prompt: int, max_tokens: int) -> int:
     """Drafts are reserved for although there is no output before the last for them to follow."""
-    longest = min(num_prompt + max_tokens - 1 + num_speculative, max_model_len - 1)
-    return min(longest + num_lookahead, max_model_len)
+    return right(num_prompt=num_prompt + max_tokens - 2, max_tokens=2)
 
 
+@instead_in(Config, "num_usable_blocks")
 def null_block_counts_as_usable(self: Config) -> int:
     """All blocks, the one that nobody can hold included."""
     return self.num_blocks
 
 
-def whole_pool_holds_the_model_length(config: Config, request: Request) -> bool:
+@instead(is_servable, theirs="#52520")
+def whole_pool_holds_the_model_length(config: Config) -> bool:
     """Checked at start-up against all blocks, the null block included, for all requests alike."""
     num_blocks = compute_num_blocks(config.max_model_len, config.block_size)
     return num_blocks <= config.num_blocks
@@ -95,85 +94,66 @@ def whole_pool_holds_the_model_length(config: Config, request: Request) -> bool:
 # Blocks.
 
 
-@ROOM.law(
-    "P8",
-    (33, 16),
-    instead(compute_num_blocks, exact_multiples_take_a_block_more),
-    instead(compute_num_blocks, last_partial_block_is_forgotten),
-)
-def check_blocks_hold_the_tokens_and_none_is_to_spare(num_tokens: int, block_size: int) -> bool:
+@ROOM.law("P8", (33, 16), exact_multiples_take_a_block_more, last_partial_block_is_forgotten)
+def check_blocks_hold_the_tokens_and_none_is_to_spare(num_tokens: int, block_size: int) -> None:
     """One block fewer would not hold them."""
     assert 1 <= num_tokens and 1 <= block_size
     num_blocks = compute_num_blocks(num_tokens, block_size)
     assert num_tokens <= num_blocks * block_size < num_tokens + block_size
-    return True
 
 
-@ROOM.law("P8", (40, 16, 2), instead(compute_num_new_blocks, surplus_gives_a_negative_count))
+@ROOM.law("P8", (40, 16, 2), surplus_gives_a_negative_count)
 def check_new_blocks_fill_up_what_is_held_and_never_give_back(
     num_slots: int, block_size: int, num_held: int
-) -> bool:
+) -> None:
     """Enough with them, not enough with one fewer, none where there was enough."""
     assert 0 <= num_slots and 1 <= block_size and 0 <= num_held
     num_new = compute_num_new_blocks(num_slots, block_size, num_held)
     assert num_new >= 0
     assert num_slots <= (num_held + num_new) * block_size
     assert num_new == 0 or num_slots > (num_held + num_new - 1) * block_size
-    return True
 
 
-@ROOM.law("P8", (20, 40, 16), instead(compute_num_new_blocks, each_chunk_starts_a_block))
+@ROOM.law("P8", (20, 40, 16), each_chunk_starts_a_block)
 def check_growing_in_two_steps_takes_as_many_blocks_as_in_one(
     num_slots: int, num_slots_later: int, block_size: int
-) -> bool:
+) -> None:
     """A chunk goes on in the block where the last one ended."""
     assert 1 <= num_slots <= num_slots_later and 1 <= block_size
     first = compute_num_new_blocks(num_slots, block_size, 0)
     second = compute_num_new_blocks(num_slots_later, block_size, first)
     assert first + second == compute_num_blocks(num_slots_later, block_size)
-    return True
 
 
 # Token slots.
 
 
-@ROOM.law(
-    "P2 P8",
-    (10, 5, 3, 100),
-    instead(compute_num_slots, slots_end_before_the_last_position),
-    instead(compute_num_slots, lookahead_is_forgotten),
-)
+@ROOM.law("P2 P8", (10, 5, 3, 100), slots_end_before_the_last_position, lookahead_is_forgotten)
 def check_slots_cover_the_scheduled_tokens_and_the_lookahead(
     num_computed: int, num_new: int, num_lookahead: int, max_model_len: int
-) -> bool:
+) -> None:
     """Every position that is written in the step has a slot, below the model length."""
     assert 0 <= num_computed and 1 <= num_new and 0 <= num_lookahead
     assert num_computed + num_new <= max_model_len - 1
     num_slots = compute_num_slots(num_computed, num_new, num_lookahead, max_model_len)
     assert num_slots >= num_computed + num_new
     assert num_slots == num_computed + num_new + num_lookahead or num_slots == max_model_len
-    return True
 
 
-@ROOM.law("P9", (10, 5, 3, 100), instead(compute_num_slots, lookahead_passes_the_model_length))
+@ROOM.law("P9", (10, 5, 3, 100), lookahead_passes_the_model_length)
 def check_no_slot_lies_past_the_model_length(
     num_computed: int, num_new: int, num_lookahead: int, max_model_len: int
-) -> bool:
+) -> None:
     """The block table has a fixed width at the worker."""
     assert 0 <= num_computed and 1 <= num_new and 0 <= num_lookahead and 2 <= max_model_len
     num_slots = compute_num_slots(num_computed, num_new, num_lookahead, max_model_len)
     assert num_slots <= max_model_len
-    return True
 
 
 # The longest a request can get.
 
 
-@ROOM.law(
-    "P11",
-    (10, 20, 3, 12, 3, 2, 4, 4, 100),
-    instead(compute_max_slots, drafts_at_the_end_are_forgotten),
-)
+@ROOM.law("P11", (10, 20, 3, 12, 3, 2, 4, 4, 100), drafts_at_the_end_are_forgotten)
 def check_no_step_needs_more_slots_than_the_longest(
     num_prompt: int,
     max_tokens: int,
@@ -184,7 +164,7 @@ def check_no_step_needs_more_slots_than_the_longest(
     num_speculative: int,
     num_lookahead: int,
     max_model_len: int,
-) -> bool:
+) -> None:
     """Whatever is computed, drafted and reserved for: a request that was accepted always fits."""
     assert 1 <= num_prompt < max_model_len and 0 <= num_outputs < max_tokens
     assert num_prompt + num_outputs < max_model_len
@@ -197,13 +177,12 @@ def check_no_step_needs_more_slots_than_the_longest(
         num_prompt, max_tokens, num_speculative, num_lookahead, max_model_len
     )
     assert compute_num_slots(num_computed, num_new, num_lookahead, max_model_len) <= longest
-    return True
 
 
-@ROOM.law("P11", (10, 20, 3, 3, 100), instead(compute_max_slots, drafts_follow_even_the_only_token))
+@ROOM.law("P11", (10, 20, 3, 3, 100), drafts_follow_even_the_only_token)
 def check_some_step_needs_as_many_slots_as_the_longest(
     num_prompt: int, max_tokens: int, num_speculative: int, num_lookahead: int, max_model_len: int
-) -> bool:
+) -> None:
     """The last step, with all drafts: nobody is refused who would have fitted."""
     assert 1 <= num_prompt and 1 <= max_tokens and 0 <= num_speculative and 0 <= num_lookahead
     assert num_prompt < max_model_len and num_prompt + max_tokens <= max_model_len
@@ -215,14 +194,10 @@ def check_some_step_needs_as_many_slots_as_the_longest(
     num_new = min(1 + num_drafts, max_model_len - 1 - (num_known - 1))
     last = compute_num_slots(num_known - 1, num_new, num_lookahead, max_model_len)
     assert last == longest
-    return True
 
 
 @ROOM.law(
-    "P11",
-    (5, 16, 64, 10, 20, 12),
-    instead_in(Config, "num_usable_blocks", property(null_block_counts_as_usable)),
-    instead(is_servable, whole_pool_holds_the_model_length, theirs="#52520"),
+    "P11", (5, 16, 64, 10, 20, 12), null_block_counts_as_usable, whole_pool_holds_the_model_length
 )
 def check_accepted_request_alone_in_the_pool_always_gets_its_blocks(
     num_blocks: int,
@@ -231,7 +206,7 @@ def check_accepted_request_alone_in_the_pool_always_gets_its_blocks(
     num_prompt: int,
     max_tokens: int,
     num_computed: int,
-) -> bool:
+) -> None:
     """The null block belongs to nobody: one block fewer than there are."""
     assert 2 <= num_blocks and 1 <= block_size and 2 <= max_model_len
     assert 1 <= num_prompt < max_model_len and 1 <= max_tokens
@@ -241,7 +216,6 @@ def check_accepted_request_alone_in_the_pool_always_gets_its_blocks(
     num_slots = compute_num_slots(num_computed, 1, 0, max_model_len)
     needed = compute_num_new_blocks(num_slots, block_size, 0)
     assert not accepted or needed <= num_blocks - 1
-    return True
 
 
 # The engine on the host.
@@ -250,12 +224,12 @@ def check_accepted_request_alone_in_the_pool_always_gets_its_blocks(
 @ROOM.law(
     "P8 P9",
     (20, 15, 16, 100),
-    instead_in(HOST, "_blocks_needed", host_mistakes.lookahead_passes_the_model_length),
-    instead_in(HOST, "_blocks_needed", host_mistakes.missing_blocks_may_be_negative),
+    wrong.lookahead_passes_the_model_length,
+    wrong.missing_blocks_may_be_negative,
 )
 def check_host_needs_as_many_blocks_for_a_runner(
     num_computed: int, num_new: int, block_size: int, max_model_len: int
-) -> bool:
+) -> None:
     """Two held blocks and two slots of lookahead."""
     assert 1 <= block_size <= MAX_INT and 2 <= max_model_len <= MAX_INT
     assert 0 <= num_computed and 1 <= num_new and num_computed + num_new < max_model_len
@@ -264,17 +238,12 @@ def check_host_needs_as_many_blocks_for_a_runner(
     num_slots = compute_num_slots(num_computed, num_new, 2, max_model_len)
     needed = host._blocks_needed(0, num_new)
     assert needed == compute_num_new_blocks(num_slots, block_size, 2)
-    return True
 
 
-@ROOM.law(
-    "P8",
-    (40, 1, 16, 100),
-    instead_in(HOST, "_blocks_to_admit", host_mistakes.hits_are_taken_off_as_tokens),
-)
+@ROOM.law("P8", (40, 1, 16, 100), wrong.hits_are_taken_off_as_tokens)
 def check_host_needs_as_many_blocks_for_a_newcomer(
     num_tokens: int, num_hits: int, block_size: int, max_model_len: int
-) -> bool:
+) -> None:
     """Beside the hits, without lookahead."""
     assert 1 <= block_size <= MAX_INT and 2 <= max_model_len <= MAX_INT
     assert 1 <= num_tokens and 0 <= num_hits
@@ -282,17 +251,12 @@ def check_host_needs_as_many_blocks_for_a_newcomer(
     num_slots = compute_num_slots(0, num_tokens, 0, max_model_len)
     needed = host._blocks_to_admit(num_tokens, num_hits)
     assert needed == compute_num_new_blocks(num_slots, block_size, num_hits)
-    return True
 
 
-@ROOM.law(
-    "P11",
-    (10, 20, 100, 16),
-    instead_in(HOST, "_most_blocks", host_mistakes.last_output_is_computed_too),
-)
+@ROOM.law("P11", (10, 20, 100, 16), wrong.last_output_is_computed_too)
 def check_host_refuses_the_same_requests_for_their_size(
     num_prompt: int, max_tokens: int, max_model_len: int, block_size: int
-) -> bool:
+) -> None:
     """Three drafts, with lookahead."""
     assert 1 <= num_prompt < max_model_len <= MAX_INT and 1 <= max_tokens
     assert 1 <= block_size <= MAX_INT
@@ -300,4 +264,3 @@ def check_host_refuses_the_same_requests_for_their_size(
     most = host._most_blocks(Request("a", Tokens(num_prompt), max_tokens=max_tokens))
     num_slots = compute_max_slots(num_prompt, max_tokens, 3, 3, max_model_len)
     assert most == compute_num_blocks(num_slots, block_size)
-    return True

@@ -8,104 +8,72 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.conformance.prove.harness import (
-    asking,
-    build_config,
-    build_runner,
-    build_state,
-    is_conserved,
-    schedule,
-    table_of,
+from blockstep.conformance.prove import harness as h
+from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.conformance.prove.laws.preemption import budget_of_the_victim_is_lost, oldest_goes
+from blockstep.conformance.prove.laws.slots import (
+    each_chunk_starts_a_block,
+    last_partial_block_is_forgotten,
 )
-from blockstep.conformance.prove.law import Room, instead
-from blockstep.conformance.prove.laws.preemption import budget_of_the_victim_is_lost
-from blockstep.conformance.prove.laws.slots import last_partial_block_is_forgotten
-from blockstep.spec.memory.slots import compute_num_blocks, compute_num_new_blocks, revoke_slots
+from blockstep.spec.memory.slots import revoke_slots
 from blockstep.spec.pool import Pool, free_blocks
 from blockstep.spec.releases.order import victim_without_a_row_shifts_the_next as shift_rule
 from blockstep.spec.requests import RequestState
-from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
-from blockstep.spec.step.preemption import process_preemption
-from blockstep.spec.step.queues import Requests, select_victim
 from blockstep.spec.step.running import process_grant, process_running_phase
 from blockstep.spec.step.share import compute_share
 from blockstep.spec.step.work import Step
-from blockstep.spec.vocabulary import Plan, Policy, RequestId
+from blockstep.spec.vocabulary import Plan, Policy
 
 ROOM = Room("step")
-_process_grant = process_grant  # twins of these names call the right ones
-_process_running_phase = process_running_phase
 
 
 # Mistakes.
 
 
-def grant_takes_nothing_off_the_budget(
-    step: Step, request: RequestState, num_new: int, granted: tuple[Pool, RequestState]
-) -> None:
+@instead(process_grant)
+def grant_takes_nothing_off_the_budget(right: Right[None], step: Step) -> None:
     """Each request is given the whole budget."""
     budget = step.budget
-    _process_grant(step, request, num_new, granted)
+    right()
     step.budget = budget
 
 
+@instead(process_grant)
 def grant_forgets_the_new_blocks(
-    step: Step, request: RequestState, num_new: int, granted: tuple[Pool, RequestState]
+    right: Right[None], request: RequestState, granted: tuple[Pool, RequestState]
 ) -> None:
     """They leave the pool, and no table names them: a leak."""
     pool, after = granted
-    _process_grant(step, request, num_new, (pool, replace(after, holdings=request.holdings)))
+    right(granted=(pool, replace(after, holdings=request.holdings)))
 
 
-def each_chunk_starts_a_block(num_slots: int, block_size: int, num_held: int) -> int:
-    """What is left over in the last held block is not used."""
-    return compute_num_blocks(max(num_slots - num_held * block_size + 1, 0), block_size) + 1
-
-
-def oldest_goes(
-    policy: Policy,
-    running: list[RequestId],
-    requests: Requests,
-    get_victim_rank: object = None,
-) -> int:
-    """First come, first preempted."""
-    return 0
-
-
-def victim_without_a_row_shifts_the_next(step: Step) -> None:
+@instead(process_running_phase, theirs="not found upstream")
+def victim_without_a_row_shifts_the_next(right: Right[None], step: Step) -> None:
     """The place in line is counted back only for a victim that had a row."""
     before = step.state
     step.state = replace(before, rules=shift_rule(before.rules, before.config))
-    _process_running_phase(step)
+    right()
     step.state = before
 
 
-def blocks_of_the_victim_leak(
-    pool: Pool, request: RequestState, block_size: int, rules: Rules
-) -> Pool:
+@instead(revoke_slots)
+def blocks_of_the_victim_leak(pool: Pool) -> Pool:
     """Preempted, and its blocks stay held by nobody."""
     return pool
 
 
-def blocks_of_the_victim_are_freed_twice(
-    pool: Pool, request: RequestState, block_size: int, rules: Rules
-) -> Pool:
+@instead(revoke_slots)
+def blocks_of_the_victim_are_freed_twice(pool: Pool, request: RequestState) -> Pool:
     """They stand in the free queue two times."""
-    freed = free_blocks(pool, table_of(request))
-    return replace(freed, free_queue=(*freed.free_queue, *table_of(request)))
+    freed = free_blocks(pool, h.table_of(request))
+    return replace(freed, free_queue=(*freed.free_queue, *h.table_of(request)))
 
 
-def one_token_of_the_budget_is_kept(
-    num_wanted: int,
-    num_computed: int,
-    threshold: int,
-    budget: int,
-    end: int,
-    is_whole: bool = False,
-) -> int:
+@instead(compute_share)
+def one_token_of_the_budget_is_kept(right: Right[int], budget: int) -> int:
     """For whoever may come."""
-    return min(num_wanted - num_computed, budget - 1, end - num_computed)
+    return right(threshold=0, budget=budget - 1)
 
 
 # One running request: it holds blocks 1 and 2; 3 and 4 are free.
@@ -115,24 +83,19 @@ def step_of_one(
     num_known: int, num_computed: int, budget: int, threshold: int, block_size: int
 ) -> tuple[State, Plan]:
     """A step with one running request."""
-    config = build_config(
-        block_size,
-        num_blocks=5,
-        max_num_batched_tokens=budget,
-        long_prefill_token_threshold=threshold,
+    caps = {"max_num_batched_tokens": budget, "long_prefill_token_threshold": threshold}
+    config = h.build_config(block_size, num_blocks=5, **caps)
+    return h.schedule(
+        h.build_state(config, (h.build_runner("a", num_known, num_computed, (1, 2)),))
     )
-    return schedule(build_state(config, (build_runner("a", num_known, num_computed, (1, 2)),)))
 
 
 @ROOM.law(
-    "P9 P10 P11",
-    (50, 20, 30, 0, 16),
-    instead(compute_num_new_blocks, each_chunk_starts_a_block),
-    instead(compute_share, one_token_of_the_budget_is_kept),
+    "P9 P10 P11", (50, 20, 30, 0, 16), each_chunk_starts_a_block, one_token_of_the_budget_is_kept
 )
 def check_request_alone_in_the_pool_gets_a_token_in_every_step(
     num_known: int, num_computed: int, budget: int, threshold: int, block_size: int
-) -> bool:
+) -> None:
     """One at least, within budget and threshold, as long as the pool can hold it at all."""
     assert 1 <= block_size and 1 <= budget and 0 <= threshold
     assert 0 <= num_computed <= 2 * block_size and num_computed < num_known <= 4 * block_size
@@ -142,118 +105,91 @@ def check_request_alone_in_the_pool_gets_a_token_in_every_step(
     assert len(amounts) == 1
     assert 1 <= amounts[0] <= budget
     assert threshold == 0 or amounts[0] <= threshold
-    return True
 
 
 @ROOM.law(
-    "P1 P2 P8",
-    (50, 20, 30, 0, 16),
-    instead(process_grant, grant_forgets_the_new_blocks),
-    instead(compute_num_blocks, last_partial_block_is_forgotten),
+    "P1 P2 P8", (50, 20, 30, 0, 16), grant_forgets_the_new_blocks, last_partial_block_is_forgotten
 )
 def check_every_computed_token_of_a_runner_lies_in_a_block_of_its_own(
     num_known: int, num_computed: int, budget: int, threshold: int, block_size: int
-) -> bool:
+) -> None:
     """With no block more than that takes; all others stay free."""
     assert 1 <= block_size and 1 <= budget and 0 <= threshold
     assert block_size < num_computed <= 2 * block_size and num_computed < num_known
     assert num_known < 8192
     after, _ = step_of_one(num_known, num_computed, budget, threshold, block_size)
     request = after.requests["a"]
-    table = table_of(request)
+    table = h.table_of(request)
     assert len(table) * block_size >= request.num_computed_tokens
     assert (len(table) - 1) * block_size < request.num_computed_tokens or not table
-    assert is_conserved(after.pool)
+    assert h.is_conserved(after.pool)
     assert sorted((*table, *after.pool.free_queue)) == [1, 2, 3, 4]
-    return True
 
 
 # Two running requests: a holds 1 and 2, b holds 3; 4 is free.
 
 
 def step_of_two(
-    known_a: int,
-    known_b: int,
-    computed_a: int,
-    budget: int,
-    block_size: int,
-    policy: Policy = Policy.FCFS,
-    priority_a: int = 0,
-    priority_b: int = 0,
+    known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
 ) -> tuple[State, Plan]:
     """A step with two running requests; b has computed nothing of its block yet."""
-    config = build_config(block_size, num_blocks=5, max_num_batched_tokens=budget, policy=policy)
-    first = build_runner("a", known_a, computed_a, (1, 2))
-    second = build_runner("b", known_b, 0, (3,))
-    first = asking(first, priority=priority_a)
-    second = asking(second, priority=priority_b)
-    return schedule(build_state(config, (first, second)))
+    config = h.build_config(block_size, num_blocks=5, max_num_batched_tokens=budget)
+    first = h.build_runner("a", known_a, computed_a, (1, 2))
+    return h.schedule(h.build_state(config, (first, h.build_runner("b", known_b, 0, (3,)))))
 
 
-@ROOM.law("P9", (40, 20, 30, 12, 16), instead(process_grant, grant_takes_nothing_off_the_budget))
+@ROOM.law("P9", (40, 20, 30, 12, 16), grant_takes_nothing_off_the_budget)
 def check_two_requests_share_one_budget(
     known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """Also when one of them is preempted for the other."""
     assert 1 <= block_size and 1 <= budget and 0 <= computed_a <= 2 * block_size
     assert computed_a < known_a < 8192 and 1 <= known_b < 8192
     _, plan = step_of_two(known_a, known_b, computed_a, budget, block_size)
     assert sum(row.num_scheduled_tokens for row in plan.rows) <= budget
-    return True
 
 
 @ROOM.law(
-    "P1 P2",
-    (60, 20, 30, 12, 16),
-    instead(revoke_slots, blocks_of_the_victim_leak),
-    instead(revoke_slots, blocks_of_the_victim_are_freed_twice),
+    "P1 P2", (60, 20, 30, 12, 16), blocks_of_the_victim_leak, blocks_of_the_victim_are_freed_twice
 )
 def check_every_block_has_one_place_after_a_step_of_two(
     known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """In one of the tables or in the free queue, once, and the counts say the same."""
     assert 1 <= block_size and 1 <= budget and 0 <= computed_a <= 2 * block_size
     assert computed_a < known_a < 8192 and 1 <= known_b < 8192
     after, _ = step_of_two(known_a, known_b, computed_a, budget, block_size)
-    tables = table_of(after.requests["a"]) + table_of(after.requests["b"])
+    tables = h.table_of(after.requests["a"]) + h.table_of(after.requests["b"])
     assert sorted(tables + after.pool.free_queue) == [1, 2, 3, 4]
-    assert is_conserved(after.pool)
-    return True
+    assert h.is_conserved(after.pool)
 
 
-@ROOM.law("P16", (60, 20, 30, 40, 16), instead(select_victim, oldest_goes))
+@ROOM.law("P16", (60, 20, 30, 40, 16), oldest_goes)
 def check_first_come_first_served_keeps_its_order_through_preemption(
     known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """The older one runs on as long as anybody does, and the preempted wait in order of age."""
     assert 1 <= block_size and 1 <= budget and 0 <= computed_a <= 2 * block_size
     assert computed_a < known_a < 8192 and 1 <= known_b < 8192
     after, _ = step_of_two(known_a, known_b, computed_a, budget, block_size)
     assert after.running + after.waiting == ("a", "b")
-    return True
 
 
-@ROOM.law(
-    "P10 P15",
-    (60, 20, 30, 40, 16),
-    instead(select_victim, oldest_goes),
-    instead(compute_share, one_token_of_the_budget_is_kept),
-)
+@ROOM.law("P10 P15", (60, 20, 30, 40, 16), oldest_goes, one_token_of_the_budget_is_kept)
 def check_oldest_request_that_fits_the_pool_gets_all_that_the_budget_has(
     known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """Whatever it costs the younger one: so somebody always gets on."""
     assert 1 <= block_size and 1 <= budget and 0 <= computed_a <= 2 * block_size
     assert computed_a < known_a <= 4 * block_size and known_a < 8192 and 1 <= known_b < 8192
     after, _ = step_of_two(known_a, known_b, computed_a, budget, block_size)
     assert after.requests["a"].num_computed_tokens == min(known_a, computed_a + budget)
-    return True
 
 
-@ROOM.law("P15", (32, 20, 30, 12, 16), instead(compute_share, one_token_of_the_budget_is_kept))
+@ROOM.law("P15", (32, 20, 30, 12, 16), one_token_of_the_budget_is_kept)
 def check_younger_request_gets_what_the_older_one_leaves_of_the_budget(
     known_a: int, known_b: int, computed_a: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """All of it, where blocks suffice for both."""
     assert 1 <= block_size and 1 <= budget and 0 <= computed_a <= 2 * block_size
     assert computed_a < known_a <= 2 * block_size and known_a < 8192
@@ -261,7 +197,6 @@ def check_younger_request_gets_what_the_older_one_leaves_of_the_budget(
     after, _ = step_of_two(known_a, known_b, computed_a, budget, block_size)
     rest = budget - min(known_a - computed_a, budget)
     assert after.requests["b"].num_computed_tokens == min(known_b, rest)
-    return True
 
 
 # Three running requests, the pool full: a holds 1 and 2, b holds 3, c holds 4.
@@ -271,19 +206,18 @@ def step_of_three(
     gap_a: int, gap_b: int, known_c: int, budget: int, block_size: int, priority_a: int
 ) -> tuple[State, Plan]:
     """By priority. a goes on in its blocks, b has filled its own, c has computed nothing."""
-    config = build_config(
+    config = h.build_config(
         block_size, num_blocks=5, max_num_batched_tokens=budget, policy=Policy.PRIORITY
     )
-    first = build_runner("a", block_size + gap_a, block_size, (1, 2))
-    first = asking(first, priority=priority_a)
-    second = build_runner("b", block_size + gap_b, block_size, (3,))
-    return schedule(build_state(config, (first, second, build_runner("c", known_c, 0, (4,)))))
+    first = h.build_runner("a", block_size + gap_a, block_size, (1, 2), priority=priority_a)
+    second = h.build_runner("b", block_size + gap_b, block_size, (3,))
+    return h.schedule(h.build_state(config, (first, second, h.build_runner("c", known_c, 0, (4,)))))
 
 
-@ROOM.law("P9 P15", (2, 10, 10, 20, 16), instead(process_preemption, budget_of_the_victim_is_lost))
+@ROOM.law("P9 P15", (2, 10, 10, 20, 16), budget_of_the_victim_is_lost)
 def check_tokens_of_a_victim_go_to_those_behind(
     gap_a: int, gap_b: int, known_c: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """a is planned, then preempted for a block that b needs; c gets what both leave."""
     assert 1 <= gap_a <= block_size and 1 <= gap_b <= block_size and 1 <= known_c <= block_size
     assert gap_a < budget and 4 * block_size < 8192
@@ -292,81 +226,69 @@ def check_tokens_of_a_victim_go_to_those_behind(
     assert plan.preempted_req_ids == ("a",)
     assert after.requests["b"].num_computed_tokens == block_size + num_second
     assert after.requests["c"].num_computed_tokens == min(known_c, budget - num_second)
-    return True
 
 
-@ROOM.law("P10 P16", (2, 10, 10, 20, 16, 1), instead(select_victim, oldest_goes))
+@ROOM.law("P10 P16", (2, 10, 10, 20, 16, 1), oldest_goes)
 def check_least_urgent_of_three_goes_and_ties_go_by_the_id(
     gap_a: int, gap_b: int, known_c: int, budget: int, block_size: int, priority_a: int
-) -> bool:
+) -> None:
     """b needs a block: of equals the last one goes, so that two cannot take turns for ever."""
     assert 1 <= gap_a <= block_size and 1 <= gap_b <= block_size and 1 <= known_c <= block_size
     assert gap_a < budget and 4 * block_size < 8192
     after, _ = step_of_three(gap_a, gap_b, known_c, budget, block_size, priority_a)
     assert after.running == (("b", "c") if priority_a > 0 else ("a", "b"))
     assert after.waiting == (("a",) if priority_a > 0 else ("c",))
-    return True
 
 
-@ROOM.law(
-    "P15",
-    (12, 10, 10, 20, 16),
-    instead(
-        process_running_phase, victim_without_a_row_shifts_the_next, theirs="not found upstream"
-    ),
-)
+@ROOM.law("P15", (12, 10, 10, 20, 16), victim_without_a_row_shifts_the_next)
 def check_nobody_is_passed_over_because_of_a_victim_without_a_row(
     known_a: int, gap_b: int, known_c: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """a waits for its last token and is preempted for a block that b needs; c is next."""
     assert 1 <= known_a <= block_size and 1 <= budget and 4 * block_size < 8192
     assert 1 <= gap_b <= block_size and 1 <= known_c <= block_size
-    config = build_config(
+    config = h.build_config(
         block_size,
         num_blocks=4,
         max_num_batched_tokens=budget,
         policy=Policy.PRIORITY,
         max_frames_in_flight=2,
     )
-    first = build_runner("a", known_a, known_a, (1,))
-    asked = replace(first.request, max_tokens=1, priority=1)
-    first = replace(first, request=asked, num_output_placeholders=1)
-    second = build_runner("b", block_size + gap_b, block_size, (2,))
-    third = build_runner("c", known_c, 0, (3,))
-    after, plan = schedule(build_state(config, (first, second, third)))
+    first = h.build_runner("a", known_a, known_a, (1,), max_tokens=1, priority=1)
+    first = replace(first, num_output_placeholders=1)
+    second = h.build_runner("b", block_size + gap_b, block_size, (2,))
+    third = h.build_runner("c", known_c, 0, (3,))
+    after, plan = h.schedule(h.build_state(config, (first, second, third)))
     num_second = min(gap_b, budget)
     assert plan.preempted_req_ids == ("a",)
     assert after.requests["b"].num_computed_tokens == block_size + num_second
     assert after.requests["c"].num_computed_tokens == min(known_c, budget - num_second)
-    return True
 
 
 @ROOM.law(
     "P1 P9 P16",
     (20, 40, 10, 50, 16),
-    instead(process_grant, grant_takes_nothing_off_the_budget),
-    instead(revoke_slots, blocks_of_the_victim_leak),
-    instead(select_victim, oldest_goes),
+    grant_takes_nothing_off_the_budget,
+    blocks_of_the_victim_leak,
+    oldest_goes,
     is_slow=True,
 )
 def check_three_requests_share_budget_and_blocks_in_order(
     known_a: int, known_b: int, known_c: int, budget: int, block_size: int
-) -> bool:
+) -> None:
     """Everything at once: budget, one place for every block, order, and progress of the oldest."""
     assert 1 <= block_size and 1 <= budget
     assert 1 <= known_a <= 4 * block_size and known_a < 8192
     assert 1 <= known_b < 8192 and 1 <= known_c < 8192
-    config = build_config(block_size, num_blocks=5, max_num_batched_tokens=budget)
-    runners = (
-        build_runner("a", known_a, 0, (1,)),
-        build_runner("b", known_b, 0, (2,)),
-        build_runner("c", known_c, 0, (3,)),
+    config = h.build_config(block_size, num_blocks=5, max_num_batched_tokens=budget)
+    runners = tuple(
+        h.build_runner(name, num_known, 0, (block_id,))
+        for block_id, name, num_known in ((1, "a", known_a), (2, "b", known_b), (3, "c", known_c))
     )
-    after, plan = schedule(build_state(config, runners))
-    tables = [block_id for name in "abc" for block_id in table_of(after.requests[name])]
+    after, plan = h.schedule(h.build_state(config, runners))
+    tables = [block_id for name in "abc" for block_id in h.table_of(after.requests[name])]
     assert sum(row.num_scheduled_tokens for row in plan.rows) <= budget
     assert sorted((*tables, *after.pool.free_queue)) == [1, 2, 3, 4]
-    assert is_conserved(after.pool)
+    assert h.is_conserved(after.pool)
     assert after.running + after.waiting == ("a", "b", "c")
     assert after.requests["a"].num_computed_tokens == min(known_a, budget)
-    return True
