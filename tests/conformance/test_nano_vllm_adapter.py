@@ -23,9 +23,11 @@ from blockstep.conformance.lockstep.safety import SafetyRun
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError
+from blockstep.conformance.search.arms import compare_arms
 from blockstep.conformance.search.check import InProcess, check
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.floor import SAFETY_CANARY, release_canary
+from blockstep.conformance.search.hunt import hunt
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.spec.vocabulary import (
     Ack,
@@ -305,6 +307,15 @@ def test_an_engine_that_decides_differently_conforms(name: str) -> None:
     assert result.exit_code is ExitCode.CONFORMS
     assert result.equivalence == "safety"
     assert result.canary_killed_after
+
+
+def test_hunts_and_arms_take_such_an_engine_too() -> None:
+    assert hunt(options("Toy", max_events=300), Toy).defects == []
+    assert hunt(options("Leaks", max_events=300), Leaks).defects
+    arms = compare_arms(options("Toy"), Toy, 20)
+    assert arms.contrast is None
+    assert arms.num_compared["pool"] > 20
+    assert "async" in arms.not_tried
 
 
 def test_compared_with_the_spec_it_does_not() -> None:

@@ -14,10 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 
 from blockstep.conformance.draw.actions import SeededDraw, draw_request, request_name
 from blockstep.conformance.draw.presets import Swarm
-from blockstep.conformance.engine import Engine, EngineFactory, get_capabilities, get_traits
+from blockstep.conformance.engine import (
+    Capability,
+    Engine,
+    EngineFactory,
+    get_capabilities,
+    get_traits,
+)
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.protocol.features import (
@@ -29,6 +36,7 @@ from blockstep.conformance.protocol.features import (
     find_lacking,
     fit,
 )
+from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.tokens import token_function
 from blockstep.conformance.search.episodes import draw_options, fit_config, fit_depth
 from blockstep.conformance.search.options import CheckOptions
@@ -194,6 +202,10 @@ def run_workload(
     worker = Worker(config, token_function(swarm.token_seed, swarm.vocabulary_size))
     worker.acceptance = (0, 1, 2)
     answers: dict[v.RequestId, Answer] = {}
+    if Capability.REJECTION not in engine.capabilities():
+        spec = SpecEngine(config)
+        accepted = (not isinstance(spec.apply(v.Submit(one)), v.Rejected) for one in requests)
+        requests = list(compress(requests, accepted))
     work = sum(len(request.prompt_token_ids) + request.max_tokens for request in requests)
     for step in range(20 + work * (1 + len(requests))):
         if step < len(requests):
