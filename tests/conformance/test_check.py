@@ -185,7 +185,9 @@ class Moody(SpecEngine):
         return replace(snapshot, free_queue=snapshot.free_queue[1:])
 
 
-def test_a_finding_that_does_not_come_back_is_told_as_such() -> None:
+def test_a_finding_that_does_not_come_back_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("blockstep.conformance.search.check.EPISODES_COMPARED_MAX", 3)
+    monkeypatch.setattr("blockstep.conformance.search.check.TINY_EPISODES", 3)
     Moody.num_built = 0
     args = ["check", "--engine", f"{__name__}:Moody", "--budget", "500", "--in-process"]
     result = CliRunner().invoke(app, args)

@@ -12,7 +12,8 @@ from blockstep.conformance.engines.serving import ServingChecker
 from blockstep.impl.engine import LLM, RequestError, SamplingParams
 from blockstep.spec.vocabulary import FinishReason
 
-NUM_RUNS = 8
+NUM_TESTS, NUM_RUNS = 3, 40
+"""Runs that are a test, and those that `make soak` has in all."""
 Asked = tuple[str, list[int], SamplingParams]
 
 
@@ -68,7 +69,13 @@ def run_clients(draw: random.Random, llm: LLM) -> list[Asked]:
     return asked
 
 
-@pytest.mark.parametrize("seed", range(NUM_RUNS))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(NUM_TESTS),
+        *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(NUM_TESTS, NUM_RUNS)),
+    ],
+)
 def test_every_client_gets_its_own_text(checkpoint: Checkpoint, seed: int) -> None:
     draw = random.Random(seed)
     settings = draw_settings(draw, checkpoint)

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -17,7 +16,18 @@ from blockstep.spec.vocabulary import Config
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-numba: Any = import_module("numba") if find_spec("numba") else None
+
+def _find_numba() -> Any:
+    """numba, or None where it is not installed; one that is broken says so itself."""
+    try:
+        return import_module("numba")
+    except ModuleNotFoundError as error:
+        if error.name != "numba":
+            raise
+        return None
+
+
+numba: Any = _find_numba()
 IS_COMPILED: Final = numba is not None and not numba.config.DISABLE_JIT
 SLOW_BECAUSE: Final = (
     ""
