@@ -39,3 +39,15 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_model(build_model("qwen3", vocab_size=260), tmp_path_factory.mktemp("speaking"))
     save_tokenizer(folder)
     return folder
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A draft model beside every family is a soak: a test has it beside one."""
+    first = next(iter(FAMILIES))
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if params.get("checkpoint", first) != first and "draft-model" in str(
+            params.get("name", "")
+        ):
+            item.add_marker(pytest.mark.soak)
