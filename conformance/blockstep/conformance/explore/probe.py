@@ -7,7 +7,6 @@ history say nothing here: who was preempted since when, and what a reset came be
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -16,7 +15,6 @@ from blockstep.conformance.judge.properties import Ledger, Step, check_step
 from blockstep.conformance.judge.properties.ledger import FlightRow, Life
 from blockstep.conformance.judge.witnesses import WITNESSES, situations
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
-from blockstep.conformance.protocol.features import Feature
 from blockstep.conformance.protocol.findings import Difference
 from blockstep.spec import vocabulary as v
 from blockstep.spec.releases import Quirk, get_rules
@@ -91,19 +89,6 @@ def get_ledger(state: State) -> Ledger:
     ledger.scheduled = set(state.prev_scheduled_req_ids)
     ledger.pause_state = state.pause_state
     return ledger
-
-
-def get_lacking(lacking: Iterable[Feature], thing: v.Config | v.Event) -> Capability | None:
-    """What an engine that lacks these features would need for a config or an event."""
-    asked = thing.request if isinstance(thing, v.Submit) else thing
-    for feature in lacking:
-        if isinstance(asked, v.Config | v.Request):
-            is_asked = feature.is_asked_by(asked)
-        else:
-            is_asked = isinstance(asked, feature.actions)
-        if is_asked:
-            return feature.capability
-    return None
 
 
 class StateMemo:

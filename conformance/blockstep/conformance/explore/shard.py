@@ -18,7 +18,7 @@ from blockstep.conformance.explore.cover import Tracer
 from blockstep.conformance.explore.cycles import get_no_progress
 from blockstep.conformance.explore.probe import Hits, Moment, get_moment
 from blockstep.conformance.explore.world import World, get_events
-from blockstep.conformance.protocol.features import find_lacking
+from blockstep.conformance.protocol.features import find_lacking, get_missing
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import STRICT, Profile, Quirk, initial_state
@@ -164,7 +164,7 @@ class Shard:
     ) -> None:
         engine: Engine | None = None
         for number, event in enumerate(get_events(self._task.world, state)):
-            if self._lacking and probe.get_lacking(self._lacking, event) is not None:
+            if self._lacking and get_missing(event, self._lacking) is not None:
                 continue
             try:
                 moment = self._apply(level, state, event, (digest, number))

@@ -29,11 +29,11 @@ import msgspec
 
 from blockstep.conformance.engine import Capability, EngineFactory, get_capabilities
 from blockstep.conformance.explore.cover import choose, trace_program
-from blockstep.conformance.explore.probe import differ, get_lacking
+from blockstep.conformance.explore.probe import differ
 from blockstep.conformance.explore.shard import Task
 from blockstep.conformance.explore.walk import walk
 from blockstep.conformance.explore.world import World
-from blockstep.conformance.protocol.features import find_lacking
+from blockstep.conformance.protocol.features import find_lacking, get_missing
 from blockstep.conformance.protocol.findings import Difference
 from blockstep.conformance.protocol.program import describe_event
 from blockstep.conformance.recorded.traces import TraceError, read_lines, recorded
@@ -337,7 +337,7 @@ def consume(vectors: Vectors, make_engine: EngineFactory) -> Consumed:
     result = Consumed()
     capabilities = get_capabilities(make_engine)
     features = find_lacking(capabilities)
-    needed = get_lacking(features, vectors.config)
+    needed = get_missing(vectors.config, features)
     if needed is not None:
         result.skipped[needed] = sum(map(len, vectors.programs))
         return result
@@ -347,7 +347,7 @@ def consume(vectors: Vectors, make_engine: EngineFactory) -> Consumed:
             if isinstance(step.observation, v.Rejected):
                 lacking = None if Capability.REJECTION in capabilities else Capability.REJECTION
             else:
-                lacking = get_lacking(features, step.event)
+                lacking = get_missing(step.event, features)
             if lacking is not None:
                 result.skipped[lacking] = result.skipped.get(lacking, 0) + 1
                 if lacking is Capability.REJECTION:

@@ -20,10 +20,10 @@ from typing import Any, TypeAlias
 from blockstep.conformance.engine import Capability, get_capabilities
 from blockstep.conformance.explore.canonical import Canonicaliser, Digest
 from blockstep.conformance.explore.cycles import find_cycle
-from blockstep.conformance.explore.probe import get_lacking, get_moment
+from blockstep.conformance.explore.probe import get_moment
 from blockstep.conformance.explore.shard import Edge, Hit, Level, Shard, Task
 from blockstep.conformance.explore.world import Counts, get_events
-from blockstep.conformance.protocol.features import find_lacking
+from blockstep.conformance.protocol.features import find_lacking, get_missing
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.profiles import initial_state
 from blockstep.spec.state import State
@@ -72,7 +72,7 @@ def get_obstacle(task: Task) -> Capability | None:
     if not task.engine:
         return None
     lacking = find_lacking(get_capabilities(load_engine(task.engine)))
-    return get_lacking(lacking, task.world.config)
+    return get_missing(task.world.config, lacking)
 
 
 def walk(

@@ -227,15 +227,17 @@ def find_lacking(capabilities: frozenset[str]) -> tuple[Feature, ...]:
     )
 
 
-def get_missing(action: Action | v.Event, lacking: Iterable[Feature]) -> Capability | None:
-    """What an engine without these features lacks to be given an action or an event, if anything.
+def get_missing(
+    thing: v.Config | Action | v.Event, lacking: Iterable[Feature]
+) -> Capability | None:
+    """What an engine without these features lacks for a config, an action or an event, if anything.
 
     A request is looked into, where it is one.
     """
-    request = action.request if isinstance(action, v.Submit) else None
+    asked = thing.request if isinstance(thing, v.Submit) else thing
     for feature in lacking:
-        if isinstance(action, feature.actions) or (
-            isinstance(request, v.Request) and feature.is_asked_by(request)
+        if isinstance(thing, feature.actions) or (
+            isinstance(asked, v.Config | v.Request) and feature.is_asked_by(asked)
         ):
             return feature.capability
     return None
