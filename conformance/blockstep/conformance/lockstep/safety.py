@@ -100,8 +100,6 @@ class SafetyRun(LockStep):
                 )
             case v.Schedule():
                 return len(self.plans) < self.config.max_frames_in_flight
-            case v.Abort():
-                return self.scope.takes_abort
             case v.GrammarReady(request_id=name):
                 return name in self.live and self.live[name].structured_output
             case _:
