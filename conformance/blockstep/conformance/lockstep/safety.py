@@ -31,6 +31,8 @@ from blockstep.conformance.protocol.program import Action, Hostile, Misanswer
 from blockstep.spec import vocabulary as v
 from blockstep.spec.transition import transition
 
+DECLINED = "requests that are not for this engine"
+"""Counted under this name; `Safety.fit_request` says which."""
 _NO_FEATURES = {"max_tokens", "arrival_time"}
 """Fields that every engine has: a length, and a place in the order of arrival."""
 
@@ -74,6 +76,8 @@ class SafetyRun(LockStep):
         if not isinstance(action, v.Submit):
             return action
         fitting = self.scope.fit_request(action.request, self.config)
+        if fitting is None:
+            return action  # and `apply` does not submit it
         kept = {*_NO_FEATURES, *_list_changes(fitting, v.Request("", ()))}
         for name in _list_changes(action.request, fitting):
             if name not in kept:
@@ -118,6 +122,10 @@ class SafetyRun(LockStep):
                 self.may_propose = False
                 self.preempted.update(self.live)
 
+    def _is_declined(self, request: v.Request) -> bool:
+        """Whether the engine says that a request is not for it."""
+        return self.scope.fit_request(request, self.config) is None
+
     def _is_welcome(self, event: v.Event) -> bool:
         """Whether any engine must take the event now; decided by what this one has answered."""
         match event:
@@ -138,6 +146,9 @@ class SafetyRun(LockStep):
 
     def apply(self, event: v.Event) -> list[Finding]:
         """Give one event to the engine and check what can be checked without a reference."""
+        if isinstance(event, v.Submit) and self._is_declined(event.request):
+            self.skip(DECLINED)
+            return []
         if not self._is_welcome(event):
             return []
         self.num_events += 1
@@ -155,6 +166,8 @@ class SafetyRun(LockStep):
         if type(seen) is not due:
             what = f"{type(event).__name__} was answered with {type(seen).__name__}"
             return [violated("P18", "answer_is_of_the_kind_of_the_event", what)]
+        if isinstance(event, v.Schedule):
+            self.end_aborted()
         findings = [*judge_answer(self.config, self.live, self.said, event, seen)]
         findings += self.worker.observe(event, seen)
         if after is not None and self.before is not None:
@@ -173,7 +186,8 @@ class SafetyRun(LockStep):
         step = Step(self.config, self.num_events, event, seen, before, after)
         findings = [*self.worker.check_published(after)]
         if isinstance(event, v.Schedule | v.Commit):
-            findings += self.worker.check_view(after)
+            told = {row.request_id for row in seen.rows} if isinstance(seen, v.Plan) else ()
+            findings += self.worker.check_view(after, told)
         findings += judge_state(step, self.ledger)
         self.ledger.record(step)
         return findings
