@@ -625,7 +625,7 @@ def test_without_eviction_the_engine_hits_what_the_ids_say_at_any_pace(pace: Pac
     [
         # Pools so small that there is preemption and eviction.
         ("mooncake_conversation.jsonl.gz", 300, 512, 3_000, 8),
-        ("mooncake_conversation.jsonl.gz", 40, 16, 4_000, 128),
+        ("mooncake_conversation.jsonl.gz", 40, 16, 5_500, 128),
         pytest.param(
             "mooncake_conversation.jsonl.gz", 300, 16, 40_000, 128, marks=pytest.mark.soak
         ),
