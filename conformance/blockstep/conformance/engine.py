@@ -43,6 +43,8 @@ class Capability(StrEnum):
     RESET = "reset"
     GRAMMAR = "grammar"
     MULTIMODAL = "multimodal"
+    ABORT = "abort"
+    """It takes `Abort`, at any time and for any id (P18)."""
     REJECTION = "rejection"
     """It answers bad input with a typed `Rejected` instead of undefined behaviour. Without it, an
     engine is only given what the spec accepts."""
@@ -142,7 +144,6 @@ class Safety:
     """The nearest config that the engine can be built with."""
     fit_request: Callable[[Request, Config], Request] = lambda request, _config: request
     """The nearest request that it understands. What is dropped on the way is counted."""
-    takes_abort: bool = True
     situations: tuple[str, ...] = ("admitted", "stop_length")
     """What a run must have reached to mean anything; names of `witnesses.WITNESSES`."""
     name: str = "safety"

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from blockstep.conformance.engine import EngineFactory, Safety, get_traits
+from blockstep.conformance.engine import Capability, EngineFactory, Safety, get_traits
 from blockstep.conformance.judge.answers import judge_answer, judge_state
 from blockstep.conformance.judge.properties import ANSWER_TYPES, Step
 from blockstep.conformance.judge.witnesses.answers import AnswerWitnesses
@@ -46,6 +46,10 @@ class SafetyRun(LockStep):
 
     scope: Safety = field(default_factory=Safety)
     answers: AnswerWitnesses = field(default_factory=AnswerWitnesses)
+    may_propose: bool = False
+    """No plan was made since the last commit."""
+    preempted: set[v.RequestId] = field(default_factory=set)
+    """And had no row since."""
 
     @classmethod
     def start(
@@ -83,9 +87,36 @@ class SafetyRun(LockStep):
         return LockStep.resolve(self, action)
 
     def _proposal(self, rows: tuple[v.RowTokens, ...]) -> v.Drafts | None:
-        """Drafts for those who have not ended."""
-        rows = tuple(row for row in rows if row.request_id in self.live)
-        return v.Drafts(rows) if rows else None
+        """Drafts for those who have not ended, no more than there may be.
+
+        An engine that neither refuses nor drops late ones is given those only that it must take:
+        right after a commit, for requests that it did not preempt and that are in no other frame.
+        """
+        most = self.config.num_speculative_tokens
+        rows = tuple(
+            v.RowTokens(row.request_id, row.token_ids[:most])
+            for row in rows
+            if row.request_id in self.live
+        )
+        if not {Capability.REJECTION, Capability.LATE_DRAFTS} & self.capabilities:
+            busy = {row.request_id for plan in self.plans for row in plan.rows} | self.preempted
+            rows = tuple(row for row in rows if row.request_id not in busy)
+            rows = rows if self.may_propose else ()
+        return v.Drafts(rows) if rows and most else None
+
+    def follow(self, event: v.Event, observation: v.Observation) -> None:
+        """Take in one event and the answer to it."""
+        LockStep.follow(self, event, observation)
+        match event, observation:
+            case v.Schedule(), v.Plan() as plan:
+                self.may_propose = False
+                self.preempted.update(plan.preempted_req_ids)
+                self.preempted.difference_update(row.request_id for row in plan.rows)
+            case v.Commit(), v.Outputs():
+                self.may_propose = True
+            case v.Reset(reset_running_requests=True), v.ResetDone(success=True):
+                self.may_propose = False
+                self.preempted.update(self.live)
 
     def _is_welcome(self, event: v.Event) -> bool:
         """Whether any engine must take the event now; decided by what this one has answered."""
@@ -100,8 +131,6 @@ class SafetyRun(LockStep):
                 )
             case v.Schedule():
                 return len(self.plans) < self.config.max_frames_in_flight
-            case v.Abort():
-                return self.scope.takes_abort
             case v.GrammarReady(request_id=name):
                 return name in self.live and self.live[name].structured_output
             case _:
