@@ -18,67 +18,29 @@ A factory declares the equivalence among its traits:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
-from blockstep.conformance.engine import Capability, EngineFactory, Safety, get_traits
+from blockstep.conformance.engine import Capability, Safety
 from blockstep.conformance.judge.answers import judge_answer, judge_state
 from blockstep.conformance.judge.properties import ANSWER_TYPES, Step
 from blockstep.conformance.judge.witnesses.answers import AnswerWitnesses
 from blockstep.conformance.lockstep.driver import Exchange, LockStep, fault_of
+from blockstep.conformance.lockstep.scoped import ScopedRun
 from blockstep.conformance.protocol.findings import Finding, violated
 from blockstep.conformance.protocol.program import Action, Hostile, Misanswer
 from blockstep.spec import vocabulary as v
 from blockstep.spec.transition import transition
 
-_NO_FEATURES = {"max_tokens", "arrival_time"}
-"""Fields that every engine has: a length, and a place in the order of arrival."""
-
-
-def _list_changes(one: v.Config | v.Request, other: v.Config | v.Request) -> list[str]:
-    """The fields in which two of a kind differ."""
-    return [f.name for f in fields(one) if getattr(one, f.name) != getattr(other, f.name)]
-
 
 @dataclass(slots=True, kw_only=True)
-class SafetyRun(LockStep):
+class SafetyRun(ScopedRun):
     """One run of one engine, watched and not compared. Not reusable."""
 
-    scope: Safety = field(default_factory=Safety)
     answers: AnswerWitnesses = field(default_factory=AnswerWitnesses)
     may_propose: bool = False
     """No plan was made since the last commit."""
     preempted: set[v.RequestId] = field(default_factory=set)
     """And had no row since."""
-
-    @classmethod
-    def start(
-        cls, config: v.Config, make_engine: EngineFactory, *args: Any, **kwargs: Any
-    ) -> SafetyRun:
-        """Build the engine and all that watches it, as `LockStep.start` does.
-
-        Raises:
-            ConfigError: the engine cannot be built with this config.
-        """
-        scope = get_traits(make_engine).equivalence or Safety()
-        fitting = scope.fit_config(config)
-        for name in _list_changes(config, fitting):
-            rule, fix = "is not a config of this engine", f"use {getattr(fitting, name)!r}"
-            raise v.ConfigError([v.ConfigProblem(name, getattr(config, name), rule, fix)])
-        run = super(SafetyRun, cls).start(config, make_engine, *args, **kwargs)
-        run.equivalence, run.scope = scope.name, scope
-        return run
-
-    def fit(self, action: Action) -> Action:
-        """The action that the engine understands; what it drops is counted."""
-        if not isinstance(action, v.Submit):
-            return action
-        fitting = self.scope.fit_request(action.request, self.config)
-        kept = {*_NO_FEATURES, *_list_changes(fitting, v.Request("", ()))}
-        for name in _list_changes(action.request, fitting):
-            if name not in kept:
-                self.skip(name)
-        return LockStep.fit(self, v.Submit(fitting))
 
     def resolve(self, action: Action) -> v.Event | None:
         """The event that an action comes to. Mistakes come to nothing: refusals are not judged."""
