@@ -144,6 +144,9 @@ class Safety:
     """The nearest config that the engine can be built with."""
     fit_request: Callable[[Request, Config], Request] = lambda request, _config: request
     """The nearest request that it understands. What is dropped on the way is counted."""
+    plans_ahead: bool = False
+    """Its loop answers a plan only once as many as may be are in flight, or nothing can be planned:
+    with two frames in flight, the order of every run is plan, plan, answer, plan, answer."""
     situations: tuple[str, ...] = ("admitted", "stop_length")
     """What a run must have reached to mean anything; names of `witnesses.WITNESSES`."""
     name: str = "safety"
