@@ -92,11 +92,21 @@ class SafetyRun(ScopedRun):
                     and not isinstance(transition(self.spec.state, event), v.Rejected)
                 )
             case v.Schedule():
-                return len(self.plans) < self.config.max_frames_in_flight
+                return len(self.plans) < self.config.max_frames_in_flight and not (
+                    self.plans and self._must_answer()
+                )
+            case v.Commit():
+                return not self.scope.plans_ahead or self._must_answer()
             case v.GrammarReady(request_id=name):
                 return name in self.live and self.live[name].structured_output
             case _:
                 return True
+
+    def _must_answer(self) -> bool:
+        """Whether an engine that plans ahead answers next: it is full, or has nothing to plan."""
+        is_full = len(self.plans) == self.config.max_frames_in_flight
+        is_idle = self.last_plan is not None and not self.last_plan.rows
+        return self.scope.plans_ahead and (is_full or is_idle)
 
     def apply(self, event: v.Event) -> list[Finding]:
         """Give one event to the engine and check what can be checked without a reference."""
