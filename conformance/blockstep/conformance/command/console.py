@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from blockstep.conformance.engine import BadEngineError
 from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.protocol.registry import EngineNotFoundError
 from blockstep.conformance.recorded.traces import TraceError
@@ -25,6 +26,7 @@ from blockstep.spec.vocabulary import ConfigError
 
 SECONDS_BETWEEN_LINES = 10.0
 INPUT_ERRORS = (
+    BadEngineError,
     *(EngineNotFoundError, TraceError, ConfigError, RefusedError, NotExplainedError, UsageError),
 )
 

@@ -22,6 +22,7 @@ from blockstep.conformance.engine import (
     Capability,
     Engine,
     EngineFactory,
+    build,
     get_declines,
     get_judged,
     get_traits,
@@ -30,10 +31,11 @@ from blockstep.conformance.judge.properties import Ledger, Step, check_step
 from blockstep.conformance.judge.witnesses import situations
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
+from blockstep.conformance.lockstep.exchange import Exchange, blame_spec, fault_of
 from blockstep.conformance.lockstep.liveness import Watch
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
 from blockstep.conformance.protocol.features import Feature, find_lacking, fit, get_missing
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import (
     Action,
     Answer,
@@ -44,6 +46,7 @@ from blockstep.conformance.protocol.program import (
 )
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.tokens import token_function
+from blockstep.conformance.protocol.typed import fault_of_types, find_ill_typed
 from blockstep.spec import vocabulary as v
 from blockstep.spec.lives.drafts import can_take_drafts
 from blockstep.spec.profiles import STRICT, Profile
@@ -51,17 +54,6 @@ from blockstep.spec.transition import transition
 
 EXPLICABLE = frozenset({FindingKind.PROPERTY, FindingKind.LIVENESS})
 """What a quirk can be the reason of."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """One event and both answers to it."""
-
-    event: v.Event
-    expected: v.Observation
-    """The spec's answer."""
-    seen: v.Observation | None
-    """The engine's answer; None if it raised."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,7 +108,7 @@ class LockStep(Client):
         compare_every: int | None = None,
     ) -> Self:
         """Build both sides. What the engine raises while it is built passes through."""
-        engine = make_engine(config)
+        engine = build(make_engine, config)
         make_worker = get_traits(make_engine).make_worker or Worker
         # A worker has every slot in memory; one that is given no plan needs none.
         room = config if compare_every is None else v.Config(num_blocks=2)
@@ -138,7 +130,9 @@ class LockStep(Client):
             compare_every=compare_every,
         )
         if compare_every is None:
-            run.before = run._comparable(engine.snapshot())
+            first = engine.snapshot()
+            is_state = find_ill_typed(first, v.Snapshot) is None  # what else it is, is told later
+            run.before = run._comparable(first if is_state else None)
         return run
 
     def fit(self, action: Action) -> Action:
@@ -229,7 +223,7 @@ class LockStep(Client):
         try:
             expected = self.spec.apply(event)
         except AssertionError as error:
-            return [_spec_finding(error)]
+            return [blame_spec(error)]
         if isinstance(expected, v.Rejected) and expected.code not in self.judged:
             self.skip(Capability.REJECTION)
             self.last = Exchange(event, expected, expected)
@@ -241,13 +235,35 @@ class LockStep(Client):
             self._keep(Exchange(event, expected, None))
             return [fault_of(error)]
         self._keep(Exchange(event, expected, seen))
-        after = self._comparable(after)
-        findings = list(self._diverge(event, expected, seen, after))
-        if not isinstance(seen, v.Observation):
-            return findings
+        try:
+            return self._compare(event, expected, seen, after)
+        except Exception:
+            found = fault_of_types(event, seen, after)
+            if found is None:
+                raise
+            return [found]
+
+    def _compare(
+        self,
+        event: v.Event,
+        expected: v.Observation,
+        seen: v.Observation,
+        after: v.Snapshot | None,
+    ) -> list[Finding]:
+        """Compare and judge. Types are looked at where something differs, or not all is compared.
+
+        Raises:
+            Exception: the engine's side is so ill-typed that it cannot be compared.
+        """
+        comparable = self._comparable(after)
+        findings = list(self._diverge(event, expected, seen, comparable))
+        if findings or self.equivalence:
+            found = fault_of_types(event, seen, after)
+            if found is not None:
+                return [found]
         if self.compare_every is None:  # who judges must have seen every state
-            findings = self._judge(event, expected, seen, after, findings)
-        self.before = after
+            findings = self._judge(event, expected, seen, comparable, findings)
+        self.before = comparable
         self.follow(event, expected)
         return findings
 
@@ -418,20 +434,3 @@ def drain_bound(live: Mapping[v.RequestId, v.Request]) -> int:
     """
     work = sum(len(request.prompt_token_ids) + request.max_tokens for request in live.values())
     return 20 + work * (1 + len(live))
-
-
-def fault_of(error: Exception) -> Finding:
-    """What an engine that raised has done wrong."""
-    return Finding(
-        FindingKind.FAULT,
-        "",
-        "engine_raises_nothing",
-        f"the engine raised {type(error).__name__}: {error}",
-        (Difference("exception", "none", type(error).__name__),),
-    )
-
-
-def _spec_finding(error: AssertionError) -> Finding:
-    return Finding(
-        FindingKind.SPEC, "", "spec_asserts_nothing_false", f"the spec is wrong: {error}"
-    )

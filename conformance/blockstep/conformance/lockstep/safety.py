@@ -24,10 +24,12 @@ from blockstep.conformance.engine import Capability
 from blockstep.conformance.judge.answers import judge_answer, judge_state
 from blockstep.conformance.judge.properties import ANSWER_TYPES, Step
 from blockstep.conformance.judge.witnesses.answers import AnswerWitnesses
-from blockstep.conformance.lockstep.driver import Exchange, LockStep, fault_of
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.exchange import Exchange, fault_of
 from blockstep.conformance.lockstep.scoped import ScopedRun
 from blockstep.conformance.protocol.findings import Finding, violated
 from blockstep.conformance.protocol.program import Action, Hostile, Misanswer
+from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
 from blockstep.spec.transition import transition
 
@@ -120,6 +122,9 @@ class SafetyRun(ScopedRun):
             self._keep(Exchange(event, v.Ack(), None))
             return [fault_of(error)]
         self._keep(Exchange(event, seen, seen))
+        ill_typed = fault_of_types(event, seen, after)
+        if ill_typed is not None:
+            return [ill_typed]
         if isinstance(seen, v.Rejected) and isinstance(event, v.Submit):
             self.skip(f"requests refused as {seen.code}")
             return []

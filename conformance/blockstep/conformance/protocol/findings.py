@@ -53,6 +53,15 @@ def shown(value: object, length: int = 120) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
+def say(value: object, length: int = 60) -> str:
+    """A value on part of a line, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # a class of somebody else's
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
 def violated(property_id: str, sentence: str, message: str, *differences: Difference) -> Finding:
     """A property that does not hold."""
     return Finding(FindingKind.PROPERTY, property_id, sentence, message, differences)

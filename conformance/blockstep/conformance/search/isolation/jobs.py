@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.engine import BadEngineError, EngineFactory
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.lines import TraceError
 from blockstep.conformance.protocol.program import Program
@@ -141,7 +141,7 @@ def _do(job: Job, journal: Journal) -> Iterator[Answer]:
         yield "done", value
     except EngineNotFoundError as error:
         yield "not found", str(error)
-    except (ConfigError, TraceError) as error:
+    except (BadEngineError, ConfigError, TraceError) as error:
         yield "refused", str(error)
     except Exception as error:
         if watched is None or error is watched.error:
