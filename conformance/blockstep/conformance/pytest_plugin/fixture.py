@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,11 +13,13 @@ from blockstep.conformance.lockstep.runs import get_start
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Program
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.conformance.pytest_plugin import NAME, Campaign
 from blockstep.conformance.report.failure import render_program, tell_program
 from blockstep.conformance.search.options import CheckOptions, find_profile
 from blockstep.conformance.search.shrink import conclude
 from blockstep.spec.vocabulary import Config
+
+if TYPE_CHECKING:
+    from blockstep.conformance.pytest_plugin import Campaign
 
 
 class Walk:
@@ -88,4 +91,4 @@ class Bench:
     def _reproduce(self) -> str:
         profile = "" if self.profile == "strict" else f" --blockstep-profile={self.profile}"
         command = f"pytest '{self._nodeid}' --blockstep-engine={self.engine}{profile}"
-        return f"  reproduce  {command} -m 'not {NAME}'"
+        return f"  reproduce  {command} -m 'not blockstep'"
