@@ -152,6 +152,9 @@ class Equivalence:
     situations: tuple[str, ...] | None = field(default=None, kw_only=True)
     """What a run must have reached to mean anything; names of `witnesses.WITNESSES`. None: all
     that the capabilities of the engine make possible."""
+    plans_ahead: bool = field(default=False, kw_only=True)
+    """Its loop answers a plan only once as many as may be are in flight, or nothing can be planned:
+    with two frames in flight, the order of every run is plan, plan, answer, plan, answer."""
 
 
 @dataclass(frozen=True, slots=True)
