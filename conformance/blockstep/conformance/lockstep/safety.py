@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from blockstep.conformance.engine import Capability
+from blockstep.conformance.engine import Capability, Safety
 from blockstep.conformance.judge.answers import judge_answer, judge_state
 from blockstep.conformance.judge.properties import ANSWER_TYPES, Step
 from blockstep.conformance.judge.witnesses.answers import AnswerWitnesses
