@@ -114,7 +114,7 @@ class SafetyRun(ScopedRun):
 
     def apply(self, event: v.Event) -> list[Finding]:
         """Give one event to the engine and check what can be checked without a reference."""
-        if not self._is_welcome(event):
+        if self._is_declined(event) or not self._is_welcome(event):
             return []
         self.num_events += 1
         try:
@@ -131,6 +131,8 @@ class SafetyRun(ScopedRun):
         if type(seen) is not due:
             what = f"{type(event).__name__} was answered with {type(seen).__name__}"
             return [violated("P18", "answer_is_of_the_kind_of_the_event", what)]
+        if isinstance(event, v.Schedule):
+            self.end_aborted()
         findings = [*judge_answer(self.config, self.live, self.said, event, seen)]
         findings += self.worker.observe(event, seen)
         if after is not None and self.before is not None:
@@ -149,7 +151,8 @@ class SafetyRun(ScopedRun):
         step = Step(self.config, self.num_events, event, seen, before, after)
         findings = [*self.worker.check_published(after)]
         if isinstance(event, v.Schedule | v.Commit):
-            findings += self.worker.check_view(after)
+            told = {row.request_id for row in seen.rows} if isinstance(seen, v.Plan) else ()
+            findings += self.worker.check_view(after, told)
         findings += judge_state(step, self.ledger)
         self.ledger.record(step)
         return findings
