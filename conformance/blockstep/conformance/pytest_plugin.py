@@ -386,6 +386,7 @@ class Bench:
         """
         from blockstep.conformance.protocol.program import Program  # noqa: PLC0415 - only if wanted
         from blockstep.conformance.report.failure import tell_program  # noqa: PLC0415
+        from blockstep.conformance.search.options import CheckOptions  # noqa: PLC0415
 
         __tracebackhide__ = True
         if not isinstance(program, Program):
@@ -396,8 +397,9 @@ class Bench:
             program = Program(config, tuple(program))
         elif config is not None:
             raise ValueError("a Program has a config of its own: leave config out")
-        outcome = self._campaign.isolation.run(self.engine, program, self.profile)
-        if outcome.failure is not None or outcome.loss is not None:
+        options = CheckOptions(self.engine, profile=self.profile)
+        outcome = self._campaign.isolation.run(options, program)
+        if outcome.first is not None:
             raise AssertionError(f"{tell_program(outcome, self.engine)}\n{self._reproduce()}")
         for name, count in outcome.skipped.items():
             pytest.skip(f"not tried: the engine lacks {name} ({count} actions left out)")
