@@ -151,12 +151,22 @@ class Equivalence:
     """What a run must have reached to mean anything; names of `witnesses.WITNESSES`. None: all
     that the capabilities of the engine make possible."""
 
+    @property
+    def not_asked(self) -> tuple[str, ...]:
+        """What a check by it leaves out, in words for its verdict."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True)
 class Renamed(Equivalence):
     """Equal up to a bijection of block ids and the order of the free queue (`lockstep.renamed`)."""
 
     name: ClassVar[str] = "renamed"
+
+    @property
+    def not_asked(self) -> tuple[str, ...]:
+        """What a check by it leaves out, in words for its verdict."""
+        return ("block ids, and the order of the free queue",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +177,12 @@ class SamePlans(Equivalence):
     shows_blocks: bool = field(default=False, kw_only=True)
     """Whether plans name blocks. Without, each `block_ids` and `new_block_ids` is `()`, and what is
     in a slot is not asked."""
+
+    @property
+    def not_asked(self) -> tuple[str, ...]:
+        """What a check by it leaves out, in words for its verdict."""
+        states = "states, and properties that speak of them"
+        return (states,) if self.shows_blocks else (states, "what is in a slot, and block tables")
 
 
 @dataclass(frozen=True, slots=True)
