@@ -44,6 +44,8 @@ class Capability(StrEnum):
     RESET = "reset"
     GRAMMAR = "grammar"
     MULTIMODAL = "multimodal"
+    ABORT = "abort"
+    """It takes `Abort`, at any time and for any id (P18)."""
     REJECTION = "rejection"
     """It answers bad input with a typed `Rejected` instead of undefined behaviour. Without it, an
     engine is only given what the spec accepts."""
@@ -150,6 +152,9 @@ class Equivalence:
     situations: tuple[str, ...] | None = field(default=None, kw_only=True)
     """What a run must have reached to mean anything; names of `witnesses.WITNESSES`. None: all
     that the capabilities of the engine make possible."""
+    plans_ahead: bool = field(default=False, kw_only=True)
+    """Its loop answers a plan only once as many as may be are in flight, or nothing can be planned:
+    with two frames in flight, the order of every run is plan, plan, answer, plan, answer."""
 
     @property
     def not_asked(self) -> tuple[str, ...]:
@@ -190,7 +195,6 @@ class Safety(Equivalence):
     """To be held to the properties, and compared with nothing (see `lockstep.safety`)."""
 
     name: ClassVar[str] = "safety"
-    takes_abort: bool = True
     situations: tuple[str, ...] | None = field(default=("admitted", "stop_length"), kw_only=True)
 
 

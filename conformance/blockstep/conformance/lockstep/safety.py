@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from blockstep.conformance.engine import Safety
+from blockstep.conformance.engine import Capability
 from blockstep.conformance.judge.answers import judge_answer, judge_state
 from blockstep.conformance.judge.properties import ANSWER_TYPES, Step
 from blockstep.conformance.judge.witnesses.answers import AnswerWitnesses
@@ -37,6 +37,10 @@ class SafetyRun(ScopedRun):
     """One run of one engine, watched and not compared. Not reusable."""
 
     answers: AnswerWitnesses = field(default_factory=AnswerWitnesses)
+    may_propose: bool = False
+    """No plan was made since the last commit."""
+    preempted: set[v.RequestId] = field(default_factory=set)
+    """And had no row since."""
 
     def resolve(self, action: Action) -> v.Event | None:
         """The event that an action comes to. Mistakes come to nothing: refusals are not judged."""
@@ -45,9 +49,36 @@ class SafetyRun(ScopedRun):
         return LockStep.resolve(self, action)
 
     def _proposal(self, rows: tuple[v.RowTokens, ...]) -> v.Drafts | None:
-        """Drafts for those who have not ended."""
-        rows = tuple(row for row in rows if row.request_id in self.live)
-        return v.Drafts(rows) if rows else None
+        """Drafts for those who have not ended, no more than there may be.
+
+        An engine that neither refuses nor drops late ones is given those only that it must take:
+        right after a commit, for requests that it did not preempt and that are in no other frame.
+        """
+        most = self.config.num_speculative_tokens
+        rows = tuple(
+            v.RowTokens(row.request_id, row.token_ids[:most])
+            for row in rows
+            if row.request_id in self.live
+        )
+        if not {Capability.REJECTION, Capability.LATE_DRAFTS} & self.capabilities:
+            busy = {row.request_id for plan in self.plans for row in plan.rows} | self.preempted
+            rows = tuple(row for row in rows if row.request_id not in busy)
+            rows = rows if self.may_propose else ()
+        return v.Drafts(rows) if rows and most else None
+
+    def follow(self, event: v.Event, observation: v.Observation) -> None:
+        """Take in one event and the answer to it."""
+        LockStep.follow(self, event, observation)
+        match event, observation:
+            case v.Schedule(), v.Plan() as plan:
+                self.may_propose = False
+                self.preempted.update(plan.preempted_req_ids)
+                self.preempted.difference_update(row.request_id for row in plan.rows)
+            case v.Commit(), v.Outputs():
+                self.may_propose = True
+            case v.Reset(reset_running_requests=True), v.ResetDone(success=True):
+                self.may_propose = False
+                self.preempted.update(self.live)
 
     def _is_welcome(self, event: v.Event) -> bool:
         """Whether any engine must take the event now; decided by what this one has answered."""
@@ -61,13 +92,21 @@ class SafetyRun(ScopedRun):
                     and not isinstance(transition(self.spec.state, event), v.Rejected)
                 )
             case v.Schedule():
-                return len(self.plans) < self.config.max_frames_in_flight
-            case v.Abort():
-                return not isinstance(self.scope, Safety) or self.scope.takes_abort
+                return len(self.plans) < self.config.max_frames_in_flight and not (
+                    self.plans and self._must_answer()
+                )
+            case v.Commit():
+                return not self.scope.plans_ahead or self._must_answer()
             case v.GrammarReady(request_id=name):
                 return name in self.live and self.live[name].structured_output
             case _:
                 return True
+
+    def _must_answer(self) -> bool:
+        """Whether an engine that plans ahead answers next: it is full, or has nothing to plan."""
+        is_full = len(self.plans) == self.config.max_frames_in_flight
+        is_idle = self.last_plan is not None and not self.last_plan.rows
+        return self.scope.plans_ahead and (is_full or is_idle)
 
     def apply(self, event: v.Event) -> list[Finding]:
         """Give one event to the engine and check what can be checked without a reference."""
