@@ -157,12 +157,22 @@ class Equivalence:
     """Its loop answers a plan only once as many as may be are in flight, or nothing can be planned:
     with two frames in flight, the order of every run is plan, plan, answer, plan, answer."""
 
+    @property
+    def not_asked(self) -> tuple[str, ...]:
+        """What a check by it leaves out, in words for its verdict."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True)
 class Renamed(Equivalence):
     """Equal up to a bijection of block ids and the order of the free queue (`lockstep.renamed`)."""
 
     name: ClassVar[str] = "renamed"
+
+    @property
+    def not_asked(self) -> tuple[str, ...]:
+        """What a check by it leaves out, in words for its verdict."""
+        return ("block ids, and the order of the free queue",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +183,12 @@ class SamePlans(Equivalence):
     shows_blocks: bool = field(default=False, kw_only=True)
     """Whether plans name blocks. Without, each `block_ids` and `new_block_ids` is `()`, and what is
     in a slot is not asked."""
+
+    @property
+    def not_asked(self) -> tuple[str, ...]:
+        """What a check by it leaves out, in words for its verdict."""
+        states = "states, and properties that speak of them"
+        return (states,) if self.shows_blocks else (states, "what is in a slot, and block tables")
 
 
 @dataclass(frozen=True, slots=True)
