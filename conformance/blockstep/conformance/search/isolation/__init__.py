@@ -18,6 +18,7 @@ from blockstep.conformance.search.isolation.process import (
     HarnessError,
     LostError,
     RefusedError,
+    end_all,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "LostError",
     "ProgramOutcome",
     "RefusedError",
+    "end_all",
 ]
