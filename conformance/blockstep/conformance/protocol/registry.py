@@ -65,6 +65,11 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
             "the scheduler of a checkout of nano-vllm (--path CHECKOUT), by properties only",
         ),
         KnownEngine(
+            "mini_sglang",
+            "blockstep.conformance.engines.adapters.mini_sglang:MiniSglang",
+            "the scheduler of a checkout of mini-sglang (--path CHECKOUT), by properties only",
+        ),
+        KnownEngine(
             "spec",
             "blockstep.conformance.protocol.registry:SpecEngine",
             "the specification held to itself; for trying out the tools",

@@ -252,7 +252,8 @@ def _commit(
             for index, name in enumerate(client.sampled)
             if name in client.live
         ]
-        engine.apply(v.Drafts(tuple(rows)))
+        if rows:
+            engine.apply(v.Drafts(tuple(rows)))
 
 
 def first_difference(

@@ -39,8 +39,8 @@ class Facts:
     lacking: tuple[str, ...]
     """Features that the engine lacks, by name."""
     weaker: str | None
-    situations: tuple[str, ...]
-    """What a check by the weaker equivalence must reach."""
+    situations: tuple[str, ...] | None
+    """What a check must reach; None: what the features of the engine make possible."""
     out_of_reach: frozenset[str]
     """Situations that cannot come up with this engine."""
 
@@ -53,7 +53,7 @@ def look(options: CheckOptions, make_engine: EngineFactory) -> Facts:
         max_depth=fit_depth(options, make_engine).max_depth,
         lacking=tuple(feature.name for feature in find_lacking(get_capabilities(make_engine))),
         weaker=None if weaker is None else str(weaker.name),
-        situations=() if weaker is None else weaker.situations,
+        situations=None if weaker is None else weaker.situations,
         out_of_reach=frozenset(name for name in WITNESSES if name in traits.out_of_reach),
     )
 
@@ -123,7 +123,7 @@ def missing_witnesses(
     counts: Mapping[str, int], options: CheckOptions, facts: Facts
 ) -> tuple[str, ...]:
     """Required situations that `counts` lacks."""
-    if facts.weaker is not None:
+    if facts.situations is not None:
         required = facts.situations
     else:
         required = required_witnesses(options, facts.lacking)

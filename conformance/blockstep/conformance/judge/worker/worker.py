@@ -134,13 +134,7 @@ class Worker(TaggedKV):
         else:
             self._continue(row, view, blocks)
         self._take_tokens(row, view)
-        num_output = len(view.output_token_ids) + view.num_promised
-        if row.num_output_tokens != num_output:
-            what = f"{row.request_id!r}: {row.num_output_tokens} outputs in the plan"
-            difference = Difference(
-                "num_output_tokens", str(num_output), str(row.num_output_tokens)
-            )
-            self._complain("P26", "plan_counts_the_outputs_of_the_worker", what, difference)
+        self._count_outputs(row, view)
         if row.resumed and view.num_unreported and row.all_token_ids is not None:
             view = self._disown(row.all_token_ids, view)
         drafts = self._fill_in(row, view)
@@ -218,6 +212,15 @@ class Worker(TaggedKV):
             if not view.num_unreported:
                 view.replace_tokens(sent)
 
+    def _count_outputs(self, row: v.CachedRow, view: RequestView) -> None:
+        num_output = len(view.output_token_ids) + view.num_promised
+        if row.num_output_tokens != num_output:
+            what = f"{row.request_id!r}: {row.num_output_tokens} outputs in the plan"
+            difference = Difference(
+                "num_output_tokens", str(num_output), str(row.num_output_tokens)
+            )
+            self._complain("P26", "plan_counts_the_outputs_of_the_worker", what, difference)
+
     def _blocks(self, request_id: v.RequestId, tables: v.BlockTables) -> list[v.BlockId]:
         if len(tables) != 1:
             what = f"{request_id!r}: {len(tables)} tables"
@@ -242,7 +245,7 @@ class Worker(TaggedKV):
                 f"and {len(drafts)} drafts"
             )
             self._complain("P24", "drafts_are_the_last_scheduled_tokens", what)
-        room = len(view.table) * self.config.block_size
+        room = self._count_slots(view)
         if end > room:
             what = f"{request_id!r}: {end} tokens, {room} slots"
             self._complain("P26", "table_holds_the_scheduled_tokens", what)
@@ -250,6 +253,10 @@ class Worker(TaggedKV):
         end = max(min(end, known + len(drafts), room), 0)
         first = min(first, end)
         return FrameRow(view, first, end, drafts, samples=end >= known, num_known=known)
+
+    def _count_slots(self, view: RequestView) -> int:
+        """Tokens that its block table has room for."""
+        return len(view.table) * self.config.block_size
 
     # Answers.
 
