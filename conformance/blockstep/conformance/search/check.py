@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -39,6 +38,7 @@ from blockstep.conformance.search.options import (
     get_wish,
     load,
 )
+from blockstep.conformance.search.processes import open_processes
 from blockstep.conformance.search.shrink import Shrunk, conclude, shrink
 
 EPISODES_PER_BATCH = 8
@@ -128,14 +128,9 @@ class InProcess:
                 break
         return results
 
-    @contextmanager
-    def open_pool(self, jobs: int) -> Iterator[Executor]:
+    def open_pool(self, jobs: int) -> AbstractContextManager[Executor]:
         """Processes of their own."""
-        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            try:
-                yield pool
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+        return open_processes(jobs)
 
 
 def check(
