@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind, tell_error
 from blockstep.spec import vocabulary as v
 
 
@@ -25,7 +25,7 @@ def fault_of(error: Exception) -> Finding:
         FindingKind.FAULT,
         "",
         "engine_raises_nothing",
-        f"the engine raised {type(error).__name__}: {error}",
+        f"the engine raised {tell_error(error)}",
         (Difference("exception", "none", type(error).__name__),),
     )
 

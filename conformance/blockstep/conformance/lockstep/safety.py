@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from blockstep.conformance.engine import Capability
+from blockstep.conformance.engine import Capability, Safety
 from blockstep.conformance.judge.answers import judge_answer, judge_state
 from blockstep.conformance.judge.properties import ANSWER_TYPES, Step
 from blockstep.conformance.judge.witnesses.answers import AnswerWitnesses
@@ -98,17 +98,21 @@ class SafetyRun(ScopedRun):
                     self.plans and self._must_answer()
                 )
             case v.Commit():
-                return not self.scope.plans_ahead or self._must_answer()
+                return not self._plans_ahead or self._must_answer()
             case v.GrammarReady(request_id=name):
                 return name in self.live and self.live[name].structured_output
             case _:
                 return True
 
+    @property
+    def _plans_ahead(self) -> bool:
+        return isinstance(self.scope, Safety) and self.scope.plans_ahead
+
     def _must_answer(self) -> bool:
         """Whether an engine that plans ahead answers next: it is full, or has nothing to plan."""
         is_full = len(self.plans) == self.config.max_frames_in_flight
         is_idle = self.last_plan is not None and not self.last_plan.rows
-        return self.scope.plans_ahead and (is_full or is_idle)
+        return self._plans_ahead and (is_full or is_idle)
 
     def apply(self, event: v.Event) -> list[Finding]:
         """Give one event to the engine and check what can be checked without a reference."""
