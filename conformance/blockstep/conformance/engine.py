@@ -211,6 +211,28 @@ EQUIVALENCES: tuple[type[Equivalence], ...] = (Renamed, SamePlans, Safety)
 """Weaker ones than `exact`, the strongest first."""
 
 
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Something that an engine is known to do otherwise, said by its adapter (D14).
+
+    What it excuses is counted and shown in every verdict, and nothing else is excused. Where
+    neither side can go on from it, an episode ends there.
+    """
+
+    name: str
+    summary: str
+    """What the engine does, in a sentence."""
+    program: Any
+    """A `protocol.program.Program` that shows it. If it does no more, the verdict says so."""
+    sentences: tuple[str, ...] = ()
+    """Those that may complain of it, by name, as findings name them."""
+    fields: tuple[str, ...] = ()
+    """Fields in which spec and engine may differ, as reports name them, with `*` for any part:
+    `rows * num_cached_tokens`."""
+    when: Callable[[Event, Observation | None], bool] = lambda _event, _answer: True
+    """In which steps: of the event and the engine's answer; None if it raised or stands still."""
+
+
 def show_state(
     requests: Sequence[RequestSnapshot],
     waiting: Sequence[RequestId],
@@ -257,6 +279,8 @@ class EngineTraits:
     """From a config and a token function to the worker that runs their plans; None: `Worker`."""
     max_depth: int | None = None
     """Frames in flight that a run may have, at most; None: as many as are wanted."""
+    deviations: tuple[Deviation, ...] = ()
+    """What is known of them and passed over."""
     out_of_reach: frozenset[str] = frozenset()
     """Situations that cannot come up, and are not required."""
     workarounds: Mapping[str, str] = field(default_factory=dict)
@@ -286,6 +310,12 @@ def get_traits(make_engine: EngineFactory) -> EngineTraits:
             f"equivalence of {make_engine!r:.80}: must be None (exact) or one of {known}, "
             f"not {traits.equivalence!r:.80}"
         )
+    for one in traits.deviations:
+        if not isinstance(one, Deviation) or not (one.sentences or one.fields):
+            raise BadEngineError(
+                f"deviations of {make_engine!r:.80}: each must be a Deviation that names the "
+                f"sentences or fields that it excuses, not {one!r:.80}"
+            )
     return traits
 
 

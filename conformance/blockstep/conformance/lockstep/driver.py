@@ -32,6 +32,7 @@ from blockstep.conformance.judge.witnesses import situations
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.lockstep.exchange import Exchange, blame_spec, fault_of
+from blockstep.conformance.lockstep.excuses import Excuses
 from blockstep.conformance.lockstep.liveness import Watch
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
 from blockstep.conformance.protocol.features import Feature, find_lacking, fit, get_missing
@@ -95,6 +96,8 @@ class LockStep(Client):
     """The weaker equivalence that the engine is held to; "" if it is compared with the spec."""
     known: dict[str, int] = field(default_factory=dict)
     """Findings that the quirks of the profile account for, by property."""
+    excuses: Excuses = field(default_factory=Excuses)
+    """Findings that the adapter declares."""
 
     @classmethod
     def start(
@@ -128,6 +131,7 @@ class LockStep(Client):
             declines=get_declines(engine) if profile.spares else None,
             keep_exchanges=keep_exchanges,
             compare_every=compare_every,
+            excuses=Excuses(get_traits(make_engine).deviations),
         )
         if compare_every is None:
             first = engine.snapshot()
@@ -215,6 +219,8 @@ class LockStep(Client):
 
         What the engine declines neither side is given, and it does not count as an event.
         """
+        if self.excuses.is_over:
+            return []
         reason = None if self.declines is None else self.declines(event)
         if reason is not None:
             self.skip(reason)
@@ -233,7 +239,7 @@ class LockStep(Client):
             after = self.engine.snapshot() if self._sees_state() else None
         except Exception as error:
             self._keep(Exchange(event, expected, None))
-            return [fault_of(error)]
+            return self.excuses.take([fault_of(error)], event, expected, None)
         self._keep(Exchange(event, expected, seen))
         try:
             return self._compare(event, expected, seen, after)
@@ -241,7 +247,7 @@ class LockStep(Client):
             found = fault_of_types(event, seen, after)
             if found is None:
                 raise
-            return [found]
+            return self.excuses.take([found], event, expected, None)
 
     def _compare(
         self,
@@ -260,9 +266,11 @@ class LockStep(Client):
         if findings or self.equivalence:
             found = fault_of_types(event, seen, after)
             if found is not None:
-                return [found]
+                return self.excuses.take([found], event, expected, None)
         if self.compare_every is None:  # who judges must have seen every state
             findings = self._judge(event, expected, seen, comparable, findings)
+        else:
+            findings = self.excuses.take(findings, event, expected, seen)
         self.before = comparable
         self.follow(event, expected)
         return findings
@@ -288,7 +296,7 @@ class LockStep(Client):
             self.spec_before = None
             step = Step(self.config, self.num_events, event, seen, self.before, after)
             findings = [*self._check_step(step), *diverged]
-        findings = self._unexplained(findings)
+        findings = self.excuses.take(self._unexplained(findings), event, expected, seen)
         if step is not None:
             if not findings:  # what a quirk does was reached as well
                 self.witnesses.update(situations(step, self.ledger))
@@ -388,12 +396,16 @@ class LockStep(Client):
             num_before = self.num_events
             findings, why = self._drain_step(watch)
             if why:
-                return self._unexplained([watch.stall(self.live, why)])
+                return self._stall(watch, why)
             if self.num_events == num_before:
                 return []
         if self.live and not findings:
-            return self._unexplained([watch.stall(self.live, f"{bound} steps did not end them")])
+            return self._stall(watch, f"{bound} steps did not end them")
         return findings
+
+    def _stall(self, watch: Watch, why: str) -> list[Finding]:
+        findings = self._unexplained([watch.stall(self.live, why)])
+        return self.excuses.take(findings, v.Schedule(), None, None)
 
     def _drain_step(self, watch: Watch) -> tuple[list[Finding], str]:
         """Plan until the pipeline is full or a plan is empty, then answer the oldest plan.
@@ -405,12 +417,12 @@ class LockStep(Client):
             findings = self.apply(v.Schedule())
             if findings:
                 return findings, ""
-            if self.num_events == num_before:
+            if self.num_events == num_before or self.excuses.is_over:
                 break  # declined
             plan = self.last_plan
             assert plan is not None, "an accepted Schedule is answered with a plan"
             why = watch.see(plan, bool(self.plans), bool(self.ledger.promised), self.before)
-            if why:
+            if why and self.live:  # nobody waits where an abort was due
                 return [], why
             if not plan.rows:
                 break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
@@ -67,6 +67,12 @@ class CheckResult:
     skipped: Counter[str] = field(default_factory=Counter)
     known: Counter[str] = field(default_factory=Counter)
     """Findings that the quirks of the profile account for, by property."""
+    deviations: Mapping[str, str] = field(default_factory=dict)
+    """What the adapter declares, in words, by name."""
+    excused: Counter[str] = field(default_factory=Counter)
+    """Findings that it declares, by the name of the deviation."""
+    stale: tuple[str, ...] = ()
+    """Deviations that their programs do not show any more."""
     missing: tuple[str, ...] = ()
     has_snapshot: bool = True
     equivalence: str = "exact"
@@ -166,6 +172,7 @@ def search(
     require_wish(options, facts)
     wanted, options = options, replace(options, max_depth=facts.max_depth)
     result = CheckResult(options, equivalence=facts.equivalence, not_asked=facts.not_asked)
+    result.deviations, result.stale = facts.deviations, facts.stale
     if options.max_depth == 1 < wanted.max_depth:
         lacking = (BY_NAME[name] for name in facts.lacking if name in SEVERAL_AT_ONCE)
         result.skipped.update(str(feature.capability) for feature in lacking)
@@ -191,6 +198,7 @@ def _add(result: CheckResult, episode: EpisodeResult) -> None:
     result.witnesses.update(episode.witnesses)
     result.skipped.update(episode.skipped)
     result.known.update(episode.known)
+    result.excused.update(episode.deviations)
     result.has_snapshot &= episode.has_snapshot
     if episode.first is not None:
         result.first, result.failed_episode = episode.first, episode.index
@@ -215,6 +223,8 @@ def play_program(
     run, findings = run_program(program, make_engine, find_profile(options.profile))
     result.num_episodes, result.num_events = 1, run.num_events
     result.witnesses, result.known = run.witnesses, Counter(run.known)
+    result.excused = run.excuses.counts
+    result.deviations = {one.name: one.summary for one in run.excuses.deviations}
     result.skipped, result.weaker = Counter(run.skipped), run.equivalence or None
     result.has_snapshot = Capability.SNAPSHOT in run.capabilities
     if findings:
