@@ -75,7 +75,10 @@ class Life:
 class MiniSglang:
     """mini-sglang's scheduler as a system under test."""
 
-    traits = EngineTraits(equivalence=Safety(fit_config, fit_request, plans_ahead=True))
+    traits = EngineTraits(
+        equivalence=Safety(fit_config, fit_request, plans_ahead=True),
+        out_of_reach=frozenset({"preempted"}),  # who is admitted has all that it will need
+    )
 
     def __init__(self, config: v.Config) -> None:
         self.config = config
