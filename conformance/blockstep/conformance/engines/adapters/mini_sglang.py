@@ -138,25 +138,37 @@ class MiniSglang:
         return v.Ack()
 
     def _abort(self, names: tuple[v.RequestId, ...]) -> v.Aborted:
+        """It finds who waits or will decode again; who is in its last step goes on to its end."""
+        last = {req.uid for req in self._list_in_flight(self.data) if not req.can_decode}
         lives = [self.live[name] for name in dict.fromkeys(names) if name in self.live]
         self.loop.inbox += [messages.AbortBackendMsg(life.uid) for life in lives]
-        self.given_up += lives
-        return v.Aborted(ending_req_ids=tuple(life.name for life in lives))
+        found = [life for life in lives if life.uid not in last]
+        self.given_up += found
+        return v.Aborted(ending_req_ids=tuple(life.name for life in found))
+
+    def _end_given_up(self) -> None:
+        """Its turn has begun: it has read the messages."""
+        held = {req.uid for req in self._list_in_flight(self.data, self.loop.due)}
+        for life in self.given_up:
+            if life.uid in held:
+                raise EngineFault(
+                    f"{life.name!r} is aborted and keeps its pages: new to the adapter"
+                )
+            self._end(life)
+        self.given_up = []
 
     # Plans: the first half of a turn.
 
     def _schedule(self) -> v.Plan:
         runner = self.loop.engine
         runner.rows = []
-        for life in self.given_up:  # it reads the message before it plans, and tells nobody
-            self._end(life)
-        self.given_up = []
         if self.config.async_scheduling:
             self.data = self.loop.overlap_loop(self.data)
         else:
             self.loop.normal_loop()
         remapped = [self.lives[row.req.uid].name for row in runner.rows if self._is_remapped(row)]
         rows = [self._row(row) for row in runner.rows]
+        self._end_given_up()
         self.last_rows = frozenset(row.req.uid for row in runner.rows)
         ended, self.ended = self.ended, set()
         self.num_frames += 1
@@ -255,12 +267,13 @@ class MiniSglang:
             if _chunk_of(request):
                 found[request.uid] = request.chunked_req
         found |= {req.uid: req for req in self.loop.decode_manager.running_reqs}
-        for data in (self.data, self.loop.due):
-            for req in () if data is None else data[0].batch.reqs:
-                life = self.lives[req.uid]
-                if not isinstance(req, ChunkedReq) and self.live.get(life.name) is life:
-                    found.setdefault(req.uid, req)
-        return found
+        return found | {req.uid: req for req in self._list_in_flight(self.data, self.loop.due)}
+
+    def _list_in_flight(self, *launched: Any) -> list[Any]:
+        """Who of these batches holds a table and waits for a token."""
+        reqs = [req for data in launched if data is not None for req in data[0].batch.reqs]
+        freed = self.loop.freed
+        return [req for req in reqs if not isinstance(req, ChunkedReq) and req.uid not in freed]
 
     def _show(self, req: Any) -> v.RequestSnapshot:
         life = self.lives[req.uid]
