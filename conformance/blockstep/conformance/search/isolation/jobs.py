@@ -17,7 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.engine import BadEngineError, EngineFactory
+from blockstep.conformance.protocol.findings import tell_error
 from blockstep.conformance.protocol.lines import TraceError
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError
@@ -98,6 +99,7 @@ def serve(folder: str) -> None:
     try:
         while True:
             for answer in _do(jobs.get(), journal):
+                journal.end_copy()
                 answers.write(pickle.dumps(answer))
                 answers.flush()
     except SystemExit as error:
@@ -112,6 +114,8 @@ def _take_jobs(source: BinaryIO, jobs: queue.SimpleQueue[Job]) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             jobs.put(pickle.load(source))  # noqa: S301 - written by our own parent
+    if sys.platform != "win32":
+        os.killpg(0, signal.SIGKILL)  # with all that the engine has started
     os._exit(0)
 
 
@@ -134,11 +138,11 @@ def _do(job: Job, journal: Journal) -> Iterator[Answer]:
         yield "done", value
     except EngineNotFoundError as error:
         yield "not found", str(error)
-    except (ConfigError, TraceError) as error:
+    except (BadEngineError, ConfigError, TraceError) as error:
         yield "refused", str(error)
     except Exception as error:
         if watched is None or error is watched.error:
             traceback.print_exc()
-            yield "raised", f"{type(error).__name__}: {error}"
+            yield "raised", tell_error(error)
         else:
             yield "harness", traceback.format_exc()

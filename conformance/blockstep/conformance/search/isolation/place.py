@@ -154,6 +154,11 @@ class Isolation:
         except (EngineNotFoundError, RefusedError):
             self._idle.append(child)
             raise
+        except LostError as lost:
+            child.stop()
+            if not lost.is_imported:
+                raise EngineNotFoundError(f"engine {options.engine!r}: {lost}") from lost
+            raise
         except BaseException:
             child.stop()
             raise
@@ -181,6 +186,7 @@ def _lose_episode(index: int, loss: Loss) -> EpisodeResult:
         witnesses={},
         skipped={},
         known={},
+        deviations={},
         has_snapshot=True,
         first=loss.finding,
         loss=loss,

@@ -9,7 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
-from blockstep.conformance.engine import Engine, EngineFactory, get_declines, get_judged, get_traits
+from blockstep.conformance.engine import (
+    Engine,
+    EngineFactory,
+    build,
+    get_declines,
+    get_judged,
+    get_traits,
+)
 from blockstep.conformance.protocol.program import describe, describe_config, describe_event
 from blockstep.spec.vocabulary import Commit, Config, Drafts, Event, Observation, Snapshot
 
@@ -32,6 +39,7 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
+        self._owner = os.getpid()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT)
         self._num_begun = 0
         self._end = 0
@@ -53,7 +61,13 @@ class Journal:
 
     def leave(self) -> None:
         """The engine gave it back."""
+        self.end_copy()
         self._write("\n")
+
+    def end_copy(self) -> None:
+        """A copy of this process that the engine has made, and that comes back to us, ends here."""
+        if os.getpid() != self._owner:
+            os._exit(0)
 
     def _write(self, text: str) -> None:
         told = text.encode(errors="replace")
@@ -112,7 +126,7 @@ class WatchedFactory:
     def __call__(self, config: Config) -> WatchedEngine:
         """Build one."""
         self.journal.begin(describe_config(config))
-        return WatchedEngine(self.call(BUILDING, self._make_engine, config), self)
+        return WatchedEngine(self.call(BUILDING, build, self._make_engine, config), self)
 
     def call(self, what: str, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """What a function of the engine returns, or raises."""
