@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from blockstep.conformance.draw.presets import PRESETS, TINY
-from blockstep.conformance.engine import Capability, EngineFactory, get_capabilities
+from blockstep.conformance.engine import Capability, EngineFactory, get_capabilities, get_traits
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import (
     BY_NAME,
@@ -225,8 +225,10 @@ def play_program(
     result.witnesses, result.known = run.witnesses, Counter(run.known)
     result.excused = run.excuses.counts
     result.deviations = {one.name: one.summary for one in run.excuses.deviations}
-    result.skipped, result.weaker = Counter(run.skipped), run.equivalence or None
+    result.skipped, result.equivalence = Counter(run.skipped), run.equivalence or "exact"
     result.has_snapshot = Capability.SNAPSHOT in run.capabilities
+    weaker = get_traits(make_engine).equivalence
+    result.not_asked = () if weaker is None else weaker.not_asked
     if findings:
         result.first, result.failure = findings[0], conclude(program, run, findings)
     return result

@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 
-from blockstep.conformance.engine import Capability, EngineFault, EngineTraits, Safety, show_state
+from blockstep.conformance.engine import (
+    Capability,
+    Deviation,
+    EngineFault,
+    EngineTraits,
+    Safety,
+    show_state,
+)
 from blockstep.conformance.engines.adapters.mini_sglang_cpu import (
     EOS,
     ChunkedReq,
@@ -27,6 +34,7 @@ from blockstep.conformance.engines.adapters.mini_sglang_cpu import (
     distributed,
     messages,
 )
+from blockstep.conformance.protocol.program import Drain, Program
 from blockstep.spec import vocabulary as v
 
 PAGE_SIZE_MAX = 32
@@ -57,6 +65,49 @@ def fit_request(request: v.Request, _config: v.Config) -> v.Request:
     )
 
 
+def _answers_all(event: v.Event, answer: v.Observation | None) -> bool:
+    """Whether a commit delivers to each that sampled, be it that some have ended."""
+    match event, answer:
+        case v.Commit(sampled=sampled), v.Outputs(rows=rows):
+            told = {row.request_id for row in rows}
+            return told == {row.request_id for row in sampled if row.token_ids}
+    return False
+
+
+_OVERLAP = v.Config(
+    num_blocks=7,
+    block_size=1,
+    max_num_seqs=1,
+    max_num_batched_tokens=4,
+    max_model_len=6,
+    async_scheduling=True,
+    max_frames_in_flight=2,
+)
+DEVIATIONS = (
+    Deviation(
+        "late_reply",
+        "who ends while a step of it is in flight is answered once more, which its server drops",
+        Program(
+            _OVERLAP,
+            (v.Submit(v.Request("A", (5, 6), 4, eos_token_id=EOS)), Drain()),
+            vocabulary_size=2,
+        ),
+        sentences=("delivered_rows_are_those_that_sampled",),
+        when=_answers_all,
+    ),
+    Deviation(
+        "last_step_ends",
+        "an abort does not find a request whose last step is in flight: it ends by that",
+        Program(
+            _OVERLAP,
+            (v.Submit(v.Request("A", (5,), 1)), v.Schedule(), v.Abort(("A",)), Drain()),
+        ),
+        sentences=("abort_ends_exactly_the_unfinished_it_names",),
+        when=lambda event, _answer: isinstance(event, v.Abort),
+    ),
+)
+
+
 @dataclass(slots=True, eq=False)
 class Life:
     """One request, from its submission on."""
@@ -75,7 +126,10 @@ class Life:
 class MiniSglang:
     """mini-sglang's scheduler as a system under test."""
 
-    traits = EngineTraits(equivalence=Safety(fit_config, fit_request, plans_ahead=True))
+    traits = EngineTraits(
+        equivalence=Safety(fit_config, fit_request, situations=None, plans_ahead=True),
+        deviations=DEVIATIONS,
+    )
 
     def __init__(self, config: v.Config) -> None:
         self.config = config
