@@ -22,6 +22,7 @@ from blockstep.conformance.search.check import check
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.vocabulary import (
+    Abort,
     Commit,
     Config,
     Event,
@@ -150,12 +151,31 @@ def test_its_overlapping_loop_ends_a_request_one_token_early(adapter: Any) -> No
 
 
 @needs_mini_sglang
-def test_it_answers_once_more_after_the_end(adapter: Any) -> None:
-    actions = (submit("A", (5, 6), 4, EOS), Drain())
-    seed = find_seed(((5, 6), True))
-    assert play(adapter.MiniSglang, NORMAL, *actions, seed=seed) == []
-    late = ["delivered_rows_are_those_that_sampled"]
-    assert play(adapter.MiniSglang, OVERLAP, *actions, seed=seed) == late
+def test_what_it_does_otherwise_is_declared_and_shown(adapter: Any) -> None:
+    class Bare(adapter.MiniSglang):  # type: ignore[misc]
+        traits = replace(adapter.MiniSglang.traits, deviations=())
+
+    for deviation in adapter.DEVIATIONS:
+        run, findings = run_program(deviation.program, adapter.MiniSglang)
+        assert (findings, [*run.excuses.counts]) == ([], [deviation.name])
+        _, findings = run_program(deviation.program, Bare)
+        assert [found.sentence for found in findings] == [*deviation.sentences]
+        config = replace(deviation.program.config, async_scheduling=False, max_frames_in_flight=1)
+        assert run_program(replace(deviation.program, config=config), Bare)[1] == []
+
+
+@needs_mini_sglang
+def test_an_abort_in_flight_frees_twice(adapter: Any) -> None:
+    prefill = (submit("A", (5, 6, 7), 2), Schedule(), Abort(("A",)))
+    other = (submit("B", (8, 9, 10, 11), 1), Schedule(), Answer())
+    config = replace(OVERLAP, num_blocks=6, max_model_len=5)
+    sentences = play(adapter.MiniSglang, config, *prefill, *other)
+    assert set(sentences) == {"published_block_holds_the_right_prefix"}
+    idle = ["RuntimeError"]  # its own look at its books
+    assert play(adapter.MiniSglang, OVERLAP, *prefill, *TURN, Schedule()) == idle
+    ends = (submit("A", (5, 6), 4, EOS), Schedule(), Schedule(), Answer(), Abort(("A",)), *TURN)
+    seed = find_seed(((5, 6), False), ((5, 6, 0), True))
+    assert play(adapter.MiniSglang, OVERLAP, *ends, seed=seed) == ["AssertionError"]
 
 
 @needs_mini_sglang

@@ -114,6 +114,13 @@ class SafetyRun(ScopedRun):
         is_idle = self.last_plan is not None and not self.last_plan.rows
         return self._plans_ahead and (is_full or is_idle)
 
+    def _answer_all(self) -> list[Finding]:
+        """Commit what is still in flight; an engine that plans ahead begins a turn for it."""
+        findings: list[Finding] = []
+        if self._plans_ahead and self.plans and not self._must_answer():
+            findings = self.apply(v.Schedule())
+        return findings or LockStep._answer_all(self)
+
     def apply(self, event: v.Event) -> list[Finding]:
         """Give one event to the engine and check what can be checked without a reference."""
         if self.excuses.is_over or self._is_declined(event) or not self._is_welcome(event):
