@@ -5,11 +5,13 @@ Its factory says what such an engine can be given (`engine.Equivalence`).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from blockstep.conformance.engine import EngineFactory, Equivalence, Safety, get_traits
 from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.protocol.features import Feature, fit
 from blockstep.conformance.protocol.program import Action
 from blockstep.spec import vocabulary as v
 
@@ -20,6 +22,33 @@ _NO_FEATURES = {"max_tokens", "arrival_time"}
 def _list_changes(one: v.Config | v.Request, other: v.Config | v.Request) -> list[str]:
     """The fields in which two of a kind differ."""
     return [f.name for f in fields(one) if getattr(one, f.name) != getattr(other, f.name)]
+
+
+def require_fitting(config: v.Config, scope: Equivalence) -> None:
+    """See that an engine can be built with a config. Raises ConfigError."""
+    fitting = scope.fit_config(config)
+    for name in _list_changes(config, fitting):
+        rule, fix = "is not a config of this engine", f"use {getattr(fitting, name)!r}"
+        raise v.ConfigError([v.ConfigProblem(name, getattr(config, name), rule, fix)])
+
+
+def fit_submit(
+    action: v.Submit,
+    scope: Equivalence,
+    config: v.Config,
+    lacking: Iterable[Feature],
+    skip: Callable[[str], None],
+) -> v.Submit:
+    """The submission that an engine understands; what is dropped goes to `skip`."""
+    fitting = scope.fit_request(action.request, config)
+    kept = {*_NO_FEATURES, *_list_changes(fitting, v.Request("", ()))}
+    for name in _list_changes(action.request, fitting):
+        if name not in kept:
+            skip(name)
+    request, missing = fit(fitting, lacking)
+    for capability in missing:
+        skip(capability)
+    return v.Submit(request)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,10 +65,7 @@ class ScopedRun(LockStep):
             ConfigError: the engine cannot be built with this config.
         """
         scope = get_traits(make_engine).equivalence or Safety()
-        fitting = scope.fit_config(config)
-        for name in _list_changes(config, fitting):
-            rule, fix = "is not a config of this engine", f"use {getattr(fitting, name)!r}"
-            raise v.ConfigError([v.ConfigProblem(name, getattr(config, name), rule, fix)])
+        require_fitting(config, scope)
         run = super(ScopedRun, cls).start(config, make_engine, *args, **kwargs)
         run.equivalence, run.scope = scope.name, scope
         return run
@@ -48,9 +74,4 @@ class ScopedRun(LockStep):
         """The action that the engine understands; what it drops is counted."""
         if not isinstance(action, v.Submit):
             return action
-        fitting = self.scope.fit_request(action.request, self.config)
-        kept = {*_NO_FEATURES, *_list_changes(fitting, v.Request("", ()))}
-        for name in _list_changes(action.request, fitting):
-            if name not in kept:
-                self.skip(name)
-        return LockStep.fit(self, v.Submit(fitting))
+        return fit_submit(action, self.scope, self.config, self.lacking, self.skip)
