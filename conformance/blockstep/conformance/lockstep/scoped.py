@@ -12,9 +12,12 @@ from typing import Any, Self
 from blockstep.conformance.engine import EngineFactory, Equivalence, Safety, get_traits
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.protocol.features import Feature, fit
+from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action
 from blockstep.spec import vocabulary as v
 
+DECLINED = "requests that are not for this engine"
+"""Counted under this name; `Equivalence.fit_request` says which."""
 _NO_FEATURES = {"max_tokens", "arrival_time"}
 """Fields that every engine has: a length, and a place in the order of arrival."""
 
@@ -38,9 +41,11 @@ def fit_submit(
     config: v.Config,
     lacking: Iterable[Feature],
     skip: Callable[[str], None],
-) -> v.Submit:
-    """The submission that an engine understands; what is dropped goes to `skip`."""
+) -> v.Submit | None:
+    """The submission that an engine understands, None if there is none; what is dropped is told."""
     fitting = scope.fit_request(action.request, config)
+    if fitting is None:
+        return None
     kept = {*_NO_FEATURES, *_list_changes(fitting, v.Request("", ()))}
     for name in _list_changes(action.request, fitting):
         if name not in kept:
@@ -74,4 +79,18 @@ class ScopedRun(LockStep):
         """The action that the engine understands; what it drops is counted."""
         if not isinstance(action, v.Submit):
             return action
-        return fit_submit(action, self.scope, self.config, self.lacking, self.skip)
+        fitting = fit_submit(action, self.scope, self.config, self.lacking, self.skip)
+        return fitting or action  # which `apply` does not submit
+
+    def apply(self, event: v.Event) -> list[Finding]:
+        """Give one event to both sides, unless it is a request that is not for this engine."""
+        return [] if self._is_declined(event) else LockStep.apply(self, event)
+
+    def _is_declined(self, event: v.Event) -> bool:
+        """Whether the engine says that a request is not for it; counted if so."""
+        if not isinstance(event, v.Submit):
+            return False
+        is_declined = self.scope.fit_request(event.request, self.config) is None
+        if is_declined:
+            self.skip(DECLINED)
+        return is_declined

@@ -25,7 +25,7 @@ from blockstep.conformance.engine import EngineFactory, Equivalence, get_traits
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.driver import Exchange, drain_bound, fault_of
 from blockstep.conformance.lockstep.plans import fit_worker
-from blockstep.conformance.lockstep.scoped import fit_submit, require_fitting
+from blockstep.conformance.lockstep.scoped import DECLINED, fit_submit, require_fitting
 from blockstep.conformance.lockstep.sides import NOTHING, Ending, Row, Side, SideStep
 from blockstep.conformance.protocol.features import find_lacking, get_missing
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
@@ -127,7 +127,10 @@ class ScoreRun:
         """The action as both sides can be given it; None if the engine can have nothing of it."""
         lacking = find_lacking(self.capabilities)
         if isinstance(action, v.Submit):
-            return fit_submit(action, self.scope, self.config, lacking, self.skip)
+            fitting = fit_submit(action, self.scope, self.config, lacking, self.skip)
+            if fitting is None:
+                self.skip(DECLINED)
+            return fitting
         missing = get_missing(action, lacking)
         if missing is not None:
             self.skip(missing)

@@ -19,7 +19,7 @@ WIDTH_MIN = 100
 def render_verdict(result: CheckResult, console: Console) -> None:
     """Print the witness table and one line of verdict."""
     options = result.options
-    if options.episode is None:
+    if not options.is_single:
         if not console.is_terminal:
             console.width = max(console.width, WIDTH_MIN)  # a file has room for all counts
         console.print(witness_table(result))
@@ -35,7 +35,7 @@ def verdict_text(result: CheckResult) -> str:
 
 def _render_lines(result: CheckResult, console: Console) -> None:
     options = result.options
-    if options.episode is None:
+    if not options.is_single:
         canary = result.canary_killed_after
         console.print(
             f"canary      caught after {canary} events"
@@ -52,8 +52,15 @@ def _render_lines(result: CheckResult, console: Console) -> None:
         console.print("not tried   state and properties: the engine shows no snapshots")
     for name, count in sorted(result.known.items()):
         console.print(f"known       {name}: {count} findings that {options.profile} accounts for")
-    for name in () if options.episode is not None else result.missing:
+    for name in () if options.is_single else result.missing:
         console.print(f"not reached {name}: {WITNESSES[name]}")
+    if options.program is not None:
+        console.print(
+            f"{verdict_word(result)}: engine {options.engine}, equivalence {result.equivalence}, "
+            f"profile {options.profile}, program {options.program}: {result.num_events:,} events",
+            soft_wrap=True,
+        )
+        return
     rate = result.num_events / result.seconds if result.seconds else 0.0
     console.print(
         f"{verdict_word(result)}: engine {options.engine}, equivalence {result.equivalence}, "
