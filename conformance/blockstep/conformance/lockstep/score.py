@@ -5,7 +5,7 @@ side, and when it agrees:
 
     steps        somebody ran or was preempted    the same rows by request, the same preempted
     admissions   a request's n-th admission       in the same step
-    hits         of an admission, above 0         as many tokens
+    hits         of an admission on both sides    as many tokens
     preemptions  a request's n-th preemption      in the same step
     endings      a request's end                  after as many steps, same reason, same tokens
 
@@ -37,6 +37,9 @@ from blockstep.spec.profiles import STRICT, Profile
 
 K = TypeVar("K")
 T = TypeVar("T")
+
+
+NOT_YET = "not by the end of the program"
 
 
 class Aspect(StrEnum):
@@ -188,10 +191,10 @@ class ScoreRun:
             steps = (one and one[0], other and other[0])
             told = _teller(_nth("admission", *key), *map(_at, steps))
             found[Aspect.ADMISSIONS].count(steps[0] == steps[1], told)
-            hits = (one[1] if one else 0, other[1] if other else 0)
-            if any(hits):
-                told = _teller(_nth("hit at admission", *key), *(f"{hit} tokens" for hit in hits))
-                found[Aspect.HITS].count(hits[0] == hits[1], told)
+            if one and other and (one[1] or other[1]):
+                hits = (f"{one[1]} tokens", f"{other[1]} tokens")
+                told = _teller(_nth("hit at admission", *key), *hits)
+                found[Aspect.HITS].count(one[1] == other[1], told)
         for key, when, then in _both(mine.preemptions, theirs.preemptions):
             told = _teller(_nth("preemption", *key), _at(when), _at(then))
             found[Aspect.PREEMPTIONS].count(when == then, told)
@@ -237,12 +240,12 @@ def _nth(what: str, name: v.RequestId, number: int) -> str:
 
 
 def _at(step: int | None) -> str:
-    return "never" if step is None else f"step {step}"
+    return NOT_YET if step is None else f"step {step}"
 
 
 def _ending(ending: Ending | None) -> str:
     if ending is None:
-        return "never"
+        return NOT_YET
     return f"{ending.reason} after step {ending.step}: {list(ending.outputs)}"
 
 
