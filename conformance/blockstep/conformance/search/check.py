@@ -216,9 +216,9 @@ def play_program(
     result.num_episodes, result.num_events = 1, run.num_events
     result.witnesses, result.known = run.witnesses, Counter(run.known)
     result.skipped, result.equivalence = Counter(run.skipped), run.equivalence or "exact"
-    scope = get_traits(make_engine).equivalence
-    result.not_asked = () if scope is None else scope.not_asked
     result.has_snapshot = Capability.SNAPSHOT in run.capabilities
+    weaker = get_traits(make_engine).equivalence
+    result.not_asked = () if weaker is None else weaker.not_asked
     if findings:
         result.first, result.failure = findings[0], conclude(program, run, findings)
     return result
