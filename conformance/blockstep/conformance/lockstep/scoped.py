@@ -83,8 +83,10 @@ class ScopedRun(LockStep):
         return fitting or action  # which `apply` does not submit
 
     def apply(self, event: v.Event) -> list[Finding]:
-        """Give one event to both sides, unless it is a request that is not for this engine."""
-        return [] if self._is_declined(event) else LockStep.apply(self, event)
+        """Give one event to both sides, unless it is not for this engine, or not yet."""
+        if self._is_declined(event) or self._is_early(event):
+            return []
+        return LockStep.apply(self, event)
 
     def _is_declined(self, event: v.Event) -> bool:
         """Whether the engine says that a request is not for it; counted if so."""
@@ -94,3 +96,12 @@ class ScopedRun(LockStep):
         if is_declined:
             self.skip(DECLINED)
         return is_declined
+
+    def _is_early(self, event: v.Event) -> bool:
+        """Whether an engine that plans ahead does another thing first: plan, or take an answer."""
+        if not (self.scope.plans_ahead and self.plans):
+            return False
+        is_full = len(self.plans) == self.config.max_frames_in_flight
+        is_idle = self.last_plan is not None and not self.last_plan.rows
+        must_answer = is_full or is_idle
+        return isinstance(event, v.Schedule if must_answer else v.Commit)
