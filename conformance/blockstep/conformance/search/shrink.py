@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
+from typing import Protocol, TypeAlias
 
 from blockstep.conformance.draw.actions import request_name
 from blockstep.conformance.engine import EngineFactory, get_traits
-from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.driver import Exchange
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import ASYNC, FEATURES, PIPELINE, get_missing
 from blockstep.conformance.protocol.findings import Finding, FindingKind
@@ -55,9 +56,24 @@ class Shrunk:
     last: LastAnswers | None
 
 
-def conclude(
-    program: Program, run: LockStep, findings: Iterable[Finding], num_runs: int = 0
-) -> Shrunk:
+class Run(Protocol):
+    """What is asked of a run of a program."""
+
+    exchanges: list[Exchange]
+    equivalence: str
+    capabilities: frozenset[str]
+
+    @property
+    def num_events(self) -> int:
+        """Events that the engine was given."""
+        ...
+
+
+Play: TypeAlias = Callable[[Program, EngineFactory, Profile], tuple[Run, list[Finding]]]
+"""Plays a program: what it came to, and what is wrong."""
+
+
+def conclude(program: Program, run: Run, findings: Iterable[Finding], num_runs: int = 0) -> Shrunk:
     """What is to be said of the run of a program; `num_runs` were needed to make it so short."""
     last = None
     if run.exchanges:
@@ -94,14 +110,16 @@ class Shrinker:
         first: Finding,
         profile: Profile = STRICT,
         on_run: Callable[[int, int], None] = lambda _runs, _actions: None,
+        play: Play = run_program,
     ) -> None:
         self._make_engine = make_engine
+        self._play = play
         self._profile = profile
         self._wanted = get_symptom(first)
         self._on_run = on_run
         self._num_runs = 0
         self.best = program
-        self.run, self.findings = run_program(program, make_engine, profile)
+        self.run, self.findings = play(program, make_engine, profile)
         most = get_traits(make_engine).max_depth or 0
         self._depth_max = max(most, program.config.max_frames_in_flight) if most else None
 
@@ -140,7 +158,7 @@ class Shrinker:
         self._num_runs += 1
         self._on_run(self._num_runs, len(self.best.actions))
         try:
-            run, findings = run_program(program, self._make_engine, self._profile)
+            run, findings = self._play(program, self._make_engine, self._profile)
         except v.ConfigError:
             return False
         if not any(get_symptom(found) == self._wanted for found in findings):
@@ -398,6 +416,7 @@ def shrink(
     first: Finding,
     profile: Profile = STRICT,
     on_run: Callable[[int, int], None] = lambda _runs, _actions: None,
+    play: Play = run_program,
 ) -> Shrunk:
-    """The smallest program found that fails as `program` does with `first`."""
-    return Shrinker(program, make_engine, first, profile, on_run).shrink()
+    """The smallest program found that fails as `program` does with `first`, where `play` plays."""
+    return Shrinker(program, make_engine, first, profile, on_run, play).shrink()
