@@ -184,6 +184,8 @@ class Safety(Equivalence):
 
 EQUIVALENCES: tuple[type[Equivalence], ...] = (Renamed, SamePlans, Safety)
 """Weaker ones than `exact`, the strongest first."""
+EXACT = "exact"
+"""The name of the equivalence that an engine has that names none."""
 
 
 def show_state(
@@ -260,6 +262,12 @@ def get_traits(make_engine: EngineFactory) -> EngineTraits:
             f"not {traits.equivalence!r}"
         )
     return traits
+
+
+def get_equivalence_name(make_engine: EngineFactory) -> str:
+    """By what a factory's engines are held to the spec. Raises as `get_traits`."""
+    weaker = get_traits(make_engine).equivalence
+    return EXACT if weaker is None else weaker.name
 
 
 def get_capabilities(make_engine: EngineFactory) -> frozenset[str]:
