@@ -12,7 +12,7 @@ from blockstep.conformance.command import console, options, programs
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.protocol.registry import MUSEUM
 from blockstep.conformance.recorded.episodes import write_episode
-from blockstep.conformance.report.jsonform import check_to_json, corpus_to_json
+from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.search.check import CheckResult, check
 from blockstep.conformance.search.isolation import (
     BUILD_SECONDS,
@@ -111,9 +111,7 @@ def check_command(
         ended = [result for result in played if result.first is not None or program is not None]
         result = ended[0] if ended else _check(wanted, place, record, screen)
     programs.save(save, result)
-    console.write_json(
-        json_path, {**check_to_json(result), "corpus": corpus_to_json(played if corpus else [])}
-    )
+    console.write_json(json_path, check_to_json(result, played if corpus else ()))
     raise typer.Exit(result.exit_code)
 
 

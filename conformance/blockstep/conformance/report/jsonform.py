@@ -11,12 +11,12 @@ from blockstep.conformance.report.failure import reproduce
 from blockstep.conformance.search.check import CheckResult
 
 
-def check_to_json(result: CheckResult) -> dict[str, Any]:
-    """A plain structure of dicts, lists, strings and numbers."""
+def check_to_json(result: CheckResult, corpus: Sequence[CheckResult] = ()) -> dict[str, Any]:
+    """A plain structure of dicts, lists, strings and numbers; with what a corpus came to."""
     options = result.options
     return {
         "format": "blockstep-check",
-        "version": 1,
+        "version": 2,
         "engine": options.engine,
         "preset": options.preset,
         "profile": options.profile,
@@ -29,6 +29,8 @@ def check_to_json(result: CheckResult) -> dict[str, Any]:
         "exit_code": int(result.exit_code),
         "conforms": result.exit_code == 0,
         "equivalence": result.equivalence,
+        "shows_states": result.has_snapshot,
+        "not_asked": list(result.not_asked),
         "num_events": result.num_events,
         "num_episodes": result.num_episodes,
         "seconds": round(result.seconds, 3),
@@ -38,21 +40,18 @@ def check_to_json(result: CheckResult) -> dict[str, Any]:
         "findings_known": dict(sorted(result.known.items())),
         "capabilities_missing": dict(sorted(result.skipped.items())),
         "failure": failure_to_json(result),
+        "corpus": [_played_to_json(played) for played in corpus],
     }
 
 
-def corpus_to_json(played: Sequence[CheckResult]) -> list[dict[str, object]]:
-    """What each program of a corpus came to."""
-    return [
-        {
-            "program_file": result.options.program,
-            "exit_code": int(result.exit_code),
-            "num_events": result.num_events,
-            "capabilities_missing": dict(sorted(result.skipped.items())),
-            "failure": failure_to_json(result),
-        }
-        for result in played
-    ]
+def _played_to_json(result: CheckResult) -> dict[str, object]:
+    return {
+        "program_file": result.options.program,
+        "exit_code": int(result.exit_code),
+        "num_events": result.num_events,
+        "capabilities_missing": dict(sorted(result.skipped.items())),
+        "failure": failure_to_json(result),
+    }
 
 
 def failure_to_json(result: CheckResult) -> Mapping[str, object] | None:
