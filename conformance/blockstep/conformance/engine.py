@@ -206,6 +206,8 @@ class Safety(Equivalence):
 
 EQUIVALENCES: tuple[type[Equivalence], ...] = (Renamed, SamePlans, Safety)
 """Weaker ones than `exact`, the strongest first."""
+EXACT = "exact"
+"""The name of the equivalence that an engine has that names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +316,12 @@ def get_traits(make_engine: EngineFactory) -> EngineTraits:
                 f"sentences or fields that it excuses, not {one!r:.80}"
             )
     return traits
+
+
+def get_equivalence_name(make_engine: EngineFactory) -> str:
+    """By what a factory's engines are held to the spec. Raises as `get_traits`."""
+    weaker = get_traits(make_engine).equivalence
+    return EXACT if weaker is None else weaker.name
 
 
 def get_capabilities(make_engine: EngineFactory) -> frozenset[str]:
