@@ -215,7 +215,9 @@ def test_a_run_that_proves_nothing_fails_its_verdict(inner: pytest.Pytester) -> 
 def test_what_was_judged_in_part_is_not_green(inner: pytest.Pytester) -> None:
     result = run(inner, "Silent", "--blockstep-preset=tiny", "--blockstep-budget=300", "-rs")
     result.assert_outcomes(passed=3, failed=1, skipped=len(PROPERTIES))
-    result.stdout.fnmatch_lines(["*judged in part only, and nothing found: equivalence plan"])
+    result.stdout.fnmatch_lines(
+        ["*judged in part only, and nothing found: equivalence exact, no states shown"]
+    )
 
 
 def test_an_unknown_engine_is_an_error_of_every_test(inner: pytest.Pytester) -> None:
@@ -396,6 +398,7 @@ def test_the_machine_remembers_in_the_example_database(inner: pytest.Pytester) -
 def test_no_item_is_green_when_a_check_did_not_end_well() -> None:
     check: dict[str, Any] = {
         "failure": None, "conforms": False, "exit_code": 3, "num_events": 9, "equivalence": "exact",
+        "shows_states": True,
     }  # fmt: skip
     subjects = [*(entry.id for entry in PROPERTIES), *ASPECTS]
     assert {verdict_on(subject, check)[0] for subject in subjects} == {"failed", "skipped"}
@@ -418,6 +421,7 @@ def test_a_stall_fails_its_property_and_liveness() -> None:
 def test_without_comparison_divergence_is_not_green() -> None:
     check = {
         "failure": None, "conforms": True, "exit_code": 0, "num_events": 9, "equivalence": "safety",
+        "shows_states": True,
     }  # fmt: skip
     assert verdict_on("divergence", check)[0] == verdict_on("P1", check)[0] == "skipped"
     assert verdict_on("verdict", check)[0] == verdict_on("liveness", check)[0] == "passed"

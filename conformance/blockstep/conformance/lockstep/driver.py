@@ -33,7 +33,7 @@ from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.lockstep.liveness import Watch
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
 from blockstep.conformance.protocol.features import Feature, find_lacking, fit, get_missing
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind, tell_error
 from blockstep.conformance.protocol.program import (
     Action,
     Answer,
@@ -426,7 +426,7 @@ def fault_of(error: Exception) -> Finding:
         FindingKind.FAULT,
         "",
         "engine_raises_nothing",
-        f"the engine raised {type(error).__name__}: {error}",
+        f"the engine raised {tell_error(error)}",
         (Difference("exception", "none", type(error).__name__),),
     )
 

@@ -16,7 +16,7 @@ def check_to_json(result: CheckResult, corpus: Sequence[CheckResult] = ()) -> di
     options = result.options
     return {
         "format": "blockstep-check",
-        "version": 1,
+        "version": 2,
         "engine": options.engine,
         "preset": options.preset,
         "profile": options.profile,
@@ -29,6 +29,8 @@ def check_to_json(result: CheckResult, corpus: Sequence[CheckResult] = ()) -> di
         "exit_code": int(result.exit_code),
         "conforms": result.exit_code == 0,
         "equivalence": result.equivalence,
+        "shows_states": result.has_snapshot,
+        "not_asked": list(result.not_asked),
         "num_events": result.num_events,
         "num_episodes": result.num_episodes,
         "seconds": round(result.seconds, 3),

@@ -7,7 +7,7 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from blockstep.conformance.engine import ALL_CAPABILITIES
+from blockstep.conformance.engine import ALL_CAPABILITIES, Safety, SamePlans
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.search.check import CheckResult
 from blockstep.conformance.search.options import ExitCode
@@ -46,7 +46,9 @@ def _render_lines(result: CheckResult, console: Console) -> None:
         lacks = f"not tried   {name}: the engine lacks it ({count} actions left out)"
         left_out = f"left out    {name}: {count} times"
         console.print(lacks if name in ALL_CAPABILITIES else left_out, soft_wrap=True)
-    if not result.has_snapshot:
+    for words in result.not_asked:
+        console.print(f"not asked   {words}: equivalence {result.equivalence}")
+    if not result.has_snapshot and result.equivalence != SamePlans.name:
         console.print("not tried   state and properties: the engine shows no snapshots")
     for name, count in sorted(result.known.items()):
         console.print(f"known       {name}: {count} findings that {options.profile} accounts for")
@@ -83,7 +85,8 @@ def verdict_word(result: CheckResult) -> str:
 
 def witness_table(result: CheckResult) -> Table:
     """How often each situation was reached, in columns read from top to bottom."""
-    names = [name for name in WITNESSES if result.weaker is None or result.witnesses[name]]
+    is_floor = result.equivalence != Safety.name
+    names = [name for name in WITNESSES if is_floor or result.witnesses[name]]
     height = -(-len(names) // COLUMNS)
     table = Table(
         title="situations reached (blockstep explain NAME says what one means)",

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from blockstep.conformance.draw.presets import PRESETS, TINY
-from blockstep.conformance.engine import Capability, EngineFactory, get_capabilities
+from blockstep.conformance.engine import Capability, EngineFactory, get_capabilities, get_traits
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import (
     BY_NAME,
@@ -24,8 +23,7 @@ from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.search.episodes import EpisodeResult, Loss, run_episode
 from blockstep.conformance.search.floor import (
-    CANARY,
-    SAFETY_CANARY,
+    CANARIES,
     Facts,
     look,
     missing_witnesses,
@@ -40,6 +38,7 @@ from blockstep.conformance.search.options import (
     get_wish,
     load,
 )
+from blockstep.conformance.search.processes import open_processes
 from blockstep.conformance.search.shrink import Shrunk, conclude, shrink
 
 EPISODES_PER_BATCH = 8
@@ -70,8 +69,11 @@ class CheckResult:
     """Findings that the quirks of the profile account for, by property."""
     missing: tuple[str, ...] = ()
     has_snapshot: bool = True
-    weaker: str | None = None
-    """The equivalence that the engine's factory declares; None: the strongest that it shows."""
+    equivalence: str = "exact"
+    """By what the engine is held to the spec, as its factory declares: `exact`, `renamed`, `plan`
+    or `safety`."""
+    not_asked: tuple[str, ...] = ()
+    """What that leaves out, in words."""
     canary_killed_after: int | None = None
     """Events until the canary was caught; None if it survived, or was not asked for."""
     failed_episode: int | None = None
@@ -81,11 +83,6 @@ class CheckResult:
     failing_program: Program | None = None
     loss: Loss | None = None
     """What became of an engine that did not live: at first, or when `first` was to be shrunk."""
-
-    @property
-    def equivalence(self) -> str:
-        """By what the engine was held to the spec: `exact`, `plan` or `safety`."""
-        return self.weaker or ("exact" if self.has_snapshot else "plan")
 
     @property
     def exit_code(self) -> ExitCode:
@@ -131,14 +128,9 @@ class InProcess:
                 break
         return results
 
-    @contextmanager
-    def open_pool(self, jobs: int) -> Iterator[Executor]:
+    def open_pool(self, jobs: int) -> AbstractContextManager[Executor]:
         """Processes of their own."""
-        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            try:
-                yield pool
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+        return open_processes(jobs)
 
 
 def check(
@@ -173,13 +165,12 @@ def search(
     facts = place.look(options)
     require_wish(options, facts)
     wanted, options = options, replace(options, max_depth=facts.max_depth)
-    result = CheckResult(options, weaker=facts.weaker)
+    result = CheckResult(options, equivalence=facts.equivalence, not_asked=facts.not_asked)
     if options.max_depth == 1 < wanted.max_depth:
         lacking = (BY_NAME[name] for name in facts.lacking if name in SEVERAL_AT_ONCE)
         result.skipped.update(str(feature.capability) for feature in lacking)
     if options.episode is None:
-        canary = CANARY if facts.weaker is None else SAFETY_CANARY
-        result.canary_killed_after = release_canary(options, canary)
+        result.canary_killed_after = release_canary(options, CANARIES[facts.equivalence])
     with closing(_run_batches(options, place, lambda: _spent(options, result, started))) as batches:
         for batch in batches:
             for episode in batch:
@@ -224,8 +215,10 @@ def play_program(
     run, findings = run_program(program, make_engine, find_profile(options.profile))
     result.num_episodes, result.num_events = 1, run.num_events
     result.witnesses, result.known = run.witnesses, Counter(run.known)
-    result.skipped, result.weaker = Counter(run.skipped), run.equivalence or None
+    result.skipped, result.equivalence = Counter(run.skipped), run.equivalence or "exact"
     result.has_snapshot = Capability.SNAPSHOT in run.capabilities
+    weaker = get_traits(make_engine).equivalence
+    result.not_asked = () if weaker is None else weaker.not_asked
     if findings:
         result.first, result.failure = findings[0], conclude(program, run, findings)
     return result

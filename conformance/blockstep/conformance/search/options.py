@@ -107,6 +107,12 @@ def load(options: CheckOptions) -> EngineFactory:
     Raises:
         EngineNotFoundError: if the engine cannot be loaded.
     """
-    if options.path is not None and options.path not in sys.path:
-        sys.path.insert(0, options.path)
+    if options.path is not None:
+        search_first(options.path)
     return load_engine(options.engine)
+
+
+def search_first(path: str) -> None:
+    """Have Python look in this folder first when it imports an engine."""
+    if path not in sys.path:
+        sys.path.insert(0, path)

@@ -37,6 +37,9 @@ from blockstep.spec.vocabulary import (
 TRACE_FORMAT = "blockstep-trace"
 TRACE_VERSION = 1
 
+LEFT_OUT_WHEN_EMPTY = ("remapped_req_ids", "ending_req_ids")
+"""Fields that came after traces were written, and that the specification leaves empty."""
+
 OBSERVATION_TYPES: tuple[type, ...] = get_args(Observation)
 _EVENTS = {cls.__name__: cls for cls in EVENT_TYPES}
 _OBSERVATIONS = {cls.__name__: cls for cls in OBSERVATION_TYPES}
@@ -145,7 +148,11 @@ def _tagged(
 ) -> dict[str, object]:
     if type(value) not in types:
         raise _unwritable(path, line, f"{what} {shown(value)}")
-    return {"type": type(value).__name__, **get_fields(value)}
+    fields = get_fields(value)
+    for name in LEFT_OUT_WHEN_EMPTY:
+        if fields.get(name) == ():
+            del fields[name]
+    return {"type": type(value).__name__, **fields}
 
 
 def _checked_line(

@@ -17,6 +17,7 @@ from blockstep.conformance.search.isolation.process import (
     HarnessError,
     LostError,
     RefusedError,
+    end_all,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "Isolation",
     "LostError",
     "RefusedError",
+    "end_all",
 ]

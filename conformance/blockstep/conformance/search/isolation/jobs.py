@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.protocol.findings import tell_error
 from blockstep.conformance.protocol.lines import TraceError
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError
@@ -98,6 +99,7 @@ def serve(folder: str) -> None:
     try:
         while True:
             for answer in _do(jobs.get(), journal):
+                journal.end_copy()
                 answers.write(pickle.dumps(answer))
                 answers.flush()
     except SystemExit as error:
@@ -112,6 +114,8 @@ def _take_jobs(source: BinaryIO, jobs: queue.SimpleQueue[Job]) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             jobs.put(pickle.load(source))  # noqa: S301 - written by our own parent
+    if sys.platform != "win32":
+        os.killpg(0, signal.SIGKILL)  # with all that the engine has started
     os._exit(0)
 
 
@@ -139,6 +143,6 @@ def _do(job: Job, journal: Journal) -> Iterator[Answer]:
     except Exception as error:
         if watched is None or error is watched.error:
             traceback.print_exc()
-            yield "raised", f"{type(error).__name__}: {error}"
+            yield "raised", tell_error(error)
         else:
             yield "harness", traceback.format_exc()

@@ -154,6 +154,11 @@ class Isolation:
         except (EngineNotFoundError, RefusedError):
             self._idle.append(child)
             raise
+        except LostError as lost:
+            child.stop()
+            if not lost.is_imported:
+                raise EngineNotFoundError(f"engine {options.engine!r}: {lost}") from lost
+            raise
         except BaseException:
             child.stop()
             raise
