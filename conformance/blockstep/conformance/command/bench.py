@@ -81,7 +81,7 @@ def scheduler_command(
 
     Example: blockstep bench scheduler --engine host --engine vllm --scenario decode -n 64 -n 1024
     """
-    screen = console.make_screen(json_path, width=150)
+    screen = console.make_screen(json_path, report.WIDTH_MIN)
     names = list(dict.fromkeys(engine or ["host"]))
     conditions = {**_get_conditions(), "gc": "on" if gc_on else "off", "steps": steps}
     with _measuring(screen, "measuring") as advance:
@@ -108,7 +108,8 @@ def scheduler_command(
 
 def _show(measurements: list[measure.Measurement], screen: Console) -> None:
     """The table, the slopes, and the sums over a trace."""
-    screen.print(report.make_table(measurements))
+    columns = report.COLUMNS if screen.width >= report.WIDTH_MIN else report.FEW_COLUMNS
+    screen.print(report.make_table(measurements, columns))
     for row in report.list_slopes(measurements):
         screen.print(
             f"slope {row['scenario']} {row['engine']} {row['reading']}: "
@@ -136,7 +137,7 @@ def profile_command(
 
     Example: blockstep bench profile --scenario decode -n 1024
     """
-    screen = console.make_screen(json_path, width=150)
+    screen = console.make_screen(json_path, report.WIDTH_MIN)
     conditions = {**_get_conditions(), "steps": steps}
     profiles = []
     with _measuring(screen, "profiling") as advance:

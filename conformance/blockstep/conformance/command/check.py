@@ -12,6 +12,7 @@ from blockstep.conformance.command import console, options
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.protocol.registry import MUSEUM
 from blockstep.conformance.recorded.episodes import write_episode
+from blockstep.conformance.report.colour import paint
 from blockstep.conformance.report.failure import tell_failure
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.report.verdict import render_verdict
@@ -121,7 +122,7 @@ def _check(
     if result.first is None:
         render_verdict(result, screen)
     else:
-        screen.print(tell_failure(result), markup=False, soft_wrap=True, end="")
+        screen.print(paint(tell_failure(result)), soft_wrap=True, end="")
     if record is not None and isolation is None:
         write_episode(wanted, None, record)
     elif record is not None and isolation is not None:
@@ -142,4 +143,8 @@ def _check_progress(wanted: CheckOptions, now: CheckResult) -> tuple[float, str]
         done = now.num_events / wanted.max_events
     elif wanted.max_seconds:
         done = now.seconds / wanted.max_seconds
-    return min(done, 1.0), f"{now.num_events:,} events, {now.num_episodes:,} episodes"
+    seen = f"{now.num_events:,} events, {now.num_episodes:,} episodes"
+    if now.first is None:
+        return min(done, 1.0), f"{seen}, nothing wrong"
+    name = f"{now.first.property_id or now.first.kind} {now.first.sentence}"
+    return 1.0, f"{now.shrinking or 'found'}: {name}, in {seen}"

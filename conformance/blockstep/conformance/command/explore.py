@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from blockstep.conformance.command import console, options
+from blockstep.conformance.command import console, options, tables
 from blockstep.conformance.explore import pictures
 from blockstep.conformance.explore.probe import JUDGED_WITNESSES, OF_THE_PAST
 from blockstep.conformance.explore.shard import MAX_STATES, Task
@@ -21,7 +21,7 @@ from blockstep.conformance.explore.tables import (
     render_table,
     tell_program,
 )
-from blockstep.conformance.explore.walk import LostShardError, get_obstacle, walk
+from blockstep.conformance.explore.walk import LostShardError, Walked, get_obstacle, walk
 from blockstep.conformance.explore.world import World
 from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.protocol.features import BY_NAME
@@ -29,6 +29,7 @@ from blockstep.conformance.report.explore import (
     get_exit_code,
     render_shortest,
     render_walked,
+    summarize_walks,
     walked_to_json,
 )
 from blockstep.conformance.search.options import ExitCode
@@ -150,7 +151,11 @@ def _show_rows(
     json_path: Path | None,
     on_page: list[dict[str, object]],
 ) -> None:
-    console.say(render_table(rows), json_path)
+    screen = console.make_screen(json_path)
+    if screen.is_terminal:
+        tables.show_rows(screen, [{k: v for k, v in row.items() if k != "program"} for row in rows])
+    else:
+        console.say(render_table(rows), json_path)
     console.write_json(json_path, rows)
     if markdown is not None:
         console.write(markdown, render_table(on_page, markdown=True))
@@ -168,7 +173,7 @@ def tell_progress(world: World) -> Callable[[int, int, int], None]:
 
 
 def _explore(tasks: Sequence[Task], jobs: int, json_path: Path | None) -> None:
-    results = []
+    results: list[Walked] = []
     code = ExitCode.CONFORMS
     for task in tasks:
         try:
@@ -182,12 +187,14 @@ def _explore(tasks: Sequence[Task], jobs: int, json_path: Path | None) -> None:
         except LostShardError as lost:
             console.end(ExitCode.HARNESS, str(lost))
         console.say(render_walked(walked), json_path)
-        results.append(walked_to_json(walked))
+        results.append(walked)
         now = get_exit_code(walked)
         code = code if now is ExitCode.CONFORMS else now
         if code not in (ExitCode.CONFORMS, ExitCode.HARNESS):
             break
-    console.write_json(json_path, results)
+    if len(tasks) > 1:
+        console.say(summarize_walks(results, len(tasks)), json_path)
+    console.write_json(json_path, [walked_to_json(walked) for walked in results])
     raise typer.Exit(code if results else ExitCode.HARNESS)
 
 

@@ -26,6 +26,12 @@ def check_output(path: Path | None) -> Path | None:
         console.usage(f"{path}: cannot write: there is no folder {path.parent}; make it")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         console.usage(f"{path}: cannot write: it is not allowed; name a file elsewhere")
+    if path.is_char_device():
+        try:
+            with path.open("wb") as device:
+                console.probe(device.fileno())
+        except OSError as error:
+            console.usage(f"{path}: cannot write: {error.strerror}")
     return path
 
 
@@ -58,11 +64,18 @@ Without = Annotated[
     list[str] | None, typer.Option("--without", help="A feature of no run; repeatable.")
 ]
 Jobs = Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")]
+JOBS_PER_CORE_MAX = 4
+JOBS_ALWAYS = 64
+"""So many may always be asked for."""
 
 
 def count_jobs(jobs: int) -> int:
-    """Processes side by side, where 0 says one per core."""
-    return jobs or os.cpu_count() or 1
+    """Processes side by side, where 0 says one per core; bad input if they would only swap."""
+    cores = os.cpu_count() or 1
+    most = max(JOBS_ALWAYS, JOBS_PER_CORE_MAX * cores)
+    if jobs > most:
+        console.usage(f"--jobs {jobs}: at most {most} on {cores} cores; 0 takes one per core")
+    return jobs or cores
 
 
 def require_features(names: list[str] | None) -> tuple[str, ...]:

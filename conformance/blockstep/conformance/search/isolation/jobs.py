@@ -65,7 +65,7 @@ def shrink_result(
     _options: CheckOptions, make_engine: EngineFactory, result: CheckResult
 ) -> CheckResult:
     """The result with its first failure made short."""
-    shrink_first(result, make_engine)
+    shrink_first(result, make_engine, lambda text: _send(("part", text)))
     return result
 
 
@@ -87,6 +87,16 @@ def run(options: CheckOptions, make_engine: EngineFactory, program: Program) -> 
 # The process.
 
 
+_answers: BinaryIO | None = None
+"""Where the answers of this process go."""
+
+
+def _send(answer: Answer) -> None:
+    assert _answers is not None, "called in the child"
+    _answers.write(pickle.dumps(answer))
+    _answers.flush()
+
+
 def serve(folder: str) -> None:
     """Do jobs from standard input until it ends; in the child only, and never returns.
 
@@ -94,7 +104,8 @@ def serve(folder: str) -> None:
     """
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     source = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb")
+    global _answers  # noqa: PLW0603 - the process has one
+    _answers = os.fdopen(os.dup(1), "wb")
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115, PTH123 - until the end
     os.dup2(sys.stdin.fileno(), 0)
     os.dup2(2, 1)
@@ -107,8 +118,7 @@ def serve(folder: str) -> None:
         while True:
             for answer in _do(jobs.get(), journal):
                 journal.end_copy()
-                answers.write(pickle.dumps(answer))
-                answers.flush()
+                _send(answer)
     except SystemExit as error:
         os._exit(error.code if isinstance(error.code, int) else 1)
     except BaseException:
