@@ -47,10 +47,9 @@ def fit_widths(cells: Sequence[Sequence[str]], width: int) -> list[int] | None:
     The first column is as wide as its longest cell.
     """
     columns = list(zip(*cells, strict=True))
-    natural = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
-    words = [
-        max(len(word) for cell in column for word in [*cell.split(), ""]) for column in columns
-    ]
+    lines = [[line for cell in column for line in cell.split("\n")] for column in columns]
+    natural = [max(map(len, told)) for told in lines]
+    words = [max(map(_get_longest_word, told)) for told in lines]
     least = [max(word, min(COMFORT, most)) for word, most in zip(words, natural, strict=True)]
     least[0] = natural[0]
     room = width - GAP * (len(columns) - 1)
@@ -61,6 +60,11 @@ def fit_widths(cells: Sequence[Sequence[str]], width: int) -> list[int] | None:
         widest = max(range(len(widths)), key=lambda i: (widths[i] > least[i], widths[i]))
         widths[widest] -= 1
     return widths
+
+
+def _get_longest_word(line: str) -> int:
+    """Characters of the longest word, with the indent of its line."""
+    return len(line) - len(line.lstrip()) + max(map(len, line.split()), default=0)
 
 
 def tell_paragraph(columns: Sequence[str], row: Sequence[str], width: int) -> str:

@@ -17,6 +17,8 @@ COLUMNS = 2
 WIDTH_MIN = 100
 """Of a screen that has room for so many columns; a narrower one has one."""
 
+TITLE = "situations reached (blockstep explain NAME says what one means)"
+
 
 def render_verdict(result: CheckResult, console: Console) -> None:
     """Print the witness table and one line of verdict."""
@@ -24,6 +26,7 @@ def render_verdict(result: CheckResult, console: Console) -> None:
     if options.episode is None:
         if not console.is_terminal:
             console.width = max(console.width, WIDTH_MIN)  # a file has room for all counts
+        console.print(TITLE, style="bold", soft_wrap=True)
         console.print(witness_table(result, COLUMNS if console.width >= WIDTH_MIN else 1))
     _render_lines(result, console)
 
@@ -82,8 +85,6 @@ def witness_table(result: CheckResult, num_columns: int = COLUMNS) -> Table:
     names = [name for name in WITNESSES if result.weaker is None or result.witnesses[name]]
     height = -(-len(names) // num_columns)
     table = Table(
-        title="situations reached (blockstep explain NAME: what it is)",
-        title_justify="left",
         box=None,
         pad_edge=False,
         show_header=False,
