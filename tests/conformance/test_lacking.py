@@ -12,7 +12,14 @@ from itertools import combinations
 import pytest
 from lacking_support import make_lacking
 
-from blockstep.conformance.engine import ALL_CAPABILITIES, EngineFactory, EngineTraits, Safety
+from blockstep.conformance.engine import (
+    ALL_CAPABILITIES,
+    EngineFactory,
+    EngineTraits,
+    Renamed,
+    Safety,
+    SamePlans,
+)
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.lockstep.safety import SafetyRun
 from blockstep.conformance.protocol.program import Action, Answer, Hostile, Program, Propose
@@ -31,7 +38,12 @@ from blockstep.spec.vocabulary import (
 )
 
 SAFETY = EngineTraits(equivalence=Safety())
-EQUIVALENCES = {"exact": None, "safety": SAFETY}
+EQUIVALENCES = {
+    "exact": None,
+    "renamed": EngineTraits(equivalence=Renamed()),
+    "plan": EngineTraits(equivalence=SamePlans(shows_blocks=True)),
+    "safety": SAFETY,
+}
 ALONE = [(), *((name,) for name in sorted(ALL_CAPABILITIES))]
 PAIRS = list(combinations(sorted(ALL_CAPABILITIES), 2))
 
@@ -54,7 +66,7 @@ def lacking(name: str, equivalence: str, lacks: Sequence[str]) -> EngineFactory:
 @pytest.mark.parametrize("equivalence", EQUIVALENCES)
 @pytest.mark.parametrize("lacks", ALONE, ids=" ".join)
 def test_what_an_engine_lacks_is_no_finding(lacks: tuple[str, ...], equivalence: str) -> None:
-    play(lacking("host", equivalence, lacks), 250, "small", 2)
+    play(lacking("host", equivalence, lacks), 120, "small", 2)
 
 
 @pytest.mark.parametrize("equivalence", EQUIVALENCES)

@@ -42,14 +42,14 @@ def get_shown(console: Console) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def make_result(names: Sequence[str] = tuple(WITNESSES), weaker: str = "") -> CheckResult:
+def make_result(names: Sequence[str] = tuple(WITNESSES), equivalence: str = "exact") -> CheckResult:
     return CheckResult(
         CheckOptions(engine="host"),
         num_episodes=1234,
         num_events=150_000,
         seconds=10.0,
         witnesses=Counter({name: 7 * number for number, name in enumerate(names, 1)}),
-        weaker=weaker or None,
+        equivalence=equivalence,
         skipped=Counter({"grammar": 12}),
         canary_killed_after=74,
     )

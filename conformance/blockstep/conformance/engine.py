@@ -147,8 +147,9 @@ class Equivalence:
     name: ClassVar[str] = ""
     fit_config: Callable[[Config], Config] = lambda config: config
     """The nearest config that the engine can be built with."""
-    fit_request: Callable[[Request, Config], Request] = lambda request, _config: request
-    """The nearest request that it understands. What is dropped on the way is counted."""
+    fit_request: Callable[[Request, Config], Request | None] = lambda request, _config: request
+    """The nearest request that it understands; None if the request is not for it, and then it is
+    not submitted. Either is counted: what is dropped on the way, and how many are not for it."""
     situations: tuple[str, ...] | None = field(default=None, kw_only=True)
     """What a run must have reached to mean anything; names of `witnesses.WITNESSES`. None: all
     that the capabilities of the engine make possible."""
@@ -156,12 +157,22 @@ class Equivalence:
     """Its loop answers a plan only once as many as may be are in flight, or nothing can be planned:
     with two frames in flight, the order of every run is plan, plan, answer, plan, answer."""
 
+    @property
+    def not_asked(self) -> tuple[str, ...]:
+        """What a check by it leaves out, in words for its verdict."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True)
 class Renamed(Equivalence):
     """Equal up to a bijection of block ids and the order of the free queue (`lockstep.renamed`)."""
 
     name: ClassVar[str] = "renamed"
+
+    @property
+    def not_asked(self) -> tuple[str, ...]:
+        """What a check by it leaves out, in words for its verdict."""
+        return ("block ids, and the order of the free queue",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +184,12 @@ class SamePlans(Equivalence):
     """Whether plans name blocks. Without, each `block_ids` and `new_block_ids` is `()`, and what is
     in a slot is not asked."""
 
+    @property
+    def not_asked(self) -> tuple[str, ...]:
+        """What a check by it leaves out, in words for its verdict."""
+        states = "states, and properties that speak of them"
+        return (states,) if self.shows_blocks else (states, "what is in a slot, and block tables")
+
 
 @dataclass(frozen=True, slots=True)
 class Safety(Equivalence):
@@ -180,6 +197,9 @@ class Safety(Equivalence):
 
     name: ClassVar[str] = "safety"
     situations: tuple[str, ...] | None = field(default=("admitted", "stop_length"), kw_only=True)
+    plans_ahead: bool = field(default=False, kw_only=True)
+    """Its loop answers a plan only once as many as may be are in flight, or nothing can be planned:
+    with two frames in flight, the order of every run is plan, plan, answer, plan, answer."""
 
 
 EQUIVALENCES: tuple[type[Equivalence], ...] = (Renamed, SamePlans, Safety)

@@ -13,6 +13,7 @@ import typer
 from blockstep.conformance.command import ending
 from blockstep.conformance.command.arms import arms_command
 from blockstep.conformance.command.bench import bench_app
+from blockstep.conformance.command.bisect import bisect_command
 from blockstep.conformance.command.check import check_command
 from blockstep.conformance.command.engines import engines_command
 from blockstep.conformance.command.explain import explain_command
@@ -68,6 +69,7 @@ app.command("engines")(engines_command)
 app.command("explain")(explain_command)
 app.command("quirks")(quirks_command)
 app.command("hunt")(hunt_command)
+app.command("bisect")(bisect_command)
 app.add_typer(vectors_app, name="vectors")
 app.add_typer(museum_app, name="museum")
 app.add_typer(bench_app, name="bench")

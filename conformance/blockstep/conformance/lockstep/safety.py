@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from blockstep.conformance.engine import Capability
+from blockstep.conformance.engine import Capability, Safety
 from blockstep.conformance.judge.answers import judge_answer, judge_state
 from blockstep.conformance.judge.properties import ANSWER_TYPES, Step
 from blockstep.conformance.judge.witnesses.answers import AnswerWitnesses
@@ -96,21 +96,25 @@ class SafetyRun(ScopedRun):
                     self.plans and self._must_answer()
                 )
             case v.Commit():
-                return not self.scope.plans_ahead or self._must_answer()
+                return not self._plans_ahead or self._must_answer()
             case v.GrammarReady(request_id=name):
                 return name in self.live and self.live[name].structured_output
             case _:
                 return True
 
+    @property
+    def _plans_ahead(self) -> bool:
+        return isinstance(self.scope, Safety) and self.scope.plans_ahead
+
     def _must_answer(self) -> bool:
         """Whether an engine that plans ahead answers next: it is full, or has nothing to plan."""
         is_full = len(self.plans) == self.config.max_frames_in_flight
         is_idle = self.last_plan is not None and not self.last_plan.rows
-        return self.scope.plans_ahead and (is_full or is_idle)
+        return self._plans_ahead and (is_full or is_idle)
 
     def apply(self, event: v.Event) -> list[Finding]:
         """Give one event to the engine and check what can be checked without a reference."""
-        if not self._is_welcome(event):
+        if self._is_declined(event) or not self._is_welcome(event):
             return []
         self.num_events += 1
         try:
@@ -127,6 +131,8 @@ class SafetyRun(ScopedRun):
         if type(seen) is not due:
             what = f"{type(event).__name__} was answered with {type(seen).__name__}"
             return [violated("P18", "answer_is_of_the_kind_of_the_event", what)]
+        if isinstance(event, v.Schedule):
+            self.end_aborted()
         findings = [*judge_answer(self.config, self.live, self.said, event, seen)]
         findings += self.worker.observe(event, seen)
         if after is not None and self.before is not None:
@@ -145,7 +151,8 @@ class SafetyRun(ScopedRun):
         step = Step(self.config, self.num_events, event, seen, before, after)
         findings = [*self.worker.check_published(after)]
         if isinstance(event, v.Schedule | v.Commit):
-            findings += self.worker.check_view(after)
+            told = {row.request_id for row in seen.rows} if isinstance(seen, v.Plan) else ()
+            findings += self.worker.check_view(after, told)
         findings += judge_state(step, self.ledger)
         self.ledger.record(step)
         return findings

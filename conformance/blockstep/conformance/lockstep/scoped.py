@@ -10,9 +10,12 @@ from typing import Any, Self
 
 from blockstep.conformance.engine import EngineFactory, Equivalence, Safety, get_traits
 from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action
 from blockstep.spec import vocabulary as v
 
+DECLINED = "requests that are not for this engine"
+"""Counted under this name; `Equivalence.fit_request` says which."""
 _NO_FEATURES = {"max_tokens", "arrival_time"}
 """Fields that every engine has: a length, and a place in the order of arrival."""
 
@@ -49,8 +52,23 @@ class ScopedRun(LockStep):
         if not isinstance(action, v.Submit):
             return action
         fitting = self.scope.fit_request(action.request, self.config)
+        if fitting is None:
+            return action  # and `apply` does not submit it
         kept = {*_NO_FEATURES, *_list_changes(fitting, v.Request("", ()))}
         for name in _list_changes(action.request, fitting):
             if name not in kept:
                 self.skip(name)
         return LockStep.fit(self, v.Submit(fitting))
+
+    def apply(self, event: v.Event) -> list[Finding]:
+        """Give one event to both sides, unless it is a request that is not for this engine."""
+        return [] if self._is_declined(event) else LockStep.apply(self, event)
+
+    def _is_declined(self, event: v.Event) -> bool:
+        """Whether the engine says that a request is not for it; counted if so."""
+        if not isinstance(event, v.Submit):
+            return False
+        is_declined = self.scope.fit_request(event.request, self.config) is None
+        if is_declined:
+            self.skip(DECLINED)
+        return is_declined

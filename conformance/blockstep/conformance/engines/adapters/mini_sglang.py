@@ -29,13 +29,17 @@ from blockstep.conformance.engines.adapters.mini_sglang_cpu import (
 )
 from blockstep.spec import vocabulary as v
 
+PAGE_SIZE_MAX = 32
+"""Its page table is as wide as the model is long, rounded up to this."""
+
 
 def fit_config(config: v.Config) -> v.Config:
-    """Its switches, a model no longer than the pool, and a token for each row that decodes."""
-    num_slots = config.num_usable_blocks * config.block_size
+    """Its switches, pages as its kernels know them, a model that fits, a token for each row."""
+    page_size = min(1 << config.block_size.bit_length() - 1, PAGE_SIZE_MAX)
+    num_slots = config.num_usable_blocks * page_size
     return v.Config(
         num_blocks=config.num_blocks,
-        block_size=config.block_size,
+        block_size=page_size,
         max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=min(config.max_model_len, num_slots),
@@ -97,6 +101,8 @@ class MiniSglang:
         """What its overlapping loop hands from turn to turn: the batch that it launched last."""
         self.last_rows: frozenset[int] = frozenset()
         self.ended: set[v.RequestId] = set()
+        self.given_up: list[Life] = []
+        """Their aborts wait for the next turn."""
         self.frames: list[v.FrameId] = []
         """In flight, oldest first."""
         self.num_frames = 0
@@ -112,11 +118,7 @@ class MiniSglang:
                 case v.Submit(request=request):
                     return self._submit(request)
                 case v.Abort(request_ids=names):
-                    for name in names:
-                        if name in self.live:
-                            uid = self.live[name].uid
-                            self.loop.inbox.append(messages.AbortBackendMsg(uid=uid))
-                    return v.Aborted(())
+                    return self._abort(names)
                 case v.Schedule() if self.loop.due is None:
                     return self._schedule()
                 case v.Commit(frame_id=frame_id, sampled=sampled) if self.loop.due is not None:
@@ -135,15 +137,25 @@ class MiniSglang:
         self.loop.inbox.append(messages.UserMsg(life.uid, text, params))
         return v.Ack()
 
+    def _abort(self, names: tuple[v.RequestId, ...]) -> v.Aborted:
+        lives = [self.live[name] for name in dict.fromkeys(names) if name in self.live]
+        self.loop.inbox += [messages.AbortBackendMsg(life.uid) for life in lives]
+        self.given_up += lives
+        return v.Aborted(ending_req_ids=tuple(life.name for life in lives))
+
     # Plans: the first half of a turn.
 
     def _schedule(self) -> v.Plan:
         runner = self.loop.engine
         runner.rows = []
+        for life in self.given_up:  # it reads the message before it plans, and tells nobody
+            self._end(life)
+        self.given_up = []
         if self.config.async_scheduling:
             self.data = self.loop.overlap_loop(self.data)
         else:
             self.loop.normal_loop()
+        remapped = [self.lives[row.req.uid].name for row in runner.rows if self._is_remapped(row)]
         rows = [self._row(row) for row in runner.rows]
         self.last_rows = frozenset(row.req.uid for row in runner.rows)
         ended, self.ended = self.ended, set()
@@ -155,7 +167,12 @@ class MiniSglang:
             new=tuple(row for row in rows if isinstance(row, v.NewRow)),
             cached=tuple(row for row in rows if isinstance(row, v.CachedRow)),
             finished_req_ids=tuple(sorted(ended)),
+            remapped_req_ids=tuple(sorted(remapped)),
         )
+
+    def _is_remapped(self, row: Row) -> bool:
+        told = self.lives[row.req.uid].told
+        return told is not None and row.blocks[: len(told)] != told
 
     def _row(self, row: Row) -> v.NewRow | v.CachedRow:
         req, life = row.req, self.lives[row.req.uid]
@@ -165,10 +182,9 @@ class MiniSglang:
         prompt, text = life.request.prompt_token_ids, tuple(req.input_ids.tolist())
         tokens = None if req.uid in self.last_rows else prompt + text[len(prompt) :]
         num_outputs = max(row.first + row.length - len(prompt), 0)
-        new_blocks = row.blocks[len(told) :]
-        return v.CachedRow(
-            life.name, False, (new_blocks,), tokens, row.first, num_outputs, row.length
-        )
+        is_longer = row.blocks[: len(told)] == told
+        table = (row.blocks[len(told) :] if is_longer else row.blocks,)
+        return v.CachedRow(life.name, False, table, tokens, row.first, num_outputs, row.length)
 
     # Outputs: the second half.
 

@@ -142,10 +142,13 @@ class Row(NamedTuple):
 
 
 def _find() -> None:
-    """Put `python/` of a checkout on the path, if the path has its root."""
-    if find_spec("minisgl") is None:
-        roots = [Path(entry) / "python" for entry in sys.path]
-        sys.path[:0] = [str(root) for root in roots if (root / "minisgl").is_dir()][:1]
+    """Put `python/` of a checkout on the path, where the path has its root before anything else."""
+    for entry in map(Path, sys.path):
+        if (entry / "minisgl").is_dir():
+            return
+        if (entry / "python" / "minisgl").is_dir():
+            sys.path.insert(0, str(entry / "python"))
+            return
 
 
 def _load(name: str, **names: Any) -> Any:
@@ -153,8 +156,7 @@ def _load(name: str, **names: Any) -> Any:
     package, found = ModuleType(name), find_spec("minisgl")
     if found is None or found.submodule_search_locations is None:
         raise ImportError("no minisgl: --path names a checkout of mini-sglang")
-    part = name.partition(".")[2]
-    package.__path__ = [str(Path(root) / part) for root in found.submodule_search_locations]
+    package.__path__ = [str(Path(next(iter(found.submodule_search_locations))) / name[8:])]
     package.__dict__.update(names)
     sys.modules[name] = package
     return package

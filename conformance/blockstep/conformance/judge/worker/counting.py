@@ -19,6 +19,11 @@ class CountingWorker(Worker):
         super().__init__(config, next_token)
         self.kv = []  # no slot is ever written or read
 
+    def _start_new(self, row: v.NewRow) -> FrameRow | None:
+        """An id may come again: who has ended need not be told."""
+        self.views.pop(row.request_id, None)
+        return super()._start_new(row)
+
     def _blocks(self, request_id: v.RequestId, tables: v.BlockTables) -> list[v.BlockId]:
         """None; a plan that names some was said to name none."""
         if tables:

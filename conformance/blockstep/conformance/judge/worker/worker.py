@@ -9,7 +9,7 @@ of the scheduler by what the frames in flight have sampled, and by the drafts th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TypeAlias
 
 from blockstep.conformance.judge.worker.kv import TaggedKV
@@ -34,6 +34,8 @@ class Worker(TaggedKV):
         self._frames: dict[v.FrameId, list[FrameRow]] = {}
         """Dispatched, and their commit not heard of."""
         self._num_proposals = 0
+        self._remapped: tuple[v.RequestId, ...] = ()
+        """In the plan that runs."""
         self._last_scheduled: set[v.RequestId] = set()
         self._hears_more_than_plans = False
         """Somebody tells it of commits, so of resets too; else it cannot know of forced ones."""
@@ -57,6 +59,7 @@ class Worker(TaggedKV):
             return []
         self._findings = []
         self.last_plan = plan
+        self._remapped = plan.remapped_req_ids
         for frame_id in list(self._frames)[: 1 - self.config.max_frames_in_flight or None]:
             # So many plans later it must have been committed, whether or not anybody says so.
             self._settle(frame_id, self.answer(frame_id))
@@ -66,6 +69,8 @@ class Worker(TaggedKV):
             self._preempt(request_id)
         rows = [row for row in map(self._start_new, plan.new) if row is not None]
         rows += [row for row in map(self._start_cached, plan.cached) if row is not None]
+        if plan.remapped_req_ids:
+            self._check_remapped(plan)
         self._last_scheduled = {row.request_id for row in plan.rows}
         self._write(rows)
         for row in rows:
@@ -113,6 +118,14 @@ class Worker(TaggedKV):
         view.is_preempted = True
         view.table = []
         view.num_computed = 0
+
+    def _check_remapped(self, plan: v.Plan) -> None:
+        """Who is remapped has a row, or its new table would not be told."""
+        told = {row.request_id for row in plan.cached if not row.resumed}
+        for request_id in plan.remapped_req_ids:
+            if request_id not in told:
+                what = f"{request_id!r} has no row that tells its new block table"
+                self._complain("P26", "remapped_request_has_a_row", what)
 
     def _start_new(self, row: v.NewRow) -> FrameRow | None:
         if row.request_id in self.views:
@@ -187,7 +200,10 @@ class Worker(TaggedKV):
         elif view.num_unreported and not self.config.async_scheduling:
             what = f"{row.request_id!r} runs again before its token in flight is known"
             self._complain("P13", "row_waits_for_the_token_of_its_request", what)
-        view.table.extend(blocks)
+        if row.request_id in self._remapped:
+            view.table = blocks  # the content is the same: whoever reads it will see
+        else:
+            view.table.extend(blocks)
         expected = view.num_computed + view.num_rejected
         if row.num_computed_tokens != expected:
             what = f"{row.request_id!r}: {row.num_computed_tokens} computed in the plan"
@@ -321,13 +337,18 @@ class Worker(TaggedKV):
             for view in self.views.values():
                 view.may_resume = True
 
-    def check_view(self, snapshot: v.Snapshot) -> list[Finding]:
+    def check_view(
+        self, snapshot: v.Snapshot, told: Container[v.RequestId] | None = None
+    ) -> list[Finding]:
         """What the plans told must be what the state says (P26).
 
         For a running request that is its outputs, its block table and its computed tokens, at
         every time: each of them reaches the worker by a plan before it can change again. For a
         preempted one it is the outputs only: its blocks are gone, whether or not a plan told.
         Others the worker need not know yet.
+
+        Where a block may be exchanged between two plans, `told` are those whose tables a plan has
+        just told; of the others only the length is compared. None: all were told.
         """
         self._findings = []
         for request in snapshot.requests:
@@ -346,8 +367,12 @@ class Worker(TaggedKV):
                 pairs.append(("num_output_placeholders", promised, view.num_promised))
             if request.status is v.Status.RUNNING:
                 computed = view.num_computed + view.num_rejected
+                table: tuple[v.BlockId, ...] = tuple(view.table)
+                if told is not None and request.request_id not in told:
+                    is_as_long = [len(table)] == [*map(len, request.block_tables)]
+                    table = request.block_tables[0] if is_as_long else table
                 pairs += (
-                    ("block_tables", request.block_tables, (tuple(view.table),)),
+                    ("block_tables", request.block_tables, (table,)),
                     ("num_computed_tokens", request.num_computed_tokens, computed),
                 )
             for name, state, seen in pairs:

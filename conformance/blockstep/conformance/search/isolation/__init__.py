@@ -10,7 +10,6 @@ share the child, so that no event crosses a border and a run is as fast as witho
 crosses are plain values; others tell them.
 """
 
-from blockstep.conformance.search.isolation.jobs import ProgramOutcome
 from blockstep.conformance.search.isolation.place import Isolation
 from blockstep.conformance.search.isolation.process import (
     BUILD_SECONDS,
@@ -27,7 +26,6 @@ __all__ = [
     "HarnessError",
     "Isolation",
     "LostError",
-    "ProgramOutcome",
     "RefusedError",
     "end_all",
 ]
