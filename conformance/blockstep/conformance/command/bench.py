@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -85,6 +86,8 @@ def scheduler_command(
     Example: blockstep bench scheduler --engine host --engine vllm --scenario decode -n 64 -n 1024
     """
     screen = console.make_screen(json_path, report.WIDTH_MIN)
+    if plot is not None:
+        _require_plot(plot)
     names = list(dict.fromkeys(engine or ["host"]))
     conditions = {**_get_conditions(), "gc": "on" if gc_on else "off", "steps": steps}
     options.look_in(path)
@@ -106,10 +109,7 @@ def scheduler_command(
     for line in (*_tell_terms(teams, work), *left_out):
         screen.print(line, soft_wrap=True)
     if plot is not None:
-        try:
-            report.draw_plot(plot, measurements)
-        except ImportError:
-            console.usage("--plot: needs matplotlib: pip install 'blockstep[plot]'")
+        report.draw_plot(plot, measurements)
     if markdown is not None:
         console.write(markdown, report.make_markdown(measurements, conditions, plot))
     console.write_json(json_path, report.to_json(measurements, conditions))
@@ -164,6 +164,14 @@ def _tell_terms(teams: list[tuple[str, ...]], work: list[tuple[Scenario, int]]) 
                     yield f"not measured  {name}, {scenario}: the engine lacks {lacks}"
                 elif changes := list_changes(config, terms.fit_config(config)):
                     yield f"config        {name}, {scenario}: {', '.join(changes)}"
+
+
+def _require_plot(path: Path) -> None:
+    """See before the work that a picture can be drawn."""
+    if path.suffix not in (".svg", ".png"):
+        console.usage(f"--plot {path}: must end in .svg or .png")
+    if find_spec("matplotlib") is None:
+        console.usage("--plot: needs matplotlib: pip install 'blockstep[plot]'")
 
 
 def _show(measurements: list[measure.Measurement], screen: Console) -> None:

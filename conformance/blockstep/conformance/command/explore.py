@@ -33,7 +33,7 @@ from blockstep.conformance.report.explore import (
     walked_to_json,
 )
 from blockstep.conformance.search.options import ExitCode
-from blockstep.spec.profiles import STRICT, Profile
+from blockstep.spec.profiles import QUIRKS, STRICT, Profile
 
 OnlyWithOption = Annotated[
     list[str] | None,
@@ -93,6 +93,7 @@ def explore_command(
     jobs = options.count_jobs(jobs)
     worlds = require_worlds(preset, with_features, without_features)
     follows = options.require_profile(profile)
+    _require_table(name or [], quirks, museum)
     if list_presets:
         rows = _list_worlds(worlds)
         _show_rows(rows, markdown, json_path, rows)
@@ -109,6 +110,17 @@ def explore_command(
     else:
         task = Task(worlds[0], follows, properties, engine=engine, max_states=max_states)
         _explore([replace(task, world=world) for world in worlds], jobs, json_path)
+
+
+def _require_table(names: Sequence[str], quirks: bool, museum: bool) -> None:
+    """See that one table is asked for, with names that it has."""
+    if quirks and museum:
+        console.usage("--quirks and --museum: each is a table; ask for one of them")
+    if names and not (quirks or museum):
+        console.usage("--name: needs the table that it is of, --quirks or --museum")
+    for name in names if quirks else ():
+        if name not in {story.quirk for story in QUIRKS}:
+            console.usage(f"--name {name!r}: no such quirk; `blockstep quirks` lists them")
 
 
 def require_worlds(

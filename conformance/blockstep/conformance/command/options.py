@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from blockstep.conformance.command import console
-from blockstep.conformance.draw.presets import PRESETS
+from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.protocol.features import BY_NAME, UsageError, parse_features
 from blockstep.conformance.search.budget import read_budget
 from blockstep.conformance.search.options import find_profile, search_first
@@ -57,7 +57,8 @@ Profile = Annotated[
     str, typer.Option(help="Release whose known quirks are followed (blockstep quirks).")
 ]
 Depth = Annotated[
-    int, typer.Option(min=1, help="Plans in flight at once, at most; drawn up to this.")
+    int,
+    typer.Option(min=1, max=MAX_DEPTH, help="Plans in flight at once, at most; drawn up to this."),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Everything random follows from it.")]
 With = Annotated[

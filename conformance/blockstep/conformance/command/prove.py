@@ -82,7 +82,7 @@ def prove_command(
 def choose_laws(laws: list[Law], prefixes: list[str], prove_all: bool) -> list[Law]:
     """Those whose names begin so; without any name all, or all that do not take long."""
     for prefix in prefixes:
-        if not any(law.name.startswith(prefix) for law in laws):
+        if not prefix or not any(law.name.startswith(prefix) for law in laws):
             rooms = ", ".join(dict.fromkeys(law.room for law in laws))
             console.usage(f"--law {prefix!r}: no law begins so; the rooms are {rooms}")
     if prefixes:

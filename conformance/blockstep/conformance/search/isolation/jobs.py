@@ -33,6 +33,9 @@ from blockstep.conformance.search.isolation.watched import IMPORTING, Journal, W
 from blockstep.conformance.search.options import CheckOptions, load
 from blockstep.spec.vocabulary import ConfigError
 
+OUR_FOLDER = Path(__file__).parent
+FRAMES_MAX = 5
+"""Of an exception, so many are shown at most: the innermost."""
 Job: TypeAlias = tuple[Callable[..., object], CheckOptions, tuple[object, ...]]
 """To be done in a child: a function, and what it is given beside the engine."""
 Answer: TypeAlias = tuple[str, Any]
@@ -114,9 +117,18 @@ def serve(folder: str) -> None:
                 _send(answer)
     except SystemExit as error:
         os._exit(error.code if isinstance(error.code, int) else 1)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        _show_frames(error)
         os._exit(1)
+
+
+def _show_frames(error: BaseException) -> None:
+    """Where in the engine it was raised, on standard error; where we called it says nothing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    calls = [n for n, frame in enumerate(frames, 1) if Path(frame.filename).parent == OUR_FOLDER]
+    theirs = frames[max(calls, default=0) :] or frames[-1:]
+    sys.stderr.write("".join(traceback.format_list(theirs[-FRAMES_MAX:])))
+    sys.stderr.flush()
 
 
 def _take_jobs(source: BinaryIO, jobs: queue.SimpleQueue[Job]) -> None:
@@ -152,7 +164,7 @@ def _do(job: Job, journal: Journal) -> Iterator[Answer]:
         yield "refused", str(error)
     except Exception as error:
         if watched is None or error is watched.error:
-            traceback.print_exc()
+            _show_frames(error)
             yield "raised", tell_error(error)
         else:
             yield "harness", traceback.format_exc()
