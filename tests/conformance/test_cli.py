@@ -73,7 +73,7 @@ def test_json_of_a_failure(tmp_path: Path) -> None:
     args = ("check", "--engine", "museum:oldest-preempted", "--budget", 100_000, "--json", path)
     assert blockstep(*args).exit_code == 1
     result = json.loads(path.read_text())
-    assert (result["format"], result["version"]) == ("blockstep-check", 1)
+    assert (result["format"], result["version"]) == ("blockstep-check", 2)
     assert result["exit_code"] == 1
     assert not result["conforms"]
     assert result["failure"]["program"]

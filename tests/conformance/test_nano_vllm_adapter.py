@@ -79,9 +79,7 @@ def fit_request(request: Request, _config: Config) -> Request:
 class Toy:
     """One request at a time, and it holds all blocks that it will ever need."""
 
-    traits = EngineTraits(
-        equivalence=Safety(fit_config=fit_config, fit_request=fit_request, takes_abort=False)
-    )
+    traits = EngineTraits(equivalence=Safety(fit_config=fit_config, fit_request=fit_request))
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -243,7 +241,6 @@ class Overspends(Silent):
         equivalence=Safety(
             fit_config=lambda config: replace(fit_config(config), max_num_batched_tokens=2),
             fit_request=fit_request,
-            takes_abort=False,
         )
     )
 
@@ -388,7 +385,7 @@ def test_a_config_that_does_not_fit_is_refused() -> None:
 def test_without_its_situations_a_run_proves_nothing() -> None:
     class Picky(Toy):
         traits = EngineTraits(
-            equivalence=Safety(fit_config, fit_request, False, situations=("prefix_hit",))
+            equivalence=Safety(fit_config, fit_request, situations=("prefix_hit",))
         )
 
     globals()["Picky"] = Picky

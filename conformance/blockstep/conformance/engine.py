@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from types import NoneType
+from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from blockstep.spec.vocabulary import (
     BlockId,
@@ -43,6 +44,8 @@ class Capability(StrEnum):
     RESET = "reset"
     GRAMMAR = "grammar"
     MULTIMODAL = "multimodal"
+    ABORT = "abort"
+    """It takes `Abort`, at any time and for any id (P18)."""
     REJECTION = "rejection"
     """It answers bad input with a typed `Rejected` instead of undefined behaviour. Without it, an
     engine is only given what the spec accepts."""
@@ -135,17 +138,72 @@ def get_declines(engine: Engine) -> Callable[[Event], str | None] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Safety:
-    """To be held to the properties, and compared with nothing (see `lockstep.safety`)."""
+class Equivalence:
+    """By what engines are held to the spec; one that names none is `exact`: equal in everything.
 
+    Not to be used by itself: see `EQUIVALENCES` (and docs/explanation/equivalences.md).
+    """
+
+    name: ClassVar[str] = ""
     fit_config: Callable[[Config], Config] = lambda config: config
     """The nearest config that the engine can be built with."""
-    fit_request: Callable[[Request, Config], Request] = lambda request, _config: request
-    """The nearest request that it understands. What is dropped on the way is counted."""
-    takes_abort: bool = True
-    situations: tuple[str, ...] = ("admitted", "stop_length")
-    """What a run must have reached to mean anything; names of `witnesses.WITNESSES`."""
-    name: str = "safety"
+    fit_request: Callable[[Request, Config], Request | None] = lambda request, _config: request
+    """The nearest request that it understands; None if the request is not for it, and then it is
+    not submitted. Either is counted: what is dropped on the way, and how many are not for it."""
+    situations: tuple[str, ...] | None = field(default=None, kw_only=True)
+    """What a run must have reached to mean anything; names of `witnesses.WITNESSES`. None: all
+    that the capabilities of the engine make possible."""
+    plans_ahead: bool = field(default=False, kw_only=True)
+    """Its loop answers a plan only once as many as may be are in flight, or nothing can be planned:
+    with two frames in flight, the order of every run is plan, plan, answer, plan, answer."""
+
+    @property
+    def not_asked(self) -> tuple[str, ...]:
+        """What a check by it leaves out, in words for its verdict."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed(Equivalence):
+    """Equal up to a bijection of block ids and the order of the free queue (`lockstep.renamed`)."""
+
+    name: ClassVar[str] = "renamed"
+
+    @property
+    def not_asked(self) -> tuple[str, ...]:
+        """What a check by it leaves out, in words for its verdict."""
+        return ("block ids, and the order of the free queue",)
+
+
+@dataclass(frozen=True, slots=True)
+class SamePlans(Equivalence):
+    """The same tokens for the same requests in the same steps (see `lockstep.plans`)."""
+
+    name: ClassVar[str] = "plan"
+    shows_blocks: bool = field(default=False, kw_only=True)
+    """Whether plans name blocks. Without, each `block_ids` and `new_block_ids` is `()`, and what is
+    in a slot is not asked."""
+
+    @property
+    def not_asked(self) -> tuple[str, ...]:
+        """What a check by it leaves out, in words for its verdict."""
+        states = "states, and properties that speak of them"
+        return (states,) if self.shows_blocks else (states, "what is in a slot, and block tables")
+
+
+@dataclass(frozen=True, slots=True)
+class Safety(Equivalence):
+    """To be held to the properties, and compared with nothing (see `lockstep.safety`)."""
+
+    name: ClassVar[str] = "safety"
+    situations: tuple[str, ...] | None = field(default=("admitted", "stop_length"), kw_only=True)
+    plans_ahead: bool = field(default=False, kw_only=True)
+    """Its loop answers a plan only once as many as may be are in flight, or nothing can be planned:
+    with two frames in flight, the order of every run is plan, plan, answer, plan, answer."""
+
+
+EQUIVALENCES: tuple[type[Equivalence], ...] = (Renamed, SamePlans, Safety)
+"""Weaker ones than `exact`, the strongest first."""
 
 
 def show_state(
@@ -188,8 +246,8 @@ def show_state(
 class EngineTraits:
     """What a factory says of its engines, besides what they can do (`Engine.capabilities`)."""
 
-    equivalence: Safety | None = None
-    """How they are held to the spec; None: by the strongest comparison that they allow."""
+    equivalence: Equivalence | None = None
+    """By what they are held to the spec; None: `exact`."""
     make_worker: Callable[..., Any] | None = None
     """From a config and a token function to the worker that runs their plans; None: `Worker`."""
     max_depth: int | None = None
@@ -210,11 +268,17 @@ def get_traits(make_engine: EngineFactory) -> EngineTraits:
     """What a factory says of its engines.
 
     Raises:
-        TypeError: its attribute `traits` is something else.
+        TypeError: its attribute `traits` is something else, or its equivalence is none.
     """
     traits = getattr(make_engine, "traits", NO_TRAITS)
     if not isinstance(traits, EngineTraits):
         raise TypeError(f"traits of {make_engine!r}: must be EngineTraits, not {traits!r}")
+    if not isinstance(traits.equivalence, (*EQUIVALENCES, NoneType)):
+        known = ", ".join(f"{kind.__name__}()" for kind in EQUIVALENCES)
+        raise TypeError(
+            f"equivalence of {make_engine!r}: must be None (exact) or one of {known}, "
+            f"not {traits.equivalence!r}"
+        )
     return traits
 
 

@@ -24,6 +24,8 @@ from blockstep.conformance.search.options import ExitCode
 from blockstep.spec.vocabulary import ConfigError
 
 SECONDS_BETWEEN_LINES = 10.0
+_so_far: list[str] = []
+"""What the command that runs is doing and has seen: title and text, if it said anything yet."""
 INPUT_ERRORS = (
     *(EngineNotFoundError, TraceError, ConfigError, RefusedError, NotExplainedError, UsageError),
 )
@@ -79,18 +81,26 @@ def progress(console: Console, title: str) -> Iterator[Callable[[float, str], No
     if not console.is_terminal:
         yield plain_progress(title)
         return
+    note(title)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task(title, total=1.0)
-        yield lambda done, text: bars.update(task, completed=done, description=f"{title}: {text}")
+
+        def advance(done: float, text: str) -> None:
+            note(title, text)
+            bars.update(task, completed=done, description=f"{title}: {text}")
+
+        yield advance
 
 
 def plain_progress(title: str) -> Callable[[float | None, str], None]:
     """Lines on standard error, at most one in `SECONDS_BETWEEN_LINES`; None: no share is known."""
     last = time.monotonic()
+    note(title)
 
     def advance(done: float | None, text: str) -> None:
         nonlocal last
+        note(title, text)
         now = time.monotonic()
         if now - last >= SECONDS_BETWEEN_LINES:
             last = now
@@ -98,6 +108,16 @@ def plain_progress(title: str) -> Callable[[float | None, str], None]:
             typer.echo(f"{title}: {share}{text}", err=True)
 
     return advance
+
+
+def note(*said: str) -> None:
+    """Keep what the command is doing, and has seen."""
+    _so_far[:] = said
+
+
+def tell_so_far() -> str:
+    """The same, for a command that is ended before its time."""
+    return f"seen so far: {': '.join(_so_far)}" if len(_so_far) > 1 else "nothing was seen yet"
 
 
 def write(path: Path, text: str) -> None:

@@ -12,7 +12,7 @@ from blockstep.conformance.command import console
 from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.protocol.features import BY_NAME, UsageError, parse_features
 from blockstep.conformance.search.budget import read_budget
-from blockstep.conformance.search.options import find_profile
+from blockstep.conformance.search.options import find_profile, search_first
 from blockstep.spec import profiles
 
 
@@ -41,6 +41,12 @@ Engine = Annotated[
     ),
 ]
 Json = Annotated[Path | None, output("Also write the result to this file ('-': stdout).", "--json")]
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "--path", exists=True, file_okay=False, help="A folder to look in first for the engine."
+    ),
+]
 Profile = Annotated[
     str, typer.Option(help="Release whose known quirks are followed (blockstep quirks).")
 ]
@@ -58,6 +64,12 @@ Without = Annotated[
     list[str] | None, typer.Option("--without", help="A feature of no run; repeatable.")
 ]
 Jobs = Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")]
+
+
+def look_in(path: Path | None) -> None:
+    """Have engines looked for in a folder first."""
+    if path is not None:
+        search_first(str(path.resolve()))
 
 
 def count_jobs(jobs: int) -> int:

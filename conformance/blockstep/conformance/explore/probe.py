@@ -15,7 +15,7 @@ from blockstep.conformance.judge.properties import Ledger, Step, check_step
 from blockstep.conformance.judge.properties.ledger import FlightRow, Life
 from blockstep.conformance.judge.witnesses import WITNESSES, situations
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
-from blockstep.conformance.protocol.findings import Difference
+from blockstep.conformance.protocol.findings import Difference, tell_error
 from blockstep.spec import vocabulary as v
 from blockstep.spec.releases import Quirk, get_rules
 from blockstep.spec.requests import RequestState
@@ -177,7 +177,7 @@ def differ(
         seen = engine.apply(event)
         after = engine.snapshot()
     except Exception as error:
-        return (Difference(RAISED, "none", f"{type(error).__name__}: {error}"),)
+        return (Difference(RAISED, "none", tell_error(error)),)
     differences = observation_differences(observation, seen)
     if after is not None:
         if Capability.STATISTICS not in capabilities:

@@ -25,6 +25,7 @@ from blockstep.conformance.explore.shard import Edge, Hit, Level, Shard, Task
 from blockstep.conformance.explore.world import Counts, get_events
 from blockstep.conformance.protocol.features import find_lacking, get_missing
 from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.search.processes import follow_parent
 from blockstep.spec.profiles import initial_state
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import Event, Observation, Rejected
@@ -222,12 +223,13 @@ class _Processes:
         for pipe in self._pipes:
             pipe.close()
         for process in self.processes:
-            process.terminate()
+            process.kill()
             process.join()
 
 
 def _serve(pipe: Connection, task: Task, index: int, num_shards: int) -> None:
     """The loop of a process: one shard, called until the other end hangs up."""
+    follow_parent()
     shard: Shard | None = None
     while True:
         try:

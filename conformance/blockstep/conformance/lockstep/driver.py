@@ -33,7 +33,7 @@ from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.lockstep.liveness import Watch
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
 from blockstep.conformance.protocol.features import Feature, find_lacking, fit, get_missing
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind, tell_error
 from blockstep.conformance.protocol.program import (
     Action,
     Answer,
@@ -93,6 +93,9 @@ class LockStep(Client):
     skipped: dict[str, int] = field(default_factory=dict)
     """What was left out because the engine lacks a capability, and events that it declines."""
     before: v.Snapshot | None = None
+    """The state of the engine, if it shows any."""
+    spec_before: v.Snapshot | None
+    """The state of the specification, where the engine has never shown any."""
     num_events: int = 0
     has_failed: bool = False
     """Something was wrong; both sides no longer mean the same thing."""
@@ -118,11 +121,13 @@ class LockStep(Client):
         # A worker has every slot in memory; one that is given no plan needs none.
         room = config if compare_every is None else v.Config(num_blocks=2)
         capabilities = engine.capabilities()
+        spec = SpecEngine(config, profile)
         run = cls(
             config=config,
             engine=engine,
             worker=make_worker(room, token_function(token_seed, vocabulary_size)),
-            spec=SpecEngine(config, profile),
+            spec=spec,
+            spec_before=spec.snapshot(),
             ledger=Ledger(config),
             witnesses=Counter(),
             capabilities=capabilities,
@@ -240,20 +245,54 @@ class LockStep(Client):
         findings = list(self._diverge(event, expected, seen, after))
         if not isinstance(seen, v.Observation):
             return findings
-        if self.compare_every is not None:
-            pass  # who judges must have seen every state
-        elif after is None or self.before is None:
-            findings = self._unexplained([*self.worker.observe(event, seen), *findings])
-        else:
-            step = Step(self.config, self.num_events, event, seen, self.before, after)
-            findings = [*check_step(step, self.ledger, self.worker), *findings]
-            findings = self._unexplained(findings)
-            if not findings:  # what a quirk does was reached as well
-                self.witnesses.update(situations(step, self.ledger))
-            self.ledger.record(step)
+        if self.compare_every is None:  # who judges must have seen every state
+            findings = self._judge(event, expected, seen, after, findings)
         self.before = after
         self.follow(event, expected)
         return findings
+
+    def _judge(
+        self,
+        event: v.Event,
+        expected: v.Observation,
+        seen: v.Observation,
+        after: v.Snapshot | None,
+        diverged: list[Finding],
+    ) -> list[Finding]:
+        """What worker and properties find, and what was found already, unless it is known.
+
+        Where the engine shows no state, situations are those of the specification, which has
+        answered alike up to now.
+        """
+        step: Step | None
+        if after is None or self.before is None:
+            step = self._step_of_spec(event, expected)
+            findings = [*self._check_answer(event, seen), *diverged]
+        else:
+            self.spec_before = None
+            step = Step(self.config, self.num_events, event, seen, self.before, after)
+            findings = [*self._check_step(step), *diverged]
+        findings = self._unexplained(findings)
+        if step is not None:
+            if not findings:  # what a quirk does was reached as well
+                self.witnesses.update(situations(step, self.ledger))
+            self.ledger.record(step)
+        return findings
+
+    def _check_answer(self, event: v.Event, seen: v.Observation) -> list[Finding]:
+        """What can be said of an answer alone."""
+        return self.worker.observe(event, seen)
+
+    def _check_step(self, step: Step) -> list[Finding]:
+        """What can be said of an answer and the states around it."""
+        return check_step(step, self.ledger, self.worker)
+
+    def _step_of_spec(self, event: v.Event, expected: v.Observation) -> Step | None:
+        before = self.spec_before
+        if before is None:
+            return None
+        after = self.spec_before = self.spec.snapshot()
+        return Step(self.config, self.num_events, event, expected, before, after)
 
     def _sees_state(self) -> bool:
         every = self.compare_every
@@ -387,7 +426,7 @@ def fault_of(error: Exception) -> Finding:
         FindingKind.FAULT,
         "",
         "engine_raises_nothing",
-        f"the engine raised {type(error).__name__}: {error}",
+        f"the engine raised {tell_error(error)}",
         (Difference("exception", "none", type(error).__name__),),
     )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from blockstep.conformance.protocol.findings import shown
 from blockstep.spec import vocabulary as v
 
 WIDTH = 100
@@ -178,6 +179,7 @@ def describe_observation(observation: object) -> str:
             for word, names in (
                 ("ended", observation.finished_req_ids),
                 ("preempted", observation.preempted_req_ids),
+                ("remapped", observation.remapped_req_ids),
             ):
                 parts += [f"{word} {' '.join(names)}"] if names else []
             return f"plan {observation.frame_id}: {'; '.join(parts) or 'nothing to run'}"
@@ -190,9 +192,11 @@ def describe_observation(observation: object) -> str:
             return f"outputs: {'; '.join(delivered) or 'none'}"
         case v.Rejected(code=code, detail=detail):
             return f"rejected {code}: {detail}"
+        case v.Aborted(request_ids=request_ids, ending_req_ids=ending):
+            later = f", with the next plan {' '.join(ending)}" if ending else ""
+            return f"{shown(f'Aborted(request_ids={request_ids!r})', 200)}{later}"
         case _:
-            text = repr(observation)
-            return text if len(text) <= 200 else text[:197] + "..."
+            return shown(repr(observation), 200)
 
 
 def _planned(row: v.NewRow | v.CachedRow) -> str:

@@ -143,10 +143,11 @@ class _Beside:
         if isinstance(event, v.Submit):
             event = cast("v.Submit", run.fit(event))
         _expect_nothing(run.apply(event))
-        if run.last is None or run.last.event is not event:  # it can never fit
+        if run.last is None or run.last.event is not event:  # it can never fit, or was declined
             refusal = transition(run.spec.state, event)
-            assert isinstance(refusal, v.Rejected)
-            return refusal
+            if isinstance(refusal, v.Rejected):
+                return refusal
+            return v.Rejected(v.RejectCode.BAD_REQUEST, "the engine's adapter declines it")
         assert run.last.seen is not None
         return run.last.seen
 
@@ -292,8 +293,8 @@ class _Replay:
             for new in plan.new:
                 self._admit(new)
             for row in plan.cached:
-                if row.resumed:
-                    report.tokens_resumed_hit += row.num_computed_tokens
+                if row.resumed or row.request_id in plan.remapped_req_ids:
+                    report.tokens_resumed_hit += row.num_computed_tokens * row.resumed
                     self._release(self._live[row.request_id])
                 if row.new_block_ids != ((),):
                     self._hold(self._live[row.request_id], row.new_block_ids)

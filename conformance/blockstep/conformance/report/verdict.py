@@ -7,7 +7,7 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from blockstep.conformance.engine import ALL_CAPABILITIES
+from blockstep.conformance.engine import ALL_CAPABILITIES, Safety, SamePlans
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.search.check import CheckResult
 from blockstep.conformance.search.options import ExitCode
@@ -19,7 +19,7 @@ WIDTH_MIN = 100
 def render_verdict(result: CheckResult, console: Console) -> None:
     """Print the witness table and one line of verdict."""
     options = result.options
-    if options.episode is None:
+    if not options.is_single:
         if not console.is_terminal:
             console.width = max(console.width, WIDTH_MIN)  # a file has room for all counts
         console.print(witness_table(result))
@@ -35,7 +35,7 @@ def verdict_text(result: CheckResult) -> str:
 
 def _render_lines(result: CheckResult, console: Console) -> None:
     options = result.options
-    if options.episode is None:
+    if not options.is_single:
         canary = result.canary_killed_after
         console.print(
             f"canary      caught after {canary} events"
@@ -46,12 +46,21 @@ def _render_lines(result: CheckResult, console: Console) -> None:
         lacks = f"not tried   {name}: the engine lacks it ({count} actions left out)"
         left_out = f"left out    {name}: {count} times"
         console.print(lacks if name in ALL_CAPABILITIES else left_out, soft_wrap=True)
-    if not result.has_snapshot:
+    for words in result.not_asked:
+        console.print(f"not asked   {words}: equivalence {result.equivalence}")
+    if not result.has_snapshot and result.equivalence != SamePlans.name:
         console.print("not tried   state and properties: the engine shows no snapshots")
     for name, count in sorted(result.known.items()):
         console.print(f"known       {name}: {count} findings that {options.profile} accounts for")
-    for name in () if options.episode is not None else result.missing:
+    for name in () if options.is_single else result.missing:
         console.print(f"not reached {name}: {WITNESSES[name]}")
+    if options.program is not None:
+        console.print(
+            f"{verdict_word(result)}: engine {options.engine}, equivalence {result.equivalence}, "
+            f"profile {options.profile}, program {options.program}: {result.num_events:,} events",
+            soft_wrap=True,
+        )
+        return
     rate = result.num_events / result.seconds if result.seconds else 0.0
     console.print(
         f"{verdict_word(result)}: engine {options.engine}, equivalence {result.equivalence}, "
@@ -76,7 +85,8 @@ def verdict_word(result: CheckResult) -> str:
 
 def witness_table(result: CheckResult) -> Table:
     """How often each situation was reached, in columns read from top to bottom."""
-    names = [name for name in WITNESSES if result.weaker is None or result.witnesses[name]]
+    is_floor = result.equivalence != Safety.name
+    names = [name for name in WITNESSES if is_floor or result.witnesses[name]]
     height = -(-len(names) // COLUMNS)
     table = Table(
         title="situations reached (blockstep explain NAME says what one means)",

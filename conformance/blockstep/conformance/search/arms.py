@@ -189,7 +189,8 @@ def _fit_workload(
     config, _ = fit_config(swarm.config, make_engine)
     weaker = get_traits(make_engine).equivalence
     if weaker is not None:
-        requests = tuple(weaker.fit_request(request, config) for request in requests)
+        fitting = (weaker.fit_request(request, config) for request in requests)
+        requests = tuple(request for request in fitting if request is not None)
     lacking = find_lacking(get_capabilities(make_engine))
     return replace(swarm, config=config), tuple(fit(request, lacking)[0] for request in requests)
 
@@ -252,7 +253,8 @@ def _commit(
             for index, name in enumerate(client.sampled)
             if name in client.live
         ]
-        engine.apply(v.Drafts(tuple(rows)))
+        if rows:
+            engine.apply(v.Drafts(tuple(rows)))
 
 
 def first_difference(

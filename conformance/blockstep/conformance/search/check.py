@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from blockstep.conformance.draw.presets import PRESETS, TINY
-from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.engine import Capability, EngineFactory, get_capabilities
 from blockstep.conformance.lockstep.runs import run_program
-from blockstep.conformance.protocol.features import BY_NAME, SEVERAL_AT_ONCE
+from blockstep.conformance.protocol.features import (
+    BY_NAME,
+    SEVERAL_AT_ONCE,
+    find_lacking,
+    get_missing,
+)
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.search.episodes import EpisodeResult, Loss, run_episode
 from blockstep.conformance.search.floor import (
-    CANARY,
-    SAFETY_CANARY,
+    CANARIES,
     Facts,
     look,
     missing_witnesses,
@@ -35,6 +38,7 @@ from blockstep.conformance.search.options import (
     get_wish,
     load,
 )
+from blockstep.conformance.search.processes import open_processes
 from blockstep.conformance.search.shrink import Shrunk, conclude, shrink
 
 EPISODES_PER_BATCH = 8
@@ -65,8 +69,11 @@ class CheckResult:
     """Findings that the quirks of the profile account for, by property."""
     missing: tuple[str, ...] = ()
     has_snapshot: bool = True
-    weaker: str | None = None
-    """The equivalence that the engine's factory declares; None: the strongest that it shows."""
+    equivalence: str = "exact"
+    """By what the engine is held to the spec, as its factory declares: `exact`, `renamed`, `plan`
+    or `safety`."""
+    not_asked: tuple[str, ...] = ()
+    """What that leaves out, in words."""
     canary_killed_after: int | None = None
     """Events until the canary was caught; None if it survived, or was not asked for."""
     failed_episode: int | None = None
@@ -78,17 +85,12 @@ class CheckResult:
     """What became of an engine that did not live: at first, or when `first` was to be shrunk."""
 
     @property
-    def equivalence(self) -> str:
-        """By what the engine was held to the spec: `exact`, `plan` or `safety`."""
-        return self.weaker or ("exact" if self.has_snapshot else "plan")
-
-    @property
     def exit_code(self) -> ExitCode:
         """What the process should end with."""
         if self.first is not None:
             return exit_code_of(self.first)
-        single = self.options.episode is not None
-        if self.num_events == 0 or (not single and (self.missing or not self.canary_killed_after)):
+        is_worthless = self.missing or not self.canary_killed_after
+        if self.num_events == 0 or (not self.options.is_single and is_worthless):
             return ExitCode.HARNESS
         return ExitCode.CONFORMS
 
@@ -126,14 +128,9 @@ class InProcess:
                 break
         return results
 
-    @contextmanager
-    def open_pool(self, jobs: int) -> Iterator[Executor]:
+    def open_pool(self, jobs: int) -> AbstractContextManager[Executor]:
         """Processes of their own."""
-        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            try:
-                yield pool
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+        return open_processes(jobs)
 
 
 def check(
@@ -168,13 +165,12 @@ def search(
     facts = place.look(options)
     require_wish(options, facts)
     wanted, options = options, replace(options, max_depth=facts.max_depth)
-    result = CheckResult(options, weaker=facts.weaker)
+    result = CheckResult(options, equivalence=facts.equivalence, not_asked=facts.not_asked)
     if options.max_depth == 1 < wanted.max_depth:
         lacking = (BY_NAME[name] for name in facts.lacking if name in SEVERAL_AT_ONCE)
         result.skipped.update(str(feature.capability) for feature in lacking)
     if options.episode is None:
-        canary = CANARY if facts.weaker is None else SAFETY_CANARY
-        result.canary_killed_after = release_canary(options, canary)
+        result.canary_killed_after = release_canary(options, CANARIES[facts.equivalence])
     with closing(_run_batches(options, place, lambda: _spent(options, result, started))) as batches:
         for batch in batches:
             for episode in batch:
@@ -199,6 +195,31 @@ def _add(result: CheckResult, episode: EpisodeResult) -> None:
     if episode.first is not None:
         result.first, result.failed_episode = episode.first, episode.index
         result.failing_program, result.loss = episode.program, episode.loss
+
+
+def play_program(
+    options: CheckOptions, program: Program, make_engine: EngineFactory
+) -> CheckResult:
+    """What one program comes to, as it is: it is neither fitted to the engine nor shrunk.
+
+    If the engine lacks what the config asks for, nothing is run, and the result counts it.
+
+    Raises:
+        ConfigError: the engine cannot be built with the config.
+    """
+    result = CheckResult(options, failing_program=program)
+    missing = get_missing(program.config, find_lacking(get_capabilities(make_engine)))
+    if missing is not None:
+        result.skipped[missing] = len(program.actions)
+        return result
+    run, findings = run_program(program, make_engine, find_profile(options.profile))
+    result.num_episodes, result.num_events = 1, run.num_events
+    result.witnesses, result.known = run.witnesses, Counter(run.known)
+    result.skipped, result.weaker = Counter(run.skipped), run.equivalence or None
+    result.has_snapshot = Capability.SNAPSHOT in run.capabilities
+    if findings:
+        result.first, result.failure = findings[0], conclude(program, run, findings)
+    return result
 
 
 def shrink_first(result: CheckResult, make_engine: EngineFactory) -> None:

@@ -42,6 +42,10 @@ class Ground:
     """Whether a check goes easy on the engine: it works around defects, or declines events."""
 
 
+UNKNOWN = Ground(Facts(1, (), "", (), (), frozenset()), frozenset(), "", {}, is_spared=False)
+"""Of an engine that did not live to say anything."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dug:
     """What is to be said of a failure."""

@@ -15,6 +15,7 @@ from traceback import extract_tb
 
 from blockstep.conformance.engine import Engine, EngineFactory, get_traits
 from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.search.wrapped import Wrapped, Wrapping, unwrapped
 from blockstep.spec import vocabulary as v
@@ -36,6 +37,20 @@ class Cause:
     means: Means
     name: str
     """The quirk, the flag of the engine, or why an event is declined."""
+
+    def __str__(self) -> str:
+        return f"{self.means}:{self.name}"
+
+
+def read_cause(text: str) -> Cause:
+    """The cause named `quirk:NAME`, `workaround:NAME` or `declined:TEXT`. Raises UsageError."""
+    means, _, name = text.partition(":")
+    if means not in list(Means) or not name:
+        kinds = ", ".join(f"{kind}:NAME" for kind in Means)
+        raise UsageError(f"forgive {text!r}: must be one of {kinds}")
+    if means == Means.QUIRK and name not in list(Quirk):
+        raise UsageError(f"forgive {text!r}: there is no such quirk; blockstep quirks lists them")
+    return Cause(Means(means), name)
 
 
 class ForgivenEngine(Wrapped):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar, TypeVarTuple, cast
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from blockstep.conformance.draw.presets import SMALL, TINY
 from blockstep.conformance.engine import Capability, EngineFactory, Safety
@@ -79,7 +79,7 @@ def call_here(make_engine: EngineFactory) -> Call:
                 on_part(part)
         return value
 
-    return cast("Call", call)
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +173,8 @@ class Hunter:
         options: CheckOptions,
         call: Call,
         on_progress: Callable[[float, str], None] = lambda _done, _text: None,
+        scopes: Sequence[str] = SCOPES,
+        forgiven: frozenset[Cause] = frozenset(),
     ) -> None:
         get_wish(options)
         self._call = call
@@ -181,11 +183,12 @@ class Hunter:
         self.options = replace(options, max_depth=ground.facts.max_depth)
         self.ground = ground
         self.result = HuntResult(self.options, ground)
-        self.forgiven: frozenset[Cause] = frozenset()
+        self.scopes = scopes
+        self.forgiven = forgiven
         self._on_progress = on_progress
         profile = find_profile(options.profile)
         self._quirks = tuple(sorted(profile.quirks) if profile.quirks else Quirk)
-        if ground.facts.weaker == Safety().name:
+        if ground.facts.equivalence == Safety().name:
             self._quirks = ()  # the specification's decisions are not asked for
         self._named: dict[tuple[Cause, ...], list[Defect]] = {}
         """Programs for one set of causes."""
@@ -201,12 +204,10 @@ class Hunter:
 
     def hunt(self) -> HuntResult:
         """Play the budget at each scope, then look out for surprising decisions."""
-        budget = self.options.max_events or 0
-        self._end = budget * len(SCOPES)
-        self._pass(budget, hides=False)
-        if self._hides_something():
-            self._end += budget // 2 * len(SCOPES)
-            self._pass(budget // 2, hides=True)
+        if self.options.episode is not None:
+            self._play_batch(self.options, range(self.options.episode, self.options.episode + 1), 1)
+        else:
+            self._play_budget(self.options.max_events or 0)
         found = [min(tried, key=lambda it: it.length) for tried in self._named.values()]
         alone = {defect.causes for defect in found if len(defect.causes) == 1}
         found = [
@@ -215,22 +216,29 @@ class Hunter:
             if len(defect.causes) < 2 or not all((cause,) in alone for cause in defect.causes)
         ]
         self.result.defects = found + [group.conclude() for group in self._groups]
-        for lookout in LOOKOUTS:
-            if can_take(lookout, self.ground.capabilities, self.ground.facts.weaker):
+        for lookout in LOOKOUTS if self.options.episode is None else ():
+            if can_take(lookout, self.ground.capabilities, self.ground.facts.equivalence):
                 self._look_out(lookout)
         return self.result
 
-    def _pass(self, budget: int, *, hides: bool) -> None:
-        """Play so many events at each scope."""
-        for scope in SCOPES:
-            options = replace(self.options, preset=scope, hide_state=hides)
-            end, index = self.result.num_events + budget, 0
-            while self.result.num_events < end and not self.result.stopped:
-                index = self._play_batch(options, index, end - self.result.num_events)
+    def _play_budget(self, budget: int) -> None:
+        """Play so many events at each scope, and half as many with the state hidden."""
+        self._end = budget * len(self.scopes)
+        self._pass(budget, hides=self.options.hide_state)
+        if self._hides_something():
+            self._end += budget // 2 * len(self.scopes)
+            self._pass(budget // 2, hides=True)
 
-    def _play_batch(self, options: CheckOptions, start: int, max_events: int) -> int:
+    def _pass(self, budget: int, *, hides: bool) -> None:
+        for scope in self.scopes:
+            options = replace(self.options, preset=scope, hide_state=hides)
+            end, start = self.result.num_events + budget, 0
+            while self.result.num_events < end and not self.result.stopped:
+                indices = range(start, start + EPISODES_PER_BATCH)
+                start = self._play_batch(options, indices, end - self.result.num_events)
+
+    def _play_batch(self, options: CheckOptions, indices: Sequence[int], max_events: int) -> int:
         """Play some episodes, or one until nothing new fails in it; the index of the next."""
-        indices = range(start, start + EPISODES_PER_BATCH)
         episodes = self._play(options, indices, max_events)
         last = episodes[-1]
         while last.first is not None and self._learn(options, last):
@@ -360,7 +368,7 @@ class Hunter:
 
     def _hides_something(self) -> bool:
         """Whether a state was found wrong where plans and answers are not, or not yet."""
-        is_judged = self.ground.facts.weaker == Safety().name
+        is_judged = self.ground.facts.equivalence == Safety().name
         if not is_judged or Capability.SNAPSHOT not in self.ground.capabilities:
             return False
         for defect in [defect for group in self._groups for defect in group.defects]:
@@ -402,18 +410,33 @@ def hunt(
     options: CheckOptions,
     call: Call,
     on_progress: Callable[[float, str], None] = lambda _done, _text: None,
+    scopes: Sequence[str] = SCOPES,
+    forgiven: frozenset[Cause] = frozenset(),
 ) -> HuntResult:
     """Everything that is wrong with an engine, each defect once, with a program for it.
 
     Args:
         options: Seed, budget in events for each scope, depth. The profile says whose quirks may
-            account for what is found; one without quirks: all that there are.
+            account for what is found; one without quirks: all that there are. With `episode`, only
+            this one is played, at the preset of the options.
         call: Where the engine is: `call_here(factory)`, or `Isolation.call`.
         on_progress: Told the share that is done, and a line about it.
+        scopes: Presets that are played.
+        forgiven: Passed over from the start.
 
     Raises:
         EngineNotFoundError: if the engine cannot be loaded.
-        LostError: if the engine does not live to say what it is.
         UsageError: if the options want what the engine lacks.
     """
-    return Hunter(options, call, on_progress).hunt()
+    try:
+        hunter = Hunter(options, call, on_progress, scopes, forgiven)
+    except LostError as lost:  # nobody could even be asked
+        return HuntResult(options, digging.UNKNOWN, [describe_loss(options, lost.loss)])
+    return hunter.hunt()
+
+
+def describe_loss(options: CheckOptions, loss: Loss) -> Defect:
+    """An engine that did not live to say what it is."""
+    first = loss.finding
+    symptoms = Symptoms(Mark(saying_of_loss(loss.message)))
+    return Defect((), first, options, 0, 0, len(loss.events), symptoms, loss=loss)

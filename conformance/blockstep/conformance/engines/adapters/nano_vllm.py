@@ -60,9 +60,7 @@ SITUATIONS = (
 class NanoVllm:
     """nano-vllm's scheduler as a system under test."""
 
-    traits = EngineTraits(
-        equivalence=Safety(fit_config, fit_request, takes_abort=False, situations=SITUATIONS)
-    )
+    traits = EngineTraits(equivalence=Safety(fit_config, fit_request, situations=SITUATIONS))
 
     def __init__(self, config: v.Config) -> None:
         sizes = {"kvcache_block_size": config.block_size}

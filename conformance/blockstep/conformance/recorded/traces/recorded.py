@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar, get_args
+from typing import IO, Any, NamedTuple, get_args
 
 import msgspec
 
+from blockstep.conformance.protocol.codec import build, build_tagged, get_fields
 from blockstep.conformance.protocol.lines import TraceError, read_lines, shown
 from blockstep.spec.vocabulary import (
     EVENT_TYPES,
@@ -36,11 +37,12 @@ from blockstep.spec.vocabulary import (
 TRACE_FORMAT = "blockstep-trace"
 TRACE_VERSION = 1
 
+LEFT_OUT_WHEN_EMPTY = ("remapped_req_ids", "ending_req_ids")
+"""Fields that came after traces were written, and that the specification leaves empty."""
+
 OBSERVATION_TYPES: tuple[type, ...] = get_args(Observation)
 _EVENTS = {cls.__name__: cls for cls in EVENT_TYPES}
 _OBSERVATIONS = {cls.__name__: cls for cls in OBSERVATION_TYPES}
-
-T = TypeVar("T")
 
 
 class TraceStep(NamedTuple):
@@ -87,7 +89,7 @@ def read_trace(path: Path | str) -> Trace:
     return Trace(config, tuple(_read_steps(path, lines)))
 
 
-# --- codec: the dataclasses of the vocabulary, built strictly
+# --- lines
 
 
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
@@ -103,32 +105,6 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 _HEADER = msgspec.json.Decoder(_Header)
 _LINE = msgspec.json.Decoder(_Line)
-
-
-def _build_tagged(raw: dict[str, Any], types: Mapping[str, type], where: str) -> Any:
-    """A value of the class that the tag names. Raises `msgspec.ValidationError`."""
-    tag = raw.pop("type", None)
-    if not isinstance(tag, str) or tag not in types:
-        raise msgspec.ValidationError(f"Invalid value {tag!r} - at `{where}.type`")
-    return _build(raw, types[tag], where)
-
-
-def _build(raw: dict[str, Any], cls: type[T], where: str) -> T:
-    value = msgspec.convert(raw, cls)
-    _refuse_unknown(raw, msgspec.to_builtins(value), where)
-    return value
-
-
-def _refuse_unknown(raw: Any, known: Any, where: str) -> None:
-    """See that nothing was passed over: msgspec lets unknown fields of dataclasses pass."""
-    if isinstance(raw, dict):
-        for name, part in raw.items():
-            if name not in known:
-                raise msgspec.ValidationError(f"unknown field `{name}` - at `{where}`")
-            _refuse_unknown(part, known[name], f"{where}.{name}")
-    elif isinstance(raw, list) and raw and isinstance(raw[0], dict | list):
-        for part, same in zip(raw, known, strict=True):
-            _refuse_unknown(part, same, f"{where}[...]")
 
 
 # --- writing
@@ -172,7 +148,10 @@ def _tagged(
 ) -> dict[str, object]:
     if type(value) not in types:
         raise _unwritable(path, line, f"{what} {shown(value)}")
-    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(type(value))}  # type: ignore[arg-type]
+    fields = get_fields(value)
+    for name in LEFT_OUT_WHEN_EMPTY:
+        if fields.get(name) == ():
+            del fields[name]
     return {"type": type(value).__name__, **fields}
 
 
@@ -240,7 +219,7 @@ def read_header(path: Path, text: str) -> Config:
         )
     try:
         raw = _HEADER.decode(text).config
-        config = _build(raw, Config, "$.config")
+        config = build(raw, Config, "$.config")
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _bad_line(path, 1, text, error) from None
     if config.max_frames_in_flight > 1 and "async_scheduling" not in raw:
@@ -271,8 +250,8 @@ def read_step(path: Path, line: int, text: str) -> TraceStep:
     try:
         row = _LINE.decode(text)
         return TraceStep(
-            _build_tagged(row.event, _EVENTS, "$.event"),
-            _build_tagged(row.observation, _OBSERVATIONS, "$.observation"),
+            build_tagged(row.event, _EVENTS, "$.event"),
+            build_tagged(row.observation, _OBSERVATIONS, "$.observation"),
         )
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _bad_line(path, line, text, error) from None

@@ -11,37 +11,32 @@ import signal
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from blockstep.conformance.engine import EngineFactory
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.findings import tell_error
 from blockstep.conformance.protocol.lines import TraceError
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError
-from blockstep.conformance.search.check import CheckResult, see_again, shrink_first
-from blockstep.conformance.search.episodes import EpisodeResult, Loss, run_episode
+from blockstep.conformance.search.check import (
+    CheckResult,
+    play_program,
+    see_again,
+    shrink_first,
+)
+from blockstep.conformance.search.episodes import EpisodeResult, run_episode
 from blockstep.conformance.search.isolation.watched import IMPORTING, Journal, WatchedFactory
-from blockstep.conformance.search.options import CheckOptions, find_profile, load
-from blockstep.conformance.search.shrink import Shrunk, conclude
+from blockstep.conformance.search.options import CheckOptions, load
 from blockstep.spec.vocabulary import ConfigError
 
 Job: TypeAlias = tuple[Callable[..., object], CheckOptions, tuple[object, ...]]
 """To be done in a child: a function, and what it is given beside the engine."""
 Answer: TypeAlias = tuple[str, Any]
 """`done` and a value, or what went wrong and how it is said."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramOutcome:
-    """What one program came to: nothing wrong, a failure, or an engine that did not live."""
-
-    failure: Shrunk | None = None
-    loss: Loss | None = None
-    skipped: Mapping[str, int] = field(default_factory=dict)
-    """Actions not tried, by the capability that the engine lacks."""
 
 
 def play(
@@ -55,7 +50,7 @@ def play(
             return
 
 
-def plain(skipped: dict[str, int]) -> dict[str, int]:
+def plain(skipped: Mapping[str, int]) -> dict[str, int]:
     """Counts by names that are nothing but text: an engine may name a defect with a type of its."""
     return {str(name): count for name, count in skipped.items()}
 
@@ -76,11 +71,10 @@ def show_result(
     return result
 
 
-def run(options: CheckOptions, make_engine: EngineFactory, program: Program) -> ProgramOutcome:
+def run(options: CheckOptions, make_engine: EngineFactory, program: Program) -> CheckResult:
     """What a program comes to."""
-    lockstep, findings = run_program(program, make_engine, find_profile(options.profile))
-    failure = conclude(program, lockstep, findings) if findings else None
-    return ProgramOutcome(failure, skipped=plain(lockstep.skipped))
+    result = play_program(options, program, make_engine)
+    return replace(result, skipped=Counter(plain(result.skipped)))
 
 
 # The process.
@@ -105,6 +99,7 @@ def serve(folder: str) -> None:
     try:
         while True:
             for answer in _do(jobs.get(), journal):
+                journal.end_copy()
                 answers.write(pickle.dumps(answer))
                 answers.flush()
     except SystemExit as error:
@@ -119,6 +114,8 @@ def _take_jobs(source: BinaryIO, jobs: queue.SimpleQueue[Job]) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             jobs.put(pickle.load(source))  # noqa: S301 - written by our own parent
+    if sys.platform != "win32":
+        os.killpg(0, signal.SIGKILL)  # with all that the engine has started
     os._exit(0)
 
 
@@ -146,6 +143,6 @@ def _do(job: Job, journal: Journal) -> Iterator[Answer]:
     except Exception as error:
         if watched is None or error is watched.error:
             traceback.print_exc()
-            yield "raised", f"{type(error).__name__}: {error}"
+            yield "raised", tell_error(error)
         else:
             yield "harness", traceback.format_exc()

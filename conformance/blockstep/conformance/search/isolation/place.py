@@ -19,7 +19,6 @@ from blockstep.conformance.search.check import CheckResult, search
 from blockstep.conformance.search.episodes import EpisodeResult, Loss
 from blockstep.conformance.search.floor import Facts, look
 from blockstep.conformance.search.isolation import jobs
-from blockstep.conformance.search.isolation.jobs import ProgramOutcome
 from blockstep.conformance.search.isolation.process import (
     EVENT_SECONDS,
     LostError,
@@ -27,7 +26,6 @@ from blockstep.conformance.search.isolation.process import (
     RefusedError,
 )
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.spec.profiles import STRICT
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -95,8 +93,8 @@ class Isolation:
         except LostError as lost:
             return replace(result, loss=lost.loss)
 
-    def run(self, engine: str, program: Program, profile: str = STRICT.name) -> ProgramOutcome:
-        """Run one program, as `driver.run_program` does.
+    def run(self, options: CheckOptions, program: Program) -> CheckResult:
+        """Run one program, as `check.play_program` does.
 
         Raises:
             EngineNotFoundError: if the engine cannot be loaded.
@@ -104,9 +102,11 @@ class Isolation:
             HarnessError: if the run itself failed.
         """
         try:
-            return self.call(jobs.run, CheckOptions(engine, profile=profile), program)
+            return self.call(jobs.run, options, program)
         except LostError as lost:
-            return ProgramOutcome(loss=lost.loss)
+            first, num_events = lost.loss.finding, len(lost.loss.events)
+            told = CheckResult(options, num_episodes=1, num_events=num_events, first=first)
+            return replace(told, failing_program=program, loss=lost.loss)
 
     def look(self, options: CheckOptions) -> Facts:
         """What the engine says of itself."""
@@ -153,6 +153,11 @@ class Isolation:
             value = child.ask((function, options, args), on_part)
         except (EngineNotFoundError, RefusedError):
             self._idle.append(child)
+            raise
+        except LostError as lost:
+            child.stop()
+            if not lost.is_imported:
+                raise EngineNotFoundError(f"engine {options.engine!r}: {lost}") from lost
             raise
         except BaseException:
             child.stop()

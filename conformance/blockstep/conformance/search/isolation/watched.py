@@ -33,6 +33,7 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
+        self._owner = os.getpid()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT)
         self._num_begun = 0
         self._end = 0
@@ -54,7 +55,13 @@ class Journal:
 
     def leave(self) -> None:
         """The engine gave it back."""
+        self.end_copy()
         self._write("\n")
+
+    def end_copy(self) -> None:
+        """A copy of this process that the engine has made, and that comes back to us, ends here."""
+        if os.getpid() != self._owner:
+            os._exit(0)
 
     def _write(self, text: str) -> None:
         told = text.encode(errors="replace")
@@ -81,6 +88,8 @@ class WatchedEngine(Wrapped):
 
     def declines(self, event: Event) -> str | None:
         """As the engine does."""
+        if self._declines is None:
+            return None
         return self._watched.call("(saying what it declines)", super().declines, event)
 
     def apply(self, event: Event) -> Observation:
