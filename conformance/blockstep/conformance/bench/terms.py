@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from blockstep.conformance.engine import Safety, get_capabilities, get_traits
+from blockstep.conformance.engine import Equivalence, Safety, get_capabilities, get_traits
 from blockstep.conformance.protocol.features import find_lacking, get_missing
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.vocabulary import Config, Request
@@ -28,7 +28,7 @@ class Terms:
 
     pilot: str = PILOT
     """On whom the traffic is written down."""
-    weaker: Safety | None = None
+    weaker: Equivalence | None = None
     """The equivalence that the one engine declares; None: all are exact."""
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from blockstep.conformance.draw.presets import PRESETS, TINY
-from blockstep.conformance.engine import Capability, EngineFactory, get_capabilities
+from blockstep.conformance.engine import Capability, EngineFactory, get_capabilities, get_traits
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import (
     BY_NAME,
@@ -215,8 +215,10 @@ def play_program(
     run, findings = run_program(program, make_engine, find_profile(options.profile))
     result.num_episodes, result.num_events = 1, run.num_events
     result.witnesses, result.known = run.witnesses, Counter(run.known)
-    result.skipped, result.weaker = Counter(run.skipped), run.equivalence or None
+    result.skipped, result.equivalence = Counter(run.skipped), run.equivalence or "exact"
     result.has_snapshot = Capability.SNAPSHOT in run.capabilities
+    weaker = get_traits(make_engine).equivalence
+    result.not_asked = () if weaker is None else weaker.not_asked
     if findings:
         result.first, result.failure = findings[0], conclude(program, run, findings)
     return result
