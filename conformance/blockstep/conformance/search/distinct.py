@@ -2,17 +2,17 @@
 
 Nothing says so but the engine's code, and a hunt does not read it. So two failures are one defect
 
-1. if they say the same (`saying`), their shrunk programs ask for the same features, and the one
-   comes to all that the other does of hits, chunks and preemptions; where a program can do
-   without being short of something, it does (`relax`);
+1. if they say the same (`saying`), their shrunk programs do the same beside steps (abort, reset,
+   pause), and the one uses all the means of the other: features of config and requests, and hits,
+   chunks and preemptions; where a program can do without, it does (`relax`);
 2. or if one is a symptom of the other: the shrunk program of the one says and comes to what the
    other does, at the same event, or if it goes on as though nothing were wrong, or without a
    bound of its config, or, where both speak of the same thing, with a line less (`Symptoms`).
 
-Where this is wrong. Two defects are told as one if they break the same sentence by the same means:
-two ways to lose a block when a hit is preempted, say. One defect is told as two if it takes two
-features that have nothing in common to show it, and neither program comes near the other. The
-first is the rarer and the worse, and it ends when one of the two is repaired.
+Where this is wrong. Two defects are told as one if they break the same sentence by the same acts,
+and one of them needs more means: a block lost when a hit is preempted, and another lost when any
+request is. The second shows once the first is repaired. One defect is told as two if it breaks two
+sentences and neither program comes near the other: a broken pool may end as anything.
 """
 
 from __future__ import annotations
@@ -24,9 +24,15 @@ from dataclasses import dataclass, replace
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.runs import get_start, run_program
-from blockstep.conformance.protocol.features import CACHING, FEATURES
+from blockstep.conformance.protocol.features import (
+    CACHING,
+    DRAFTS,
+    FEATURES,
+    GRAMMAR,
+    Feature,
+)
 from blockstep.conformance.protocol.findings import Finding, FindingKind
-from blockstep.conformance.protocol.program import Action, Answer, Drain, Program
+from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Propose
 from blockstep.conformance.search.forgiving import ForgivenEngine
 from blockstep.conformance.search.shrink import simpler_configs
 from blockstep.spec import vocabulary as v
@@ -34,6 +40,8 @@ from blockstep.spec.profiles import Profile
 
 LINES_MAX = 60
 """Lines of a program that are left out, one at a time, at most."""
+ACTS = tuple(it for it in FEATURES if it.actions and it not in (DRAFTS, GRAMMAR))
+"""Features that are something done, which a step alone does not do."""
 PLENTY = 64
 """Blocks and tokens with which a short program is short of nothing."""
 STEPS_TO_END = 4
@@ -46,10 +54,10 @@ class Mark:
     """What tells one failure from another."""
 
     saying: str
-    asked: frozenset[str] = frozenset()
-    """Features that the program asks for."""
-    came: frozenset[str] = frozenset()
-    """What came of it: whether it hits, chunks or preempts."""
+    acts: frozenset[str] = frozenset()
+    """What is done beside steps: features that are actions of a client, such as aborts."""
+    means: frozenset[str] = frozenset()
+    """The other features that the program asks for, and whether it hits, chunks or preempts."""
 
     @property
     def subject(self) -> tuple[str, ...]:
@@ -58,9 +66,9 @@ class Mark:
         return tuple(sentence.split("_")[:2])
 
     def is_like(self, other: Mark) -> bool:
-        """Whether both say the same of the same features, and one comes to what the other does."""
-        is_alike = (self.saying, self.asked) == (other.saying, other.asked)
-        return is_alike and (self.came <= other.came or other.came <= self.came)
+        """Whether both say the same after the same acts, and one by all the means of the other."""
+        is_alike = (self.saying, self.acts) == (other.saying, other.acts)
+        return is_alike and (self.means <= other.means or other.means <= self.means)
 
 
 def saying(finding: Finding, raised_at: str = "") -> str:
@@ -88,7 +96,7 @@ def _masked(text: str) -> str:
     return _NAMES.sub("#", text)
 
 
-def list_asked(program: Program) -> Iterator[str]:
+def list_asked(program: Program) -> Iterator[Feature]:
     """The features that a program asks for. A hit tells more than that hits are allowed."""
     asked: list[v.Config | v.Request] = [program.config]
     asked += [action.request for action in program.actions if isinstance(action, v.Submit)]
@@ -96,7 +104,7 @@ def list_asked(program: Program) -> Iterator[str]:
         is_asked = any(feature.is_asked_by(thing) for thing in asked)
         is_done = any(isinstance(action, feature.actions) for action in program.actions)
         if feature is not CACHING and (is_asked or is_done):
-            yield feature.name
+            yield feature
 
 
 def _list_outcomes(plan: v.Plan) -> Iterator[str]:
@@ -115,11 +123,11 @@ def mark_of(program: Program, run: LockStep, finding: Finding) -> Mark:
     engine = run.engine
     raised_at = engine.raised_at if isinstance(engine, ForgivenEngine) else ""
     plans = [it.seen for it in run.exchanges if isinstance(it.seen, v.Plan)]
-    return Mark(
-        saying(finding, raised_at),
-        frozenset(list_asked(program)),
-        frozenset(outcome for plan in plans for outcome in _list_outcomes(plan)),
-    )
+    asked = {feature.name: feature in ACTS for feature in list_asked(program)}
+    means = {name for name, is_act in asked.items() if not is_act}
+    means.update(outcome for plan in plans for outcome in _list_outcomes(plan))
+    acts = {name for name, is_act in asked.items() if is_act}
+    return Mark(saying(finding, raised_at), frozenset(acts), frozenset(means))
 
 
 # What is one defect.
@@ -211,12 +219,15 @@ def relax(program: Program, says: str, play: Play) -> Program:
 
 
 def _take_turns(program: Program) -> Program:
-    """One plan in flight at a time."""
+    """One plan in flight at a time, and drafts from outside."""
     config = replace(program.config, max_frames_in_flight=1, async_scheduling=False)
+    turn: tuple[Action, ...] = (v.Schedule(), Answer())
+    if DRAFTS.is_asked_by(config):
+        turn = (*turn, Propose(((1, 0),)))
     actions: list[Action] = []
     for action in program.actions:
         if not isinstance(action, Answer):
-            actions += [action, Answer()] if isinstance(action, v.Schedule) else [action]
+            actions += turn if isinstance(action, v.Schedule) else [action]
     return replace(program, config=config, actions=tuple(actions))
 
 
