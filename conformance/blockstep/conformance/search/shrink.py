@@ -134,6 +134,7 @@ class Shrinker:
                 self._pipeline()
                 self._halve()
                 self._simplify_config()
+                self._simplify_requests()
                 self._remove_actions()
                 self._simplify_actions()
                 self._scale_down()
@@ -271,6 +272,18 @@ class Shrinker:
         smaller = replace(config, num_blocks=config.num_blocks - num_blocks)
         return self._try(replace(self.best, config=smaller, actions=actions))
 
+    def _simplify_requests(self) -> None:
+        """Take a feature from all requests at once: some share a block because both have it."""
+        for feature in FEATURES:
+            actions = tuple(
+                v.Submit(feature.take_from(action.request))
+                if isinstance(action, v.Submit)
+                else action
+                for action in self.best.actions
+            )
+            if actions != self.best.actions:
+                self._try(self._with(actions))
+
     def _simplify_actions(self) -> None:
         for index in range(len(self.best.actions)):
             progress = True
@@ -282,8 +295,15 @@ class Shrinker:
                 )
 
     def _simplify_config(self) -> None:
-        for config in simpler_configs(self.best.config):
-            self._try(replace(self.best, config=config))
+        """Take over one simplification after the other, of each field the first that is any."""
+        base = self.best.config
+        names = [field.name for field in fields(base)]
+        for simpler in simpler_configs(base):
+            pairs = ((name, getattr(simpler, name)) for name in names)
+            change = {name: value for name, value in pairs if value != getattr(base, name)}
+            now = self.best.config
+            if change and all(getattr(now, name) == getattr(base, name) for name in change):
+                self._try(replace(self.best, config=replace(now, **change)))
 
     def _rename(self) -> None:
         """Call the requests A, B, C in order of submission, or of their names: these break ties."""
