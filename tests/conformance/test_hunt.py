@@ -43,7 +43,9 @@ def find(name: str) -> Profile:
 
 @pytest.fixture(scope="module")
 def found() -> HuntResult:
-    return hunt(CheckOptions(engine="toy", max_events=60_000, profile=RELEASE), call_here(follow_release))
+    return hunt(
+        CheckOptions(engine="toy", max_events=60_000, profile=RELEASE), call_here(follow_release)
+    )
 
 
 def test_every_quirk_of_an_engine_is_found_and_named(found: HuntResult) -> None:

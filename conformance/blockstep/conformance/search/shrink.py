@@ -9,9 +9,15 @@ from typing import Protocol, TypeAlias
 
 from blockstep.conformance.draw.actions import request_name
 from blockstep.conformance.engine import EngineFactory, get_traits
-from blockstep.conformance.lockstep.driver import Exchange
+from blockstep.conformance.lockstep.exchange import Exchange
 from blockstep.conformance.lockstep.runs import run_program
-from blockstep.conformance.protocol.features import ASYNC, FEATURES, PIPELINE, get_missing
+from blockstep.conformance.protocol.features import (
+    ASYNC,
+    FEATURES,
+    PIPELINE,
+    find_lacking,
+    get_missing,
+)
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import (
     Action,
@@ -120,6 +126,7 @@ class Shrinker:
         self._num_runs = 0
         self.best = program
         self.run, self.findings = play(program, make_engine, profile)
+        self._lacking = find_lacking(self.run.capabilities)
         most = get_traits(make_engine).max_depth or 0
         self._depth_max = max(most, program.config.max_frames_in_flight) if most else None
 
@@ -150,7 +157,7 @@ class Shrinker:
     def _try(self, program: Program) -> bool:
         """Adopt `program` if it fails in the same way, and is one for this engine."""
         depth = program.config.max_frames_in_flight
-        if get_missing(program.config, self.run.lacking) is not None or (
+        if get_missing(program.config, self._lacking) is not None or (
             self._depth_max is not None and depth > self._depth_max
         ):
             return False
@@ -241,7 +248,7 @@ class Shrinker:
         """Let all plans be in flight at once, so that no answer is needed between them."""
         actions = tuple(action for action in self.best.actions if not isinstance(action, Answer))
         depth = sum(isinstance(action, v.Schedule) for action in actions)
-        is_async = not PIPELINE.is_asked_by(self.best.config) and ASYNC not in self.run.lacking
+        is_async = not PIPELINE.is_asked_by(self.best.config) and ASYNC not in self._lacking
         if depth > 1 and len(actions) < len(self.best.actions):
             flight = {"max_frames_in_flight": depth, "async_scheduling": is_async}
             config = replace(self.best.config, **flight)  # type: ignore[arg-type]
