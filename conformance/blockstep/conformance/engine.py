@@ -201,13 +201,12 @@ class Safety(Equivalence):
     """To be held to the properties, and compared with nothing (see `lockstep.safety`)."""
 
     name: ClassVar[str] = "safety"
-    plans_ahead: bool = field(default=False, kw_only=True)
-    """Its loop answers a plan only once as many as may be are in flight, or nothing can be planned:
-    with two frames in flight, the order of every run is plan, plan, answer, plan, answer."""
 
 
 EQUIVALENCES: tuple[type[Equivalence], ...] = (Renamed, SamePlans, Safety)
 """Weaker ones than `exact`, the strongest first."""
+EXACT = "exact"
+"""The name of the equivalence that an engine has that names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +315,12 @@ def get_traits(make_engine: EngineFactory) -> EngineTraits:
                 f"sentences or fields that it excuses, not {one!r:.80}"
             )
     return traits
+
+
+def get_equivalence_name(make_engine: EngineFactory) -> str:
+    """By what a factory's engines are held to the spec. Raises as `get_traits`."""
+    weaker = get_traits(make_engine).equivalence
+    return EXACT if weaker is None else weaker.name
 
 
 def get_capabilities(make_engine: EngineFactory) -> frozenset[str]:

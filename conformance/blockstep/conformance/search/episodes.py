@@ -5,7 +5,7 @@ Everything follows from those three, so a failure is reproduced by naming them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from blockstep.conformance.draw.actions import SeededDraw, View, next_action
 from blockstep.conformance.draw.presets import PRESETS, Draw, Swarm, draw_swarm
@@ -78,6 +78,12 @@ def fit_config(config: Config, make_engine: EngineFactory) -> tuple[Config, tupl
     weaker = get_traits(make_engine).equivalence
     config = config if weaker is None else weaker.fit_config(config)
     return fit(config, find_lacking(get_capabilities(make_engine)))
+
+
+def list_changes(config: Config, fitting: Config) -> list[str]:
+    """What was changed in a config to fit an engine, as `name=value`."""
+    pairs = ((f.name, getattr(config, f.name), getattr(fitting, f.name)) for f in fields(config))
+    return [f"{name}={now}" for name, before, now in pairs if before != now]
 
 
 def start_run(
