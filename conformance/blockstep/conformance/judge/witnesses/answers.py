@@ -68,9 +68,10 @@ class AnswerWitnesses:
             case _, v.Plan() as plan:
                 yield from self._of_plan(plan, live, plans)
                 for row in plan.rows:
-                    request = live[row.request_id]
-                    yield from _of_row(row, request, said.get(row.request_id, ()))
-                    yield from self._of_flight(row, request, said, plans)
+                    known = live.get(row.request_id)
+                    if known is not None:  # or an adapter declares that it goes on with it
+                        yield from _of_row(row, known, said.get(row.request_id, ()))
+                        yield from self._of_flight(row, known, said, plans)
                 self._learn(plan)
             case v.Commit(), v.Outputs(rows=rows):
                 yield from self._of_commit(event, rows, live, said, plans)
@@ -157,7 +158,7 @@ class AnswerWitnesses:
                 yield from _of_acceptance(row, sampled.get(row.request_id, ()))
                 if row.request_id in self._aborted and row.request_id not in live:
                     yield "commit_for_aborted"
-        ended = [row for row in rows if row.finish_reason is not None]
+        ended = [row for row in rows if row.finish_reason is not None and row.request_id in live]
         for end in ended:
             yield _stop_of(end, live[end.request_id], said.get(end.request_id, ()))
         if len(ended) > 1:
