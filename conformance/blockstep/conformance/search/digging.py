@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from blockstep.conformance.engine import (
     Declining,
     EngineFactory,
+    build,
     get_traits,
 )
 from blockstep.conformance.lockstep.runs import run_program
@@ -59,7 +60,7 @@ class Dug:
 def ask(options: CheckOptions, make_engine: EngineFactory) -> Ground:
     """What the engine says of itself. Builds one, to ask it."""
     config, _ = fit_config(Config(num_blocks=8, max_model_len=64), make_engine)
-    engine = make_engine(config)
+    engine = build(make_engine, config)
     traits = get_traits(make_engine)
     return Ground(
         facts=look(options, make_engine),
