@@ -128,7 +128,7 @@ def test_workarounds_and_declined_events_are_off_until_they_account_for_somethin
         (Cause(Means.DECLINED, "forced reset (#2)"),),
     }
     first = {defect.causes[0].means: defect.shrunk.findings[0] for defect in result.defects}
-    assert first[Means.WORKAROUND].property_id == "P11"
+    assert first[Means.WORKAROUND].property_id == "P18"
     assert first[Means.DECLINED].kind is FindingKind.FAULT
     text = render_hunt(result)
     assert "what never fits is taken (#1)" in text

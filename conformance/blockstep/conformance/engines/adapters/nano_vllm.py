@@ -51,16 +51,10 @@ def fit_request(request: v.Request, config: v.Config) -> v.Request:
     return v.Request(request.request_id, request.prompt_token_ids, length, eos_token_id=eos)
 
 
-SITUATIONS = (
-    *("admitted", "prefix_hit", "chunked_prefill", "preempted", "preempted_then_resumed"),
-    *("resumed_with_hit", "resumed_with_outputs", "stop_eos", "stop_length"),
-)
-
-
 class NanoVllm:
     """nano-vllm's scheduler as a system under test."""
 
-    traits = EngineTraits(equivalence=Safety(fit_config, fit_request, situations=SITUATIONS))
+    traits = EngineTraits(equivalence=Safety(fit_config, fit_request))
 
     def __init__(self, config: v.Config) -> None:
         sizes = {"kvcache_block_size": config.block_size}
