@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from blockstep.conformance.engine import BadEngineError
 from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.protocol.registry import EngineNotFoundError
 from blockstep.conformance.recorded.traces import TraceError
@@ -27,6 +28,7 @@ SECONDS_BETWEEN_LINES = 10.0
 _so_far: list[str] = []
 """What the command that runs is doing and has seen: title and text, if it said anything yet."""
 INPUT_ERRORS = (
+    BadEngineError,
     *(EngineNotFoundError, TraceError, ConfigError, RefusedError, NotExplainedError, UsageError),
 )
 

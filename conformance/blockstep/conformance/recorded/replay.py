@@ -22,7 +22,8 @@ from typing import TypeAlias, cast
 
 from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START
 from blockstep.conformance.engine import EXACT, EngineFactory, Safety, SamePlans, get_traits
-from blockstep.conformance.lockstep.driver import LockStep, fault_of
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.exchange import fault_of
 from blockstep.conformance.lockstep.runs import get_start
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.recorded.figures import ReplayReport

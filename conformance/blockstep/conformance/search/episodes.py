@@ -52,6 +52,8 @@ class EpisodeResult:
     witnesses: dict[str, int]
     skipped: dict[str, int]
     known: dict[str, int]
+    deviations: dict[str, int]
+    """Findings that the adapter declares, by the name of the deviation."""
     has_snapshot: bool
     program: Program | None = None
     """The program, if it failed; None if its engine did not live to say so."""
@@ -137,6 +139,7 @@ def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -
         witnesses=dict(run.witnesses),
         skipped=run.skipped,
         known=run.known,
+        deviations=dict(run.excuses.counts),
         has_snapshot=Capability.SNAPSHOT in run.capabilities,
         program=program if findings else None,
         first=findings[0] if findings else None,

@@ -10,8 +10,8 @@ from blockstep.conformance.draw.actions import request_name
 from blockstep.conformance.engine import EngineFactory, get_traits
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.runs import run_program
-from blockstep.conformance.protocol.features import ASYNC, FEATURES, PIPELINE
-from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.features import ASYNC, FEATURES, PIPELINE, get_missing
+from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import (
     Action,
     Answer,
@@ -71,6 +71,11 @@ def conclude(
     return Shrunk(program, tuple(findings), num_runs, run.num_events, run.equivalence, last)
 
 
+def get_symptom(finding: Finding) -> tuple[FindingKind, str, str]:
+    """What two findings of one defect have in common."""
+    return (finding.kind, finding.property_id, finding.sentence)
+
+
 class _Budget(Exception):
     """Enough has been tried."""
 
@@ -78,8 +83,8 @@ class _Budget(Exception):
 class Shrinker:
     """Keeps the smallest program that fails like the first one.
 
-    "Like" means: some finding names the same property, or both name none. A program may turn one
-    symptom into another on the way; it may not turn one defect into another kind of defect.
+    "Like" means: some finding is of the same sentence. Another sentence of the same property may be
+    of another defect, or of none: no program is tried that the engine need not take.
     """
 
     def __init__(
@@ -92,11 +97,13 @@ class Shrinker:
     ) -> None:
         self._make_engine = make_engine
         self._profile = profile
-        self._wanted = (first.kind, first.property_id)
+        self._wanted = get_symptom(first)
         self._on_run = on_run
         self._num_runs = 0
         self.best = program
         self.run, self.findings = run_program(program, make_engine, profile)
+        most = get_traits(make_engine).max_depth or 0
+        self._depth_max = max(most, program.config.max_frames_in_flight) if most else None
 
     def shrink(self) -> Shrunk:
         """Try ever smaller programs until none of them fails or `MAX_RUNS` are spent."""
@@ -122,7 +129,12 @@ class Shrinker:
         return conclude(self.best, self.run, self.findings, self._num_runs)
 
     def _try(self, program: Program) -> bool:
-        """Adopt `program` if it fails in the same way."""
+        """Adopt `program` if it fails in the same way, and is one for this engine."""
+        depth = program.config.max_frames_in_flight
+        if get_missing(program.config, self.run.lacking) is not None or (
+            self._depth_max is not None and depth > self._depth_max
+        ):
+            return False
         if self._num_runs >= MAX_RUNS:
             raise _Budget
         self._num_runs += 1
@@ -131,7 +143,7 @@ class Shrinker:
             run, findings = run_program(program, self._make_engine, self._profile)
         except v.ConfigError:
             return False
-        if not any((found.kind, found.property_id) == self._wanted for found in findings):
+        if not any(get_symptom(found) == self._wanted for found in findings):
             return False
         self.best, self.run, self.findings = program, run, findings
         return True
@@ -210,11 +222,8 @@ class Shrinker:
         """Let all plans be in flight at once, so that no answer is needed between them."""
         actions = tuple(action for action in self.best.actions if not isinstance(action, Answer))
         depth = sum(isinstance(action, v.Schedule) for action in actions)
-        most = get_traits(self._make_engine).max_depth or depth
-        is_async = not PIPELINE.is_asked_by(self.best.config)
-        needed = ASYNC.capability if is_async else PIPELINE.capability
-        can_have = 1 < depth <= most and needed in self.run.capabilities
-        if can_have and len(actions) < len(self.best.actions):
+        is_async = not PIPELINE.is_asked_by(self.best.config) and ASYNC not in self.run.lacking
+        if depth > 1 and len(actions) < len(self.best.actions):
             flight = {"max_frames_in_flight": depth, "async_scheduling": is_async}
             config = replace(self.best.config, **flight)  # type: ignore[arg-type]
             self._try(replace(self.best, config=config, actions=actions))

@@ -186,6 +186,7 @@ def _lose_episode(index: int, loss: Loss) -> EpisodeResult:
         witnesses={},
         skipped={},
         known={},
+        deviations={},
         has_snapshot=True,
         first=loss.finding,
         loss=loss,
