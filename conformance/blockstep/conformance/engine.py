@@ -202,9 +202,6 @@ class Safety(Equivalence):
 
     name: ClassVar[str] = "safety"
     situations: tuple[str, ...] | None = field(default=("admitted", "stop_length"), kw_only=True)
-    plans_ahead: bool = field(default=False, kw_only=True)
-    """Its loop answers a plan only once as many as may be are in flight, or nothing can be planned:
-    with two frames in flight, the order of every run is plan, plan, answer, plan, answer."""
 
 
 EQUIVALENCES: tuple[type[Equivalence], ...] = (Renamed, SamePlans, Safety)

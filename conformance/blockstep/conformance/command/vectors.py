@@ -29,7 +29,12 @@ vectors_app = typer.Typer(
 
 @vectors_app.command("fill")
 def fill_command(
-    out: Annotated[Path, typer.Argument(help="The file to write; '.gz' at its end gzips it.")],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            help="The file to write; '.gz' at its end gzips it.", callback=options.check_output
+        ),
+    ],
     preset: Annotated[str, typer.Option(help=f"A world: {', '.join(WORLDS)}.")] = "pair",
     max_states: Annotated[int, typer.Option(min=1, help="Walk no more than these.")] = 20_000,
     json_path: options.Json = None,

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from blockstep.conformance.engine import Capability, Safety
+from blockstep.conformance.engine import Capability
 from blockstep.conformance.judge.answers import judge_answer, judge_state
 from blockstep.conformance.judge.properties import ANSWER_TYPES, Step
 from blockstep.conformance.judge.witnesses.answers import AnswerWitnesses
@@ -94,36 +94,20 @@ class SafetyRun(ScopedRun):
                     and not isinstance(transition(self.spec.state, event), v.Rejected)
                 )
             case v.Schedule():
-                return len(self.plans) < self.config.max_frames_in_flight and not (
-                    self.plans and self._must_answer()
-                )
-            case v.Commit():
-                return not self._plans_ahead or self._must_answer()
+                return len(self.plans) < self.config.max_frames_in_flight
             case v.GrammarReady(request_id=name):
                 return name in self.live and self.live[name].structured_output
             case _:
                 return True
 
-    @property
-    def _plans_ahead(self) -> bool:
-        return isinstance(self.scope, Safety) and self.scope.plans_ahead
-
-    def _must_answer(self) -> bool:
-        """Whether an engine that plans ahead answers next: it is full, or has nothing to plan."""
-        is_full = len(self.plans) == self.config.max_frames_in_flight
-        is_idle = self.last_plan is not None and not self.last_plan.rows
-        return self._plans_ahead and (is_full or is_idle)
-
-    def _answer_all(self) -> list[Finding]:
-        """Commit what is still in flight; an engine that plans ahead begins a turn for it."""
-        findings: list[Finding] = []
-        if self._plans_ahead and self.plans and not self._must_answer():
-            findings = self.apply(v.Schedule())
-        return findings or LockStep._answer_all(self)
-
     def apply(self, event: v.Event) -> list[Finding]:
         """Give one event to the engine and check what can be checked without a reference."""
-        if self.excuses.is_over or self._is_declined(event) or not self._is_welcome(event):
+        if (
+            self.excuses.is_over
+            or self._is_declined(event)
+            or self._is_early(event)
+            or not self._is_welcome(event)
+        ):
             return []
         self.num_events += 1
         try:

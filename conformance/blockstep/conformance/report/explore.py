@@ -78,6 +78,22 @@ def _tell_alone(walked: Walked) -> str:
     return f" ({walked.task.engine}'s own, equivalence {walked.equivalence}{changes})"
 
 
+def summarize_walks(results: Sequence[Walked], num_worlds: int) -> str:
+    """One line for all worlds."""
+    codes = [get_exit_code(walked) for walked in results]
+    counts = [walked.counts for walked in results]
+    states, transitions = sum(it.states for it in counts), sum(it.transitions for it in counts)
+    num_stopped = codes.count(ExitCode.HARNESS)
+    num_wrong = len(codes) - codes.count(ExitCode.CONFORMS) - num_stopped
+    told = [f"{codes.count(ExitCode.CONFORMS)} of {num_worlds} worlds as they should be"]
+    told += [f"{num_wrong} WRONG"] if num_wrong else []
+    told += [f"{num_stopped} stopped before the end"] if num_stopped else []
+    told += [f"{num_worlds - len(results)} not walked"] if len(results) < num_worlds else []
+    seconds = sum(walked.seconds for walked in results)
+    said = f"{', '.join(told)}; {states:,} states, {transitions:,} transitions, {seconds:.0f} s"
+    return f"summary: {said}\n"
+
+
 def _numbered(path: Sequence[PathStep]) -> list[str]:
     return [f"    {n:2}  {line}" for n, line in enumerate(tell_program(path), 1)]
 

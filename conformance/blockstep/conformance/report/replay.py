@@ -23,8 +23,8 @@ MAX_DIFFERENCES = 5
 def render_replay(report: ReplayReport, console: Console) -> None:
     """Print `report` as a table, and its finding, if any, beneath."""
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")
     for name, value, note in _lines(report):
         table.add_row(name, value, note)

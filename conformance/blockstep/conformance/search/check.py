@@ -53,6 +53,8 @@ SHORT_PROGRAM = 10
 SHRUNK_MAX = 3
 """Failures of one scope that are shrunk, at most."""
 TINY_EPISODES = 300
+SECONDS_BETWEEN_WORDS = 0.2
+"""While a failure is being shrunk."""
 
 
 @dataclass(slots=True)
@@ -87,6 +89,8 @@ class CheckResult:
     """The first failure, or a shorter one like it; without findings if it did not come back."""
     first: Finding | None = None
     failing_program: Program | None = None
+    shrinking: str = ""
+    """What is being done with the first failure, for whoever waits."""
     loss: Loss | None = None
     """What became of an engine that did not live: at first, or when `first` was to be shrunk."""
 
@@ -152,7 +156,7 @@ def check(
     started = time.perf_counter()
     result = search(options, InProcess(), on_progress)
     if result.first is not None:
-        shrink_first(result, load(options))
+        shrink_first(result, load(options), lambda now: on_progress(replace(result, shrinking=now)))
     result.seconds = time.perf_counter() - started
     return result
 
@@ -234,14 +238,20 @@ def play_program(
     return result
 
 
-def shrink_first(result: CheckResult, make_engine: EngineFactory) -> None:
-    """Make the first failure short, or show it as it is if it does not come back."""
+def shrink_first(
+    result: CheckResult, make_engine: EngineFactory, tell: Callable[[str], None]
+) -> None:
+    """Make the first failure short, or show it as it is if it does not come back.
+
+    `tell` hears now and then how far this has come.
+    """
     options = result.options
+    said = SaidAtTimes(tell)
     if options.episode is None:
-        _find_shortest(result, make_engine)
+        _find_shortest(result, make_engine, said)
     else:
-        failed = _failures(options, range(options.episode, options.episode + 1), make_engine)
-        _adopt_shortest(result, options, failed, make_engine)
+        failed = _failures(options, range(options.episode, options.episode + 1), make_engine, said)
+        _adopt_shortest(result, options, failed, make_engine, said)
     if result.failure is None:
         see_again(result, make_engine)
 
@@ -254,7 +264,22 @@ def see_again(result: CheckResult, make_engine: EngineFactory) -> None:
     result.failure = conclude(program, run, findings)
 
 
-def _find_shortest(result: CheckResult, make_engine: EngineFactory) -> None:
+class SaidAtTimes:
+    """Hands on what is told, at most every `SECONDS_BETWEEN_WORDS`."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._last = -SECONDS_BETWEEN_WORDS
+
+    def __call__(self, text: str) -> None:
+        """Tell it, unless something was told just now."""
+        now = time.monotonic()
+        if now - self._last >= SECONDS_BETWEEN_WORDS:
+            self._last = now
+            self._tell(text)
+
+
+def _find_shortest(result: CheckResult, make_engine: EngineFactory, said: SaidAtTimes) -> None:
     """Shrink the failure, or one like it that is shorter: what is reported should fit on a page.
 
     What fails where everything is small shrinks to least, and soonest; so failures of the same
@@ -265,26 +290,32 @@ def _find_shortest(result: CheckResult, make_engine: EngineFactory) -> None:
     assert result.failed_episode is not None
     wanted, options = get_symptom(result.first), result.options
     start, tiny = result.failed_episode, replace(options, preset=TINY.name)
-    small = _failures(tiny, range(TINY_EPISODES), make_engine)
+    small = _failures(tiny, range(TINY_EPISODES), make_engine, said)
     alike = [episode for episode in small if _symptom_of(episode) == wanted]
-    _adopt_shortest(result, tiny, alike, make_engine)
+    _adopt_shortest(result, tiny, alike, make_engine, said)
     if not _is_short(result):
-        following = _failures(options, range(start, start + EPISODES_COMPARED), make_engine)
+        following = _failures(options, range(start, start + EPISODES_COMPARED), make_engine, said)
         alike = [episode for episode in following if _symptom_of(episode) == wanted]
-        _adopt_shortest(result, options, alike, make_engine)
+        _adopt_shortest(result, options, alike, make_engine, said)
     if not _is_short(result):
         others = [episode for episode in small if _symptom_of(episode) != wanted]
-        _adopt_shortest(result, tiny, others, make_engine)
+        _adopt_shortest(result, tiny, others, make_engine, said)
     if not _is_short(result):
         later = range(start + EPISODES_COMPARED, start + EPISODES_COMPARED_MAX)
-        _adopt_shortest(result, options, _failures(options, later, make_engine), make_engine)
+        failed = _failures(options, later, make_engine, said)
+        _adopt_shortest(result, options, failed, make_engine, said)
 
 
 def _failures(
-    options: CheckOptions, indices: range, make_engine: EngineFactory
+    options: CheckOptions, indices: range, make_engine: EngineFactory, said: SaidAtTimes
 ) -> list[EpisodeResult]:
-    episodes = (run_episode(options, index, make_engine) for index in indices)
-    return [episode for episode in episodes if episode.first is not None]
+    failed = []
+    for number, index in enumerate(indices):
+        said(f"{number} of {len(indices)} {options.preset} episodes looked at for a shorter one")
+        episode = run_episode(options, index, make_engine)
+        if episode.first is not None:
+            failed.append(episode)
+    return failed
 
 
 def _adopt_shortest(
@@ -292,6 +323,7 @@ def _adopt_shortest(
     options: CheckOptions,
     episodes: Sequence[EpisodeResult],
     make_engine: EngineFactory,
+    said: SaidAtTimes,
 ) -> None:
     """Shrink the shortest of these until one stays short; report it, unless there is a shorter."""
     profile = find_profile(options.profile)
@@ -300,7 +332,13 @@ def _adopt_shortest(
             return
         assert episode.first is not None
         assert episode.program is not None
-        failure = shrink(episode.program, make_engine, episode.first, profile)
+        failure = shrink(
+            episode.program,
+            make_engine,
+            episode.first,
+            profile,
+            lambda runs, actions: said(f"{runs} programs tried, {actions} actions left"),
+        )
         best = result.failure
         if best is None or len(failure.program.actions) < len(best.program.actions):
             result.failure, result.first = failure, episode.first
