@@ -11,6 +11,7 @@ from equivalent_engines import (
     RENAMED,
     HitOneShort,
     Lazy,
+    Moody,
     OtherIds,
     OtherVictim,
     ShortSimulator,
@@ -80,6 +81,7 @@ def test_a_score_goes_on_past_a_difference_and_shows_the_first_of_each_kind(
     assert result.exit_code() is ExitCode.CONFORMS, "it measures; whether it is enough is asked"
     assert result.exit_code(least=0.999) is ExitCode.FAILED
     hits = result.firsts[Aspect.HITS].shrunk
+    assert hits is not None
     assert len(hits.program.actions) <= 7
     (difference,) = hits.findings[0].differences
     assert difference.field.startswith("hit at admission of ")
@@ -92,6 +94,7 @@ def test_a_score_goes_on_past_a_difference_and_shows_the_first_of_each_kind(
 
 def test_the_shrunk_program_differs_again(result: ScoreResult) -> None:
     for aspect, first in result.firsts.items():
+        assert first.shrunk is not None
         run, _ = score_program(first.shrunk.program, ShortSimulator)
         assert run.differing(aspect) == list(first.shrunk.findings)
 
@@ -155,6 +158,13 @@ def test_an_engine_that_raises_is_told_and_the_score_goes_on() -> None:
     assert "ZeroDivisionError: inside" in result.stuck.message
     assert result.exit_code() is ExitCode.FAILED
     assert "the engine could not go on; the first:" in render_score(result)
+
+
+def test_what_is_not_seen_again_is_told_so() -> None:
+    Moody.num_built = 0
+    result = scored("equivalent_engines:Moody", 200, preset="tiny")
+    assert any(first.shrunk is None for first in result.firsts.values())
+    assert "the engine is not deterministic" in render_score(result)
 
 
 # The command.
