@@ -21,6 +21,7 @@ from blockstep.conformance.command.explore import explore_command
 from blockstep.conformance.command.generate import generate_command
 from blockstep.conformance.command.hunt import hunt_command
 from blockstep.conformance.command.museum import museum_app
+from blockstep.conformance.command.new_adapter import new_adapter_command
 from blockstep.conformance.command.properties import properties_command
 from blockstep.conformance.command.prove import prove_command
 from blockstep.conformance.command.quirks import quirks_command
@@ -65,6 +66,7 @@ app.command("check")(check_command)
 app.command("arms")(arms_command)
 app.command("replay")(replay_command)
 app.command("validate")(validate_command)
+app.command("new-adapter")(new_adapter_command)
 app.command("properties")(properties_command)
 app.command("engines")(engines_command)
 app.command("explain")(explain_command)

@@ -101,7 +101,17 @@ class ScopedRun(LockStep):
         """Whether an engine that plans ahead does another thing first: plan, or take an answer."""
         if not (self.scope.plans_ahead and self.plans):
             return False
+        return isinstance(event, v.Schedule if self._must_answer() else v.Commit)
+
+    def _must_answer(self) -> bool:
+        """Whether one that plans ahead answers next: it is full, or has nothing to plan."""
         is_full = len(self.plans) == self.config.max_frames_in_flight
         is_idle = self.last_plan is not None and not self.last_plan.rows
-        must_answer = is_full or is_idle
-        return isinstance(event, v.Schedule if must_answer else v.Commit)
+        return is_full or is_idle
+
+    def _answer_all(self) -> list[Finding]:
+        """Commit what is still in flight; an engine that plans ahead begins a turn for it."""
+        findings: list[Finding] = []
+        if self.scope.plans_ahead and self.plans and not self._must_answer():
+            findings = self.apply(v.Schedule())
+        return findings or LockStep._answer_all(self)

@@ -9,10 +9,16 @@ from typing import Protocol, TypeAlias
 
 from blockstep.conformance.draw.actions import request_name
 from blockstep.conformance.engine import EngineFactory, get_traits
-from blockstep.conformance.lockstep.driver import Exchange
+from blockstep.conformance.lockstep.exchange import Exchange
 from blockstep.conformance.lockstep.runs import run_program
-from blockstep.conformance.protocol.features import ASYNC, FEATURES, PIPELINE
-from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.features import (
+    ASYNC,
+    FEATURES,
+    PIPELINE,
+    find_lacking,
+    get_missing,
+)
+from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import (
     Action,
     Answer,
@@ -87,6 +93,11 @@ def conclude(program: Program, run: Run, findings: Iterable[Finding], num_runs: 
     return Shrunk(program, tuple(findings), num_runs, run.num_events, run.equivalence, last)
 
 
+def get_symptom(finding: Finding) -> tuple[FindingKind, str, str]:
+    """What two findings of one defect have in common."""
+    return (finding.kind, finding.property_id, finding.sentence)
+
+
 class _Budget(Exception):
     """Enough has been tried."""
 
@@ -94,8 +105,8 @@ class _Budget(Exception):
 class Shrinker:
     """Keeps the smallest program that fails like the first one.
 
-    "Like" means: some finding names the same property, or both name none. A program may turn one
-    symptom into another on the way; it may not turn one defect into another kind of defect.
+    "Like" means: some finding is of the same sentence. Another sentence of the same property may be
+    of another defect, or of none: no program is tried that the engine need not take.
     """
 
     def __init__(
@@ -110,11 +121,14 @@ class Shrinker:
         self._make_engine = make_engine
         self._play = play
         self._profile = profile
-        self._wanted = (first.kind, first.property_id)
+        self._wanted = get_symptom(first)
         self._on_run = on_run
         self._num_runs = 0
         self.best = program
         self.run, self.findings = play(program, make_engine, profile)
+        self._lacking = find_lacking(self.run.capabilities)
+        most = get_traits(make_engine).max_depth or 0
+        self._depth_max = max(most, program.config.max_frames_in_flight) if most else None
 
     def shrink(self) -> Shrunk:
         """Try ever smaller programs until none of them fails or `MAX_RUNS` are spent."""
@@ -127,6 +141,7 @@ class Shrinker:
                 self._pipeline()
                 self._halve()
                 self._simplify_config()
+                self._simplify_requests()
                 self._remove_actions()
                 self._simplify_actions()
                 self._scale_down()
@@ -140,7 +155,12 @@ class Shrinker:
         return conclude(self.best, self.run, self.findings, self._num_runs)
 
     def _try(self, program: Program) -> bool:
-        """Adopt `program` if it fails in the same way."""
+        """Adopt `program` if it fails in the same way, and is one for this engine."""
+        depth = program.config.max_frames_in_flight
+        if get_missing(program.config, self._lacking) is not None or (
+            self._depth_max is not None and depth > self._depth_max
+        ):
+            return False
         if self._num_runs >= MAX_RUNS:
             raise _Budget
         self._num_runs += 1
@@ -149,7 +169,7 @@ class Shrinker:
             run, findings = self._play(program, self._make_engine, self._profile)
         except v.ConfigError:
             return False
-        if not any((found.kind, found.property_id) == self._wanted for found in findings):
+        if not any(get_symptom(found) == self._wanted for found in findings):
             return False
         self.best, self.run, self.findings = program, run, findings
         return True
@@ -228,11 +248,8 @@ class Shrinker:
         """Let all plans be in flight at once, so that no answer is needed between them."""
         actions = tuple(action for action in self.best.actions if not isinstance(action, Answer))
         depth = sum(isinstance(action, v.Schedule) for action in actions)
-        most = get_traits(self._make_engine).max_depth or depth
-        is_async = not PIPELINE.is_asked_by(self.best.config)
-        needed = ASYNC.capability if is_async else PIPELINE.capability
-        can_have = 1 < depth <= most and needed in self.run.capabilities
-        if can_have and len(actions) < len(self.best.actions):
+        is_async = not PIPELINE.is_asked_by(self.best.config) and ASYNC not in self._lacking
+        if depth > 1 and len(actions) < len(self.best.actions):
             flight = {"max_frames_in_flight": depth, "async_scheduling": is_async}
             config = replace(self.best.config, **flight)  # type: ignore[arg-type]
             self._try(replace(self.best, config=config, actions=actions))
@@ -262,6 +279,18 @@ class Shrinker:
         smaller = replace(config, num_blocks=config.num_blocks - num_blocks)
         return self._try(replace(self.best, config=smaller, actions=actions))
 
+    def _simplify_requests(self) -> None:
+        """Take a feature from all requests at once: some share a block because both have it."""
+        for feature in FEATURES:
+            actions = tuple(
+                v.Submit(feature.take_from(action.request))
+                if isinstance(action, v.Submit)
+                else action
+                for action in self.best.actions
+            )
+            if actions != self.best.actions:
+                self._try(self._with(actions))
+
     def _simplify_actions(self) -> None:
         for index in range(len(self.best.actions)):
             progress = True
@@ -273,8 +302,15 @@ class Shrinker:
                 )
 
     def _simplify_config(self) -> None:
-        for config in simpler_configs(self.best.config):
-            self._try(replace(self.best, config=config))
+        """Take over one simplification after the other, of each field the first that is any."""
+        base = self.best.config
+        names = [field.name for field in fields(base)]
+        for simpler in simpler_configs(base):
+            pairs = ((name, getattr(simpler, name)) for name in names)
+            change = {name: value for name, value in pairs if value != getattr(base, name)}
+            now = self.best.config
+            if change and all(getattr(now, name) == getattr(base, name) for name in change):
+                self._try(replace(self.best, config=replace(now, **change)))
 
     def _rename(self) -> None:
         """Call the requests A, B, C in order of submission, or of their names: these break ties."""
