@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_who_decides_alike_agrees_in_everything(engine: Any) -> None:
 @pytest.mark.parametrize("preset", ["tiny", "small", "real"])
 @pytest.mark.parametrize("engine", [HostEngine, Simulator, Judged])
 def test_who_decides_alike_agrees_in_many_events(engine: Any, preset: str) -> None:
-    for index in range(60):
+    for index in range(20):
         run, _, findings = play_scored(CheckOptions(preset=preset, seed=3), index, engine)
         assert findings == []
         assert all(tally.first is None for tally in run.tallies().values()), (preset, index)
@@ -215,3 +216,19 @@ def test_bad_input_is_one_sentence(args: tuple[object, ...]) -> None:
     result = blockstep(*args)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
+
+
+PAGE = (Path(__file__).parents[2] / "docs/explanation/equivalences.md").read_text()
+
+
+def test_the_page_shows_what_the_command_says() -> None:
+    block = re.search(r"```console\n\$ blockstep score (.*?)\n(.*?)```", PAGE, re.S)
+    assert block is not None
+    output = _timeless(blockstep(*block[1].split()).output)
+    assert _timeless(block[2]) in output
+    (program,) = re.findall(r"```text\n(  hits: .*?)```", PAGE, re.S)
+    assert program in output
+
+
+def _timeless(text: str) -> str:
+    return re.sub(r"[\d.]+ s\n", "SECONDS\n", text)
