@@ -18,9 +18,10 @@ from blockstep.conformance.bench import measure, report
 from blockstep.conformance.bench.profile import profile, to_lines
 from blockstep.conformance.bench.scenarios import SCENARIOS, TRACE, Scenario, get_trace_scenario
 from blockstep.conformance.bench.sides import SideError
-from blockstep.conformance.bench.terms import find_obstacle, get_terms, list_changes, split
+from blockstep.conformance.bench.terms import find_obstacle, get_terms, split
 from blockstep.conformance.command import console, options
 from blockstep.conformance.protocol.features import UsageError
+from blockstep.conformance.search.episodes import list_changes
 from blockstep.conformance.search.options import ExitCode
 
 SIZES = (1, 8, 64, 256, 1024, 4096)

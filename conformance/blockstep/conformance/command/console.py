@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from blockstep.conformance.engine import BadEngineError
 from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.protocol.registry import EngineNotFoundError
 from blockstep.conformance.recorded.traces import TraceError
@@ -31,6 +32,7 @@ FILE_WIDTH_MIN = 100
 _so_far: list[str] = []
 """What the command that runs is doing and has seen: title and text, if it said anything yet."""
 INPUT_ERRORS = (
+    BadEngineError,
     *(EngineNotFoundError, TraceError, ConfigError, RefusedError, NotExplainedError, UsageError),
 )
 

@@ -10,7 +10,9 @@ from typing import Annotated
 import typer
 
 from blockstep.conformance.command import console, options, tables
+from blockstep.conformance.engine import Safety, get_traits
 from blockstep.conformance.explore import pictures
+from blockstep.conformance.explore.alone import walk_alone
 from blockstep.conformance.explore.probe import JUDGED_WITNESSES, OF_THE_PAST
 from blockstep.conformance.explore.shard import MAX_STATES, Task
 from blockstep.conformance.explore.tables import (
@@ -25,6 +27,7 @@ from blockstep.conformance.explore.walk import LostShardError, Walked, get_obsta
 from blockstep.conformance.explore.world import World
 from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.protocol.features import BY_NAME
+from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.report.explore import (
     get_exit_code,
     render_shortest,
@@ -81,6 +84,7 @@ def explore_command(
         int, typer.Option(min=1, help="Stop before there are more; 250 bytes each.")
     ] = MAX_STATES,
     jobs: options.Jobs = 1,
+    path: options.Folder = None,
     dot: Annotated[Path | None, options.output("Write the graph of one small world.")] = None,
     svg: Annotated[Path | None, options.output("Draw the graph of one small world.")] = None,
     markdown: MarkdownOption = None,
@@ -88,9 +92,12 @@ def explore_command(
 ) -> None:
     """Visit every state of small worlds; judge every transition, and hold an engine to it.
 
+    Of an engine that decides by rules of its own (equivalence safety) the states are its own.
+
     Example: blockstep explore --preset pair --engine host
     """
     jobs = options.count_jobs(jobs)
+    options.look_in(path)
     worlds = require_worlds(preset, with_features, without_features)
     follows = options.require_profile(profile)
     _require_table(name or [], quirks, museum)
@@ -192,10 +199,13 @@ def _explore(tasks: Sequence[Task], jobs: int, json_path: Path | None) -> None:
             with console.input_errors():
                 obstacle = get_obstacle(task)
                 if obstacle is not None:
-                    what = f"{task.world.name}: not walked: {task.engine} lacks {obstacle}"
+                    what = f"{task.world.name}: not walked: {task.engine} {obstacle}"
                     console.say(f"{what}\n", json_path)
                     continue
-                walked = walk(task, jobs, tell_progress(task.world))
+                if task.engine and is_alone(task.engine):
+                    walked = walk_alone(task, tell_progress(task.world))
+                else:
+                    walked = walk(task, jobs, tell_progress(task.world))
         except LostShardError as lost:
             console.end(ExitCode.HARNESS, str(lost))
         console.say(render_walked(walked), json_path)
@@ -208,6 +218,11 @@ def _explore(tasks: Sequence[Task], jobs: int, json_path: Path | None) -> None:
         console.say(summarize_walks(results, len(tasks)), json_path)
     console.write_json(json_path, [walked_to_json(walked) for walked in results])
     raise typer.Exit(code if results else ExitCode.HARNESS)
+
+
+def is_alone(engine: str) -> bool:
+    """Whether an engine goes ways of its own, and is not compared with the specification's."""
+    return isinstance(get_traits(load_engine(engine)).equivalence, Safety)
 
 
 def _show_witness(

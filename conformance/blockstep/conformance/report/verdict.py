@@ -57,6 +57,11 @@ def _render_lines(result: CheckResult, console: Console) -> None:
         console.print("not tried   state and properties: the engine shows no snapshots")
     for name, count in sorted(result.known.items()):
         console.print(f"known       {name}: {count} findings that {options.profile} accounts for")
+    for name, summary in sorted(result.deviations.items()):
+        told = f"known       {name}: {result.excused[name]} findings that the adapter declares"
+        console.print(f"{told}: {summary}", soft_wrap=True)
+    for name in result.stale:
+        console.print(f"stale       {name}: its program does not show it; the adapter can drop it")
     for name in () if options.is_single else result.missing:
         console.print(f"not reached {name}: {WITNESSES[name]}")
     if options.program is not None:

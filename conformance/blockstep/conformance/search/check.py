@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
@@ -39,7 +39,7 @@ from blockstep.conformance.search.options import (
     load,
 )
 from blockstep.conformance.search.processes import open_processes
-from blockstep.conformance.search.shrink import Shrunk, conclude, shrink
+from blockstep.conformance.search.shrink import Shrunk, conclude, get_symptom, shrink
 
 EPISODES_PER_BATCH = 8
 LONG_EPISODE = 150
@@ -69,6 +69,12 @@ class CheckResult:
     skipped: Counter[str] = field(default_factory=Counter)
     known: Counter[str] = field(default_factory=Counter)
     """Findings that the quirks of the profile account for, by property."""
+    deviations: Mapping[str, str] = field(default_factory=dict)
+    """What the adapter declares, in words, by name."""
+    excused: Counter[str] = field(default_factory=Counter)
+    """Findings that it declares, by the name of the deviation."""
+    stale: tuple[str, ...] = ()
+    """Deviations that their programs do not show any more."""
     missing: tuple[str, ...] = ()
     has_snapshot: bool = True
     equivalence: str = "exact"
@@ -170,6 +176,7 @@ def search(
     require_wish(options, facts)
     wanted, options = options, replace(options, max_depth=facts.max_depth)
     result = CheckResult(options, equivalence=facts.equivalence, not_asked=facts.not_asked)
+    result.deviations, result.stale = facts.deviations, facts.stale
     if options.max_depth == 1 < wanted.max_depth:
         lacking = (BY_NAME[name] for name in facts.lacking if name in SEVERAL_AT_ONCE)
         result.skipped.update(str(feature.capability) for feature in lacking)
@@ -195,6 +202,7 @@ def _add(result: CheckResult, episode: EpisodeResult) -> None:
     result.witnesses.update(episode.witnesses)
     result.skipped.update(episode.skipped)
     result.known.update(episode.known)
+    result.excused.update(episode.deviations)
     result.has_snapshot &= episode.has_snapshot
     if episode.first is not None:
         result.first, result.failed_episode = episode.first, episode.index
@@ -219,6 +227,8 @@ def play_program(
     run, findings = run_program(program, make_engine, find_profile(options.profile))
     result.num_episodes, result.num_events = 1, run.num_events
     result.witnesses, result.known = run.witnesses, Counter(run.known)
+    result.excused = run.excuses.counts
+    result.deviations = {one.name: one.summary for one in run.excuses.deviations}
     result.skipped, result.equivalence = Counter(run.skipped), run.equivalence or "exact"
     result.has_snapshot = Capability.SNAPSHOT in run.capabilities
     weaker = get_traits(make_engine).equivalence
@@ -273,22 +283,22 @@ def _find_shortest(result: CheckResult, make_engine: EngineFactory, said: SaidAt
     """Shrink the failure, or one like it that is shorter: what is reported should fit on a page.
 
     What fails where everything is small shrinks to least, and soonest; so failures of the same
-    property are looked for at tiny scope first, then among the next episodes. If all stay long,
+    sentence are looked for at tiny scope first, then among the next episodes. If all stay long,
     any failure at tiny scope will do, or any of many more episodes.
     """
     assert result.first is not None
     assert result.failed_episode is not None
-    wanted, options = (result.first.kind, result.first.property_id), result.options
+    wanted, options = get_symptom(result.first), result.options
     start, tiny = result.failed_episode, replace(options, preset=TINY.name)
     small = _failures(tiny, range(TINY_EPISODES), make_engine, said)
-    alike = [episode for episode in small if _kind_of(episode) == wanted]
+    alike = [episode for episode in small if _symptom_of(episode) == wanted]
     _adopt_shortest(result, tiny, alike, make_engine, said)
     if not _is_short(result):
         following = _failures(options, range(start, start + EPISODES_COMPARED), make_engine, said)
-        alike = [episode for episode in following if _kind_of(episode) == wanted]
+        alike = [episode for episode in following if _symptom_of(episode) == wanted]
         _adopt_shortest(result, options, alike, make_engine, said)
     if not _is_short(result):
-        others = [episode for episode in small if _kind_of(episode) != wanted]
+        others = [episode for episode in small if _symptom_of(episode) != wanted]
         _adopt_shortest(result, tiny, others, make_engine, said)
     if not _is_short(result):
         later = range(start + EPISODES_COMPARED, start + EPISODES_COMPARED_MAX)
@@ -341,9 +351,9 @@ def _is_short(result: CheckResult) -> bool:
     return failure is not None and len(failure.program.actions) <= SHORT_PROGRAM
 
 
-def _kind_of(episode: EpisodeResult) -> tuple[FindingKind, str]:
+def _symptom_of(episode: EpisodeResult) -> tuple[FindingKind, str, str]:
     assert episode.first is not None
-    return (episode.first.kind, episode.first.property_id)
+    return get_symptom(episode.first)
 
 
 def _length(episode: EpisodeResult) -> int:

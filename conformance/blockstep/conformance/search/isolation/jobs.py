@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.engine import BadEngineError, EngineFactory
 from blockstep.conformance.protocol.findings import tell_error
 from blockstep.conformance.protocol.lines import TraceError
 from blockstep.conformance.protocol.program import Program
@@ -160,7 +160,7 @@ def _do(job: Job, journal: Journal) -> Iterator[Answer]:
         yield "done", value
     except EngineNotFoundError as error:
         yield "not found", str(error)
-    except (ConfigError, TraceError) as error:
+    except (BadEngineError, ConfigError, TraceError) as error:
         yield "refused", str(error)
     except Exception as error:
         if watched is None or error is watched.error:

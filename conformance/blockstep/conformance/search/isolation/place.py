@@ -125,7 +125,7 @@ class Isolation:
         try:
             self.call(jobs.play, options, range(start, start + count), on_part=results.append)
         except LostError as lost:
-            results.append(_lose_episode(start + len(results), lost.loss))
+            results.append(lose_episode(start + len(results), lost.loss))
         return results
 
     @contextlib.contextmanager
@@ -186,13 +186,15 @@ class Isolation:
         return Process(Path(folder), self._path, self._event_seconds)
 
 
-def _lose_episode(index: int, loss: Loss) -> EpisodeResult:
+def lose_episode(index: int, loss: Loss) -> EpisodeResult:
+    """An episode in which the engine did not live."""
     return EpisodeResult(
         index=index,
         num_events=len(loss.events),
         witnesses={},
         skipped={},
         known={},
+        deviations={},
         has_snapshot=True,
         first=loss.finding,
         loss=loss,
