@@ -328,10 +328,12 @@ class LockStep(Client):
             return []
         event, expected, seen = self.last.event, self.last.expected, self.last.seen
         try:
-            after = self._comparable(self.engine.snapshot())
+            shown = self.engine.snapshot()
         except Exception as error:
             return [fault_of(error)]
-        return list(self._diverge(event, expected, seen, after))
+        if (ill_typed := fault_of_types(event, seen, shown)) is not None:
+            return [ill_typed]
+        return list(self._diverge(event, expected, seen, self._comparable(shown)))
 
     def _unexplained(self, findings: list[Finding]) -> list[Finding]:
         """What is left when the quirks of the profile have spoken.
