@@ -27,7 +27,7 @@ from blockstep.conformance.search.arms import compare_arms
 from blockstep.conformance.search.check import InProcess, check
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.floor import SAFETY_CANARY, release_canary
-from blockstep.conformance.search.hunt import hunt
+from blockstep.conformance.search.hunt import call_here, hunt
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.spec.vocabulary import (
     Ack,
@@ -307,8 +307,8 @@ def test_an_engine_that_decides_differently_conforms(name: str) -> None:
 
 
 def test_hunts_and_arms_take_such_an_engine_too() -> None:
-    assert hunt(options("Toy", max_events=300), Toy).defects == []
-    assert hunt(options("Leaks", max_events=300), Leaks).defects
+    assert hunt(options("Toy", max_events=300), call_here(Toy)).defects == []
+    assert hunt(options("Leaks", max_events=300), call_here(Leaks)).defects
     arms = compare_arms(options("Toy"), Toy, 20)
     assert arms.contrast is None
     assert arms.num_compared["pool"] > 20

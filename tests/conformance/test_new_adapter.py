@@ -89,8 +89,7 @@ def test_the_tutorial_leads_from_an_empty_file_to_a_verdict(folder: Path) -> Non
 
 
 def get_toy() -> str:
-    texts: list[str] = [text for before, _, text in FENCE.findall(HOW_TO) if "toy.py" in before]
-    return texts[0]
+    return next(str(text) for before, _, text in FENCE.findall(HOW_TO) if "toy.py" in before)
 
 
 def test_the_toy_of_the_how_to_conforms_as_it_stands(folder: Path) -> None:

@@ -27,12 +27,32 @@ from blockstep.spec.vocabulary import Policy
 TRUSTED = frozenset({"host", "compiled", "fastest", "host-kernels", "spec"})
 """Engines that are checked in this process, as the museum is: nothing of ours hangs or crashes."""
 
+
+def is_ours(engine: str) -> bool:
+    """Whether an engine of this name may run in this process."""
+    return engine in TRUSTED or engine.startswith(MUSEUM)
+
+
 FolderOption = Annotated[
     Path | None,
     typer.Option(exists=True, file_okay=False, help="A folder to look in first for the engine."),
 ]
 PolicyOption = Annotated[
     Policy | None, typer.Option(help="Fix the policy; both are drawn otherwise.")
+]
+HideStateOption = Annotated[
+    bool,
+    typer.Option(
+        "--hide-state", help="Judge plans and answers alone: the engine is not asked for its state."
+    ),
+]
+InProcessOption = Annotated[
+    bool,
+    typer.Option(
+        "--in-process",
+        help="Run the engine in this process, one job at a time: for a debugger. It is run in "
+        "processes of its own otherwise, unless it is one of ours.",
+    ),
 ]
 EventSecondsOption = Annotated[
     float,
@@ -69,14 +89,8 @@ def check_command(
     corpus: programs.CorpusOption = None,
     save: programs.SaveOption = None,
     event_seconds: EventSecondsOption = EVENT_SECONDS,
-    in_process: Annotated[
-        bool,
-        typer.Option(
-            "--in-process",
-            help="Run the engine in this process, one job at a time: for a debugger. It is run in "
-            "processes of its own otherwise, unless it is one of ours.",
-        ),
-    ] = False,
+    hide_state: HideStateOption = False,
+    in_process: InProcessOption = False,
     json_path: options.Json = None,
 ) -> None:
     """Drive an engine and the spec through random programs and compare after every event.
@@ -101,10 +115,11 @@ def check_command(
         max_depth=depth,
         profile=profile,
         path=None if path is None else str(path.resolve()),
+        hide_state=hide_state,
         with_features=options.require_features(with_features),
         without_features=options.require_features(without_features),
     )
-    is_trusted = in_process or engine in TRUSTED or engine.startswith(MUSEUM)
+    is_trusted = in_process or is_ours(engine)
     with console.input_errors(), Isolation(event_seconds) as isolation:
         place = None if is_trusted else isolation
         played = programs.play(wanted, program, corpus, place, screen)
@@ -150,4 +165,8 @@ def _check_progress(wanted: CheckOptions, now: CheckResult) -> tuple[float, str]
         done = now.num_events / wanted.max_events
     elif wanted.max_seconds:
         done = now.seconds / wanted.max_seconds
-    return min(done, 1.0), f"{now.num_events:,} events, {now.num_episodes:,} episodes"
+    seen = f"{now.num_events:,} events, {now.num_episodes:,} episodes"
+    if now.first is None:
+        return min(done, 1.0), f"{seen}, nothing wrong"
+    name = f"{now.first.property_id or now.first.kind} {now.first.sentence}"
+    return 1.0, f"{now.shrinking or 'found'}: {name}, in {seen}"

@@ -31,6 +31,8 @@ def explain_command(
 
     Example: blockstep explain attended_slot_was_written
     """
+    if at is not None and not Path(what).is_file():
+        console.usage(f"--at {at}: needs a trace, and {what} is no file")
     with console.input_errors():
         text = explain_moment(Path(what), at) if Path(what).is_file() else explain_name(what)
     console.say(text, json_path)

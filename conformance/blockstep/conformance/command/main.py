@@ -26,6 +26,7 @@ from blockstep.conformance.command.properties import properties_command
 from blockstep.conformance.command.prove import prove_command
 from blockstep.conformance.command.quirks import quirks_command
 from blockstep.conformance.command.replay import replay_command
+from blockstep.conformance.command.score import score_command
 from blockstep.conformance.command.validate import validate_command
 from blockstep.conformance.command.vectors import vectors_app
 
@@ -71,6 +72,7 @@ app.command("engines")(engines_command)
 app.command("explain")(explain_command)
 app.command("quirks")(quirks_command)
 app.command("hunt")(hunt_command)
+app.command("score")(score_command)
 app.command("bisect")(bisect_command)
 app.add_typer(vectors_app, name="vectors")
 app.add_typer(museum_app, name="museum")

@@ -144,7 +144,7 @@ def render_served(findings: Sequence[Finding], num_events: int) -> str:
 
 def reproduce(options: CheckOptions, episode: int, loss: Loss | None = None) -> str:
     """The command line that fails in the same way."""
-    path = f" --path {options.path}" if options.path else ""
+    path = f" --path {shlex.quote(options.path)}" if options.path else ""
     policy = f" --policy {options.policy}" if options.policy else ""
     patience = ""
     if loss is not None and loss.event_seconds is not None:
@@ -163,6 +163,7 @@ def show_options(options: CheckOptions) -> str:
     """Those of a search that are not as they are by themselves, each after a space."""
     parts = [f" --profile {options.profile}"] if options.profile != STRICT.name else []
     parts += [f" --depth {options.max_depth}"] if options.max_depth != MAX_DEPTH else []
+    parts += [" --hide-state"] if options.hide_state else []
     parts += [f" --with {name}" for name in options.with_features]
     parts += [f" --without {name}" for name in options.without_features]
     return "".join(parts)

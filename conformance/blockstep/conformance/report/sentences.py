@@ -46,6 +46,10 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
             "seconds`), ended its process, or could not be built."
         ),
     ),
+    "engine_takes_answers_to_its_plans": (
+        "",
+        "While it is scored, an engine refused the worker's answer to a plan of its own.",
+    ),
     "spec_asserts_nothing_false": (
         "",
         ("The specification failed an assertion of its own: it is wrong, whatever the engine did."),

@@ -17,6 +17,7 @@ from blockstep.conformance.protocol.features import (
 )
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.search.wrapped import hide_state
 from blockstep.spec.profiles import PROFILES, STRICT, Profile, get_profile
 from blockstep.spec.vocabulary import Policy
 
@@ -64,6 +65,8 @@ class CheckOptions:
     """Release whose known quirks the spec follows; `strict` follows none."""
     path: str | None = None
     """A folder that is looked in first when the engine is imported."""
+    hide_state: bool = False
+    """Judge plans and answers alone: the engine is not asked for its state."""
     with_features: tuple[str, ...] = ()
     """Features (`features.FEATURES`) that every run has."""
     without_features: tuple[str, ...] = ()
@@ -109,7 +112,8 @@ def load(options: CheckOptions) -> EngineFactory:
     """
     if options.path is not None:
         search_first(options.path)
-    return load_engine(options.engine)
+    make_engine = load_engine(options.engine)
+    return hide_state(make_engine) if options.hide_state else make_engine
 
 
 def search_first(path: str) -> None:
