@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
 
+from blockstep.conformance.engine import Safety
 from blockstep.conformance.protocol.program import WIDTH, describe, describe_config
 from blockstep.conformance.report.failure import LINES_MAX, reproduce
 from blockstep.conformance.report.jsonform import finding_to_json
@@ -100,9 +101,10 @@ def hunt_to_json(result: HuntResult) -> dict[str, object]:
 
 
 def title_of(defect: Defect, result: HuntResult) -> str:
-    """What accounts for it, in words, with upstream's number."""
+    """What accounts for it, in words, with upstream's number; or what it breaks, if nothing can."""
     told = (_cause_in_words(cause, result) for cause in defect.causes)
-    return "; ".join(told) or UNEXPLAINED
+    can_be_known = result.ground.is_spared or result.ground.facts.equivalence != Safety().name
+    return "; ".join(told) or (UNEXPLAINED if can_be_known else name_of(defect.first))
 
 
 def _cause_in_words(cause: Cause, result: HuntResult) -> str:

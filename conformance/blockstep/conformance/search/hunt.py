@@ -45,6 +45,9 @@ LOOKOUT_EPISODES = 1000
 LOSSES_MAX = 12
 """Engines that are lost before a hunt ends: each may have cost the seconds of an event."""
 
+IN_THE_BLOCKS = frozenset({"P2", "P3", "P4", "P6"})
+"""Properties that speak of who is in a block and what."""
+
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -260,8 +263,13 @@ class Hunter:
             episodes.append(lose_episode(indices[len(episodes)], lost.loss))
         for episode in episodes:
             self.result.num_events += max(episode.num_events, 1)
-            self.result.known.update(episode.known)
+            self.result.known.update(self._excused(episode))
         return episodes
+
+    def _excused(self, episode: EpisodeResult) -> dict[str, int]:
+        """What was passed over, and not for a quirk that this hunt has found itself."""
+        quirks = follow(self.forgiven).quirks
+        return {name: n for name, n in episode.known.items() if not (quirks and name in PROPERTIES)}
 
     def _learn(self, options: CheckOptions, episode: EpisodeResult) -> bool:
         """Shrink and explain a failure; whether the episode should be played again."""
@@ -342,9 +350,9 @@ class Hunter:
         nearest = max(groups, key=lambda it: it.is_near(defect.symptoms), default=None)
         if nearest is not None and nearest.is_near(defect.symptoms):
             return nearest
-        if behind is None or behind.property_id != defect.first.property_id:
+        if behind is None or not _follows_from(behind, defect.first):
             return None
-        before = saying(behind)  # the same property: what is wrong with the state, further on
+        before = saying(behind)
         alike = (it for it in groups if any(saying(one.first) == before for one in it.defects))
         return next(alike, None)
 
@@ -399,6 +407,15 @@ class Hunter:
                 seen = replace(self._describe(options, episode), shrunk=shrunk)
                 self.result.policies.append((lookout, seen))
                 return
+
+
+def _follows_from(state: Finding, later: Finding) -> bool:
+    """Whether what is said of a plan or an answer is what had to come of a wrong state.
+
+    The same property, or what is in the blocks of a pool that is out of count (P1).
+    """
+    same = state.property_id == later.property_id
+    return same or (state.property_id == "P1" and later.property_id in IN_THE_BLOCKS)
 
 
 def name_of(finding: Finding) -> str:
