@@ -23,10 +23,17 @@ from equivalent_engines import (
     held_to,
 )
 
-from blockstep.conformance.engine import EngineTraits, Equivalence, Renamed, SamePlans, get_traits
+from blockstep.conformance.engine import (
+    EngineTraits,
+    Equivalence,
+    Renamed,
+    Safety,
+    SamePlans,
+    get_traits,
+)
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import Finding, FindingKind
-from blockstep.conformance.protocol.program import Answer, Program
+from blockstep.conformance.protocol.program import Answer, Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.renaming import TablePairs, rename_snapshot
 from blockstep.conformance.search.episodes import run_episode
@@ -225,6 +232,21 @@ def test_tables_are_followed_over_a_preemption() -> None:
     assert pairs.take(*back) == back[0], "7 is free again, and may be another block now"
     held = plan(NewRow(B, ((4,),), 2, 1)), plan(NewRow(B, ((5,),), 2, 1))
     assert pairs.take(*held) != held[0], "the spec shares block 4, the engine does not"
+
+
+@pytest.mark.parametrize("kind", [Renamed, SamePlans, Safety])
+def test_an_engine_that_plans_ahead_is_full_before_it_is_answered(kind: Any) -> None:
+    engine = held_to(
+        Simulator if kind is SamePlans else HostEngine,
+        EngineTraits(equivalence=kind(plans_ahead=True)),
+    )
+    config = replace(CONFIG, max_frames_in_flight=2, async_scheduling=True)
+    actions = (Submit(A), Schedule(), Answer(), Schedule(), Schedule(), Answer(), Drain())
+    run, findings = run_program(Program(config, actions), engine)
+    assert findings == []
+    given = [type(it.event).__name__ for it in run.exchanges]
+    assert given[:5] == ["Submit", "Schedule", "Schedule", "Commit", "SetPause"]
+    assert not run.live
 
 
 def test_what_is_not_asked_is_said() -> None:

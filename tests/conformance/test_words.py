@@ -191,6 +191,25 @@ def test_until_then_its_commit_delivers() -> None:
     assert run.perform(Drain()) == []
 
 
+class Forgives(Shown):
+    """Ends whom an abort named, and not the next one of that name."""
+
+    def apply(self, event: Event) -> Observation:
+        if isinstance(event, Submit):
+            self.aborts = tuple(name for name in self.aborts if name != event.request.request_id)
+        return super().apply(event)
+
+
+def test_who_ends_by_itself_before_that_plan_may_come_again() -> None:
+    first = (Submit(Request("A", PROMPT, 1)), Schedule(), Abort(("A",)), Answer())
+    run, findings = run_program(Program(CONFIG, first), Forgives)
+    assert (findings, run.live) == ([], {})
+    assert run.perform(Submit(Request("A", PROMPT, 2))) == []
+    assert run.perform(Drain()) == []
+    assert run.ended == ["A", "A"]
+    assert len(run.texts[-1]) == len(PROMPT) + 2
+
+
 def test_who_was_to_end_and_runs_on_is_found() -> None:
     actions = (Submit(Request("A", PROMPT, 4)), Schedule(), Answer(), Abort(("A",)), Schedule())
     _, findings = run_program(Program(CONFIG, actions), Never)

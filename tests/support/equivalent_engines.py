@@ -7,10 +7,11 @@ from itertools import takewhile
 from typing import Any, ClassVar
 
 from blockstep.conformance.engine import Capability, EngineTraits, Renamed, SamePlans
+from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.impl.host import HostEngine
 from blockstep.impl.host.pool import BlockPool
 from blockstep.impl.host.prefix import PrefixMap
-from blockstep.spec.vocabulary import BlockTables, Event, Outputs, Plan, Schedule, Snapshot
+from blockstep.spec.vocabulary import BlockTables, Commit, Event, Outputs, Plan, Schedule, Snapshot
 
 RENAMED = EngineTraits(equivalence=Renamed())
 PLANS = EngineTraits(equivalence=SamePlans(shows_blocks=True))
@@ -170,3 +171,35 @@ class Twice:
 def held_to(base: type[HostEngine], traits: EngineTraits, *defects: type) -> Any:
     """An engine with these defects and traits."""
     return type(base.__name__, (*defects, base), {"traits": traits})
+
+
+# To be scored.
+
+ShortSimulator = held_to(Simulator, NO_BLOCKS, HitOneShort)
+
+
+class Lazy(HostEngine):
+    """Every fourth step is left out: nobody runs."""
+
+    num_plans = 0
+
+    def _schedule_running(self, step: Any) -> None:
+        self.num_plans += 1
+        if self.num_plans % 4:
+            super()._schedule_running(step)
+        else:
+            step.budget = 0
+
+
+class Broken(SpecEngine):
+    def apply(self, event: Event) -> Any:
+        if isinstance(event, Commit) and event.frame_id == 2:
+            raise ZeroDivisionError("inside")
+        return super().apply(event)
+
+
+class Hanging(SpecEngine):
+    def apply(self, event: Event) -> Any:
+        while isinstance(event, Commit):
+            pass
+        return super().apply(event)

@@ -67,6 +67,10 @@ class Capability(StrEnum):
 ALL_CAPABILITIES: frozenset[str] = frozenset(Capability)
 
 
+class BadEngineError(TypeError):
+    """A factory, or what it makes, is not what the protocol asks for; the text names what."""
+
+
 class EngineFault(Exception):
     """The engine broke. The driver reports it as a finding, with the program that led to it."""
 
@@ -89,6 +93,7 @@ class Engine(Protocol):
 
 
 EngineFactory: TypeAlias = Callable[[Config], Engine]
+METHODS = ("apply", "snapshot", "capabilities")
 
 
 # Of one engine.
@@ -197,13 +202,34 @@ class Safety(Equivalence):
 
     name: ClassVar[str] = "safety"
     situations: tuple[str, ...] | None = field(default=("admitted", "stop_length"), kw_only=True)
-    plans_ahead: bool = field(default=False, kw_only=True)
-    """Its loop answers a plan only once as many as may be are in flight, or nothing can be planned:
-    with two frames in flight, the order of every run is plan, plan, answer, plan, answer."""
 
 
 EQUIVALENCES: tuple[type[Equivalence], ...] = (Renamed, SamePlans, Safety)
 """Weaker ones than `exact`, the strongest first."""
+EXACT = "exact"
+"""The name of the equivalence that an engine has that names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Something that an engine is known to do otherwise, said by its adapter (D14).
+
+    What it excuses is counted and shown in every verdict, and nothing else is excused. Where
+    neither side can go on from it, an episode ends there.
+    """
+
+    name: str
+    summary: str
+    """What the engine does, in a sentence."""
+    program: Any
+    """A `protocol.program.Program` that shows it. If it does no more, the verdict says so."""
+    sentences: tuple[str, ...] = ()
+    """Those that may complain of it, by name, as findings name them."""
+    fields: tuple[str, ...] = ()
+    """Fields in which spec and engine may differ, as reports name them, with `*` for any part:
+    `rows * num_cached_tokens`."""
+    when: Callable[[Event, Observation | None], bool] = lambda _event, _answer: True
+    """In which steps: of the event and the engine's answer; None if it raised or stands still."""
 
 
 def show_state(
@@ -252,6 +278,8 @@ class EngineTraits:
     """From a config and a token function to the worker that runs their plans; None: `Worker`."""
     max_depth: int | None = None
     """Frames in flight that a run may have, at most; None: as many as are wanted."""
+    deviations: tuple[Deviation, ...] = ()
+    """What is known of them and passed over."""
     out_of_reach: frozenset[str] = frozenset()
     """Situations that cannot come up, and are not required."""
     workarounds: Mapping[str, str] = field(default_factory=dict)
@@ -268,21 +296,65 @@ def get_traits(make_engine: EngineFactory) -> EngineTraits:
     """What a factory says of its engines.
 
     Raises:
-        TypeError: its attribute `traits` is something else, or its equivalence is none.
+        BadEngineError: its attribute `traits` is something else, or its equivalence is none.
     """
     traits = getattr(make_engine, "traits", NO_TRAITS)
     if not isinstance(traits, EngineTraits):
-        raise TypeError(f"traits of {make_engine!r}: must be EngineTraits, not {traits!r}")
+        raise BadEngineError(
+            f"traits of {make_engine!r:.80}: must be EngineTraits, not {traits!r:.80}"
+        )
     if not isinstance(traits.equivalence, (*EQUIVALENCES, NoneType)):
         known = ", ".join(f"{kind.__name__}()" for kind in EQUIVALENCES)
-        raise TypeError(
-            f"equivalence of {make_engine!r}: must be None (exact) or one of {known}, "
-            f"not {traits.equivalence!r}"
+        raise BadEngineError(
+            f"equivalence of {make_engine!r:.80}: must be None (exact) or one of {known}, "
+            f"not {traits.equivalence!r:.80}"
         )
+    for one in traits.deviations:
+        if not isinstance(one, Deviation) or not (one.sentences or one.fields):
+            raise BadEngineError(
+                f"deviations of {make_engine!r:.80}: each must be a Deviation that names the "
+                f"sentences or fields that it excuses, not {one!r:.80}"
+            )
     return traits
+
+
+def get_equivalence_name(make_engine: EngineFactory) -> str:
+    """By what a factory's engines are held to the spec. Raises as `get_traits`."""
+    weaker = get_traits(make_engine).equivalence
+    return EXACT if weaker is None else weaker.name
 
 
 def get_capabilities(make_engine: EngineFactory) -> frozenset[str]:
     """What the engines of a factory implement. Asks one built for the purpose."""
     config, weaker = Config(num_blocks=8, max_model_len=64), get_traits(make_engine).equivalence
-    return make_engine(config if weaker is None else weaker.fit_config(config)).capabilities()
+    if weaker is not None:
+        config = weaker.fit_config(config)
+        if not isinstance(config, Config):
+            raise BadEngineError(
+                f"fit_config of {make_engine!r:.80}: must return a Config, not {config!r:.80}"
+            )
+    return build(make_engine, config).capabilities()
+
+
+def build(make_engine: EngineFactory, config: Config) -> Engine:
+    """An engine for one run. What the factory raises passes through.
+
+    Raises:
+        BadEngineError: it made something else, or something that cannot say what it implements.
+    """
+    engine = make_engine(config)
+    lacks = [name for name in METHODS if not callable(getattr(engine, name, None))]
+    if lacks:
+        raise BadEngineError(
+            f"factory {make_engine!r:.80}: returned {engine!r:.80}, which has no {lacks[0]}(); "
+            f"an engine has the methods {', '.join(METHODS)}"
+        )
+    named = engine.capabilities()
+    if not isinstance(named, frozenset | set):
+        raise BadEngineError(
+            f"capabilities() of {engine!r:.80}: must be a set of names, not {named!r:.80}"
+        )
+    for name in sorted(map(str, named - ALL_CAPABILITIES)):
+        known = ", ".join(sorted(ALL_CAPABILITIES))
+        raise BadEngineError(f"capabilities() of {engine!r:.80}: {name!r} is none of {known}")
+    return engine

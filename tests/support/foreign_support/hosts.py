@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.engine import EngineTraits, Safety
+from blockstep.conformance.engine import EngineTraits, Renamed, Safety, SamePlans
 from blockstep.impl.host import HostEngine
 
 
@@ -10,3 +10,15 @@ class AtSafety(HostEngine):
     """Judged by properties alone."""
 
     traits = EngineTraits(equivalence=Safety())
+
+
+class AtRenamed(HostEngine):
+    """Compared up to the ids of blocks."""
+
+    traits = EngineTraits(equivalence=Renamed())
+
+
+class AtPlan(HostEngine):
+    """Compared by its plans."""
+
+    traits = EngineTraits(equivalence=SamePlans(shows_blocks=True))

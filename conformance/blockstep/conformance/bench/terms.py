@@ -9,9 +9,9 @@ between it must decide as ours does, but for the ids of blocks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from blockstep.conformance.engine import Equivalence, Safety, get_capabilities, get_traits
+from blockstep.conformance.engine import EXACT, Equivalence, Safety, get_capabilities, get_traits
 from blockstep.conformance.protocol.features import find_lacking, get_missing
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.vocabulary import Config, Request
@@ -19,7 +19,6 @@ from blockstep.spec.vocabulary import Config, Request
 PILOT = "fastest"
 """The engine on which the traffic is written down. Where engines are asked in arrays it is one of
 them: a plan of the protocol does not say how new and resumed rows mix."""
-EXACT = "exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +87,3 @@ def find_obstacle(engine: str, config: Config) -> str | None:
     lacking = find_lacking(get_capabilities(load_engine(engine)))
     missing = get_missing(config, lacking)
     return None if missing is None else str(missing)
-
-
-def list_changes(config: Config, fitting: Config) -> list[str]:
-    """What was changed in a config, as `name=value`."""
-    pairs = ((f.name, getattr(config, f.name), getattr(fitting, f.name)) for f in fields(config))
-    return [f"{name}={now}" for name, before, now in pairs if before != now]

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +18,10 @@ from blockstep.conformance.bench import measure, report
 from blockstep.conformance.bench.profile import profile, to_lines
 from blockstep.conformance.bench.scenarios import SCENARIOS, TRACE, Scenario, get_trace_scenario
 from blockstep.conformance.bench.sides import SideError
-from blockstep.conformance.bench.terms import find_obstacle, get_terms, list_changes, split
+from blockstep.conformance.bench.terms import find_obstacle, get_terms, split
 from blockstep.conformance.command import console, options
 from blockstep.conformance.protocol.features import UsageError
+from blockstep.conformance.search.episodes import list_changes
 from blockstep.conformance.search.options import ExitCode
 
 SIZES = (1, 8, 64, 256, 1024, 4096)
@@ -84,7 +86,9 @@ def scheduler_command(
 
     Example: blockstep bench scheduler --engine host --engine vllm --scenario decode -n 64 -n 1024
     """
-    screen = console.make_screen(json_path, width=150)
+    screen = console.make_screen(json_path, report.WIDTH_MIN)
+    if plot is not None:
+        _require_plot(plot)
     names = list(dict.fromkeys(engine or ["host"]))
     conditions = {**_get_conditions(), "gc": "on" if gc_on else "off", "steps": steps}
     options.look_in(path)
@@ -106,10 +110,7 @@ def scheduler_command(
     for line in (*_tell_terms(teams, work), *left_out):
         screen.print(line, soft_wrap=True)
     if plot is not None:
-        try:
-            report.draw_plot(plot, measurements)
-        except ImportError:
-            console.usage("--plot: needs matplotlib: pip install 'blockstep[plot]'")
+        report.draw_plot(plot, measurements)
     if markdown is not None:
         console.write(markdown, report.make_markdown(measurements, conditions, plot))
     console.write_json(json_path, report.to_json(measurements, conditions))
@@ -166,9 +167,18 @@ def _tell_terms(teams: list[tuple[str, ...]], work: list[tuple[Scenario, int]]) 
                     yield f"config        {name}, {scenario}: {', '.join(changes)}"
 
 
+def _require_plot(path: Path) -> None:
+    """See before the work that a picture can be drawn."""
+    if path.suffix not in (".svg", ".png"):
+        console.usage(f"--plot {path}: must end in .svg or .png")
+    if find_spec("matplotlib") is None:
+        console.usage("--plot: needs matplotlib: pip install 'blockstep[plot]'")
+
+
 def _show(measurements: list[measure.Measurement], screen: Console) -> None:
     """The table, the slopes, and the sums over a trace."""
-    screen.print(report.make_table(measurements))
+    columns = report.COLUMNS if screen.width >= report.WIDTH_MIN else report.FEW_COLUMNS
+    screen.print(report.make_table(measurements, columns))
     for row in report.list_slopes(measurements):
         screen.print(
             f"slope {row['scenario']} {row['engine']} {row['reading']}: "
@@ -197,7 +207,7 @@ def profile_command(
 
     Example: blockstep bench profile --scenario decode -n 1024
     """
-    screen = console.make_screen(json_path, width=150)
+    screen = console.make_screen(json_path, report.WIDTH_MIN)
     conditions = {**_get_conditions(), "steps": steps}
     options.look_in(path)
     profiles = []

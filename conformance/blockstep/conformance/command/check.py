@@ -165,4 +165,8 @@ def _check_progress(wanted: CheckOptions, now: CheckResult) -> tuple[float, str]
         done = now.num_events / wanted.max_events
     elif wanted.max_seconds:
         done = now.seconds / wanted.max_seconds
-    return min(done, 1.0), f"{now.num_events:,} events, {now.num_episodes:,} episodes"
+    seen = f"{now.num_events:,} events, {now.num_episodes:,} episodes"
+    if now.first is None:
+        return min(done, 1.0), f"{seen}, nothing wrong"
+    name = f"{now.first.property_id or now.first.kind} {now.first.sentence}"
+    return 1.0, f"{now.shrinking or 'found'}: {name}, in {seen}"

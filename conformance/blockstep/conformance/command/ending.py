@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import stat
 import sys
 import threading
 import time
@@ -117,18 +116,8 @@ def _guard(file: TextIO, number: int) -> TextIO:
 def _require_room() -> None:
     """See before the work that standard output takes anything."""
     if sys.stdout is not None and isinstance(sys.stdout.buffer, io.BufferedWriter):
-        probe(sys.stdout.fileno())
-
-
-def probe(number: int) -> None:
-    """Write an empty line to a device that is no terminal: one that is full says so.
-
-    Raises:
-        UnwritableError: it cannot be written.
-    """
-    if stat.S_ISCHR(os.fstat(number).st_mode) and not os.isatty(number):
         try:
-            os.write(number, b"\n")
+            console.probe(sys.stdout.fileno())
         except OSError as error:
             raise UnwritableError(str(error.strerror)) from None
 

@@ -21,10 +21,12 @@ from blockstep.conformance.command.explore import explore_command
 from blockstep.conformance.command.generate import generate_command
 from blockstep.conformance.command.hunt import hunt_command
 from blockstep.conformance.command.museum import museum_app
+from blockstep.conformance.command.new_adapter import new_adapter_command
 from blockstep.conformance.command.properties import properties_command
 from blockstep.conformance.command.prove import prove_command
 from blockstep.conformance.command.quirks import quirks_command
 from blockstep.conformance.command.replay import replay_command
+from blockstep.conformance.command.score import score_command
 from blockstep.conformance.command.validate import validate_command
 from blockstep.conformance.command.vectors import vectors_app
 
@@ -64,11 +66,13 @@ app.command("check")(check_command)
 app.command("arms")(arms_command)
 app.command("replay")(replay_command)
 app.command("validate")(validate_command)
+app.command("new-adapter")(new_adapter_command)
 app.command("properties")(properties_command)
 app.command("engines")(engines_command)
 app.command("explain")(explain_command)
 app.command("quirks")(quirks_command)
 app.command("hunt")(hunt_command)
+app.command("score")(score_command)
 app.command("bisect")(bisect_command)
 app.add_typer(vectors_app, name="vectors")
 app.add_typer(museum_app, name="museum")

@@ -12,6 +12,7 @@ from rich.console import Console
 from blockstep.conformance.command import console, options
 from blockstep.conformance.protocol.program_file import read_program, write_program
 from blockstep.conformance.report.as_test import write_test
+from blockstep.conformance.report.colour import paint
 from blockstep.conformance.report.failure import tell_failure
 from blockstep.conformance.report.verdict import render_verdict
 from blockstep.conformance.search.check import CheckResult, play_program
@@ -65,7 +66,7 @@ def tell(result: CheckResult, screen: Console) -> None:
     if result.first is None:
         render_verdict(result, screen)
     else:
-        screen.print(tell_failure(result), markup=False, soft_wrap=True, end="")
+        screen.print(paint(tell_failure(result)), soft_wrap=True, end="")
 
 
 def play_file(options: CheckOptions, path: Path, isolation: Isolation | None) -> CheckResult:

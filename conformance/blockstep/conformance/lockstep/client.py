@@ -58,12 +58,12 @@ class Client:
     def end_aborted(self) -> None:
         """A plan is made: whoever was to end with it has ended."""
         if self.ending:
-            self._end(name for name in self.ending if name in self.live)
-            self.ending = ()
+            self._end(self.ending)
 
     def _end(self, request_ids: Iterable[v.RequestId]) -> None:
         for request_id in request_ids:
             request, said = self.live.pop(request_id, None), self.said.pop(request_id, ())
             self.ended.append(request_id)
+            self.ending = tuple(name for name in self.ending if name != request_id)
             if request is not None and said:
                 self.texts.append(request.prompt_token_ids + said)

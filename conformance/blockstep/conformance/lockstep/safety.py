@@ -20,14 +20,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from blockstep.conformance.engine import Capability, Safety
+from blockstep.conformance.engine import Capability
 from blockstep.conformance.judge.answers import judge_answer, judge_state
 from blockstep.conformance.judge.properties import ANSWER_TYPES, Step
 from blockstep.conformance.judge.witnesses.answers import AnswerWitnesses
-from blockstep.conformance.lockstep.driver import Exchange, LockStep, fault_of
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.exchange import Exchange, fault_of
 from blockstep.conformance.lockstep.scoped import ScopedRun
 from blockstep.conformance.protocol.findings import Finding, violated
 from blockstep.conformance.protocol.program import Action, Hostile, Misanswer
+from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
 from blockstep.spec.transition import transition
 
@@ -92,29 +94,20 @@ class SafetyRun(ScopedRun):
                     and not isinstance(transition(self.spec.state, event), v.Rejected)
                 )
             case v.Schedule():
-                return len(self.plans) < self.config.max_frames_in_flight and not (
-                    self.plans and self._must_answer()
-                )
-            case v.Commit():
-                return not self._plans_ahead or self._must_answer()
+                return len(self.plans) < self.config.max_frames_in_flight
             case v.GrammarReady(request_id=name):
                 return name in self.live and self.live[name].structured_output
             case _:
                 return True
 
-    @property
-    def _plans_ahead(self) -> bool:
-        return isinstance(self.scope, Safety) and self.scope.plans_ahead
-
-    def _must_answer(self) -> bool:
-        """Whether an engine that plans ahead answers next: it is full, or has nothing to plan."""
-        is_full = len(self.plans) == self.config.max_frames_in_flight
-        is_idle = self.last_plan is not None and not self.last_plan.rows
-        return self._plans_ahead and (is_full or is_idle)
-
     def apply(self, event: v.Event) -> list[Finding]:
         """Give one event to the engine and check what can be checked without a reference."""
-        if self._is_declined(event) or not self._is_welcome(event):
+        if (
+            self.excuses.is_over
+            or self._is_declined(event)
+            or self._is_early(event)
+            or not self._is_welcome(event)
+        ):
             return []
         self.num_events += 1
         try:
@@ -122,24 +115,29 @@ class SafetyRun(ScopedRun):
             after = self.engine.snapshot()
         except Exception as error:
             self._keep(Exchange(event, v.Ack(), None))
-            return [fault_of(error)]
+            return self.excuses.take([fault_of(error)], event, None, None)
         self._keep(Exchange(event, seen, seen))
+        ill_typed = fault_of_types(event, seen, after)
+        if ill_typed is not None:
+            return self.excuses.take([ill_typed], event, None, None)
         if isinstance(seen, v.Rejected) and isinstance(event, v.Submit):
             self.skip(f"requests refused as {seen.code}")
             return []
         due = ANSWER_TYPES[type(event)]
         if type(seen) is not due:
             what = f"{type(event).__name__} was answered with {type(seen).__name__}"
-            return [violated("P18", "answer_is_of_the_kind_of_the_event", what)]
+            found = violated("P18", "answer_is_of_the_kind_of_the_event", what)
+            return self.excuses.take([found], event, None, None)
         if isinstance(event, v.Schedule):
             self.end_aborted()
         findings = [*judge_answer(self.config, self.live, self.said, event, seen)]
         findings += self.worker.observe(event, seen)
         if after is not None and self.before is not None:
             findings += self._judge_state(event, seen, self.before, after)
+        findings = self.excuses.take(findings, event, None, seen)
         if not findings:
-            found = self.answers.observe(event, seen, self.live, self.said, len(self.plans))
-            self.witnesses.update(found)
+            met = self.answers.observe(event, seen, self.live, self.said, len(self.plans))
+            self.witnesses.update(met)
         self.before = after
         self.follow(event, seen)
         return findings

@@ -56,6 +56,15 @@ def shown(value: object, length: int = 120) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
+def say(value: object, length: int = 60) -> str:
+    """A value on part of a line, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # a class of somebody else's
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
 def tell_error(error: BaseException) -> str:
     """Type and text of what was raised, in a line of bounded length; its text may raise, too."""
     try:

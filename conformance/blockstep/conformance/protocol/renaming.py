@@ -53,8 +53,22 @@ class Names:
 
 def rename_snapshot(spec: Snapshot, engine: Snapshot) -> Snapshot:
     """The engine's state with the spec's block ids, its free queue in the order of the spec's."""
-    if spec == engine:
-        return engine
+    return engine if spec == engine else _renamed(spec, engine, pair_states(spec, engine))
+
+
+def rename_plan(plan: Plan, names: Names) -> Plan:
+    """The engine's plan with the spec's block ids."""
+    return replace(
+        plan,
+        new=tuple(replace(row, block_ids=names.rename(row.block_ids)) for row in plan.new),
+        cached=tuple(
+            replace(row, new_block_ids=names.rename(row.new_block_ids)) for row in plan.cached
+        ),
+    )
+
+
+def pair_states(spec: Snapshot, engine: Snapshot) -> Names:
+    """The names of the engine's blocks in these states."""
     names = Names()
     tables_of = {request.request_id: request.block_tables for request in engine.requests}
     for request in spec.requests:
@@ -65,7 +79,7 @@ def rename_snapshot(spec: Snapshot, engine: Snapshot) -> Snapshot:
     names.pair_rest(_by_use(spec), _by_use(engine))
     known = (*range(len(engine.ref_counts)), *engine.free_queue)
     names.rename((known, *(blocks for blocks in engine.cached.values())))
-    return _renamed(spec, engine, names)
+    return names
 
 
 def _by_use(snapshot: Snapshot) -> list[BlockId]:
@@ -122,13 +136,7 @@ class TablePairs:
         names = Names()
         for mine, theirs in self.of.values():
             names.pair(chain.from_iterable(mine), chain.from_iterable(theirs))
-        return replace(
-            engine,
-            new=tuple(replace(row, block_ids=names.rename(row.block_ids)) for row in engine.new),
-            cached=tuple(
-                replace(row, new_block_ids=names.rename(row.new_block_ids)) for row in engine.cached
-            ),
-        )
+        return rename_plan(engine, names)
 
     def drop(self, names: Iterable[RequestId]) -> None:
         """These hold no blocks any more."""

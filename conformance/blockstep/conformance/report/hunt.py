@@ -23,8 +23,8 @@ def hunt_summary(result: HuntResult) -> str:
     options, ground = result.options, result.ground
     again = result.num_again.total()
     more = f"; {again:,} more failures like those that nothing known accounts for" if again else ""
-    if result.known:
-        told = ", ".join(f"{name} {count:,}" for name, count in sorted(result.known.items()))
+    if result.excused:
+        told = ", ".join(f"{name} {count:,}" for name, count in sorted(result.excused.items()))
         more += f"; excused: {told}"
     if result.stopped:
         more += f"; ended early: {result.stopped}"
@@ -89,7 +89,7 @@ def hunt_to_json(result: HuntResult) -> dict[str, object]:
         "without": list(options.without_features),
         "num_events": result.num_events,
         "num_again": result.num_again.total(),
-        "findings_known": dict(sorted(result.known.items())),
+        "deviations": dict(sorted(result.excused.items())),
         "stopped": result.stopped,
         "defects": [_defect_to_json(defect, result) for defect in result.defects],
         "policies": [

@@ -108,25 +108,17 @@ def _name_of(finding: Finding) -> tuple[FindingKind, str, tuple[str, ...]]:
 
 
 class Clone:
-    """A clone of a repository, for `git bisect` to walk through. A context: it ends with it.
+    """A clone of a repository, for `git bisect` to walk through."""
 
-    Raises:
-        UsageError: there is no repository, or git says no.
-    """
-
-    def __init__(self, repository: Path) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="blockstep-bisect-")
-        self.path = Path(self._folder.name) / repository.resolve().name
+    def __init__(self, repository: Path, folder: Path) -> None:
+        """Clone into a folder. Raises UsageError: there is no repository, or git says no."""
+        self.path = folder / repository.resolve().name
         self._source = repository
+        self._order: list[str] = []
+        """Commits that may be the first bad one, each after those before it."""
         _git(repository, "rev-parse", "--git-dir")
         clone = ("clone", "--quiet", "--shared", "--no-checkout")
         _git(repository, *clone, str(repository.resolve()), str(self.path))
-
-    def __enter__(self) -> Clone:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._folder.cleanup()
 
     def find(self, name: str) -> Commit:
         """The commit that the repository calls so: a branch, a tag, a hash."""
@@ -162,6 +154,8 @@ class Clone:
 
     def start(self, good: Commit, bad: Commit) -> tuple[Commit, ...]:
         """Begin between two commits; returns as `mark` does."""
+        between = _git(self.path, "rev-list", "--reverse", "--topo-order", f"{good.sha}..{bad.sha}")
+        self._order = between.split()
         return self._read(_git(self.path, "bisect", "start", bad.sha, good.sha))
 
     def mark(self, mark: Mark) -> tuple[Commit, ...]:
@@ -179,8 +173,8 @@ class Clone:
             if line.endswith("is the first bad commit"):
                 return (self.describe(line.split()[0]),)
             if line.startswith("The first bad commit could be any of"):
-                names = [name for name in said.splitlines()[number + 1 :] if len(name) == 40]
-                return tuple(self.describe(name) for name in names)
+                names = set(said.splitlines()[number + 1 :])
+                return tuple(self.describe(name) for name in self._order if name in names)
         return ()
 
 
@@ -218,7 +212,8 @@ def bisect(
         HarnessError: if a check itself failed.
     """
     assert options.path is not None
-    with Clone(Path(options.path)) as clone:
+    with tempfile.TemporaryDirectory(prefix="blockstep-bisect-") as folder:
+        clone = Clone(Path(options.path), Path(folder))
         good, bad = clone.find(names[0]), clone.find(names[1])
         clone.require_order(good, bad)
         place = replace(options, path=str(clone.path))

@@ -6,10 +6,11 @@ A canary that was caught, and the situations that a run of this size must have r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from blockstep.conformance.draw.presets import MAX_DEPTH, REAL, TINY
 from blockstep.conformance.engine import (
+    Deviation,
     EngineFactory,
     Renamed,
     Safety,
@@ -19,6 +20,7 @@ from blockstep.conformance.engine import (
 )
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.judge.witnesses.plans import PREEMPTION
+from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import (
     PRIORITY,
     SEVERAL_AT_ONCE,
@@ -60,6 +62,10 @@ class Facts:
     """What a check must reach; None: what the features of the engine make possible."""
     out_of_reach: frozenset[str]
     """Situations that cannot come up with this engine."""
+    deviations: Mapping[str, str] = field(default_factory=dict)
+    """What the adapter declares, in words, by name."""
+    stale: tuple[str, ...] = ()
+    """Deviations that their programs do not show any more."""
 
 
 def look(options: CheckOptions, make_engine: EngineFactory) -> Facts:
@@ -73,7 +79,15 @@ def look(options: CheckOptions, make_engine: EngineFactory) -> Facts:
         not_asked=() if weaker is None else weaker.not_asked,
         situations=None if weaker is None else weaker.situations,
         out_of_reach=frozenset(name for name in WITNESSES if name in traits.out_of_reach),
+        deviations={one.name: one.summary for one in traits.deviations},
+        stale=tuple(one.name for one in traits.deviations if not _is_shown(one, make_engine)),
     )
+
+
+def _is_shown(deviation: Deviation, make_engine: EngineFactory) -> bool:
+    """Whether its program comes to what it excuses."""
+    run, _ = run_program(deviation.program, make_engine)
+    return run.excuses.counts[deviation.name] > 0
 
 
 def require_wish(options: CheckOptions, facts: Facts) -> None:

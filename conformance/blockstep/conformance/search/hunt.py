@@ -45,8 +45,8 @@ LOOKOUT_EPISODES = 1000
 LOSSES_MAX = 12
 """Engines that are lost before a hunt ends: each may have cost the seconds of an event."""
 
-IN_THE_BLOCKS = frozenset({"P2", "P3", "P4", "P6"})
-"""Properties that speak of who is in a block and what."""
+OF_A_BROKEN_POOL = frozenset({"P2", "P3", "P4", "P6", "P10"})
+"""Properties that speak of who is in a block and what, and of those who wait for one."""
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -134,7 +134,7 @@ class HuntResult:
     num_events: int = 0
     num_again: Counter[str] = field(default_factory=Counter)
     """Failures that were like a defect which nothing accounts for, by what it says."""
-    known: Counter[str] = field(default_factory=Counter)
+    excused: Counter[str] = field(default_factory=Counter)
     """What was excused: deviations that the adapter declares, by name."""
     stopped: str = ""
     """Why the hunt ended before its budget was spent; "" if it did not."""
@@ -263,13 +263,7 @@ class Hunter:
             episodes.append(lose_episode(indices[len(episodes)], lost.loss))
         for episode in episodes:
             self.result.num_events += max(episode.num_events, 1)
-            self.result.known.update(self._excused(episode))
         return episodes
-
-    def _excused(self, episode: EpisodeResult) -> dict[str, int]:
-        """What was passed over, and not for a quirk that this hunt has found itself."""
-        quirks = follow(self.forgiven).quirks
-        return {name: n for name, n in episode.known.items() if not (quirks and name in PROPERTIES)}
 
     def _learn(self, options: CheckOptions, episode: EpisodeResult) -> bool:
         """Shrink and explain a failure; whether the episode should be played again."""
@@ -288,8 +282,7 @@ class Hunter:
             self._lose(replace(defect, loss=lost.loss))
             return False
         defect = replace(defect, shrunk=dug.shrunk, causes=dug.causes)
-        if dug.shrunk.findings:
-            defect = replace(defect, first=dug.shrunk.findings[0])
+        defect = replace(defect, first=dug.first)
         if not dug.causes:
             assert dug.symptoms is not None
             self._group(said, replace(defect, symptoms=dug.symptoms))
@@ -412,10 +405,10 @@ class Hunter:
 def _follows_from(state: Finding, later: Finding) -> bool:
     """Whether what is said of a plan or an answer is what had to come of a wrong state.
 
-    The same property, or what is in the blocks of a pool that is out of count (P1).
+    The same property, or what becomes of a pool that is out of count (P1).
     """
     same = state.property_id == later.property_id
-    return same or (state.property_id == "P1" and later.property_id in IN_THE_BLOCKS)
+    return same or (state.property_id == "P1" and later.property_id in OF_A_BROKEN_POOL)
 
 
 def name_of(finding: Finding) -> str:

@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 
-from blockstep.conformance.engine import Capability, EngineFault, EngineTraits, Safety, show_state
+from blockstep.conformance.engine import (
+    Capability,
+    Deviation,
+    EngineFault,
+    EngineTraits,
+    Safety,
+    show_state,
+)
 from blockstep.conformance.engines.adapters.mini_sglang_cpu import (
     EOS,
     ChunkedReq,
@@ -27,10 +34,16 @@ from blockstep.conformance.engines.adapters.mini_sglang_cpu import (
     distributed,
     messages,
 )
+from blockstep.conformance.protocol.program import Drain, Program
 from blockstep.spec import vocabulary as v
 
 PAGE_SIZE_MAX = 32
 """Its page table is as wide as the model is long, rounded up to this."""
+
+SITUATIONS = (
+    *("admitted", "prefix_hit", "chunked_prefill", "several_frames_in_flight", "stop_eos"),
+    "stop_length",
+)
 
 
 def fit_config(config: v.Config) -> v.Config:
@@ -57,6 +70,49 @@ def fit_request(request: v.Request, _config: v.Config) -> v.Request:
     )
 
 
+def _answers_all(event: v.Event, answer: v.Observation | None) -> bool:
+    """Whether a commit delivers to each that sampled, be it that some have ended."""
+    match event, answer:
+        case v.Commit(sampled=sampled), v.Outputs(rows=rows):
+            told = {row.request_id for row in rows}
+            return told == {row.request_id for row in sampled if row.token_ids}
+    return False
+
+
+_OVERLAP = v.Config(
+    num_blocks=7,
+    block_size=1,
+    max_num_seqs=1,
+    max_num_batched_tokens=4,
+    max_model_len=6,
+    async_scheduling=True,
+    max_frames_in_flight=2,
+)
+DEVIATIONS = (
+    Deviation(
+        "late_reply",
+        "who ends while a step of it is in flight is answered once more, which its server drops",
+        Program(
+            _OVERLAP,
+            (v.Submit(v.Request("A", (5, 6), 4, eos_token_id=EOS)), Drain()),
+            vocabulary_size=2,
+        ),
+        sentences=("delivered_rows_are_those_that_sampled",),
+        when=_answers_all,
+    ),
+    Deviation(
+        "last_step_ends",
+        "an abort does not find a request whose last step is in flight: it ends by that",
+        Program(
+            _OVERLAP,
+            (v.Submit(v.Request("A", (5,), 1)), v.Schedule(), v.Abort(("A",)), Drain()),
+        ),
+        sentences=("abort_ends_exactly_the_unfinished_it_names",),
+        when=lambda event, _answer: isinstance(event, v.Abort),
+    ),
+)
+
+
 @dataclass(slots=True, eq=False)
 class Life:
     """One request, from its submission on."""
@@ -75,7 +131,10 @@ class Life:
 class MiniSglang:
     """mini-sglang's scheduler as a system under test."""
 
-    traits = EngineTraits(equivalence=Safety(fit_config, fit_request, plans_ahead=True))
+    traits = EngineTraits(
+        equivalence=Safety(fit_config, fit_request, situations=SITUATIONS, plans_ahead=True),
+        deviations=DEVIATIONS,
+    )
 
     def __init__(self, config: v.Config) -> None:
         self.config = config
@@ -138,25 +197,37 @@ class MiniSglang:
         return v.Ack()
 
     def _abort(self, names: tuple[v.RequestId, ...]) -> v.Aborted:
+        """It finds who waits or will decode again; who is in its last step goes on to its end."""
+        last = {req.uid for req in self._list_in_flight(self.data) if not req.can_decode}
         lives = [self.live[name] for name in dict.fromkeys(names) if name in self.live]
         self.loop.inbox += [messages.AbortBackendMsg(life.uid) for life in lives]
-        self.given_up += lives
-        return v.Aborted(ending_req_ids=tuple(life.name for life in lives))
+        found = [life for life in lives if life.uid not in last]
+        self.given_up += found
+        return v.Aborted(ending_req_ids=tuple(life.name for life in found))
+
+    def _end_given_up(self) -> None:
+        """Its turn has begun: it has read the messages."""
+        held = {req.uid for req in self._list_in_flight(self.data, self.loop.due)}
+        for life in self.given_up:
+            if life.uid in held:
+                raise EngineFault(
+                    f"{life.name!r} is aborted and keeps its pages: new to the adapter"
+                )
+            self._end(life)
+        self.given_up = []
 
     # Plans: the first half of a turn.
 
     def _schedule(self) -> v.Plan:
         runner = self.loop.engine
         runner.rows = []
-        for life in self.given_up:  # it reads the message before it plans, and tells nobody
-            self._end(life)
-        self.given_up = []
         if self.config.async_scheduling:
             self.data = self.loop.overlap_loop(self.data)
         else:
             self.loop.normal_loop()
         remapped = [self.lives[row.req.uid].name for row in runner.rows if self._is_remapped(row)]
         rows = [self._row(row) for row in runner.rows]
+        self._end_given_up()
         self.last_rows = frozenset(row.req.uid for row in runner.rows)
         ended, self.ended = self.ended, set()
         self.num_frames += 1
@@ -255,12 +326,13 @@ class MiniSglang:
             if _chunk_of(request):
                 found[request.uid] = request.chunked_req
         found |= {req.uid: req for req in self.loop.decode_manager.running_reqs}
-        for data in (self.data, self.loop.due):
-            for req in () if data is None else data[0].batch.reqs:
-                life = self.lives[req.uid]
-                if not isinstance(req, ChunkedReq) and self.live.get(life.name) is life:
-                    found.setdefault(req.uid, req)
-        return found
+        return found | {req.uid: req for req in self._list_in_flight(self.data, self.loop.due)}
+
+    def _list_in_flight(self, *launched: Any) -> list[Any]:
+        """Who of these batches holds a table and waits for a token."""
+        reqs = [req for data in launched if data is not None for req in data[0].batch.reqs]
+        freed = self.loop.freed
+        return [req for req in reqs if not isinstance(req, ChunkedReq) and req.uid not in freed]
 
     def _show(self, req: Any) -> v.RequestSnapshot:
         life = self.lives[req.uid]

@@ -203,6 +203,8 @@ class Loop(scheduling.Scheduler):  # type: ignore[misc]
         self.replies: list[Any] = []
         self.due: Any = None
         """The batch that the second half of the turn will answer."""
+        self.freed: set[int] = set()
+        """Requests, by uid, that gave back what they held."""
         super().__init__(config)
 
     def offline_receive_msg(self, blocking: bool = False) -> list[Any]:
@@ -215,6 +217,10 @@ class Loop(scheduling.Scheduler):  # type: ignore[misc]
     def offline_send_result(self, reply: list[Any]) -> None:
         """What clients are told."""
         self.replies += reply
+
+    def _free_req_resources(self, req: Any) -> None:
+        self.freed.add(req.uid)
+        super()._free_req_resources(req)
 
     def _process_last_data(self, last_data: Any) -> None:
         self.due = last_data

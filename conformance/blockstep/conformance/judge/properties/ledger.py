@@ -201,7 +201,6 @@ class Ledger:
     def _record_plan(self, step: Step) -> None:
         for request_id in sorted(self.ending):
             self._end(request_id)
-        self.ending.clear()
         plan, known = step.plan, self.lives
         rows = [row for row in step.rows if row.request_id in known]
         # Drafts of the plan before are gone after a gap, if the worker keeps them to itself.
@@ -262,6 +261,7 @@ class Ledger:
                 life.drafts = ()
 
     def _end(self, request_id: v.RequestId) -> None:
+        self.ending.discard(request_id)
         if self.lives.pop(request_id, None) is not None:
             self.ended.add(request_id)
             self.num_progress += 1

@@ -10,7 +10,8 @@
 The rows are the dataclasses of the vocabulary, tagged with their type names. What a line lacks
 takes the vocabulary's default, so a trace outlives new fields; what the vocabulary does not know
 is refused, so that a newer trace is never half understood. The last line is optional: with it, a
-file that lost lines is told from a short run.
+file that lost lines is told from a short run. An engine that is held to a weaker equivalence than
+`exact` has its name in the first line: "equivalence":"safety".
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import IO, Any, NamedTuple, get_args
 
 import msgspec
 
+from blockstep.conformance.engine import EQUIVALENCES, EXACT
 from blockstep.conformance.protocol.codec import build, build_tagged, get_fields
 from blockstep.conformance.protocol.lines import TraceError, read_lines, shown
 from blockstep.spec.vocabulary import (
@@ -58,10 +60,15 @@ class Trace:
 
     config: Config
     steps: tuple[TraceStep, ...]
+    equivalence: str = EXACT
+    """By what its engine is held to the spec; a name of `engine.EQUIVALENCES`, or `exact`."""
 
 
 def write_trace(
-    path: Path | str, config: Config, steps: Iterable[tuple[Event, Observation]]
+    path: Path | str,
+    config: Config,
+    steps: Iterable[tuple[Event, Observation]],
+    equivalence: str = EXACT,
 ) -> int:
     """Write a run to `path`, gzipped if it ends in ".gz"; returns the number of steps.
 
@@ -72,7 +79,7 @@ def write_trace(
     path = Path(path)
     count = 0
     with _created(path) as file:
-        file.write(header_line(path, config))
+        file.write(header_line(path, config, equivalence))
         for event, observation in steps:
             file.write(step_line(path, count + 2, event, observation))
             count += 1
@@ -85,8 +92,8 @@ def read_trace(path: Path | str) -> Trace:
     path = Path(path)
     lines = read_lines(path)
     _, header = next(lines, (0, ""))
-    config = read_header(path, header)
-    return Trace(config, tuple(_read_steps(path, lines)))
+    config, equivalence = read_header(path, header)
+    return Trace(config, tuple(_read_steps(path, lines)), equivalence)
 
 
 # --- lines
@@ -96,6 +103,7 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
     format: str
     version: int
     config: dict[str, Any]
+    equivalence: str = EXACT
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
@@ -127,10 +135,12 @@ def _created(path: Path) -> Iterator[IO[bytes]]:
             yield zipped  # type: ignore[misc]
 
 
-def header_line(path: Path, config: Config) -> bytes:
+def header_line(path: Path, config: Config, equivalence: str = EXACT) -> bytes:
     """The first line of a run. Raises `TraceError` if it would not be read back."""
     row = {"format": TRACE_FORMAT, "version": TRACE_VERSION, "config": config}
-    return _checked_line(path, 1, row, config, lambda text: read_header(path, text))
+    row |= {} if equivalence == EXACT else {"equivalence": equivalence}
+    expected = (config, equivalence)
+    return _checked_line(path, 1, row, expected, lambda text: read_header(path, text))
 
 
 def step_line(path: Path, line: int, event: Event, observation: Observation) -> bytes:
@@ -201,8 +211,8 @@ _ANY_HEADER = msgspec.json.Decoder(_AnyHeader)
 _END_LINE = msgspec.json.Decoder(_EndLine)
 
 
-def read_header(path: Path, text: str) -> Config:
-    """The config of a first line. Raises `TraceError`."""
+def read_header(path: Path, text: str) -> tuple[Config, str]:
+    """The config and the equivalence of a first line. Raises `TraceError`."""
     try:
         header = _ANY_HEADER.decode(text)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -218,7 +228,8 @@ def read_header(path: Path, text: str) -> Config:
             "use the blockstep that wrote it" if header.version < 1 else "upgrade blockstep",
         )
     try:
-        raw = _HEADER.decode(text).config
+        told = _HEADER.decode(text)
+        raw = told.config
         config = build(raw, Config, "$.config")
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _bad_line(path, 1, text, error) from None
@@ -234,7 +245,12 @@ def read_header(path: Path, text: str) -> Config:
             "the config of a run is one that an engine accepts",
             "record the run again",
         )
-    return config
+    known = (EXACT, *(kind.name for kind in EQUIVALENCES))
+    if told.equivalence not in known:
+        rule = f"an equivalence is one of {', '.join(known)}"
+        fix = "it seems newer than this blockstep: upgrade"
+        raise TraceError(path, 1, f"equivalence {shown(told.equivalence)}", rule, fix)
+    return config, told.equivalence
 
 
 def _read_steps(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[TraceStep]:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.engine import BadEngineError, EngineFactory
 from blockstep.conformance.protocol.findings import tell_error
 from blockstep.conformance.protocol.lines import TraceError
 from blockstep.conformance.protocol.program import Program
@@ -33,6 +33,9 @@ from blockstep.conformance.search.isolation.watched import IMPORTING, Journal, W
 from blockstep.conformance.search.options import CheckOptions, load
 from blockstep.spec.vocabulary import ConfigError
 
+OUR_FOLDER = Path(__file__).parent
+FRAMES_MAX = 5
+"""Of an exception, so many are shown at most: the innermost."""
 Job: TypeAlias = tuple[Callable[..., object], CheckOptions, tuple[object, ...]]
 """To be done in a child: a function, and what it is given beside the engine."""
 Answer: TypeAlias = tuple[str, Any]
@@ -59,7 +62,7 @@ def shrink_result(
     _options: CheckOptions, make_engine: EngineFactory, result: CheckResult
 ) -> CheckResult:
     """The result with its first failure made short."""
-    shrink_first(result, make_engine)
+    shrink_first(result, make_engine, lambda text: _send(("part", text)))
     return result
 
 
@@ -80,6 +83,16 @@ def run(options: CheckOptions, make_engine: EngineFactory, program: Program) -> 
 # The process.
 
 
+_answers: BinaryIO | None = None
+"""Where the answers of this process go."""
+
+
+def _send(answer: Answer) -> None:
+    assert _answers is not None, "called in the child"
+    _answers.write(pickle.dumps(answer))
+    _answers.flush()
+
+
 def serve(folder: str) -> None:
     """Do jobs from standard input until it ends; in the child only, and never returns.
 
@@ -87,7 +100,8 @@ def serve(folder: str) -> None:
     """
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     source = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb")
+    global _answers  # noqa: PLW0603 - the process has one
+    _answers = os.fdopen(os.dup(1), "wb")
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115, PTH123 - until the end
     os.dup2(sys.stdin.fileno(), 0)
     os.dup2(2, 1)
@@ -100,13 +114,21 @@ def serve(folder: str) -> None:
         while True:
             for answer in _do(jobs.get(), journal):
                 journal.end_copy()
-                answers.write(pickle.dumps(answer))
-                answers.flush()
+                _send(answer)
     except SystemExit as error:
         os._exit(error.code if isinstance(error.code, int) else 1)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        _show_frames(error)
         os._exit(1)
+
+
+def _show_frames(error: BaseException) -> None:
+    """Where in the engine it was raised, on standard error; where we called it says nothing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    calls = [n for n, frame in enumerate(frames, 1) if Path(frame.filename).parent == OUR_FOLDER]
+    theirs = frames[max(calls, default=0) :] or frames[-1:]
+    sys.stderr.write("".join(traceback.format_list(theirs[-FRAMES_MAX:])))
+    sys.stderr.flush()
 
 
 def _take_jobs(source: BinaryIO, jobs: queue.SimpleQueue[Job]) -> None:
@@ -138,11 +160,11 @@ def _do(job: Job, journal: Journal) -> Iterator[Answer]:
         yield "done", value
     except EngineNotFoundError as error:
         yield "not found", str(error)
-    except (ConfigError, TraceError) as error:
+    except (BadEngineError, ConfigError, TraceError) as error:
         yield "refused", str(error)
     except Exception as error:
         if watched is None or error is watched.error:
-            traceback.print_exc()
+            _show_frames(error)
             yield "raised", tell_error(error)
         else:
             yield "harness", traceback.format_exc()

@@ -78,14 +78,21 @@ class Isolation:
             first = lost.loss.finding
             result = CheckResult(options, first=first, failed_episode=episode, loss=lost.loss)
         if result.first is not None and result.loss is None:
-            result = self._shrink(result)
+            result = self._shrink(result, on_progress)
         result.seconds = time.perf_counter() - started
         return result
 
-    def _shrink(self, result: CheckResult) -> CheckResult:
+    def _shrink(
+        self, result: CheckResult, on_progress: Callable[[CheckResult], None]
+    ) -> CheckResult:
         """The result with its failure: shrunk, or else as it was, or else what is known of it."""
         try:
-            return self.call(jobs.shrink_result, result.options, result)
+            return self.call(
+                jobs.shrink_result,
+                result.options,
+                result,
+                on_part=lambda now: on_progress(replace(result, shrinking=now)),
+            )
         except LostError as lost:
             loss = lost.loss
         try:
@@ -187,6 +194,7 @@ def lose_episode(index: int, loss: Loss) -> EpisodeResult:
         witnesses={},
         skipped={},
         known={},
+        deviations={},
         has_snapshot=True,
         first=loss.finding,
         loss=loss,

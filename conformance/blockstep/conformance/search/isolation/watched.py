@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
-from blockstep.conformance.engine import Engine, EngineFactory, get_traits
+from blockstep.conformance.engine import Engine, EngineFactory, build, get_traits
 from blockstep.conformance.protocol.program import describe, describe_config, describe_event
 from blockstep.conformance.search.wrapped import Wrapped
 from blockstep.spec.vocabulary import Commit, Config, Drafts, Event, Observation, Snapshot
@@ -118,7 +118,7 @@ class WatchedFactory:
     def __call__(self, config: Config) -> WatchedEngine:
         """Build one."""
         self.journal.begin(describe_config(config))
-        return WatchedEngine(self.call(BUILDING, self._make_engine, config), self)
+        return WatchedEngine(self.call(BUILDING, build, self._make_engine, config), self)
 
     def call(self, what: str, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """What a function of the engine returns, or raises."""
