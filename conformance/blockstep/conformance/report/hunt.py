@@ -12,7 +12,7 @@ from blockstep.conformance.protocol.program import WIDTH, describe, describe_con
 from blockstep.conformance.report.failure import LINES_MAX, reproduce
 from blockstep.conformance.report.jsonform import finding_to_json
 from blockstep.conformance.search.forgiving import Cause, Means, follow
-from blockstep.conformance.search.hunt import Defect, HuntResult, name_of
+from blockstep.conformance.search.found import Defect, HuntResult, name_of
 from blockstep.spec.profiles import QUIRKS, STRICT
 
 UNEXPLAINED = "nothing known accounts for it"
