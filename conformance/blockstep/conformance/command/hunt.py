@@ -55,6 +55,8 @@ def hunt_command(
         make_engine = load_engine(engine)
         result = hunt(wanted, make_engine, advance)
     workarounds = get_traits(make_engine).workarounds
+    for note in get_traits(make_engine).notes:
+        typer.echo(f"note: {note}", err=True)
     console.say(render_hunt(result, workarounds), json_path)
     console.write_json(json_path, hunt_to_json(result, workarounds))
     if markdown is not None:

@@ -67,6 +67,8 @@ class CheckResult:
     has_snapshot: bool = True
     weaker: str | None = None
     """The equivalence that the engine's factory declares; None: the strongest that it shows."""
+    notes: tuple[str, ...] = ()
+    """What the engine's factory has to say of it, a sentence each."""
     canary_killed_after: int | None = None
     """Events until the canary was caught; None if it survived, or was not asked for."""
     failed_episode: int | None = None
@@ -168,7 +170,7 @@ def search(
     facts = place.look(options)
     require_wish(options, facts)
     wanted, options = options, replace(options, max_depth=facts.max_depth)
-    result = CheckResult(options, weaker=facts.weaker)
+    result = CheckResult(options, weaker=facts.weaker, notes=facts.notes)
     if options.max_depth == 1 < wanted.max_depth:
         lacking = (BY_NAME[name] for name in facts.lacking if name in SEVERAL_AT_ONCE)
         result.skipped.update(str(feature.capability) for feature in lacking)

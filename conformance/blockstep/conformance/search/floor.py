@@ -43,6 +43,8 @@ class Facts:
     """What a check by the weaker equivalence must reach."""
     out_of_reach: frozenset[str]
     """Situations that cannot come up with this engine."""
+    notes: tuple[str, ...] = ()
+    """What a run has to say of it."""
 
 
 def look(options: CheckOptions, make_engine: EngineFactory) -> Facts:
@@ -55,6 +57,7 @@ def look(options: CheckOptions, make_engine: EngineFactory) -> Facts:
         weaker=None if weaker is None else str(weaker.name),
         situations=() if weaker is None else weaker.situations,
         out_of_reach=frozenset(name for name in WITNESSES if name in traits.out_of_reach),
+        notes=tuple(map(str, traits.notes)),
     )
 
 
