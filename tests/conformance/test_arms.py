@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+from pathlib import Path
 
+import pytest
+from foreign_support.toys import PlainToy
+from typer.testing import CliRunner
+
+from blockstep.conformance.command.main import app
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.search.arms import ARMS, compare_arms, usable_arms
-from blockstep.conformance.search.options import CheckOptions
-from blockstep.spec.vocabulary import config_problems
+from blockstep.conformance.search.options import CheckOptions, ExitCode
+from blockstep.spec.vocabulary import (
+    Commit,
+    Event,
+    Observation,
+    OutputRow,
+    Outputs,
+    Plan,
+    config_problems,
+)
 
 
 @pytest.mark.parametrize("engine", ["host", "spec"])
@@ -43,6 +57,85 @@ def test_what_an_engine_cannot_do_is_no_arm() -> None:
     assert not_tried == ("drafts", "async", "pipeline")
     assert [arm.name for arm in arms] == ["caching", "pool", "chunks"]
     assert compare_arms(CheckOptions(), Plain, 5).contrast is None
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        *("foreign_support.toys:PlainToy", "foreign_support.toys:AbortingToy"),
+        *("foreign_support.hosts:AtSafety", "foreign_support.hosts:AtPlan"),
+    ],
+)
+def test_an_engine_that_is_not_exact_answers_alike(engine: str) -> None:
+    result = compare_arms(CheckOptions(seed=2), load_engine(engine), 30)
+    assert (result.contrast, result.fault, result.num_endless) == (None, None, 0)
+    if "toys" in engine:
+        assert result.not_tried == ("drafts", "async", "pipeline")
+        assert result.alike == ("caching", "chunks")
+    tried = {arm.name for arm in ARMS} - {*result.not_tried, *result.alike}
+    assert all(result.num_compared[name] > 50 for name in tried)
+
+
+class Raising(PlainToy):
+    """Breaks where a large pool is given to it."""
+
+    def apply(self, event: Event) -> Observation:
+        if self.config.num_blocks > 100 and isinstance(event, Commit):
+            raise KeyError("blocks")
+        return super().apply(event)
+
+
+class Deaf(PlainToy):
+    """Never runs anybody."""
+
+    def plan(self) -> Plan:
+        return Plan(0)
+
+
+class Foreign(PlainToy):
+    """Delivers to somebody who never came."""
+
+    def apply(self, event: Event) -> Observation:
+        seen = super().apply(event)
+        return Outputs((OutputRow("who", (1,)),)) if isinstance(event, Commit) else seen
+
+
+class Wrong(PlainToy):
+    """Answers a Schedule with nothing."""
+
+    def plan(self) -> Plan:
+        return None  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("engine", "arm", "told"),
+    [
+        ("Raising", "pool", "the engine raised KeyError: 'blocks'"),
+        ("Foreign", "", "'who', who never came"),
+        ("Wrong", "", "was answered with NoneType"),
+    ],
+)
+def test_an_engine_that_breaks_is_a_fault_with_its_workload(
+    engine: str, arm: str, told: str, tmp_path: Path
+) -> None:
+    name, out = f"{__name__}:{engine}", tmp_path / "out.json"
+    result = CliRunner().invoke(
+        app, ["arms", "--engine", name, "--workloads", "20", "--json", str(out)]
+    )
+    assert result.exit_code == ExitCode.FAILED
+    assert result.output.startswith("blockstep arms: FAULT")
+    assert told in " ".join(result.output.split())
+    again = result.output.splitlines()[-1].split()
+    assert again[:2] == ["reproduce", "blockstep"]
+    assert CliRunner().invoke(app, again[2:]).output == result.output
+    assert json.loads(out.read_text())["fault"]["arm"] == arm
+
+
+def test_answers_that_never_end_are_compared_with_nothing() -> None:
+    result = CliRunner().invoke(app, ["arms", "--engine", f"{__name__}:Deaf", "--workloads", "9"])
+    assert result.exit_code == ExitCode.HARNESS
+    assert "NO VERDICT (nothing compared)" in result.output
+    assert "answers, in both arms: see blockstep check" in result.output
 
 
 def test_every_arm_makes_a_valid_config() -> None:

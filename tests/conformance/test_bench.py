@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
+from foreign_support.toys import PlainToy
+from typer.testing import CliRunner, Result
 
 from blockstep.conformance.bench.measure import (
     REHEARSAL,
@@ -25,9 +28,11 @@ from blockstep.conformance.bench.profile import name_function, profile, to_lines
 from blockstep.conformance.bench.report import get_ratio, make_markdown, make_rows, to_json
 from blockstep.conformance.bench.scenarios import SCENARIOS, Scenario
 from blockstep.conformance.bench.sides import ArraySide, NotEqualError, Side, open_side
+from blockstep.conformance.bench.terms import find_obstacle, split
 from blockstep.conformance.command.main import app
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.options import ExitCode
+from blockstep.spec.vocabulary import Ack, Commit, OutputRow, Outputs
 
 SIDES = ("host", "compiled", "tests.conformance.test_bench:make_plain_host")
 STEPS = {"apply", "schedule_arrays", "commit_arrays"}
@@ -53,6 +58,37 @@ def make_deaf_host(config: Any) -> Plain:
     return Plain(load_engine("museum:oldest-preempted")(config))
 
 
+def change_commits(engine: Any, change: Callable[[Any], Any]) -> Any:
+    apply = engine.apply
+    engine.apply = lambda event: change(apply(event)) if isinstance(event, Commit) else apply(event)
+    return engine
+
+
+def make_broken_host(config: Any) -> Any:
+    return change_commits(Plain(load_engine("host")(config)), lambda _outputs: int("no"))
+
+
+def make_mute_host(config: Any) -> Any:
+    return change_commits(Plain(load_engine("host")(config)), lambda _outputs: Ack())
+
+
+def make_forgetful_toy(config: Any) -> Any:
+    rows = (OutputRow("r77", (1,)),)
+    return change_commits(load_engine(TOYS[0])(config), lambda _outputs: Outputs(rows))
+
+
+make_forgetful_toy.traits = PlainToy.traits  # type: ignore[attr-defined]
+COUNTER = count()
+
+
+def make_moody_toy(config: Any) -> Any:
+    """Of two runs the second has a smaller budget."""
+    return PlainToy(replace(config, max_num_batched_tokens=64 - next(COUNTER) % 2))
+
+
+make_moody_toy.traits = PlainToy.traits  # type: ignore[attr-defined]
+
+
 def run(scenario: str, engines: tuple[str, ...], size: int, steps: int = 8) -> Measurement:
     return measure(SCENARIOS[scenario], size, engines, steps, False, lambda _done, _text: None)
 
@@ -71,6 +107,75 @@ def test_all_that_run_fit_into_a_step_with_room_for_prompts(scenario: Scenario) 
     for size in (1, 8, 64, 256, 1024, scenario.num_running_max):
         config = scenario.get_config(size)
         assert config.max_num_batched_tokens > size * (1 + config.num_speculative_tokens)
+
+
+def test_as_many_can_run_in_the_mixed_scenario_as_are_wanted() -> None:
+    for size in (256, 1024, 4096):
+        budget = SCENARIOS["mixed"].get_config(size).max_num_batched_tokens
+        lengths = list(islice(SCENARIOS["mixed"].get_requests(size), 128))
+        prompts = sum(len(request.prompt_token_ids) for request in lengths)
+        outputs = sum(request.max_tokens for request in lengths)
+        # While they decode, one token each, the rest of the budget must bring as many newcomers.
+        assert (budget - size) * outputs > size * prompts
+
+
+TOYS = ("foreign_support.toys:PlainToy", "foreign_support.toys:AbortingToy")
+
+
+def bench(*args: object) -> Result:
+    return CliRunner().invoke(app, ["bench", *map(str, args)])
+
+
+@pytest.mark.parametrize("engine", [*TOYS, "foreign_support.hosts:AtSafety"])
+def test_an_engine_that_decides_otherwise_is_timed_by_itself(engine: str) -> None:
+    assert split(["host", engine, "spec"]) == [("host", "spec"), (engine,)]
+    entry = run("storm", (engine,), 4)
+    assert (entry.equivalence, entry.num_steps) == ("safety", 8)
+    assert [found.engine for found in entry.readings] == [engine]
+    drafts = SCENARIOS["drafts"].get_config(4)
+    assert find_obstacle(engine, drafts) == ("drafts" if engine in TOYS else None)
+
+
+def test_beside_exact_engines_it_is_told_apart(tmp_path: Path) -> None:
+    out, toy = tmp_path / "out.json", TOYS[1]
+    asked = ("--engine", "host", "--engine", toy, "--scenario", "decode", "--scenario", "drafts")
+    result = bench("scheduler", *asked, "-n", 1, "--steps", 4, "--json", out)
+    assert result.exit_code == ExitCode.CONFORMS, result.output
+    assert f"{toy}: compared with nobody (equivalence safety" in result.output
+    assert f"config        {toy}, decode: enable_prefix_caching=False" in result.output
+    assert f"not measured  {toy}, drafts: the engine lacks drafts" in result.output
+    entries = json.loads(out.read_text())["measurements"]
+    assert {(entry["scenario"], entry["equivalence"]) for entry in entries} == {
+        *(("decode", "exact"), ("decode", "safety"), ("drafts", "exact")),
+    }
+
+
+def test_too_few_that_run_and_what_an_engine_lacks_are_one_sentence() -> None:
+    few = bench("scheduler", "--engine", TOYS[0], "--scenario", "decode", "-n", 4)
+    assert few.exit_code == ExitCode.USAGE
+    assert "no more than 2 run at once" in few.output
+    for command in ("scheduler", "profile"):
+        lacks = bench(command, "--engine", TOYS[0], "--scenario", "drafts", "-n", 4)
+        assert lacks.exit_code == ExitCode.USAGE
+        assert "take another --scenario" in lacks.output
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ("make_broken_host", "raised ValueError"),
+        ("make_mute_host", "a Commit was answered with Ack"),
+        ("make_forgetful_toy", "speaks of"),
+        ("make_moody_toy", "does not decide the same twice"),
+    ],
+)
+def test_an_engine_that_breaks_is_told_in_one_sentence(engine: str, told: str) -> None:
+    name = f"tests.conformance.test_bench:{engine}"
+    result = bench("profile", "--engine", name, "--scenario", "decode", "-n", 1, "--steps", 4)
+    assert result.exit_code == ExitCode.FAILED
+    assert told in result.output
+    assert name in result.output
+    assert len(result.output.splitlines()) == 1
 
 
 def test_a_storm_preempts_and_a_draft_is_accepted() -> None:

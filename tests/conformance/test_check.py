@@ -143,7 +143,7 @@ def test_under_strict_a_known_defect_is_a_finding() -> None:
 
 
 def test_under_its_profile_a_known_defect_is_known() -> None:
-    options = CheckOptions(engine=f"{__name__}:Release", profile="vllm-0.19.1", max_events=60_000)
+    options = CheckOptions(engine=f"{__name__}:Release", profile="vllm-0.19.1", max_events=15_000)
     result = check(options)
     assert result.first is None, result.first
     assert result.known
@@ -164,8 +164,9 @@ class Meek(SpecEngine):
 
 
 def test_an_engine_that_refuses_nothing_gets_nothing_to_refuse() -> None:
-    result = check(CheckOptions(engine=f"{__name__}:Meek", max_events=60_000))
-    assert result.exit_code is ExitCode.CONFORMS, (result.first, result.missing)
+    result = check(CheckOptions(engine=f"{__name__}:Meek", max_events=15_000))
+    assert result.first is None, result.first
+    assert not any(name.startswith("rejected_") for name in result.missing)
     assert result.skipped["rejection"] > 0
 
 

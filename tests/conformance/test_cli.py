@@ -73,7 +73,7 @@ def test_json_of_a_failure(tmp_path: Path) -> None:
     args = ("check", "--engine", "museum:oldest-preempted", "--budget", 100_000, "--json", path)
     assert blockstep(*args).exit_code == 1
     result = json.loads(path.read_text())
-    assert (result["format"], result["version"]) == ("blockstep-check", 1)
+    assert (result["format"], result["version"]) == ("blockstep-check", 2)
     assert result["exit_code"] == 1
     assert not result["conforms"]
     assert result["failure"]["program"]
@@ -412,6 +412,42 @@ def test_a_replay_has_the_features_that_it_can_have(
     if seen is not None:
         config = json.loads(out.read_text())["config"]
         assert (config["enable_prefix_caching"], config["policy"]) == seen
+
+
+@pytest.mark.parametrize(
+    ("engine", "equivalence", "told"),
+    [
+        ("foreign_support.toys:PlainToy", "safety", "judged by properties alone"),
+        ("foreign_support.toys:AbortingToy", "safety", "judged by properties alone"),
+        ("foreign_support.hosts:AtRenamed", "renamed", "up to ids of blocks"),
+        ("foreign_support.hosts:AtPlan", "plan", "by its plans"),
+    ],
+)
+def test_an_engine_that_is_not_exact_is_replayed(
+    engine: str, equivalence: str, told: str, tmp_path: Path
+) -> None:
+    path, out = tmp_path / "mooncake.jsonl", tmp_path / "out.json"
+    path.write_text(MOONCAKE * 4)
+    asked = ("replay", path, "--num-blocks", 64, "--engine", engine, "--json", out)
+    result = blockstep(*asked)
+    assert result.exit_code == 0, result.output
+    assert told in " ".join(result.output.split())
+    report = json.loads(out.read_text())
+    assert (report["equivalence"], report["requests_finished"]) == (equivalence, 4)
+    assert (report["snapshots_taken"] > 0) is (equivalence == "renamed")
+    assert ("config    enable_prefix_caching=False" in result.output) is ("toys" in engine)
+    assert blockstep(*asked, "--no-spec").exit_code == 0
+    refused = blockstep(*asked, "--policy", "priority", "--caching")
+    assert refused.exit_code == (2 if "toys" in engine else 0)
+    if "toys" in engine:
+        assert "lacks priority" in refused.output
+
+
+def test_a_replay_in_which_nothing_finished_is_no_verdict(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text(MOONCAKE * 2)
+    result = blockstep("replay", path, "--max-model-len", 500)
+    assert (result.exit_code, "NO VERDICT (no request finished)" in result.output) == (5, True)
 
 
 def test_replay_of_a_broken_file_names_the_line(tmp_path: Path) -> None:

@@ -104,13 +104,13 @@ def test_whatever_the_engine_raises_is_a_finding() -> None:
     assert run.exchanges[-1].seen is None
 
 
-def test_an_answer_that_is_no_observation_is_a_divergence() -> None:
+def test_an_answer_that_is_no_observation_is_a_fault() -> None:
     class Engine(Twisted):
         def bend_answer(self, event: Event, answer: Observation) -> Any:
             return {"ok": True}
 
     _, findings = run_program(PROGRAM, Engine)
-    assert findings[0].kind is FindingKind.DIVERGENCE
+    assert findings[0].kind is FindingKind.FAULT
 
 
 def test_an_assertion_of_the_spec_is_told_apart() -> None:
@@ -253,7 +253,7 @@ def test_drafts_are_proposed_for_those_who_sampled() -> None:
 def test_late_drafts_go_to_engines_that_drop_or_refuse_them(has: str) -> None:
     class Engine(SpecEngine):
         def capabilities(self) -> frozenset[str]:
-            return ALL_CAPABILITIES - {"rejection", "late drafts"} | {has}
+            return ALL_CAPABILITIES - ({"rejection", "late drafts"} - {has})
 
     config = replace(CONFIG, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
     run = LockStep.start(config, Engine, keep_exchanges=True)

@@ -32,7 +32,7 @@ from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.floor import look, require_wish
-from blockstep.conformance.search.hunt import hunt
+from blockstep.conformance.search.hunt import call_here, hunt
 from blockstep.conformance.search.options import CheckOptions, get_wish
 from blockstep.spec.vocabulary import (
     Commit,
@@ -232,7 +232,7 @@ def test_what_an_engine_lacks_cannot_be_wanted() -> None:
     with pytest.raises(UsageError, match="feature 'async': the engine mine lacks it"):
         require_wish(options, look(options, Sync))
     with pytest.raises(UsageError, match="feature 'async': the engine mine lacks it"):
-        hunt(options, Sync)
+        hunt(options, call_here(Sync))
 
 
 def test_wishes_reach_the_runs_of_a_check() -> None:

@@ -11,14 +11,8 @@ from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Answer, Program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
-from blockstep.conformance.search.hunt import (
-    Cause,
-    Forgiving,
-    HuntResult,
-    Means,
-    find_causes,
-    hunt,
-)
+from blockstep.conformance.search.forgiving import Cause, Forgiving, Means, find_causes
+from blockstep.conformance.search.hunt import HuntResult, call_here, hunt
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.profiles import Profile, Quirk, get_profile
 from blockstep.spec.vocabulary import (
@@ -49,7 +43,9 @@ def find(name: str) -> Profile:
 
 @pytest.fixture(scope="module")
 def found() -> HuntResult:
-    return hunt(CheckOptions(engine="toy", max_events=60_000, profile=RELEASE), follow_release)
+    return hunt(
+        CheckOptions(engine="toy", max_events=60_000, profile=RELEASE), call_here(follow_release)
+    )
 
 
 def test_every_quirk_of_an_engine_is_found_and_named(found: HuntResult) -> None:
@@ -73,22 +69,22 @@ def test_a_policy_that_both_sides_follow_is_shown_though_nothing_is_wrong(
 
 
 def test_a_hunt_is_told_in_three_ways(found: HuntResult) -> None:
-    text = render_hunt(found, {})
-    page = render_hunt_page(found, {}, "blockstep hunt --engine toy")
-    told = hunt_to_json(found, {})
+    text = render_hunt(found)
+    page = render_hunt_page(found, "blockstep hunt --engine toy")
+    told = hunt_to_json(found)
     assert "#43569" in text
     assert "#43569" in page
     assert len(told["defects"]) == len(found.defects)  # type: ignore[arg-type]
 
 
 def test_a_clean_engine_has_no_defect() -> None:
-    result = hunt(CheckOptions(max_events=5_000), load_engine("host"))
+    result = hunt(CheckOptions(max_events=5_000), call_here(load_engine("host")))
     assert result.defects == []
     assert result.num_events >= 10_000
 
 
 def test_what_nothing_known_accounts_for_is_found_once_and_counted() -> None:
-    result = hunt(CheckOptions(max_events=5_000), load_engine("museum:leak-on-abort"))
+    result = hunt(CheckOptions(max_events=5_000), call_here(load_engine("museum:leak-on-abort")))
     assert result.defects
     assert all(defect.causes == () for defect in result.defects)
     assert result.num_again.total() > 0
@@ -126,7 +122,7 @@ class Spared(SpecEngine):
 
 
 def test_workarounds_and_declined_events_are_off_until_they_account_for_something() -> None:
-    result = hunt(CheckOptions(max_events=5_000), Spared)
+    result = hunt(CheckOptions(max_events=5_000), call_here(Spared))
     assert {defect.causes for defect in result.defects} == {
         (Cause(Means.WORKAROUND, "spare_unservable"),),
         (Cause(Means.DECLINED, "forced reset (#2)"),),
@@ -134,7 +130,7 @@ def test_workarounds_and_declined_events_are_off_until_they_account_for_somethin
     first = {defect.causes[0].means: defect.shrunk.findings[0] for defect in result.defects}
     assert first[Means.WORKAROUND].property_id == "P11"
     assert first[Means.DECLINED].kind is FindingKind.FAULT
-    text = render_hunt(result, Spared.traits.workarounds)
+    text = render_hunt(result)
     assert "what never fits is taken (#1)" in text
     assert "forced reset (#2)" in text
 

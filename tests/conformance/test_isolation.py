@@ -20,7 +20,7 @@ from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.floor import CANARY
-from blockstep.conformance.search.isolation import Isolation, LostError, ProgramOutcome
+from blockstep.conformance.search.isolation import Isolation, LostError
 from blockstep.conformance.search.isolation.watched import JOURNAL_BYTES, Journal, say
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.spec.vocabulary import (
@@ -361,17 +361,17 @@ PROGRAM = Program(
 
 
 def test_programs_follow_one_another_in_one_child(isolation: Isolation) -> None:
-    assert isolation.run("spec", PROGRAM) == ProgramOutcome()
-    told = tell_program(isolation.run(CANARY, PROGRAM), CANARY)
+    assert isolation.run(CheckOptions("spec"), PROGRAM).first is None
+    told = tell_program(isolation.run(CheckOptions(CANARY), PROGRAM), CANARY)
     assert told.startswith(f"blockstep: VIOLATION at event 2 (engine {CANARY})\n")
     assert "preset" not in told
-    assert isolation.run("spec", PROGRAM) == ProgramOutcome()
+    assert isolation.run(CheckOptions("spec"), PROGRAM).first is None
 
 
 def test_another_child_follows_one_that_was_lost(isolation: Isolation) -> None:
     name = "isolated_engines:Exiting"
     program = replace(PROGRAM, actions=(PROGRAM.actions[0], *(Schedule(),) * 1000))
-    told = tell_program(isolation.run(name, program), name)
+    told = tell_program(isolation.run(CheckOptions(name), program), name)
     assert told.startswith(f"blockstep: FAULT at event 1000 (engine {name})\n")
     assert "ended with exit code 3" in told
-    assert isolation.run("spec", PROGRAM) == ProgramOutcome()
+    assert isolation.run(CheckOptions("spec"), PROGRAM).first is None

@@ -27,7 +27,7 @@ from blockstep.conformance.search.arms import compare_arms
 from blockstep.conformance.search.check import InProcess, check
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.floor import SAFETY_CANARY, release_canary
-from blockstep.conformance.search.hunt import hunt
+from blockstep.conformance.search.hunt import call_here, hunt
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.spec.vocabulary import (
     Ack,
@@ -79,9 +79,7 @@ def fit_request(request: Request, _config: Config) -> Request:
 class Toy:
     """One request at a time, and it holds all blocks that it will ever need."""
 
-    traits = EngineTraits(
-        equivalence=Safety(fit_config=fit_config, fit_request=fit_request, takes_abort=False)
-    )
+    traits = EngineTraits(equivalence=Safety(fit_config=fit_config, fit_request=fit_request))
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -243,7 +241,6 @@ class Overspends(Silent):
         equivalence=Safety(
             fit_config=lambda config: replace(fit_config(config), max_num_batched_tokens=2),
             fit_request=fit_request,
-            takes_abort=False,
         )
     )
 
@@ -310,8 +307,8 @@ def test_an_engine_that_decides_differently_conforms(name: str) -> None:
 
 
 def test_hunts_and_arms_take_such_an_engine_too() -> None:
-    assert hunt(options("Toy", max_events=300), Toy).defects == []
-    assert hunt(options("Leaks", max_events=300), Leaks).defects
+    assert hunt(options("Toy", max_events=300), call_here(Toy)).defects == []
+    assert hunt(options("Leaks", max_events=300), call_here(Leaks)).defects
     arms = compare_arms(options("Toy"), Toy, 20)
     assert arms.contrast is None
     assert arms.num_compared["pool"] > 20
@@ -388,7 +385,7 @@ def test_a_config_that_does_not_fit_is_refused() -> None:
 def test_without_its_situations_a_run_proves_nothing() -> None:
     class Picky(Toy):
         traits = EngineTraits(
-            equivalence=Safety(fit_config, fit_request, False, situations=("prefix_hit",))
+            equivalence=Safety(fit_config, fit_request, situations=("prefix_hit",))
         )
 
     globals()["Picky"] = Picky

@@ -171,7 +171,7 @@ def test_a_wrong_engine_fails_where_it_is_wrong_and_is_green_nowhere(
         ]
     )
     result.stdout.no_fnmatch_line("*Traceback*")
-    result.stdout.no_fnmatch_line("*pytest_plugin.py:*in runtest*")
+    result.stdout.no_fnmatch_line("*pytest_plugin*in runtest*")
     failure = read(inner, "out.json")["runs"][0]["check"]["failure"]
     assert failure["findings"][0]["property"] == "P1"
     told = [case.text or "" for case in ET.parse(inner.path / "out.xml").iter("failure")]
@@ -215,7 +215,9 @@ def test_a_run_that_proves_nothing_fails_its_verdict(inner: pytest.Pytester) -> 
 def test_what_was_judged_in_part_is_not_green(inner: pytest.Pytester) -> None:
     result = run(inner, "Silent", "--blockstep-preset=tiny", "--blockstep-budget=300", "-rs")
     result.assert_outcomes(passed=3, failed=1, skipped=len(PROPERTIES))
-    result.stdout.fnmatch_lines(["*judged in part only, and nothing found: equivalence plan"])
+    result.stdout.fnmatch_lines(
+        ["*judged in part only, and nothing found: equivalence exact, no states shown"]
+    )
 
 
 def test_an_unknown_engine_is_an_error_of_every_test(inner: pytest.Pytester) -> None:
@@ -235,6 +237,7 @@ def test_an_unknown_engine_is_an_error_of_every_test(inner: pytest.Pytester) -> 
         ("--blockstep-depth=0", "--blockstep-depth 0: must be 1 or above"),
         ("--blockstep-with=magic", "--blockstep-with, --blockstep-without: feature 'magic': *"),
         ("--blockstep-event-seconds=0", "--blockstep-event-seconds 0: must be above 0"),
+        ("--blockstep-corpus=no", "--blockstep-corpus 'no': there is no such folder"),
         ("--blockstep-json=no/out.json", "--blockstep-json 'no/out.json': there is no such folder"),
     ],
 )
@@ -287,7 +290,59 @@ def test_own_programs_fail_with_the_face_of_the_product(inner: pytest.Pytester) 
                 f"E*reproduce  pytest 'test_own.py::{name}' --blockstep-engine=plugged_*:Bad*",
             ]
         )
-    result.stdout.no_fnmatch_line("*pytest_plugin.py*")
+    result.stdout.no_fnmatch_line("*pytest_plugin/*")
+
+
+def test_a_corpus_is_played_before_anything_is_drawn(inner: pytest.Pytester) -> None:
+    """A test for each program: it fails with its face, or is skipped for what the engine lacks."""
+    request = {"request_id": "A", "prompt_token_ids": [1, 2, 3], "max_tokens": 2}
+    program = {
+        "format": "blockstep-program",
+        "version": 1,
+        "config": {"num_blocks": 4, "block_size": 2},
+        "actions": [{"type": "Submit", "request": request}, {"type": "Schedule"}],
+    }
+    flight = {"num_blocks": 4, "max_frames_in_flight": 2, "async_scheduling": True}
+    (inner.path / "corpus" / "kept").mkdir(parents=True)
+    for name, text in (
+        ("kept/leak.json", json.dumps(program)),
+        ("flight.json", json.dumps({**program, "config": flight})),
+        ("junk.json", "junk"),
+    ):
+        (inner.path / "corpus" / name).write_text(text)
+    inner.makepyfile(
+        lacking="""
+        from plugged_engines import Bad
+        class Sync(Bad):
+            def capabilities(self):
+                return super().capabilities() - {"async"}
+        """
+    )
+    options = ("--blockstep-corpus=corpus", "-k", "corpus", "-rsf", "-v")
+    result = run(inner, "lacking:Sync", *options)
+    result.assert_outcomes(failed=2, skipped=1)
+    result.stdout.fnmatch_lines(
+        [
+            "blockstep::corpus::flight SKIPPED*",
+            "blockstep::corpus::junk FAILED*",
+            "blockstep::corpus::kept/leak FAILED*",
+            "blockstep: corpus/junk.json: 'junk' *: a program is a JSON object *",
+            "blockstep check: VIOLATION at event 2 (engine lacking:Sync, *kept/leak.json)",
+            "  reproduce  blockstep check --engine lacking:Sync --program corpus/kept/leak.json",
+            "SKIPPED * not tried: async",
+        ]
+    )
+    names = inner.runpytest_inprocess(
+        *("--collect-only", "-q", "--blockstep-engine=spec", "--blockstep-corpus=corpus")
+    ).outlines
+    assert [name.startswith("blockstep::corpus::") for name in names[:4]] == [True] * 3 + [False]
+
+
+def test_an_empty_corpus_is_an_error(inner: pytest.Pytester) -> None:
+    (inner.path / "corpus").mkdir()
+    result = inner.runpytest_inprocess("--blockstep-engine=spec", "--blockstep-corpus=corpus")
+    assert result.ret != pytest.ExitCode.OK
+    result.stdout.fnmatch_lines(["blockstep: corpus: no program: a corpus is a folder of *"])
 
 
 def test_own_programs_outlive_an_engine_that_does_not(inner: pytest.Pytester) -> None:
@@ -343,6 +398,7 @@ def test_the_machine_remembers_in_the_example_database(inner: pytest.Pytester) -
 def test_no_item_is_green_when_a_check_did_not_end_well() -> None:
     check: dict[str, Any] = {
         "failure": None, "conforms": False, "exit_code": 3, "num_events": 9, "equivalence": "exact",
+        "shows_states": True,
     }  # fmt: skip
     subjects = [*(entry.id for entry in PROPERTIES), *ASPECTS]
     assert {verdict_on(subject, check)[0] for subject in subjects} == {"failed", "skipped"}
@@ -365,6 +421,7 @@ def test_a_stall_fails_its_property_and_liveness() -> None:
 def test_without_comparison_divergence_is_not_green() -> None:
     check = {
         "failure": None, "conforms": True, "exit_code": 0, "num_events": 9, "equivalence": "safety",
+        "shows_states": True,
     }  # fmt: skip
     assert verdict_on("divergence", check)[0] == verdict_on("P1", check)[0] == "skipped"
     assert verdict_on("verdict", check)[0] == verdict_on("liveness", check)[0] == "passed"

@@ -625,7 +625,10 @@ def test_without_eviction_the_engine_hits_what_the_ids_say_at_any_pace(pace: Pac
     [
         # Pools so small that there is preemption and eviction.
         ("mooncake_conversation.jsonl.gz", 300, 512, 3_000, 8),
-        ("mooncake_conversation.jsonl.gz", 300, 16, 40_000, 128),
+        ("mooncake_conversation.jsonl.gz", 40, 16, 5_500, 128),
+        pytest.param(
+            "mooncake_conversation.jsonl.gz", 300, 16, 40_000, 128, marks=pytest.mark.soak
+        ),
         ("azure_2023_code.csv", 40, 16, 2_000, 8),
         ("agent_blocks16.jsonl.gz", 40, 16, 1_500, 8),
     ],
@@ -648,6 +651,7 @@ def test_spec_and_host_engine_agree_on_published_traces(
     assert report.requests_finished == limit
 
 
+@pytest.mark.soak
 def test_the_whole_mooncake_trace_hits_as_published() -> None:
     path = published("mooncake_conversation.jsonl.gz")
     preset = REPLAY_PRESETS[WorkloadFormat.MOONCAKE]

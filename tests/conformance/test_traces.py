@@ -7,12 +7,10 @@ import gzip
 import json
 import random
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
+from engine_support.strategies import strategy_for
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -49,28 +47,6 @@ from blockstep.spec.vocabulary import (
 CONFIG = Config(num_blocks=9, block_size=4, policy=Policy.PRIORITY)
 HEADER = '{"format":"blockstep-trace","version":1,"config":{"num_blocks":9}}'
 STEP = '{"event":{"type":"Schedule"},"observation":{"type":"Plan","frame_id":0}}'
-
-
-def strategy_for(hint: Any) -> st.SearchStrategy[Any]:
-    """Values of an annotation of the vocabulary, so that new fields are covered as they come."""
-    args = get_args(hint)
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        hints = get_type_hints(hint)
-        return st.builds(
-            hint, **{f.name: strategy_for(hints[f.name]) for f in dataclasses.fields(hint)}
-        )
-    if get_origin(hint) is tuple:
-        return st.lists(strategy_for(args[0]), max_size=3).map(tuple)
-    if get_origin(hint) in (Union, UnionType):
-        return st.one_of(*(strategy_for(arg) for arg in args))
-    if isinstance(hint, type) and issubclass(hint, StrEnum):
-        return st.sampled_from(hint)
-    return {
-        int: st.integers(-(2**40), 2**40),
-        bool: st.booleans(),
-        str: st.text(max_size=8),
-        type(None): st.none(),
-    }[hint]
 
 
 steps_of_all_types = st.builds(

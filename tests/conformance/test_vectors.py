@@ -16,9 +16,10 @@ from typer.testing import CliRunner, Result
 
 from blockstep.conformance.command.vectors import vectors_app
 from blockstep.conformance.explore.canonical import Canonicaliser
+from blockstep.conformance.explore.consume import consume
 from blockstep.conformance.explore.cover import Tracer, choose, trace_program
 from blockstep.conformance.explore.shard import Task
-from blockstep.conformance.explore.vectors import consume, fill, read_vectors, write_vectors
+from blockstep.conformance.explore.vectors import fill, read_vectors, write_vectors
 from blockstep.conformance.explore.walk import walk
 from blockstep.conformance.explore.world import World, get_events
 from blockstep.conformance.explore.worlds import WORLDS

@@ -33,7 +33,7 @@ from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Propose
 from blockstep.conformance.protocol.registry import EngineNotFoundError, load_engine
 from blockstep.conformance.search.episodes import fit_depth, run_episode
-from blockstep.conformance.search.hunt import Cause, Means, find_causes
+from blockstep.conformance.search.forgiving import Cause, Means, find_causes
 from blockstep.conformance.search.options import CheckOptions, find_profile
 from blockstep.spec.profiles import STRICT, Profile, Quirk
 from blockstep.spec.vocabulary import (

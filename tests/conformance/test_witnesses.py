@@ -267,7 +267,7 @@ def test_refusals_are_counted_by_code() -> None:
     assert watched.counts == {"rejected_duplicate_request": 1}
 
 
-FACTS = Facts(4, (), None, (), frozenset())
+FACTS = Facts(4, (), "exact", (), None, frozenset())
 """Of an engine that can do everything."""
 
 
@@ -281,7 +281,7 @@ def test_what_is_missing_is_named() -> None:
         missing_witnesses(counts, options, replace(FACTS, out_of_reach=frozenset({"preempted"})))
         == ()
     )
-    weaker = replace(FACTS, weaker="safety", situations=("admitted", "preempted"))
+    weaker = replace(FACTS, equivalence="safety", situations=("admitted", "preempted"))
     assert missing_witnesses(counts, options, weaker) == ("preempted",)
 
 

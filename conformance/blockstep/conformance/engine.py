@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from types import NoneType
+from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from blockstep.spec.vocabulary import (
     BlockId,
@@ -43,6 +44,8 @@ class Capability(StrEnum):
     RESET = "reset"
     GRAMMAR = "grammar"
     MULTIMODAL = "multimodal"
+    ABORT = "abort"
+    """It takes `Abort`, at any time and for any id (P18)."""
     REJECTION = "rejection"
     """It answers bad input with a typed `Rejected` instead of undefined behaviour. Without it, an
     engine is only given what the spec accepts."""
@@ -62,6 +65,10 @@ class Capability(StrEnum):
 
 
 ALL_CAPABILITIES: frozenset[str] = frozenset(Capability)
+
+
+class BadEngineError(TypeError):
+    """A factory, or what it makes, is not what the protocol asks for; the text names what."""
 
 
 class EngineFault(Exception):
@@ -86,6 +93,7 @@ class Engine(Protocol):
 
 
 EngineFactory: TypeAlias = Callable[[Config], Engine]
+METHODS = ("apply", "snapshot", "capabilities")
 
 
 # Of one engine.
@@ -135,17 +143,93 @@ def get_declines(engine: Engine) -> Callable[[Event], str | None] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Safety:
-    """To be held to the properties, and compared with nothing (see `lockstep.safety`)."""
+class Equivalence:
+    """By what engines are held to the spec; one that names none is `exact`: equal in everything.
 
+    Not to be used by itself: see `EQUIVALENCES` (and docs/explanation/equivalences.md).
+    """
+
+    name: ClassVar[str] = ""
     fit_config: Callable[[Config], Config] = lambda config: config
     """The nearest config that the engine can be built with."""
-    fit_request: Callable[[Request, Config], Request] = lambda request, _config: request
-    """The nearest request that it understands. What is dropped on the way is counted."""
-    takes_abort: bool = True
-    situations: tuple[str, ...] = ("admitted", "stop_length")
-    """What a run must have reached to mean anything; names of `witnesses.WITNESSES`."""
-    name: str = "safety"
+    fit_request: Callable[[Request, Config], Request | None] = lambda request, _config: request
+    """The nearest request that it understands; None if the request is not for it, and then it is
+    not submitted. Either is counted: what is dropped on the way, and how many are not for it."""
+    situations: tuple[str, ...] | None = field(default=None, kw_only=True)
+    """What a run must have reached to mean anything; names of `witnesses.WITNESSES`. None: all
+    that the capabilities of the engine make possible."""
+    plans_ahead: bool = field(default=False, kw_only=True)
+    """Its loop answers a plan only once as many as may be are in flight, or nothing can be planned:
+    with two frames in flight, the order of every run is plan, plan, answer, plan, answer."""
+
+    @property
+    def not_asked(self) -> tuple[str, ...]:
+        """What a check by it leaves out, in words for its verdict."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed(Equivalence):
+    """Equal up to a bijection of block ids and the order of the free queue (`lockstep.renamed`)."""
+
+    name: ClassVar[str] = "renamed"
+
+    @property
+    def not_asked(self) -> tuple[str, ...]:
+        """What a check by it leaves out, in words for its verdict."""
+        return ("block ids, and the order of the free queue",)
+
+
+@dataclass(frozen=True, slots=True)
+class SamePlans(Equivalence):
+    """The same tokens for the same requests in the same steps (see `lockstep.plans`)."""
+
+    name: ClassVar[str] = "plan"
+    shows_blocks: bool = field(default=False, kw_only=True)
+    """Whether plans name blocks. Without, each `block_ids` and `new_block_ids` is `()`, and what is
+    in a slot is not asked."""
+
+    @property
+    def not_asked(self) -> tuple[str, ...]:
+        """What a check by it leaves out, in words for its verdict."""
+        states = "states, and properties that speak of them"
+        return (states,) if self.shows_blocks else (states, "what is in a slot, and block tables")
+
+
+@dataclass(frozen=True, slots=True)
+class Safety(Equivalence):
+    """To be held to the properties, and compared with nothing (see `lockstep.safety`)."""
+
+    name: ClassVar[str] = "safety"
+    situations: tuple[str, ...] | None = field(default=("admitted", "stop_length"), kw_only=True)
+
+
+EQUIVALENCES: tuple[type[Equivalence], ...] = (Renamed, SamePlans, Safety)
+"""Weaker ones than `exact`, the strongest first."""
+EXACT = "exact"
+"""The name of the equivalence that an engine has that names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Something that an engine is known to do otherwise, said by its adapter (D14).
+
+    What it excuses is counted and shown in every verdict, and nothing else is excused. Where
+    neither side can go on from it, an episode ends there.
+    """
+
+    name: str
+    summary: str
+    """What the engine does, in a sentence."""
+    program: Any
+    """A `protocol.program.Program` that shows it. If it does no more, the verdict says so."""
+    sentences: tuple[str, ...] = ()
+    """Those that may complain of it, by name, as findings name them."""
+    fields: tuple[str, ...] = ()
+    """Fields in which spec and engine may differ, as reports name them, with `*` for any part:
+    `rows * num_cached_tokens`."""
+    when: Callable[[Event, Observation | None], bool] = lambda _event, _answer: True
+    """In which steps: of the event and the engine's answer; None if it raised or stands still."""
 
 
 def show_state(
@@ -188,12 +272,14 @@ def show_state(
 class EngineTraits:
     """What a factory says of its engines, besides what they can do (`Engine.capabilities`)."""
 
-    equivalence: Safety | None = None
-    """How they are held to the spec; None: by the strongest comparison that they allow."""
+    equivalence: Equivalence | None = None
+    """By what they are held to the spec; None: `exact`."""
     make_worker: Callable[..., Any] | None = None
     """From a config and a token function to the worker that runs their plans; None: `Worker`."""
     max_depth: int | None = None
     """Frames in flight that a run may have, at most; None: as many as are wanted."""
+    deviations: tuple[Deviation, ...] = ()
+    """What is known of them and passed over."""
     out_of_reach: frozenset[str] = frozenset()
     """Situations that cannot come up, and are not required."""
     workarounds: Mapping[str, str] = field(default_factory=dict)
@@ -212,15 +298,65 @@ def get_traits(make_engine: EngineFactory) -> EngineTraits:
     """What a factory says of its engines.
 
     Raises:
-        TypeError: its attribute `traits` is something else.
+        BadEngineError: its attribute `traits` is something else, or its equivalence is none.
     """
     traits = getattr(make_engine, "traits", NO_TRAITS)
     if not isinstance(traits, EngineTraits):
-        raise TypeError(f"traits of {make_engine!r}: must be EngineTraits, not {traits!r}")
+        raise BadEngineError(
+            f"traits of {make_engine!r:.80}: must be EngineTraits, not {traits!r:.80}"
+        )
+    if not isinstance(traits.equivalence, (*EQUIVALENCES, NoneType)):
+        known = ", ".join(f"{kind.__name__}()" for kind in EQUIVALENCES)
+        raise BadEngineError(
+            f"equivalence of {make_engine!r:.80}: must be None (exact) or one of {known}, "
+            f"not {traits.equivalence!r:.80}"
+        )
+    for one in traits.deviations:
+        if not isinstance(one, Deviation) or not (one.sentences or one.fields):
+            raise BadEngineError(
+                f"deviations of {make_engine!r:.80}: each must be a Deviation that names the "
+                f"sentences or fields that it excuses, not {one!r:.80}"
+            )
     return traits
+
+
+def get_equivalence_name(make_engine: EngineFactory) -> str:
+    """By what a factory's engines are held to the spec. Raises as `get_traits`."""
+    weaker = get_traits(make_engine).equivalence
+    return EXACT if weaker is None else weaker.name
 
 
 def get_capabilities(make_engine: EngineFactory) -> frozenset[str]:
     """What the engines of a factory implement. Asks one built for the purpose."""
     config, weaker = Config(num_blocks=8, max_model_len=64), get_traits(make_engine).equivalence
-    return make_engine(config if weaker is None else weaker.fit_config(config)).capabilities()
+    if weaker is not None:
+        config = weaker.fit_config(config)
+        if not isinstance(config, Config):
+            raise BadEngineError(
+                f"fit_config of {make_engine!r:.80}: must return a Config, not {config!r:.80}"
+            )
+    return build(make_engine, config).capabilities()
+
+
+def build(make_engine: EngineFactory, config: Config) -> Engine:
+    """An engine for one run. What the factory raises passes through.
+
+    Raises:
+        BadEngineError: it made something else, or something that cannot say what it implements.
+    """
+    engine = make_engine(config)
+    lacks = [name for name in METHODS if not callable(getattr(engine, name, None))]
+    if lacks:
+        raise BadEngineError(
+            f"factory {make_engine!r:.80}: returned {engine!r:.80}, which has no {lacks[0]}(); "
+            f"an engine has the methods {', '.join(METHODS)}"
+        )
+    named = engine.capabilities()
+    if not isinstance(named, frozenset | set):
+        raise BadEngineError(
+            f"capabilities() of {engine!r:.80}: must be a set of names, not {named!r:.80}"
+        )
+    for name in sorted(map(str, named - ALL_CAPABILITIES)):
+        known = ", ".join(sorted(ALL_CAPABILITIES))
+        raise BadEngineError(f"capabilities() of {engine!r:.80}: {name!r} is none of {known}")
+    return engine

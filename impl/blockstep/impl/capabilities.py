@@ -19,6 +19,7 @@ HOST: Final = frozenset(
         "grammar",
         "multimodal",
         "embeds",
+        "abort",
         "rejection",
         "async",
         "pipeline",

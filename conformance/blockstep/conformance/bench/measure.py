@@ -17,7 +17,9 @@ from typing import TypeAlias
 
 from blockstep.conformance.bench.player import Pilot, Timing, play
 from blockstep.conformance.bench.scenarios import SCENARIOS, Scenario
-from blockstep.conformance.bench.sides import Side, open_side
+from blockstep.conformance.bench.sides import Side, SideError
+from blockstep.conformance.bench.terms import find_obstacle, get_terms
+from blockstep.conformance.protocol.features import UsageError
 
 REHEARSAL = {"decode": 1, "storm": 14, "drafts": 14, "async": 14, "priority": 14, "hits": 2}
 """What is played before anything counts: scenarios, and how many run."""
@@ -66,6 +68,8 @@ class Measurement:
     readings: tuple[Reading, ...]
     num_rounds: int = 1
     """Times that this was measured; of several, each figure is the median."""
+    equivalence: str = "exact"
+    """By what the sides are held to the specification; at `safety` one side decides by itself."""
 
 
 def measure(
@@ -80,24 +84,25 @@ def measure(
 
     The pilot plays ahead and writes down what comes in; each side plays the same after it, a few
     steps in turn. The first step of a turn warms the caches up and is not counted; the order of the
-    sides turns round each time.
+    sides turns round each time. An engine that is not exact is measured alone.
 
     Raises:
         NotEqualError: two sides decided or delivered differently.
-        UsageError: an engine says that its times would mean nothing here.
+        SideError: an engine broke.
+        UsageError: an engine says that its times would mean nothing here, or lets too few run.
         EngineNotFoundError: an engine cannot be loaded.
     """
-    title, what = f"{scenario.name} {num_running}", f"scenario {scenario.name}: "
-    pilot = Pilot(scenario, num_running)
+    title = f"{scenario.name} {num_running}"
+    pilot = Pilot(scenario, num_running, get_terms(engines))
     advance(0.0, f"{title}: filling")
     warm = pilot.fill()
     sides: dict[str, Side] = {}
     memory: dict[str, float] = {}
     for name in engines:
         before = _memory_mib()
-        sides[name] = open_side(name, pilot.config)
+        sides[name] = pilot.open_side(name)
         for moment in warm:
-            play(sides[name], [moment], what + name)
+            play(sides[name], [moment], name, pilot)
         memory[name] = _memory_mib() - before
     del warm
     order = list(sides.items())
@@ -112,10 +117,12 @@ def measure(
                 break  # the traffic has ended
             digest = moments[-1].digest
             for name, side in order:
-                timings[name] += play(side, moments, what + name)[skipped:]
+                timings[name] += play(side, moments, name, pilot)[skipped:]
             counts += [moment.counts for moment in moments[skipped:]]
             order.reverse()
             advance(len(counts) / num_steps, f"{title}: {len(counts):,}")
+    if not counts:
+        raise UsageError(f"scenario {scenario.name}: no step is left to be measured: {title} ends")
     rows, tokens, new, preempted = map(statistics.fmean, zip(*counts, strict=True))
     readings = tuple(
         _read(name, reading, index, timings[name], memory[name])
@@ -123,14 +130,27 @@ def measure(
         for index, reading in enumerate(side.readings)
     )
     return Measurement(
-        *(scenario.name, num_running, len(counts)), rows, tokens, new, preempted, digest, readings
-    )
+        *(scenario.name, num_running, len(counts)), rows, tokens, new, preempted, digest, readings,
+        equivalence=pilot.terms.equivalence,
+    )  # fmt: skip
 
 
 def rehearse(engines: Sequence[str], advance: Advance) -> None:
-    """Play a little of everything on each engine, so that nothing is imported or compiled later."""
+    """Play a little of everything on each engine, so that nothing is imported or compiled later.
+
+    Engines that are timed together, as in `measure`. What one cannot play is none of what is
+    measured later, or is told then.
+    """
     for name, size in REHEARSAL.items():
-        measure(SCENARIOS[name], size, engines, SCENARIOS[name].steps_per_turn, False, advance)
+        scenario = SCENARIOS[name]
+        able = [one for one in engines if not find_obstacle(one, scenario.get_config(size))]
+        if not able:
+            continue
+        try:
+            measure(scenario, size, able, scenario.steps_per_turn, False, advance)
+        except (SideError, UsageError):
+            if get_terms(able).weaker is None:
+                raise
 
 
 @contextmanager
@@ -164,9 +184,10 @@ def _spread(seconds: Sequence[float]) -> Spread:
 
 def merge_rounds(measurements: Sequence[Measurement]) -> list[Measurement]:
     """One for each scenario and size, those of a scenario together; medians of several rounds."""
-    rounds: dict[tuple[str, int], list[Measurement]] = {}
+    rounds: dict[tuple[str, int, tuple[str, ...]], list[Measurement]] = {}
     for entry in measurements:
-        rounds.setdefault((entry.scenario, entry.num_running), []).append(entry)
+        key = (entry.scenario, entry.num_running, get_engines(entry))
+        rounds.setdefault(key, []).append(entry)
     merged = [_merge(entries) for entries in rounds.values()]
     return [entry for entries in group(merged) for entry in entries]
 
@@ -188,11 +209,16 @@ def _take_medians(spreads: Sequence[Spread]) -> Spread:
 
 
 def group(measurements: Sequence[Measurement]) -> list[list[Measurement]]:
-    """Those of each scenario."""
-    found: dict[str, list[Measurement]] = {}
+    """Those of each scenario, and of engines that were measured together."""
+    found: dict[tuple[str, tuple[str, ...]], list[Measurement]] = {}
     for entry in measurements:
-        found.setdefault(entry.scenario, []).append(entry)
+        found.setdefault((entry.scenario, get_engines(entry)), []).append(entry)
     return list(found.values())
+
+
+def get_engines(entry: Measurement) -> tuple[str, ...]:
+    """Whom it is of."""
+    return tuple(dict.fromkeys(found.engine for found in entry.readings))
 
 
 def get_slope(measurements: Sequence[Measurement], engine: str, reading: str) -> float | None:

@@ -15,13 +15,12 @@ from typing import Any, TypeAlias
 
 from blockstep.conformance.bench import sides as s
 from blockstep.conformance.bench.scenarios import Scenario, get_token
+from blockstep.conformance.bench.terms import ALL_EXACT, Terms
+from blockstep.conformance.protocol.features import UsageError
 from blockstep.spec.vocabulary import Request, RequestId, TokenIds
 
-FILL_STEPS_MAX = 20_000
-"""Steps until enough requests run, at most; a scenario that takes longer is broken."""
-PILOT = "fastest"
-"""The engine on which the traffic is written down. Where engines are asked in arrays it is one of
-them: a plan of the protocol does not say how new and resumed rows mix."""
+FILL_STEPS_MAX = 1000
+"""Steps without one more request that runs, after which no more ever will."""
 
 Timing: TypeAlias = tuple[s.Times, s.Times]
 """Of schedule and commit in one step; zeros while plans pile up in the pipeline."""
@@ -57,34 +56,62 @@ class Live:
 class Pilot:
     """Plays clients and worker on one side, one step at a time, and writes them down."""
 
-    def __init__(self, scenario: Scenario, num_running: int) -> None:
+    def __init__(self, scenario: Scenario, num_running: int, terms: Terms = ALL_EXACT) -> None:
         self.scenario = scenario
         self.num_running = num_running
-        self.config = scenario.get_config(num_running)
-        self.side = s.open_side(PILOT, self.config)
+        self.terms = terms
+        self.config = terms.fit_config(scenario.get_config(num_running))
+        self.side = self.open_side(terms.pilot)
         self.live: dict[RequestId, Live] = {}
         self.running: set[RequestId] = set()
         self.has_all_submitted = False
-        self._source = scenario.get_requests(num_running)
+        self._source = terms.fit_requests(scenario.get_requests(num_running), self.config)
         self._frames: deque[list[tuple[s.PlannedRow, bool]]] = deque()
         """In flight, oldest first: each row, and whether it samples."""
 
+    def open_side(self, engine: str) -> s.Side:
+        """An engine on these terms. Raises as `sides.open_side`."""
+        side = s.open_side(engine, self.config)
+        side.sees_blocks = self.terms.sees_blocks
+        return side
+
     def fill(self) -> list[Moment]:
-        """Play until enough requests run, then the warm-up."""
-        name, wanted = self.scenario.name, self.scenario.min_running * self.num_running
+        """Play until enough requests run, then the warm-up.
+
+        Raises:
+            UsageError: so many never run.
+        """
+        wanted = self.scenario.min_running * self.num_running
         moments: list[Moment] = []
+        most, num_since = 0, 0
         while len(self.running) < wanted:
-            if len(moments) == FILL_STEPS_MAX:
-                raise RuntimeError(f"scenario {name}: only {len(self.running)} ever run")
+            if num_since == FILL_STEPS_MAX or (
+                moments and not self.live and self.has_all_submitted
+            ):
+                raise UsageError(
+                    f"scenario {self.scenario.name}: of {self.num_running:,} requests no more than "
+                    f"{most:,} run at once on {self.terms.pilot}: take a smaller -n or another "
+                    "--scenario"
+                )
             moments += self.play(1)
+            num_since = 0 if len(self.running) > most else num_since + 1
+            most = max(most, len(self.running))
         return moments + self.play(self.scenario.num_warmup)
 
     def play(self, num_steps: int) -> list[Moment]:
         """So many steps, or fewer if the traffic ends."""
         moments: list[Moment] = []
-        while len(moments) < num_steps and (self.live or not self.has_all_submitted):
-            moments.append(self._step())
+        try:
+            while len(moments) < num_steps and (self.live or not self.has_all_submitted):
+                moments.append(self._step())
+        except s.SideError as error:
+            raise self.accuse(self.terms.pilot, error) from error
         return moments
+
+    def accuse(self, engine: str, error: s.SideError) -> s.SideError:
+        """What an engine did, with its name and where."""
+        where = f"scenario {self.scenario.name}: {engine}"
+        return s.SideError(f"{where}: {error}; `blockstep check` finds out why")
 
     def _step(self) -> Moment:
         """Submit what is due, plan, and answer the oldest plan once the pipeline is full."""
@@ -118,11 +145,11 @@ class Pilot:
         room = self.scenario.get_concurrency(self.num_running) - len(self.live)
         due = list(islice(self._source, room))
         self.has_all_submitted = len(due) < room
-        for request in due:
-            self.side.submit(request)
+        taken = [request for request in due if self.side.submit(request)]
+        for request in taken:
             number = int(request.request_id[1:])
             self.live[request.request_id] = Live(number, len(request.prompt_token_ids))
-        return due
+        return taken
 
     def _propose(self) -> s.Answer:
         """Zero to all drafts of a request agree with what it will say, turn by turn."""
@@ -142,7 +169,7 @@ class Pilot:
 
     def _promise(self, row: s.PlannedRow) -> bool:
         """Whether a row samples; what it promises is noted."""
-        live = self.live[row.request_id]
+        live = self._find(row.request_id)
         reached = row.num_computed_tokens + row.num_scheduled_tokens
         samples = reached - row.num_drafts >= live.known + live.promised
         if samples:
@@ -152,10 +179,15 @@ class Pilot:
 
     def _take(self, delivered: s.Delivered) -> None:
         for name, tokens, reason in delivered:
-            self.live[name].known += len(tokens)
+            self._find(name).known += len(tokens)
             if reason is not None:
                 del self.live[name]
                 self.running.discard(name)
+
+    def _find(self, name: RequestId) -> Live:
+        if name not in self.live:
+            raise s.SideError(f"the engine speaks of {name!r}, who has not come or has ended")
+        return self.live[name]
 
     def _sample(self, row: s.PlannedRow) -> TokenIds:
         """What the model samples in a row that samples: accepted drafts, and one token more."""
@@ -171,11 +203,11 @@ class Pilot:
         return tuple(tokens)
 
 
-def play(side: s.Side, moments: Sequence[Moment], what: str) -> list[Timing]:
+def play(side: s.Side, moments: Sequence[Moment], engine: str, pilot: Pilot) -> list[Timing]:
     """Give a side what comes in, and time it; then read what it decided.
 
     Raises:
-        NotEqualError: that is not what the pilot decided; `what` says who did where.
+        NotEqualError: that is not what the pilot decided.
     """
     answers = [None if m.answer is None else side.prepare(m.answer) for m in moments]
     timings: list[Timing] = []
@@ -183,7 +215,8 @@ def play(side: s.Side, moments: Sequence[Moment], what: str) -> list[Timing]:
     try:
         for moment, answer in zip(moments, answers, strict=True):
             for request in moment.submitted:
-                side.submit(request)
+                if not side.submit(request):
+                    raise s.NotEqualError(f"{request.request_id} is refused")
             if moment.drafts:
                 side.propose(moment.drafts)
             plan, seconds = side.schedule()
@@ -202,9 +235,12 @@ def play(side: s.Side, moments: Sequence[Moment], what: str) -> list[Timing]:
         ]
     except s.NotEqualError:
         digests = []
+    except s.SideError as error:
+        raise pilot.accuse(engine, error) from error
     if digests != [moment.digest for moment in moments]:
+        other = "the same twice" if engine == pilot.terms.pilot else f"as {pilot.terms.pilot} does"
         raise s.NotEqualError(
-            f"{what} does not decide as {PILOT} does, so their times cannot be compared; "
-            "`blockstep check` finds out why"
+            f"scenario {pilot.scenario.name}: {engine} does not decide {other}, so its times "
+            "cannot be compared; `blockstep check` finds out why"
         )
     return timings

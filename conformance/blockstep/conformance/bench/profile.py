@@ -17,7 +17,7 @@ from types import CodeType
 from blockstep.conformance.bench.measure import Advance, garbage_collection
 from blockstep.conformance.bench.player import Pilot, play
 from blockstep.conformance.bench.scenarios import Scenario
-from blockstep.conformance.bench.sides import open_side
+from blockstep.conformance.bench.terms import get_terms
 
 ADDRESS = re.compile(r" object at 0x[0-9a-f]+")
 
@@ -60,14 +60,13 @@ def profile(
 
     Raises: as `measure`.
     """
-    what = f"scenario {scenario.name}: {engine}"
-    pilot, profiler = Pilot(scenario, num_running), cProfile.Profile()
-    side = open_side(engine, pilot.config)
+    pilot, profiler = Pilot(scenario, num_running, get_terms([engine])), cProfile.Profile()
+    side = pilot.open_side(engine)
     advance(0.0, f"{engine}, {scenario.name} {num_running}: filling")
-    play(side, pilot.fill(), what)
+    play(side, pilot.fill(), engine, pilot)
     side.ask = partial(side.ask, profiler.runcall)
     with garbage_collection(on=False):
-        play(side, pilot.play(num_steps), what)
+        play(side, pilot.play(num_steps), engine, pilot)
     entries = [entry for entry in profiler.getstats() if "_lsprof" not in str(entry.code)]
     whole = sum(entry.inlinetime for entry in entries)
     lines = [

@@ -17,6 +17,10 @@ COLUMNS = (
     "scenario", "running", "engine", "reading", "schedule p50", "schedule p99", "commit p50",
     "commit p99", "step p50", "step p99", "times vllm", "by means", "MiB",
 )  # fmt: skip
+WIDTH_MIN = 150
+"""Of a screen that shows all columns."""
+FEW_COLUMNS = ("scenario", "running", "engine", "reading", "step p50", "step p99", "times vllm")
+"""What a narrow one shows."""
 YARDSTICK = "vllm"
 """Everybody is compared with this engine, where it was measured."""
 LEGEND = "A step is schedule and commit: p50 / p99 in microseconds of processor time"
@@ -37,16 +41,17 @@ def make_rows(entry: Measurement) -> list[dict[str, str]]:
     return rows
 
 
-def make_table(measurements: Sequence[Measurement]) -> Table:
+def make_table(measurements: Sequence[Measurement], columns: Sequence[str] = COLUMNS) -> Table:
     """For a terminal; an empty line where another scenario or size begins."""
     table = Table(box=None, pad_edge=False)
-    for index, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if index in (0, 2, 3) else "right")
+    for column in columns:
+        is_word = column in ("scenario", "engine", "reading")
+        table.add_column(column, justify="left" if is_word else "right", no_wrap=is_word)
     for entry in measurements:
         if table.rows:
             table.add_row()
         for row in make_rows(entry):
-            table.add_row(*row.values())
+            table.add_row(*(row[column] for column in columns))
     return table
 
 

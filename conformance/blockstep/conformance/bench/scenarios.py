@@ -118,7 +118,8 @@ SCENARIOS: Mapping[str, Scenario] = {
         ),
         Scenario(
             "mixed", "chunked prefill beside decode; requests end and come all the time",
-            lambda n: _config(n, 1536, max_num_batched_tokens=max(2048, 2 * n)), _mixed,
+            # For each that decodes there are six tokens of prompts of others, or N never run.
+            lambda n: _config(n, 1536, max_num_batched_tokens=max(2048, 8 * n)), _mixed,
             num_warmup=400,
         ),
         Scenario(

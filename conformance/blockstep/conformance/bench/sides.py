@@ -50,8 +50,24 @@ Times: TypeAlias = tuple[float, ...]
 """Seconds, one for each reading."""
 
 
-class NotEqualError(RuntimeError):
+class SideError(RuntimeError):
+    """What a side did cannot be timed."""
+
+
+class NotEqualError(SideError):
     """A side decided something else than the pilot, so their times cannot be compared."""
+
+
+def ask(call: Callable[..., Any], *arguments: Any) -> Any:
+    """What a call of an engine gives.
+
+    Raises:
+        SideError: it raised.
+    """
+    try:
+        return call(*arguments)
+    except Exception as error:
+        raise SideError(f"the engine raised {type(error).__name__}: {error}") from error
 
 
 def time_call(call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
@@ -60,7 +76,7 @@ def time_call(call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
     A scheduler waits for nothing, so on an idle machine it is the time by the wall.
     """
     start = time.thread_time()
-    result = call(*arguments)
+    result = ask(call, *arguments)
     seconds = time.thread_time() - start
     if isinstance(result, v.Rejected):
         raise NotEqualError(result)  # it has decided something else before
@@ -83,17 +99,17 @@ class Side:
         """What makes the calls of a step."""
         self.frames: deque[Any] = deque()
         """Plans in flight, oldest first."""
+        self.sees_blocks = True
+        """Whether the ids of blocks are part of what was decided."""
         self._digest = hashlib.sha256()
 
-    def submit(self, request: v.Request) -> None:
-        """Take a request; not timed."""
-        answer = self.engine.apply(v.Submit(request))
-        if not isinstance(answer, v.Ack):
-            raise RuntimeError(f"the scenario is broken: {request.request_id} is refused: {answer}")
+    def submit(self, request: v.Request) -> bool:
+        """Give it a request, and say whether it was taken; not timed."""
+        return isinstance(ask(self.engine.apply, v.Submit(request)), v.Ack)
 
     def propose(self, drafts: Answer) -> None:
         """Hand drafts in for the next step; not timed."""
-        self.engine.apply(v.Drafts(tuple(v.RowTokens(*row) for row in drafts)))
+        ask(self.engine.apply, v.Drafts(tuple(v.RowTokens(*row) for row in drafts)))
 
     def prepare(self, answer: Answer) -> Any:
         """What `commit` takes, of the tokens of each row in the order of scheduling."""
@@ -113,13 +129,18 @@ class Side:
 
     def read_plan(self, plan: Any) -> Decision:
         """What `schedule` decided. New rows and resumed ones are told apart in a plan."""
-        running = [row for row in plan.cached if not row.resumed]
-        resumed = [row for row in plan.cached if row.resumed]
-        rows = tuple(map(_read_row, (*running, *plan.new, *resumed)))
+        if not isinstance(plan, v.Plan):
+            raise SideError(f"a Schedule was answered with {type(plan).__name__}")
+        running = (row for row in plan.cached if not row.resumed)
+        resumed = (row for row in plan.cached if row.resumed)
+        given: tuple[v.NewRow | v.CachedRow, ...] = (*running, *plan.new, *resumed)
+        rows = tuple(map(_read_row, given))
         return Decision(rows, plan.preempted_req_ids, plan.finished_req_ids)
 
     def read_outputs(self, outputs: Any) -> Delivered:
         """What `commit` delivered."""
+        if not isinstance(outputs, v.Outputs):
+            raise SideError(f"a Commit was answered with {type(outputs).__name__}")
         return read_rows(outputs.rows)
 
     def note(self, decision: Decision, delivered: Delivered) -> str:
@@ -128,6 +149,8 @@ class Side:
         By id: a plan of the protocol does not say how new and resumed rows mix.
         """
         rows = sorted(decision.rows, key=lambda row: row.request_id)
+        if not self.sees_blocks:
+            rows = [row._replace(new_block_ids=()) for row in rows]
         told = sorted(delivered, key=lambda row: row[0])
         self._digest.update(repr((rows, decision.preempted, decision.finished, told)).encode())
         return self._digest.hexdigest()

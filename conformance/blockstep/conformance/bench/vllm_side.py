@@ -30,9 +30,10 @@ class VllmSide(s.Side):
         super().__init__(run.scheduler)
         self.hasher = run.hasher
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request) -> bool:
         """See `Side`."""
         self.engine.add_request(build_request(request, self.hasher, {}, separate_names=True))
+        return True
 
     def propose(self, drafts: s.Answer) -> None:
         """See `Side`."""

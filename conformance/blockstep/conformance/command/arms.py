@@ -9,10 +9,9 @@ import typer
 
 from blockstep.conformance.command import console, options
 from blockstep.conformance.draw.presets import PRESETS
-from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.report.arms import arms_to_json, render_arms
 from blockstep.conformance.search.arms import compare_arms
-from blockstep.conformance.search.options import CheckOptions, ExitCode
+from blockstep.conformance.search.options import CheckOptions, ExitCode, load
 
 
 def arms_command(
@@ -22,6 +21,7 @@ def arms_command(
     ] = "small",
     seed: options.Seed = 0,
     workloads: Annotated[int, typer.Option(min=1, help="Workloads to play in every arm.")] = 1000,
+    path: options.Folder = None,
     json_path: options.Json = None,
 ) -> None:
     """Compare an engine with itself: configs that must not change what is said.
@@ -30,18 +30,19 @@ def arms_command(
     other chunks. No reference and no snapshot are needed.
     """
     options.require_preset(preset)
-    wanted = CheckOptions(engine=engine, preset=preset, seed=seed)
+    folder = None if path is None else str(path.resolve())
+    wanted = CheckOptions(engine=engine, preset=preset, seed=seed, path=folder)
     started = time.perf_counter()
     screen = console.make_screen(json_path)
     with console.input_errors(), console.progress(screen, f"comparing {engine}") as advance:
         result = compare_arms(
             wanted,
-            load_engine(engine),
+            load(wanted),
             workloads,
             lambda done: advance(done / workloads, f"{done:,} workloads"),
         )
     console.say(render_arms(result, wanted, time.perf_counter() - started), json_path)
     console.write_json(json_path, arms_to_json(result, wanted))
-    if result.contrast is not None:
+    if result.contrast is not None or result.fault is not None:
         raise typer.Exit(ExitCode.FAILED)
     raise typer.Exit(ExitCode.CONFORMS if any(result.num_compared.values()) else ExitCode.HARNESS)

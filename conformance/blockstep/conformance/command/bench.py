@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -16,8 +17,11 @@ from rich.console import Console
 from blockstep.conformance.bench import measure, report
 from blockstep.conformance.bench.profile import profile, to_lines
 from blockstep.conformance.bench.scenarios import SCENARIOS, TRACE, Scenario, get_trace_scenario
-from blockstep.conformance.bench.sides import NotEqualError
+from blockstep.conformance.bench.sides import SideError
+from blockstep.conformance.bench.terms import find_obstacle, get_terms, split
 from blockstep.conformance.command import console, options
+from blockstep.conformance.protocol.features import UsageError
+from blockstep.conformance.search.episodes import list_changes
 from blockstep.conformance.search.options import ExitCode
 
 SIZES = (1, 8, 64, 256, 1024, 4096)
@@ -44,7 +48,7 @@ def _measuring(screen: Console, title: str) -> Iterator[measure.Advance]:
     with console.input_errors(), console.progress(screen, title) as advance:
         try:
             yield advance
-        except NotEqualError as error:
+        except SideError as error:
             console.end(ExitCode.FAILED, str(error))
 
 
@@ -66,6 +70,7 @@ def scheduler_command(
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="The first N requests of the trace.")] = 2000,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of each scenario.")] = 200,
+    path: options.Folder = None,
     gc_on: Annotated[
         bool, typer.Option("--gc/--no-gc", help="Collect garbage while measuring.")
     ] = False,
@@ -77,38 +82,103 @@ def scheduler_command(
 
     Times are microseconds of processor time. Two readings of an engine with arrays: `arrays`, what
     a model runner consumes, and `materialised`, as many objects as vLLM builds. Exits 1 if two
-    engines decide differently.
+    engines decide differently. An engine that is not exact is timed by itself, on what it decides.
 
     Example: blockstep bench scheduler --engine host --engine vllm --scenario decode -n 64 -n 1024
     """
-    screen = console.make_screen(json_path, width=150)
+    screen = console.make_screen(json_path, report.WIDTH_MIN)
+    if plot is not None:
+        _require_plot(plot)
     names = list(dict.fromkeys(engine or ["host"]))
     conditions = {**_get_conditions(), "gc": "on" if gc_on else "off", "steps": steps}
+    options.look_in(path)
     with _measuring(screen, "measuring") as advance:
         if trace is None:
             work, most = _list_work(scenario, num_running), steps
         else:
             played = get_trace_scenario(trace, limit)
             work, most = [(played, played.get_concurrency(0))], TRACE_STEPS_MAX
-        measure.rehearse(names, advance)
-        measurements = measure.merge_rounds(
-            [measure.measure(entry, size, names, most, gc_on, advance) for entry, size in work]
-        )
+        teams = split(names)
+        tasks = [(*one, able) for one in work for team in teams if (able := _pick(team, *one))]
+        if not tasks:
+            what = find_obstacle(names[0], work[0][0].get_config(work[0][1]))
+            console.usage(f"engine {names[0]!r}: lacks {what}: take another --scenario")
+        for team in teams:
+            measure.rehearse(team, advance)
+        measurements, left_out = _measure_all(tasks, most, gc_on, advance)
     _show(measurements, screen)
-    screen.print("all decided the same" if len(names) > 1 else "one engine, compared with nobody")
+    for line in (*_tell_terms(teams, work), *left_out):
+        screen.print(line, soft_wrap=True)
     if plot is not None:
-        try:
-            report.draw_plot(plot, measurements)
-        except ImportError:
-            console.usage("--plot: needs matplotlib: pip install 'blockstep[plot]'")
+        report.draw_plot(plot, measurements)
     if markdown is not None:
         console.write(markdown, report.make_markdown(measurements, conditions, plot))
     console.write_json(json_path, report.to_json(measurements, conditions))
 
 
+def _measure_all(
+    tasks: list[tuple[Scenario, int, tuple[str, ...]]],
+    most: int,
+    gc_on: bool,
+    advance: measure.Advance,
+) -> tuple[list[measure.Measurement], list[str]]:
+    """The measurements, and what an engine that decides by its own rules cannot play.
+
+    Raises: as `measure`; UsageError if nothing is left.
+    """
+    found, left_out = [], []
+    for task in tasks:
+        try:
+            found.append(measure.measure(*task, most, gc_on, advance))
+        except UsageError as error:
+            if get_terms(task[2]).weaker is None or len(tasks) == 1:
+                raise
+            left_out.append(f"not measured  {error}")
+    if not found:
+        raise UsageError(left_out[0])
+    return measure.merge_rounds(found), left_out
+
+
+def _pick(team: tuple[str, ...], scenario: Scenario, size: int) -> tuple[str, ...]:
+    """Those of a team that have what a scenario needs."""
+    config = scenario.get_config(size)
+    return tuple(name for name in team if find_obstacle(name, config) is None)
+
+
+def _tell_terms(teams: list[tuple[str, ...]], work: list[tuple[Scenario, int]]) -> Iterator[str]:
+    """Who was compared with whom, and what was changed or left out for an engine."""
+    scenarios = {scenario.name: scenario.get_config(size) for scenario, size in work}
+    for team in teams:
+        terms = get_terms(team)
+        if terms.weaker is None:
+            only = "one engine, compared with nobody"
+            yield "all decided the same" if len(team) > 1 else only
+        elif terms.sees_blocks:
+            what = f"equivalence {terms.equivalence}: it decides by rules of its own"
+            yield f"{team[0]}: compared with nobody ({what})"
+        else:
+            what = f"equivalence {terms.equivalence}"
+            yield f"{team[0]}: decided the same, ids of blocks left out ({what})"
+        for name in team:
+            for scenario, config in scenarios.items():
+                if lacks := find_obstacle(name, config):
+                    yield f"not measured  {name}, {scenario}: the engine lacks {lacks}"
+                elif changes := list_changes(config, terms.fit_config(config)):
+                    yield f"config        {name}, {scenario}: {', '.join(changes)}"
+
+
+def _require_plot(path: Path) -> None:
+    """See before the work that a picture can be drawn."""
+    if path.suffix not in (".svg", ".png"):
+        console.usage(f"--plot {path}: must end in .svg or .png")
+    if find_spec("matplotlib") is None:
+        console.usage("--plot: needs matplotlib: pip install 'blockstep[plot]'")
+
+
 def _show(measurements: list[measure.Measurement], screen: Console) -> None:
     """The table, the slopes, and the sums over a trace."""
-    screen.print(report.make_table(measurements))
+    columns = report.COLUMNS if screen.width >= report.WIDTH_MIN else report.FEW_COLUMNS
+    screen.print(report.make_table(measurements, columns))
     for row in report.list_slopes(measurements):
         screen.print(
             f"slope {row['scenario']} {row['engine']} {row['reading']}: "
@@ -127,6 +197,7 @@ def profile_command(
     num_running: Annotated[int, typer.Option("-n", min=1, help="Running requests.")] = 256,
     steps: Annotated[int, typer.Option(min=1, help="Steps that are looked at.")] = 200,
     lines: Annotated[int, typer.Option(min=1, help="Functions that are shown.")] = 12,
+    path: options.Folder = None,
     json_path: options.Json = None,
 ) -> None:
     """Show in which functions the steps of an engine spend their time, filling left out.
@@ -136,14 +207,22 @@ def profile_command(
 
     Example: blockstep bench profile --scenario decode -n 1024
     """
-    screen = console.make_screen(json_path, width=150)
+    screen = console.make_screen(json_path, report.WIDTH_MIN)
     conditions = {**_get_conditions(), "steps": steps}
+    options.look_in(path)
     profiles = []
     with _measuring(screen, "profiling") as advance:
         for entry, size in _list_work(scenario, [num_running]):
             for name in dict.fromkeys(engine or ["host"]):
+                if lacks := find_obstacle(name, entry.get_config(size)):
+                    screen.print(f"not measured  {name}, {entry.name}: the engine lacks {lacks}")
+                    continue
                 profiles.append(profile(entry, size, name, steps, lines, advance))
                 screen.print(*to_lines(profiles[-1]), "", sep="\n", markup=False)
+    if not profiles:
+        console.usage(
+            "none of these engines has what these scenarios need: take another --scenario"
+        )
     result = {"format": "blockstep-bench-profile", "version": 1, **conditions}
     console.write_json(json_path, {**result, "profiles": [asdict(found) for found in profiles]})
 

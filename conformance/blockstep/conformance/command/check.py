@@ -8,13 +8,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from blockstep.conformance.command import console, options
+from blockstep.conformance.command import console, options, programs
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.protocol.registry import MUSEUM
 from blockstep.conformance.recorded.episodes import write_episode
-from blockstep.conformance.report.failure import tell_failure
 from blockstep.conformance.report.jsonform import check_to_json
-from blockstep.conformance.report.verdict import render_verdict
 from blockstep.conformance.search.check import CheckResult, check
 from blockstep.conformance.search.isolation import (
     BUILD_SECONDS,
@@ -29,9 +27,32 @@ from blockstep.spec.vocabulary import Policy
 TRUSTED = frozenset({"host", "compiled", "fastest", "host-kernels", "spec"})
 """Engines that are checked in this process, as the museum is: nothing of ours hangs or crashes."""
 
+
+def is_ours(engine: str) -> bool:
+    """Whether an engine of this name may run in this process."""
+    return engine in TRUSTED or engine.startswith(MUSEUM)
+
+
 FolderOption = Annotated[
     Path | None,
     typer.Option(exists=True, file_okay=False, help="A folder to look in first for the engine."),
+]
+PolicyOption = Annotated[
+    Policy | None, typer.Option(help="Fix the policy; both are drawn otherwise.")
+]
+HideStateOption = Annotated[
+    bool,
+    typer.Option(
+        "--hide-state", help="Judge plans and answers alone: the engine is not asked for its state."
+    ),
+]
+InProcessOption = Annotated[
+    bool,
+    typer.Option(
+        "--in-process",
+        help="Run the engine in this process, one job at a time: for a debugger. It is run in "
+        "processes of its own otherwise, unless it is one of ours.",
+    ),
 ]
 EventSecondsOption = Annotated[
     float,
@@ -47,9 +68,7 @@ def check_command(
     preset: Annotated[
         str, typer.Option(help=f"Scope of the runs: {', '.join(PRESETS)}.")
     ] = "small",
-    policy: Annotated[
-        Policy | None, typer.Option(help="Fix the policy; both are drawn otherwise.")
-    ] = None,
+    policy: PolicyOption = None,
     profile: options.Profile = STRICT.name,
     depth: options.Depth = MAX_DEPTH,
     with_features: options.With = None,
@@ -66,15 +85,12 @@ def check_command(
     record: Annotated[
         Path | None, options.output("With --episode: write the run as a trace.")
     ] = None,
+    program: programs.ProgramOption = None,
+    corpus: programs.CorpusOption = None,
+    save: programs.SaveOption = None,
     event_seconds: EventSecondsOption = EVENT_SECONDS,
-    in_process: Annotated[
-        bool,
-        typer.Option(
-            "--in-process",
-            help="Run the engine in this process, one job at a time: for a debugger. It is run in "
-            "processes of its own otherwise, unless it is one of ours.",
-        ),
-    ] = False,
+    hide_state: HideStateOption = False,
+    in_process: InProcessOption = False,
     json_path: options.Json = None,
 ) -> None:
     """Drive an engine and the spec through random programs and compare after every event.
@@ -84,10 +100,8 @@ def check_command(
     screen = console.make_screen(json_path)
     options.require_preset(preset)
     options.require_profile(profile)
-    if record is not None and episode is None:
-        console.usage("--record: needs --episode, for a trace is one run")
-    if not event_seconds > 0:
-        console.usage(f"--event-seconds {event_seconds:g}: must be above 0")
+    programs.require_one(program, corpus, episode)
+    _require_sense(event_seconds, record, episode)
     max_events, max_seconds = options.require_budget(budget)
     wanted = CheckOptions(
         engine=engine,
@@ -101,14 +115,26 @@ def check_command(
         max_depth=depth,
         profile=profile,
         path=None if path is None else str(path.resolve()),
+        hide_state=hide_state,
         with_features=options.require_features(with_features),
         without_features=options.require_features(without_features),
     )
-    is_trusted = in_process or engine in TRUSTED or engine.startswith(MUSEUM)
+    is_trusted = in_process or is_ours(engine)
     with console.input_errors(), Isolation(event_seconds) as isolation:
-        result = _check(wanted, None if is_trusted else isolation, record, screen)
-    console.write_json(json_path, check_to_json(result))
+        place = None if is_trusted else isolation
+        played = programs.play(wanted, program, corpus, place, screen)
+        ended = [result for result in played if result.first is not None or program is not None]
+        result = ended[0] if ended else _check(wanted, place, record, screen)
+    programs.save(save, result)
+    console.write_json(json_path, check_to_json(result, played if corpus else ()))
     raise typer.Exit(result.exit_code)
+
+
+def _require_sense(event_seconds: float, record: Path | None, episode: int | None) -> None:
+    if record is not None and episode is None:
+        console.usage("--record: needs --episode, for a trace is one run")
+    if not event_seconds > 0:
+        console.usage(f"--event-seconds {event_seconds:g}: must be above 0")
 
 
 def _check(
@@ -118,10 +144,7 @@ def _check(
     run_check = check if isolation is None else isolation.check
     with console.progress(screen, f"checking {wanted.engine}") as advance:
         result = run_check(wanted, lambda now: advance(*_check_progress(wanted, now)))
-    if result.first is None:
-        render_verdict(result, screen)
-    else:
-        screen.print(tell_failure(result), markup=False, soft_wrap=True, end="")
+    programs.tell(result, screen)
     if record is not None and isolation is None:
         write_episode(wanted, None, record)
     elif record is not None and isolation is not None:
@@ -142,4 +165,8 @@ def _check_progress(wanted: CheckOptions, now: CheckResult) -> tuple[float, str]
         done = now.num_events / wanted.max_events
     elif wanted.max_seconds:
         done = now.seconds / wanted.max_seconds
-    return min(done, 1.0), f"{now.num_events:,} events, {now.num_episodes:,} episodes"
+    seen = f"{now.num_events:,} events, {now.num_episodes:,} episodes"
+    if now.first is None:
+        return min(done, 1.0), f"{seen}, nothing wrong"
+    name = f"{now.first.property_id or now.first.kind} {now.first.sentence}"
+    return 1.0, f"{now.shrinking or 'found'}: {name}, in {seen}"

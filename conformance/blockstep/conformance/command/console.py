@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -13,18 +15,24 @@ from typing import NoReturn
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from blockstep.conformance.engine import BadEngineError
 from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.protocol.registry import EngineNotFoundError
 from blockstep.conformance.recorded.traces import TraceError
+from blockstep.conformance.report.colour import paint
 from blockstep.conformance.report.explain import NotExplainedError
 from blockstep.conformance.search.isolation import HarnessError, RefusedError
 from blockstep.conformance.search.options import ExitCode
 from blockstep.spec.vocabulary import ConfigError
 
 SECONDS_BETWEEN_LINES = 10.0
+FILE_WIDTH_MIN = 100
+"""What is no terminal has room for this at least."""
+_so_far: list[str] = []
+"""What the command that runs is doing and has seen: title and text, if it said anything yet."""
 INPUT_ERRORS = (
+    BadEngineError,
     *(EngineNotFoundError, TraceError, ConfigError, RefusedError, NotExplainedError, UsageError),
 )
 
@@ -40,26 +48,17 @@ def usage(message: str) -> NoReturn:
     end(ExitCode.USAGE, message)
 
 
-def make_screen(json_path: Path | None, width: int | None = None) -> Console:
+def make_screen(json_path: Path | None, file_width_min: int = FILE_WIDTH_MIN) -> Console:
     """Where words for people go: standard error while the result takes standard output."""
-    return Console(highlight=False, stderr=json_path == Path("-"), width=width)
+    console = Console(highlight=False, stderr=json_path == Path("-"))
+    if not console.is_terminal:
+        console.width = max(console.width, file_width_min)
+    return console
 
 
 def say(text: str, json_path: Path | None) -> None:
-    """Plain words for people, which end as they end."""
-    typer.echo(text, nl=False, err=json_path == Path("-"))
-
-
-def make_table(rows: Sequence[Mapping[str, object]]) -> Table:
-    """Rows of one kind as a table, columns named by the keys."""
-    table = Table(box=None, pad_edge=False)
-    for column in rows[0]:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(
-            *(" ".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in row.values())
-        )
-    return table
+    """Words for people, which end as they end and are not wrapped; a terminal shows verdicts."""
+    make_screen(json_path).print(paint(text), soft_wrap=True, end="")
 
 
 @contextmanager
@@ -79,18 +78,31 @@ def progress(console: Console, title: str) -> Iterator[Callable[[float, str], No
     if not console.is_terminal:
         yield plain_progress(title)
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    note(title)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(16),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task(title, total=1.0)
-        yield lambda done, text: bars.update(task, completed=done, description=f"{title}: {text}")
+
+        def advance(done: float, text: str) -> None:
+            note(title, text)
+            bars.update(task, completed=done, description=f"{title}: {text}")
+
+        yield advance
 
 
 def plain_progress(title: str) -> Callable[[float | None, str], None]:
     """Lines on standard error, at most one in `SECONDS_BETWEEN_LINES`; None: no share is known."""
     last = time.monotonic()
+    note(title)
 
     def advance(done: float | None, text: str) -> None:
         nonlocal last
+        note(title, text)
         now = time.monotonic()
         if now - last >= SECONDS_BETWEEN_LINES:
             last = now
@@ -100,14 +112,32 @@ def plain_progress(title: str) -> Callable[[float | None, str], None]:
     return advance
 
 
+def note(*said: str) -> None:
+    """Keep what the command is doing, and has seen."""
+    _so_far[:] = said
+
+
+def tell_so_far() -> str:
+    """The same, for a command that is ended before its time."""
+    return f"seen so far: {': '.join(_so_far)}" if len(_so_far) > 1 else "nothing was seen yet"
+
+
+def probe(number: int) -> None:
+    """Write an empty line to a device that is no terminal. Raises OSError where it is full."""
+    if stat.S_ISCHR(os.fstat(number).st_mode) and not os.isatty(number):
+        os.write(number, b"\n")
+
+
 def write(path: Path, text: str) -> None:
-    """Write a file, or standard output for '-'."""
+    """Write a file, whole or not at all, or standard output for '-'."""
     if str(path) == "-":
         sys.stdout.write(text)
         return
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
+        if path.is_file():
+            path.unlink()  # it is not whole
         usage(f"{path}: cannot write: {error.strerror}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.command import console, options
+from blockstep.conformance.command import console, options, tables
 from blockstep.conformance.protocol.registry import (
     KNOWN_ENGINES,
     MUSEUM,
@@ -16,7 +16,7 @@ def engines_command(json_path: options.Json = None) -> None:
     """List the engines known by name, whether each can be loaded, and what it implements."""
     screen = console.make_screen(json_path)
     rows = [_engine_row(name) for name in KNOWN_ENGINES]
-    screen.print(console.make_table(rows))
+    tables.show_rows(screen, rows)
     screen.print("any other: --engine module:attribute, a factory from Config to Engine")
     screen.print(f"planted defects: --engine {MUSEUM}NAME (see blockstep museum)")
     console.write_json(json_path, rows)

@@ -21,6 +21,8 @@ def explain_command(
     json_path: options.Json = None,
 ) -> None:
     """Say in words what a property demands, what a rule does, or what a recorded state means."""
+    if at is not None and not Path(what).is_file():
+        console.usage(f"--at {at}: needs a trace, and {what} is no file")
     with console.input_errors():
         text = explain_moment(Path(what), at) if Path(what).is_file() else explain_name(what)
     console.say(text, json_path)

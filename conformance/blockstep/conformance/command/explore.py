@@ -9,8 +9,10 @@ from typing import Annotated
 
 import typer
 
-from blockstep.conformance.command import console, options
+from blockstep.conformance.command import console, options, tables
+from blockstep.conformance.engine import Safety, get_traits
 from blockstep.conformance.explore import pictures
+from blockstep.conformance.explore.alone import walk_alone
 from blockstep.conformance.explore.probe import JUDGED_WITNESSES, OF_THE_PAST
 from blockstep.conformance.explore.shard import MAX_STATES, Task
 from blockstep.conformance.explore.tables import (
@@ -21,18 +23,20 @@ from blockstep.conformance.explore.tables import (
     render_table,
     tell_program,
 )
-from blockstep.conformance.explore.walk import LostShardError, get_obstacle, walk
+from blockstep.conformance.explore.walk import LostShardError, Walked, get_obstacle, walk
 from blockstep.conformance.explore.world import World
 from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.protocol.features import BY_NAME
+from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.report.explore import (
     get_exit_code,
     render_shortest,
     render_walked,
+    summarize_walks,
     walked_to_json,
 )
 from blockstep.conformance.search.options import ExitCode
-from blockstep.spec.profiles import STRICT, Profile
+from blockstep.spec.profiles import QUIRKS, STRICT, Profile
 
 OnlyWithOption = Annotated[
     list[str] | None,
@@ -80,6 +84,7 @@ def explore_command(
         int, typer.Option(min=1, help="Stop before there are more; 250 bytes each.")
     ] = MAX_STATES,
     jobs: options.Jobs = 1,
+    path: options.Folder = None,
     dot: Annotated[Path | None, options.output("Write the graph of one small world.")] = None,
     svg: Annotated[Path | None, options.output("Draw the graph of one small world.")] = None,
     markdown: MarkdownOption = None,
@@ -87,11 +92,15 @@ def explore_command(
 ) -> None:
     """Visit every state of small worlds; judge every transition, and hold an engine to it.
 
+    Of an engine that decides by rules of its own (equivalence safety) the states are its own.
+
     Example: blockstep explore --preset pair --engine host
     """
     jobs = options.count_jobs(jobs)
+    options.look_in(path)
     worlds = require_worlds(preset, with_features, without_features)
     follows = options.require_profile(profile)
+    _require_table(name or [], quirks, museum)
     if list_presets:
         rows = _list_worlds(worlds)
         _show_rows(rows, markdown, json_path, rows)
@@ -108,6 +117,17 @@ def explore_command(
     else:
         task = Task(worlds[0], follows, properties, engine=engine, max_states=max_states)
         _explore([replace(task, world=world) for world in worlds], jobs, json_path)
+
+
+def _require_table(names: Sequence[str], quirks: bool, museum: bool) -> None:
+    """See that one table is asked for, with names that it has."""
+    if quirks and museum:
+        console.usage("--quirks and --museum: each is a table; ask for one of them")
+    if names and not (quirks or museum):
+        console.usage("--name: needs the table that it is of, --quirks or --museum")
+    for name in names if quirks else ():
+        if name not in {story.quirk for story in QUIRKS}:
+            console.usage(f"--name {name!r}: no such quirk; `blockstep quirks` lists them")
 
 
 def require_worlds(
@@ -150,7 +170,11 @@ def _show_rows(
     json_path: Path | None,
     on_page: list[dict[str, object]],
 ) -> None:
-    console.say(render_table(rows), json_path)
+    screen = console.make_screen(json_path)
+    if screen.is_terminal:
+        tables.show_rows(screen, [{k: v for k, v in row.items() if k != "program"} for row in rows])
+    else:
+        console.say(render_table(rows), json_path)
     console.write_json(json_path, rows)
     if markdown is not None:
         console.write(markdown, render_table(on_page, markdown=True))
@@ -168,27 +192,37 @@ def tell_progress(world: World) -> Callable[[int, int, int], None]:
 
 
 def _explore(tasks: Sequence[Task], jobs: int, json_path: Path | None) -> None:
-    results = []
+    results: list[Walked] = []
     code = ExitCode.CONFORMS
     for task in tasks:
         try:
             with console.input_errors():
                 obstacle = get_obstacle(task)
                 if obstacle is not None:
-                    what = f"{task.world.name}: not walked: {task.engine} lacks {obstacle}"
+                    what = f"{task.world.name}: not walked: {task.engine} {obstacle}"
                     console.say(f"{what}\n", json_path)
                     continue
-                walked = walk(task, jobs, tell_progress(task.world))
+                if task.engine and is_alone(task.engine):
+                    walked = walk_alone(task, tell_progress(task.world))
+                else:
+                    walked = walk(task, jobs, tell_progress(task.world))
         except LostShardError as lost:
             console.end(ExitCode.HARNESS, str(lost))
         console.say(render_walked(walked), json_path)
-        results.append(walked_to_json(walked))
+        results.append(walked)
         now = get_exit_code(walked)
         code = code if now is ExitCode.CONFORMS else now
         if code not in (ExitCode.CONFORMS, ExitCode.HARNESS):
             break
-    console.write_json(json_path, results)
+    if len(tasks) > 1:
+        console.say(summarize_walks(results, len(tasks)), json_path)
+    console.write_json(json_path, [walked_to_json(walked) for walked in results])
     raise typer.Exit(code if results else ExitCode.HARNESS)
+
+
+def is_alone(engine: str) -> bool:
+    """Whether an engine goes ways of its own, and is not compared with the specification's."""
+    return isinstance(get_traits(load_engine(engine)).equivalence, Safety)
 
 
 def _show_witness(

@@ -8,59 +8,112 @@ from typing import Annotated
 import typer
 
 from blockstep.conformance.command import console, options
-from blockstep.conformance.draw.presets import MAX_DEPTH
-from blockstep.conformance.engine import get_traits
-from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.command.check import (
+    EventSecondsOption,
+    FolderOption,
+    HideStateOption,
+    InProcessOption,
+    PolicyOption,
+    is_ours,
+)
+from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
+from blockstep.conformance.protocol.program_file import write_program
 from blockstep.conformance.report.failure import show_options
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
-from blockstep.conformance.search.hunt import hunt
-from blockstep.conformance.search.options import CheckOptions, ExitCode
+from blockstep.conformance.search.forgiving import read_cause
+from blockstep.conformance.search.hunt import SCOPES, HuntResult, call_here, hunt, name_of
+from blockstep.conformance.search.isolation import EVENT_SECONDS, Isolation
+from blockstep.conformance.search.options import CheckOptions, ExitCode, load
 from blockstep.spec.profiles import STRICT
 
 
 def hunt_command(
     engine: options.Engine = "host",
+    preset: Annotated[
+        str | None,
+        typer.Option(help=f"One scope of the runs only, of {', '.join(PRESETS)}; else two."),
+    ] = None,
+    policy: PolicyOption = None,
     profile: Annotated[
         str, typer.Option(help="Release whose quirks may account for what is found; strict: all.")
     ] = STRICT.name,
     depth: options.Depth = MAX_DEPTH,
     with_features: options.With = None,
     without_features: options.Without = None,
+    path: FolderOption = None,
     seed: options.Seed = 0,
     budget: Annotated[int, typer.Option(min=1, help="Events in each scope.")] = 100_000,
+    episode: Annotated[
+        int | None, typer.Option(min=0, help="Play this one episode only (to reproduce a defect).")
+    ] = None,
+    forgive: Annotated[
+        list[str] | None,
+        typer.Option(help="Pass over a known defect from the start; repeatable (of reproduce)."),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="A folder for the programs that were found, for check --corpus.",
+        ),
+    ] = None,
     markdown: Annotated[
         Path | None, options.output("Also write a page of the documentation.")
     ] = None,
+    event_seconds: EventSecondsOption = EVENT_SECONDS,
+    hide_state: HideStateOption = False,
+    in_process: InProcessOption = False,
     json_path: options.Json = None,
 ) -> None:
     """Find every distinct defect of an engine, each with a short program, and name the known ones.
 
-    Goes on where a check stops: what was found is forgiven and the same episode played again.
-    Exits 1 if anything was found.
+    Goes on where a check stops: what is known is forgiven and the same episode played again, and
+    what is found again is told from what is new. Exits 1 if anything was found.
 
-    Example: blockstep hunt --engine vllm --profile vllm-0.19.1
+    Example: blockstep hunt --engine nano_vllm --path nano-vllm
     """
+    options.require_preset(preset or SCOPES[-1])
     options.require_profile(profile)
+    if not event_seconds > 0:
+        console.usage(f"--event-seconds {event_seconds:g}: must be above 0")
     wanted = CheckOptions(
         engine=engine,
+        preset=preset or SCOPES[-1],
+        policy=policy,
         seed=seed,
         max_events=budget,
+        episode=episode,
         max_depth=depth,
         profile=profile,
+        path=None if path is None else str(path.resolve()),
+        hide_state=hide_state,
         with_features=options.require_features(with_features),
         without_features=options.require_features(without_features),
     )
     screen = console.make_screen(json_path)
-    with console.input_errors(), console.progress(screen, f"hunting in {engine}") as advance:
-        make_engine = load_engine(engine)
-        result = hunt(wanted, make_engine, advance)
-    workarounds = get_traits(make_engine).workarounds
-    for note in get_traits(make_engine).notes:
-        typer.echo(f"note: {note}", err=True)
-    console.say(render_hunt(result, workarounds), json_path)
-    console.write_json(json_path, hunt_to_json(result, workarounds))
+    scopes = SCOPES if preset is None else (preset,)
+    with console.input_errors(), Isolation(event_seconds) as isolation:
+        forgiven = frozenset(map(read_cause, forgive or ()))
+        is_trusted = in_process or is_ours(engine)
+        call = call_here(load(wanted)) if is_trusted else isolation.call
+        with console.progress(screen, f"hunting in {engine}") as advance:
+            result = hunt(wanted, call, advance, scopes, forgiven)
+    console.say(render_hunt(result), json_path)
+    console.write_json(json_path, hunt_to_json(result))
+    if save is not None:
+        _save(save, result)
     if markdown is not None:
         given = f"{show_options(wanted)} --seed {seed} --budget {budget}"
         command = f"blockstep hunt --engine {engine}{given}"
-        console.write(markdown, render_hunt_page(result, workarounds, command))
+        console.write(markdown, render_hunt_page(result, command))
     raise typer.Exit(ExitCode.FAILED if result.defects else ExitCode.CONFORMS)
+
+
+def _save(folder: Path, result: HuntResult) -> None:
+    """Write the program of each defect that has one."""
+    for number, defect in enumerate(result.defects, 1):
+        if defect.shrunk is not None:
+            note = f"{name_of(defect.first)}: {defect.first.message}"
+            file = folder / f"defect-{number}.json"
+            console.write(file, write_program(defect.shrunk.program, note))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import platform
 import sys
+from importlib import metadata
 from pathlib import Path
+from typing import Annotated, NoReturn
 
 import typer
 
+from blockstep.conformance.command import ending
 from blockstep.conformance.command.arms import arms_command
 from blockstep.conformance.command.bench import bench_app
+from blockstep.conformance.command.bisect import bisect_command
 from blockstep.conformance.command.check import check_command
 from blockstep.conformance.command.engines import engines_command
 from blockstep.conformance.command.explain import explain_command
@@ -16,19 +21,38 @@ from blockstep.conformance.command.explore import explore_command
 from blockstep.conformance.command.generate import generate_command
 from blockstep.conformance.command.hunt import hunt_command
 from blockstep.conformance.command.museum import museum_app
+from blockstep.conformance.command.new_adapter import new_adapter_command
 from blockstep.conformance.command.properties import properties_command
 from blockstep.conformance.command.prove import prove_command
 from blockstep.conformance.command.quirks import quirks_command
 from blockstep.conformance.command.replay import replay_command
+from blockstep.conformance.command.score import score_command
 from blockstep.conformance.command.validate import validate_command
 from blockstep.conformance.command.vectors import vectors_app
+
+
+def tell_version(is_wanted: bool) -> None:
+    """The callback of `--version`."""
+    if is_wanted:
+        try:
+            number = metadata.version("blockstep")
+        except metadata.PackageNotFoundError:
+            number = "of a checkout that is not installed"
+        typer.echo(f"blockstep {number} (Python {platform.python_version()})")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", is_eager=True, callback=tell_version, help="Say which this is."),
+]
 
 app = typer.Typer(
     name="blockstep",
     help="Hold an LLM-inference scheduler to its executable specification, step by step.",
     epilog="Exit codes: 0 conforms, 1 divergence or violated property, 2 usage or input error, "
     "3 the spec failed an assertion, 4 liveness, 5 harness (nothing ran, witness missing, "
-    "canary alive).",
+    "canary alive), 130 ended by Ctrl-C, 141 output closed, 143 terminated.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -42,17 +66,25 @@ app.command("check")(check_command)
 app.command("arms")(arms_command)
 app.command("replay")(replay_command)
 app.command("validate")(validate_command)
+app.command("new-adapter")(new_adapter_command)
 app.command("properties")(properties_command)
 app.command("engines")(engines_command)
 app.command("explain")(explain_command)
 app.command("quirks")(quirks_command)
 app.command("hunt")(hunt_command)
+app.command("score")(score_command)
+app.command("bisect")(bisect_command)
 app.add_typer(vectors_app, name="vectors")
 app.add_typer(museum_app, name="museum")
 app.add_typer(bench_app, name="bench")
 
 
-def main() -> None:
+@app.callback()
+def _take_options(version: Version = False) -> None:
+    """Hold an LLM-inference scheduler to its executable specification, step by step."""
+
+
+def main() -> NoReturn:
     """Entry point of the console script."""
     sys.path.insert(0, str(Path.cwd()))  # so that `--engine mymodule:make` finds a local file
-    app()
+    ending.run(app)

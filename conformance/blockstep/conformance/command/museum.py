@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from blockstep.conformance.command import console, options
+from blockstep.conformance.command import console, options, tables
 from blockstep.conformance.museum import EXHIBITS, Exhibit
 from blockstep.conformance.museum import trial as hunting
 from blockstep.conformance.search.options import ExitCode
@@ -30,7 +30,7 @@ def museum_command(context: typer.Context, json_path: options.Json = None) -> No
     rows: list[dict[str, object]] = [
         {**hunting.describe(entry), "speaks": entry.properties} for entry in EXHIBITS.values()
     ]
-    console.make_screen(json_path).print(console.make_table(rows))
+    tables.show_rows(console.make_screen(json_path), rows)
     console.write_json(json_path, rows)
 
 
@@ -68,7 +68,7 @@ def museum_run_command(
         hunted = hunting.run_trial(chosen, hunt, advance)
     rows = [hunting.row_of(entry) for entry in hunted]
     shown = ("exhibit", "events", "seconds", "shrunk to", "killed by")
-    screen.print(console.make_table([{name: row[name] for name in shown} for row in rows]))
+    tables.show_rows(screen, [{name: row[name] for name in shown} for row in rows])
     screen.print(hunting.summary(hunted))
     console.write_json(json_path, [hunting.json_of(entry) for entry in hunted])
     if markdown is not None:

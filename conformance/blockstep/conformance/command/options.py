@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from blockstep.conformance.command import console
-from blockstep.conformance.draw.presets import PRESETS
+from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.protocol.features import BY_NAME, UsageError, parse_features
 from blockstep.conformance.search.budget import read_budget
-from blockstep.conformance.search.options import find_profile
+from blockstep.conformance.search.options import find_profile, search_first
 from blockstep.spec import profiles
 
 
@@ -26,6 +26,12 @@ def check_output(path: Path | None) -> Path | None:
         console.usage(f"{path}: cannot write: there is no folder {path.parent}; make it")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         console.usage(f"{path}: cannot write: it is not allowed; name a file elsewhere")
+    if path.is_char_device():
+        try:
+            with path.open("wb") as device:
+                console.probe(device.fileno())
+        except OSError as error:
+            console.usage(f"{path}: cannot write: {error.strerror}")
     return path
 
 
@@ -41,11 +47,18 @@ Engine = Annotated[
     ),
 ]
 Json = Annotated[Path | None, output("Also write the result to this file ('-': stdout).", "--json")]
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "--path", exists=True, file_okay=False, help="A folder to look in first for the engine."
+    ),
+]
 Profile = Annotated[
     str, typer.Option(help="Release whose known quirks are followed (blockstep quirks).")
 ]
 Depth = Annotated[
-    int, typer.Option(min=1, help="Plans in flight at once, at most; drawn up to this.")
+    int,
+    typer.Option(min=1, max=MAX_DEPTH, help="Plans in flight at once, at most; drawn up to this."),
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Everything random follows from it.")]
 With = Annotated[
@@ -58,11 +71,24 @@ Without = Annotated[
     list[str] | None, typer.Option("--without", help="A feature of no run; repeatable.")
 ]
 Jobs = Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")]
+JOBS_PER_CORE_MAX = 4
+JOBS_ALWAYS = 64
+"""So many may always be asked for."""
+
+
+def look_in(path: Path | None) -> None:
+    """Have engines looked for in a folder first."""
+    if path is not None:
+        search_first(str(path.resolve()))
 
 
 def count_jobs(jobs: int) -> int:
-    """Processes side by side, where 0 says one per core."""
-    return jobs or os.cpu_count() or 1
+    """Processes side by side, where 0 says one per core; bad input if they would only swap."""
+    cores = os.cpu_count() or 1
+    most = max(JOBS_ALWAYS, JOBS_PER_CORE_MAX * cores)
+    if jobs > most:
+        console.usage(f"--jobs {jobs}: at most {most} on {cores} cores; 0 takes one per core")
+    return jobs or cores
 
 
 def require_features(names: list[str] | None) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.command import console, options
+from blockstep.conformance.command import console, options, tables
 from blockstep.conformance.judge.properties import PROPERTIES
 
 
@@ -14,5 +14,5 @@ def properties_command(json_path: options.Json = None) -> None:
         row = {"id": entry.id, "name": entry.name}
         told.append({**row, "what holds": "\n  ".join([entry.statement, *checks])})
         rows.append({**row, "statement": entry.statement, "checks": checks})
-    console.make_screen(json_path).print(console.make_table(told))
+    tables.show_rows(console.make_screen(json_path), told)
     console.write_json(json_path, rows)

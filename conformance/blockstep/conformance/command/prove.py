@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from blockstep.conformance.command import console, options
+from blockstep.conformance.command import console, options, tables
 from blockstep.conformance.prove.law import Law
 from blockstep.conformance.prove.runner import (
     NotInstalledError,
@@ -19,10 +19,9 @@ from blockstep.conformance.prove.runner import (
     require_crosshair,
 )
 from blockstep.conformance.prove.table import (
-    build_table,
-    build_theirs_table,
     laws_page,
-    list_theirs,
+    list_rows,
+    list_their_rows,
     proofs_to_json,
     summarize,
 )
@@ -67,22 +66,23 @@ def prove_command(
     seconds = time.monotonic() - start
     problems = [f"{proof.name}: {proof.problem}" for proof in proofs if proof.problem]
     code = ExitCode.FAILED if problems else ExitCode.CONFORMS
-    show_proofs(screen, proofs, seconds)
+    show_proofs(screen, proofs)
+    for problem in problems:
+        typer.echo(f"blockstep: {problem}", err=True)
+    screen.print(summarize(proofs, seconds))
     console.write_json(json_path, proofs_to_json(proofs, code, seconds))
     if markdown is not None:
         command = " ".join(
             ("blockstep prove", *(["--all"] * prove_all), *(f"--law {name}" for name in law or []))
         )
         console.write(markdown, laws_page(proofs, LAWS, command))
-    for problem in problems:
-        typer.echo(f"blockstep: {problem}", err=True)
     raise typer.Exit(code)
 
 
 def choose_laws(laws: list[Law], prefixes: list[str], prove_all: bool) -> list[Law]:
     """Those whose names begin so; without any name all, or all that do not take long."""
     for prefix in prefixes:
-        if not any(law.name.startswith(prefix) for law in laws):
+        if not prefix or not any(law.name.startswith(prefix) for law in laws):
             rooms = ", ".join(dict.fromkeys(law.room for law in laws))
             console.usage(f"--law {prefix!r}: no law begins so; the rooms are {rooms}")
     if prefixes:
@@ -90,10 +90,9 @@ def choose_laws(laws: list[Law], prefixes: list[str], prove_all: bool) -> list[L
     return [law for law in laws if prove_all or not law.is_slow]
 
 
-def show_proofs(screen: Console, proofs: list[Proof], seconds: float) -> None:
-    """Both tables and the line under them."""
-    screen.print(build_table(proofs))
-    if list_theirs(proofs):
+def show_proofs(screen: Console, proofs: list[Proof]) -> None:
+    """Both tables."""
+    tables.show_rows(screen, list_rows(proofs))
+    if theirs := list_their_rows(proofs):
         screen.print()
-        screen.print(build_theirs_table(proofs))
-    screen.print(summarize(proofs, seconds))
+        tables.show_rows(screen, theirs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.command import console, options
+from blockstep.conformance.command import console, options, tables
 from blockstep.spec.profiles import PROFILES, QUIRKS
 
 
@@ -20,7 +20,7 @@ def quirks_command(json_path: options.Json = None) -> None:
         }
         for story in QUIRKS
     ]
-    screen.print(console.make_table(rows))
+    tables.show_rows(screen, rows)
     for profile in PROFILES:
         screen.print(f"profile {profile.name}: {', '.join(sorted(profile.quirks)) or 'none'}")
     console.write_json(json_path, rows)

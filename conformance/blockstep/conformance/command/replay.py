@@ -11,18 +11,22 @@ import typer
 
 from blockstep.conformance.command import console, options
 from blockstep.conformance.draw.workloads import load
+from blockstep.conformance.engine import EngineFactory, get_capabilities, get_traits
 from blockstep.conformance.protocol.features import (
     BY_NAME,
     CACHING,
     PRIORITY,
     UsageError,
+    find_lacking,
+    get_missing,
     make_wish,
 )
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.recorded.pace import REPLAY_PRESETS
 from blockstep.conformance.recorded.replay import replay
 from blockstep.conformance.report.replay import render_replay, replay_to_json
-from blockstep.conformance.search.options import exit_code_of
+from blockstep.conformance.search.episodes import list_changes
+from blockstep.conformance.search.options import ExitCode, exit_code_of
 from blockstep.spec.vocabulary import Config, ConfigError, Policy, config_problems
 
 REPLAYED: Mapping[str, Mapping[str, object]] = {
@@ -32,6 +36,8 @@ REPLAYED: Mapping[str, Mapping[str, object]] = {
 """Features that a replay may be asked to have, and what a config says for them."""
 ENDINGS = {
     "exact": "conforms: engine {engine}, in lock-step with the spec",
+    "renamed": "conforms: engine {engine}, in lock-step up to ids of blocks (equivalence renamed)",
+    "plan": "conforms: engine {engine}, in lock-step by its plans (equivalence plan)",
     "safety": "conforms: engine {engine}, judged by properties alone (equivalence safety)",
     "none": "done: engine {engine}, alone (--spec holds it to the spec)",
 }
@@ -61,6 +67,7 @@ def replay_command(
         int | None,
         typer.Option(min=0, help="Events between two comparisons of whole states; 0: never."),
     ] = None,
+    path: options.Folder = None,
     json_path: options.Json = None,
 ) -> None:
     """Drive real traffic through an engine, in lock-step with the spec or alone.
@@ -85,7 +92,9 @@ def replay_command(
         cadence = snapshot_every
         if cadence is None:
             cadence = default_cadence(config) if spec else 0
+        options.look_in(path)
         make_engine = load_engine(engine)
+        require_config(engine, make_engine, config, wanted)
         with console.progress(screen, f"replaying {trace.name}") as advance:
             report = replay(
                 workload,
@@ -101,9 +110,37 @@ def replay_command(
             )
     render_replay(report, screen)
     console.write_json(json_path, replay_to_json(report))
-    if report.finding is None:
-        screen.print(ENDINGS.get(report.equivalence, ENDINGS["exact"]).format(engine=engine))
-    raise typer.Exit(exit_code_of(report.finding))
+    for change in list_changes(config, report.config):
+        screen.print(f"config    {change}: the engine takes no other", soft_wrap=True)
+    code = exit_code_of(report.finding)
+    if report.finding is None and not report.requests_finished:
+        code = ExitCode.HARNESS
+        screen.print(f"NO VERDICT (no request finished): engine {engine}", soft_wrap=True)
+    elif report.finding is None:
+        ending = ENDINGS.get(report.equivalence, ENDINGS["exact"])
+        screen.print(ending.format(engine=engine), soft_wrap=True)
+    raise typer.Exit(code)
+
+
+def require_config(
+    engine: str, make_engine: EngineFactory, config: Config, wanted: Mapping[str, object]
+) -> None:
+    """See that an engine can be given the config, but for what nobody asked for.
+
+    Raises:
+        UsageError: it lacks something, or fits an option away.
+    """
+    missing = get_missing(config, find_lacking(get_capabilities(make_engine)))
+    if missing is not None:
+        raise UsageError(f"engine {engine!r}: lacks {missing}, which this config asks for")
+    scope = get_traits(make_engine).equivalence
+    fitting = config if scope is None else scope.fit_config(config)
+    for name, value in wanted.items():
+        if value is not None and getattr(fitting, name) != value:
+            raise UsageError(
+                f"{name} {value}: engine {engine!r} is built with {getattr(fitting, name)} only; "
+                "leave the option out"
+            )
 
 
 def add_features(

@@ -10,16 +10,19 @@ import typer
 from blockstep.conformance.command import console, options
 from blockstep.conformance.recorded.validate import validate
 from blockstep.conformance.report.validate import render_validation, validation_to_json
-from blockstep.conformance.search.options import ExitCode
+from blockstep.conformance.search.options import ExitCode, exit_code_of
 
 
 def validate_command(
     trace: Annotated[Path, typer.Argument(help="A recorded run (blockstep check --record).")],
     json_path: options.Json = None,
 ) -> None:
-    """Hold a recorded run to the spec: does the spec give every recorded answer?"""
+    """Hold a recorded run to the spec: does the spec give every recorded answer?
+
+    A run of an engine that is not exact is asked what its equivalence asks; the trace names it.
+    """
     with console.input_errors():
         result = validate(trace)
     console.say(render_validation(trace, result), json_path)
     console.write_json(json_path, validation_to_json(result))
-    raise typer.Exit(ExitCode.CONFORMS if result.conforms else ExitCode.FAILED)
+    raise typer.Exit(exit_code_of(result.finding) if result.num_steps else ExitCode.HARNESS)

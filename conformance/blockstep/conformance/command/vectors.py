@@ -10,10 +10,14 @@ import typer
 
 from blockstep.conformance.command import console, options
 from blockstep.conformance.command.explore import require_worlds, tell_progress
-from blockstep.conformance.explore.vectors import consume, fill, read_vectors
+from blockstep.conformance.engine import EXACT
+from blockstep.conformance.explore.consume import consume
+from blockstep.conformance.explore.vectors import fill, read_vectors
 from blockstep.conformance.explore.worlds import WORLDS
+from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.conformance.search.options import ExitCode
+from blockstep.conformance.report.wording import HEADLINES, render_finding
+from blockstep.conformance.search.options import ExitCode, exit_code_of
 
 vectors_app = typer.Typer(
     help="Portable test vectors: programs with the right answers.",
@@ -25,7 +29,12 @@ vectors_app = typer.Typer(
 
 @vectors_app.command("fill")
 def fill_command(
-    out: Annotated[Path, typer.Argument(help="The file to write; '.gz' at its end gzips it.")],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            help="The file to write; '.gz' at its end gzips it.", callback=options.check_output
+        ),
+    ],
     preset: Annotated[str, typer.Option(help=f"A world: {', '.join(WORLDS)}.")] = "pair",
     max_states: Annotated[int, typer.Option(min=1, help="Walk no more than these.")] = 20_000,
     json_path: options.Json = None,
@@ -63,33 +72,41 @@ def fill_command(
 def consume_command(
     files: Annotated[list[Path], typer.Argument(help="Files of vectors.")],
     engine: options.Engine = "host",
+    path: options.Folder = None,
     json_path: options.Json = None,
 ) -> None:
     """Play vectors on an engine and compare every answer and state.
+
+    As far as its equivalence compares them: at safety it is given what clients did, and judged by
+    properties.
 
     Example: blockstep vectors consume pair.jsonl --engine mypkg.adapter:make
     """
     rows = []
     code = ExitCode.CONFORMS
-    for path in files:
+    options.look_in(path)
+    for file in files:
         with console.input_errors():
-            result = consume(read_vectors(path), load_engine(engine))
+            result = consume(read_vectors(file), load_engine(engine))
         said = f"{result.num_programs} programs, {result.num_events} events"
         skipped = ", ".join(f"{count} for {why}" for why, count in result.skipped.items())
         said += f"; not tried: {skipped}" if skipped else ""
         if not result.conforms:
-            code = ExitCode.FAILED
+            code = ExitCode.FAILED if result.finding is None else exit_code_of(result.finding)
             where = f"program {result.program}, step {result.step}"
-            lines = [f"{path}: DIVERGENCE in {where}", f"  event  {result.event}"]
+            kind = FindingKind.DIVERGENCE if result.finding is None else result.finding.kind
+            lines = [f"{file}: {HEADLINES[kind]} in {where}", f"  event  {result.event}"]
             lines += [
                 f"  {r.field}: expected {r.expected}, seen {r.seen}" for r in result.differences
             ]
+            lines += [] if result.finding is None else render_finding(result.finding)
             console.say("\n".join(lines) + "\n", json_path)
         elif not result.num_events:
             code = max(code, ExitCode.HARNESS)
-            console.say(f"{path}: NOTHING RAN: {said}\n", json_path)
+            console.say(f"{file}: NOTHING RAN: {said}\n", json_path)
         else:
-            console.say(f"{path}: conforms: {said}\n", json_path)
-        rows.append({"path": str(path), "conforms": result.conforms, **asdict(result)})
+            told = "" if result.equivalence == EXACT else f" (equivalence {result.equivalence})"
+            console.say(f"{file}: conforms{told}: {said}\n", json_path)
+        rows.append({"path": str(file), "conforms": result.conforms, **asdict(result)})
     console.write_json(json_path, rows)
     raise typer.Exit(code)

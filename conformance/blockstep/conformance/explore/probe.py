@@ -10,12 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from blockstep.conformance.engine import Capability, Engine
+from blockstep.conformance.engine import Capability, Engine, Equivalence, Renamed, SamePlans
 from blockstep.conformance.judge.properties import Ledger, Step, check_step
 from blockstep.conformance.judge.properties.ledger import FlightRow, Life
 from blockstep.conformance.judge.witnesses import WITNESSES, situations
+from blockstep.conformance.lockstep.plans import only_plan
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
-from blockstep.conformance.protocol.findings import Difference
+from blockstep.conformance.protocol.findings import Difference, tell_error
+from blockstep.conformance.protocol.renaming import pair_states, rename_plan, rename_snapshot
 from blockstep.spec import vocabulary as v
 from blockstep.spec.releases import Quirk, get_rules
 from blockstep.spec.requests import RequestState
@@ -171,13 +173,24 @@ def differ(
     observation: v.Observation,
     expected: v.Snapshot,
     capabilities: frozenset[str],
+    scope: Equivalence | None = None,
 ) -> tuple[Difference, ...]:
-    """Give an engine an event; how its answer and its state differ from what is right."""
+    """Give an engine an event; how its answer and its state differ from what is right.
+
+    As far as its equivalence compares them; None: `exact`. Without a state to tell blocks apart by,
+    plans are compared without them at `renamed`.
+    """
     try:
         seen = engine.apply(event)
-        after = engine.snapshot()
+        after = None if isinstance(scope, SamePlans) else engine.snapshot()
     except Exception as error:
-        return (Difference(RAISED, "none", f"{type(error).__name__}: {error}"),)
+        return (Difference(RAISED, "none", tell_error(error)),)
+    if isinstance(scope, SamePlans) or (isinstance(scope, Renamed) and after is None):
+        observation, seen = only_plan(observation), only_plan(seen)
+    elif isinstance(scope, Renamed) and after is not None:
+        names = pair_states(expected, after)
+        seen = rename_plan(seen, names) if isinstance(seen, v.Plan) else seen
+        after = rename_snapshot(expected, after)
     differences = observation_differences(observation, seen)
     if after is not None:
         if Capability.STATISTICS not in capabilities:

@@ -10,7 +10,13 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from blockstep.conformance.engine import ALL_CAPABILITIES, Capability, Engine
+from blockstep.conformance.engine import (
+    ALL_CAPABILITIES,
+    Capability,
+    Engine,
+    Equivalence,
+    get_traits,
+)
 from blockstep.conformance.explore import probe
 from blockstep.conformance.explore.canonical import Canonicaliser, Digest
 from blockstep.conformance.explore.copies import Copies, Kept, Packer, get_constants
@@ -23,7 +29,7 @@ from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import STRICT, Profile, Quirk, initial_state
 from blockstep.spec.state import State
-from blockstep.spec.vocabulary import Event, Rejected
+from blockstep.spec.vocabulary import Event, Rejected, Submit
 
 OUT_OF_NOTHING = "only after events in this state that must change nothing"
 SPEC_IS_WRONG = "the specification failed an assertion of its own"
@@ -94,6 +100,8 @@ class Level:
     """States of other shards; its own stay where they are."""
     transitions: int = 0
     refused: int = 0
+    left_out: int = 0
+    """Events that the engine is not to be given."""
     hits: list[Hit] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     novelties: list[tuple[Digest, int]] = field(default_factory=list)
@@ -111,8 +119,10 @@ class Shard:
         self._memo = probe.StateMemo()
         self._capabilities = ALL_CAPABILITIES
         self._copies: Copies | None = None
+        self._scope: Equivalence | None = None
         if task.engine:
             make_engine = load_engine(task.engine)
+            self._scope = get_traits(make_engine).equivalence
             self._copies = Copies(make_engine, task.world)
             self._capabilities = make_engine(task.world.config).capabilities()
         self._lacking = find_lacking(self._capabilities)
@@ -164,7 +174,8 @@ class Shard:
     ) -> None:
         engine: Engine | None = None
         for number, event in enumerate(get_events(self._task.world, state)):
-            if self._lacking and get_missing(event, self._lacking) is not None:
+            if self._is_left_out(event):
+                level.left_out += 1
                 continue
             try:
                 moment = self._apply(level, state, event, (digest, number))
@@ -200,6 +211,14 @@ class Shard:
             if lines:
                 level.hits.append(Hit(digest, number, lines))
 
+    def _is_left_out(self, event: Event) -> bool:
+        """Whether the engine lacks what an event is about, or takes other requests only."""
+        if self._scope is not None and isinstance(event, Submit):
+            config = self._task.world.config
+            if self._scope.fit_request(event.request, config) != event.request:
+                return True
+        return bool(self._lacking) and get_missing(event, self._lacking) is not None
+
     def _probe(self, moment: Moment) -> Hits:
         """What was looked for in a transition, a line each."""
         task, memo = self._task, self._memo
@@ -233,7 +252,8 @@ class Shard:
     def _compare(self, engine: Engine, moment: Moment) -> Hits:
         """Give the event to an engine that stands in the state before; how it differs after it."""
         after = self._memo.snapshot_after(moment)
-        found = probe.differ(engine, moment.event, moment.observation, after, self._capabilities)
+        given = (engine, moment.event, moment.observation, after)
+        found = probe.differ(*given, self._capabilities, self._scope)
         return [
             f"the engine raised {d.seen}"
             if d.field == probe.RAISED

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from itertools import islice
@@ -27,15 +27,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from blockstep.conformance.engine import Capability, EngineFactory, get_capabilities
 from blockstep.conformance.explore.cover import choose, trace_program
-from blockstep.conformance.explore.probe import differ
 from blockstep.conformance.explore.shard import Task
 from blockstep.conformance.explore.walk import walk
 from blockstep.conformance.explore.world import World
-from blockstep.conformance.protocol.features import find_lacking, get_missing
-from blockstep.conformance.protocol.findings import Difference
-from blockstep.conformance.protocol.program import describe_event
 from blockstep.conformance.recorded.traces import TraceError, read_lines, recorded
 from blockstep.spec import vocabulary as v
 from blockstep.spec.oracle import Oracle
@@ -231,7 +226,7 @@ def read_vectors(path: Path) -> Vectors:
         raise TraceError(path, 1, found, rule, fix)
     if len(lines) < 2:
         raise _bad(path, 2, "no line with the config", "the config stands below the manifest")
-    config = recorded.read_header(path, lines[1])
+    config, _ = recorded.read_header(path, lines[1])
     programs = tuple(_read_programs(path, enumerate(lines[2:], 3)))
     if len(programs) != manifest.programs:
         promised = f"the manifest promises {manifest.programs}"
@@ -302,64 +297,3 @@ def _from_links(links: tuple[_Link, ...]) -> v.BlockKey | None:
 def _bad(path: Path, line: int, found: str, rule: str) -> TraceError:
     fix = "fill the file again with `blockstep vectors fill`, or upgrade blockstep"
     return TraceError(path, line, found, rule, fix)
-
-
-# --- consuming
-
-
-@dataclass(slots=True)
-class Consumed:
-    """How an engine fared."""
-
-    num_programs: int = 0
-    """Played to their end, or to the first difference."""
-    num_events: int = 0
-    skipped: dict[str, int] = field(default_factory=dict)
-    """Events that it was not given, by the capability that it lacks."""
-    program: int = 0
-    """The first program that failed, from 1; 0 if none did."""
-    step: int = 0
-    """Its step that failed, from 1."""
-    event: str = ""
-    differences: tuple[Difference, ...] = ()
-
-    @property
-    def conforms(self) -> bool:
-        """Whether every answer and every state was right."""
-        return not self.differences
-
-
-def consume(vectors: Vectors, make_engine: EngineFactory) -> Consumed:
-    """Play all programs on an engine up to the first difference.
-
-    What the engine cannot do ends a program early; what it does not refuse it is not given.
-    """
-    result = Consumed()
-    capabilities = get_capabilities(make_engine)
-    features = find_lacking(capabilities)
-    needed = get_missing(vectors.config, features)
-    if needed is not None:
-        result.skipped[needed] = sum(map(len, vectors.programs))
-        return result
-    for number, steps in enumerate(vectors.programs, 1):
-        engine = make_engine(vectors.config)
-        for count, step in enumerate(steps, 1):
-            if isinstance(step.observation, v.Rejected):
-                lacking = None if Capability.REJECTION in capabilities else Capability.REJECTION
-            else:
-                lacking = get_missing(step.event, features)
-            if lacking is not None:
-                result.skipped[lacking] = result.skipped.get(lacking, 0) + 1
-                if lacking is Capability.REJECTION:
-                    continue
-                break
-            result.num_events += 1
-            result.differences = differ(
-                engine, step.event, step.observation, step.snapshot, capabilities
-            )
-            if result.differences:
-                result.program, result.step = number, count
-                result.event = describe_event(step.event)
-                return result
-        result.num_programs += 1
-    return result

@@ -17,7 +17,13 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
-from blockstep.conformance.engine import Capability, get_capabilities
+from blockstep.conformance.engine import (
+    EXACT,
+    Safety,
+    get_capabilities,
+    get_equivalence_name,
+    get_traits,
+)
 from blockstep.conformance.explore.canonical import Canonicaliser, Digest
 from blockstep.conformance.explore.cycles import find_cycle
 from blockstep.conformance.explore.probe import get_moment
@@ -25,6 +31,8 @@ from blockstep.conformance.explore.shard import Edge, Hit, Level, Shard, Task
 from blockstep.conformance.explore.world import Counts, get_events
 from blockstep.conformance.protocol.features import find_lacking, get_missing
 from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.search.episodes import list_changes
+from blockstep.conformance.search.processes import follow_parent
 from blockstep.spec.profiles import initial_state
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import Event, Observation, Rejected
@@ -61,18 +69,33 @@ class Walked:
     edges: list[Edge] = field(default_factory=list)
     programs: list[tuple[Event, ...]] = field(default_factory=list)
     """The ways to what was done for the first time, that included."""
+    left_out: int = 0
+    """Events that the engine was not to be given."""
+    equivalence: str = EXACT
+    """By what the engine was held to the specification; at `safety` the states are its own."""
+    notes: tuple[str, ...] = ()
+    """What was made otherwise in its config, as `name=value`."""
+    is_blind: bool = False
+    """It shows no state, so that states are programs, and there is no last one."""
 
 
-def get_obstacle(task: Task) -> Capability | None:
-    """What the engine of a task lacks for its world, so that there is nothing to walk.
+def get_obstacle(task: Task) -> str | None:
+    """Why there is nothing to walk with the engine of a task in its world.
 
     Raises:
         EngineNotFoundError: it cannot be loaded.
     """
     if not task.engine:
         return None
-    lacking = find_lacking(get_capabilities(load_engine(task.engine)))
-    return get_missing(task.world.config, lacking)
+    make_engine, config = load_engine(task.engine), task.world.config
+    missing = get_missing(config, find_lacking(get_capabilities(make_engine)))
+    if missing is not None:
+        return f"lacks {missing}"
+    scope = get_traits(make_engine).equivalence
+    if scope is None or isinstance(scope, Safety):
+        return None  # of its own states it has those of the nearest config
+    changes = list_changes(config, scope.fit_config(config))
+    return f"is built with {', '.join(changes)} only" if changes else None
 
 
 def walk(
@@ -91,7 +114,7 @@ def walk(
     if jobs > 1:
         opened = closing(_Processes(task, jobs))
     with opened as shards:
-        states, transitions, refused, depth = 0, 0, 0, -1
+        states, transitions, refused, left_out, depth = 0, 0, 0, 0, -1
         edges: list[Edge] = []
         hits: list[Hit] = []
         novelties: list[tuple[Digest, int]] = []
@@ -105,6 +128,7 @@ def walk(
             levels: list[Level] = shards.call("expand")
             transitions += sum(level.transitions for level in levels)
             refused += sum(level.refused for level in levels)
+            left_out += sum(level.left_out for level in levels)
             hits = [hit for level in levels for hit in level.hits]
             edges += [edge for level in levels for edge in level.edges]
             novelties += [found for level in levels for found in level.novelties]
@@ -112,7 +136,9 @@ def walk(
             num_new = sum(shards.call("absorb", inboxes))
             on_progress(states, transitions, depth)
         counts = Counts(states, transitions, refused, depth)
-        walked = Walked(task, counts, not num_new, 0.0, edges=edges)
+        walked = Walked(task, counts, not num_new, 0.0, edges=edges, left_out=left_out)
+        if task.engine:
+            walked.equivalence = get_equivalence_name(load_engine(task.engine))
         walked.programs = [
             tuple(step.event for step in _path(task, shards, parent, number))
             for parent, number in novelties
@@ -222,12 +248,13 @@ class _Processes:
         for pipe in self._pipes:
             pipe.close()
         for process in self.processes:
-            process.terminate()
+            process.kill()
             process.join()
 
 
 def _serve(pipe: Connection, task: Task, index: int, num_shards: int) -> None:
     """The loop of a process: one shard, called until the other end hangs up."""
+    follow_parent()
     shard: Shard | None = None
     while True:
         try:

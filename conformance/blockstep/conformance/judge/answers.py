@@ -64,8 +64,10 @@ def judge_answer(
             yield from _judge_plan(config, live, plan)
         case v.Commit(), v.Outputs(rows=rows):
             yield from _judge_outputs(dict(_expected_outputs(config, live, said, event)), rows)
-        case v.Abort(request_ids=named), v.Aborted(request_ids=ended):
-            wrong = sorted(set(ended) ^ (set(named) & live.keys()))
+        case v.Abort(request_ids=named), v.Aborted(request_ids=now, ending_req_ids=later):
+            ended = [*dict.fromkeys(now), *dict.fromkeys(later)]
+            twice = {name for name in ended if ended.count(name) > 1}
+            wrong = sorted((set(ended) ^ (set(named) & live.keys())) | twice)
             if wrong:
                 told = f"not ended, or ended without being named: {wrong}"
                 yield violated("P18", "abort_ends_exactly_the_unfinished_it_names", told)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.conformance.engine import Capability, EngineTraits, Safety
+from blockstep.conformance.engine import Capability, EngineTraits, Renamed, Safety, SamePlans
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec.vocabulary import Event, Observation, Plan, Snapshot
 
@@ -21,6 +21,12 @@ class CanaryEngine(SpecEngine):
         if 2 * len(snapshot.free_queue) >= self.state.config.num_usable_blocks:
             return snapshot
         return replace(snapshot, free_queue=snapshot.free_queue[1:])
+
+
+class RenamedCanary(CanaryEngine):
+    """The same block is missing whatever it is called."""
+
+    traits = EngineTraits(equivalence=Renamed())
 
 
 class SafetyCanary(SpecEngine):
@@ -50,3 +56,9 @@ class SafetyCanary(SpecEngine):
     def capabilities(self) -> frozenset[str]:
         """All that needs no refusal and no state."""
         return super().capabilities() - {Capability.REJECTION, Capability.SNAPSHOT}
+
+
+class PlanCanary(SafetyCanary):
+    """A hit that was none, and other tokens than those of the specification in that step."""
+
+    traits = EngineTraits(equivalence=SamePlans(shows_blocks=True))

@@ -26,6 +26,8 @@ class Client:
     """In flight, oldest first."""
     last_plan: v.Plan | None = None
     last_commit: v.Commit | None = None
+    ending: tuple[v.RequestId, ...] = ()
+    """Whom an abort ends with the next plan (`Aborted.ending_req_ids`)."""
     sampled: tuple[v.RequestId, ...] = ()
     """Requests that sampled in the last answered plan: drafts are proposed for them."""
 
@@ -37,6 +39,7 @@ class Client:
             case v.Submit(request=request), _:
                 self.live[request.request_id] = request
             case v.Schedule(), v.Plan() as plan:
+                self.end_aborted()
                 self.last_plan = plan
                 if plan.rows:
                     self.plans.append(plan)
@@ -48,12 +51,19 @@ class Client:
                     said = self.said.get(row.request_id, ())
                     self.said[row.request_id] = said + row.new_token_ids
                 self._end(row.request_id for row in rows if row.finish_reason is not None)
-            case v.Abort(), v.Aborted(request_ids=request_ids):
+            case v.Abort(), v.Aborted(request_ids=request_ids, ending_req_ids=ending):
                 self._end(request_ids)
+                self.ending = tuple(dict.fromkeys((*self.ending, *ending)))
+
+    def end_aborted(self) -> None:
+        """A plan is made: whoever was to end with it has ended."""
+        if self.ending:
+            self._end(self.ending)
 
     def _end(self, request_ids: Iterable[v.RequestId]) -> None:
         for request_id in request_ids:
             request, said = self.live.pop(request_id, None), self.said.pop(request_id, ())
             self.ended.append(request_id)
+            self.ending = tuple(name for name in self.ending if name != request_id)
             if request is not None and said:
                 self.texts.append(request.prompt_token_ids + said)

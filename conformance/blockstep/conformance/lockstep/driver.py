@@ -22,6 +22,7 @@ from blockstep.conformance.engine import (
     Capability,
     Engine,
     EngineFactory,
+    build,
     get_declines,
     get_judged,
     get_traits,
@@ -30,10 +31,12 @@ from blockstep.conformance.judge.properties import Ledger, Step, check_step
 from blockstep.conformance.judge.witnesses import situations
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
+from blockstep.conformance.lockstep.exchange import Exchange, blame_spec, fault_of
+from blockstep.conformance.lockstep.excuses import Excuses
 from blockstep.conformance.lockstep.liveness import Watch
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
 from blockstep.conformance.protocol.features import Feature, find_lacking, fit, get_missing
-from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import (
     Action,
     Answer,
@@ -44,6 +47,7 @@ from blockstep.conformance.protocol.program import (
 )
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.tokens import token_function
+from blockstep.conformance.protocol.typed import fault_of_types, find_ill_typed
 from blockstep.spec import vocabulary as v
 from blockstep.spec.lives.drafts import can_take_drafts
 from blockstep.spec.profiles import STRICT, Profile
@@ -51,17 +55,6 @@ from blockstep.spec.transition import transition
 
 EXPLICABLE = frozenset({FindingKind.PROPERTY, FindingKind.LIVENESS})
 """What a quirk can be the reason of."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """One event and both answers to it."""
-
-    event: v.Event
-    expected: v.Observation
-    """The spec's answer."""
-    seen: v.Observation | None
-    """The engine's answer; None if it raised."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,6 +86,9 @@ class LockStep(Client):
     skipped: dict[str, int] = field(default_factory=dict)
     """What was left out because the engine lacks a capability, and events that it declines."""
     before: v.Snapshot | None = None
+    """The state of the engine, if it shows any."""
+    spec_before: v.Snapshot | None
+    """The state of the specification, where the engine has never shown any."""
     num_events: int = 0
     has_failed: bool = False
     """Something was wrong; both sides no longer mean the same thing."""
@@ -100,6 +96,8 @@ class LockStep(Client):
     """The weaker equivalence that the engine is held to; "" if it is compared with the spec."""
     known: dict[str, int] = field(default_factory=dict)
     """Findings that the quirks of the profile account for, by property."""
+    excuses: Excuses = field(default_factory=Excuses)
+    """Findings that the adapter declares."""
 
     @classmethod
     def start(
@@ -113,16 +111,18 @@ class LockStep(Client):
         compare_every: int | None = None,
     ) -> Self:
         """Build both sides. What the engine raises while it is built passes through."""
-        engine = make_engine(config)
+        engine = build(make_engine, config)
         make_worker = get_traits(make_engine).make_worker or Worker
         # A worker has every slot in memory; one that is given no plan needs none.
         room = config if compare_every is None else v.Config(num_blocks=2)
         capabilities = engine.capabilities()
+        spec = SpecEngine(config, profile)
         run = cls(
             config=config,
             engine=engine,
             worker=make_worker(room, token_function(token_seed, vocabulary_size)),
-            spec=SpecEngine(config, profile),
+            spec=spec,
+            spec_before=spec.snapshot(),
             ledger=Ledger(config),
             witnesses=Counter(),
             capabilities=capabilities,
@@ -131,9 +131,12 @@ class LockStep(Client):
             declines=get_declines(engine) if profile.spares else None,
             keep_exchanges=keep_exchanges,
             compare_every=compare_every,
+            excuses=Excuses(get_traits(make_engine).deviations),
         )
         if compare_every is None:
-            run.before = run._comparable(engine.snapshot())
+            first = engine.snapshot()
+            is_state = find_ill_typed(first, v.Snapshot) is None  # what else it is, is told later
+            run.before = run._comparable(first if is_state else None)
         return run
 
     def fit(self, action: Action) -> Action:
@@ -216,6 +219,8 @@ class LockStep(Client):
 
         What the engine declines neither side is given, and it does not count as an event.
         """
+        if self.excuses.is_over:
+            return []
         reason = None if self.declines is None else self.declines(event)
         if reason is not None:
             self.skip(reason)
@@ -224,7 +229,7 @@ class LockStep(Client):
         try:
             expected = self.spec.apply(event)
         except AssertionError as error:
-            return [_spec_finding(error)]
+            return [blame_spec(error)]
         if isinstance(expected, v.Rejected) and expected.code not in self.judged:
             self.skip(Capability.REJECTION)
             self.last = Exchange(event, expected, expected)
@@ -234,26 +239,84 @@ class LockStep(Client):
             after = self.engine.snapshot() if self._sees_state() else None
         except Exception as error:
             self._keep(Exchange(event, expected, None))
-            return [fault_of(error)]
+            return self.excuses.take([fault_of(error)], event, expected, None)
         self._keep(Exchange(event, expected, seen))
-        after = self._comparable(after)
-        findings = list(self._diverge(event, expected, seen, after))
-        if not isinstance(seen, v.Observation):
-            return findings
-        if self.compare_every is not None:
-            pass  # who judges must have seen every state
-        elif after is None or self.before is None:
-            findings = self._unexplained([*self.worker.observe(event, seen), *findings])
+        try:
+            return self._compare(event, expected, seen, after)
+        except Exception:
+            found = fault_of_types(event, seen, after)
+            if found is None:
+                raise
+            return self.excuses.take([found], event, expected, None)
+
+    def _compare(
+        self,
+        event: v.Event,
+        expected: v.Observation,
+        seen: v.Observation,
+        after: v.Snapshot | None,
+    ) -> list[Finding]:
+        """Compare and judge. Types are looked at where something differs, or not all is compared.
+
+        Raises:
+            Exception: the engine's side is so ill-typed that it cannot be compared.
+        """
+        comparable = self._comparable(after)
+        findings = list(self._diverge(event, expected, seen, comparable))
+        if findings or self.equivalence:
+            found = fault_of_types(event, seen, after)
+            if found is not None:
+                return self.excuses.take([found], event, expected, None)
+        if self.compare_every is None:  # who judges must have seen every state
+            findings = self._judge(event, expected, seen, comparable, findings)
         else:
+            findings = self.excuses.take(findings, event, expected, seen)
+        self.before = comparable
+        self.follow(event, expected)
+        return findings
+
+    def _judge(
+        self,
+        event: v.Event,
+        expected: v.Observation,
+        seen: v.Observation,
+        after: v.Snapshot | None,
+        diverged: list[Finding],
+    ) -> list[Finding]:
+        """What worker and properties find, and what was found already, unless it is known.
+
+        Where the engine shows no state, situations are those of the specification, which has
+        answered alike up to now.
+        """
+        step: Step | None
+        if after is None or self.before is None:
+            step = self._step_of_spec(event, expected)
+            findings = [*self._check_answer(event, seen), *diverged]
+        else:
+            self.spec_before = None
             step = Step(self.config, self.num_events, event, seen, self.before, after)
-            findings = [*check_step(step, self.ledger, self.worker), *findings]
-            findings = self._unexplained(findings)
+            findings = [*self._check_step(step), *diverged]
+        findings = self.excuses.take(self._unexplained(findings), event, expected, seen)
+        if step is not None:
             if not findings:  # what a quirk does was reached as well
                 self.witnesses.update(situations(step, self.ledger))
             self.ledger.record(step)
-        self.before = after
-        self.follow(event, expected)
         return findings
+
+    def _check_answer(self, event: v.Event, seen: v.Observation) -> list[Finding]:
+        """What can be said of an answer alone."""
+        return self.worker.observe(event, seen)
+
+    def _check_step(self, step: Step) -> list[Finding]:
+        """What can be said of an answer and the states around it."""
+        return check_step(step, self.ledger, self.worker)
+
+    def _step_of_spec(self, event: v.Event, expected: v.Observation) -> Step | None:
+        before = self.spec_before
+        if before is None:
+            return None
+        after = self.spec_before = self.spec.snapshot()
+        return Step(self.config, self.num_events, event, expected, before, after)
 
     def _sees_state(self) -> bool:
         every = self.compare_every
@@ -333,12 +396,16 @@ class LockStep(Client):
             num_before = self.num_events
             findings, why = self._drain_step(watch)
             if why:
-                return self._unexplained([watch.stall(self.live, why)])
+                return self._stall(watch, why)
             if self.num_events == num_before:
                 return []
         if self.live and not findings:
-            return self._unexplained([watch.stall(self.live, f"{bound} steps did not end them")])
+            return self._stall(watch, f"{bound} steps did not end them")
         return findings
+
+    def _stall(self, watch: Watch, why: str) -> list[Finding]:
+        findings = self._unexplained([watch.stall(self.live, why)])
+        return self.excuses.take(findings, v.Schedule(), None, None)
 
     def _drain_step(self, watch: Watch) -> tuple[list[Finding], str]:
         """Plan until the pipeline is full or a plan is empty, then answer the oldest plan.
@@ -350,12 +417,12 @@ class LockStep(Client):
             findings = self.apply(v.Schedule())
             if findings:
                 return findings, ""
-            if self.num_events == num_before:
+            if self.num_events == num_before or self.excuses.is_over:
                 break  # declined
             plan = self.last_plan
             assert plan is not None, "an accepted Schedule is answered with a plan"
             why = watch.see(plan, bool(self.plans), bool(self.ledger.promised), self.before)
-            if why:
+            if why and self.live:  # nobody waits where an abort was due
                 return [], why
             if not plan.rows:
                 break
@@ -379,20 +446,3 @@ def drain_bound(live: Mapping[v.RequestId, v.Request]) -> int:
     """
     work = sum(len(request.prompt_token_ids) + request.max_tokens for request in live.values())
     return 20 + work * (1 + len(live))
-
-
-def fault_of(error: Exception) -> Finding:
-    """What an engine that raised has done wrong."""
-    return Finding(
-        FindingKind.FAULT,
-        "",
-        "engine_raises_nothing",
-        f"the engine raised {type(error).__name__}: {error}",
-        (Difference("exception", "none", type(error).__name__),),
-    )
-
-
-def _spec_finding(error: AssertionError) -> Finding:
-    return Finding(
-        FindingKind.SPEC, "", "spec_asserts_nothing_false", f"the spec is wrong: {error}"
-    )

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from blockstep.conformance.engine import EngineFactory, get_traits
+from blockstep.conformance.engine import (
+    EngineFactory,
+    Equivalence,
+    Renamed,
+    Safety,
+    SamePlans,
+    get_traits,
+)
 from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.plans import PlanRun
+from blockstep.conformance.lockstep.renamed import RenamedRun
 from blockstep.conformance.lockstep.safety import SafetyRun
+from blockstep.conformance.lockstep.scoped import ScopedRun
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Program
 from blockstep.spec.profiles import STRICT, Profile
 
+_KINDS: Mapping[type[Equivalence], type[ScopedRun]] = {
+    Renamed: RenamedRun,
+    SamePlans: PlanRun,
+    Safety: SafetyRun,
+}
+
 
 def get_start(make_engine: EngineFactory) -> Callable[..., LockStep]:
     """`start` of the kind of run that the factory asks for."""
-    return LockStep.start if get_traits(make_engine).equivalence is None else SafetyRun.start
+    scope = get_traits(make_engine).equivalence
+    if scope is None:
+        return LockStep.start
+    return next(run for kind, run in _KINDS.items() if isinstance(scope, kind)).start
 
 
 def run_program(

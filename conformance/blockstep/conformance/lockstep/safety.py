@@ -18,63 +18,31 @@ A factory declares the equivalence among its traits:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
-from blockstep.conformance.engine import EngineFactory, Safety, get_traits
+from blockstep.conformance.engine import Capability
 from blockstep.conformance.judge.answers import judge_answer, judge_state
 from blockstep.conformance.judge.properties import ANSWER_TYPES, Step
 from blockstep.conformance.judge.witnesses.answers import AnswerWitnesses
-from blockstep.conformance.lockstep.driver import Exchange, LockStep, fault_of
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.exchange import Exchange, fault_of
+from blockstep.conformance.lockstep.scoped import ScopedRun
 from blockstep.conformance.protocol.findings import Finding, violated
 from blockstep.conformance.protocol.program import Action, Hostile, Misanswer
+from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
 from blockstep.spec.transition import transition
 
-_NO_FEATURES = {"max_tokens", "arrival_time"}
-"""Fields that every engine has: a length, and a place in the order of arrival."""
-
-
-def _list_changes(one: v.Config | v.Request, other: v.Config | v.Request) -> list[str]:
-    """The fields in which two of a kind differ."""
-    return [f.name for f in fields(one) if getattr(one, f.name) != getattr(other, f.name)]
-
 
 @dataclass(slots=True, kw_only=True)
-class SafetyRun(LockStep):
+class SafetyRun(ScopedRun):
     """One run of one engine, watched and not compared. Not reusable."""
 
-    scope: Safety = field(default_factory=Safety)
     answers: AnswerWitnesses = field(default_factory=AnswerWitnesses)
-
-    @classmethod
-    def start(
-        cls, config: v.Config, make_engine: EngineFactory, *args: Any, **kwargs: Any
-    ) -> SafetyRun:
-        """Build the engine and all that watches it, as `LockStep.start` does.
-
-        Raises:
-            ConfigError: the engine cannot be built with this config.
-        """
-        scope = get_traits(make_engine).equivalence or Safety()
-        fitting = scope.fit_config(config)
-        for name in _list_changes(config, fitting):
-            rule, fix = "is not a config of this engine", f"use {getattr(fitting, name)!r}"
-            raise v.ConfigError([v.ConfigProblem(name, getattr(config, name), rule, fix)])
-        run = super(SafetyRun, cls).start(config, make_engine, *args, **kwargs)
-        run.equivalence, run.scope = scope.name, scope
-        return run
-
-    def fit(self, action: Action) -> Action:
-        """The action that the engine understands; what it drops is counted."""
-        if not isinstance(action, v.Submit):
-            return action
-        fitting = self.scope.fit_request(action.request, self.config)
-        kept = {*_NO_FEATURES, *_list_changes(fitting, v.Request("", ()))}
-        for name in _list_changes(action.request, fitting):
-            if name not in kept:
-                self.skip(name)
-        return LockStep.fit(self, v.Submit(fitting))
+    may_propose: bool = False
+    """No plan was made since the last commit."""
+    preempted: set[v.RequestId] = field(default_factory=set)
+    """And had no row since."""
 
     def resolve(self, action: Action) -> v.Event | None:
         """The event that an action comes to. Mistakes come to nothing: refusals are not judged."""
@@ -83,9 +51,36 @@ class SafetyRun(LockStep):
         return LockStep.resolve(self, action)
 
     def _proposal(self, rows: tuple[v.RowTokens, ...]) -> v.Drafts | None:
-        """Drafts for those who have not ended."""
-        rows = tuple(row for row in rows if row.request_id in self.live)
-        return v.Drafts(rows) if rows else None
+        """Drafts for those who have not ended, no more than there may be.
+
+        An engine that neither refuses nor drops late ones is given those only that it must take:
+        right after a commit, for requests that it did not preempt and that are in no other frame.
+        """
+        most = self.config.num_speculative_tokens
+        rows = tuple(
+            v.RowTokens(row.request_id, row.token_ids[:most])
+            for row in rows
+            if row.request_id in self.live
+        )
+        if not {Capability.REJECTION, Capability.LATE_DRAFTS} & self.capabilities:
+            busy = {row.request_id for plan in self.plans for row in plan.rows} | self.preempted
+            rows = tuple(row for row in rows if row.request_id not in busy)
+            rows = rows if self.may_propose else ()
+        return v.Drafts(rows) if rows and most else None
+
+    def follow(self, event: v.Event, observation: v.Observation) -> None:
+        """Take in one event and the answer to it."""
+        LockStep.follow(self, event, observation)
+        match event, observation:
+            case v.Schedule(), v.Plan() as plan:
+                self.may_propose = False
+                self.preempted.update(plan.preempted_req_ids)
+                self.preempted.difference_update(row.request_id for row in plan.rows)
+            case v.Commit(), v.Outputs():
+                self.may_propose = True
+            case v.Reset(reset_running_requests=True), v.ResetDone(success=True):
+                self.may_propose = False
+                self.preempted.update(self.live)
 
     def _is_welcome(self, event: v.Event) -> bool:
         """Whether any engine must take the event now; decided by what this one has answered."""
@@ -100,8 +95,6 @@ class SafetyRun(LockStep):
                 )
             case v.Schedule():
                 return len(self.plans) < self.config.max_frames_in_flight
-            case v.Abort():
-                return self.scope.takes_abort
             case v.GrammarReady(request_id=name):
                 return name in self.live and self.live[name].structured_output
             case _:
@@ -109,7 +102,12 @@ class SafetyRun(LockStep):
 
     def apply(self, event: v.Event) -> list[Finding]:
         """Give one event to the engine and check what can be checked without a reference."""
-        if not self._is_welcome(event):
+        if (
+            self.excuses.is_over
+            or self._is_declined(event)
+            or self._is_early(event)
+            or not self._is_welcome(event)
+        ):
             return []
         self.num_events += 1
         try:
@@ -117,22 +115,29 @@ class SafetyRun(LockStep):
             after = self.engine.snapshot()
         except Exception as error:
             self._keep(Exchange(event, v.Ack(), None))
-            return [fault_of(error)]
+            return self.excuses.take([fault_of(error)], event, None, None)
         self._keep(Exchange(event, seen, seen))
+        ill_typed = fault_of_types(event, seen, after)
+        if ill_typed is not None:
+            return self.excuses.take([ill_typed], event, None, None)
         if isinstance(seen, v.Rejected) and isinstance(event, v.Submit):
             self.skip(f"requests refused as {seen.code}")
             return []
         due = ANSWER_TYPES[type(event)]
         if type(seen) is not due:
             what = f"{type(event).__name__} was answered with {type(seen).__name__}"
-            return [violated("P18", "answer_is_of_the_kind_of_the_event", what)]
+            found = violated("P18", "answer_is_of_the_kind_of_the_event", what)
+            return self.excuses.take([found], event, None, None)
+        if isinstance(event, v.Schedule):
+            self.end_aborted()
         findings = [*judge_answer(self.config, self.live, self.said, event, seen)]
         findings += self.worker.observe(event, seen)
         if after is not None and self.before is not None:
             findings += self._judge_state(event, seen, self.before, after)
+        findings = self.excuses.take(findings, event, None, seen)
         if not findings:
-            found = self.answers.observe(event, seen, self.live, self.said, len(self.plans))
-            self.witnesses.update(found)
+            met = self.answers.observe(event, seen, self.live, self.said, len(self.plans))
+            self.witnesses.update(met)
         self.before = after
         self.follow(event, seen)
         return findings
@@ -144,7 +149,8 @@ class SafetyRun(LockStep):
         step = Step(self.config, self.num_events, event, seen, before, after)
         findings = [*self.worker.check_published(after)]
         if isinstance(event, v.Schedule | v.Commit):
-            findings += self.worker.check_view(after)
+            told = {row.request_id for row in seen.rows} if isinstance(seen, v.Plan) else ()
+            findings += self.worker.check_view(after, told)
         findings += judge_state(step, self.ledger)
         self.ledger.record(step)
         return findings

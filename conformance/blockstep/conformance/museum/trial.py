@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from blockstep.conformance.museum.exhibit import Exhibit
@@ -13,6 +11,7 @@ from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.registry import MUSEUM
 from blockstep.conformance.search.check import check
 from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.processes import open_processes
 
 SURVIVED = "SURVIVED"
 DIVERGENCE = "divergence"
@@ -89,12 +88,8 @@ def _falls(tasks: Sequence[CheckOptions], jobs: int) -> Iterator[Fall]:
     if jobs <= 1 or len(tasks) <= 1:
         yield from map(_try, tasks)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(tasks)), mp_context=context) as pool:
-        try:
-            yield from pool.map(_try, tasks)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    with open_processes(min(jobs, len(tasks))) as pool:
+        yield from pool.map(_try, tasks)
 
 
 def _try(options: CheckOptions) -> Fall:

@@ -169,6 +169,7 @@ STOPS = Feature(
 ABORTS = Feature(
     "aborts",
     "clients give up",
+    Capability.ABORT,
     actions=(v.Abort,),
     situations=("abort_", "commit_for_aborted"),
     properties=("P18",),

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+ERROR_CHARS_MAX = 500
+"""Of the text of what an engine raised, so much is shown."""
+
 
 class FindingKind(StrEnum):
     """What sort of check spoke; the exit code follows from it (architecture section 5)."""
@@ -51,6 +54,26 @@ def shown(value: object, length: int = 120) -> str:
     """A value in a line."""
     text = str(value)
     return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def say(value: object, length: int = 60) -> str:
+    """A value on part of a line, whatever it is."""
+    try:
+        text = repr(value)
+    except Exception:  # a class of somebody else's
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def tell_error(error: BaseException) -> str:
+    """Type and text of what was raised, in a line of bounded length; its text may raise, too."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception as another:
+        text = f"its text cannot be had: {type(another).__name__}"
+    if len(text) > ERROR_CHARS_MAX:
+        text = f"{text[:ERROR_CHARS_MAX]}... ({len(text):,} characters)"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def violated(property_id: str, sentence: str, message: str, *differences: Difference) -> Finding:

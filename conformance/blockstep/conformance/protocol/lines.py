@@ -47,10 +47,11 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN_CHARS_MAX else text[: SHOWN_CHARS_MAX - 3] + "..."
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+def read_lines(path: Path, kind: str = "trace") -> Iterator[tuple[int, str]]:
     """The lines of a file with their numbers from 1, without line ends; gzip is told by content.
 
-    Reads as far as it is asked to. Raises `TraceError` at the first thing wrong.
+    Reads as far as it is asked to. Raises `TraceError` at the first thing wrong, which calls the
+    file a `kind`.
     """
     line = 0
     try:
@@ -60,20 +61,20 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
                 if len(raw) > LINE_BYTES_MAX:
                     found = f"more than {LINE_BYTES_MAX} bytes without a line end"
                     rule = "a line holds one row"
-                    raise TraceError(path, line, found, rule, "give a trace file")
+                    raise TraceError(path, line, found, rule, f"give a {kind} file")
                 yield line, raw.removesuffix(b"\r").decode("utf-8")
     except UnicodeDecodeError as error:
         found = f"byte 0x{error.object[error.start]:02x} at column {error.start + 1}"
-        rule = "a trace is UTF-8 text, gzipped or plain"
-        fix = "give the trace file itself, or convert it to UTF-8"
+        rule = f"a {kind} is UTF-8 text, gzipped or plain"
+        fix = f"give the {kind} file itself, or convert it to UTF-8"
         raise TraceError(path, line, found, rule, fix) from None
     except (EOFError, zlib.error) as error:
         found = f"the gzip stream breaks off here ({error})"
-        rule = "a gzipped trace is complete"
+        rule = f"a gzipped {kind} is complete"
         raise TraceError(path, line + 1, found, rule, "fetch or write the file again") from None
     except (OSError, ValueError) as error:  # the latter of a path with a null byte
         reason = getattr(error, "strerror", None) or error
-        found, rule = f"cannot be read ({reason})", "a trace is a readable file"
+        found, rule = f"cannot be read ({reason})", f"a {kind} is a readable file"
         raise TraceError(path, 0, found, rule, "check the path") from None
 
 

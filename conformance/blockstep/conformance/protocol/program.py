@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from blockstep.conformance.protocol.findings import say, shown
 from blockstep.spec import vocabulary as v
 
 WIDTH = 100
@@ -171,13 +172,21 @@ def describe_event(event: object) -> str:
 
 
 def describe_observation(observation: object) -> str:
-    """One line for an answer: who runs how many tokens where, what was delivered."""
+    """One line for an answer, however ill-typed: who runs what where, what came of it."""
+    try:
+        return _describe_observation(observation)
+    except Exception:  # it trusts a plan to be one
+        return say(observation, 200)
+
+
+def _describe_observation(observation: object) -> str:
     match observation:
         case v.Plan():
             parts = [_planned(row) for row in observation.rows]
             for word, names in (
                 ("ended", observation.finished_req_ids),
                 ("preempted", observation.preempted_req_ids),
+                ("remapped", observation.remapped_req_ids),
             ):
                 parts += [f"{word} {' '.join(names)}"] if names else []
             return f"plan {observation.frame_id}: {'; '.join(parts) or 'nothing to run'}"
@@ -190,9 +199,11 @@ def describe_observation(observation: object) -> str:
             return f"outputs: {'; '.join(delivered) or 'none'}"
         case v.Rejected(code=code, detail=detail):
             return f"rejected {code}: {detail}"
+        case v.Aborted(request_ids=request_ids, ending_req_ids=ending):
+            later = f", with the next plan {' '.join(ending)}" if ending else ""
+            return f"{shown(f'Aborted(request_ids={request_ids!r})', 200)}{later}"
         case _:
-            text = repr(observation)
-            return text if len(text) <= 200 else text[:197] + "..."
+            return shown(repr(observation), 200)
 
 
 def _planned(row: v.NewRow | v.CachedRow) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, EngineFactory
+from blockstep.conformance.protocol.findings import tell_error
 from blockstep.spec import Oracle
 from blockstep.spec.vocabulary import Config
 
@@ -64,6 +65,11 @@ KNOWN_ENGINES: Mapping[str, KnownEngine] = {
             "the scheduler of a checkout of nano-vllm (--path CHECKOUT), by properties only",
         ),
         KnownEngine(
+            "mini_sglang",
+            "blockstep.conformance.engines.adapters.mini_sglang:MiniSglang",
+            "the scheduler of a checkout of mini-sglang (--path CHECKOUT), by properties only",
+        ),
+        KnownEngine(
             "spec",
             "blockstep.conformance.protocol.registry:SpecEngine",
             "the specification held to itself; for trying out the tools",
@@ -97,9 +103,10 @@ def load_engine(name: str) -> EngineFactory:
         )
     try:
         factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (Exception, SystemExit) as error:  # an import runs whatever stands there
         raise EngineNotFoundError(
-            f"engine {name!r}: cannot load {target}: {error}; is it installed and importable?"
+            f"engine {name!r}: cannot load {target}: {tell_error(error)}; "
+            "is it installed and importable?"
         ) from error
     if not callable(factory):
         raise EngineNotFoundError(f"engine {name!r}: {target} is not callable: name a factory")

@@ -11,13 +11,12 @@ asserts would make it give up, so a law whose module was rewritten is BROKEN.
 from __future__ import annotations
 
 import ast
-import multiprocessing
 import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
@@ -31,6 +30,7 @@ from blockstep.conformance.prove.smallest import (
     find_smallest,
     try_law,
 )
+from blockstep.conformance.search.processes import open_processes
 
 SECONDS_MAX = 300.0
 """CPU seconds for one law, or for one twin; then it is UNKNOWN."""
@@ -156,14 +156,10 @@ def _proofs(laws: Sequence[Law], jobs: int) -> Iterator[Proof]:
         yield from map(prove_law, laws)
         return
     slow_first = sorted(laws, key=lambda law: not law.is_slow)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(laws)), mp_context=context) as pool:
+    with open_processes(min(jobs, len(laws))) as pool:
         futures = {pool.submit(prove_by_name, law.name): law for law in slow_first}
-        try:
-            for future in as_completed(futures):
-                yield _read(futures[future], future)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        for future in as_completed(futures):
+            yield _read(futures[future], future)
 
 
 def _read(law: Law, future: Future[Proof]) -> Proof:

@@ -6,44 +6,42 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version as version_of
 from itertools import groupby
 
-from rich.table import Table
-
 from blockstep.conformance.prove.law import Claim, Law
 from blockstep.conformance.prove.runner import Proof, TwinProof, Verdict
 
 SOLVERS = ("crosshair-tool", "z3-solver")
 
 
-def build_table(proofs: Sequence[Proof]) -> Table:
+def list_rows(proofs: Sequence[Proof]) -> list[dict[str, object]]:
     """One row for each law."""
-    table = _table("law", "property", "verdict", "seconds", "paths", "witness", "twins")
+    rows: list[dict[str, object]] = []
     for proof in proofs:
         refuted = sum(twin.answer.verdict is Verdict.REFUTED for twin in proof.twins)
-        table.add_row(
-            proof.name,
-            " ".join(proof.property_ids),
-            str(proof.answer.verdict),
-            f"{proof.seconds:.1f}",
-            f"{proof.answer.num_paths:,}",
-            proof.witness,
-            f"{refuted} of {len(proof.twins)} refuted",
+        rows.append(
+            {
+                "law": proof.name,
+                "property": proof.property_ids,
+                "verdict": proof.answer.verdict,
+                "seconds": f"{proof.seconds:.1f}",
+                "paths": f"{proof.answer.num_paths:,}",
+                "witness": proof.witness,
+                "twins": f"{refuted} of {len(proof.twins)} refuted",
+            }
         )
-    return table
+    return rows
 
 
-def build_theirs_table(proofs: Sequence[Proof]) -> Table:
+def list_their_rows(proofs: Sequence[Proof]) -> list[dict[str, object]]:
     """Rules of vLLM 0.19.1 beside the laws that they break, with the smallest integers."""
-    table = _table("vLLM 0.19.1's rule, in our words", "upstream", "verdict", "broken by")
-    for _, twin in list_theirs(proofs):
-        table.add_row(twin.name, twin.theirs, str(twin.answer.verdict), show_break(twin))
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+    return [
+        {
+            "vLLM 0.19.1's rule, in our words": twin.name,
+            "upstream": twin.theirs,
+            "verdict": twin.answer.verdict,
+            "broken by": show_break(twin),
+        }
+        for _, twin in list_theirs(proofs)
+    ]
 
 
 def list_theirs(proofs: Sequence[Proof]) -> list[tuple[Proof, TwinProof]]:

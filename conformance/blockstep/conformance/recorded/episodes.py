@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.engine import EngineFactory, get_equivalence_name
 from blockstep.conformance.recorded.traces import write_trace
 from blockstep.conformance.search.episodes import record_episode
-from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.options import CheckOptions, load
 
 
 def write_episode(options: CheckOptions, make_engine: EngineFactory | None, path: Path) -> None:
@@ -16,4 +16,6 @@ def write_episode(options: CheckOptions, make_engine: EngineFactory | None, path
     Raises:
         TraceError: if the file cannot be written.
     """
-    write_trace(path, *record_episode(options, make_engine))
+    make_engine = make_engine or load(options)
+    equivalence = get_equivalence_name(make_engine)
+    write_trace(path, *record_episode(options, make_engine), equivalence)

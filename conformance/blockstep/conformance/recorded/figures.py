@@ -16,8 +16,8 @@ class ReplayReport:
     config: Config
     pace: Pace
     equivalence: str = "none"
-    """"exact" (snapshots equal), "observations", "safety" (properties only), or "none": an engine
-    alone."""
+    """"exact" (snapshots equal), "observations", the weaker one that the engine declares, or
+    "none": an engine alone."""
     snapshot_every: int = 0
     """Events between two snapshots, with one more at the end; 0: none taken."""
     finding: Finding | None = None

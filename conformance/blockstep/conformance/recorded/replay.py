@@ -21,9 +21,10 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias, cast
 
 from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START
-from blockstep.conformance.engine import EngineFactory, get_traits
-from blockstep.conformance.lockstep.driver import LockStep, fault_of
-from blockstep.conformance.lockstep.safety import SafetyRun
+from blockstep.conformance.engine import EXACT, EngineFactory, Safety, SamePlans, get_traits
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.exchange import fault_of
+from blockstep.conformance.lockstep.runs import get_start
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.recorded.figures import ReplayReport
 from blockstep.conformance.recorded.pace import Arrivals, Pace
@@ -35,6 +36,8 @@ OUTPUT_TOKENS = 1 << 30
 
 DIFFERENCES_MAX = 20
 """Differences kept of one divergence: a real pool has a hundred thousand blocks."""
+
+DECLINED = v.Rejected(v.RejectCode.BAD_REQUEST, "the engine's adapter declines it")
 
 PROGRESS_STEPS = 256
 """Steps between two calls of `on_progress`."""
@@ -61,9 +64,10 @@ def replay(
 
     With `with_spec` every observation is compared with the spec's, and whole states every
     `snapshot_every` events and at the end (0: never); an engine that declares a weaker equivalence
-    is held to that instead. `steps_max` Schedules are the end of it in any case (a LIVENESS
-    finding), and so is a long run of steps that deliver nothing. `on_progress` is shown the report
-    as it grows. `clock` gives seconds and is used for the report only.
+    is held to that instead, and is given what it fits config and requests to. `steps_max` Schedules
+    are the end of it in any case (a LIVENESS finding), and so is a long run of steps that deliver
+    nothing. `on_progress` is shown the report as it grows. `clock` gives seconds and is used for
+    the report only.
 
     What the factory raises (a `ConfigError`, say) passes through; what the engine raises later is
     a finding.
@@ -71,18 +75,16 @@ def replay(
     if snapshot_every < 0:
         raise ValueError(f"snapshot_every = {snapshot_every}: must be at least 0")
     started = clock()
-    weaker = get_traits(make_engine).equivalence if with_spec else None
-    config = config if weaker is None else weaker.fit_config(config)
+    scope = get_traits(make_engine).equivalence
+    config = config if scope is None else scope.fit_config(config)
     report = ReplayReport(config, pace or Pace(), pool_blocks_usable=config.num_usable_blocks)
-    side: _Side
-    if weaker is not None:
-        side = _Beside(SafetyRun.start(config, make_engine))
-        report.equivalence = weaker.name
-    elif with_spec:
-        side = _Beside(LockStep.start(config, make_engine, compare_every=snapshot_every))
-        report.equivalence, report.snapshot_every = "observations", snapshot_every
-    else:
-        side = _Alone(make_engine, config)
+    side: _Side = _Alone(make_engine, config)
+    if with_spec:
+        is_judged = isinstance(scope, Safety)
+        cadence = None if is_judged else snapshot_every
+        side = _Beside(get_start(make_engine)(config, make_engine, compare_every=cadence))
+        report.equivalence = "observations" if scope is None else scope.name
+        report.snapshot_every = 0 if isinstance(scope, SamePlans) else cadence or 0
     run = _Replay(iter(requests), report, side, steps_max, on_progress)
     try:
         run.drive()
@@ -90,8 +92,9 @@ def replay(
         found = error.finding
         report.finding = replace(found, differences=found.differences[:DIFFERENCES_MAX])
         report.finding_step, report.finding_event = report.steps, run.last_event
-    if side.num_compared:
-        report.equivalence, report.snapshots_taken = "exact", side.num_compared
+    report.snapshots_taken = side.num_compared
+    if scope is None and side.num_compared:
+        report.equivalence = EXACT
     report.seconds = clock() - started
     return report
 
@@ -113,10 +116,16 @@ class _Alone:
     num_compared = 0
 
     def __init__(self, make_engine: EngineFactory, config: v.Config) -> None:
-        self._engine = make_engine(config)
+        self._engine, self._config = make_engine(config), config
+        self._scope = get_traits(make_engine).equivalence
 
     def apply(self, event: v.Event) -> v.Observation:
         """The engine's answer. Raises `_FoundError`, as all of these."""
+        if self._scope is not None and isinstance(event, v.Submit):
+            fitting = self._scope.fit_request(event.request, self._config)
+            if fitting is None:
+                return DECLINED
+            event = v.Submit(fitting)
         try:
             return self._engine.apply(event)
         except Exception as error:
@@ -135,7 +144,7 @@ class _Beside:
     @property
     def num_compared(self) -> int:
         """States that were compared."""
-        return 0 if self._run.equivalence else self._run.num_compared
+        return self._run.num_compared
 
     def apply(self, event: v.Event) -> v.Observation:
         """The engine's answer, or the spec's refusal of what the engine is not to be given."""
@@ -143,10 +152,11 @@ class _Beside:
         if isinstance(event, v.Submit):
             event = cast("v.Submit", run.fit(event))
         _expect_nothing(run.apply(event))
-        if run.last is None or run.last.event is not event:  # it can never fit
+        if run.last is None or run.last.event is not event:  # it can never fit, or was declined
             refusal = transition(run.spec.state, event)
-            assert isinstance(refusal, v.Rejected)
-            return refusal
+            if isinstance(refusal, v.Rejected):
+                return refusal
+            return DECLINED
         assert run.last.seen is not None
         return run.last.seen
 
@@ -292,8 +302,8 @@ class _Replay:
             for new in plan.new:
                 self._admit(new)
             for row in plan.cached:
-                if row.resumed:
-                    report.tokens_resumed_hit += row.num_computed_tokens
+                if row.resumed or row.request_id in plan.remapped_req_ids:
+                    report.tokens_resumed_hit += row.num_computed_tokens * row.resumed
                     self._release(self._live[row.request_id])
                 if row.new_block_ids != ((),):
                     self._hold(self._live[row.request_id], row.new_block_ids)

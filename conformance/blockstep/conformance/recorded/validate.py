@@ -1,33 +1,67 @@
-"""Validate: hold a recorded run to the spec, long after it happened."""
+"""Validate: hold a recorded run to the spec, long after it happened.
+
+A run of an engine that is held to a weaker equivalence than `exact` is asked what that can answer,
+and no more: its recorded answers are given by a stand-in, in a run of that kind.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from blockstep.conformance.engine import (
+    ALL_CAPABILITIES,
+    EXACT,
+    Capability,
+    EngineTraits,
+    Equivalence,
+    Renamed,
+    Safety,
+    SamePlans,
+)
+from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.judge.worker.counting import CountingWorker
+from blockstep.conformance.judge.worker.view import FrameRow, RequestView
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.runs import get_start
 from blockstep.conformance.protocol.compare import observation_differences
-from blockstep.conformance.protocol.findings import Difference
+from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
 from blockstep.conformance.protocol.program import describe_event
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.conformance.recorded.traces import read_trace
+from blockstep.conformance.recorded.traces import Trace, TraceStep, read_trace
+from blockstep.spec import vocabulary as v
 
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """How far a trace agrees with the spec."""
+    """How far a trace agrees with the spec, or keeps what its equivalence asks."""
 
     num_steps: int
     """Steps of the trace."""
     num_agreed: int
-    """Steps before the first difference; all of them if there is none."""
+    """Steps before the first that is wrong; all of them if there is none."""
+    equivalence: str = EXACT
+    """What the trace says of its engine."""
     event: str = ""
-    """The event at the first difference."""
-    differences: tuple[Difference, ...] = ()
+    """The first event after which something is wrong."""
+    finding: Finding | None = None
+    """What is wrong then."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Events that nothing could be asked of, by why."""
 
     @property
     def conforms(self) -> bool:
-        """Whether the spec gives every recorded answer."""
-        return not self.differences
+        """Whether nothing is wrong."""
+        return self.finding is None
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """The fields in which the recorded answer is wrong."""
+        return () if self.finding is None else self.finding.differences
 
 
 def validate(path: Path) -> Validation:
@@ -37,10 +71,106 @@ def validate(path: Path) -> Validation:
         TraceError: if the file is no trace.
     """
     trace = read_trace(path)
-    spec = SpecEngine(trace.config)
+    left_out: Counter[str] = Counter()
+    judge = _judge_exactly(trace) if trace.equivalence == EXACT else _judge_weakly(trace, left_out)
     for number, step in enumerate(trace.steps):
-        differences = observation_differences(spec.apply(step.event), step.observation)
-        if differences:
+        finding = judge(step)
+        if finding is not None:
             event = describe_event(step.event)
-            return Validation(len(trace.steps), number, event, differences)
-    return Validation(len(trace.steps), len(trace.steps))
+            return Validation(len(trace.steps), number, trace.equivalence, event, finding, left_out)
+    return Validation(len(trace.steps), len(trace.steps), trace.equivalence, left_out=left_out)
+
+
+def _judge_exactly(trace: Trace) -> Callable[[TraceStep], Finding | None]:
+    """What says where the spec answers otherwise."""
+    spec = SpecEngine(trace.config)
+
+    def judge(step: TraceStep) -> Finding | None:
+        differences = observation_differences(spec.apply(step.event), step.observation)
+        if not differences:
+            return None
+        message = f"spec and trace differ in {len(differences)} fields"
+        return Finding(
+            FindingKind.DIVERGENCE, "", "engine_equals_spec", message, tuple(differences)
+        )
+
+    return judge
+
+
+class _StandIn:
+    """Answers as the trace does. It claims whatever can be claimed, for all of it was tried."""
+
+    def __init__(self) -> None:
+        self.answer: v.Observation = v.Ack()
+
+    def apply(self, _event: v.Event) -> v.Observation:
+        return self.answer
+
+    def snapshot(self) -> None:
+        """A trace has no states."""
+
+    def capabilities(self) -> frozenset[str]:
+        return ALL_CAPABILITIES - {Capability.SNAPSHOT}
+
+
+class _Retold(Worker):
+    """A worker that samples what the recorded one did, also for plans made before that was told."""
+
+    def __init__(self, trace: Trace, *args: Any) -> None:
+        super().__init__(*args)
+        self._told = {
+            (step.event.frame_id, row.request_id): row.token_ids
+            for step in trace.steps
+            if isinstance(step.event, v.Commit) and isinstance(step.observation, v.Outputs)
+            for row in step.event.sampled
+        }
+
+    def _get_told(self, request_id: v.RequestId) -> v.TokenIds | None:
+        assert self.last_plan is not None, "a row is one of a plan"
+        return self._told.get((self.last_plan.frame_id, request_id))
+
+    def _sample(self, row: FrameRow) -> v.TokenIds:
+        told = self._get_told(row.view.request.request_id)
+        return super()._sample(row) if told is None else told
+
+    def _fill_in(self, row: v.NewRow | v.CachedRow, view: RequestView) -> v.TokenIds:
+        """A trace does not say what stood for placeholders; what was accepted of it, it does."""
+        drafts = super()._fill_in(row, view)
+        if v.DRAFT_PLACEHOLDER not in row.draft_token_ids:
+            return drafts
+        accepted = (self._get_told(row.request_id) or ())[:-1]
+        return (*accepted, *drafts[len(accepted) :])
+
+
+class _RetoldCounting(_Retold, CountingWorker):
+    """The same, of plans that name no blocks."""
+
+
+def _judge_weakly(trace: Trace, left_out: Counter[str]) -> Callable[[TraceStep], Finding | None]:
+    """What says where a trace breaks what its equivalence asks."""
+    stand_in, scope = _StandIn(), _get_equivalence(trace)
+    shows_blocks = not isinstance(scope, SamePlans) or scope.shows_blocks
+    worker = partial(_Retold if shows_blocks else _RetoldCounting, trace)
+
+    def make(_config: v.Config) -> _StandIn:
+        return stand_in
+
+    make.traits = EngineTraits(equivalence=scope, make_worker=worker)  # type: ignore[attr-defined]
+    run: LockStep = get_start(make)(trace.config, make)
+
+    def judge(step: TraceStep) -> Finding | None:
+        stand_in.answer, num_before = step.observation, run.num_events
+        findings = run.apply(step.event)
+        if run.num_events == num_before:
+            left_out[type(step.event).__name__] += 1
+        return findings[0] if findings else None
+
+    return judge
+
+
+def _get_equivalence(trace: Trace) -> Equivalence:
+    """The equivalence by its name; plans without a block table show no blocks."""
+    if trace.equivalence == SamePlans.name:
+        plans = [step.observation for step in trace.steps if isinstance(step.observation, v.Plan)]
+        return SamePlans(shows_blocks=any(row.block_ids for plan in plans for row in plan.new))
+    return {kind.name: kind for kind in (Renamed, Safety)}[trace.equivalence]()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.protocol.program import describe_config, describe_request
-from blockstep.conformance.search.arms import ARMS, Answer, ArmsResult, Contrast
+import shlex
+import textwrap
+
+from blockstep.conformance.protocol.program import WIDTH, describe_config, describe_request
+from blockstep.conformance.search.arms import ARMS, Answer, ArmsResult, Contrast, Fault
 from blockstep.conformance.search.options import CheckOptions
+
+MESSAGE_CHARS_MAX = 1000
 
 
 def render_arms(result: ArmsResult, options: CheckOptions, seconds: float) -> str:
@@ -13,10 +18,18 @@ def render_arms(result: ArmsResult, options: CheckOptions, seconds: float) -> st
     for arm in ARMS:
         if arm.name in result.not_tried:
             lines.append(f"{arm.name:<9} not tried: the engine lacks it")
+        elif arm.name in result.alike:
+            lines.append(f"{arm.name:<9} not tried: the engine has one config for both arms")
         else:
             count = result.num_compared[arm.name]
             lines.append(f"{arm.name:<9} {count:>8,} answers compared   {arm.summary}")
+    if result.num_endless:
+        lines.append(
+            f"endless   {result.num_endless:>8,} answers, in both arms: see blockstep check"
+        )
     where = f"engine {options.engine}, preset {options.preset}, seed {options.seed}"
+    if result.fault is not None:
+        return "\n".join(_render_fault(result.fault, where, options)) + "\n"
     if result.contrast is None:
         if not any(result.num_compared.values()):
             return "\n".join([*lines, f"NO VERDICT (nothing compared): {where}"]) + "\n"
@@ -41,12 +54,35 @@ def _render_contrast(contrast: Contrast, where: str, options: CheckOptions) -> l
         f"  answer    {_say(contrast.plain)}",
         f"  changed   {_say(contrast.other)}",
         "",
-        (
-            f"  reproduce  blockstep arms --engine {options.engine} --preset {options.preset} "
-            f"--seed {options.seed} --workloads {contrast.episode + 1}"
-        ),
+        _reproduce(options, contrast.episode),
     ]
     return lines
+
+
+def _render_fault(fault: Fault, where: str, options: CheckOptions) -> list[str]:
+    summary = next((arm.summary for arm in ARMS if arm.name == fault.arm), "none yet")
+    return [
+        f"blockstep arms: FAULT ({where})",
+        "",
+        *textwrap.wrap(
+            fault.message[:MESSAGE_CHARS_MAX], WIDTH, initial_indent="  ", subsequent_indent="  "
+        ),
+        "",
+        f"  arm       {fault.arm or 'none'}: {summary}",
+        f"  config    {describe_config(fault.config)}",
+        "  requests  submitted one before each step",
+        *(f"    {describe_request(request)}" for request in fault.requests),
+        "",
+        _reproduce(options, fault.episode),
+    ]
+
+
+def _reproduce(options: CheckOptions, episode: int) -> str:
+    path = "" if options.path is None else f" --path {shlex.quote(options.path)}"
+    return (
+        f"  reproduce  blockstep arms --engine {options.engine}{path} --preset {options.preset} "
+        f"--seed {options.seed} --workloads {episode + 1}"
+    )
 
 
 def _say(answer: Answer) -> str:
@@ -56,7 +92,7 @@ def _say(answer: Answer) -> str:
 
 def arms_to_json(result: ArmsResult, options: CheckOptions) -> dict[str, object]:
     """The verdict for machines (docs/reference/json.md)."""
-    contrast = result.contrast
+    contrast, fault = result.contrast, result.fault
     return {
         "format": "blockstep-arms",
         "version": 1,
@@ -65,7 +101,18 @@ def arms_to_json(result: ArmsResult, options: CheckOptions) -> dict[str, object]
         "seed": options.seed,
         "num_workloads": result.num_episodes,
         "num_compared": result.num_compared,
+        "num_endless": result.num_endless,
         "not_tried": list(result.not_tried),
+        "alike": list(result.alike),
+        "fault": None
+        if fault is None
+        else {
+            "arm": fault.arm,
+            "workload": fault.episode,
+            "config": describe_config(fault.config),
+            "requests": [describe_request(request) for request in fault.requests],
+            "message": fault.message,
+        },
         "contrast": None
         if contrast is None
         else {

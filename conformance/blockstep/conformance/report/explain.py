@@ -5,16 +5,18 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import blockstep.spec
+from blockstep.conformance.engine import Safety
 from blockstep.conformance.judge.properties import PROPERTIES, Sentence
 from blockstep.conformance.judge.witnesses import WITNESSES
+from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.protocol.compare import describe_block, name_key
-from blockstep.conformance.protocol.program import describe_event
+from blockstep.conformance.protocol.program import describe_event, describe_observation
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.conformance.recorded.traces import TraceError, read_trace
+from blockstep.conformance.recorded.traces import TraceError, TraceStep, read_trace
 from blockstep.spec.vocabulary import NULL_BLOCK, RequestSnapshot, Snapshot
 
 
@@ -64,6 +66,8 @@ def _first_line(check: Sentence) -> str:
 def explain_moment(path: Path, at: int | None) -> str:
     """The state of the spec after the first `at` events of a recorded trace (all of them if None).
 
+    Of an engine that decides by rules of its own: what it answered last, and who has not ended.
+
     Raises:
         TraceError: if the file is no trace, or has fewer events.
     """
@@ -77,6 +81,8 @@ def explain_moment(path: Path, at: int | None) -> str:
             f"--at {count} needs as many",
             f"use 0 to {len(trace.steps)}",
         )
+    if trace.equivalence == Safety.name:
+        return _explain_answers(trace.steps[:count])
     spec = SpecEngine(trace.config)
     lines = []
     for number, step in enumerate(trace.steps[:count], 1):
@@ -84,6 +90,16 @@ def explain_moment(path: Path, at: int | None) -> str:
         agrees = "" if answer == step.observation else "   <- the spec answers otherwise"
         lines.append(f"  {number:>4}  {describe_event(step.event)}{agrees}")
     return "\n".join([*lines[-5:], "", describe_state(spec.snapshot())])
+
+
+def _explain_answers(steps: Sequence[TraceStep]) -> str:
+    client, lines = Client(), []
+    for number, step in enumerate(steps, 1):
+        client.follow(*step)
+        lines.append(f"  {number:>4}  {describe_event(step.event)}")
+        lines.append(f"        -> {describe_observation(step.observation)}")
+    live = [f"{name} ({len(client.said.get(name, ()))} outputs)" for name in client.live]
+    return "\n".join([*lines[-10:], "", f"unfinished: {', '.join(live) or 'nobody'}"]) + "\n"
 
 
 def describe_state(snapshot: Snapshot) -> str:

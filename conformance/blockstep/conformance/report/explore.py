@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from blockstep.conformance.engine import EXACT, Safety
 from blockstep.conformance.explore.shard import SPEC_IS_WRONG
 from blockstep.conformance.explore.tables import Shortest, tell_program
 from blockstep.conformance.explore.walk import PathStep, Walked
@@ -13,12 +14,12 @@ from blockstep.conformance.search.options import ExitCode
 
 def get_exit_code(walked: Walked) -> ExitCode:
     """How a command with this result ends."""
-    if walked.cycle:
+    if walked.cycle or (walked.found and walked.found[0].startswith("P10 ")):
         return ExitCode.LIVENESS
     if walked.found:
         is_spec = any(line.startswith(SPEC_IS_WRONG) for line in walked.found)
         return ExitCode.SPEC if is_spec else ExitCode.FAILED
-    if not walked.is_complete:
+    if not walked.is_complete and not walked.is_blind:
         return ExitCode.HARNESS
     return ExitCode.CONFORMS if is_as_expected(walked) else ExitCode.FAILED
 
@@ -27,6 +28,8 @@ def is_as_expected(walked: Walked) -> bool:
     """Whether the counts are those committed, where there are any for this task."""
     task = walked.task
     expected = task.world.expected
+    if walked.left_out or walked.equivalence == Safety.name:
+        return True  # it is another walk
     return task.profile.quirks != frozenset() or expected is None or walked.counts == expected
 
 
@@ -45,17 +48,50 @@ def render_walked(walked: Walked) -> str:
         if walked.cycle:
             lines += ["  and then for ever", *_numbered(walked.cycle)]
         return "\n".join(lines) + "\n"
-    if not walked.is_complete:
+    if walked.equivalence == Safety.name:
+        size += _tell_alone(walked)
+    if not walked.is_complete and not walked.is_blind:
         return (
             f"{name}: stopped after {size}: the next level would pass --max-states "
             f"{task.max_states:,}; raise it if the memory allows (250 bytes a state)\n"
         )
     said = ["every property holds in every state, no cycle without progress"]
     said = said if task.properties else []
-    said += [f"{task.engine} agrees on every event in every state"] if task.engine else []
+    if walked.equivalence == Safety.name:
+        said = ["no property that is judged at safety is broken, and from each all requests end"]
+    elif task.engine:
+        said += [f"{task.engine} agrees on every event in every state"]
+        said[-1] += f" (equivalence {walked.equivalence})" * (walked.equivalence != EXACT)
+    if walked.left_out:
+        said.append(f"{walked.left_out:,} events left out that {task.engine} does not take")
     if not is_as_expected(walked):
         said.append(f"NOT AS COMMITTED: {task.world.expected}")
     return "; ".join([f"{name}: {size}", *said]) + "\n"
+
+
+def _tell_alone(walked: Walked) -> str:
+    """Whose states were counted."""
+    changes = f", built with {', '.join(walked.notes)}" if walked.notes else ""
+    if walked.is_blind:
+        which = f"{walked.task.engine} shows no state, so these are all its programs"
+        return f" ({which} of so many events{changes})"
+    return f" ({walked.task.engine}'s own, equivalence {walked.equivalence}{changes})"
+
+
+def summarize_walks(results: Sequence[Walked], num_worlds: int) -> str:
+    """One line for all worlds."""
+    codes = [get_exit_code(walked) for walked in results]
+    counts = [walked.counts for walked in results]
+    states, transitions = sum(it.states for it in counts), sum(it.transitions for it in counts)
+    num_stopped = codes.count(ExitCode.HARNESS)
+    num_wrong = len(codes) - codes.count(ExitCode.CONFORMS) - num_stopped
+    told = [f"{codes.count(ExitCode.CONFORMS)} of {num_worlds} worlds as they should be"]
+    told += [f"{num_wrong} WRONG"] if num_wrong else []
+    told += [f"{num_stopped} stopped before the end"] if num_stopped else []
+    told += [f"{num_worlds - len(results)} not walked"] if len(results) < num_worlds else []
+    seconds = sum(walked.seconds for walked in results)
+    said = f"{', '.join(told)}; {states:,} states, {transitions:,} transitions, {seconds:.0f} s"
+    return f"summary: {said}\n"
 
 
 def _numbered(path: Sequence[PathStep]) -> list[str]:
@@ -70,6 +106,8 @@ def walked_to_json(walked: Walked) -> dict[str, object]:
         "version": 1,
         "preset": task.world.name,
         "engine": task.engine or None,
+        "equivalence": walked.equivalence if task.engine else None,
+        "left_out": walked.left_out,
         "profile": task.profile.name,
         "exit_code": int(get_exit_code(walked)),
         "is_complete": walked.is_complete,

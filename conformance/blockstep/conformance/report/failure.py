@@ -5,6 +5,7 @@ Plain text on purpose: it is read in CI logs, pasted into issues, and compared b
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,6 @@ from blockstep.conformance.protocol.program import WIDTH, describe, describe_con
 from blockstep.conformance.report.wording import HEADLINES, render_divergence, render_finding
 from blockstep.conformance.search.check import CheckResult
 from blockstep.conformance.search.episodes import Loss
-from blockstep.conformance.search.isolation import ProgramOutcome
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.conformance.search.shrink import Shrunk
 from blockstep.spec.profiles import STRICT
@@ -50,10 +50,17 @@ def render_failure(
 ) -> str:
     """The whole report of one failure, a trailing newline included."""
     how = f"equivalence {shrunk.equivalence}, " if shrunk.equivalence else ""
-    where = f"engine {options.engine}, {how}preset {options.preset}, seed {options.seed}"
-    note = f"(shrunk from {num_actions_before} actions to {len(shrunk.program.actions)})"
+    where = f"engine {options.engine}, {how}{_drawn_from(options)}"
+    note = f"  (shrunk from {num_actions_before} actions to {len(shrunk.program.actions)})"
+    note = "" if options.program is not None else note
     again = f"  reproduce  {reproduce(options, episode)}"
-    return _join([*_head("blockstep check", shrunk, where), *_body(shrunk, f"  {note}"), "", again])
+    return _join([*_head("blockstep check", shrunk, where), *_body(shrunk, note), "", again])
+
+
+def _drawn_from(options: CheckOptions) -> str:
+    if options.program is not None:
+        return f"program {options.program}"
+    return f"preset {options.preset}, seed {options.seed}"
 
 
 def render_program(shrunk: Shrunk, engine: str) -> str:
@@ -61,7 +68,7 @@ def render_program(shrunk: Shrunk, engine: str) -> str:
     return _join([*_head("blockstep", shrunk, f"engine {engine}"), *_body(shrunk, "")])
 
 
-def tell_program(outcome: ProgramOutcome, engine: str) -> str:
+def tell_program(outcome: CheckResult, engine: str) -> str:
     """The same, or what became of an engine that did not live; "" if nothing is wrong."""
     if outcome.loss is not None:
         return render_loss("blockstep", f"engine {engine}", outcome.loss)
@@ -98,7 +105,7 @@ def _join(lines: Sequence[str]) -> str:
 def _tell_loss(result: CheckResult, loss: Loss) -> str:
     """A failure of which only the journal of a process tells."""
     options, first = result.options, result.first
-    where = f"engine {options.engine}, preset {options.preset}, seed {options.seed}"
+    where = f"engine {options.engine}, {_drawn_from(options)}"
     text = render_loss("blockstep check", where, loss)
     if first is not None and first != loss.finding:
         name = f"{first.property_id or first.kind} {first.sentence}"
@@ -138,11 +145,15 @@ def render_served(findings: Sequence[Finding], num_events: int) -> str:
 
 def reproduce(options: CheckOptions, episode: int, loss: Loss | None = None) -> str:
     """The command line that fails in the same way."""
-    path = f" --path {options.path}" if options.path else ""
+    path = f" --path {shlex.quote(options.path)}" if options.path else ""
     policy = f" --policy {options.policy}" if options.policy else ""
     patience = ""
     if loss is not None and loss.event_seconds is not None:
         patience = f" --event-seconds {loss.event_seconds:g}"
+    if options.program is not None:
+        file = f"{path} --program {shlex.quote(options.program)}"
+        profile = "" if options.profile == STRICT.name else f" --profile {options.profile}"
+        return f"blockstep check --engine {options.engine}{file}{profile}{patience}"
     return (
         f"blockstep check --engine {options.engine}{path} --preset {options.preset}{policy}"
         f"{show_options(options)} --seed {options.seed} --episode {episode}{patience}"
@@ -153,6 +164,7 @@ def show_options(options: CheckOptions) -> str:
     """Those of a search that are not as they are by themselves, each after a space."""
     parts = [f" --profile {options.profile}"] if options.profile != STRICT.name else []
     parts += [f" --depth {options.max_depth}"] if options.max_depth != MAX_DEPTH else []
+    parts += [" --hide-state"] if options.hide_state else []
     parts += [f" --with {name}" for name in options.with_features]
     parts += [f" --without {name}" for name in options.without_features]
     return "".join(parts)

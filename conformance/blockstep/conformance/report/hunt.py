@@ -2,42 +2,55 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 
 from blockstep.conformance.protocol.program import WIDTH, describe, describe_config
+from blockstep.conformance.report.failure import LINES_MAX, reproduce
 from blockstep.conformance.report.jsonform import finding_to_json
-from blockstep.conformance.search.hunt import Cause, Defect, HuntResult, Means
-from blockstep.spec.profiles import QUIRKS
+from blockstep.conformance.search.forgiving import Cause, Means, follow
+from blockstep.conformance.search.hunt import Defect, HuntResult, name_of
+from blockstep.spec.profiles import QUIRKS, STRICT
 
 UNEXPLAINED = "nothing known accounts for it"
 
 
 def hunt_summary(result: HuntResult) -> str:
     """How many defects there are, in how many events."""
-    options = result.options
+    options, ground = result.options, result.ground
     again = result.num_again.total()
     more = f"; {again:,} more failures like those that nothing known accounts for" if again else ""
-    number, engine = len(result.defects), f"{options.engine} {result.engine_version}".strip()
+    if result.known:
+        told = ", ".join(f"{name} {count:,}" for name, count in sorted(result.known.items()))
+        more += f"; excused: {told}"
+    if result.stopped:
+        more += f"; ended early: {result.stopped}"
+    number, engine = len(result.defects), f"{options.engine} {ground.version}".strip()
+    how = ground.facts.equivalence
+    held = "" if how in {"", "exact"} else f"equivalence {how}, "
     return (
         f"{number} defect{'s' * (number != 1)} in {result.num_events:,} events (engine {engine}, "
-        f"at most {options.max_depth} plans in flight, seed {options.seed}){more}"
+        f"{held}at most {options.max_depth} plan{'s' * (options.max_depth != 1)} in flight, "
+        f"seed {options.seed}){more}"
     )
 
 
-def render_hunt(result: HuntResult, workarounds: Mapping[str, str]) -> str:
+def render_hunt(result: HuntResult) -> str:
     """All of it, a trailing newline included."""
     lines = [f"blockstep hunt: {hunt_summary(result)}"]
+    lines += [f"note: {note}" for note in result.ground.facts.notes]
     for number, defect in enumerate(result.defects, 1):
-        lines += ["", f"{number}. {title_of(defect, workarounds)}", *_body(defect)]
+        lines += ["", f"{number}. {title_of(defect, result)}", *_body(defect, result)]
     for lookout, defect in result.policies:
         lines += ["", f"policy: {lookout.title} ({lookout.upstream})", *_program(defect)]
     return "\n".join(lines) + "\n"
 
 
-def render_hunt_page(result: HuntResult, workarounds: Mapping[str, str], command: str) -> str:
+def render_hunt_page(result: HuntResult, command: str) -> str:
     """A page of Markdown: a table, then a program for each."""
-    title = f"{result.options.engine} {result.engine_version}".strip()
+    title = f"{result.options.engine} {result.ground.version}".strip()
     lines = [
         f"# Found in {title}",
         "",
@@ -47,11 +60,11 @@ def render_hunt_page(result: HuntResult, workarounds: Mapping[str, str], command
         "|---|---|---|---|---|",
     ]
     for number, defect in enumerate(result.defects, 1):
-        found = f"{number} | {title_of(defect, workarounds)} | {_found_by(defect)}"
-        lines.append(f"| {found} | {defect.num_events:,} | {_num_actions(defect)} |")
+        found = f"{number} | {title_of(defect, result)} | {name_of(defect.first)}"
+        lines.append(f"| {found} | {defect.num_events:,} | {defect.length} |")
     for number, defect in enumerate(result.defects, 1):
-        lines += ["", f"## {number}. {title_of(defect, workarounds)}", ""]
-        lines += ["```text", *_body(defect), "```"]
+        lines += ["", f"## {number}. {title_of(defect, result)}", ""]
+        lines += ["```text", *_body(defect, result), "```"]
     if result.policies:
         lines += ["", "## Decisions that may surprise", ""]
         lines += ["Both sides take them, so nothing diverges and no property is broken."]
@@ -61,21 +74,24 @@ def render_hunt_page(result: HuntResult, workarounds: Mapping[str, str], command
     return "\n".join(lines) + "\n"
 
 
-def hunt_to_json(result: HuntResult, workarounds: Mapping[str, str]) -> dict[str, object]:
+def hunt_to_json(result: HuntResult) -> dict[str, object]:
     """As docs/reference/json.md has it."""
     options = result.options
     return {
         "format": "blockstep-hunt",
         "version": 1,
         "engine": options.engine,
-        "engine_version": result.engine_version,
+        "engine_version": result.ground.version,
+        "equivalence": result.ground.facts.equivalence,
         "seed": options.seed,
         "depth": options.max_depth,
         "with": list(options.with_features),
         "without": list(options.without_features),
         "num_events": result.num_events,
         "num_again": result.num_again.total(),
-        "defects": [_defect_to_json(defect, workarounds) for defect in result.defects],
+        "findings_known": dict(sorted(result.known.items())),
+        "stopped": result.stopped,
+        "defects": [_defect_to_json(defect, result) for defect in result.defects],
         "policies": [
             {"name": lookout.name, "title": lookout.title, "upstream": lookout.upstream}
             | _program_to_json(defect)
@@ -84,65 +100,95 @@ def hunt_to_json(result: HuntResult, workarounds: Mapping[str, str]) -> dict[str
     }
 
 
-def title_of(defect: Defect, workarounds: Mapping[str, str]) -> str:
+def title_of(defect: Defect, result: HuntResult) -> str:
     """What accounts for it, in words, with upstream's number."""
-    return "; ".join(_cause_in_words(cause, workarounds) for cause in defect.causes) or UNEXPLAINED
+    told = (_cause_in_words(cause, result) for cause in defect.causes)
+    return "; ".join(told) or UNEXPLAINED
 
 
-def _cause_in_words(cause: Cause, workarounds: Mapping[str, str]) -> str:
+def _cause_in_words(cause: Cause, result: HuntResult) -> str:
     if cause.means is Means.QUIRK:
         story = next(story for story in QUIRKS if story.quirk == cause.name)
         return f"{story.title} ({story.upstream})"
-    return workarounds[cause.name] if cause.means is Means.WORKAROUND else cause.name
+    return result.ground.workarounds[cause.name] if cause.means is Means.WORKAROUND else cause.name
 
 
-def _found_by(defect: Defect) -> str:
-    finding = defect.shrunk.findings[0]
-    return f"{finding.property_id or finding.kind} {finding.sentence}"
+def reproduce_defect(defect: Defect, result: HuntResult) -> str:
+    """The command line that shows this finding.
+
+    A check, unless it would go easy on the engine, by what its adapter declines or works around.
+    """
+    options = defect.options
+    if not result.ground.is_spared:
+        quirks = follow(defect.forgiven).quirks
+        profile = "+".join((STRICT.name, *sorted(quirks))) if quirks else STRICT.name
+        return reproduce(replace(options, profile=profile), defect.episode, defect.loss)
+    shown = replace(options, profile=result.options.profile)
+    line = reproduce(shown, defect.episode, defect.loss)
+    forgiven = (f" --forgive {shlex.quote(str(cause))}" for cause in sorted(defect.forgiven))
+    return line.replace("blockstep check", "blockstep hunt", 1) + "".join(forgiven)
 
 
-def _num_actions(defect: Defect) -> int:
-    return len(defect.shrunk.program.actions)
-
-
-def _body(defect: Defect) -> list[str]:
-    where = f"after {defect.num_events:,} events, preset {defect.preset}"
-    told = textwrap.wrap(
-        defect.shrunk.findings[0].message,
-        WIDTH,
-        initial_indent=" " * 12,
-        subsequent_indent=" " * 12,
+def _body(defect: Defect, result: HuntResult) -> list[str]:
+    lines = [f"  found by  {name_of(defect.first)}", *_told(defect.first.message)]
+    lines += [f"  also      {name}" for name in defect.also]
+    if defect.behind:
+        lines.append(f"  behind    {defect.behind}: seen with the state hidden")
+    seen = f", seen {defect.num_seen:,} times" if defect.num_seen > 1 else ""
+    lines.append(
+        f"  where     after {defect.num_events:,} events, preset {defect.options.preset}{seen}"
     )
-    return [f"  found by  {_found_by(defect)}", *told, f"  where     {where}", *_program(defect)]
+    return [*lines, *_program(defect), f"  reproduce {reproduce_defect(defect, result)}"]
+
+
+def _told(text: str) -> list[str]:
+    indent = " " * 12
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
 
 
 def _program(defect: Defect) -> list[str]:
-    program = defect.shrunk.program
-    width = len(str(len(program.actions)))
-    return [
-        f"  config    {describe_config(program.config)}",
-        f"  program   (shrunk from {defect.num_actions} actions to {len(program.actions)})",
-        *(
-            f"    {number:>{width}}  {describe(action)}"
-            for number, action in enumerate(program.actions, 1)
-        ),
-    ]
+    if defect.shrunk is not None:
+        program = defect.shrunk.program
+        lines = [describe(action) for action in program.actions]
+        note = f"(shrunk from {defect.num_actions} actions to {len(lines)})"
+        config = describe_config(program.config)
+        return [f"  config    {config}", f"  program   {note}", *_number(lines, 0)]
+    loss = defect.loss
+    if loss is None or not loss.events:
+        return []
+    first = max(len(loss.events) - LINES_MAX, 0)
+    skipped = [f"    and {first} events before"] if first else []
+    shown = [f"  config    {loss.config}", "  program   (as it ran, not shrunk)", *skipped]
+    return [*shown, *_number(loss.events[first:], first)]
 
 
-def _defect_to_json(defect: Defect, workarounds: Mapping[str, str]) -> dict[str, object]:
+def _number(lines: Iterable[str], before: int) -> list[str]:
+    """Lines with their numbers, after so many that are not shown."""
+    told = list(lines)
+    width = len(str(before + len(told)))
+    return [f"    {number:>{width}}  {line}" for number, line in enumerate(told, before + 1)]
+
+
+def _defect_to_json(defect: Defect, result: HuntResult) -> dict[str, object]:
+    findings = defect.shrunk.findings if defect.shrunk is not None else ()
     return {
-        "title": title_of(defect, workarounds),
+        "title": title_of(defect, result),
         "causes": [{"means": str(cause.means), "name": cause.name} for cause in defect.causes],
-        "findings": [finding_to_json(finding) for finding in defect.shrunk.findings],
+        "findings": [finding_to_json(finding) for finding in findings or (defect.first,)],
+        "also": list(defect.also),
+        "behind": defect.behind,
+        "num_seen": defect.num_seen,
         "num_events": defect.num_events,
+        "reproduce": reproduce_defect(defect, result),
     } | _program_to_json(defect)
 
 
 def _program_to_json(defect: Defect) -> dict[str, object]:
-    program = defect.shrunk.program
-    return {
-        "preset": defect.preset,
-        "episode": defect.episode,
-        "config": describe_config(program.config),
-        "program": [describe(action) for action in program.actions],
-    }
+    told: dict[str, object] = {"preset": defect.options.preset, "episode": defect.episode}
+    if defect.shrunk is not None:
+        program = defect.shrunk.program
+        lines = [describe(action) for action in program.actions]
+        return told | {"config": describe_config(program.config), "program": lines}
+    if defect.loss is not None:
+        return told | {"config": defect.loss.config, "program": list(defect.loss.events)}
+    return told | {"config": "", "program": []}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from blockstep.conformance.protocol.findings import Difference, Finding
@@ -11,12 +11,12 @@ from blockstep.conformance.report.failure import reproduce
 from blockstep.conformance.search.check import CheckResult
 
 
-def check_to_json(result: CheckResult) -> dict[str, Any]:
-    """A plain structure of dicts, lists, strings and numbers."""
+def check_to_json(result: CheckResult, corpus: Sequence[CheckResult] = ()) -> dict[str, Any]:
+    """A plain structure of dicts, lists, strings and numbers; with what a corpus came to."""
     options = result.options
     return {
         "format": "blockstep-check",
-        "version": 1,
+        "version": 2,
         "engine": options.engine,
         "preset": options.preset,
         "profile": options.profile,
@@ -25,9 +25,12 @@ def check_to_json(result: CheckResult) -> dict[str, Any]:
         "without": list(options.without_features),
         "seed": options.seed,
         "episode": options.episode,
+        "program_file": options.program,
         "exit_code": int(result.exit_code),
         "conforms": result.exit_code == 0,
         "equivalence": result.equivalence,
+        "shows_states": result.has_snapshot,
+        "not_asked": list(result.not_asked),
         "num_events": result.num_events,
         "num_episodes": result.num_episodes,
         "seconds": round(result.seconds, 3),
@@ -35,6 +38,19 @@ def check_to_json(result: CheckResult) -> dict[str, Any]:
         "witnesses": dict(sorted(result.witnesses.items())),
         "witnesses_missing": list(result.missing),
         "findings_known": dict(sorted(result.known.items())),
+        "deviations": {name: result.excused[name] for name in sorted(result.deviations)},
+        "deviations_stale": list(result.stale),
+        "capabilities_missing": dict(sorted(result.skipped.items())),
+        "failure": failure_to_json(result),
+        "corpus": [_played_to_json(played) for played in corpus],
+    }
+
+
+def _played_to_json(result: CheckResult) -> dict[str, object]:
+    return {
+        "program_file": result.options.program,
+        "exit_code": int(result.exit_code),
+        "num_events": result.num_events,
         "capabilities_missing": dict(sorted(result.skipped.items())),
         "failure": failure_to_json(result),
     }
@@ -42,7 +58,7 @@ def check_to_json(result: CheckResult) -> dict[str, Any]:
 
 def failure_to_json(result: CheckResult) -> Mapping[str, object] | None:
     """The first failure as docs/reference/json.md has it; None if there is none."""
-    if result.first is None or result.failed_episode is None:
+    if result.first is None:
         return None
     failure, loss, findings = result.failure, result.loss, [result.first]
     if failure is not None:
@@ -52,7 +68,7 @@ def failure_to_json(result: CheckResult) -> Mapping[str, object] | None:
             "config": describe_config(failure.program.config),
             "program": [describe(action) for action in failure.program.actions],
             "num_shrink_runs": failure.num_runs,
-            "reproduce": reproduce(result.options, result.failed_episode),
+            "reproduce": reproduce(result.options, result.failed_episode or 0),
         }
     elif loss is not None:
         told = {
@@ -60,7 +76,7 @@ def failure_to_json(result: CheckResult) -> Mapping[str, object] | None:
             "config": loss.config,
             "program": list(loss.events),
             "num_shrink_runs": 0,
-            "reproduce": reproduce(result.options, result.failed_episode, loss),
+            "reproduce": reproduce(result.options, result.failed_episode or 0, loss),
         }
     else:
         return None

@@ -10,18 +10,21 @@ from rich.console import Console
 from rich.table import Table
 
 from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.program import describe_event
 from blockstep.conformance.recorded.figures import ReplayReport, get_ratio
 from blockstep.conformance.recorded.pace import Pace
 from blockstep.conformance.recorded.replay import cut
 from blockstep.conformance.report.jsonform import difference_to_json
 from blockstep.spec.vocabulary import Config
 
+MAX_DIFFERENCES = 5
+
 
 def render_replay(report: ReplayReport, console: Console) -> None:
     """Print `report` as a table, and its finding, if any, beneath."""
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")
     for name, value, note in _lines(report):
         table.add_row(name, value, note)
@@ -36,12 +39,17 @@ def render_replay(report: ReplayReport, console: Console) -> None:
         markup=False,
         highlight=False,
     )
-    console.print(f"  {finding.message}", markup=False, highlight=False)
-    console.print(f"  event     {cut(repr(report.finding_event))}", markup=False, highlight=False)
-    for difference in finding.differences:
+    console.print(f"  {cut(finding.message)}", markup=False, highlight=False)
+    console.print(
+        f"  event     {cut(describe_event(report.finding_event))}", markup=False, highlight=False
+    )
+    for difference in finding.differences[:MAX_DIFFERENCES]:
         console.print(f"  {difference.field}", markup=False, highlight=False)
-        console.print(f"    expected  {difference.expected}", markup=False, highlight=False)
-        console.print(f"    seen      {difference.seen}", markup=False, highlight=False)
+        console.print(f"    expected  {cut(difference.expected)}", markup=False, highlight=False)
+        console.print(f"    seen      {cut(difference.seen)}", markup=False, highlight=False)
+    if len(finding.differences) > MAX_DIFFERENCES:
+        hidden = len(finding.differences) - MAX_DIFFERENCES
+        console.print(f"  and {hidden} more (all of them with --json)", highlight=False)
 
 
 def _lines(report: ReplayReport) -> Iterator[tuple[str, str, str]]:

@@ -26,13 +26,14 @@ def verdict_on(subject: str, check: dict[str, Any]) -> tuple[str, str]:
     if not check["num_events"] or check["exit_code"] not in {0, 5}:
         return "skipped", "the run came to no end"
     equivalence = check["equivalence"]
-    if equivalence == "exact" or subject in {"fault", "liveness"}:
+    if subject in {"fault", "liveness"}:
         return "passed", ""
-    if subject == "divergence":
-        if equivalence == "plan":
-            return "passed", ""
+    if subject == "divergence" and equivalence == "safety":
         return "skipped", f"not compared with the specification: equivalence {equivalence}"
-    return "skipped", f"judged in part only, and nothing found: equivalence {equivalence}"
+    if subject == "divergence" or (equivalence in {"exact", "renamed"} and check["shows_states"]):
+        return "passed", ""
+    shown = "" if check["shows_states"] else ", no states shown"
+    return "skipped", f"judged in part only, and nothing found: equivalence {equivalence}{shown}"
 
 
 def _name(failure: dict[str, Any]) -> str:

@@ -7,22 +7,27 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from blockstep.conformance.engine import ALL_CAPABILITIES
+from blockstep.conformance.engine import ALL_CAPABILITIES, Safety, SamePlans
 from blockstep.conformance.judge.witnesses import WITNESSES
+from blockstep.conformance.report.colour import paint
 from blockstep.conformance.search.check import CheckResult
 from blockstep.conformance.search.options import ExitCode
 
 COLUMNS = 2
 WIDTH_MIN = 100
+"""Of a screen that has room for so many columns; a narrower one has one."""
+
+TITLE = "situations reached (blockstep explain NAME says what one means)"
 
 
 def render_verdict(result: CheckResult, console: Console) -> None:
     """Print the witness table and one line of verdict."""
     options = result.options
-    if options.episode is None:
+    if not options.is_single:
         if not console.is_terminal:
             console.width = max(console.width, WIDTH_MIN)  # a file has room for all counts
-        console.print(witness_table(result))
+        console.print(TITLE, style="bold", soft_wrap=True)
+        console.print(witness_table(result, COLUMNS if console.width >= WIDTH_MIN else 1))
     _render_lines(result, console)
 
 
@@ -35,7 +40,7 @@ def verdict_text(result: CheckResult) -> str:
 
 def _render_lines(result: CheckResult, console: Console) -> None:
     options = result.options
-    if options.episode is None:
+    if not options.is_single:
         canary = result.canary_killed_after
         console.print(
             f"canary      caught after {canary} events"
@@ -48,21 +53,36 @@ def _render_lines(result: CheckResult, console: Console) -> None:
         lacks = f"not tried   {name}: the engine lacks it ({count} actions left out)"
         left_out = f"left out    {name}: {count} times"
         console.print(lacks if name in ALL_CAPABILITIES else left_out, soft_wrap=True)
-    if not result.has_snapshot:
+    for words in result.not_asked:
+        console.print(f"not asked   {words}: equivalence {result.equivalence}")
+    if not result.has_snapshot and result.equivalence != SamePlans.name:
         console.print("not tried   state and properties: the engine shows no snapshots")
     for name, count in sorted(result.known.items()):
         console.print(f"known       {name}: {count} findings that {options.profile} accounts for")
-    for name in () if options.episode is not None else result.missing:
+    for name, summary in sorted(result.deviations.items()):
+        told = f"known       {name}: {result.excused[name]} findings that the adapter declares"
+        console.print(f"{told}: {summary}", soft_wrap=True)
+    for name in result.stale:
+        console.print(f"stale       {name}: its program does not show it; the adapter can drop it")
+    for name in () if options.is_single else result.missing:
         console.print(f"not reached {name}: {WITNESSES[name]}")
+    if options.program is not None:
+        verdict = (
+            f"{verdict_word(result)}: engine {options.engine}, equivalence {result.equivalence}, "
+            f"profile {options.profile}, program {options.program}: {result.num_events:,} events"
+        )
+        console.print(paint(verdict), soft_wrap=True)
+        return
     rate = result.num_events / result.seconds if result.seconds else 0.0
-    console.print(
-        f"{verdict_word(result)}: engine {options.engine}, equivalence {result.equivalence}, "
+    word = verdict_word(result)
+    verdict = (
+        f"{word}: engine {options.engine}, equivalence {result.equivalence}, "
         f"profile {options.profile}, preset {options.preset}, "
         f"policy {options.policy or 'both'}, seed {options.seed}: "
         f"{result.num_events:,} events in {result.num_episodes:,} episodes, "
-        f"{result.seconds:.1f} s, {rate:,.0f} events/s",
-        soft_wrap=True,
+        f"{result.seconds:.1f} s, {rate:,.0f} events/s"
     )
+    console.print(paint(verdict), soft_wrap=True)
 
 
 def verdict_word(result: CheckResult) -> str:
@@ -76,18 +96,17 @@ def verdict_word(result: CheckResult) -> str:
     return "NO VERDICT (the canary survived)"
 
 
-def witness_table(result: CheckResult) -> Table:
+def witness_table(result: CheckResult, num_columns: int = COLUMNS) -> Table:
     """How often each situation was reached, in columns read from top to bottom."""
-    names = [name for name in WITNESSES if result.weaker is None or result.witnesses[name]]
-    height = -(-len(names) // COLUMNS)
+    is_floor = result.equivalence != Safety.name
+    names = [name for name in WITNESSES if is_floor or result.witnesses[name]]
+    height = -(-len(names) // num_columns)
     table = Table(
-        title="situations reached (blockstep explain NAME says what one means)",
-        title_justify="left",
         box=None,
         pad_edge=False,
         show_header=False,
     )
-    for _ in range(COLUMNS):
+    for _ in range(num_columns):
         table.add_column(no_wrap=True)
         table.add_column(justify="right", no_wrap=True, min_width=7)
     for row in range(height):

@@ -25,8 +25,10 @@ from blockstep.conformance.engine import (
     get_capabilities,
     get_traits,
 )
+from blockstep.conformance.judge.properties import ANSWER_TYPES
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
+from blockstep.conformance.lockstep.plans import fit_worker
 from blockstep.conformance.protocol.features import (
     ASYNC,
     DRAFTS,
@@ -36,6 +38,7 @@ from blockstep.conformance.protocol.features import (
     find_lacking,
     fit,
 )
+from blockstep.conformance.protocol.program import describe_event
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.tokens import token_function
 from blockstep.conformance.search.episodes import draw_options, fit_config, fit_depth
@@ -123,14 +126,37 @@ class Contrast:
     other: Answer
 
 
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A workload on which the engine broke."""
+
+    arm: str
+    """The arm that it was under; "" before any change."""
+    episode: int
+    config: v.Config
+    requests: tuple[v.Request, ...]
+    message: str
+
+
 @dataclass(slots=True)
 class ArmsResult:
     """How many answers were compared, per arm, and the first that differ."""
 
     num_compared: dict[str, int] = field(default_factory=dict)
+    """Answers that ended in one arm at least."""
+    num_endless: int = 0
+    """Answers that ended in neither."""
     num_episodes: int = 0
     not_tried: tuple[str, ...] = ()
+    """Arms that the engine lacks a capability for."""
+    alike: tuple[str, ...] = ()
+    """Arms whose change the engine's configs do not take."""
     contrast: Contrast | None = None
+    fault: Fault | None = None
+
+
+class BrokenError(Exception):
+    """The engine raised, or its answer is none."""
 
 
 def compare_arms(
@@ -143,23 +169,54 @@ def compare_arms(
     options = fit_depth(options, make_engine)
     arms, not_tried = usable_arms(make_engine)
     result = ArmsResult({arm.name: 0 for arm in arms}, not_tried=not_tried)
+    changing: set[str] = set()
     for episode in range(num_episodes):
         swarm, requests = draw_workload(options, episode)
         swarm, requests = _fit_workload(make_engine, swarm, requests)
-        plain = run_workload(make_engine, swarm, swarm.config, requests)
-        result.num_episodes += 1
-        on_progress(result.num_episodes)
-        for arm in arms:
-            changed, _ = fit_config(arm.change(swarm.config), make_engine)
-            if changed == swarm.config:
-                continue
-            other = run_workload(make_engine, swarm, changed, requests)
-            result.num_compared[arm.name] += len(plain.keys() & other.keys())
-            if first_difference(plain, other) is not None:
-                found = _shrink(make_engine, swarm, changed, requests)
-                result.contrast = Contrast(arm.name, episode, swarm.config, changed, *found)
-                return result
+        name, config = "", swarm.config
+        try:
+            plain = run_workload(make_engine, swarm, config, requests)
+            result.num_episodes += 1
+            on_progress(result.num_episodes)
+            for arm in arms:
+                name, config = arm.name, _change(arm, swarm.config, make_engine, options)
+                if config == swarm.config:
+                    continue
+                changing.add(name)
+                other = run_workload(make_engine, swarm, config, requests)
+                _count(result, name, plain, other)
+                if first_difference(plain, other) is not None:
+                    found = _shrink(make_engine, swarm, config, requests)
+                    result.contrast = Contrast(name, episode, swarm.config, config, *found)
+                    return result
+        except BrokenError as error:
+            result.fault = Fault(name, episode, config, requests, str(error))
+            return result
+    result.alike = tuple(arm.name for arm in arms if arm.name not in changing)
     return result
+
+
+def _change(
+    arm: Arm, config: v.Config, make_engine: EngineFactory, options: CheckOptions
+) -> v.Config:
+    """The config under an arm, as the engine can be given it."""
+    changed, _ = fit_config(arm.change(config), make_engine)
+    depth = min(changed.max_frames_in_flight, options.max_depth)
+    is_async = changed.async_scheduling and depth > 1
+    return replace(changed, max_frames_in_flight=depth, async_scheduling=is_async)
+
+
+def _count(
+    result: ArmsResult,
+    arm: str,
+    plain: Mapping[v.RequestId, Answer],
+    other: Mapping[v.RequestId, Answer],
+) -> None:
+    """Count the answers that can be compared."""
+    both = plain.keys() & other.keys()
+    ended = [name for name in both if plain[name].reason or other[name].reason]
+    result.num_compared[arm] += len(ended)
+    result.num_endless += len(both) - len(ended)
 
 
 def usable_arms(make_engine: EngineFactory) -> tuple[list[Arm], tuple[str, ...]]:
@@ -189,7 +246,8 @@ def _fit_workload(
     config, _ = fit_config(swarm.config, make_engine)
     weaker = get_traits(make_engine).equivalence
     if weaker is not None:
-        requests = tuple(weaker.fit_request(request, config) for request in requests)
+        fitting = (weaker.fit_request(request, config) for request in requests)
+        requests = tuple(request for request in fitting if request is not None)
     lacking = find_lacking(get_capabilities(make_engine))
     return replace(swarm, config=config), tuple(fit(request, lacking)[0] for request in requests)
 
@@ -197,9 +255,13 @@ def _fit_workload(
 def run_workload(
     make_engine: EngineFactory, swarm: Swarm, config: v.Config, requests: Sequence[v.Request]
 ) -> dict[v.RequestId, Answer]:
-    """What the accepted requests came to when all are submitted one step after another."""
+    """What the accepted requests came to when all are submitted one step after another.
+
+    Raises:
+        BrokenError: the engine raised, or its answer is none.
+    """
     engine, client = make_engine(config), Client()
-    worker = Worker(config, token_function(swarm.token_seed, swarm.vocabulary_size))
+    worker = make_worker(make_engine, config, swarm)
     worker.acceptance = (0, 1, 2)
     answers: dict[v.RequestId, Answer] = {}
     if Capability.REJECTION not in engine.capabilities():
@@ -213,7 +275,7 @@ def run_workload(
             answers |= {name: Answer((), None) for name in client.live if name not in answers}
         elif not client.live:
             break
-        plan = engine.apply(v.Schedule())
+        plan = _ask(engine, v.Schedule())
         worker.observe(v.Schedule(), plan)
         client.follow(v.Schedule(), plan)
         has_rows = isinstance(plan, v.Plan) and bool(plan.rows)
@@ -222,11 +284,30 @@ def run_workload(
     return answers
 
 
+def make_worker(make_engine: EngineFactory, config: v.Config, swarm: Swarm) -> Worker:
+    """The worker that can live on the plans of these engines."""
+    make = get_traits(make_engine).make_worker or Worker
+    worker: Worker = make(config, token_function(swarm.token_seed, swarm.vocabulary_size))
+    return fit_worker(worker, make_engine)
+
+
+def _ask(engine: Engine, event: v.Event) -> v.Observation:
+    """The answer of an engine. Raises BrokenError."""
+    try:
+        answer = engine.apply(event)
+    except Exception as error:
+        what = f"the engine raised {type(error).__name__}: {error}"
+        raise BrokenError(f"{what}, given {describe_event(event)}") from error
+    if not isinstance(answer, (ANSWER_TYPES[type(event)], v.Rejected)):
+        raise BrokenError(f"{describe_event(event)} was answered with {type(answer).__name__}")
+    return answer
+
+
 def _submit(engine: Engine, client: Client, request: v.Request) -> None:
     event = v.Submit(request)
-    client.follow(event, engine.apply(event))
+    client.follow(event, _ask(engine, event))
     if request.structured_output and request.request_id in client.live:
-        engine.apply(v.GrammarReady(request.request_id))
+        _ask(engine, v.GrammarReady(request.request_id))
 
 
 def _commit(
@@ -235,13 +316,15 @@ def _commit(
     """Answer the oldest plan, and propose drafts for those who sampled and go on."""
     frame_id = client.plans[0].frame_id
     event = v.Commit(frame_id, worker.answer(frame_id))
-    outputs = engine.apply(event)
+    outputs = _ask(engine, event)
     worker.observe(event, outputs)
     client.follow(event, outputs)
     if not isinstance(outputs, v.Outputs):
         client.plans.pop(0)
         return
     for row in outputs.rows:
+        if row.request_id not in answers:
+            raise BrokenError(f"outputs are delivered to {row.request_id!r}, who never came")
         said = answers[row.request_id].token_ids
         answers[row.request_id] = Answer(said + row.new_token_ids, row.finish_reason)
     config = worker.config
@@ -249,10 +332,25 @@ def _commit(
         count = config.num_speculative_tokens
         rows = [
             v.RowTokens(name, worker.propose(name, count, index % (count + 1)))
-            for index, name in enumerate(client.sampled)
-            if name in client.live
+            for index, name in enumerate(_who_takes_drafts(engine, client))
         ]
-        engine.apply(v.Drafts(tuple(rows)))
+        if rows:
+            _ask(engine, v.Drafts(tuple(rows)))
+
+
+def _who_takes_drafts(engine: Engine, client: Client) -> list[v.RequestId]:
+    """Those who sampled and go on.
+
+    An engine that neither refuses nor drops late drafts is spared those of requests that are in
+    another plan by now, or were preempted by one.
+    """
+    names = [name for name in client.sampled if name in client.live]
+    if {Capability.REJECTION, Capability.LATE_DRAFTS} & engine.capabilities():
+        return names
+    plans = [*client.plans, *([client.last_plan] if client.last_plan else [])]
+    gone = {name for plan in plans for name in plan.preempted_req_ids}
+    gone |= {row.request_id for plan in client.plans for row in plan.rows}
+    return [name for name in names if name not in gone]
 
 
 def first_difference(

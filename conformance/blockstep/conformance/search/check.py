@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from blockstep.conformance.draw.presets import PRESETS, TINY
-from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.engine import Capability, EngineFactory, get_capabilities, get_traits
 from blockstep.conformance.lockstep.runs import run_program
-from blockstep.conformance.protocol.features import BY_NAME, SEVERAL_AT_ONCE
+from blockstep.conformance.protocol.features import (
+    BY_NAME,
+    SEVERAL_AT_ONCE,
+    find_lacking,
+    get_missing,
+)
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.search.episodes import EpisodeResult, Loss, run_episode
 from blockstep.conformance.search.floor import (
-    CANARY,
-    SAFETY_CANARY,
+    CANARIES,
     Facts,
     look,
     missing_witnesses,
@@ -35,7 +38,8 @@ from blockstep.conformance.search.options import (
     get_wish,
     load,
 )
-from blockstep.conformance.search.shrink import Shrunk, conclude, shrink
+from blockstep.conformance.search.processes import open_processes
+from blockstep.conformance.search.shrink import Shrunk, conclude, get_symptom, shrink
 
 EPISODES_PER_BATCH = 8
 LONG_EPISODE = 150
@@ -49,6 +53,8 @@ SHORT_PROGRAM = 10
 SHRUNK_MAX = 3
 """Failures of one scope that are shrunk, at most."""
 TINY_EPISODES = 300
+SECONDS_BETWEEN_WORDS = 0.2
+"""While a failure is being shrunk."""
 
 
 @dataclass(slots=True)
@@ -63,10 +69,19 @@ class CheckResult:
     skipped: Counter[str] = field(default_factory=Counter)
     known: Counter[str] = field(default_factory=Counter)
     """Findings that the quirks of the profile account for, by property."""
+    deviations: Mapping[str, str] = field(default_factory=dict)
+    """What the adapter declares, in words, by name."""
+    excused: Counter[str] = field(default_factory=Counter)
+    """Findings that it declares, by the name of the deviation."""
+    stale: tuple[str, ...] = ()
+    """Deviations that their programs do not show any more."""
     missing: tuple[str, ...] = ()
     has_snapshot: bool = True
-    weaker: str | None = None
-    """The equivalence that the engine's factory declares; None: the strongest that it shows."""
+    equivalence: str = "exact"
+    """By what the engine is held to the spec, as its factory declares: `exact`, `renamed`, `plan`
+    or `safety`."""
+    not_asked: tuple[str, ...] = ()
+    """What that leaves out, in words."""
     notes: tuple[str, ...] = ()
     """What the engine's factory has to say of it, a sentence each."""
     canary_killed_after: int | None = None
@@ -76,21 +91,18 @@ class CheckResult:
     """The first failure, or a shorter one like it; without findings if it did not come back."""
     first: Finding | None = None
     failing_program: Program | None = None
+    shrinking: str = ""
+    """What is being done with the first failure, for whoever waits."""
     loss: Loss | None = None
     """What became of an engine that did not live: at first, or when `first` was to be shrunk."""
-
-    @property
-    def equivalence(self) -> str:
-        """By what the engine was held to the spec: `exact`, `plan` or `safety`."""
-        return self.weaker or ("exact" if self.has_snapshot else "plan")
 
     @property
     def exit_code(self) -> ExitCode:
         """What the process should end with."""
         if self.first is not None:
             return exit_code_of(self.first)
-        single = self.options.episode is not None
-        if self.num_events == 0 or (not single and (self.missing or not self.canary_killed_after)):
+        is_worthless = self.missing or not self.canary_killed_after
+        if self.num_events == 0 or (not self.options.is_single and is_worthless):
             return ExitCode.HARNESS
         return ExitCode.CONFORMS
 
@@ -128,14 +140,9 @@ class InProcess:
                 break
         return results
 
-    @contextmanager
-    def open_pool(self, jobs: int) -> Iterator[Executor]:
+    def open_pool(self, jobs: int) -> AbstractContextManager[Executor]:
         """Processes of their own."""
-        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-            try:
-                yield pool
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+        return open_processes(jobs)
 
 
 def check(
@@ -151,7 +158,7 @@ def check(
     started = time.perf_counter()
     result = search(options, InProcess(), on_progress)
     if result.first is not None:
-        shrink_first(result, load(options))
+        shrink_first(result, load(options), lambda now: on_progress(replace(result, shrinking=now)))
     result.seconds = time.perf_counter() - started
     return result
 
@@ -170,13 +177,14 @@ def search(
     facts = place.look(options)
     require_wish(options, facts)
     wanted, options = options, replace(options, max_depth=facts.max_depth)
-    result = CheckResult(options, weaker=facts.weaker, notes=facts.notes)
+    result = CheckResult(options, equivalence=facts.equivalence, not_asked=facts.not_asked)
+    result.deviations, result.stale = facts.deviations, facts.stale
+    result.notes = facts.notes
     if options.max_depth == 1 < wanted.max_depth:
         lacking = (BY_NAME[name] for name in facts.lacking if name in SEVERAL_AT_ONCE)
         result.skipped.update(str(feature.capability) for feature in lacking)
     if options.episode is None:
-        canary = CANARY if facts.weaker is None else SAFETY_CANARY
-        result.canary_killed_after = release_canary(options, canary)
+        result.canary_killed_after = release_canary(options, CANARIES[facts.equivalence])
     with closing(_run_batches(options, place, lambda: _spent(options, result, started))) as batches:
         for batch in batches:
             for episode in batch:
@@ -197,20 +205,56 @@ def _add(result: CheckResult, episode: EpisodeResult) -> None:
     result.witnesses.update(episode.witnesses)
     result.skipped.update(episode.skipped)
     result.known.update(episode.known)
+    result.excused.update(episode.deviations)
     result.has_snapshot &= episode.has_snapshot
     if episode.first is not None:
         result.first, result.failed_episode = episode.first, episode.index
         result.failing_program, result.loss = episode.program, episode.loss
 
 
-def shrink_first(result: CheckResult, make_engine: EngineFactory) -> None:
-    """Make the first failure short, or show it as it is if it does not come back."""
+def play_program(
+    options: CheckOptions, program: Program, make_engine: EngineFactory
+) -> CheckResult:
+    """What one program comes to, as it is: it is neither fitted to the engine nor shrunk.
+
+    If the engine lacks what the config asks for, nothing is run, and the result counts it.
+
+    Raises:
+        ConfigError: the engine cannot be built with the config.
+    """
+    result = CheckResult(options, failing_program=program)
+    missing = get_missing(program.config, find_lacking(get_capabilities(make_engine)))
+    if missing is not None:
+        result.skipped[missing] = len(program.actions)
+        return result
+    run, findings = run_program(program, make_engine, find_profile(options.profile))
+    result.num_episodes, result.num_events = 1, run.num_events
+    result.witnesses, result.known = run.witnesses, Counter(run.known)
+    result.excused = run.excuses.counts
+    result.deviations = {one.name: one.summary for one in run.excuses.deviations}
+    result.skipped, result.equivalence = Counter(run.skipped), run.equivalence or "exact"
+    result.has_snapshot = Capability.SNAPSHOT in run.capabilities
+    weaker = get_traits(make_engine).equivalence
+    result.not_asked = () if weaker is None else weaker.not_asked
+    if findings:
+        result.first, result.failure = findings[0], conclude(program, run, findings)
+    return result
+
+
+def shrink_first(
+    result: CheckResult, make_engine: EngineFactory, tell: Callable[[str], None]
+) -> None:
+    """Make the first failure short, or show it as it is if it does not come back.
+
+    `tell` hears now and then how far this has come.
+    """
     options = result.options
+    said = SaidAtTimes(tell)
     if options.episode is None:
-        _find_shortest(result, make_engine)
+        _find_shortest(result, make_engine, said)
     else:
-        failed = _failures(options, range(options.episode, options.episode + 1), make_engine)
-        _adopt_shortest(result, options, failed, make_engine)
+        failed = _failures(options, range(options.episode, options.episode + 1), make_engine, said)
+        _adopt_shortest(result, options, failed, make_engine, said)
     if result.failure is None:
         see_again(result, make_engine)
 
@@ -223,37 +267,58 @@ def see_again(result: CheckResult, make_engine: EngineFactory) -> None:
     result.failure = conclude(program, run, findings)
 
 
-def _find_shortest(result: CheckResult, make_engine: EngineFactory) -> None:
+class SaidAtTimes:
+    """Hands on what is told, at most every `SECONDS_BETWEEN_WORDS`."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._last = -SECONDS_BETWEEN_WORDS
+
+    def __call__(self, text: str) -> None:
+        """Tell it, unless something was told just now."""
+        now = time.monotonic()
+        if now - self._last >= SECONDS_BETWEEN_WORDS:
+            self._last = now
+            self._tell(text)
+
+
+def _find_shortest(result: CheckResult, make_engine: EngineFactory, said: SaidAtTimes) -> None:
     """Shrink the failure, or one like it that is shorter: what is reported should fit on a page.
 
     What fails where everything is small shrinks to least, and soonest; so failures of the same
-    property are looked for at tiny scope first, then among the next episodes. If all stay long,
+    sentence are looked for at tiny scope first, then among the next episodes. If all stay long,
     any failure at tiny scope will do, or any of many more episodes.
     """
     assert result.first is not None
     assert result.failed_episode is not None
-    wanted, options = (result.first.kind, result.first.property_id), result.options
+    wanted, options = get_symptom(result.first), result.options
     start, tiny = result.failed_episode, replace(options, preset=TINY.name)
-    small = _failures(tiny, range(TINY_EPISODES), make_engine)
-    alike = [episode for episode in small if _kind_of(episode) == wanted]
-    _adopt_shortest(result, tiny, alike, make_engine)
+    small = _failures(tiny, range(TINY_EPISODES), make_engine, said)
+    alike = [episode for episode in small if _symptom_of(episode) == wanted]
+    _adopt_shortest(result, tiny, alike, make_engine, said)
     if not _is_short(result):
-        following = _failures(options, range(start, start + EPISODES_COMPARED), make_engine)
-        alike = [episode for episode in following if _kind_of(episode) == wanted]
-        _adopt_shortest(result, options, alike, make_engine)
+        following = _failures(options, range(start, start + EPISODES_COMPARED), make_engine, said)
+        alike = [episode for episode in following if _symptom_of(episode) == wanted]
+        _adopt_shortest(result, options, alike, make_engine, said)
     if not _is_short(result):
-        others = [episode for episode in small if _kind_of(episode) != wanted]
-        _adopt_shortest(result, tiny, others, make_engine)
+        others = [episode for episode in small if _symptom_of(episode) != wanted]
+        _adopt_shortest(result, tiny, others, make_engine, said)
     if not _is_short(result):
         later = range(start + EPISODES_COMPARED, start + EPISODES_COMPARED_MAX)
-        _adopt_shortest(result, options, _failures(options, later, make_engine), make_engine)
+        failed = _failures(options, later, make_engine, said)
+        _adopt_shortest(result, options, failed, make_engine, said)
 
 
 def _failures(
-    options: CheckOptions, indices: range, make_engine: EngineFactory
+    options: CheckOptions, indices: range, make_engine: EngineFactory, said: SaidAtTimes
 ) -> list[EpisodeResult]:
-    episodes = (run_episode(options, index, make_engine) for index in indices)
-    return [episode for episode in episodes if episode.first is not None]
+    failed = []
+    for number, index in enumerate(indices):
+        said(f"{number} of {len(indices)} {options.preset} episodes looked at for a shorter one")
+        episode = run_episode(options, index, make_engine)
+        if episode.first is not None:
+            failed.append(episode)
+    return failed
 
 
 def _adopt_shortest(
@@ -261,6 +326,7 @@ def _adopt_shortest(
     options: CheckOptions,
     episodes: Sequence[EpisodeResult],
     make_engine: EngineFactory,
+    said: SaidAtTimes,
 ) -> None:
     """Shrink the shortest of these until one stays short; report it, unless there is a shorter."""
     profile = find_profile(options.profile)
@@ -269,7 +335,13 @@ def _adopt_shortest(
             return
         assert episode.first is not None
         assert episode.program is not None
-        failure = shrink(episode.program, make_engine, episode.first, profile)
+        failure = shrink(
+            episode.program,
+            make_engine,
+            episode.first,
+            profile,
+            lambda runs, actions: said(f"{runs} programs tried, {actions} actions left"),
+        )
         best = result.failure
         if best is None or len(failure.program.actions) < len(best.program.actions):
             result.failure, result.first = failure, episode.first
@@ -282,9 +354,9 @@ def _is_short(result: CheckResult) -> bool:
     return failure is not None and len(failure.program.actions) <= SHORT_PROGRAM
 
 
-def _kind_of(episode: EpisodeResult) -> tuple[FindingKind, str]:
+def _symptom_of(episode: EpisodeResult) -> tuple[FindingKind, str, str]:
     assert episode.first is not None
-    return (episode.first.kind, episode.first.property_id)
+    return get_symptom(episode.first)
 
 
 def _length(episode: EpisodeResult) -> int:

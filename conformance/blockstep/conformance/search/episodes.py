@@ -5,7 +5,7 @@ Everything follows from those three, so a failure is reproduced by naming them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from blockstep.conformance.draw.actions import SeededDraw, View, next_action
 from blockstep.conformance.draw.presets import PRESETS, Draw, Swarm, draw_swarm
@@ -52,6 +52,8 @@ class EpisodeResult:
     witnesses: dict[str, int]
     skipped: dict[str, int]
     known: dict[str, int]
+    deviations: dict[str, int]
+    """Findings that the adapter declares, by the name of the deviation."""
     has_snapshot: bool
     program: Program | None = None
     """The program, if it failed; None if its engine did not live to say so."""
@@ -75,6 +77,12 @@ def fit_config(config: Config, make_engine: EngineFactory) -> tuple[Config, tupl
     weaker = get_traits(make_engine).equivalence
     config = config if weaker is None else weaker.fit_config(config)
     return fit(config, find_lacking(get_capabilities(make_engine)))
+
+
+def list_changes(config: Config, fitting: Config) -> list[str]:
+    """What was changed in a config to fit an engine, as `name=value`."""
+    pairs = ((f.name, getattr(config, f.name), getattr(fitting, f.name)) for f in fields(config))
+    return [f"{name}={now}" for name, before, now in pairs if before != now]
 
 
 def start_run(
@@ -131,6 +139,7 @@ def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -
         witnesses=dict(run.witnesses),
         skipped=run.skipped,
         known=run.known,
+        deviations=dict(run.excuses.counts),
         has_snapshot=Capability.SNAPSHOT in run.capabilities,
         program=program if findings else None,
         first=findings[0] if findings else None,

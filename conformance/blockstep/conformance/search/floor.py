@@ -6,12 +6,21 @@ A canary that was caught, and the situations that a run of this size must have r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from blockstep.conformance.draw.presets import MAX_DEPTH, REAL, TINY
-from blockstep.conformance.engine import EngineFactory, get_capabilities, get_traits
+from blockstep.conformance.engine import (
+    Deviation,
+    EngineFactory,
+    Renamed,
+    Safety,
+    SamePlans,
+    get_capabilities,
+    get_traits,
+)
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.judge.witnesses.plans import PREEMPTION
+from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import (
     PRIORITY,
     SEVERAL_AT_ONCE,
@@ -28,6 +37,13 @@ from blockstep.spec.vocabulary import Policy
 CANARY = "blockstep.conformance.lockstep.canary:CanaryEngine"
 SAFETY_CANARY = "blockstep.conformance.lockstep.canary:SafetyCanary"
 """The canary of a run that is not compared with the spec."""
+CANARIES: Mapping[str, str] = {
+    "exact": CANARY,
+    Renamed.name: "blockstep.conformance.lockstep.canary:RenamedCanary",
+    SamePlans.name: "blockstep.conformance.lockstep.canary:PlanCanary",
+    Safety.name: SAFETY_CANARY,
+}
+"""By the equivalence of the run in which it must be caught."""
 CANARY_EPISODES = 50
 
 
@@ -38,13 +54,20 @@ class Facts:
     max_depth: int
     lacking: tuple[str, ...]
     """Features that the engine lacks, by name."""
-    weaker: str | None
-    situations: tuple[str, ...]
-    """What a check by the weaker equivalence must reach."""
+    equivalence: str
+    """By which the engine is held to the spec."""
+    not_asked: tuple[str, ...]
+    """What that leaves out, in words."""
+    situations: tuple[str, ...] | None
+    """What a check must reach; None: what the features of the engine make possible."""
     out_of_reach: frozenset[str]
     """Situations that cannot come up with this engine."""
     notes: tuple[str, ...] = ()
     """What a run has to say of it."""
+    deviations: Mapping[str, str] = field(default_factory=dict)
+    """What the adapter declares, in words, by name."""
+    stale: tuple[str, ...] = ()
+    """Deviations that their programs do not show any more."""
 
 
 def look(options: CheckOptions, make_engine: EngineFactory) -> Facts:
@@ -54,11 +77,20 @@ def look(options: CheckOptions, make_engine: EngineFactory) -> Facts:
     return Facts(
         max_depth=fit_depth(options, make_engine).max_depth,
         lacking=tuple(feature.name for feature in find_lacking(get_capabilities(make_engine))),
-        weaker=None if weaker is None else str(weaker.name),
-        situations=() if weaker is None else weaker.situations,
+        equivalence="exact" if weaker is None else weaker.name,
+        not_asked=() if weaker is None else weaker.not_asked,
+        situations=None if weaker is None else weaker.situations,
         out_of_reach=frozenset(name for name in WITNESSES if name in traits.out_of_reach),
         notes=tuple(map(str, traits.notes)),
+        deviations={one.name: one.summary for one in traits.deviations},
+        stale=tuple(one.name for one in traits.deviations if not _is_shown(one, make_engine)),
     )
+
+
+def _is_shown(deviation: Deviation, make_engine: EngineFactory) -> bool:
+    """Whether its program comes to what it excuses."""
+    run, _ = run_program(deviation.program, make_engine)
+    return run.excuses.counts[deviation.name] > 0
 
 
 def require_wish(options: CheckOptions, facts: Facts) -> None:
@@ -126,7 +158,7 @@ def missing_witnesses(
     counts: Mapping[str, int], options: CheckOptions, facts: Facts
 ) -> tuple[str, ...]:
     """Required situations that `counts` lacks."""
-    if facts.weaker is not None:
+    if facts.situations is not None:
         required = facts.situations
     else:
         required = required_witnesses(options, facts.lacking)

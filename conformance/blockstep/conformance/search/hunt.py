@@ -1,63 +1,85 @@
 """Hunt: every distinct defect of an engine, not only the first one.
 
 A check stops at the first finding. A hunt goes on: it shrinks what failed, finds out which known
-defects account for it, forgives those from then on, and plays the same episode again. So each
-defect is found by a run in which nobody knew of it, and only named afterwards.
+defects account for it, forgives those from then on (`forgiving`), and plays the same episode again.
+So each defect is found by a run in which nobody knew of it, and only named afterwards.
 
-What may be forgiven: a quirk that the specification can follow, an event that an adapter declines
-to give (`Declining`), and a workaround of an adapter (`EngineTraits.workarounds`: flags of its
-engines, true where something is done against a defect). All of them are off at first.
+Where nothing known accounts for it, nothing can be forgiven: the episode ends there, another is
+drawn, and what is found again is told from what is new (`distinct`). An engine that is judged by
+the properties alone is hunted once more with its state hidden, if that is what was wrong: what
+stood behind shows in its plans and answers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from blockstep.conformance.draw.presets import SMALL, TINY
-from blockstep.conformance.engine import (
-    Engine,
-    EngineFactory,
-    get_declines,
-    get_judged,
-    get_traits,
-)
-from blockstep.conformance.lockstep.runs import run_program
-from blockstep.conformance.protocol.findings import Finding, FindingKind
-from blockstep.conformance.protocol.program import Program
-from blockstep.conformance.search.episodes import EpisodeResult, fit_depth, run_episode
-from blockstep.conformance.search.floor import look, require_wish
-from blockstep.conformance.search.options import CheckOptions, find_profile
-from blockstep.conformance.search.shrink import Shrunk, shrink
-from blockstep.spec import vocabulary as v
-from blockstep.spec.profiles import SPARING, Profile, Quirk
+from blockstep.conformance.engine import Capability, EngineFactory, Safety
+from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.search import digging
+from blockstep.conformance.search.digging import Ground
+from blockstep.conformance.search.distinct import Mark, Symptoms, saying, saying_of_loss
+from blockstep.conformance.search.episodes import EpisodeResult, Loss
+from blockstep.conformance.search.floor import require_wish
+from blockstep.conformance.search.forgiving import Cause, follow
+from blockstep.conformance.search.isolation import LostError
+from blockstep.conformance.search.isolation.place import lose_episode
+from blockstep.conformance.search.lookouts import LOOKOUTS, Lookout, can_take
+from blockstep.conformance.search.options import CheckOptions, find_profile, get_wish
+from blockstep.conformance.search.shrink import Shrunk
+from blockstep.conformance.search.wrapped import hide_state
+from blockstep.spec.profiles import Quirk
 
 SCOPES = (TINY.name, SMALL.name)
+EPISODES_PER_BATCH = 32
 SHORT = 10
 """Actions of a program for which no shorter one is looked for."""
+PATIENCE = 6
+"""Failures of one cause, or of one saying with nothing new in it, that are shrunk, at most."""
 LOOKOUT_EPISODES = 1000
 """Episodes in which a decision is looked out for, at most."""
-PATIENCE = 6
-"""Failures of one cause that are shrunk, at most, before the shortest is taken."""
+LOSSES_MAX = 12
+"""Engines that are lost before a hunt ends: each may have cost the seconds of an event."""
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
-class Means(StrEnum):
-    """How a defect is forgiven."""
+class Call(Protocol):
+    """Where a hunt has its work done: in this process, or in others (`Isolation.call`)."""
 
-    QUIRK = "quirk"
-    WORKAROUND = "workaround"
-    DECLINED = "declined"
+    def __call__(
+        self,
+        function: Callable[[CheckOptions, EngineFactory, *Ts], T],
+        options: CheckOptions,
+        *args: *Ts,
+        on_part: Callable[[Any], None] = ...,
+    ) -> T:
+        """What the function comes to with the engine; what it yields goes to `on_part`."""
+        ...
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Cause:
-    """A known defect that may account for a failure."""
+def call_here(make_engine: EngineFactory) -> Call:
+    """Work in this process, with this engine."""
 
-    means: Means
-    name: str
-    """The quirk, the flag of the engine, or why an event is declined."""
+    def call(
+        function: Callable[[CheckOptions, EngineFactory, *Ts], T],
+        options: CheckOptions,
+        *args: *Ts,
+        on_part: Callable[[Any], None] = lambda _part: None,
+    ) -> T:
+        hunted = hide_state(make_engine) if options.hide_state else make_engine
+        value = function(options, hunted, *args)
+        if isinstance(value, Iterator):
+            for part in value:
+                on_part(part)
+        return value
+
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,24 +88,35 @@ class Defect:
 
     causes: tuple[Cause, ...]
     """Together they account for it; () if nothing known does."""
-    shrunk: Shrunk
-    preset: str
+    first: Finding
+    """What it was found by."""
+    options: CheckOptions
+    """With these and `episode` it was found."""
     episode: int
     num_actions: int
     """Of the program before it was shrunk."""
     num_events: int
     """Played in this hunt when it was first seen."""
+    symptoms: Symptoms
+    forgiven: frozenset[Cause] = frozenset()
+    """What was forgiven when it was found."""
+    shrunk: Shrunk | None = None
+    """None if the engine did not live to be asked again."""
+    loss: Loss | None = None
+    """What became of an engine that did not live."""
+    also: tuple[str, ...] = ()
+    """Sentences that other programs break for the same reason."""
+    behind: str = ""
+    """What ends the program before, where the state of the engine is judged."""
+    num_seen: int = 1
+    """Failures in this hunt that were taken for this defect."""
 
-
-@dataclass(frozen=True, slots=True)
-class Lookout:
-    """A decision worth a reader's knowing, and the moment in which it shows."""
-
-    name: str
-    title: str
-    upstream: str
-    is_seen: Callable[[v.Config, Mapping[v.RequestId, v.Request], v.Snapshot], bool]
-    """Whether it shows in the state after a plan."""
+    @property
+    def length(self) -> int:
+        """Actions or events of its program."""
+        if self.shrunk is not None:
+            return len(self.shrunk.program.actions)
+        return len(self.loss.events) if self.loss is not None else self.num_actions
 
 
 @dataclass(slots=True)
@@ -91,149 +124,45 @@ class HuntResult:
     """All that a hunt found."""
 
     options: CheckOptions
-    engine_version: str = ""
-    """What the factory says its version is; "" if it says nothing."""
+    ground: Ground
     defects: list[Defect] = field(default_factory=list)
     policies: list[tuple[Lookout, Defect]] = field(default_factory=list)
     """Decisions that may surprise; both sides take them, so nothing diverges."""
     num_events: int = 0
     num_again: Counter[str] = field(default_factory=Counter)
     """Failures that were like a defect which nothing accounts for, by what it says."""
+    known: Counter[str] = field(default_factory=Counter)
+    """What was excused: deviations that the adapter declares, by name."""
+    stopped: str = ""
+    """Why the hunt ended before its budget was spent; "" if it did not."""
 
 
-def waits_for_a_seat(
-    config: v.Config, requests: Mapping[v.RequestId, v.Request], after: v.Snapshot
-) -> bool:
-    """All seats are taken, one by a request less urgent than one that waits."""
-    if config.policy is not v.Policy.PRIORITY or len(after.running) < config.max_num_seqs:
-        return False
-    least_urgent = max(requests[name].priority for name in after.running)
-    return any(requests[name].priority < least_urgent for name in after.waiting)
+@dataclass(slots=True)
+class Group:
+    """Failures that are one defect, as far as can be said."""
 
+    defects: list[Defect]
+    num_seen: int = 0
 
-LOOKOUTS = (
-    Lookout(
-        "urgent_waits_for_a_seat",
-        "however urgent a request is, it waits until one of max_num_seqs seats is free",
-        "#40004, #45561 (open)",
-        waits_for_a_seat,
-    ),
-)
+    @property
+    def plainest(self) -> Defect:
+        """The plainest of those that say what the first one did."""
+        says = self.defects[0].symptoms.own.saying
+        alike = (it for it in self.defects if it.symptoms.own.saying == says)
+        return min(alike, key=lambda it: (bool(it.behind), it.length))
 
+    def is_near(self, symptoms: Symptoms) -> int:
+        """How near these are to its own: 2, one of its failures again; 1, a symptom; 0, neither."""
+        if any(symptoms.own.is_like(defect.symptoms.own) for defect in self.defects):
+            return 2
+        return int(symptoms.is_symptom_of(self.plainest.symptoms))
 
-class PolicySeenError(Exception):
-    """A lookout saw what it looks out for."""
-
-
-class Watched:
-    """An engine of which some defects are forgiven, and others are not."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        config: v.Config,
-        forgives: Callable[[Cause], bool],
-        lookout: Lookout | None,
-    ) -> None:
-        self.engine, self.config, self.forgives, self.lookout = engine, config, forgives, lookout
-        self.judges = get_judged(engine)
-        self._declines = get_declines(engine)
-        self.requests: dict[v.RequestId, v.Request] = {}
-
-    def capabilities(self) -> frozenset[str]:
-        """Those of the engine, as its flags stand now."""
-        return self.engine.capabilities()
-
-    def apply(self, event: v.Event) -> v.Observation:
-        """Hand it on, and look at what came of it."""
-        seen = self.engine.apply(event)
-        if self.lookout is not None:
-            if isinstance(event, v.Submit):
-                self.requests[event.request.request_id] = event.request
-            after = self.engine.snapshot()
-            if not isinstance(event, v.Schedule) or after is None:
-                return seen
-            if self.lookout.is_seen(self.config, self.requests, after):
-                raise PolicySeenError(self.lookout.name)
-        return seen
-
-    def snapshot(self) -> v.Snapshot | None:
-        """The state of the engine."""
-        return self.engine.snapshot()
-
-    def declines(self, event: v.Event) -> str | None:
-        """Why the engine declines it, if that is forgiven."""
-        reason = None if self._declines is None else self._declines(event)
-        if reason is None:
-            return None
-        return reason if self.forgives(Cause(Means.DECLINED, reason)) else None
-
-
-class Forgiving:
-    """A factory of engines of which these defects are forgiven; None: all that can be."""
-
-    def __init__(
-        self,
-        make_engine: EngineFactory,
-        forgiven: frozenset[Cause] | None,
-        lookout: Lookout | None = None,
-    ) -> None:
-        self.make_engine, self.forgiven, self.lookout = make_engine, forgiven, lookout
-        self.traits = get_traits(make_engine)
-
-    def __call__(self, config: v.Config) -> Watched:
-        """Build one."""
-        engine = self.make_engine(config)
-        for name in self.traits.workarounds:
-            setattr(engine, name, self._forgives(Cause(Means.WORKAROUND, name)))
-        return Watched(engine, config, self._forgives, self.lookout)
-
-    def _forgives(self, cause: Cause) -> bool:
-        return self.forgiven is None or cause in self.forgiven
-
-
-def follow(forgiven: Iterable[Cause]) -> Profile:
-    """The profile of the forgiven quirks, with a name that `--profile` takes."""
-    quirks = frozenset(Quirk(cause.name) for cause in forgiven if cause.means is Means.QUIRK)
-    return Profile("+".join((SPARING.name, *sorted(quirks))), quirks)
-
-
-def find_causes(
-    program: Program,
-    make_engine: EngineFactory,
-    forgiven: frozenset[Cause],
-    quirks: Iterable[Quirk],
-) -> tuple[Cause, ...]:
-    """A least set of known defects that, forgiven as well, lets the program pass; () if none does.
-
-    One alone is tried first, a quirk before anything else: what declines an event hides more.
-
-    Args:
-        program: What fails.
-        make_engine: The engine that it fails with.
-        forgiven: What is forgiven already.
-        quirks: What may account for it, besides workarounds and what the engine declines.
-    """
-    asked = [Cause(Means.QUIRK, quirk) for quirk in quirks]
-    asked += [Cause(Means.WORKAROUND, name) for name in get_traits(make_engine).workarounds]
-    lenient = Forgiving(make_engine, None)
-    run, findings = run_program(program, lenient, follow([*forgiven, *asked]))
-    asked += [Cause(Means.DECLINED, reason) for reason in run.skipped]
-    asked = [cause for cause in asked if cause not in forgiven]
-    for cause in asked:
-        if _passes(program, make_engine, forgiven | {cause}):
-            return (cause,)
-    if findings:
-        return ()
-    for cause in tuple(reversed(asked)):
-        fewer = [other for other in asked if other != cause]
-        if _passes(program, make_engine, forgiven.union(fewer)):
-            asked = fewer
-    return tuple(asked)
-
-
-def _passes(program: Program, make_engine: EngineFactory, forgiven: frozenset[Cause]) -> bool:
-    return not run_program(program, Forgiving(make_engine, forgiven), follow(forgiven))[1]
+    def conclude(self) -> Defect:
+        """The plainest of them, with what the others say."""
+        plainest = self.plainest
+        names = dict.fromkeys(name_of(it.first) for it in self.defects)
+        also = tuple(name for name in names if name != name_of(plainest.first))
+        return replace(plainest, also=also, num_seen=self.num_seen)
 
 
 class Hunter:
@@ -242,124 +171,272 @@ class Hunter:
     def __init__(
         self,
         options: CheckOptions,
-        make_engine: EngineFactory,
+        call: Call,
         on_progress: Callable[[float, str], None] = lambda _done, _text: None,
+        scopes: Sequence[str] = SCOPES,
+        forgiven: frozenset[Cause] = frozenset(),
     ) -> None:
-        self.options = fit_depth(options, make_engine)
-        self.make_engine = make_engine
-        self.result = HuntResult(self.options, get_traits(make_engine).version)
-        self.forgiven: frozenset[Cause] = frozenset()
+        get_wish(options)
+        self._call = call
+        ground = call(digging.ask, options)
+        require_wish(options, ground.facts)
+        self.options = replace(options, max_depth=ground.facts.max_depth)
+        self.ground = ground
+        self.result = HuntResult(self.options, ground)
+        self.scopes = scopes
+        self.forgiven = forgiven
         self._on_progress = on_progress
         profile = find_profile(options.profile)
-        self._quirks = sorted(profile.quirks) if profile.quirks else tuple(Quirk)
-        self._tried: dict[tuple[Cause, ...] | str, list[Defect]] = {}
-        """Programs for one set of causes, or for one thing that nothing accounts for."""
+        self._quirks = tuple(sorted(profile.quirks) if profile.quirks else Quirk)
+        if ground.facts.equivalence == Safety().name:
+            self._quirks = ()  # the specification's decisions are not asked for
+        self._named: dict[tuple[Cause, ...], list[Defect]] = {}
+        """Programs for one set of causes."""
+        self._groups: list[Group] = []
+        """Programs that nothing accounts for."""
+        self._in_vain: Counter[str] = Counter()
+        """Failures in a row that were shrunk and were nothing new, by what they said at first."""
+        self._last: dict[str, Group] = {}
+        """What failures that said this were taken for last."""
+        self._num_lost = 0
+        self._end = 0
+        """Events after which the hunt ends."""
 
     def hunt(self) -> HuntResult:
         """Play the budget at each scope, then look out for surprising decisions."""
-        budget = self.options.max_events or 0
-        for number, scope in enumerate(SCOPES, 1):
-            index = 0
-            while self.result.num_events < number * budget:
-                self._play(replace(self.options, preset=scope), index)
-                index += 1
-                done = self.result.num_events / (budget * len(SCOPES))
-                text = f"{self.result.num_events:,} events, {len(self._tried)} defects"
-                self._on_progress(min(done, 1.0), text)
-        found = [min(tried, key=_length) for tried in self._tried.values()]
+        if self.options.episode is not None:
+            self._play_batch(self.options, range(self.options.episode, self.options.episode + 1), 1)
+        else:
+            self._play_budget(self.options.max_events or 0)
+        found = [min(tried, key=lambda it: it.length) for tried in self._named.values()]
         alone = {defect.causes for defect in found if len(defect.causes) == 1}
-        self.result.defects = [
+        found = [
             defect
             for defect in found
             if len(defect.causes) < 2 or not all((cause,) in alone for cause in defect.causes)
         ]
-        for lookout in LOOKOUTS:
-            self._look_out(lookout)
+        self.result.defects = found + [group.conclude() for group in self._groups]
+        for lookout in LOOKOUTS if self.options.episode is None else ():
+            if can_take(lookout, self.ground.capabilities, self.ground.facts.equivalence):
+                self._look_out(lookout)
         return self.result
 
-    def _play(self, options: CheckOptions, index: int) -> None:
-        """Play an episode until nothing new fails in it."""
-        is_new = True
-        while is_new:
-            factory = Forgiving(self.make_engine, self.forgiven)
-            episode = self._run(options, index, factory)
-            is_new = episode.first is not None and self._learn(options, episode, factory)
+    def _play_budget(self, budget: int) -> None:
+        """Play so many events at each scope, and half as many with the state hidden."""
+        self._end = budget * len(self.scopes)
+        self._pass(budget, hides=self.options.hide_state)
+        if self._hides_something():
+            self._end += budget // 2 * len(self.scopes)
+            self._pass(budget // 2, hides=True)
 
-    def _run(self, options: CheckOptions, index: int, factory: Forgiving) -> EpisodeResult:
-        options = replace(options, profile=follow(self.forgiven).name)
-        episode = run_episode(options, index, factory)
-        self.result.num_events += episode.num_events
-        return episode
+    def _pass(self, budget: int, *, hides: bool) -> None:
+        for scope in self.scopes:
+            options = replace(self.options, preset=scope, hide_state=hides)
+            end, start = self.result.num_events + budget, 0
+            while self.result.num_events < end and not self.result.stopped:
+                indices = range(start, start + EPISODES_PER_BATCH)
+                start = self._play_batch(options, indices, end - self.result.num_events)
 
-    def _learn(self, options: CheckOptions, episode: EpisodeResult, factory: Forgiving) -> bool:
+    def _play_batch(self, options: CheckOptions, indices: Sequence[int], max_events: int) -> int:
+        """Play some episodes, or one until nothing new fails in it; the index of the next."""
+        episodes = self._play(options, indices, max_events)
+        last = episodes[-1]
+        while last.first is not None and self._learn(options, last):
+            last = self._play(options, (last.index,), max_events)[-1]
+        named = len(self._named) + len(self._groups)
+        text = f"{self.result.num_events:,} events, {named} defects"
+        self._on_progress(min(self.result.num_events / max(self._end, 1), 1.0), text)
+        return last.index + 1
+
+    def _play(
+        self, options: CheckOptions, indices: Sequence[int], max_events: int
+    ) -> list[EpisodeResult]:
+        """Episodes up to the first that fails, or in which the engine is lost."""
+        episodes: list[EpisodeResult] = []
+        wanted = (self.forgiven, indices, max_events)
+        try:
+            self._call(digging.play, options, *wanted, on_part=episodes.append)
+        except LostError as lost:
+            episodes.append(lose_episode(indices[len(episodes)], lost.loss))
+        for episode in episodes:
+            self.result.num_events += max(episode.num_events, 1)
+            self.result.known.update(episode.known)
+        return episodes
+
+    def _learn(self, options: CheckOptions, episode: EpisodeResult) -> bool:
         """Shrink and explain a failure; whether the episode should be played again."""
+        if episode.loss is not None:
+            self._lose(self._describe(options, episode))
+            return False
         assert episode.first is not None
         said = saying(episode.first)
-        if len(self._tried.get(said, ())) >= PATIENCE:
-            self.result.num_again[said] += 1
+        if self._in_vain[said] >= PATIENCE:
+            self._count(said, self._last[said])
             return False
-        defect = self._shrink(options, episode, factory)
-        program = defect.shrunk.program
-        causes = find_causes(program, self.make_engine, self.forgiven, self._quirks)
-        tried = self._tried.setdefault(causes or said, [])
-        tried.append(replace(defect, causes=causes))
+        defect = self._describe(options, episode)
+        try:
+            dug = self._call(digging.dig, options, self.forgiven, self._quirks, episode)
+        except LostError as lost:
+            self._lose(replace(defect, loss=lost.loss))
+            return False
+        defect = replace(defect, shrunk=dug.shrunk, causes=dug.causes)
+        if dug.shrunk.findings:
+            defect = replace(defect, first=dug.shrunk.findings[0])
+        if not dug.causes:
+            assert dug.symptoms is not None
+            self._group(said, replace(defect, symptoms=dug.symptoms))
+            return False
+        tried = self._named.setdefault(dug.causes, [])
+        tried.append(defect)
         # What has two causes at once may come apart in another program.
-        is_plain = len(causes) == 1 and _length(defect) <= SHORT
-        is_done = bool(causes) and (is_plain or len(tried) >= PATIENCE)
+        is_plain = len(dug.causes) == 1 and defect.length <= SHORT
+        is_done = is_plain or len(tried) >= PATIENCE
         if is_done:
-            self.forgiven |= frozenset(causes)
+            self.forgiven |= frozenset(dug.causes)
         return is_done
 
-    def _shrink(self, options: CheckOptions, episode: EpisodeResult, factory: Forgiving) -> Defect:
+    def _describe(self, options: CheckOptions, episode: EpisodeResult) -> Defect:
+        """A failure that nobody has looked into."""
         assert episode.first is not None
-        assert episode.program is not None
-        profile = follow(self.forgiven)
         return Defect(
             causes=(),
-            shrunk=shrink(episode.program, factory, episode.first, profile),
-            preset=options.preset,
+            first=episode.first,
+            options=replace(options, profile=follow(self.forgiven).name),
             episode=episode.index,
-            num_actions=len(episode.program.actions),
+            num_actions=0 if episode.program is None else len(episode.program.actions),
             num_events=self.result.num_events,
+            symptoms=Symptoms(Mark(saying(episode.first))),
+            forgiven=self.forgiven,
+            loss=episode.loss,
         )
+
+    def _lose(self, defect: Defect) -> None:
+        """Note an engine that did not live, and end the hunt when that is all that happens."""
+        assert defect.loss is not None
+        said = saying_of_loss(defect.loss.message)
+        symptoms = Symptoms(Mark(said))
+        self._group(said, replace(defect, first=defect.loss.finding, symptoms=symptoms))
+        self._num_lost += 1
+        if self._num_lost >= LOSSES_MAX:
+            self.result.stopped = f"the engine did not live {self._num_lost} times"
+
+    def _group(self, said: str, defect: Defect) -> None:
+        """Put a failure to those that are the same defect, or by itself."""
+        behind = self._find_behind(defect)
+        if behind is not None:
+            defect = replace(defect, behind=name_of(behind))
+        group = self._find_group(defect, behind)
+        if group is None:
+            group = Group([])
+            self._groups.append(group)
+            self._in_vain[said] = 0
+        else:
+            self._in_vain[said] += 1
+        is_new = not group.defects
+        group.defects.append(defect)
+        self._count(said, group, is_new=is_new)
+
+    def _find_group(self, defect: Defect, behind: Finding | None) -> Group | None:
+        """Those that are the same defect, if there are any."""
+        groups = self._groups
+        nearest = max(groups, key=lambda it: it.is_near(defect.symptoms), default=None)
+        if nearest is not None and nearest.is_near(defect.symptoms):
+            return nearest
+        if behind is None or behind.property_id != defect.first.property_id:
+            return None
+        before = saying(behind)  # the same property: what is wrong with the state, further on
+        alike = (it for it in groups if any(saying(one.first) == before for one in it.defects))
+        return next(alike, None)
+
+    def _count(self, said: str, group: Group, *, is_new: bool = False) -> None:
+        self._last[said] = group
+        group.num_seen += 1
+        if not is_new:
+            self.result.num_again[said] += 1
+
+    def _find_behind(self, defect: Defect) -> Finding | None:
+        """What ends a program before, where the state is judged as well."""
+        if not defect.options.hide_state or defect.shrunk is None:
+            return None
+        shown = replace(defect.options, hide_state=False)
+        try:
+            seen = self._call(digging.show, shown, self.forgiven, defect.shrunk.program)
+        except LostError:
+            return None
+        is_other = seen is not None and seen.sentence != defect.first.sentence
+        return seen if is_other else None
+
+    def _hides_something(self) -> bool:
+        """Whether a state was found wrong where plans and answers are not, or not yet."""
+        is_judged = self.ground.facts.equivalence == Safety().name
+        if not is_judged or Capability.SNAPSHOT not in self.ground.capabilities:
+            return False
+        for defect in [defect for group in self._groups for defect in group.defects]:
+            if defect.shrunk is None:
+                continue
+            hidden = replace(defect.options, hide_state=True)
+            try:
+                seen = self._call(digging.show, hidden, self.forgiven, defect.shrunk.program)
+            except LostError:
+                continue
+            if seen is None or seen.sentence != defect.first.sentence:
+                return True
+        return False
 
     def _look_out(self, lookout: Lookout) -> None:
         """Play small episodes until it sees something, at most so many."""
-        factory = Forgiving(self.make_engine, self.forgiven, lookout)
         options = replace(self.options, preset=TINY.name)
-        for index in range(LOOKOUT_EPISODES):
-            episode = self._run(options, index, factory)
-            if episode.first is not None and lookout.name in episode.first.message:
-                self.result.policies.append((lookout, self._shrink(options, episode, factory)))
+        for start in range(0, LOOKOUT_EPISODES, EPISODES_PER_BATCH):
+            indices = range(start, min(start + EPISODES_PER_BATCH, LOOKOUT_EPISODES))
+            try:
+                num_events, episode, shrunk = self._call(
+                    digging.look_for, options, self.forgiven, lookout.name, indices
+                )
+            except LostError:
+                continue
+            self.result.num_events += num_events
+            if episode is not None:
+                seen = replace(self._describe(options, episode), shrunk=shrunk)
+                self.result.policies.append((lookout, seen))
                 return
 
 
-def _length(defect: Defect) -> int:
-    return len(defect.shrunk.program.actions)
-
-
-def saying(finding: Finding) -> str:
-    """What tells one unexplained failure from another: what it says, numbers left out."""
-    message = "" if finding.kind is FindingKind.DIVERGENCE else finding.message
-    text = f"{finding.kind} {finding.property_id} {finding.sentence} {message}"
-    return "".join("#" if letter.isdigit() else letter for letter in text)
+def name_of(finding: Finding) -> str:
+    """Property and sentence of a finding, or its kind and sentence."""
+    return f"{finding.property_id or finding.kind} {finding.sentence}"
 
 
 def hunt(
     options: CheckOptions,
-    make_engine: EngineFactory,
+    call: Call,
     on_progress: Callable[[float, str], None] = lambda _done, _text: None,
+    scopes: Sequence[str] = SCOPES,
+    forgiven: frozenset[Cause] = frozenset(),
 ) -> HuntResult:
     """Everything that is wrong with an engine, each defect once, with a program for it.
 
     Args:
         options: Seed, budget in events for each scope, depth. The profile says whose quirks may
-            account for what is found; one without quirks: all that there are.
-        make_engine: The engine.
+            account for what is found; one without quirks: all that there are. With `episode`, only
+            this one is played, at the preset of the options.
+        call: Where the engine is: `call_here(factory)`, or `Isolation.call`.
         on_progress: Told the share that is done, and a line about it.
+        scopes: Presets that are played.
+        forgiven: Passed over from the start.
 
     Raises:
+        EngineNotFoundError: if the engine cannot be loaded.
         UsageError: if the options want what the engine lacks.
     """
-    require_wish(options, look(options, make_engine))
-    return Hunter(options, make_engine, on_progress).hunt()
+    try:
+        hunter = Hunter(options, call, on_progress, scopes, forgiven)
+    except LostError as lost:  # nobody could even be asked
+        return HuntResult(options, digging.UNKNOWN, [describe_loss(options, lost.loss)])
+    return hunter.hunt()
+
+
+def describe_loss(options: CheckOptions, loss: Loss) -> Defect:
+    """An engine that did not live to say what it is."""
+    first = loss.finding
+    symptoms = Symptoms(Mark(saying_of_loss(loss.message)))
+    return Defect((), first, options, 0, 0, len(loss.events), symptoms, loss=loss)

@@ -17,6 +17,7 @@ from blockstep.conformance.protocol.features import (
 )
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.search.wrapped import hide_state
 from blockstep.spec.profiles import PROFILES, STRICT, Profile, get_profile
 from blockstep.spec.vocabulary import Policy
 
@@ -55,6 +56,8 @@ class CheckOptions:
     max_seconds: float | None = None
     episode: int | None = None
     """Run this one episode only."""
+    program: str | None = None
+    """The file of the one program that is run instead of any drawn."""
     jobs: int = 1
     max_depth: int = MAX_DEPTH
     """Frames in flight, at most. An engine that cannot have several is given one at a time."""
@@ -62,10 +65,17 @@ class CheckOptions:
     """Release whose known quirks the spec follows; `strict` follows none."""
     path: str | None = None
     """A folder that is looked in first when the engine is imported."""
+    hide_state: bool = False
+    """Judge plans and answers alone: the engine is not asked for its state."""
     with_features: tuple[str, ...] = ()
     """Features (`features.FEATURES`) that every run has."""
     without_features: tuple[str, ...] = ()
     """Features that no run has."""
+
+    @property
+    def is_single(self) -> bool:
+        """Whether one run is asked for, of which no verdict on the engine follows."""
+        return self.episode is not None or self.program is not None
 
 
 def get_wish(options: CheckOptions) -> Wish:
@@ -102,6 +112,13 @@ def load(options: CheckOptions) -> EngineFactory:
     Raises:
         EngineNotFoundError: if the engine cannot be loaded.
     """
-    if options.path is not None and options.path not in sys.path:
-        sys.path.insert(0, options.path)
-    return load_engine(options.engine)
+    if options.path is not None:
+        search_first(options.path)
+    make_engine = load_engine(options.engine)
+    return hide_state(make_engine) if options.hide_state else make_engine
+
+
+def search_first(path: str) -> None:
+    """Have Python look in this folder first when it imports an engine."""
+    if path not in sys.path:
+        sys.path.insert(0, path)

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
+from typing import Protocol, TypeAlias
 
 from blockstep.conformance.draw.actions import request_name
 from blockstep.conformance.engine import EngineFactory, get_traits
-from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.exchange import Exchange
 from blockstep.conformance.lockstep.runs import run_program
-from blockstep.conformance.protocol.features import ASYNC, FEATURES, PIPELINE
-from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.features import (
+    ASYNC,
+    FEATURES,
+    PIPELINE,
+    find_lacking,
+    get_missing,
+)
+from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import (
     Action,
     Answer,
@@ -55,9 +62,24 @@ class Shrunk:
     last: LastAnswers | None
 
 
-def conclude(
-    program: Program, run: LockStep, findings: Iterable[Finding], num_runs: int = 0
-) -> Shrunk:
+class Run(Protocol):
+    """What is asked of a run of a program."""
+
+    exchanges: list[Exchange]
+    equivalence: str
+    capabilities: frozenset[str]
+
+    @property
+    def num_events(self) -> int:
+        """Events that the engine was given."""
+        ...
+
+
+Play: TypeAlias = Callable[[Program, EngineFactory, Profile], tuple[Run, list[Finding]]]
+"""Plays a program: what it came to, and what is wrong."""
+
+
+def conclude(program: Program, run: Run, findings: Iterable[Finding], num_runs: int = 0) -> Shrunk:
     """What is to be said of the run of a program; `num_runs` were needed to make it so short."""
     last = None
     if run.exchanges:
@@ -71,6 +93,11 @@ def conclude(
     return Shrunk(program, tuple(findings), num_runs, run.num_events, run.equivalence, last)
 
 
+def get_symptom(finding: Finding) -> tuple[FindingKind, str, str]:
+    """What two findings of one defect have in common."""
+    return (finding.kind, finding.property_id, finding.sentence)
+
+
 class _Budget(Exception):
     """Enough has been tried."""
 
@@ -78,8 +105,8 @@ class _Budget(Exception):
 class Shrinker:
     """Keeps the smallest program that fails like the first one.
 
-    "Like" means: some finding names the same property, or both name none. A program may turn one
-    symptom into another on the way; it may not turn one defect into another kind of defect.
+    "Like" means: some finding is of the same sentence. Another sentence of the same property may be
+    of another defect, or of none: no program is tried that the engine need not take.
     """
 
     def __init__(
@@ -89,14 +116,19 @@ class Shrinker:
         first: Finding,
         profile: Profile = STRICT,
         on_run: Callable[[int, int], None] = lambda _runs, _actions: None,
+        play: Play = run_program,
     ) -> None:
         self._make_engine = make_engine
+        self._play = play
         self._profile = profile
-        self._wanted = (first.kind, first.property_id)
+        self._wanted = get_symptom(first)
         self._on_run = on_run
         self._num_runs = 0
         self.best = program
-        self.run, self.findings = run_program(program, make_engine, profile)
+        self.run, self.findings = play(program, make_engine, profile)
+        self._lacking = find_lacking(self.run.capabilities)
+        most = get_traits(make_engine).max_depth or 0
+        self._depth_max = max(most, program.config.max_frames_in_flight) if most else None
 
     def shrink(self) -> Shrunk:
         """Try ever smaller programs until none of them fails or `MAX_RUNS` are spent."""
@@ -109,6 +141,7 @@ class Shrinker:
                 self._pipeline()
                 self._halve()
                 self._simplify_config()
+                self._simplify_requests()
                 self._remove_actions()
                 self._simplify_actions()
                 self._scale_down()
@@ -122,16 +155,21 @@ class Shrinker:
         return conclude(self.best, self.run, self.findings, self._num_runs)
 
     def _try(self, program: Program) -> bool:
-        """Adopt `program` if it fails in the same way."""
+        """Adopt `program` if it fails in the same way, and is one for this engine."""
+        depth = program.config.max_frames_in_flight
+        if get_missing(program.config, self._lacking) is not None or (
+            self._depth_max is not None and depth > self._depth_max
+        ):
+            return False
         if self._num_runs >= MAX_RUNS:
             raise _Budget
         self._num_runs += 1
         self._on_run(self._num_runs, len(self.best.actions))
         try:
-            run, findings = run_program(program, self._make_engine, self._profile)
+            run, findings = self._play(program, self._make_engine, self._profile)
         except v.ConfigError:
             return False
-        if not any((found.kind, found.property_id) == self._wanted for found in findings):
+        if not any(get_symptom(found) == self._wanted for found in findings):
             return False
         self.best, self.run, self.findings = program, run, findings
         return True
@@ -210,11 +248,8 @@ class Shrinker:
         """Let all plans be in flight at once, so that no answer is needed between them."""
         actions = tuple(action for action in self.best.actions if not isinstance(action, Answer))
         depth = sum(isinstance(action, v.Schedule) for action in actions)
-        most = get_traits(self._make_engine).max_depth or depth
-        is_async = not PIPELINE.is_asked_by(self.best.config)
-        needed = ASYNC.capability if is_async else PIPELINE.capability
-        can_have = 1 < depth <= most and needed in self.run.capabilities
-        if can_have and len(actions) < len(self.best.actions):
+        is_async = not PIPELINE.is_asked_by(self.best.config) and ASYNC not in self._lacking
+        if depth > 1 and len(actions) < len(self.best.actions):
             flight = {"max_frames_in_flight": depth, "async_scheduling": is_async}
             config = replace(self.best.config, **flight)  # type: ignore[arg-type]
             self._try(replace(self.best, config=config, actions=actions))
@@ -244,6 +279,18 @@ class Shrinker:
         smaller = replace(config, num_blocks=config.num_blocks - num_blocks)
         return self._try(replace(self.best, config=smaller, actions=actions))
 
+    def _simplify_requests(self) -> None:
+        """Take a feature from all requests at once: some share a block because both have it."""
+        for feature in FEATURES:
+            actions = tuple(
+                v.Submit(feature.take_from(action.request))
+                if isinstance(action, v.Submit)
+                else action
+                for action in self.best.actions
+            )
+            if actions != self.best.actions:
+                self._try(self._with(actions))
+
     def _simplify_actions(self) -> None:
         for index in range(len(self.best.actions)):
             progress = True
@@ -255,8 +302,15 @@ class Shrinker:
                 )
 
     def _simplify_config(self) -> None:
-        for config in simpler_configs(self.best.config):
-            self._try(replace(self.best, config=config))
+        """Take over one simplification after the other, of each field the first that is any."""
+        base = self.best.config
+        names = [field.name for field in fields(base)]
+        for simpler in simpler_configs(base):
+            pairs = ((name, getattr(simpler, name)) for name in names)
+            change = {name: value for name, value in pairs if value != getattr(base, name)}
+            now = self.best.config
+            if change and all(getattr(now, name) == getattr(base, name) for name in change):
+                self._try(replace(self.best, config=replace(now, **change)))
 
     def _rename(self) -> None:
         """Call the requests A, B, C in order of submission, or of their names: these break ties."""
@@ -389,6 +443,7 @@ def shrink(
     first: Finding,
     profile: Profile = STRICT,
     on_run: Callable[[int, int], None] = lambda _runs, _actions: None,
+    play: Play = run_program,
 ) -> Shrunk:
-    """The smallest program found that fails as `program` does with `first`."""
-    return Shrinker(program, make_engine, first, profile, on_run).shrink()
+    """The smallest program found that fails as `program` does with `first`, where `play` plays."""
+    return Shrinker(program, make_engine, first, profile, on_run, play).shrink()

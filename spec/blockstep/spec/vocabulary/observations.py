@@ -123,6 +123,12 @@ class Plan:
     """Ended since the last plan, sorted; the worker drops them before anything else."""
     preempted_req_ids: tuple[RequestId, ...] = ()
     """Preempted while this step was planned, sorted."""
+    remapped_req_ids: tuple[RequestId, ...] = ()
+    """Running requests of whose row `new_block_ids` is the whole block table, sorted.
+
+    Blocks of theirs were exchanged for others that hold the same (a duplicate was freed, say). A
+    worker replaces the table, as it does for one that resumes, and computes nothing again. Always
+    empty here: a block that is held stays where it is."""
 
     @property
     def rows(self) -> tuple[NewRow | CachedRow, ...]:
@@ -172,6 +178,11 @@ class Aborted:
     """The requests that were ended by this abort, in the order given."""
 
     request_ids: tuple[RequestId, ...] = ()
+    ending_req_ids: tuple[RequestId, ...] = ()
+    """Those for whom it takes effect with the next plan, in the order given. Until then they live
+    as if nobody had given up: commits deliver to them, and may end them. The next plan has no row
+    of them; its `finished_req_ids` names those that a worker knows, which drops them there. Always
+    empty here: an abort ends at once."""
 
 
 @dataclass(frozen=True, slots=True)

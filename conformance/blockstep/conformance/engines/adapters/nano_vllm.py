@@ -60,9 +60,7 @@ SITUATIONS = (
 class NanoVllm:
     """nano-vllm's scheduler as a system under test."""
 
-    traits = EngineTraits(
-        equivalence=Safety(fit_config, fit_request, takes_abort=False, situations=SITUATIONS)
-    )
+    traits = EngineTraits(equivalence=Safety(fit_config, fit_request, situations=SITUATIONS))
 
     def __init__(self, config: v.Config) -> None:
         sizes = {"kvcache_block_size": config.block_size}
@@ -127,8 +125,10 @@ class NanoVllm:
 
     def _row(self, sequence: Any, is_prefill: bool) -> v.NewRow | v.CachedRow:
         told, count = sequence.told, sequence.num_scheduled_tokens
-        # Where its runner starts: a row that decodes runs the last token, whatever was computed.
-        first = sequence.num_cached_tokens if is_prefill else len(sequence) - 1
+        # Where its runner starts: a row that decodes runs the last token, whatever was computed,
+        # and so does one that has hit its whole text (before f64d821, where that could be).
+        first = min(sequence.num_cached_tokens, len(sequence) - 1)
+        first = first if is_prefill else len(sequence) - 1
         if told is None:
             return v.NewRow(sequence.request, (_ours(sequence.block_table),), first, count)
         is_known = told and sequence in self.last_rows
@@ -169,12 +169,15 @@ class NanoVllm:
         for name, sequence in sorted(self.sequences.items()):
             self._learn_keys(tuple(sequence.token_ids), sequence.block_size)
             waits = v.Status.WAITING if sequence.told is None else v.Status.PREEMPTED
+            # Before f64d821 a token counts as cached as soon as it is sampled.
+            count, length = sequence.num_scheduled_tokens, len(sequence)
+            num_computed = min(sequence.num_cached_tokens + count, length if count else length - 1)
             requests.append(
                 v.RequestSnapshot(
                     request_id=name,
                     status=v.Status.RUNNING if sequence.block_table else waits,
                     output_token_ids=tuple(sequence.completion_token_ids),
-                    num_computed_tokens=sequence.num_cached_tokens + sequence.num_scheduled_tokens,
+                    num_computed_tokens=num_computed,
                     block_tables=(_ours(sequence.block_table),),
                 )
             )

@@ -109,6 +109,8 @@ class Ledger:
     """Tokens that frames in flight may still bring, of each request that is promised any."""
     ended: set[v.RequestId] = field(default_factory=set)
     """Since the last plan."""
+    ending: set[v.RequestId] = field(default_factory=set)
+    """Whom an abort ends with the next plan."""
     scheduled: set[v.RequestId] = field(default_factory=set)
     """In the last plan, and not reset by force since."""
     stopped_in_flight: set[v.RequestId] = field(default_factory=set)
@@ -182,9 +184,10 @@ class Ledger:
                 for proposal in drafts:
                     if proposal.request_id in taken and proposal.request_id in self.lives:
                         self.lives[proposal.request_id].drafts = proposal.token_ids
-            case v.Abort(), v.Aborted(request_ids=request_ids):
+            case v.Abort(), v.Aborted(request_ids=request_ids, ending_req_ids=ending):
                 for request_id in request_ids:
                     self._end(request_id)
+                self.ending.update(ending)
             case v.GrammarReady(request_id=request_id), _:
                 life = self.lives.get(request_id)
                 if life is not None and not life.grammar_ready:
@@ -196,6 +199,8 @@ class Ledger:
                 self._record_reset(forced, step.after.next_frame_id)
 
     def _record_plan(self, step: Step) -> None:
+        for request_id in sorted(self.ending):
+            self._end(request_id)
         plan, known = step.plan, self.lives
         rows = [row for row in step.rows if row.request_id in known]
         # Drafts of the plan before are gone after a gap, if the worker keeps them to itself.
@@ -256,6 +261,7 @@ class Ledger:
                 life.drafts = ()
 
     def _end(self, request_id: v.RequestId) -> None:
+        self.ending.discard(request_id)
         if self.lives.pop(request_id, None) is not None:
             self.ended.add(request_id)
             self.num_progress += 1

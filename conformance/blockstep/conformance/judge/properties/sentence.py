@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.conformance.protocol.findings import Difference, Finding, shown, violated
+from blockstep.conformance.protocol.findings import Difference, Finding, shown, tell_error, violated
 
 
 class Complaint(NamedTuple):
@@ -53,7 +53,7 @@ def judge(sentences: Iterable[Sentence], step: Step, ledger: Ledger) -> list[Fin
                 findings += (sentence.finding(*complaint),)
         except Exception as error:
             # Plan and states contradict each other so much that the sentence has no meaning.
-            what = f"the step makes no sense: {type(error).__name__}: {error}"
+            what = f"the step makes no sense: {tell_error(error)}"
             findings.append(sentence.finding(what))
     return findings
 

@@ -33,8 +33,10 @@ class PlannedRow:
     gained: tuple[v.BlockId, ...]
     """Running: blocks appended. Admitted: blocks after the hits."""
     hits: tuple[v.BlockId, ...]
-    """Blocks of the prefix hit; none for a running row."""
+    """Blocks of the prefix hit; none for a running row that is not remapped."""
     drafts: v.TokenIds = ()
+    is_remapped: bool = False
+    """Running, with another block table: `hits` and `gained` are the whole of it."""
 
     @property
     def end(self) -> int:
@@ -124,13 +126,16 @@ class Step:
     def _row(self, row: v.NewRow | v.CachedRow, kind: RowKind) -> PlannedRow:
         blocks = row.block_ids[0] if isinstance(row, v.NewRow) else row.new_block_ids[0]
         first, count = row.num_computed_tokens, row.num_scheduled_tokens
-        num_hits = 0 if kind is RowKind.RUNNING else first // self.config.block_size
+        name, drafts = row.request_id, row.draft_token_ids
+        is_remapped = kind is RowKind.RUNNING and name in self.plan.remapped_req_ids
+        is_whole = is_remapped or kind is not RowKind.RUNNING
+        num_hits = first // self.config.block_size if is_whole else 0
         gained, hits = blocks[num_hits:], blocks[:num_hits]
-        return PlannedRow(row.request_id, kind, first, count, gained, hits, row.draft_token_ids)
+        return PlannedRow(name, kind, first, count, gained, hits, drafts, is_remapped)
 
     def table_of(self, row: PlannedRow) -> tuple[v.BlockId, ...]:
         """The block table that a plan gives the request of a row."""
-        if row.kind is RowKind.RUNNING:
+        if row.kind is RowKind.RUNNING and not row.is_remapped:
             return self.old[row.request_id].block_tables[0] + row.gained
         return row.hits + row.gained
 

@@ -9,7 +9,7 @@ of the scheduler by what the frames in flight have sampled, and by the drafts th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TypeAlias
 
 from blockstep.conformance.judge.worker.kv import TaggedKV
@@ -34,6 +34,8 @@ class Worker(TaggedKV):
         self._frames: dict[v.FrameId, list[FrameRow]] = {}
         """Dispatched, and their commit not heard of."""
         self._num_proposals = 0
+        self._remapped: tuple[v.RequestId, ...] = ()
+        """In the plan that runs."""
         self._last_scheduled: set[v.RequestId] = set()
         self._hears_more_than_plans = False
         """Somebody tells it of commits, so of resets too; else it cannot know of forced ones."""
@@ -57,6 +59,7 @@ class Worker(TaggedKV):
             return []
         self._findings = []
         self.last_plan = plan
+        self._remapped = plan.remapped_req_ids
         for frame_id in list(self._frames)[: 1 - self.config.max_frames_in_flight or None]:
             # So many plans later it must have been committed, whether or not anybody says so.
             self._settle(frame_id, self.answer(frame_id))
@@ -66,6 +69,8 @@ class Worker(TaggedKV):
             self._preempt(request_id)
         rows = [row for row in map(self._start_new, plan.new) if row is not None]
         rows += [row for row in map(self._start_cached, plan.cached) if row is not None]
+        if plan.remapped_req_ids:
+            self._check_remapped(plan)
         self._last_scheduled = {row.request_id for row in plan.rows}
         self._write(rows)
         for row in rows:
@@ -114,6 +119,14 @@ class Worker(TaggedKV):
         view.table = []
         view.num_computed = 0
 
+    def _check_remapped(self, plan: v.Plan) -> None:
+        """Who is remapped has a row, or its new table would not be told."""
+        told = {row.request_id for row in plan.cached if not row.resumed}
+        for request_id in plan.remapped_req_ids:
+            if request_id not in told:
+                what = f"{request_id!r} has no row that tells its new block table"
+                self._complain("P26", "remapped_request_has_a_row", what)
+
     def _start_new(self, row: v.NewRow) -> FrameRow | None:
         if row.request_id in self.views:
             self._complain("P26", "new_row_is_new", f"{row.request_id!r} is known already")
@@ -134,13 +147,7 @@ class Worker(TaggedKV):
         else:
             self._continue(row, view, blocks)
         self._take_tokens(row, view)
-        num_output = len(view.output_token_ids) + view.num_promised
-        if row.num_output_tokens != num_output:
-            what = f"{row.request_id!r}: {row.num_output_tokens} outputs in the plan"
-            difference = Difference(
-                "num_output_tokens", str(num_output), str(row.num_output_tokens)
-            )
-            self._complain("P26", "plan_counts_the_outputs_of_the_worker", what, difference)
+        self._count_outputs(row, view)
         if row.resumed and view.num_unreported and row.all_token_ids is not None:
             view = self._disown(row.all_token_ids, view)
         drafts = self._fill_in(row, view)
@@ -193,7 +200,10 @@ class Worker(TaggedKV):
         elif view.num_unreported and not self.config.async_scheduling:
             what = f"{row.request_id!r} runs again before its token in flight is known"
             self._complain("P13", "row_waits_for_the_token_of_its_request", what)
-        view.table.extend(blocks)
+        if row.request_id in self._remapped:
+            view.table = blocks  # the content is the same: whoever reads it will see
+        else:
+            view.table.extend(blocks)
         expected = view.num_computed + view.num_rejected
         if row.num_computed_tokens != expected:
             what = f"{row.request_id!r}: {row.num_computed_tokens} computed in the plan"
@@ -217,6 +227,15 @@ class Worker(TaggedKV):
             self._complain("P26", "sent_tokens_are_those_of_the_worker", what, difference)
             if not view.num_unreported:
                 view.replace_tokens(sent)
+
+    def _count_outputs(self, row: v.CachedRow, view: RequestView) -> None:
+        num_output = len(view.output_token_ids) + view.num_promised
+        if row.num_output_tokens != num_output:
+            what = f"{row.request_id!r}: {row.num_output_tokens} outputs in the plan"
+            difference = Difference(
+                "num_output_tokens", str(num_output), str(row.num_output_tokens)
+            )
+            self._complain("P26", "plan_counts_the_outputs_of_the_worker", what, difference)
 
     def _blocks(self, request_id: v.RequestId, tables: v.BlockTables) -> list[v.BlockId]:
         if len(tables) != 1:
@@ -242,7 +261,7 @@ class Worker(TaggedKV):
                 f"and {len(drafts)} drafts"
             )
             self._complain("P24", "drafts_are_the_last_scheduled_tokens", what)
-        room = len(view.table) * self.config.block_size
+        room = self._count_slots(view)
         if end > room:
             what = f"{request_id!r}: {end} tokens, {room} slots"
             self._complain("P26", "table_holds_the_scheduled_tokens", what)
@@ -250,6 +269,10 @@ class Worker(TaggedKV):
         end = max(min(end, known + len(drafts), room), 0)
         first = min(first, end)
         return FrameRow(view, first, end, drafts, samples=end >= known, num_known=known)
+
+    def _count_slots(self, view: RequestView) -> int:
+        """Tokens that its block table has room for."""
+        return len(view.table) * self.config.block_size
 
     # Answers.
 
@@ -314,13 +337,18 @@ class Worker(TaggedKV):
             for view in self.views.values():
                 view.may_resume = True
 
-    def check_view(self, snapshot: v.Snapshot) -> list[Finding]:
+    def check_view(
+        self, snapshot: v.Snapshot, told: Container[v.RequestId] | None = None
+    ) -> list[Finding]:
         """What the plans told must be what the state says (P26).
 
         For a running request that is its outputs, its block table and its computed tokens, at
         every time: each of them reaches the worker by a plan before it can change again. For a
         preempted one it is the outputs only: its blocks are gone, whether or not a plan told.
         Others the worker need not know yet.
+
+        Where a block may be exchanged between two plans, `told` are those whose tables a plan has
+        just told; of the others only the length is compared. None: all were told.
         """
         self._findings = []
         for request in snapshot.requests:
@@ -339,8 +367,12 @@ class Worker(TaggedKV):
                 pairs.append(("num_output_placeholders", promised, view.num_promised))
             if request.status is v.Status.RUNNING:
                 computed = view.num_computed + view.num_rejected
+                table: tuple[v.BlockId, ...] = tuple(view.table)
+                if told is not None and request.request_id not in told:
+                    is_as_long = [len(table)] == [*map(len, request.block_tables)]
+                    table = request.block_tables[0] if is_as_long else table
                 pairs += (
-                    ("block_tables", request.block_tables, (tuple(view.table),)),
+                    ("block_tables", request.block_tables, (table,)),
                     ("num_computed_tokens", request.num_computed_tokens, computed),
                 )
             for name, state, seen in pairs:

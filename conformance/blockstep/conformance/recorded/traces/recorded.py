@@ -10,20 +10,23 @@
 The rows are the dataclasses of the vocabulary, tagged with their type names. What a line lacks
 takes the vocabulary's default, so a trace outlives new fields; what the vocabulary does not know
 is refused, so that a newer trace is never half understood. The last line is optional: with it, a
-file that lost lines is told from a short run.
+file that lost lines is told from a short run. An engine that is held to a weaker equivalence than
+`exact` has its name in the first line: "equivalence":"safety".
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gzip
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar, get_args
+from typing import IO, Any, NamedTuple, get_args
 
 import msgspec
 
+from blockstep.conformance.engine import EQUIVALENCES, EXACT
+from blockstep.conformance.protocol.codec import build, build_tagged, get_fields
 from blockstep.conformance.protocol.lines import TraceError, read_lines, shown
 from blockstep.spec.vocabulary import (
     EVENT_TYPES,
@@ -36,11 +39,12 @@ from blockstep.spec.vocabulary import (
 TRACE_FORMAT = "blockstep-trace"
 TRACE_VERSION = 1
 
+LEFT_OUT_WHEN_EMPTY = ("remapped_req_ids", "ending_req_ids")
+"""Fields that came after traces were written, and that the specification leaves empty."""
+
 OBSERVATION_TYPES: tuple[type, ...] = get_args(Observation)
 _EVENTS = {cls.__name__: cls for cls in EVENT_TYPES}
 _OBSERVATIONS = {cls.__name__: cls for cls in OBSERVATION_TYPES}
-
-T = TypeVar("T")
 
 
 class TraceStep(NamedTuple):
@@ -56,10 +60,15 @@ class Trace:
 
     config: Config
     steps: tuple[TraceStep, ...]
+    equivalence: str = EXACT
+    """By what its engine is held to the spec; a name of `engine.EQUIVALENCES`, or `exact`."""
 
 
 def write_trace(
-    path: Path | str, config: Config, steps: Iterable[tuple[Event, Observation]]
+    path: Path | str,
+    config: Config,
+    steps: Iterable[tuple[Event, Observation]],
+    equivalence: str = EXACT,
 ) -> int:
     """Write a run to `path`, gzipped if it ends in ".gz"; returns the number of steps.
 
@@ -70,7 +79,7 @@ def write_trace(
     path = Path(path)
     count = 0
     with _created(path) as file:
-        file.write(header_line(path, config))
+        file.write(header_line(path, config, equivalence))
         for event, observation in steps:
             file.write(step_line(path, count + 2, event, observation))
             count += 1
@@ -83,17 +92,18 @@ def read_trace(path: Path | str) -> Trace:
     path = Path(path)
     lines = read_lines(path)
     _, header = next(lines, (0, ""))
-    config = read_header(path, header)
-    return Trace(config, tuple(_read_steps(path, lines)))
+    config, equivalence = read_header(path, header)
+    return Trace(config, tuple(_read_steps(path, lines)), equivalence)
 
 
-# --- codec: the dataclasses of the vocabulary, built strictly
+# --- lines
 
 
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
     format: str
     version: int
     config: dict[str, Any]
+    equivalence: str = EXACT
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
@@ -103,32 +113,6 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 _HEADER = msgspec.json.Decoder(_Header)
 _LINE = msgspec.json.Decoder(_Line)
-
-
-def _build_tagged(raw: dict[str, Any], types: Mapping[str, type], where: str) -> Any:
-    """A value of the class that the tag names. Raises `msgspec.ValidationError`."""
-    tag = raw.pop("type", None)
-    if not isinstance(tag, str) or tag not in types:
-        raise msgspec.ValidationError(f"Invalid value {tag!r} - at `{where}.type`")
-    return _build(raw, types[tag], where)
-
-
-def _build(raw: dict[str, Any], cls: type[T], where: str) -> T:
-    value = msgspec.convert(raw, cls)
-    _refuse_unknown(raw, msgspec.to_builtins(value), where)
-    return value
-
-
-def _refuse_unknown(raw: Any, known: Any, where: str) -> None:
-    """See that nothing was passed over: msgspec lets unknown fields of dataclasses pass."""
-    if isinstance(raw, dict):
-        for name, part in raw.items():
-            if name not in known:
-                raise msgspec.ValidationError(f"unknown field `{name}` - at `{where}`")
-            _refuse_unknown(part, known[name], f"{where}.{name}")
-    elif isinstance(raw, list) and raw and isinstance(raw[0], dict | list):
-        for part, same in zip(raw, known, strict=True):
-            _refuse_unknown(part, same, f"{where}[...]")
 
 
 # --- writing
@@ -151,10 +135,12 @@ def _created(path: Path) -> Iterator[IO[bytes]]:
             yield zipped  # type: ignore[misc]
 
 
-def header_line(path: Path, config: Config) -> bytes:
+def header_line(path: Path, config: Config, equivalence: str = EXACT) -> bytes:
     """The first line of a run. Raises `TraceError` if it would not be read back."""
     row = {"format": TRACE_FORMAT, "version": TRACE_VERSION, "config": config}
-    return _checked_line(path, 1, row, config, lambda text: read_header(path, text))
+    row |= {} if equivalence == EXACT else {"equivalence": equivalence}
+    expected = (config, equivalence)
+    return _checked_line(path, 1, row, expected, lambda text: read_header(path, text))
 
 
 def step_line(path: Path, line: int, event: Event, observation: Observation) -> bytes:
@@ -172,7 +158,10 @@ def _tagged(
 ) -> dict[str, object]:
     if type(value) not in types:
         raise _unwritable(path, line, f"{what} {shown(value)}")
-    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(type(value))}  # type: ignore[arg-type]
+    fields = get_fields(value)
+    for name in LEFT_OUT_WHEN_EMPTY:
+        if fields.get(name) == ():
+            del fields[name]
     return {"type": type(value).__name__, **fields}
 
 
@@ -222,8 +211,8 @@ _ANY_HEADER = msgspec.json.Decoder(_AnyHeader)
 _END_LINE = msgspec.json.Decoder(_EndLine)
 
 
-def read_header(path: Path, text: str) -> Config:
-    """The config of a first line. Raises `TraceError`."""
+def read_header(path: Path, text: str) -> tuple[Config, str]:
+    """The config and the equivalence of a first line. Raises `TraceError`."""
     try:
         header = _ANY_HEADER.decode(text)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -239,8 +228,9 @@ def read_header(path: Path, text: str) -> Config:
             "use the blockstep that wrote it" if header.version < 1 else "upgrade blockstep",
         )
     try:
-        raw = _HEADER.decode(text).config
-        config = _build(raw, Config, "$.config")
+        told = _HEADER.decode(text)
+        raw = told.config
+        config = build(raw, Config, "$.config")
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _bad_line(path, 1, text, error) from None
     if config.max_frames_in_flight > 1 and "async_scheduling" not in raw:
@@ -255,7 +245,12 @@ def read_header(path: Path, text: str) -> Config:
             "the config of a run is one that an engine accepts",
             "record the run again",
         )
-    return config
+    known = (EXACT, *(kind.name for kind in EQUIVALENCES))
+    if told.equivalence not in known:
+        rule = f"an equivalence is one of {', '.join(known)}"
+        fix = "it seems newer than this blockstep: upgrade"
+        raise TraceError(path, 1, f"equivalence {shown(told.equivalence)}", rule, fix)
+    return config, told.equivalence
 
 
 def _read_steps(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[TraceStep]:
@@ -271,8 +266,8 @@ def read_step(path: Path, line: int, text: str) -> TraceStep:
     try:
         row = _LINE.decode(text)
         return TraceStep(
-            _build_tagged(row.event, _EVENTS, "$.event"),
-            _build_tagged(row.observation, _OBSERVATIONS, "$.observation"),
+            build_tagged(row.event, _EVENTS, "$.event"),
+            build_tagged(row.observation, _OBSERVATIONS, "$.observation"),
         )
     except (msgspec.MsgspecError, RecursionError) as error:
         raise _bad_line(path, line, text, error) from None

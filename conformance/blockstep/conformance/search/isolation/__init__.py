@@ -10,7 +10,6 @@ share the child, so that no event crosses a border and a run is as fast as witho
 crosses are plain values; others tell them.
 """
 
-from blockstep.conformance.search.isolation.jobs import ProgramOutcome
 from blockstep.conformance.search.isolation.place import Isolation
 from blockstep.conformance.search.isolation.process import (
     BUILD_SECONDS,
@@ -18,6 +17,7 @@ from blockstep.conformance.search.isolation.process import (
     HarnessError,
     LostError,
     RefusedError,
+    end_all,
 )
 
 __all__ = [
@@ -26,6 +26,6 @@ __all__ = [
     "HarnessError",
     "Isolation",
     "LostError",
-    "ProgramOutcome",
     "RefusedError",
+    "end_all",
 ]

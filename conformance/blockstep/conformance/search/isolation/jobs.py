@@ -11,37 +11,35 @@ import signal
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from blockstep.conformance.engine import EngineFactory
-from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.engine import BadEngineError, EngineFactory
+from blockstep.conformance.protocol.findings import tell_error
 from blockstep.conformance.protocol.lines import TraceError
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import EngineNotFoundError
-from blockstep.conformance.search.check import CheckResult, see_again, shrink_first
-from blockstep.conformance.search.episodes import EpisodeResult, Loss, run_episode
+from blockstep.conformance.search.check import (
+    CheckResult,
+    play_program,
+    see_again,
+    shrink_first,
+)
+from blockstep.conformance.search.episodes import EpisodeResult, run_episode
 from blockstep.conformance.search.isolation.watched import IMPORTING, Journal, WatchedFactory
-from blockstep.conformance.search.options import CheckOptions, find_profile, load
-from blockstep.conformance.search.shrink import Shrunk, conclude
+from blockstep.conformance.search.options import CheckOptions, load
 from blockstep.spec.vocabulary import ConfigError
 
+OUR_FOLDER = Path(__file__).parent
+FRAMES_MAX = 5
+"""Of an exception, so many are shown at most: the innermost."""
 Job: TypeAlias = tuple[Callable[..., object], CheckOptions, tuple[object, ...]]
 """To be done in a child: a function, and what it is given beside the engine."""
 Answer: TypeAlias = tuple[str, Any]
 """`done` and a value, or what went wrong and how it is said."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramOutcome:
-    """What one program came to: nothing wrong, a failure, or an engine that did not live."""
-
-    failure: Shrunk | None = None
-    loss: Loss | None = None
-    skipped: Mapping[str, int] = field(default_factory=dict)
-    """Actions not tried, by the capability that the engine lacks."""
 
 
 def play(
@@ -55,7 +53,7 @@ def play(
             return
 
 
-def plain(skipped: dict[str, int]) -> dict[str, int]:
+def plain(skipped: Mapping[str, int]) -> dict[str, int]:
     """Counts by names that are nothing but text: an engine may name a defect with a type of its."""
     return {str(name): count for name, count in skipped.items()}
 
@@ -64,7 +62,7 @@ def shrink_result(
     _options: CheckOptions, make_engine: EngineFactory, result: CheckResult
 ) -> CheckResult:
     """The result with its first failure made short."""
-    shrink_first(result, make_engine)
+    shrink_first(result, make_engine, lambda text: _send(("part", text)))
     return result
 
 
@@ -76,14 +74,23 @@ def show_result(
     return result
 
 
-def run(options: CheckOptions, make_engine: EngineFactory, program: Program) -> ProgramOutcome:
+def run(options: CheckOptions, make_engine: EngineFactory, program: Program) -> CheckResult:
     """What a program comes to."""
-    lockstep, findings = run_program(program, make_engine, find_profile(options.profile))
-    failure = conclude(program, lockstep, findings) if findings else None
-    return ProgramOutcome(failure, skipped=plain(lockstep.skipped))
+    result = play_program(options, program, make_engine)
+    return replace(result, skipped=Counter(plain(result.skipped)))
 
 
 # The process.
+
+
+_answers: BinaryIO | None = None
+"""Where the answers of this process go."""
+
+
+def _send(answer: Answer) -> None:
+    assert _answers is not None, "called in the child"
+    _answers.write(pickle.dumps(answer))
+    _answers.flush()
 
 
 def serve(folder: str) -> None:
@@ -93,7 +100,8 @@ def serve(folder: str) -> None:
     """
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     source = os.fdopen(os.dup(0), "rb")
-    answers = os.fdopen(os.dup(1), "wb")
+    global _answers  # noqa: PLW0603 - the process has one
+    _answers = os.fdopen(os.dup(1), "wb")
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115, PTH123 - until the end
     os.dup2(sys.stdin.fileno(), 0)
     os.dup2(2, 1)
@@ -105,13 +113,22 @@ def serve(folder: str) -> None:
     try:
         while True:
             for answer in _do(jobs.get(), journal):
-                answers.write(pickle.dumps(answer))
-                answers.flush()
+                journal.end_copy()
+                _send(answer)
     except SystemExit as error:
         os._exit(error.code if isinstance(error.code, int) else 1)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        _show_frames(error)
         os._exit(1)
+
+
+def _show_frames(error: BaseException) -> None:
+    """Where in the engine it was raised, on standard error; where we called it says nothing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    calls = [n for n, frame in enumerate(frames, 1) if Path(frame.filename).parent == OUR_FOLDER]
+    theirs = frames[max(calls, default=0) :] or frames[-1:]
+    sys.stderr.write("".join(traceback.format_list(theirs[-FRAMES_MAX:])))
+    sys.stderr.flush()
 
 
 def _take_jobs(source: BinaryIO, jobs: queue.SimpleQueue[Job]) -> None:
@@ -119,6 +136,8 @@ def _take_jobs(source: BinaryIO, jobs: queue.SimpleQueue[Job]) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             jobs.put(pickle.load(source))  # noqa: S301 - written by our own parent
+    if sys.platform != "win32":
+        os.killpg(0, signal.SIGKILL)  # with all that the engine has started
     os._exit(0)
 
 
@@ -141,11 +160,11 @@ def _do(job: Job, journal: Journal) -> Iterator[Answer]:
         yield "done", value
     except EngineNotFoundError as error:
         yield "not found", str(error)
-    except (ConfigError, TraceError) as error:
+    except (BadEngineError, ConfigError, TraceError) as error:
         yield "refused", str(error)
     except Exception as error:
         if watched is None or error is watched.error:
-            traceback.print_exc()
-            yield "raised", f"{type(error).__name__}: {error}"
+            _show_frames(error)
+            yield "raised", tell_error(error)
         else:
             yield "harness", traceback.format_exc()

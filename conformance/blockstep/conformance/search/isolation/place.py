@@ -19,7 +19,6 @@ from blockstep.conformance.search.check import CheckResult, search
 from blockstep.conformance.search.episodes import EpisodeResult, Loss
 from blockstep.conformance.search.floor import Facts, look
 from blockstep.conformance.search.isolation import jobs
-from blockstep.conformance.search.isolation.jobs import ProgramOutcome
 from blockstep.conformance.search.isolation.process import (
     EVENT_SECONDS,
     LostError,
@@ -27,7 +26,6 @@ from blockstep.conformance.search.isolation.process import (
     RefusedError,
 )
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.spec.profiles import STRICT
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -80,14 +78,21 @@ class Isolation:
             first = lost.loss.finding
             result = CheckResult(options, first=first, failed_episode=episode, loss=lost.loss)
         if result.first is not None and result.loss is None:
-            result = self._shrink(result)
+            result = self._shrink(result, on_progress)
         result.seconds = time.perf_counter() - started
         return result
 
-    def _shrink(self, result: CheckResult) -> CheckResult:
+    def _shrink(
+        self, result: CheckResult, on_progress: Callable[[CheckResult], None]
+    ) -> CheckResult:
         """The result with its failure: shrunk, or else as it was, or else what is known of it."""
         try:
-            return self.call(jobs.shrink_result, result.options, result)
+            return self.call(
+                jobs.shrink_result,
+                result.options,
+                result,
+                on_part=lambda now: on_progress(replace(result, shrinking=now)),
+            )
         except LostError as lost:
             loss = lost.loss
         try:
@@ -95,8 +100,8 @@ class Isolation:
         except LostError as lost:
             return replace(result, loss=lost.loss)
 
-    def run(self, engine: str, program: Program, profile: str = STRICT.name) -> ProgramOutcome:
-        """Run one program, as `driver.run_program` does.
+    def run(self, options: CheckOptions, program: Program) -> CheckResult:
+        """Run one program, as `check.play_program` does.
 
         Raises:
             EngineNotFoundError: if the engine cannot be loaded.
@@ -104,9 +109,11 @@ class Isolation:
             HarnessError: if the run itself failed.
         """
         try:
-            return self.call(jobs.run, CheckOptions(engine, profile=profile), program)
+            return self.call(jobs.run, options, program)
         except LostError as lost:
-            return ProgramOutcome(loss=lost.loss)
+            first, num_events = lost.loss.finding, len(lost.loss.events)
+            told = CheckResult(options, num_episodes=1, num_events=num_events, first=first)
+            return replace(told, failing_program=program, loss=lost.loss)
 
     def look(self, options: CheckOptions) -> Facts:
         """What the engine says of itself."""
@@ -118,7 +125,7 @@ class Isolation:
         try:
             self.call(jobs.play, options, range(start, start + count), on_part=results.append)
         except LostError as lost:
-            results.append(_lose_episode(start + len(results), lost.loss))
+            results.append(lose_episode(start + len(results), lost.loss))
         return results
 
     @contextlib.contextmanager
@@ -154,6 +161,11 @@ class Isolation:
         except (EngineNotFoundError, RefusedError):
             self._idle.append(child)
             raise
+        except LostError as lost:
+            child.stop()
+            if not lost.is_imported:
+                raise EngineNotFoundError(f"engine {options.engine!r}: {lost}") from lost
+            raise
         except BaseException:
             child.stop()
             raise
@@ -174,13 +186,15 @@ class Isolation:
         return Process(Path(folder), self._path, self._event_seconds)
 
 
-def _lose_episode(index: int, loss: Loss) -> EpisodeResult:
+def lose_episode(index: int, loss: Loss) -> EpisodeResult:
+    """An episode in which the engine did not live."""
     return EpisodeResult(
         index=index,
         num_events=len(loss.events),
         witnesses={},
         skipped={},
         known={},
+        deviations={},
         has_snapshot=True,
         first=loss.finding,
         loss=loss,

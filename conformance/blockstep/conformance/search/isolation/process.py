@@ -28,6 +28,10 @@ BUILD_SECONDS = 120.0
 
 And between two calls, where no engine has any business, but may have left something that hangs.
 """
+ERRORS_BYTES_MAX = 1 << 26
+"""What an engine may print in one job; then what it has printed is forgotten."""
+LAST_WORDS_BYTES = 1 << 16
+"""Of what it printed last, so much is read."""
 LAST_WORDS_MAX = 12
 """Lines of the child's standard error that are shown, at most."""
 OUR_FOLDER = Path(__file__).parent
@@ -35,6 +39,15 @@ LOOKS_PER_SECOND = 5.0
 """How often a journal is looked at, at least."""
 DUMPS = ("Fatal Python error", "Windows fatal exception", "Current thread", "Stack (most")
 """How faulthandler begins to say where a thread is."""
+
+
+_living: set[Process] = set()
+
+
+def end_all() -> None:
+    """End every process there is, at once."""
+    for process in tuple(_living):
+        process.kill()
 
 
 class HarnessError(Exception):
@@ -48,9 +61,10 @@ class RefusedError(ValueError):
 class LostError(Exception):
     """The child is gone, or its engine is of no use."""
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: Loss, is_imported: bool = True) -> None:
         super().__init__(loss.message)
         self.loss = loss
+        self.is_imported = is_imported
 
 
 class Process:
@@ -74,6 +88,7 @@ class Process:
                 stderr=errors,
                 start_new_session=True,
             )
+        _living.add(self)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._jobs = self._process.stdin
@@ -128,6 +143,7 @@ class Process:
                 has_ended = True
             if has_ended:
                 self._lose(self._say_how_it_ended())
+            self._bound_errors()
             if (now := self._look()) != before:
                 since, before = time.monotonic(), now
                 continue
@@ -160,10 +176,22 @@ class Process:
                 lines.pop()
         where = lines[-1] if lines else ""
         events = tuple(line for line in lines if line and not line.startswith(ASIDE))
-        last_words = _find_last_words(self._errors.read_text(errors="replace"))
+        last_words = _find_last_words(self._read_errors())
         config = json.loads(header)[1] if header else ""
         seconds = None if self._event_seconds == EVENT_SECONDS else self._event_seconds
-        raise LostError(Loss(f"{how}{_say_where(where)}", config, events, last_words, seconds))
+        loss = Loss(f"{how}{_say_where(where)}", config, events, last_words, seconds)
+        raise LostError(loss, is_imported=where != IMPORTING)
+
+    def _bound_errors(self) -> None:
+        """Forget what was printed if it is too much; the file is appended to."""
+        with contextlib.suppress(OSError):
+            if self._errors.stat().st_size > ERRORS_BYTES_MAX:
+                os.truncate(self._errors, 0)
+
+    def _read_errors(self) -> str:
+        with self._errors.open("rb") as errors:
+            errors.seek(max(errors.seek(0, os.SEEK_END) - LAST_WORDS_BYTES, 0))
+            return errors.read().decode(errors="replace")
 
     def _say_how_it_ended(self) -> str:
         try:
@@ -191,6 +219,7 @@ class Process:
         """The same, and wait for its end."""
         self.kill()
         self._process.wait()
+        _living.discard(self)
         with contextlib.suppress(OSError):
             self._jobs.close()
         self._reader.join(timeout=1.0)

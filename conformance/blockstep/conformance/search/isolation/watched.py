@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
-from blockstep.conformance.engine import Engine, EngineFactory, get_declines, get_judged, get_traits
+from blockstep.conformance.engine import Engine, EngineFactory, build, get_traits
 from blockstep.conformance.protocol.program import describe, describe_config, describe_event
+from blockstep.conformance.search.wrapped import Wrapped
 from blockstep.spec.vocabulary import Commit, Config, Drafts, Event, Observation, Snapshot
 
 JOURNAL_BYTES = 1 << 16
@@ -32,6 +33,7 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
+        self._owner = os.getpid()
         self._file = os.open(path, os.O_RDWR | os.O_CREAT)
         self._num_begun = 0
         self._end = 0
@@ -53,7 +55,13 @@ class Journal:
 
     def leave(self) -> None:
         """The engine gave it back."""
+        self.end_copy()
         self._write("\n")
+
+    def end_copy(self) -> None:
+        """A copy of this process that the engine has made, and that comes back to us, ends here."""
+        if os.getpid() != self._owner:
+            os._exit(0)
 
     def _write(self, text: str) -> None:
         told = text.encode(errors="replace")
@@ -68,35 +76,33 @@ class Journal:
         self._map = mmap.mmap(self._file, num_bytes)
 
 
-class WatchedEngine:
+class WatchedEngine(Wrapped):
     """An engine whose every call is in the journal before it is made.
 
     A call that ends otherwise than by returning or raising an `Exception` never leaves.
     """
 
     def __init__(self, engine: Engine, watched: WatchedFactory) -> None:
-        self._engine = engine
+        watched.call("(naming what it judges)", super().__init__, engine)
         self._watched = watched
-        self.judges = watched.call("(naming what it judges)", get_judged, engine)
-        self._declines = get_declines(engine)
 
     def declines(self, event: Event) -> str | None:
         """As the engine does."""
         if self._declines is None:
             return None
-        return self._watched.call("(saying what it declines)", self._declines, event)
+        return self._watched.call("(saying what it declines)", super().declines, event)
 
     def apply(self, event: Event) -> Observation:
         """As the engine does."""
-        return self._watched.call(say(event), self._engine.apply, event)
+        return self._watched.call(say(event), super().apply, event)
 
     def snapshot(self) -> Snapshot | None:
         """As the engine does."""
-        return self._watched.call("(showing its state)", self._engine.snapshot)
+        return self._watched.call("(showing its state)", super().snapshot)
 
     def capabilities(self) -> frozenset[str]:
         """As the engine does."""
-        return self._watched.call("(naming its capabilities)", self._engine.capabilities)
+        return self._watched.call("(naming its capabilities)", super().capabilities)
 
 
 class WatchedFactory:
@@ -112,7 +118,7 @@ class WatchedFactory:
     def __call__(self, config: Config) -> WatchedEngine:
         """Build one."""
         self.journal.begin(describe_config(config))
-        return WatchedEngine(self.call(BUILDING, self._make_engine, config), self)
+        return WatchedEngine(self.call(BUILDING, build, self._make_engine, config), self)
 
     def call(self, what: str, function: Callable[[*Ts], T], *args: *Ts) -> T:
         """What a function of the engine returns, or raises."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
@@ -23,12 +22,9 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 if TYPE_CHECKING:
-    from blockstep.conformance.lockstep.driver import LockStep
-    from blockstep.conformance.protocol.findings import Finding
-    from blockstep.conformance.protocol.program import Action, Program
+    from blockstep.conformance.pytest_plugin.fixture import Bench
     from blockstep.conformance.search.isolation import Isolation
     from blockstep.conformance.search.options import CheckOptions
-    from blockstep.spec.vocabulary import Config
 
 NAME = "blockstep"
 PRESETS_DEFAULT = ("tiny", "small")
@@ -53,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--blockstep-depth", metavar="N", type=int, help="Plans in flight at once, at most.")
     add("--blockstep-with", metavar="NAME", action="append", help="A feature of every run.")
     add("--blockstep-without", metavar="NAME", action="append", help="A feature of no run.")
+    add("--blockstep-corpus", metavar="FOLDER", help="Programs of check --save: a test for each.")
     add("--blockstep-json", metavar="FILE", help="Write what the checks came to, as JSON.")
     add(
         "--blockstep-event-seconds",
@@ -150,6 +147,10 @@ class Campaign:
         json_path: str | None = config.getoption("blockstep_json")
         if json_path is not None and not Path(json_path).parent.is_dir():
             raise pytest.UsageError(f"--blockstep-json {json_path!r}: there is no such folder")
+        corpus: str | None = config.getoption("blockstep_corpus")
+        self.corpus = None if corpus is None else Path(corpus)
+        if self.corpus is not None and not self.corpus.is_dir():
+            raise pytest.UsageError(f"--blockstep-corpus {corpus!r}: there is no such folder")
         self.path = str(config.invocation_params.dir)
         """Looked in first for the engine, as the command line looks into its folder."""
         self.isolation: Isolation = Isolation(seconds, [self.path])
@@ -203,6 +204,25 @@ class Campaign:
             return {"error": f"blockstep: {error}"}
         text = verdict_text(result) if result.first is None else tell_failure(result)
         return {"check": check_to_json(result), "text": text}
+
+    def play(self, path: Path) -> tuple[str, str]:
+        """What is wrong with a program of the corpus, and what of it was not tried; "" if nothing.
+
+        What keeps it from being played at all is wrong; but for a config that the engine lacks.
+        """
+        from blockstep.conformance.protocol import lines, program_file, registry  # noqa: PLC0415
+        from blockstep.conformance.report.failure import tell_failure  # noqa: PLC0415
+        from blockstep.conformance.search import isolation  # noqa: PLC0415
+
+        options = replace(self._options[self.presets[0]], program=str(path))
+        try:
+            result = self.isolation.run(options, program_file.read_program(path))
+        except isolation.RefusedError as error:
+            return "", str(error)
+        except (lines.TraceError, registry.EngineNotFoundError) as error:
+            return f"blockstep: {error}", ""
+        text = "" if result.first is None else tell_failure(result)
+        return text, "; ".join(result.skipped)
 
     def get_outcomes(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Those that there are, by preset. What could not be checked has none."""
@@ -271,10 +291,12 @@ def _read_options(config: pytest.Config, presets: Sequence[str]) -> dict[str, Ch
 
 
 class EngineNode(pytest.Collector):
-    """What is collected for the engine: a node for each preset."""
+    """What is collected for the engine: a node for the corpus, and one for each preset."""
 
-    def collect(self) -> Iterator[PresetNode]:
-        """The presets, in the order in which they were asked for."""
+    def collect(self) -> Iterator[CorpusNode | PresetNode]:
+        """The corpus, then the presets in the order in which they were asked for."""
+        if self.config.stash[CAMPAIGN].corpus is not None:
+            yield CorpusNode.from_parent(self, name="corpus")
         for preset in self.config.stash[CAMPAIGN].presets:
             yield PresetNode.from_parent(self, name=preset)
 
@@ -294,11 +316,60 @@ class PresetNode(pytest.Collector):
             yield SubjectItem.from_parent(self, name=aspect, subject=aspect)
 
 
+class CorpusNode(pytest.Collector):
+    """A folder of programs: a test for each."""
+
+    def collect(self) -> Iterator[ProgramItem]:
+        """The programs, in the order of their names."""
+        from blockstep.conformance.protocol.lines import TraceError  # noqa: PLC0415 - only if wanted
+        from blockstep.conformance.search.corpus import find_programs  # noqa: PLC0415
+
+        folder = self.config.stash[CAMPAIGN].corpus
+        assert folder is not None
+        try:
+            for path in find_programs(folder):
+                name = path.relative_to(folder).with_suffix("").as_posix()
+                yield ProgramItem.from_parent(self, name=name, program_path=path)
+        except TraceError as error:
+            raise self.CollectError(f"blockstep: {error}") from None
+
+
 class FailedCheckError(Exception):
     """Its text is the whole report: there is no traceback worth reading."""
 
 
-class SubjectItem(pytest.Item):
+class EngineItem(pytest.Item):
+    """A test of the engine, which is in no file."""
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """The text of a failed check as it is."""
+        if isinstance(excinfo.value, FailedCheckError):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, None, str]:
+        """It has no place in any file."""
+        return self.path, None, self.nodeid
+
+
+class ProgramItem(EngineItem):
+    """One program of the corpus."""
+
+    def __init__(self, *, program_path: Path, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._program_path = program_path
+        self.add_marker(NAME)
+
+    def runtest(self) -> None:
+        """Pass, fail with the face of the failure, or be skipped for what the engine lacks."""
+        text, reasons = self.config.stash[CAMPAIGN].play(self._program_path)
+        if text:
+            raise FailedCheckError(text.rstrip("\n"))
+        if reasons:
+            pytest.skip(f"not tried: {reasons}")
+
+
+class SubjectItem(EngineItem):
     """One property, or one aspect, of an engine in one preset."""
 
     def __init__(self, *, subject: str, **kwargs: Any) -> None:
@@ -336,100 +407,8 @@ class SubjectItem(pytest.Item):
         if word == "skipped":
             pytest.skip(reason)
 
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The text of a failed check as it is."""
-        if isinstance(excinfo.value, FailedCheckError):
-            return str(excinfo.value)
-        return super().repr_failure(excinfo, style)
-
-    def reportinfo(self) -> tuple[Path, None, str]:
-        """It has no place in any file."""
-        return self.path, None, self.nodeid
-
 
 # The fixture.
-
-
-class Walk:
-    """A program of one's own, one action at a time. In this process, unlike `Bench.run`."""
-
-    def __init__(self, bench: Bench, run: LockStep) -> None:
-        self._bench = bench
-        self.run = run
-        """Both sides: `run.engine`, `run.plans` in flight, `run.live`, `run.last_plan`."""
-        self.actions: list[Action] = []
-
-    def perform(self, *actions: Action) -> None:
-        """Do these actions on both sides. Raises AssertionError with all that is wrong."""
-        __tracebackhide__ = True
-        for action in actions:
-            self.actions.append(action)
-            findings = self.run.perform(action)
-            if findings:
-                raise AssertionError(self._bench.render(self, findings))
-
-
-class Bench:
-    """What the fixture `blockstep` is: runs programs of one's own on the engine."""
-
-    def __init__(self, campaign: Campaign, nodeid: str) -> None:
-        self._campaign = campaign
-        self._nodeid = nodeid
-        self.engine = campaign.engine
-        self.profile = campaign.profile
-
-    def run(self, program: Program | Sequence[Action], config: Config | None = None) -> None:
-        """Run a program, or actions under a config, in a child process.
-
-        Raises:
-            AssertionError: with all that is wrong.
-        """
-        from blockstep.conformance.protocol.program import Program  # noqa: PLC0415 - only if wanted
-        from blockstep.conformance.report.failure import tell_program  # noqa: PLC0415
-
-        __tracebackhide__ = True
-        if not isinstance(program, Program):
-            if config is None:
-                raise ValueError(
-                    "actions need a config: blockstep.run(actions, config=Config(...))"
-                )
-            program = Program(config, tuple(program))
-        elif config is not None:
-            raise ValueError("a Program has a config of its own: leave config out")
-        outcome = self._campaign.isolation.run(self.engine, program, self.profile)
-        if outcome.failure is not None or outcome.loss is not None:
-            raise AssertionError(f"{tell_program(outcome, self.engine)}\n{self._reproduce()}")
-        for name, count in outcome.skipped.items():
-            pytest.skip(f"not tried: the engine lacks {name} ({count} actions left out)")
-
-    def lockstep(self, config: Config, token_seed: int = 0, vocabulary_size: int = 50) -> Walk:
-        """Both sides, to be given one action at a time; in this process."""
-        from blockstep.conformance.lockstep.runs import get_start  # noqa: PLC0415
-        from blockstep.conformance.protocol.registry import load_engine  # noqa: PLC0415
-        from blockstep.conformance.search.options import find_profile  # noqa: PLC0415 - only if wanted
-
-        if self._campaign.path not in sys.path:
-            sys.path.insert(0, self._campaign.path)
-        make_engine = load_engine(self.engine)
-        profile = find_profile(self.profile)
-        start = get_start(make_engine)
-        run = start(config, make_engine, token_seed, vocabulary_size, True, profile)
-        return Walk(self, run)
-
-    def render(self, walk: Walk, findings: list[Finding]) -> str:
-        """The face of a failure, ending with how to see it again."""
-        from blockstep.conformance.protocol.program import Program  # noqa: PLC0415
-        from blockstep.conformance.report.failure import render_program  # noqa: PLC0415
-        from blockstep.conformance.search.shrink import conclude  # noqa: PLC0415
-
-        program = Program(walk.run.config, tuple(walk.actions))
-        text = render_program(conclude(program, walk.run, findings), self.engine)
-        return f"{text}\n{self._reproduce()}"
-
-    def _reproduce(self) -> str:
-        profile = "" if self.profile == "strict" else f" --blockstep-profile={self.profile}"
-        command = f"pytest '{self._nodeid}' --blockstep-engine={self.engine}{profile}"
-        return f"  reproduce  {command} -m 'not {NAME}'"
 
 
 @pytest.fixture
@@ -438,4 +417,6 @@ def blockstep(request: pytest.FixtureRequest) -> Bench:
     campaign = request.config.stash.get(CAMPAIGN, None)
     if campaign is None:
         pytest.skip("no engine: name one with --blockstep-engine")
+    from blockstep.conformance.pytest_plugin.fixture import Bench  # noqa: PLC0415 - only if wanted
+
     return Bench(campaign, request.node.nodeid)

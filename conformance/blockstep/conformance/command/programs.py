@@ -1,0 +1,130 @@
+"""Programs: options of `blockstep check` that play programs from files, or write one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from blockstep.conformance.command import console, options
+from blockstep.conformance.protocol.program_file import read_program, write_program
+from blockstep.conformance.report.as_test import write_test
+from blockstep.conformance.report.colour import paint
+from blockstep.conformance.report.failure import tell_failure
+from blockstep.conformance.report.verdict import render_verdict
+from blockstep.conformance.search.check import CheckResult, play_program
+from blockstep.conformance.search.corpus import find_programs
+from blockstep.conformance.search.isolation import Isolation, RefusedError
+from blockstep.conformance.search.options import CheckOptions, load
+from blockstep.spec.vocabulary import ConfigError
+
+ProgramOption = Annotated[
+    Path | None, typer.Option(help="Play this program (of --save) only; nothing is drawn.")
+]
+CorpusOption = Annotated[
+    Path | None, typer.Option(help="A folder of programs, all played before any is drawn.")
+]
+SaveOption = Annotated[
+    Path | None,
+    options.output(
+        "Write the failing program to this file ('-': stdout): as JSON, or as a pytest test if it "
+        "ends in .py."
+    ),
+]
+
+
+def require_one(program: Path | None, corpus: Path | None, episode: int | None) -> None:
+    """See that at most one says what is played instead of, or before, what is drawn."""
+    names = {"--program": program, "--corpus": corpus, "--episode": episode}
+    given = [name for name, value in names.items() if value is not None]
+    if len(given) > 1:
+        console.usage(f"{' and '.join(given)}: each says what is played; give one of them")
+    if corpus is not None and not corpus.is_dir():
+        console.usage(f"--corpus {corpus}: there is no such folder; make it with check --save")
+
+
+def play(
+    options: CheckOptions,
+    program: Path | None,
+    corpus: Path | None,
+    isolation: Isolation | None,
+    screen: Console,
+) -> list[CheckResult]:
+    """Play the programs of the options and tell what they come to. Raises as `play_file`."""
+    if program is not None:
+        result = play_file(options, program, isolation)
+        tell(result, screen)
+        return [result]
+    return [] if corpus is None else play_corpus(options, corpus, isolation, screen)
+
+
+def tell(result: CheckResult, screen: Console) -> None:
+    """Print what a check came to."""
+    if result.first is None:
+        render_verdict(result, screen)
+    else:
+        screen.print(paint(tell_failure(result)), soft_wrap=True, end="")
+
+
+def play_file(options: CheckOptions, path: Path, isolation: Isolation | None) -> CheckResult:
+    """What the program in a file comes to; without `isolation` in this process.
+
+    Raises:
+        TraceError: the file holds no program.
+        ConfigError, RefusedError: the engine cannot be built with its config.
+        EngineNotFoundError, HarnessError: as ever.
+    """
+    program, options = read_program(path), replace(options, program=str(path))
+    if isolation is None:
+        return play_program(options, program, load(options))
+    return isolation.run(options, program)
+
+
+def play_corpus(
+    options: CheckOptions, folder: Path, isolation: Isolation | None, screen: Console
+) -> list[CheckResult]:
+    """What the programs of a folder come to, each of which is told in a line, or in full.
+
+    Raises:
+        TraceError: a file holds no program, or there is none.
+        EngineNotFoundError, HarnessError: as ever.
+    """
+    results = []
+    for path in find_programs(folder):
+        try:
+            result = play_file(options, path, isolation)
+        except (ConfigError, RefusedError) as error:
+            result = CheckResult(replace(options, program=str(path)))
+            result.skipped[str(error)] = 1
+        results.append(result)
+        if result.first is not None:
+            tell(result, screen)
+    failed = sum(result.first is not None for result in results)
+    idle = [result for result in results if result.first is None and not result.num_events]
+    for result in idle:
+        reasons = "; ".join(result.skipped)
+        screen.print(f"not tried   {result.options.program}: {reasons}", soft_wrap=True)
+    told = f"corpus      {folder}: {failed} of {len(results)} programs failed"
+    screen.print(f"{told}, {len(idle)} not tried", soft_wrap=True)
+    return results
+
+
+def save(path: Path | None, result: CheckResult) -> None:
+    """Write the program that failed, if that is wanted and there is one."""
+    if path is None:
+        return
+    failure, first = result.failure, result.first
+    program = result.failing_program if failure is None else failure.program
+    if first is None or program is None:
+        why = "nothing failed" if first is None else "the engine did not live to name its program"
+        typer.echo(f"blockstep: --save {path}: nothing to write: {why}", err=True)
+        return
+    note = " ".join(filter(None, (first.property_id, f"{first.sentence}:", first.message)))
+    write = write_test if path.suffix == ".py" else write_program
+    try:
+        console.write(path, write(program, note))
+    except ValueError as error:
+        console.usage(f"--save {path}: {error}")

@@ -1,0 +1,94 @@
+"""Command: `blockstep score`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from blockstep.conformance.command import console, options
+from blockstep.conformance.command.check import (
+    TRUSTED,
+    EventSecondsOption,
+    FolderOption,
+    PolicyOption,
+)
+from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
+from blockstep.conformance.protocol.registry import MUSEUM
+from blockstep.conformance.report.score import render_score, score_to_json
+from blockstep.conformance.search.isolation import EVENT_SECONDS, Isolation
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.score import ScoreResult, call_here, score
+from blockstep.spec.profiles import STRICT
+
+
+def score_command(
+    engine: options.Engine = "host",
+    preset: Annotated[
+        str, typer.Option(help=f"Scope of the runs: {', '.join(PRESETS)}.")
+    ] = "small",
+    policy: PolicyOption = None,
+    profile: Annotated[
+        str, typer.Option(help="Release that the engine is measured against (blockstep quirks).")
+    ] = STRICT.name,
+    depth: options.Depth = MAX_DEPTH,
+    with_features: options.With = None,
+    without_features: options.Without = None,
+    path: FolderOption = None,
+    seed: options.Seed = 0,
+    budget: Annotated[
+        str, typer.Option(help="How long: a number of events (repeatable), or 60s, 5m.")
+    ] = "20000",
+    episode: Annotated[
+        int | None, typer.Option(min=0, help="Score this one episode only (to reproduce).")
+    ] = None,
+    least: Annotated[
+        float, typer.Option(min=0, max=100, help="Exit 1 if less than so many per cent agree.")
+    ] = 0.0,
+    event_seconds: EventSecondsOption = EVENT_SECONDS,
+    json_path: options.Json = None,
+) -> None:
+    """Count how far an engine does the same as the spec, past every difference.
+
+    Both play the same programs, each on its own; steps, admissions, prefix hits, preemptions and
+    endings that agree are counted, and the first difference of each kind is made short.
+
+    Example: blockstep score --engine mypkg.simulator:make --profile vllm-0.19.1
+    """
+    screen = console.make_screen(json_path)
+    options.require_preset(preset)
+    options.require_profile(profile)
+    if not event_seconds > 0:
+        console.usage(f"--event-seconds {event_seconds:g}: must be above 0")
+    max_events, max_seconds = options.require_budget(budget)
+    wanted = CheckOptions(
+        engine=engine,
+        preset=preset,
+        policy=policy,
+        seed=seed,
+        max_events=max_events,
+        max_seconds=max_seconds,
+        episode=episode,
+        max_depth=depth,
+        profile=profile,
+        path=None if path is None else str(path.resolve()),
+        with_features=options.require_features(with_features),
+        without_features=options.require_features(without_features),
+    )
+    is_trusted = engine in TRUSTED or engine.startswith(MUSEUM)
+    with console.input_errors(), Isolation(event_seconds) as isolation:
+        call = call_here if is_trusted else isolation.call
+        with console.progress(screen, f"scoring {engine}") as advance:
+            result = score(wanted, call, lambda now: advance(*_progress(wanted, now)))
+    console.say(render_score(result, least / 100), json_path)
+    console.write_json(json_path, score_to_json(result, least / 100))
+    raise typer.Exit(result.exit_code(least / 100))
+
+
+def _progress(wanted: CheckOptions, now: ScoreResult) -> tuple[float, str]:
+    done = 1.0
+    if wanted.max_events:
+        done = now.num_events / wanted.max_events
+    elif wanted.max_seconds:
+        done = now.seconds / wanted.max_seconds
+    return min(done, 1.0), f"{now.num_events:,} events, {now.num_episodes:,} episodes"

@@ -1,0 +1,367 @@
+"""MiniSglang: the scheduler of a checkout of mini-sglang, behind the Engine protocol.
+
+Its code runs as it is (`mini_sglang_cpu`) and answers are translated without repair. A turn of
+its loop plans, launches and answers in one go; here it is held after the launch. So Schedule is the
+first half of a turn and Commit the second: for the same batch in its normal loop, for the one
+before in its overlapping loop (`async_scheduling`). A message waits for the next turn.
+It decides differently on purpose (prefill first), so it is held to the equivalence `safety`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from blockstep.conformance.engine import (
+    Capability,
+    Deviation,
+    EngineFault,
+    EngineTraits,
+    Safety,
+    show_state,
+)
+from blockstep.conformance.engines.adapters.mini_sglang_cpu import (
+    EOS,
+    ChunkedReq,
+    Loop,
+    OnCpu,
+    Row,
+    SchedulerConfig,
+    core,
+    distributed,
+    messages,
+)
+from blockstep.conformance.protocol.program import Drain, Program
+from blockstep.spec import vocabulary as v
+
+PAGE_SIZE_MAX = 32
+"""Its page table is as wide as the model is long, rounded up to this."""
+
+SITUATIONS = (
+    *("admitted", "prefix_hit", "chunked_prefill", "several_frames_in_flight", "stop_eos"),
+    "stop_length",
+)
+
+
+def fit_config(config: v.Config) -> v.Config:
+    """Its switches, pages as its kernels know them, a model that fits, a token for each row."""
+    page_size = min(1 << config.block_size.bit_length() - 1, PAGE_SIZE_MAX)
+    num_slots = config.num_usable_blocks * page_size
+    return v.Config(
+        num_blocks=config.num_blocks,
+        block_size=page_size,
+        max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=min(config.max_model_len, num_slots),
+        enable_prefix_caching=config.enable_prefix_caching,
+        max_frames_in_flight=2 if config.async_scheduling else 1,
+        async_scheduling=config.async_scheduling,
+    )
+
+
+def fit_request(request: v.Request, _config: v.Config) -> v.Request:
+    """A prompt, a length and one end-of-sequence token."""
+    eos = None if request.eos_token_id is None else EOS
+    return v.Request(
+        request.request_id, request.prompt_token_ids, request.max_tokens, eos_token_id=eos
+    )
+
+
+def _answers_all(event: v.Event, answer: v.Observation | None) -> bool:
+    """Whether a commit delivers to each that sampled, be it that some have ended."""
+    match event, answer:
+        case v.Commit(sampled=sampled), v.Outputs(rows=rows):
+            told = {row.request_id for row in rows}
+            return told == {row.request_id for row in sampled if row.token_ids}
+    return False
+
+
+_OVERLAP = v.Config(
+    num_blocks=7,
+    block_size=1,
+    max_num_seqs=1,
+    max_num_batched_tokens=4,
+    max_model_len=6,
+    async_scheduling=True,
+    max_frames_in_flight=2,
+)
+DEVIATIONS = (
+    Deviation(
+        "late_reply",
+        "who ends while a step of it is in flight is answered once more, which its server drops",
+        Program(
+            _OVERLAP,
+            (v.Submit(v.Request("A", (5, 6), 4, eos_token_id=EOS)), Drain()),
+            vocabulary_size=2,
+        ),
+        sentences=("delivered_rows_are_those_that_sampled",),
+        when=_answers_all,
+    ),
+    Deviation(
+        "last_step_ends",
+        "an abort does not find a request whose last step is in flight: it ends by that",
+        Program(
+            _OVERLAP,
+            (v.Submit(v.Request("A", (5,), 1)), v.Schedule(), v.Abort(("A",)), Drain()),
+        ),
+        sentences=("abort_ends_exactly_the_unfinished_it_names",),
+        when=lambda event, _answer: isinstance(event, v.Abort),
+    ),
+)
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """One request, from its submission on."""
+
+    request: v.Request
+    uid: int
+    told: tuple[v.BlockId, ...] | None = None
+    """The blocks that plans told of; None before the first."""
+
+    @property
+    def name(self) -> v.RequestId:
+        """The id of `request`."""
+        return self.request.request_id
+
+
+class MiniSglang:
+    """mini-sglang's scheduler as a system under test."""
+
+    traits = EngineTraits(
+        equivalence=Safety(fit_config, fit_request, situations=SITUATIONS, plans_ahead=True),
+        deviations=DEVIATIONS,
+    )
+
+    def __init__(self, config: v.Config) -> None:
+        self.config = config
+        with OnCpu():
+            self.loop = Loop(
+                SchedulerConfig(
+                    model_path="",
+                    tp_info=distributed.DistributedInfo(0, 1),
+                    dtype=torch.float16,
+                    max_running_req=config.max_num_seqs,
+                    page_size=config.block_size,
+                    max_seq_len_override=config.max_model_len,
+                    num_page_override=config.num_usable_blocks,  # it has no null block
+                    max_extend_tokens=config.max_num_batched_tokens,
+                    cache_type="radix" if config.enable_prefix_caching else "naive",
+                    offline_mode=True,
+                )
+            )
+        self.lives: list[Life] = []
+        """By uid."""
+        self.live: dict[v.RequestId, Life] = {}
+        self.data: Any = None
+        """What its overlapping loop hands from turn to turn: the batch that it launched last."""
+        self.last_rows: frozenset[int] = frozenset()
+        self.ended: set[v.RequestId] = set()
+        self.given_up: list[Life] = []
+        """Their aborts wait for the next turn."""
+        self.frames: list[v.FrameId] = []
+        """In flight, oldest first."""
+        self.num_frames = 0
+
+    def capabilities(self) -> frozenset[str]:
+        """It shows its state; it takes aborts and has a loop that plans ahead."""
+        return frozenset({Capability.SNAPSHOT, Capability.ASYNC, Capability.ABORT})
+
+    def apply(self, event: v.Event) -> v.Observation:
+        """Take one event."""
+        with OnCpu():
+            match event:
+                case v.Submit(request=request):
+                    return self._submit(request)
+                case v.Abort(request_ids=names):
+                    return self._abort(names)
+                case v.Schedule() if self.loop.due is None:
+                    return self._schedule()
+                case v.Commit(frame_id=frame_id, sampled=sampled) if self.loop.due is not None:
+                    if frame_id == self.frames[0]:
+                        return self._commit({row.request_id: row.token_ids for row in sampled})
+        raise EngineFault(f"not for mini-sglang now: {event!r}")
+
+    def _submit(self, request: v.Request) -> v.Ack:
+        life = Life(request, uid=len(self.lives))
+        self.lives.append(life)
+        self.live[life.name] = life
+        params = core.SamplingParams(
+            ignore_eos=request.eos_token_id is None, max_tokens=request.max_tokens
+        )
+        text = torch.tensor(request.prompt_token_ids, dtype=torch.int32)
+        self.loop.inbox.append(messages.UserMsg(life.uid, text, params))
+        return v.Ack()
+
+    def _abort(self, names: tuple[v.RequestId, ...]) -> v.Aborted:
+        """It finds who waits or will decode again; who is in its last step goes on to its end."""
+        last = {req.uid for req in self._list_in_flight(self.data) if not req.can_decode}
+        lives = [self.live[name] for name in dict.fromkeys(names) if name in self.live]
+        self.loop.inbox += [messages.AbortBackendMsg(life.uid) for life in lives]
+        found = [life for life in lives if life.uid not in last]
+        self.given_up += found
+        return v.Aborted(ending_req_ids=tuple(life.name for life in found))
+
+    def _end_given_up(self) -> None:
+        """Its turn has begun: it has read the messages."""
+        held = {req.uid for req in self._list_in_flight(self.data, self.loop.due)}
+        for life in self.given_up:
+            if life.uid in held:
+                raise EngineFault(
+                    f"{life.name!r} is aborted and keeps its pages: new to the adapter"
+                )
+            self._end(life)
+        self.given_up = []
+
+    # Plans: the first half of a turn.
+
+    def _schedule(self) -> v.Plan:
+        runner = self.loop.engine
+        runner.rows = []
+        if self.config.async_scheduling:
+            self.data = self.loop.overlap_loop(self.data)
+        else:
+            self.loop.normal_loop()
+        remapped = [self.lives[row.req.uid].name for row in runner.rows if self._is_remapped(row)]
+        rows = [self._row(row) for row in runner.rows]
+        self._end_given_up()
+        self.last_rows = frozenset(row.req.uid for row in runner.rows)
+        ended, self.ended = self.ended, set()
+        self.num_frames += 1
+        if rows:
+            self.frames.append(self.num_frames - 1)
+        return v.Plan(
+            frame_id=self.num_frames - 1,
+            new=tuple(row for row in rows if isinstance(row, v.NewRow)),
+            cached=tuple(row for row in rows if isinstance(row, v.CachedRow)),
+            finished_req_ids=tuple(sorted(ended)),
+            remapped_req_ids=tuple(sorted(remapped)),
+        )
+
+    def _is_remapped(self, row: Row) -> bool:
+        told = self.lives[row.req.uid].told
+        return told is not None and row.blocks[: len(told)] != told
+
+    def _row(self, row: Row) -> v.NewRow | v.CachedRow:
+        req, life = row.req, self.lives[row.req.uid]
+        told, life.told = life.told, row.blocks
+        if told is None:
+            return v.NewRow(life.request, (row.blocks,), row.first, row.length)
+        prompt, text = life.request.prompt_token_ids, tuple(req.input_ids.tolist())
+        tokens = None if req.uid in self.last_rows else prompt + text[len(prompt) :]
+        num_outputs = max(row.first + row.length - len(prompt), 0)
+        is_longer = row.blocks[: len(told)] == told
+        table = (row.blocks[len(told) :] if is_longer else row.blocks,)
+        return v.CachedRow(life.name, False, table, tokens, row.first, num_outputs, row.length)
+
+    # Outputs: the second half.
+
+    def _commit(self, said: dict[v.RequestId, v.TokenIds]) -> v.Outputs:
+        batch, tokens = self.loop.due[0].batch, self.loop.due[1].next_tokens_cpu
+        for index, req in enumerate(batch.reqs):
+            # Its sampler says something for every row, also for one still in its prefill.
+            tokens[index] = (*said[self.lives[req.uid].name], EOS)[0]
+        del self.frames[0]
+        return v.Outputs(tuple(map(self._output, self.loop.answer())))
+
+    def _output(self, reply: Any) -> v.OutputRow:
+        life, reason = self.lives[reply.uid], None
+        if reply.finished:
+            is_stop = life.request.eos_token_id is not None and reply.next_token == EOS
+            reason = v.FinishReason.STOP if is_stop else v.FinishReason.LENGTH
+            self._end(life)
+        return v.OutputRow(life.name, (reply.next_token,), reason)
+
+    def _end(self, life: Life) -> None:
+        if self.live.get(life.name) is life:
+            del self.live[life.name]
+            self.ended.add(life.name)
+
+    # Its state.
+
+    def snapshot(self) -> v.Snapshot:
+        """Its state in canonical form; every block one higher, for it has no null block."""
+        waiting, running = self._list_waiting(), self._list_running()
+        requests = [
+            v.RequestSnapshot(self.lives[uid].name, v.Status.WAITING) for uid in waiting
+        ] + [self._show(req) for req in running.values()]
+        num_blocks = self.config.num_blocks
+        held = [block for request in requests for block in request.block_tables[0]]
+        free = [slot // self.config.block_size + 1 for slot in self._manager.free_slots.tolist()]
+        keys: list[v.BlockKey | None] = [None] * num_blocks
+        evictable = []
+        for node, block, key in self._walk_tree():
+            if keys[block] is not None:
+                raise EngineFault(f"page {block - 1} is in its radix tree twice")
+            keys[block] = key
+            if node.ref_count == 0:
+                evictable.append((node.timestamp, block))
+        return show_state(
+            sorted(requests, key=lambda request: request.request_id),
+            waiting=[self.lives[uid].name for uid in waiting],
+            running=[self.lives[uid].name for uid in running],
+            ref_counts=tuple(held.count(block) for block in range(num_blocks)),
+            free_queue=(*free, *(block for _, block in sorted(evictable))),
+            block_keys=tuple(keys),
+            num_frames_in_flight=len(self.frames),
+        )
+
+    @property
+    def _manager(self) -> Any:
+        return self.loop.cache_manager
+
+    def _list_waiting(self) -> list[int]:
+        """Who holds nothing yet: in its queue, or in a message that it has not read."""
+        queue = self.loop.prefill_manager.pending_list
+        unread = [message for message in self.loop.inbox if isinstance(message, messages.UserMsg)]
+        return [request.uid for request in (*queue, *unread) if not _chunk_of(request)]
+
+    def _list_running(self) -> dict[int, Any]:
+        """Who holds a table: between two chunks, decoding, or in its last batch."""
+        found = {}
+        for request in self.loop.prefill_manager.pending_list:
+            if _chunk_of(request):
+                found[request.uid] = request.chunked_req
+        found |= {req.uid: req for req in self.loop.decode_manager.running_reqs}
+        return found | {req.uid: req for req in self._list_in_flight(self.data, self.loop.due)}
+
+    def _list_in_flight(self, *launched: Any) -> list[Any]:
+        """Who of these batches holds a table and waits for a token."""
+        reqs = [req for data in launched if data is not None for req in data[0].batch.reqs]
+        freed = self.loop.freed
+        return [req for req in reqs if not isinstance(req, ChunkedReq) and req.uid not in freed]
+
+    def _show(self, req: Any) -> v.RequestSnapshot:
+        life = self.lives[req.uid]
+        num_prompt, num_known = len(life.request.prompt_token_ids), len(req.input_ids)
+        promised = 0 if isinstance(req, ChunkedReq) else req.device_len - num_known
+        return v.RequestSnapshot(
+            request_id=life.name,
+            status=v.Status.RUNNING,
+            output_token_ids=tuple(req.input_ids[num_prompt:].tolist()),
+            num_computed_tokens=req.cached_len,
+            num_output_placeholders=promised if self.config.async_scheduling else 0,
+            block_tables=(self.loop.engine.read_table(req),),
+        )
+
+    def _walk_tree(self) -> Iterator[tuple[Any, v.BlockId, v.BlockKey]]:
+        """Every page of its radix tree, with its node and what it holds."""
+        size, cache = self.config.block_size, self._manager.prefix_cache
+        nodes: list[tuple[Any, v.BlockKey | None]] = []
+        if self.config.enable_prefix_caching:
+            nodes = [(child, None) for child in cache.root_node.children.values()]
+        while nodes:
+            node, key = nodes.pop()
+            text, slots = tuple(node._key.tolist()), node.value.tolist()
+            for first in range(0, len(text), size):
+                key = v.BlockKey(key, text[first : first + size])
+                yield node, slots[first] // size + 1, key
+            nodes += [(child, key) for child in node.children.values()]
+
+
+def _chunk_of(request: Any) -> Any:
+    """What a request in its queue has computed so far, if anything."""
+    return getattr(request, "chunked_req", None)

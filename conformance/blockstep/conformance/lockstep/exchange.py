@@ -1,0 +1,37 @@
+"""Exchange: one event and both answers to it, and what is said of a side that gave none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind, tell_error
+from blockstep.spec import vocabulary as v
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One event and both answers to it."""
+
+    event: v.Event
+    expected: v.Observation
+    """The spec's answer."""
+    seen: v.Observation | None
+    """The engine's answer; None if it raised."""
+
+
+def fault_of(error: Exception) -> Finding:
+    """What an engine that raised has done wrong."""
+    return Finding(
+        FindingKind.FAULT,
+        "",
+        "engine_raises_nothing",
+        f"the engine raised {tell_error(error)}",
+        (Difference("exception", "none", type(error).__name__),),
+    )
+
+
+def blame_spec(error: AssertionError) -> Finding:
+    """What a spec that failed an assertion of its own has done wrong."""
+    return Finding(
+        FindingKind.SPEC, "", "spec_asserts_nothing_false", f"the spec is wrong: {error}"
+    )

@@ -1,0 +1,98 @@
+"""Plans: the equivalence of an engine that runs the same tokens for the same requests at each step.
+
+For simulators and ports that mimic a release and may have no blocks of their own. Compared are, by
+request and in no order: whether a row is new, running or resumed, how many tokens are computed and
+scheduled, which drafts; who is preempted; what is delivered and how it ends; which events are
+refused. Not compared are states, blocks, and what a plan repeats for the worker (ended requests,
+token lists, counts of outputs and of cached tokens).
+
+Plans that show block tables are played by a worker with memory, others by one that only counts
+tokens. Situations are counted on the specification's side: it did the same.
+
+    class Adapter:
+        traits = EngineTraits(equivalence=SamePlans(shows_blocks=False))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any, Self
+
+from blockstep.conformance.engine import EngineFactory, SamePlans, get_traits
+from blockstep.conformance.judge.answers import judge_answer
+from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.judge.worker.counting import CountingWorker
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.scoped import ScopedRun
+from blockstep.conformance.protocol.findings import Finding
+from blockstep.spec import vocabulary as v
+
+_request_id = attrgetter("request_id")
+
+
+def only_plan(observation: v.Observation) -> v.Observation:
+    """What is compared of an answer, in an order of its own."""
+    match observation:
+        case v.Plan():
+            return v.Plan(
+                observation.frame_id,
+                new=tuple(
+                    replace(row, block_ids=()) for row in sorted(observation.new, key=_request_id)
+                ),
+                cached=tuple(
+                    replace(row, new_block_ids=(), all_token_ids=None, num_output_tokens=0)
+                    for row in sorted(observation.cached, key=_request_id)
+                ),
+                preempted_req_ids=tuple(sorted(observation.preempted_req_ids)),
+            )
+        case v.Outputs(rows=rows):
+            ordered = sorted(rows, key=_request_id)
+            return v.Outputs(tuple(replace(row, num_cached_tokens=0) for row in ordered))
+        case v.Aborted(request_ids=names):
+            return v.Aborted(tuple(sorted(names)))
+        case v.DraftsTaken(request_ids=names):
+            return v.DraftsTaken(tuple(sorted(names)))
+        case _:
+            return observation
+
+
+def fit_worker(worker: Worker, make_engine: EngineFactory) -> Worker:
+    """A worker that can live on the plans of these engines: this one, if they show blocks."""
+    traits = get_traits(make_engine)
+    scope = traits.equivalence
+    if not isinstance(scope, SamePlans) or scope.shows_blocks or traits.make_worker is not None:
+        return worker
+    return CountingWorker(worker.config, worker.next_token)
+
+
+@dataclass(slots=True, kw_only=True)
+class PlanRun(ScopedRun):
+    """One run of one engine, compared in what it runs and delivers. Not reusable."""
+
+    @classmethod
+    def start(cls, config: v.Config, make_engine: EngineFactory, *args: Any, **kwargs: Any) -> Self:
+        """Build both sides and the worker that can live on the engine's plans.
+
+        Raises:
+            ConfigError: the engine cannot be built with this config.
+        """
+        run = super(PlanRun, cls).start(config, make_engine, *args, **kwargs)
+        run.worker = fit_worker(run.worker, make_engine)
+        return run
+
+    def _comparable(self, _snapshot: v.Snapshot | None) -> None:
+        """No state is compared, shown or not."""
+
+    def _diverge(
+        self, event: v.Event, expected: v.Observation, seen: object, after: v.Snapshot | None
+    ) -> Iterator[Finding]:
+        if isinstance(seen, type(expected)):
+            expected, seen = only_plan(expected), only_plan(seen)
+        return LockStep._diverge(self, event, expected, seen, after)
+
+    def _check_answer(self, event: v.Event, seen: v.Observation) -> list[Finding]:
+        """What holds of any engine's answer, and what its worker says."""
+        told = judge_answer(self.config, self.live, self.said, event, seen)
+        return [*told, *self.worker.observe(event, seen)]

@@ -1,0 +1,58 @@
+"""Renamed: the equivalence of an engine that takes other block ids, and decides all else alike.
+
+Answers and states are compared with the specification's as at `exact`, once the engine's block ids
+are renamed to the spec's (`protocol.renaming`). Which blocks share what, how many are held and
+free, and what can be found under which key is then equal; the order of the free queue need not be.
+Where it evicts something else in the end, that block is not found any more, and the states differ.
+
+The bijection is made anew for each state. That ids mean the same from one step to the next, the
+worker says: it plays the engine's own plans with the engine's own ids.
+
+    class Adapter:
+        traits = EngineTraits(equivalence=Renamed())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from blockstep.conformance.judge.properties import RENAMED_CHECKS, Step, check_step
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.scoped import ScopedRun
+from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.renaming import TablePairs, rename_snapshot, sort_free_queue
+from blockstep.spec import vocabulary as v
+
+
+@dataclass(slots=True, kw_only=True)
+class RenamedRun(ScopedRun):
+    """One run of one engine, compared up to the names of its blocks. Not reusable."""
+
+    tables: TablePairs = field(default_factory=TablePairs)
+
+    def _diverge(
+        self, event: v.Event, expected: v.Observation, seen: object, after: v.Snapshot | None
+    ) -> Iterator[Finding]:
+        if isinstance(expected, v.Plan) and isinstance(seen, v.Plan):
+            seen = self.tables.take(expected, seen)
+        if after is not None:
+            after = rename_snapshot(self.spec.snapshot(), after)
+        return LockStep._diverge(self, event, expected, seen, after)
+
+    def _check_step(self, step: Step) -> list[Finding]:
+        """What the sentences say that quote no order of the free queue, and the worker."""
+        before, after = sort_free_queue(step.before), sort_free_queue(step.after)
+        unordered = replace(step, before=before, after=after)
+        return check_step(unordered, self.ledger, self.worker, RENAMED_CHECKS)
+
+    def follow(self, event: v.Event, observation: v.Observation) -> None:
+        """Take in one event and the answer to it: whoever holds no block any more has no table."""
+        match event, observation:
+            case _, v.Outputs(rows=rows):
+                self.tables.drop(row.request_id for row in rows if row.finish_reason is not None)
+            case _, v.Aborted(request_ids=names):
+                self.tables.drop(names)
+            case v.Reset(reset_running_requests=True), v.ResetDone(success=True):
+                self.tables.drop(list(self.tables.of))
+        LockStep.follow(self, event, observation)

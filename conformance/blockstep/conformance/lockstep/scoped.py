@@ -1,0 +1,117 @@
+"""Scoped: runs of engines that are held to a weaker equivalence than `exact`, whatever it is.
+
+Its factory says what such an engine can be given (`engine.Equivalence`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+from blockstep.conformance.engine import EngineFactory, Equivalence, Safety, get_traits
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.protocol.features import Feature, fit
+from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.program import Action
+from blockstep.spec import vocabulary as v
+
+DECLINED = "requests that are not for this engine"
+"""Counted under this name; `Equivalence.fit_request` says which."""
+_NO_FEATURES = {"max_tokens", "arrival_time"}
+"""Fields that every engine has: a length, and a place in the order of arrival."""
+
+
+def _list_changes(one: v.Config | v.Request, other: v.Config | v.Request) -> list[str]:
+    """The fields in which two of a kind differ."""
+    return [f.name for f in fields(one) if getattr(one, f.name) != getattr(other, f.name)]
+
+
+def require_fitting(config: v.Config, scope: Equivalence) -> None:
+    """See that an engine can be built with a config. Raises ConfigError."""
+    fitting = scope.fit_config(config)
+    for name in _list_changes(config, fitting):
+        rule, fix = "is not a config of this engine", f"use {getattr(fitting, name)!r}"
+        raise v.ConfigError([v.ConfigProblem(name, getattr(config, name), rule, fix)])
+
+
+def fit_submit(
+    action: v.Submit,
+    scope: Equivalence,
+    config: v.Config,
+    lacking: Iterable[Feature],
+    skip: Callable[[str], None],
+) -> v.Submit | None:
+    """The submission that an engine understands, None if there is none; what is dropped is told."""
+    fitting = scope.fit_request(action.request, config)
+    if fitting is None:
+        return None
+    kept = {*_NO_FEATURES, *_list_changes(fitting, v.Request("", ()))}
+    for name in _list_changes(action.request, fitting):
+        if name not in kept:
+            skip(name)
+    request, missing = fit(fitting, lacking)
+    for capability in missing:
+        skip(capability)
+    return v.Submit(request)
+
+
+@dataclass(slots=True, kw_only=True)
+class ScopedRun(LockStep):
+    """One run of one engine, within what its equivalence says of it. Not reusable."""
+
+    scope: Equivalence = field(default_factory=Safety)
+
+    @classmethod
+    def start(cls, config: v.Config, make_engine: EngineFactory, *args: Any, **kwargs: Any) -> Self:
+        """Build the engine and all that watches it, as `LockStep.start` does.
+
+        Raises:
+            ConfigError: the engine cannot be built with this config.
+        """
+        scope = get_traits(make_engine).equivalence or Safety()
+        require_fitting(config, scope)
+        run = super(ScopedRun, cls).start(config, make_engine, *args, **kwargs)
+        run.equivalence, run.scope = scope.name, scope
+        return run
+
+    def fit(self, action: Action) -> Action:
+        """The action that the engine understands; what it drops is counted."""
+        if not isinstance(action, v.Submit):
+            return action
+        fitting = fit_submit(action, self.scope, self.config, self.lacking, self.skip)
+        return fitting or action  # which `apply` does not submit
+
+    def apply(self, event: v.Event) -> list[Finding]:
+        """Give one event to both sides, unless it is not for this engine, or not yet."""
+        if self._is_declined(event) or self._is_early(event):
+            return []
+        return LockStep.apply(self, event)
+
+    def _is_declined(self, event: v.Event) -> bool:
+        """Whether the engine says that a request is not for it; counted if so."""
+        if not isinstance(event, v.Submit):
+            return False
+        is_declined = self.scope.fit_request(event.request, self.config) is None
+        if is_declined:
+            self.skip(DECLINED)
+        return is_declined
+
+    def _is_early(self, event: v.Event) -> bool:
+        """Whether an engine that plans ahead does another thing first: plan, or take an answer."""
+        if not (self.scope.plans_ahead and self.plans):
+            return False
+        return isinstance(event, v.Schedule if self._must_answer() else v.Commit)
+
+    def _must_answer(self) -> bool:
+        """Whether one that plans ahead answers next: it is full, or has nothing to plan."""
+        is_full = len(self.plans) == self.config.max_frames_in_flight
+        is_idle = self.last_plan is not None and not self.last_plan.rows
+        return is_full or is_idle
+
+    def _answer_all(self) -> list[Finding]:
+        """Commit what is still in flight; an engine that plans ahead begins a turn for it."""
+        findings: list[Finding] = []
+        if self.scope.plans_ahead and self.plans and not self._must_answer():
+            findings = self.apply(v.Schedule())
+        return findings or LockStep._answer_all(self)

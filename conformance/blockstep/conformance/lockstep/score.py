@@ -1,0 +1,264 @@
+"""Score: how far an engine does the same as the specification, counted past every difference.
+
+Both sides play one program on their own (`lockstep.sides`). What is counted, each time on either
+side, and when it agrees:
+
+    steps        somebody ran or was preempted    the same rows by request, the same preempted
+    admissions   a request's n-th admission       in the same step
+    hits         of an admission on both sides    as many tokens
+    preemptions  a request's n-th preemption      in the same step
+    endings      a request's end                  after as many steps, same reason, same tokens
+
+A step that comes late shifts what follows it, so steps after a first difference rarely agree; hits
+and endings say whether it mattered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import zip_longest
+from typing import Self, TypeVar
+
+from blockstep.conformance.engine import EngineFactory, Equivalence, get_traits
+from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.lockstep.driver import drain_bound
+from blockstep.conformance.lockstep.exchange import Exchange, fault_of
+from blockstep.conformance.lockstep.plans import fit_worker
+from blockstep.conformance.lockstep.scoped import DECLINED, fit_submit, require_fitting
+from blockstep.conformance.lockstep.sides import NOTHING, Ending, Row, Side, SideStep
+from blockstep.conformance.protocol.features import find_lacking, get_missing
+from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
+from blockstep.conformance.protocol.program import Action, Answer, Drain, Program
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.protocol.tokens import token_function
+from blockstep.spec import vocabulary as v
+from blockstep.spec.profiles import STRICT, Profile
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+NOT_YET = "not by the end of the program"
+
+
+class Aspect(StrEnum):
+    """What is counted."""
+
+    STEPS = "steps"
+    ADMISSIONS = "admissions"
+    HITS = "hits"
+    PREEMPTIONS = "preemptions"
+    ENDINGS = "endings"
+
+
+@dataclass(slots=True)
+class Tally:
+    """How often something happened on either side, how often alike, and when it first was not."""
+
+    total: int = 0
+    agreed: int = 0
+    first: Difference | None = None
+
+    def count(self, is_alike: bool, tell: Callable[[], Difference]) -> None:
+        """Count one more."""
+        self.total += 1
+        self.agreed += is_alike
+        if not is_alike and self.first is None:
+            self.first = tell()
+
+
+@dataclass(slots=True, kw_only=True)
+class ScoreRun:
+    """One program on both sides. Not reusable."""
+
+    config: v.Config
+    reference: Side
+    engine: Side
+    scope: Equivalence
+    capabilities: frozenset[str]
+    equivalence: str = "plan"
+    skipped: dict[str, int] = field(default_factory=dict)
+    """What was left out because the engine lacks a capability, or the specification refused it."""
+    exchanges: list[Exchange] = field(default_factory=list)
+    """None: nothing is compared event by event."""
+    names: set[v.RequestId] = field(default_factory=set)
+
+    @classmethod
+    def start(
+        cls,
+        config: v.Config,
+        make_engine: EngineFactory,
+        token_seed: int = 0,
+        vocabulary_size: int = 50,
+        profile: Profile = STRICT,
+    ) -> Self:
+        """Build both sides.
+
+        Raises:
+            ConfigError: the engine cannot be built with this config.
+        """
+        traits = get_traits(make_engine)
+        scope = traits.equivalence or Equivalence()
+        require_fitting(config, scope)
+        engine, next_token = make_engine(config), token_function(token_seed, vocabulary_size)
+        worker = fit_worker((traits.make_worker or Worker)(config, next_token), make_engine)
+        ahead = scope.plans_ahead
+        return cls(
+            config=config,
+            reference=Side(
+                config=config,
+                scheduler=SpecEngine(config, profile),
+                worker=Worker(config, next_token),
+                plans_ahead=ahead,
+            ),
+            engine=Side(config=config, scheduler=engine, worker=worker, plans_ahead=ahead),
+            scope=scope,
+            capabilities=engine.capabilities(),
+        )
+
+    @property
+    def num_events(self) -> int:
+        """Events that the engine was given."""
+        return self.engine.num_events
+
+    def skip(self, reason: str) -> None:
+        """Count something that was left out."""
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+
+    def fit(self, action: Action) -> Action | None:
+        """The action as both sides can be given it; None if the engine can have nothing of it."""
+        lacking = find_lacking(self.capabilities)
+        if isinstance(action, v.Submit):
+            fitting = fit_submit(action, self.scope, self.config, lacking, self.skip)
+            if fitting is None:
+                self.skip(DECLINED)
+            return fitting
+        missing = get_missing(action, lacking)
+        if missing is not None:
+            self.skip(missing)
+        return action if missing is None else None
+
+    def perform(self, action: Action) -> list[Finding]:
+        """Do one action on both sides; a finding only where the engine cannot go on."""
+        if isinstance(action, Drain):
+            return self._drain()
+        if isinstance(action, v.Submit):
+            name = action.request.request_id
+            if name in self.names or self.fit(action) != action:
+                return []
+            if isinstance(self.reference.play(action), v.Rejected):
+                self.skip("requests that the specification refuses")
+                return []
+            self.names.add(name)
+        else:
+            self.reference.play(action)
+        try:
+            seen = self.engine.play(action)
+        except Exception as error:
+            return [fault_of(error)]
+        if isinstance(seen, v.Rejected) and isinstance(action, Answer):
+            what = f"the engine refuses the answer to its own plan: {seen.code} {seen.detail}"
+            return [Finding(FindingKind.FAULT, "", "engine_takes_answers_to_its_plans", what)]
+        return []
+
+    def _drain(self) -> list[Finding]:
+        """Heal everything, then step until all requests have ended on both sides, or a bound."""
+        sides = (self.reference, self.engine)
+        live = {**self.engine.live, **self.reference.live}
+        grammars = [name for name, request in live.items() if request.structured_output]
+        fill = (v.Schedule(),) * (self.config.max_frames_in_flight - 1)
+        start: list[Action | None] = [self.fit(v.SetPause(v.PauseState.UNPAUSED))]
+        start += [*(v.GrammarReady(name) for name in grammars), Answer(), *fill]
+        num_left = drain_bound(live)
+        while start or (num_left and any(side.live for side in sides)):
+            for action in start or (v.Schedule(), Answer()):
+                findings = [] if action is None else self.perform(action)
+                if findings:
+                    return findings
+            num_left, start = num_left - (not start), []
+        return []
+
+    def tallies(self) -> Mapping[Aspect, Tally]:
+        """What was counted up to now."""
+        found = {aspect: Tally() for aspect in Aspect}
+        mine, theirs = self.reference, self.engine
+        pairs = zip_longest(mine.steps, theirs.steps, fillvalue=NOTHING)
+        for number, (left, right) in enumerate(pairs, 1):
+            if left or right:
+                found[Aspect.STEPS].count(left == right, _teller(f"step {number}", left, right))
+        for key, one, other in _both(mine.admissions, theirs.admissions):
+            steps = (one and one[0], other and other[0])
+            told = _teller(_nth("admission", *key), *map(_at, steps))
+            found[Aspect.ADMISSIONS].count(steps[0] == steps[1], told)
+            if one and other and (one[1] or other[1]):
+                hits = (f"{one[1]} tokens", f"{other[1]} tokens")
+                told = _teller(_nth("hit at admission", *key), *hits)
+                found[Aspect.HITS].count(one[1] == other[1], told)
+        for key, when, then in _both(mine.preemptions, theirs.preemptions):
+            told = _teller(_nth("preemption", *key), _at(when), _at(then))
+            found[Aspect.PREEMPTIONS].count(when == then, told)
+        for name, end, stop in _both(mine.endings, theirs.endings):
+            told = _teller(f"end of {name}", _ending(end), _ending(stop))
+            found[Aspect.ENDINGS].count(end == stop, told)
+        return found
+
+    def differing(self, aspect: Aspect) -> list[Finding]:
+        """The first difference of a kind, as a finding; [] if there is none."""
+        tally = self.tallies()[aspect]
+        if tally.first is None:
+            return []
+        what = f"{tally.agreed} of {tally.total} {aspect} agree; the first that does not:"
+        return [Finding(FindingKind.DIVERGENCE, "", f"{aspect}_agree", what, (tally.first,))]
+
+
+def _both(left: Mapping[K, T], right: Mapping[K, T]) -> Iterator[tuple[K, T | None, T | None]]:
+    for key in dict.fromkeys((*left, *right)):
+        yield key, left.get(key), right.get(key)
+
+
+def _teller(what: str, one: object, other: object) -> Callable[[], Difference]:
+    return lambda: Difference(what, _tell(one), _tell(other))
+
+
+def _tell(side: object) -> str:
+    if not isinstance(side, SideStep):
+        return str(side)
+    parts = [f"{name} {_tell_row(row)}" for name, row in sorted(side.rows.items())]
+    parts += [f"{name} preempted" for name in sorted(side.preempted)]
+    return "; ".join(parts) or "nobody runs"
+
+
+def _tell_row(row: Row) -> str:
+    drafts = f", {row.num_drafts} drafts" if row.num_drafts else ""
+    last = row.num_computed + row.num_scheduled - 1
+    return f"{row.kind}, positions {row.num_computed}-{last}{drafts}"
+
+
+def _nth(what: str, name: v.RequestId, number: int) -> str:
+    return f"{what} of {name}" if number == 1 else f"{what} {number} of {name}"
+
+
+def _at(step: int | None) -> str:
+    return NOT_YET if step is None else f"step {step}"
+
+
+def _ending(ending: Ending | None) -> str:
+    if ending is None:
+        return NOT_YET
+    return f"{ending.reason} after step {ending.step}: {list(ending.outputs)}"
+
+
+def score_program(
+    program: Program, make_engine: EngineFactory, profile: Profile = STRICT
+) -> tuple[ScoreRun, list[Finding]]:
+    """Play a program on both sides to its end, or as far as the engine goes."""
+    run = ScoreRun.start(
+        program.config, make_engine, program.token_seed, program.vocabulary_size, profile
+    )
+    for action in program.actions:
+        findings = run.perform(action)
+        if findings:
+            return run, findings
+    return run, []

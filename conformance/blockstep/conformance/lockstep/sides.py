@@ -1,0 +1,169 @@
+"""Sides: a scheduler that plays a program on its own, with a client and a worker of its own.
+
+Two sides are not compared event by event: each is given the same program, arrivals between the same
+steps, and answers follow from its own plans. So both go on past a difference, and what they did can
+be counted (`score`). Tokens follow from the text alone, so what a request is to get is the same on
+both sides, whenever it runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from blockstep.conformance.engine import Engine
+from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.lockstep.client import Client
+from blockstep.conformance.protocol.program import Action, Answer, Propose
+from blockstep.spec import vocabulary as v
+
+
+class Row(NamedTuple):
+    """What one request runs in one step; equal where `SamePlans` would say so."""
+
+    kind: str
+    """`new`, `runs` or `resumed`."""
+    num_computed: int
+    num_scheduled: int
+    num_drafts: int
+
+
+class Ending(NamedTuple):
+    """How a request ended, and after how many steps."""
+
+    step: int
+    reason: str
+    outputs: v.TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class SideStep:
+    """What a plan says, up to block ids and the order of rows."""
+
+    rows: dict[v.RequestId, Row]
+    preempted: frozenset[v.RequestId]
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.preempted)
+
+
+NOTHING = SideStep({}, frozenset())
+"""A step that was not planned, or in which nobody ran."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Side(Client):
+    """One scheduler and what it did. Not reusable."""
+
+    config: v.Config
+    scheduler: Engine
+    worker: Worker
+    plans_ahead: bool = False
+    """See `Equivalence.plans_ahead`."""
+    steps: list[SideStep] = field(default_factory=list)
+    admissions: dict[tuple[v.RequestId, int], tuple[int, int]] = field(default_factory=dict)
+    """Step and hit tokens of each request's n-th admission."""
+    preemptions: dict[tuple[v.RequestId, int], int] = field(default_factory=dict)
+    """Step of each request's n-th preemption."""
+    endings: dict[v.RequestId, Ending] = field(default_factory=dict)
+    num_events: int = 0
+    is_fresh: bool = False
+    """Nothing has happened since the last commit, so drafts may be handed in."""
+    preempted: set[v.RequestId] = field(default_factory=set)
+    """And had no row since: who would drop drafts for them."""
+    _counts: Counter[tuple[str, v.RequestId]] = field(default_factory=Counter)
+
+    def play(self, action: Action) -> v.Observation | None:
+        """Do one action; None if it comes to nothing here. What the scheduler raises passes."""
+        if isinstance(action, v.Schedule):
+            self.steps.append(NOTHING)
+        event = self._resolve(action)
+        if event is None:
+            return None
+        self.num_events += 1
+        seen = self.scheduler.apply(event)
+        if not isinstance(seen, v.Rejected):
+            self.worker.observe(event, seen)
+            self._record(event, seen)
+            self.follow(event, seen)
+        return seen
+
+    def _resolve(self, action: Action) -> v.Event | None:
+        """The event that an action comes to on this side."""
+        match action:
+            case v.Schedule() if self._must_answer():
+                return None
+            case Answer() if self.plans and (not self.plans_ahead or self._must_answer()):
+                oldest = self.plans[0]
+                return v.Commit(oldest.frame_id, self.worker.answer(oldest.frame_id))
+            case Propose(counts=counts):
+                return self._propose(*counts[0])
+            case v.GrammarReady(request_id=name):
+                request = self.live.get(name)
+                return action if request is not None and request.structured_output else None
+            case v.Submit() | v.Schedule() | v.Abort() | v.SetPause() | v.Reset():
+                return action
+            case _:
+                return None
+
+    def _must_answer(self) -> bool:
+        """Whether nothing can be planned before an answer."""
+        if len(self.plans) >= self.config.max_frames_in_flight:
+            return True
+        is_idle = self.last_plan is not None and not self.last_plan.rows
+        return self.plans_ahead and is_idle and bool(self.plans)
+
+    def _propose(self, count: int, num_right: int) -> v.Drafts | None:
+        """The same drafts for everybody, so that the order of rows does not matter."""
+        count = min(count, self.config.num_speculative_tokens)
+        if self.config.async_scheduling:
+            self.worker.acceptance = (num_right,)
+            return None
+        able = self.live.keys() - self.preempted if self.is_fresh else ()
+        names = [name for name in self.sampled if name in able]
+        if not (names and count):
+            return None
+        return v.Drafts(
+            tuple(v.RowTokens(name, self.worker.propose(name, count, num_right)) for name in names)
+        )
+
+    def _record(self, event: v.Event, seen: v.Observation) -> None:
+        self.is_fresh = isinstance(event, v.Commit)
+        match event, seen:
+            case v.Schedule(), v.Plan() as plan:
+                self._record_plan(plan)
+            case v.Commit(), v.Outputs(rows=rows):
+                for row in rows:
+                    if row.finish_reason is not None:
+                        outputs = self.said.get(row.request_id, ()) + row.new_token_ids
+                        self._note_end(row.request_id, str(row.finish_reason), outputs)
+            case v.Reset(reset_running_requests=True), v.ResetDone(success=True):
+                self.preempted.update(self.live)
+            case v.Abort(), v.Aborted(request_ids=names):
+                for name in names:
+                    self._note_end(name, "aborted", self.said.get(name, ()))
+
+    def _note_end(self, name: v.RequestId, reason: str, outputs: v.TokenIds) -> None:
+        self.endings[name] = Ending(len(self.steps), reason, outputs)
+
+    def _record_plan(self, plan: v.Plan) -> None:
+        rows: dict[v.RequestId, Row] = {}
+        for row in plan.rows:
+            kind = "new"
+            if isinstance(row, v.CachedRow):
+                kind = "resumed" if row.resumed else "runs"
+            numbers = (row.num_computed_tokens, row.num_scheduled_tokens, len(row.draft_token_ids))
+            rows[row.request_id] = Row(kind, *numbers)
+            if kind != "runs":
+                at = (row.request_id, self._count("admission", row.request_id))
+                self.admissions[at] = (len(self.steps), row.num_computed_tokens)
+        for name in plan.preempted_req_ids:
+            self.preemptions[name, self._count("preemption", name)] = len(self.steps)
+        self.preempted.update(plan.preempted_req_ids)
+        self.preempted.difference_update(rows)
+        self.steps[-1] = SideStep(rows, frozenset(plan.preempted_req_ids))
+
+    def _count(self, what: str, name: v.RequestId) -> int:
+        self._counts[what, name] += 1
+        return self._counts[what, name]

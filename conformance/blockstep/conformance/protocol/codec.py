@@ -1,0 +1,72 @@
+"""Codec: values of the vocabulary as plain JSON values, and back, without anything passed over.
+
+A dataclass is an object of its fields; where several kinds may stand, `type` names which. What is
+read is as strict as what is written: a field that nobody knows, a missing one or one of a wrong
+type is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+def build(raw: dict[str, Any], cls: type[T], where: str) -> T:
+    """A value of the class with these fields. Raises `msgspec.ValidationError`."""
+    value = msgspec.convert(raw, cls)
+    _refuse_unknown(raw, msgspec.to_builtins(value), where)
+    return value
+
+
+def build_tagged(raw: dict[str, Any], types: Mapping[str, type], where: str) -> Any:
+    """A value of the class that the tag names. Raises `msgspec.ValidationError`."""
+    fields = dict(raw)
+    tag = fields.pop("type", None)
+    if not isinstance(tag, str) or tag not in types:
+        raise msgspec.ValidationError(f"Invalid value {tag!r} - at `{where}.type`")
+    return build(fields, types[tag], where)
+
+
+def _refuse_unknown(raw: Any, known: Any, where: str) -> None:
+    """See that nothing was passed over: msgspec lets unknown fields of dataclasses pass."""
+    if isinstance(raw, dict):
+        for name, part in raw.items():
+            if name not in known:
+                raise msgspec.ValidationError(f"unknown field `{name}` - at `{where}`")
+            _refuse_unknown(part, known[name], f"{where}.{name}")
+    elif isinstance(raw, list) and raw and isinstance(raw[0], dict | list):
+        for part, same in zip(raw, known, strict=True):
+            _refuse_unknown(part, same, f"{where}[...]")
+
+
+def get_fields(value: Any) -> dict[str, object]:
+    """The fields of a dataclass by name."""
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def get_changed(value: Any) -> dict[str, object]:
+    """The fields of a dataclass that are not as they are by themselves."""
+    return {
+        field.name: getattr(value, field.name)
+        for field in dataclasses.fields(value)
+        if getattr(value, field.name) != field.default
+    }
+
+
+def to_plain(value: Any) -> Any:
+    """The value in lists, objects, texts and numbers; fields at their defaults are left out."""
+    if dataclasses.is_dataclass(value):
+        return {name: to_plain(part) for name, part in get_changed(value).items()}
+    if isinstance(value, tuple):
+        return [to_plain(part) for part in value]
+    return msgspec.to_builtins(value)
+
+
+def to_tagged(value: Any) -> dict[str, Any]:
+    """The same with the name of its class, as `build_tagged` reads it."""
+    return {"type": type(value).__name__, **to_plain(value)}

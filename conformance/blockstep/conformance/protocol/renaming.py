@@ -1,0 +1,153 @@
+"""Renaming: an engine's block ids in terms of the spec's, as far as any bijection allows.
+
+Blocks are told apart by what they are for, in this order: their place in a block table, the key
+under which they are found, what is left. So two states that differ in block ids and in the order
+of their free queues alone are equal once one of them is renamed; where no bijection makes them
+equal, what differs is shown in the spec's ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import chain, count
+
+from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    BlockId,
+    BlockTables,
+    CachedRow,
+    NewRow,
+    Plan,
+    RequestId,
+    Snapshot,
+)
+
+
+class Names:
+    """A bijection from an engine's block ids to the spec's; who is named first keeps the name."""
+
+    def __init__(self) -> None:
+        self.of: dict[BlockId, BlockId] = {NULL_BLOCK: NULL_BLOCK}
+        self._taken = {NULL_BLOCK}
+
+    def pair(self, mine: Iterable[BlockId], theirs: Iterable[BlockId]) -> None:
+        """Pair the spec's blocks with the engine's in order, each unless it has a partner."""
+        for left, right in zip(mine, theirs, strict=False):
+            if left not in self._taken and right not in self.of:
+                self.of[right] = left
+                self._taken.add(left)
+
+    def pair_rest(self, mine: Iterable[BlockId], theirs: Iterable[BlockId]) -> None:
+        """Likewise, but whoever has a partner is passed over."""
+        left = [block for block in mine if block not in self._taken]
+        self.pair(left, [block for block in theirs if block not in self.of])
+
+    def rename(self, tables: BlockTables) -> BlockTables:
+        """Tables in the spec's ids; what has no partner gets the least id that is not taken."""
+        for block in chain.from_iterable(tables):
+            if block not in self.of:
+                self.pair([next(free for free in count(1) if free not in self._taken)], [block])
+        return tuple(tuple(self.of[block] for block in table) for table in tables)
+
+
+def rename_snapshot(spec: Snapshot, engine: Snapshot) -> Snapshot:
+    """The engine's state with the spec's block ids, its free queue in the order of the spec's."""
+    return engine if spec == engine else _renamed(spec, engine, pair_states(spec, engine))
+
+
+def rename_plan(plan: Plan, names: Names) -> Plan:
+    """The engine's plan with the spec's block ids."""
+    return replace(
+        plan,
+        new=tuple(replace(row, block_ids=names.rename(row.block_ids)) for row in plan.new),
+        cached=tuple(
+            replace(row, new_block_ids=names.rename(row.new_block_ids)) for row in plan.cached
+        ),
+    )
+
+
+def pair_states(spec: Snapshot, engine: Snapshot) -> Names:
+    """The names of the engine's blocks in these states."""
+    names = Names()
+    tables_of = {request.request_id: request.block_tables for request in engine.requests}
+    for request in spec.requests:
+        theirs = tables_of.get(request.request_id, ())
+        names.pair(chain.from_iterable(request.block_tables), chain.from_iterable(theirs))
+    for key, blocks in spec.cached.items():
+        names.pair_rest(blocks, engine.cached.get(key, ()))
+    names.pair_rest(_by_use(spec), _by_use(engine))
+    known = (*range(len(engine.ref_counts)), *engine.free_queue)
+    names.rename((known, *(blocks for blocks in engine.cached.values())))
+    return names
+
+
+def _by_use(snapshot: Snapshot) -> list[BlockId]:
+    """All blocks: free ones first, then those that nobody can hold or take, in order of ids."""
+    queued = set(snapshot.free_queue)
+    counts = snapshot.ref_counts
+    return sorted(range(len(counts)), key=lambda block: (block not in queued, counts[block], block))
+
+
+def _renamed(spec: Snapshot, engine: Snapshot, names: Names) -> Snapshot:
+    size = len(engine.ref_counts)
+    new_size = 1 + max((names.of[block] for block in range(size)), default=-1)
+    ref_counts, block_keys = [0] * new_size, [None] * new_size
+    for block in range(size):
+        ref_counts[names.of[block]] = engine.ref_counts[block]
+    keys = dict(zip((names.of[block] for block in range(size)), engine.block_keys, strict=False))
+    place = {block: index for index, block in enumerate(spec.free_queue)}
+    free = sorted(names.rename((engine.free_queue,))[0], key=lambda block: place.get(block, size))
+    return replace(
+        engine,
+        requests=tuple(
+            replace(request, block_tables=names.rename(request.block_tables))
+            for request in engine.requests
+        ),
+        ref_counts=tuple(ref_counts),
+        free_queue=tuple(free),
+        block_keys=tuple(keys.get(block) for block, _ in enumerate(block_keys)),
+        cached={key: names.rename((blocks,))[0] for key, blocks in engine.cached.items()},
+    )
+
+
+def sort_free_queue(snapshot: Snapshot) -> Snapshot:
+    """The state with its free queue in order of ids, where the true order is not looked at."""
+    return replace(snapshot, free_queue=tuple(sorted(snapshot.free_queue)))
+
+
+@dataclass(slots=True)
+class TablePairs:
+    """The block tables of both sides, as their plans tell them."""
+
+    of: dict[RequestId, tuple[BlockTables, BlockTables]] = field(default_factory=dict)
+    """The spec's and the engine's, of each request that holds blocks."""
+
+    def take(self, spec: Plan, engine: Plan) -> Plan:
+        """Learn from a plan of each side; the engine's in terms of the spec's block ids."""
+        for name in {*spec.preempted_req_ids, *engine.preempted_req_ids}:
+            self.of.pop(name, None)
+        gained = {row.request_id: row for row in engine.rows}
+        for row in spec.rows:
+            other = gained.get(row.request_id)
+            if other is not None:
+                mine, theirs = self.of.get(row.request_id, ((), ()))
+                self.of[row.request_id] = (_grown(mine, row), _grown(theirs, other))
+        names = Names()
+        for mine, theirs in self.of.values():
+            names.pair(chain.from_iterable(mine), chain.from_iterable(theirs))
+        return rename_plan(engine, names)
+
+    def drop(self, names: Iterable[RequestId]) -> None:
+        """These hold no blocks any more."""
+        for name in names:
+            self.of.pop(name, None)
+
+
+def _grown(tables: BlockTables, row: NewRow | CachedRow) -> BlockTables:
+    """A request's tables once a row of it is dispatched."""
+    if isinstance(row, NewRow):
+        return row.block_ids
+    if row.resumed or not tables:
+        return row.new_block_ids
+    return tuple(old + new for old, new in zip(tables, row.new_block_ids, strict=False))

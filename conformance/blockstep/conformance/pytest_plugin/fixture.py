@@ -1,0 +1,94 @@
+"""Fixture: programs of one's own, run on the engine that `--blockstep-engine` names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.runs import get_start
+from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.program import Action, Program
+from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.report.failure import render_program, tell_program
+from blockstep.conformance.search.options import CheckOptions, find_profile
+from blockstep.conformance.search.shrink import conclude
+from blockstep.spec.vocabulary import Config
+
+if TYPE_CHECKING:
+    from blockstep.conformance.pytest_plugin import Campaign
+
+
+class Walk:
+    """A program of one's own, one action at a time. In this process, unlike `Bench.run`."""
+
+    def __init__(self, bench: Bench, run: LockStep) -> None:
+        self._bench = bench
+        self.run = run
+        """Both sides: `run.engine`, `run.plans` in flight, `run.live`, `run.last_plan`."""
+        self.actions: list[Action] = []
+
+    def perform(self, *actions: Action) -> None:
+        """Do these actions on both sides. Raises AssertionError with all that is wrong."""
+        __tracebackhide__ = True
+        for action in actions:
+            self.actions.append(action)
+            findings = self.run.perform(action)
+            if findings:
+                raise AssertionError(self._bench.render(self, findings))
+
+
+class Bench:
+    """What the fixture `blockstep` is: runs programs of one's own on the engine."""
+
+    def __init__(self, campaign: Campaign, nodeid: str) -> None:
+        self._campaign = campaign
+        self._nodeid = nodeid
+        self.engine = campaign.engine
+        self.profile = campaign.profile
+
+    def run(self, program: Program | Sequence[Action], config: Config | None = None) -> None:
+        """Run a program, or actions under a config, in a child process.
+
+        Raises:
+            AssertionError: with all that is wrong.
+        """
+        __tracebackhide__ = True
+        if not isinstance(program, Program):
+            if config is None:
+                raise ValueError(
+                    "actions need a config: blockstep.run(actions, config=Config(...))"
+                )
+            program = Program(config, tuple(program))
+        elif config is not None:
+            raise ValueError("a Program has a config of its own: leave config out")
+        options = CheckOptions(self.engine, profile=self.profile)
+        outcome = self._campaign.isolation.run(options, program)
+        if outcome.first is not None:
+            raise AssertionError(f"{tell_program(outcome, self.engine)}\n{self._reproduce()}")
+        for name, count in outcome.skipped.items():
+            pytest.skip(f"not tried: the engine lacks {name} ({count} actions left out)")
+
+    def lockstep(self, config: Config, token_seed: int = 0, vocabulary_size: int = 50) -> Walk:
+        """Both sides, to be given one action at a time; in this process."""
+        if self._campaign.path not in sys.path:
+            sys.path.insert(0, self._campaign.path)
+        make_engine = load_engine(self.engine)
+        profile = find_profile(self.profile)
+        start = get_start(make_engine)
+        run = start(config, make_engine, token_seed, vocabulary_size, True, profile)
+        return Walk(self, run)
+
+    def render(self, walk: Walk, findings: list[Finding]) -> str:
+        """The face of a failure, ending with how to see it again."""
+        program = Program(walk.run.config, tuple(walk.actions))
+        text = render_program(conclude(program, walk.run, findings), self.engine)
+        return f"{text}\n{self._reproduce()}"
+
+    def _reproduce(self) -> str:
+        profile = "" if self.profile == "strict" else f" --blockstep-profile={self.profile}"
+        command = f"pytest '{self._nodeid}' --blockstep-engine={self.engine}{profile}"
+        return f"  reproduce  {command} -m 'not blockstep'"

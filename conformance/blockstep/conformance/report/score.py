@@ -1,0 +1,144 @@
+"""What a score says: a table, then the first difference of each kind as a program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from blockstep.conformance.lockstep.score import Aspect
+from blockstep.conformance.protocol.program import describe, describe_config
+from blockstep.conformance.report.failure import show_options
+from blockstep.conformance.report.jsonform import difference_to_json, finding_to_json
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.score import CONTRACT, FirstDifference, ScoreResult
+
+
+def render_score(result: ScoreResult, least: float = 0.0) -> str:
+    """All of it, a trailing newline included."""
+    options = result.options
+    engine = f"{options.engine} {result.engine_version}".strip()
+    played = (
+        f"{result.num_events:,} events in {result.num_episodes:,} episodes, {result.seconds:.1f} s"
+    )
+    lines = [
+        f"blockstep score: engine {engine}, against {result.against}",
+        f"  preset {options.preset}, seed {options.seed}: {played}",
+        "",
+        f"  {'':<12}{'agree':>10}{'of':>10}{'share':>10}   first difference",
+        *(_row(result, aspect) for aspect in Aspect),
+    ]
+    for name, count in sorted(result.skipped.items()):
+        lines.append(f"  left out    {name}: {count} times")
+    for aspect, first in result.firsts.items():
+        lines += ["", *_told(aspect, first, options)]
+    if result.stuck is not None and result.stuck_episode is not None:
+        lines += ["", f"  in {result.num_stuck} episodes the engine could not go on; the first:"]
+        lines += [f"    {result.stuck.message}"]
+        lines += [f"  reproduce  {reproduce(options, result.stuck_episode)}"]
+    if result.loss is not None:
+        lines += ["", f"  the score ends early: {result.loss.message}"]
+    less = [
+        aspect for aspect in Aspect if (share := result.share(aspect)) is not None and share < least
+    ]
+    if less:
+        lines += ["", f"  less than {least:.2%} agree: {', '.join(less)}"]
+    return "\n".join(lines) + "\n"
+
+
+def _row(result: ScoreResult, aspect: Aspect) -> str:
+    share, first = result.share(aspect), result.firsts.get(aspect)
+    told = "none" if share is None else f"{_floor(share):.2f} %"
+    where = "" if first is None else f"   episode {first.episode}"
+    counts = f"{result.agreed[aspect]:>10,}{result.total[aspect]:>10,}"
+    return f"  {aspect:<12}{counts}{told:>10}{where}"
+
+
+def _floor(share: float) -> float:
+    """Per cent, cut off: what is not all is never told as 100."""
+    return int(share * 10_000) / 100
+
+
+def _told(aspect: Aspect, first: FirstDifference, options: CheckOptions) -> list[str]:
+    shrunk = first.shrunk
+    actions = shrunk.program.actions
+    width = len(str(len(actions)))
+    differences = [each for finding in shrunk.findings for each in finding.differences]
+    note = f"shrunk from {first.num_actions} actions to {len(actions)}"
+    return [
+        f"  {aspect}: first in episode {first.episode} ({note})",
+        f"  config    {describe_config(shrunk.program.config)}",
+        "  program",
+        *(f"    {number:>{width}}  {describe(it)}" for number, it in enumerate(actions, 1)),
+        *(
+            line
+            for each in differences
+            for line in (
+                f"  {each.field}",
+                f"    spec    {each.expected}",
+                f"    engine  {each.seen}",
+            )
+        ),
+        f"  reproduce  {reproduce(options, first.episode)}",
+    ]
+
+
+def reproduce(options: CheckOptions, episode: int) -> str:
+    """The command line that plays one episode again."""
+    path = f" --path {options.path}" if options.path else ""
+    policy = f" --policy {options.policy}" if options.policy else ""
+    return (
+        f"blockstep score --engine {options.engine}{path} --preset {options.preset}{policy}"
+        f"{show_options(options)} --seed {options.seed} --episode {episode}"
+    )
+
+
+def score_to_json(result: ScoreResult, least: float = 0.0) -> dict[str, Any]:
+    """The score as docs/reference/json.md has it."""
+    options = result.options
+    return {
+        "format": "blockstep-score",
+        "version": 1,
+        "contract": CONTRACT,
+        "against": result.against,
+        "profile": options.profile,
+        "engine": options.engine,
+        "engine_version": result.engine_version,
+        "preset": options.preset,
+        "policy": None if options.policy is None else str(options.policy),
+        "depth": options.max_depth,
+        "with": list(options.with_features),
+        "without": list(options.without_features),
+        "seed": options.seed,
+        "episode": options.episode,
+        "exit_code": int(result.exit_code(least)),
+        "num_events": result.num_events,
+        "num_episodes": result.num_episodes,
+        "seconds": round(result.seconds, 3),
+        "scores": {str(aspect): _score_to_json(result, aspect) for aspect in Aspect},
+        "left_out": dict(sorted(result.skipped.items())),
+        "num_stuck": result.num_stuck,
+        "stuck": None if result.stuck is None else finding_to_json(result.stuck),
+        "lost": None if result.loss is None else result.loss.message,
+    }
+
+
+def _score_to_json(result: ScoreResult, aspect: Aspect) -> dict[str, Any]:
+    first = result.firsts.get(aspect)
+    told: dict[str, Any] = {
+        "total": result.total[aspect],
+        "agreed": result.agreed[aspect],
+        "share": result.share(aspect),
+        "first": None,
+    }
+    if first is not None:
+        shrunk = first.shrunk
+        told["first"] = {
+            "episode": first.episode,
+            "config": describe_config(shrunk.program.config),
+            "program": [describe(action) for action in shrunk.program.actions],
+            "differences": [
+                difference_to_json(each) for found in shrunk.findings for each in found.differences
+            ],
+            "num_shrink_runs": shrunk.num_runs,
+            "reproduce": reproduce(result.options, first.episode),
+        }
+    return told

@@ -1,0 +1,21 @@
+"""Corpus: a folder of programs that once failed, played before any is drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from blockstep.conformance.protocol.lines import TraceError
+from blockstep.conformance.protocol.program_file import SUFFIX
+
+
+def find_programs(folder: Path) -> list[Path]:
+    """The program files of a folder and of those in it, in the order of their names.
+
+    Raises:
+        TraceError: there is none.
+    """
+    found = sorted(folder.rglob(f"*{SUFFIX}"))
+    if not found:
+        rule = f"a corpus is a folder of programs, files that end in {SUFFIX}"
+        raise TraceError(folder, 0, "no program", rule, "put files of check --save there")
+    return found

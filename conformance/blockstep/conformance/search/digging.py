@@ -1,0 +1,141 @@
+"""Digging: what a hunt has done where the engine is, each a job of its own (see `Call` of `hunt`).
+
+What goes in and comes out are plain values, for they cross the borders of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from blockstep.conformance.engine import (
+    Declining,
+    EngineFactory,
+    get_traits,
+)
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.program import Program
+from blockstep.conformance.search.distinct import Symptoms, find_symptoms
+from blockstep.conformance.search.episodes import EpisodeResult, fit_config, run_episode
+from blockstep.conformance.search.floor import Facts, look
+from blockstep.conformance.search.forgiving import Cause, Forgiving, find_causes, follow
+from blockstep.conformance.search.isolation.jobs import plain
+from blockstep.conformance.search.lookouts import LOOKOUTS, look_out
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.shrink import Shrunk, shrink
+from blockstep.conformance.search.wrapped import unwrapped
+from blockstep.spec.profiles import Quirk
+from blockstep.spec.vocabulary import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What an engine's factory says of a hunt."""
+
+    facts: Facts
+    capabilities: frozenset[str]
+    version: str
+    """"" if it says nothing."""
+    workarounds: Mapping[str, str]
+    is_spared: bool
+    """Whether a check goes easy on the engine: it works around defects, or declines events."""
+
+
+UNKNOWN = Ground(Facts(1, (), "", (), (), frozenset()), frozenset(), "", {}, is_spared=False)
+"""Of an engine that did not live to say anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dug:
+    """What is to be said of a failure."""
+
+    shrunk: Shrunk
+    causes: tuple[Cause, ...]
+    symptoms: Symptoms | None
+    """None where something known accounts for it."""
+
+
+def ask(options: CheckOptions, make_engine: EngineFactory) -> Ground:
+    """What the engine says of itself. Builds one, to ask it."""
+    config, _ = fit_config(Config(num_blocks=8, max_model_len=64), make_engine)
+    engine = make_engine(config)
+    traits = get_traits(make_engine)
+    return Ground(
+        facts=look(options, make_engine),
+        capabilities=frozenset(map(str, engine.capabilities())),
+        version=str(traits.version),
+        workarounds={str(name): str(text) for name, text in traits.workarounds.items()},
+        is_spared=bool(traits.workarounds) or isinstance(unwrapped(engine), Declining),
+    )
+
+
+def play(
+    options: CheckOptions,
+    make_engine: EngineFactory,
+    forgiven: frozenset[Cause],
+    indices: Sequence[int],
+    max_events: int,
+) -> Iterator[EpisodeResult]:
+    """These episodes, up to the first that fails or so many events."""
+    factory = Forgiving(make_engine, forgiven)
+    options = replace(options, profile=follow(forgiven).name)
+    num_events = 0
+    for index in indices:
+        episode = run_episode(options, index, factory)
+        yield replace(episode, skipped=plain(episode.skipped))
+        num_events += episode.num_events
+        if episode.first is not None or num_events >= max_events:
+            return
+
+
+def dig(
+    _options: CheckOptions,
+    make_engine: EngineFactory,
+    forgiven: frozenset[Cause],
+    quirks: Sequence[Quirk],
+    episode: EpisodeResult,
+) -> Dug:
+    """The failure of an episode, shrunk and, as far as anything known does, accounted for."""
+    assert episode.program is not None
+    assert episode.first is not None
+    factory, profile = Forgiving(make_engine, forgiven), follow(forgiven)
+    shrunk = shrink(episode.program, factory, episode.first, profile)
+    causes = find_causes(shrunk.program, make_engine, forgiven, quirks)
+    if causes:
+        return Dug(shrunk, causes, None)
+    first = (*shrunk.findings, episode.first)[0]
+    return Dug(shrunk, (), find_symptoms(shrunk.program, factory, profile, first))
+
+
+def show(
+    _options: CheckOptions,
+    make_engine: EngineFactory,
+    forgiven: frozenset[Cause],
+    program: Program,
+) -> Finding | None:
+    """What a program comes to: what is wrong first, or None."""
+    _, findings = run_program(program, Forgiving(make_engine, forgiven), follow(forgiven))
+    return findings[0] if findings else None
+
+
+def look_for(
+    options: CheckOptions,
+    make_engine: EngineFactory,
+    forgiven: frozenset[Cause],
+    name: str,
+    indices: Sequence[int],
+) -> tuple[int, EpisodeResult | None, Shrunk | None]:
+    """The events played, and the first of these episodes in which a decision shows, shrunk."""
+    lookout = next(lookout for lookout in LOOKOUTS if lookout.name == name)
+    factory = look_out(Forgiving(make_engine, forgiven), lookout)
+    profile = follow(forgiven)
+    options = replace(options, profile=profile.name)
+    num_events = 0
+    for index in indices:
+        episode = run_episode(options, index, factory)
+        num_events += episode.num_events
+        if episode.first is not None and name in episode.first.message:
+            assert episode.program is not None
+            return num_events, episode, shrink(episode.program, factory, episode.first, profile)
+    return num_events, None, None

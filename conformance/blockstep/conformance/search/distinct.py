@@ -1,0 +1,284 @@
+"""Distinct: whether two failures of an engine are one defect that shows twice.
+
+Nothing says so but the engine's code, and a hunt does not read it. So two failures are one defect
+
+1. if they say the same (`saying`), their shrunk programs do the same beside steps (abort, reset,
+   pause), and the one uses all the means of the other: features of config and requests, and hits,
+   chunks and preemptions; where a program can do without, it does (`relax`);
+2. or if one is a symptom of the other: the shrunk program of the one says and comes to what the
+   other does, at the same event, or if it goes on as though nothing were wrong, or without a
+   bound of its config, or, where both speak of the same thing, with a line less (`Symptoms`).
+
+Where this is wrong. Two defects are told as one if they break the same sentence by the same acts,
+and one of them needs more means: a block lost when a hit is preempted, and another lost when any
+request is. The second shows once the first is repaired. One defect is told as two if it breaks two
+sentences and neither program comes near the other: a broken pool may end as anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.runs import get_start, run_program
+from blockstep.conformance.protocol.features import (
+    CACHING,
+    DRAFTS,
+    FEATURES,
+    GRAMMAR,
+    Feature,
+)
+from blockstep.conformance.protocol.findings import Finding, FindingKind
+from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Propose
+from blockstep.conformance.search.forgiving import ForgivenEngine
+from blockstep.conformance.search.shrink import simpler_configs
+from blockstep.spec import vocabulary as v
+from blockstep.spec.profiles import Profile
+
+LINES_MAX = 60
+"""Lines of a program that are left out, one at a time, at most."""
+ACTS = tuple(it for it in FEATURES if it.actions and it not in (DRAFTS, GRAMMAR))
+"""Features that are something done, which a step alone does not do."""
+PLENTY = 64
+"""Blocks and tokens with which a short program is short of nothing."""
+STEPS_TO_END = 4
+"""Steps in which a request of a short program ends by itself."""
+_NAMES = re.compile(r"0x[0-9a-f]+|'[^']*'|\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What tells one failure from another."""
+
+    saying: str
+    acts: frozenset[str] = frozenset()
+    """What is done beside steps: features that are actions of a client, such as aborts."""
+    means: frozenset[str] = frozenset()
+    """The other features that the program asks for, and whether it hits, chunks or preempts."""
+
+    @property
+    def subject(self) -> tuple[str, ...]:
+        """What is spoken of: the first two words of the sentence, as in `published_block`."""
+        sentence = self.saying.split(" ")[2]
+        return tuple(sentence.split("_")[:2])
+
+    def is_like(self, other: Mark) -> bool:
+        """Whether both say the same after the same acts, and one by all the means of the other."""
+        is_alike = (self.saying, self.acts) == (other.saying, other.acts)
+        return is_alike and (self.means <= other.means or other.means <= self.means)
+
+
+def saying(finding: Finding, raised_at: str = "") -> str:
+    """What a finding says, without numbers and names; of a fault where it was raised."""
+    name = f"{finding.kind} {finding.property_id} {finding.sentence}"
+    match finding.kind:
+        case FindingKind.PROPERTY:
+            return name
+        case FindingKind.DIVERGENCE:
+            fields = {difference.field.split(" ")[0] for difference in finding.differences}
+            return f"{name} {sorted(fields)}"
+        case FindingKind.LIVENESS:
+            return f"{name} {_masked(finding.message.partition(';')[0])}"
+        case _:
+            return f"{name} {_masked(finding.message)} {_masked(raised_at)}"
+
+
+def saying_of_loss(message: str) -> str:
+    """The same of an engine that did not live: how it ended, and in which event."""
+    how, _, where = message.partition(" at: ")
+    return f"lost {_masked(how)} {where.partition(' ')[0]}"
+
+
+def _masked(text: str) -> str:
+    return _NAMES.sub("#", text)
+
+
+def list_asked(program: Program) -> Iterator[Feature]:
+    """The features that a program asks for. A hit tells more than that hits are allowed."""
+    asked: list[v.Config | v.Request] = [program.config]
+    asked += [action.request for action in program.actions if isinstance(action, v.Submit)]
+    for feature in FEATURES:
+        is_asked = any(feature.is_asked_by(thing) for thing in asked)
+        is_done = any(isinstance(action, feature.actions) for action in program.actions)
+        if feature is not CACHING and (is_asked or is_done):
+            yield feature
+
+
+def _list_outcomes(plan: v.Plan) -> Iterator[str]:
+    if plan.preempted_req_ids:
+        yield "preempts"
+    for row in plan.rows:
+        if row.num_computed_tokens and (isinstance(row, v.NewRow) or row.resumed):
+            yield "hits"
+        end = row.num_computed_tokens + row.num_scheduled_tokens
+        if isinstance(row, v.NewRow) and end < len(row.request.prompt_token_ids):
+            yield "chunks"
+
+
+def mark_of(program: Program, run: LockStep, finding: Finding) -> Mark:
+    """The mark of a failure to which a run of the program came."""
+    engine = run.engine
+    raised_at = engine.raised_at if isinstance(engine, ForgivenEngine) else ""
+    plans = [it.seen for it in run.exchanges if isinstance(it.seen, v.Plan)]
+    asked = {feature.name: feature in ACTS for feature in list_asked(program)}
+    means = {name for name, is_act in asked.items() if not is_act}
+    means.update(outcome for plan in plans for outcome in _list_outcomes(plan))
+    acts = {name for name, is_act in asked.items() if is_act}
+    return Mark(saying(finding, raised_at), frozenset(acts), frozenset(means))
+
+
+# What is one defect.
+
+
+@dataclass(frozen=True, slots=True)
+class Symptoms:
+    """The mark of a failure, and those that its program comes to beside it."""
+
+    own: Mark
+    beside: frozenset[Mark] = frozenset()
+    """At the same event."""
+    onward: frozenset[Mark] = frozenset()
+    """If the run goes on as though nothing were wrong, to its end and a drain."""
+    near: frozenset[Mark] = frozenset()
+    """With a bound or a feature of the config out of the way."""
+    shorter: frozenset[Mark] = frozenset()
+    """With a line less, where the same thing is spoken of."""
+
+    def is_symptom_of(self, cause: Symptoms) -> bool:
+        """Whether this shows what the other is known by, or the other shows this.
+
+        A longer program often holds a shorter one's defect as well; so if this goes on to the
+        other, or comes out of the other by simplifying it, it must do just the same.
+        """
+        return (
+            any(cause.own.is_like(mark) for mark in self.beside | self.near | self.shorter)
+            or any(self.own.is_like(mark) for mark in cause.beside | cause.onward)
+            or cause.own in self.onward
+            or self.own in cause.near
+        )
+
+
+Play = Callable[[Program], tuple[LockStep, list[Finding]] | None]
+"""Runs a program until something is wrong; None if the engine cannot have its config."""
+
+
+def find_symptoms(
+    program: Program, make_engine: EngineFactory, profile: Profile, first: Finding
+) -> Symptoms:
+    """The symptoms of a shrunk program, which failed with `first`.
+
+    The engine is one of `Forgiving`, so that what it raises is told by where.
+    """
+
+    def play(candidate: Program) -> tuple[LockStep, list[Finding]] | None:
+        try:
+            return run_program(candidate, make_engine, profile)
+        except v.ConfigError:
+            return None
+
+    played = _list_marks(play(program), program)
+    own = next((mark for mark in played if mark.saying.startswith(saying(first))), None)
+    if own is None:  # it does not come back
+        return Symptoms(Mark(saying(first)))
+    program = relax(program, own.saying, play)
+    played = _list_marks(play(program), program)
+    own = next(mark for mark in played if mark.saying == own.saying)
+
+    def gather(programs: Iterator[Program]) -> frozenset[Mark]:
+        found = (mark for it in programs for mark in _list_marks(play(it), it))
+        return frozenset(found) - {own}
+
+    shorter = gather(_list_shorter(program))
+    return Symptoms(
+        own,
+        beside=frozenset(played) - {own},
+        onward=frozenset(_go_on(program, make_engine, profile)) - {own},
+        near=gather(_list_plainer(program)),
+        shorter=frozenset(mark for mark in shorter if mark.subject == own.subject),
+    )
+
+
+def _list_marks(played: tuple[LockStep, list[Finding]] | None, program: Program) -> list[Mark]:
+    """The marks of what is wrong at the end of a run."""
+    if played is None:
+        return []
+    run, findings = played
+    return [mark_of(program, run, finding) for finding in findings]
+
+
+def relax(program: Program, says: str, play: Play) -> Program:
+    """The program where nothing is short and nobody in a hurry, as far as it fails as before."""
+    for change in (_take_turns, _let_end, _give_blocks, _give_tokens):
+        plainer = change(program)
+        if any(mark.saying == says for mark in _list_marks(play(plainer), plainer)):
+            program = plainer
+    return program
+
+
+def _take_turns(program: Program) -> Program:
+    """One plan in flight at a time, and drafts from outside."""
+    config = replace(program.config, max_frames_in_flight=1, async_scheduling=False)
+    turn: tuple[Action, ...] = (v.Schedule(), Answer())
+    if DRAFTS.is_asked_by(config):
+        turn = (*turn, Propose(((1, 0),)))
+    actions: list[Action] = []
+    for action in program.actions:
+        if not isinstance(action, Answer):
+            actions += turn if isinstance(action, v.Schedule) else [action]
+    return replace(program, config=config, actions=tuple(actions))
+
+
+def _let_end(program: Program) -> Program:
+    """Nobody gives up: who did ends by itself."""
+    end = (v.Schedule(), Answer()) * STEPS_TO_END
+    actions: list[Action] = []
+    for action in program.actions:
+        actions += end if isinstance(action, v.Abort) else [action]
+    return replace(program, actions=tuple(actions))
+
+
+def _give_blocks(program: Program) -> Program:
+    return replace(program, config=replace(program.config, num_blocks=PLENTY))
+
+
+def _give_tokens(program: Program) -> Program:
+    budget = max(PLENTY, program.config.max_num_batched_tokens)
+    plenty = {"max_num_batched_tokens": budget, "long_prefill_token_threshold": 0}
+    return replace(program, config=replace(program.config, **plenty))  # type: ignore[arg-type]
+
+
+def _go_on(program: Program, make_engine: EngineFactory, profile: Profile) -> Iterator[Mark]:
+    """What the program comes to if nobody minds its findings: to its end, and a drain."""
+    run = get_start(make_engine)(
+        program.config,
+        make_engine,
+        program.token_seed,
+        program.vocabulary_size,
+        keep_exchanges=True,
+        profile=profile,
+    )
+    steps = (v.Schedule(), Answer()) * STEPS_TO_END
+    for action in (*program.actions, *steps, Drain()):
+        try:
+            findings = run.perform(action)
+        except Exception:  # whoever judges has lost count by now
+            return
+        yield from (mark_of(program, run, finding) for finding in findings)
+        if any(finding.kind is FindingKind.FAULT for finding in findings):
+            return
+
+
+def _list_shorter(program: Program) -> Iterator[Program]:
+    """The programs with a line less."""
+    actions = program.actions
+    for index in range(min(len(actions), LINES_MAX)):
+        yield replace(program, actions=(*actions[:index], *actions[index + 1 :]))
+
+
+def _list_plainer(program: Program) -> Iterator[Program]:
+    """The programs without a feature or a bound of the config."""
+    for config in simpler_configs(program.config):
+        yield replace(program, config=config)

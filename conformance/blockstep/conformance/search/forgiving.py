@@ -1,0 +1,139 @@
+"""Forgiving: what is known of an engine and passed over, so that what stands behind it shows.
+
+What may be forgiven: a quirk that the specification can follow, an event that an adapter declines
+to give (`Declining`), and a workaround of an adapter (`EngineTraits.workarounds`: flags of its
+engines, true where something is done against a defect). All of them are off at first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from traceback import extract_tb
+
+from blockstep.conformance.engine import Engine, EngineFactory, get_traits
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.features import UsageError
+from blockstep.conformance.protocol.program import Program
+from blockstep.conformance.search.wrapped import Wrapped, Wrapping, unwrapped
+from blockstep.spec import vocabulary as v
+from blockstep.spec.profiles import SPARING, Profile, Quirk
+
+
+class Means(StrEnum):
+    """How a defect is forgiven."""
+
+    QUIRK = "quirk"
+    WORKAROUND = "workaround"
+    DECLINED = "declined"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cause:
+    """A known defect that may account for a failure."""
+
+    means: Means
+    name: str
+    """The quirk, the flag of the engine, or why an event is declined."""
+
+    def __str__(self) -> str:
+        return f"{self.means}:{self.name}"
+
+
+def read_cause(text: str) -> Cause:
+    """The cause named `quirk:NAME`, `workaround:NAME` or `declined:TEXT`. Raises UsageError."""
+    means, _, name = text.partition(":")
+    if means not in list(Means) or not name:
+        kinds = ", ".join(f"{kind}:NAME" for kind in Means)
+        raise UsageError(f"forgive {text!r}: must be one of {kinds}")
+    if means == Means.QUIRK and name not in list(Quirk):
+        raise UsageError(f"forgive {text!r}: there is no such quirk; blockstep quirks lists them")
+    return Cause(Means(means), name)
+
+
+class ForgivenEngine(Wrapped):
+    """An engine of which some defects are forgiven, and others are not."""
+
+    def __init__(self, engine: Engine, forgives: Callable[[Cause], bool]) -> None:
+        super().__init__(engine)
+        self.raised_at = ""
+        """Where it raised last: the innermost function, its file and its line."""
+        self._forgives = forgives
+
+    def apply(self, event: v.Event) -> v.Observation:
+        """As the engine does."""
+        try:
+            return super().apply(event)
+        except Exception as error:
+            *_, frame = extract_tb(error.__traceback__)
+            self.raised_at = f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})"
+            raise
+
+    def declines(self, event: v.Event) -> str | None:
+        """Why the engine declines it, if that is forgiven."""
+        reason = super().declines(event)
+        if reason is None or not self._forgives(Cause(Means.DECLINED, str(reason))):
+            return None
+        return reason
+
+
+class Forgiving(Wrapping):
+    """A factory of engines of which these defects are forgiven; None: all that can be."""
+
+    def __init__(self, make_engine: EngineFactory, forgiven: frozenset[Cause] | None) -> None:
+        super().__init__(make_engine, self._forgive)
+        self.forgiven = forgiven
+
+    def _forgive(self, engine: Engine, _config: v.Config) -> ForgivenEngine:
+        for name in self.traits.workarounds:
+            setattr(unwrapped(engine), name, self._forgives(Cause(Means.WORKAROUND, name)))
+        return ForgivenEngine(engine, self._forgives)
+
+    def _forgives(self, cause: Cause) -> bool:
+        return self.forgiven is None or cause in self.forgiven
+
+
+def follow(forgiven: Iterable[Cause]) -> Profile:
+    """The profile of the forgiven quirks, with a name that `--profile` takes."""
+    quirks = frozenset(Quirk(cause.name) for cause in forgiven if cause.means is Means.QUIRK)
+    return Profile("+".join((SPARING.name, *sorted(quirks))), quirks)
+
+
+def find_causes(
+    program: Program,
+    make_engine: EngineFactory,
+    forgiven: frozenset[Cause],
+    quirks: Iterable[Quirk],
+) -> tuple[Cause, ...]:
+    """A least set of known defects that, forgiven as well, lets the program pass; () if none does.
+
+    One alone is tried first, a quirk before anything else: what declines an event hides more.
+
+    Args:
+        program: What fails.
+        make_engine: The engine that it fails with.
+        forgiven: What is forgiven already.
+        quirks: What may account for it, besides workarounds and what the engine declines.
+    """
+    asked = [Cause(Means.QUIRK, quirk) for quirk in quirks]
+    asked += [Cause(Means.WORKAROUND, name) for name in get_traits(make_engine).workarounds]
+    lenient = Forgiving(make_engine, None)
+    run, findings = run_program(program, lenient, follow([*forgiven, *asked]))
+    asked += [Cause(Means.DECLINED, str(reason)) for reason in run.skipped]
+    asked = [cause for cause in asked if cause not in forgiven]
+    for cause in asked:
+        if _passes(program, make_engine, forgiven | {cause}):
+            return (cause,)
+    if findings:
+        return ()
+    for cause in tuple(reversed(asked)):
+        fewer = [other for other in asked if other != cause]
+        if _passes(program, make_engine, forgiven.union(fewer)):
+            asked = fewer
+    return tuple(asked)
+
+
+def _passes(program: Program, make_engine: EngineFactory, forgiven: frozenset[Cause]) -> bool:
+    return not run_program(program, Forgiving(make_engine, forgiven), follow(forgiven))[1]

@@ -1,0 +1,82 @@
+"""Lookouts: decisions that break nothing and may surprise all the same.
+
+An engine that is compared with the specification takes them too, or would differ; so they are
+worth a reader's knowing. Of an engine that decides by itself they say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from blockstep.conformance.engine import Capability, Engine, EngineFactory, Safety
+from blockstep.conformance.search.wrapped import Wrapped, Wrapping
+from blockstep.spec import vocabulary as v
+
+
+@dataclass(frozen=True, slots=True)
+class Lookout:
+    """A decision worth a reader's knowing, and the moment in which it shows."""
+
+    name: str
+    title: str
+    upstream: str
+    capability: Capability
+    """What an engine needs to take it."""
+    is_seen: Callable[[v.Config, Mapping[v.RequestId, v.Request], v.Snapshot], bool]
+    """Whether it shows in the state after a plan."""
+
+
+def waits_for_a_seat(
+    config: v.Config, requests: Mapping[v.RequestId, v.Request], after: v.Snapshot
+) -> bool:
+    """All seats are taken, one by a request less urgent than one that waits."""
+    if config.policy is not v.Policy.PRIORITY or len(after.running) < config.max_num_seqs:
+        return False
+    least_urgent = max(requests[name].priority for name in after.running)
+    return any(requests[name].priority < least_urgent for name in after.waiting)
+
+
+LOOKOUTS = (
+    Lookout(
+        "urgent_waits_for_a_seat",
+        "however urgent a request is, it waits until one of max_num_seqs seats is free",
+        "#40004, #45561 (open)",
+        Capability.PRIORITY,
+        waits_for_a_seat,
+    ),
+)
+
+
+class PolicySeenError(Exception):
+    """A lookout saw what it looks out for."""
+
+
+class Looked(Wrapped):
+    """An engine that raises as soon as a decision shows."""
+
+    def __init__(self, engine: Engine, config: v.Config, lookout: Lookout) -> None:
+        super().__init__(engine)
+        self.config, self.lookout = config, lookout
+        self.requests: dict[v.RequestId, v.Request] = {}
+
+    def apply(self, event: v.Event) -> v.Observation:
+        """Hand it on, and look at what came of it. Raises PolicySeenError."""
+        seen = super().apply(event)
+        if isinstance(event, v.Submit):
+            self.requests[event.request.request_id] = event.request
+        after = self.engine.snapshot() if isinstance(event, v.Schedule) else None
+        if after is not None and self.lookout.is_seen(self.config, self.requests, after):
+            raise PolicySeenError(self.lookout.name)
+        return seen
+
+
+def look_out(make_engine: EngineFactory, lookout: Lookout) -> EngineFactory:
+    """The factory of engines that are looked at."""
+    return Wrapping(make_engine, lambda engine, config: Looked(engine, config, lookout))
+
+
+def can_take(lookout: Lookout, capabilities: Collection[str], weaker: str | None) -> bool:
+    """Whether it means something that the decision shows, or does not."""
+    needed = {Capability.SNAPSHOT, lookout.capability}
+    return weaker != Safety().name and needed.issubset(capabilities)

@@ -1,0 +1,52 @@
+"""Processes: those that work side by side, which end with whoever started them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+
+
+@contextmanager
+def open_processes(num_jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """So many processes, fresh ones and no forks. What is not done at the end is dropped."""
+    context = multiprocessing.get_context("spawn")
+    others = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(num_jobs, mp_context=context, initializer=follow_parent) as pool:
+        try:
+            yield pool
+        except BaseException:
+            _drop(pool)
+            for child in multiprocessing.active_children():
+                if child not in others:
+                    child.kill()
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _drop(pool: ProcessPoolExecutor) -> None:
+    """Have the pool forget what has not begun: it must not meet that when its processes die."""
+    with suppress(RuntimeError):  # it is broken already
+        last = pool.submit(os.getpid)
+        pool.shutdown(wait=False, cancel_futures=True)
+        while not last.running() and not last.done():
+            time.sleep(0.01)
+
+
+def follow_parent() -> None:
+    """Have this process end with its parent, and leave Ctrl-C to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "called in a child"
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -1,0 +1,221 @@
+"""How a command ends before its time: by a signal, without a reader, on a full disk."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ENGINES = """
+import os, time
+from blockstep.conformance.protocol.registry import SpecEngine
+
+def mark():
+    with open(os.environ["MARKS"], "a") as file:
+        file.write(f"{os.getpid()}\\n")
+
+class Slow(SpecEngine):
+    def __init__(self, config):
+        mark()
+        super().__init__(config)
+
+    def apply(self, event):
+        time.sleep(0.001)
+        return super().apply(event)
+
+class Stuck(SpecEngine):
+    def apply(self, event):
+        mark()
+        while True:
+            try:
+                time.sleep(100)
+            except BaseException:
+                pass
+
+class Leaving(SpecEngine):
+    '''Each event leaves a process behind.'''
+    def apply(self, event):
+        if os.fork() == 0:
+            mark()
+            time.sleep(100)
+        return super().apply(event)
+
+class Forking(SpecEngine):
+    '''Each event makes two processes of one, and both come back.'''
+    def apply(self, event):
+        os.fork()
+        return super().apply(event)
+"""
+
+
+@pytest.fixture
+def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where engines write down the processes that they are in."""
+    (tmp_path / "ending_engines.py").write_text(ENGINES)
+    path = tmp_path / "marks"
+    path.touch()
+    monkeypatch.setenv("MARKS", str(path))
+    yield path
+    for pid in map(int, path.read_text().split()):  # whatever became of the test
+        if is_running(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def start(folder: Path, *args: object) -> subprocess.Popen[str]:
+    """The command in a process group of its own, as a shell starts one."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "blockstep", *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        start_new_session=True,
+    )
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def require_nobody(marks: Path) -> None:
+    pids = [int(pid) for pid in marks.read_text().split()]
+    assert pids
+    deadline = time.monotonic() + 2
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline, "a process outlived its command"
+        time.sleep(0.02)
+
+
+def check(folder: Path, name: str, *args: object) -> subprocess.Popen[str]:
+    engine = ("check", "--engine", f"ending_engines:{name}", "--preset", "tiny")
+    return start(folder, *engine, *args)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@pytest.mark.parametrize(
+    ("name", "args", "number", "is_to_all"),
+    [
+        ("Slow", ("--jobs", 2), signal.SIGINT, True),  # as a terminal sends it
+        pytest.param("Slow", ("--jobs", 1), signal.SIGTERM, False, marks=pytest.mark.soak),
+        ("Stuck", ("--jobs", 2), signal.SIGTERM, False),
+        ("Stuck", ("--in-process",), signal.SIGINT, False),
+    ],
+)
+def test_a_signal_ends_a_check_with_all_its_processes(
+    tmp_path: Path,
+    marks: Path,
+    name: str,
+    args: tuple[object, ...],
+    number: signal.Signals,
+    is_to_all: bool,
+) -> None:
+    command = check(tmp_path, name, *args)
+    wait_for(marks)
+    started = time.monotonic()
+    (os.killpg if is_to_all else os.kill)(command.pid, number)
+    out, errors = command.communicate(timeout=30)
+    assert time.monotonic() - started < 2
+    assert command.returncode == 128 + number
+    assert out == ""
+    assert re.fullmatch(rf"blockstep: ended by {number.name}; .*seen.*\n", errors)
+    require_nobody(marks)
+
+
+def list_children(pid: int) -> list[int]:
+    told = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
+    )
+    return [int(child) for child in told.stdout.split()]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for children in Linux")
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)]
+)
+def test_processes_of_our_own_end_with_their_command(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    command = start(tmp_path, "museum", "run", "--jobs", 2)
+    deadline = time.monotonic() + 60
+    while len(children := list_children(command.pid)) < 3:  # two, and multiprocessing's tracker
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    started = time.monotonic()
+    os.kill(command.pid, number)
+    _, errors = command.communicate(timeout=30)
+    while any(map(is_running, children)):
+        assert time.monotonic() - started < 2
+        time.sleep(0.02)
+    if number is signal.SIGINT:
+        assert command.returncode == 130
+        assert errors == "blockstep: ended by SIGINT; nothing was seen yet\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
+@pytest.mark.parametrize("name", ["Leaving", "Forking"])
+def test_what_an_engine_forks_neither_multiplies_nor_outlives_it(
+    tmp_path: Path, marks: Path, name: str
+) -> None:
+    command = check(tmp_path, name, "--budget", 60, "--jobs", 1, "--episode", 0)
+    out, errors = command.communicate(timeout=60)
+    assert (command.returncode, errors) == (0, "")
+    assert out.startswith(f"conforms: engine ending_engines:{name}")
+    if name == "Leaving":
+        require_nobody(marks)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes of POSIX")
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("quirks",),
+        *(pytest.param(args, marks=pytest.mark.soak) for args in [("--help",), ("nothing",)]),
+    ],
+)
+def test_a_closed_pipe_is_no_violation(tmp_path: Path, args: tuple[str, ...]) -> None:
+    command = start(tmp_path, *args)
+    assert command.stdout is not None
+    assert command.stderr is not None
+    command.stdout.close()
+    command.stderr.close()
+    assert command.wait(timeout=60) == 141
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told_before_the_work(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = subprocess.run(
+            [sys.executable, "-m", "blockstep", "check", "--budget", "100h"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert command.returncode == 2
+    told = "blockstep: standard output: cannot write: No space left on device\n"
+    assert command.stderr == told
+
+
+def test_the_version_and_the_module(tmp_path: Path) -> None:
+    out, errors = start(tmp_path, "--version").communicate(timeout=60)
+    assert re.fullmatch(r"blockstep \d\S* \(Python 3\.\S+\)\n", out)
+    assert errors == ""

@@ -1,0 +1,254 @@
+"""Each equivalence lets an engine differ in what it says, and in nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+from equivalent_engines import (
+    NO_BLOCKS,
+    PLANS,
+    RENAMED,
+    HitOneShort,
+    NoneShared,
+    OtherIds,
+    OtherOrder,
+    OtherVictim,
+    Restless,
+    Silent,
+    Simulator,
+    Twice,
+    held_to,
+)
+
+from blockstep.conformance.engine import (
+    EngineTraits,
+    Equivalence,
+    Renamed,
+    Safety,
+    SamePlans,
+    get_traits,
+)
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.findings import Finding, FindingKind
+from blockstep.conformance.protocol.program import Answer, Drain, Program
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.protocol.renaming import TablePairs, rename_snapshot
+from blockstep.conformance.search.episodes import run_episode
+from blockstep.conformance.search.floor import CANARIES, release_canary
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.shrink import shrink
+from blockstep.impl.host import HostEngine
+from blockstep.impl.host.pool import BlockPool
+from blockstep.spec import Config, Request, Schedule, Submit
+from blockstep.spec.vocabulary import CachedRow, NewRow, Plan
+
+EXACT = EngineTraits()
+CLEAN = {
+    "renamed": held_to(HostEngine, RENAMED),
+    "renamed, other order": OtherOrder,
+    "renamed, other ids": OtherIds,
+    "renamed, no state shown": held_to(Silent, RENAMED),
+    "plan": held_to(HostEngine, PLANS),
+    "plan, other order": held_to(OtherOrder, PLANS),
+    "plan, no blocks": Simulator,
+    "exact, no state shown": Silent,
+}
+BASES = {"renamed": (OtherOrder, RENAMED), "plan": (OtherIds, PLANS), "sim": (Simulator, NO_BLOCKS)}
+
+
+def play(
+    make_engine: Any, num_events: int, preset: str = "small", **options: Any
+) -> tuple[Any, dict[str, int]]:
+    """Episodes until one fails or so many events are played; the failing one, what was reached."""
+    reached: dict[str, int] = {}
+    for index in count():
+        episode = run_episode(CheckOptions(preset=preset, **options), index, make_engine)
+        num_events -= episode.num_events
+        for name, number in episode.witnesses.items():
+            reached[name] = reached.get(name, 0) + number
+        if episode.first is not None or num_events <= 0:
+            return episode, reached
+    raise AssertionError
+
+
+@pytest.mark.parametrize("engine", CLEAN.values(), ids=CLEAN)
+def test_what_an_equivalence_lets_differ_is_no_finding(engine: Any) -> None:
+    episode, reached = play(engine, 1500)
+    assert episode.first is None
+    wanted = ("preempted", "prefix_hit", "eviction_of_cached_block", "drafts_some_accepted")
+    assert all(reached[name] for name in wanted), "counted on the spec's side where none is shown"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("preset", ["tiny", "small", "real"])
+@pytest.mark.parametrize("engine", CLEAN.values(), ids=CLEAN)
+def test_what_an_equivalence_lets_differ_is_no_finding_in_many_events(
+    engine: Any, preset: str
+) -> None:
+    assert play(engine, 30_000, preset, seed=7)[0].first is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "stronger"),
+    [(OtherOrder, EXACT), (OtherIds, EXACT), (Simulator, RENAMED)],
+)
+def test_a_stronger_equivalence_sees_the_difference(engine: Any, stronger: EngineTraits) -> None:
+    """The control of the test above: these do differ."""
+    assert play(held_to(engine, stronger), 400)[0].first is not None
+
+
+@pytest.mark.parametrize("base", BASES.values(), ids=BASES)
+@pytest.mark.parametrize("defect", [HitOneShort, NoneShared, OtherVictim, Twice])
+def test_a_planted_defect_is_found_at_each_equivalence(base: Any, defect: type) -> None:
+    episode, _ = play(held_to(*base, defect), 6000)
+    assert episode.first is not None
+    assert episode.first.kind in (FindingKind.DIVERGENCE, FindingKind.PROPERTY)
+
+
+@pytest.mark.parametrize("base", [(OtherOrder, RENAMED), (Simulator, NO_BLOCKS)])
+def test_the_shrinker_works_at_each_equivalence(base: Any) -> None:
+    engine = held_to(*base, HitOneShort)
+    episode, _ = play(engine, 6000, "tiny")
+    shrunk = shrink(episode.program, engine, episode.first)
+    assert len(shrunk.program.actions) <= 8
+    assert shrunk.equivalence == engine.traits.equivalence.name
+    assert {found.kind for found in shrunk.findings} & {episode.first.kind}
+
+
+def test_a_block_id_means_the_same_from_one_step_to_the_next() -> None:
+    """No state says so, for each is compared on its own: the worker does."""
+    episode, _ = play(Restless, 400)
+    assert episode.first.property_id in {"P3", "P4", "P26"}
+
+
+def test_a_wrong_eviction_shows_when_it_evicts() -> None:
+    """The order of the free queue is not compared, what is found in the cache is."""
+
+    class Pool(BlockPool):
+        def free(self, table: Any) -> None:
+            super().free(tuple(reversed(table)))
+
+    class FromTheHead(HostEngine):
+        traits = RENAMED
+        pool_type = Pool
+
+    first = play(FromTheHead, 6000)[0].first
+    assert first.kind is FindingKind.DIVERGENCE
+    assert any("cached" in difference.field for difference in first.differences)
+
+
+def test_each_canary_is_caught() -> None:
+    for name, canary in CANARIES.items():
+        assert release_canary(CheckOptions(), canary), name
+
+
+def test_an_unknown_equivalence_is_refused_in_one_sentence() -> None:
+    class Engine(SpecEngine):
+        traits = EngineTraits(equivalence=Equivalence())
+
+    with pytest.raises(TypeError, match=r"must be None \(exact\) or one of Renamed\(\), "):
+        get_traits(Engine)
+
+
+# One step, looked at.
+
+CONFIG = Config(num_blocks=9, block_size=2, max_model_len=16)
+A, B = Request("A", (1, 2, 3), max_tokens=4), Request("B", (1, 2, 9), max_tokens=4)
+SHARED = Program(CONFIG, (Submit(A), Schedule(), Answer(), Submit(B), Schedule()))
+
+
+def findings_of(make_engine: Any, program: Program = SHARED) -> list[Finding]:
+    return run_program(program, make_engine)[1]
+
+
+class Copies(SpecEngine):
+    """A hit is copied to a block of its own: in plan and state, sharing is gone."""
+
+    traits = RENAMED
+
+    def capabilities(self) -> frozenset[str]:
+        return super().capabilities() - {"snapshot"}
+
+    def snapshot(self) -> Any:
+        return None
+
+    def apply(self, event: Any) -> Any:
+        answer = super().apply(event)
+        if isinstance(answer, Plan) and answer.new and answer.new[0].num_computed_tokens:
+            row = replace(answer.new[0], block_ids=((8, *answer.new[0].block_ids[0][1:]),))
+            return replace(answer, new=(row,))
+        return answer
+
+
+def test_what_is_shared_is_part_of_a_plan() -> None:
+    assert findings_of(SpecEngine) == []
+    (diverged,) = (it for it in findings_of(Copies) if it.kind is FindingKind.DIVERGENCE)
+    (difference,) = diverged.differences
+    assert difference.field == "new B block_ids"
+    assert difference.expected.startswith("[[1,"), "the block of A"
+    assert not difference.seen.startswith("[[1,")
+
+
+def test_a_plan_at_this_equivalence_shows_no_blocks_unless_it_says_so() -> None:
+    found = findings_of(held_to(HostEngine, NO_BLOCKS))
+    assert [it.sentence for it in found] == ["plan_shows_no_blocks"]
+    assert "set shows_blocks" in found[0].message
+
+
+def test_one_bijection_makes_two_states_equal_or_shows_where_none_does() -> None:
+    run, _ = run_program(SHARED, held_to(OtherOrder, EXACT).__base__)
+    mine, theirs = run.spec.snapshot(), run.engine.snapshot()
+    assert theirs is not None
+    assert mine != theirs
+    assert rename_snapshot(mine, theirs) == mine
+    lost = replace(theirs, free_queue=theirs.free_queue[1:])
+    assert rename_snapshot(mine, lost) != mine
+    keyless = replace(theirs, block_keys=(None,) * 9, cached={})
+    assert rename_snapshot(mine, keyless) != mine
+    smaller = replace(theirs, ref_counts=theirs.ref_counts[:5], block_keys=theirs.block_keys[:5])
+    assert rename_snapshot(mine, smaller) != mine
+
+
+def test_tables_are_followed_over_a_preemption() -> None:
+    def plan(*rows: Any, **fields: Any) -> Plan:
+        new = tuple(row for row in rows if isinstance(row, NewRow))
+        cached = tuple(row for row in rows if isinstance(row, CachedRow))
+        return Plan(0, new, cached, **fields)
+
+    def runs(name: str, *blocks: int, resumed: bool = False) -> CachedRow:
+        return CachedRow(name, resumed, (blocks,), None, 2, 1, 1)
+
+    pairs = TablePairs()
+    first = (plan(NewRow(A, ((1, 2),), 0, 3)), plan(NewRow(A, ((7, 5),), 0, 3)))
+    assert pairs.take(*first) == first[0]
+    grown = (plan(runs("A", 3)), plan(runs("A", 6)))
+    assert pairs.take(*grown) == grown[0]
+    gone = plan(preempted_req_ids=("A",))
+    assert pairs.take(gone, gone) == gone
+    back = (plan(runs("A", 4, resumed=True)), plan(runs("A", 7, resumed=True)))
+    assert pairs.take(*back) == back[0], "7 is free again, and may be another block now"
+    held = plan(NewRow(B, ((4,),), 2, 1)), plan(NewRow(B, ((5,),), 2, 1))
+    assert pairs.take(*held) != held[0], "the spec shares block 4, the engine does not"
+
+
+@pytest.mark.parametrize("kind", [Renamed, SamePlans, Safety])
+def test_an_engine_that_plans_ahead_is_full_before_it_is_answered(kind: Any) -> None:
+    engine = held_to(
+        Simulator if kind is SamePlans else HostEngine,
+        EngineTraits(equivalence=kind(plans_ahead=True)),
+    )
+    config = replace(CONFIG, max_frames_in_flight=2, async_scheduling=True)
+    actions = (Submit(A), Schedule(), Answer(), Schedule(), Schedule(), Answer(), Drain())
+    run, findings = run_program(Program(config, actions), engine)
+    assert findings == []
+    given = [type(it.event).__name__ for it in run.exchanges]
+    assert given[:5] == ["Submit", "Schedule", "Schedule", "Commit", "SetPause"]
+    assert not run.live
+
+
+def test_what_is_not_asked_is_said() -> None:
+    assert SamePlans(shows_blocks=True).not_asked < SamePlans().not_asked
+    assert Renamed().not_asked

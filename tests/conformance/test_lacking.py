@@ -1,0 +1,145 @@
+"""An engine that lacks something is never accused for it: each capability, alone and in pairs.
+
+Our own engines are right, so whatever is found with a part of them left out is a false accusation:
+they were given what they do not claim, or held to what only others must do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import pytest
+from lacking_support import make_lacking
+
+from blockstep.conformance.engine import (
+    ALL_CAPABILITIES,
+    EngineFactory,
+    EngineTraits,
+    Renamed,
+    Safety,
+    SamePlans,
+)
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.lockstep.safety import SafetyRun
+from blockstep.conformance.protocol.program import Action, Answer, Hostile, Program, Propose
+from blockstep.conformance.protocol.registry import SpecEngine, load_engine
+from blockstep.conformance.search.arms import compare_arms
+from blockstep.conformance.search.episodes import fit_depth, run_episode
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.spec.vocabulary import (
+    Config,
+    Drafts,
+    GrammarReady,
+    Request,
+    Schedule,
+    SpecMethod,
+    Submit,
+)
+
+SAFETY = EngineTraits(equivalence=Safety())
+EQUIVALENCES = {
+    "exact": None,
+    "renamed": EngineTraits(equivalence=Renamed()),
+    "plan": EngineTraits(equivalence=SamePlans(shows_blocks=True)),
+    "safety": SAFETY,
+}
+ALONE = [(), *((name,) for name in sorted(ALL_CAPABILITIES))]
+PAIRS = list(combinations(sorted(ALL_CAPABILITIES), 2))
+
+
+def play(make_engine: EngineFactory, num_events: int, preset: str, seed: int) -> None:
+    """Episodes of an engine that is right, until so many events are played."""
+    options = CheckOptions("mine", preset=preset, seed=seed)
+    options = fit_depth(options, make_engine)
+    played, index = 0, 0
+    while played < num_events:
+        episode = run_episode(options, index, make_engine)
+        assert episode.first is None, (episode.first, preset, seed, index)
+        played, index = played + episode.num_events, index + 1
+
+
+def lacking(name: str, equivalence: str, lacks: Sequence[str]) -> EngineFactory:
+    return make_lacking(load_engine(name), lacks, EQUIVALENCES[equivalence])
+
+
+@pytest.mark.parametrize("equivalence", EQUIVALENCES)
+@pytest.mark.parametrize("lacks", ALONE, ids=" ".join)
+def test_what_an_engine_lacks_is_no_finding(lacks: tuple[str, ...], equivalence: str) -> None:
+    play(lacking("host", equivalence, lacks), 120, "small", 2)
+
+
+@pytest.mark.parametrize("equivalence", EQUIVALENCES)
+def test_nor_is_what_it_lacks_of_two(equivalence: str) -> None:
+    for seed, lacks in enumerate(PAIRS[:: len(PAIRS) // 7]):
+        play(lacking("compiled", equivalence, lacks), 60, "tiny", seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("equivalence", EQUIVALENCES)
+@pytest.mark.parametrize("name", ["host", "compiled"])
+@pytest.mark.parametrize("lacks", [*ALONE, *PAIRS], ids=" ".join)
+def test_what_an_engine_lacks_is_no_finding_in_many_events(
+    lacks: tuple[str, ...], name: str, equivalence: str
+) -> None:
+    play(lacking(name, equivalence, lacks), 15_000, "tiny", 1)
+    play(lacking(name, equivalence, lacks), 15_000, "small", 2)
+
+
+@pytest.mark.parametrize("lacks", [("drafts",), ("grammar",), ("abort", "rejection")], ids=" ".join)
+def test_arms_keep_to_it_too(lacks: tuple[str, ...]) -> None:
+    make_engine = lacking("host", "safety", lacks)
+    result = compare_arms(CheckOptions("mine", preset="tiny"), make_engine, 6)
+    assert result.contrast is None
+    assert result.num_compared["pool"]
+
+
+CONFIG = Config(num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=16)
+DRAFTING = Config(
+    num_blocks=9,
+    block_size=2,
+    max_model_len=16,
+    spec_method=SpecMethod.NGRAM,
+    num_speculative_tokens=1,
+)
+
+
+def list_given(make_engine: EngineFactory, config: Config, *actions: Action) -> list[object]:
+    """The events that an engine is given at safety."""
+    run, findings = run_program(Program(config, actions), make_engine)
+    assert isinstance(run, SafetyRun)
+    assert findings == []
+    return [exchange.event for exchange in run.exchanges]
+
+
+def test_no_more_drafts_are_proposed_than_there_may_be() -> None:
+    """An engine that refuses a draft too many is right."""
+    start = (Submit(Request("A", (1, 2, 3), 6)), Schedule(), Answer())
+    given = list_given(
+        make_lacking(SpecEngine, (), SAFETY), DRAFTING, *start, Propose(((2, 1),)), Schedule()
+    )
+    (drafts,) = [event for event in given if isinstance(event, Drafts)]
+    assert len(drafts.drafts[0].token_ids) == 1
+    assert not any(
+        isinstance(event, Drafts)
+        for event in list_given(
+            make_lacking(SpecEngine, (), SAFETY), CONFIG, *start, Propose(((2, 1),))
+        )
+    )
+
+
+def test_drafts_come_late_only_to_those_who_take_them_so() -> None:
+    start = (Submit(Request("A", (1, 2, 3), 6)), Schedule(), Answer(), Schedule())
+    for lacks, num_given in (((), 1), (("late drafts", "rejection"), 0)):
+        make_engine = make_lacking(SpecEngine, lacks, SAFETY)
+        given = list_given(make_engine, DRAFTING, *start, Propose(((1, 1),)))
+        assert sum(isinstance(event, Drafts) for event in given) == num_given
+
+
+def test_a_grammar_of_nobody_is_not_for_an_engine_without_grammars() -> None:
+    make_engine = make_lacking(SpecEngine, ("grammar",))
+    program = Program(CONFIG, (Hostile(GrammarReady("nobody")), GrammarReady("nobody")))
+    run, findings = run_program(program, make_engine)
+    assert findings == []
+    assert run.exchanges == []
+    assert run.skipped == {"grammar": 2}

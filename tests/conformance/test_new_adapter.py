@@ -1,0 +1,181 @@
+"""What an adapter's author meets: the template, the tutorial's steps and the how-to's toy."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from blockstep.conformance.command.main import app
+from blockstep.conformance.engine import Capability
+from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.search.episodes import run_episode
+from blockstep.conformance.search.options import CheckOptions
+
+DOCS = Path(__file__).parents[2] / "docs"
+TUTORIAL = (DOCS / "tutorial" / "your-engine.md").read_text()
+HOW_TO = (DOCS / "how-to" / "hold-your-engine.md").read_text()
+FENCE = re.compile(r"([^\n]*\n)\n```(\w+)\n(.*?)```", re.S)
+NAMED = re.compile(r"`(\w+\.py)`")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder to be in, whose modules are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    forget(tmp_path)
+
+
+def forget(folder: Path) -> None:
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(folder)):
+            del sys.modules[name]
+
+
+def blockstep(*args: object) -> Result:
+    """The command in this process; a module that was edited since is read again."""
+    forget(Path.cwd())
+    sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
+    try:
+        return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "100"})
+    finally:
+        sys.dont_write_bytecode = before
+
+
+def shows(output: str, text: str) -> bool:
+    """Whether lines stand in an output in this order; "..." stands for whatever there is."""
+    parts = [" ".join(part.split()) for part in text.split("...")]
+    return re.search(".*".join(map(re.escape, parts)), " ".join(output.split())) is not None
+
+
+def play(page: str, folder: Path) -> list[int]:
+    """Do what a page says, from its first line to its last: the exit codes of its commands."""
+    codes, output = [], ""
+    for before, kind, text in FENCE.findall(page):
+        named = NAMED.findall(before)
+        match kind:
+            case "python" if named:
+                (folder / named[-1]).write_text(text)
+            case "diff":
+                path = folder / NAMED.findall(before)[-1]
+                old = "".join(f"{row[1:]}\n" for row in text.splitlines() if row[0] == "-")
+                new = "".join(f"{row[1:]}\n" for row in text.splitlines() if row[0] == "+")
+                assert path.read_text().count(old) == 1
+                path.write_text(path.read_text().replace(old, new))
+            case "console":
+                for line in text.splitlines():
+                    command = shlex.split(line.removeprefix("$ blockstep "))
+                    here = ["--in-process"] if command[0] == "check" else []
+                    result = blockstep(*command, *here)
+                    assert result.exception is None or isinstance(result.exception, SystemExit)
+                    codes.append(result.exit_code)
+                    output = result.output
+            case "text":
+                assert shows(output, text), output
+    return codes
+
+
+def test_the_tutorial_leads_from_an_empty_file_to_a_verdict(folder: Path) -> None:
+    """All its steps: files, commands in order, what they print, and the repair."""
+    assert play(TUTORIAL, folder) == [0, 1, 1, 0, 0]
+    assert 90 <= len((folder / "scheduler.py").read_text().splitlines()) <= 110
+
+
+def get_toy() -> str:
+    return next(str(text) for before, _, text in FENCE.findall(HOW_TO) if "toy.py" in before)
+
+
+def test_the_toy_of_the_how_to_conforms_as_it_stands(folder: Path) -> None:
+    (folder / "toy.py").write_text(get_toy())
+    budget = ("--budget", 4000, "--preset", "tiny", "--seed", 1)
+    result = blockstep("check", "--engine", "toy:Toy", *budget, "--in-process")
+    assert result.exit_code == 0, result.output
+    assert "conforms: engine toy:Toy, equivalence safety" in result.output
+    shown = next(text for before, kind, text in FENCE.findall(HOW_TO) if kind == "console")
+    assert shown == "$ blockstep check --engine toy:Toy --budget 20000\n"
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "told"),
+    [
+        ("self.free += self.sequences.pop(name).blocks", "self.sequences.pop(name)", "P10"),
+        ("self.ended.append(name)", "pass", "P26 new_row_is_new"),
+        ("if seq is None or not token_ids", "if seq is None", "P13"),
+        ("self.free[needed:]\n", "self.free[needed - 1 :]\n", "P2"),
+        (" if name in self.sequences]", "]", " engine_raises_nothing"),
+        ("(seq.end - 1)", "(seq.end - 2)", "P26 table_holds_the_scheduled_tokens"),
+    ],
+)
+def test_a_mistake_in_the_toy_is_found(folder: Path, right: str, wrong: str, told: str) -> None:
+    """What the page shows is no engine that anything would be said of."""
+    toy = get_toy()
+    assert toy.count(right) == 1
+    (folder / "toy.py").write_text(toy.replace(right, wrong))
+    forget(folder)
+    make_engine, options = load_engine("toy:Toy"), CheckOptions(preset="tiny", max_depth=1)
+    episodes = (run_episode(options, index, make_engine) for index in range(60))
+    found = {f"{it.first.property_id} {it.first.sentence}" for it in episodes if it.first}
+    assert any(name.startswith(told) for name in found), found
+
+
+def test_the_how_to_says_what_each_capability_is_given() -> None:
+    rows = re.findall(r"^\| `([a-z ]+)` \|", HOW_TO.split("### What a plan says")[0], re.M)
+    assert sorted(rows) == sorted(Capability)
+
+
+# new-adapter.
+
+
+@pytest.mark.parametrize("safety", [[], ["--safety"]])
+def test_a_new_adapter_has_a_verdict_at_once_and_says_what_is_open(
+    folder: Path, safety: list[str]
+) -> None:
+    written = blockstep("new-adapter", "mine", *safety)
+    assert written.exit_code == 0
+    assert written.output.endswith("\n  blockstep check --engine mine:make\n")
+    result = blockstep("check", "--engine", "mine:make", "--in-process")
+    assert result.exit_code == 1
+    assert "EngineFault: submit() is not filled in" in result.output
+    assert ("equivalence safety" in result.output) == bool(safety)
+
+
+def test_a_new_adapter_is_told_to_machines(folder: Path) -> None:
+    result = blockstep("new-adapter", "mine", "--json", "-")
+    assert result.stdout == '{\n  "path": "mine.py",\n  "engine": "mine:make"\n}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("taken", "taken.py: there is such a file; give another name"),
+        ("1x", "must be the name of a Python module"),
+        ("class", "must be the name of a Python module"),
+        ("a/b", "must be the name of a Python module"),
+        ("", "must be the name of a Python module"),
+        ("json", "a module of this name can be imported already"),
+        ("nowhere.mine", "there is no folder nowhere"),
+    ],
+)
+def test_nothing_is_overwritten_and_a_bad_name_is_refused(
+    folder: Path, name: str, says: str
+) -> None:
+    (folder / "taken.py").write_text("precious")
+    result = blockstep("new-adapter", name)
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert result.output.count("\n") == 1
+    assert (folder / "taken.py").read_text() == "precious"
+    assert [path.name for path in folder.iterdir()] == ["taken.py"]
+
+
+def test_a_module_in_a_package_is_written_where_it_belongs(folder: Path) -> None:
+    (folder / "pkg").mkdir()
+    assert blockstep("new-adapter", "pkg.mine").exit_code == 0
+    assert "--engine pkg.mine:make" in (folder / "pkg" / "mine.py").read_text()

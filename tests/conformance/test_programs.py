@@ -1,0 +1,329 @@
+"""Programs as files: what is written is read back exactly, and is played as it was."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from engine_support.strategies import strategy_for
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from blockstep.conformance.command.main import app
+from blockstep.conformance.draw.actions import SeededDraw
+from blockstep.conformance.draw.presets import PRESETS, draw_swarm
+from blockstep.conformance.engine import Capability, EngineTraits, Safety
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.lines import TraceError
+from blockstep.conformance.protocol.program import Action, Answer, Hostile, Program, Propose
+from blockstep.conformance.protocol.program_file import (
+    parse_program,
+    read_program,
+    write_program,
+)
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.report.as_test import write_test
+from blockstep.conformance.search.episodes import play_episode
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.spec import vocabulary as v
+
+HERE = Path("it.json")
+PROGRAM = Program(
+    v.Config(num_blocks=4, block_size=2),
+    (v.Submit(v.Request("A", (1, 2), max_tokens=1)), v.Schedule(), Answer()),
+)
+
+
+def make_config(seed: int) -> v.Config:
+    return draw_swarm(PRESETS["small"], SeededDraw(str(seed)), None, 4).config
+
+
+ACTIONS = st.one_of(
+    *(strategy_for(kind) for kind in get_args(Action) if kind not in {Hostile, Propose}),
+    st.one_of(*(strategy_for(kind) for kind in v.EVENT_TYPES)).map(Hostile),
+    strategy_for(Propose).filter(lambda action: bool(action.counts)),
+)
+PROGRAMS = st.builds(
+    Program,
+    st.integers(0, 10**6).map(make_config),
+    st.lists(ACTIONS, max_size=6).map(tuple),
+    st.integers(0, 2**63),
+    st.integers(1, 2**40),
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(PROGRAMS)
+def test_every_program_is_read_back_exactly_from_json_and_from_python(program: Program) -> None:
+    again = parse_program(write_program(program, 'P1 a "note"'), HERE)
+    assert again == program
+    assert repr(again) == repr(program)  # tells a tuple from a list, and 1 from True
+    names: dict[str, Any] = {}
+    exec(write_test(program, 'P1 a "note"\\: and more\n"""'), names)
+    assert repr(names["PROGRAM"]) == repr(program)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 10**6))
+def test_a_drawn_program_is_played_as_it_was(seed: int) -> None:
+    drawn, program, _ = play_episode(CheckOptions(preset="tiny", seed=seed), 0, SpecEngine, True)
+    run, findings = run_program(parse_program(write_program(program), HERE), SpecEngine)
+    assert run.exchanges == drawn.exchanges
+    assert not findings
+
+
+def test_a_field_at_its_default_may_be_left_out_and_the_file_may_be_written_by_hand() -> None:
+    text = """{"version": 1, "format": "blockstep-program", "config": {"num_blocks": 4},
+    "actions": [{"type": "Submit", "request": {"prompt_token_ids": [1], "request_id": "A"}},
+    {"type": "Propose", "counts": [[2, 1], [1, 0]]}]}"""
+    actions = (v.Submit(v.Request("A", (1,))), Propose(((2, 1), (1, 0))))
+    assert parse_program(text, HERE) == Program(v.Config(4), actions)
+
+
+def test_one_action_stands_on_a_line() -> None:
+    submit = v.Submit(v.Request("A", (1, 2)))
+    program = replace(PROGRAM, actions=(submit, *PROGRAM.actions[1:]))
+    lines = write_program(program, "why").splitlines()
+    assert lines[-6:] == [
+        ' "actions": [',
+        '  {"type": "Submit", "request": {"request_id": "A", "prompt_token_ids": [1, 2]}},',
+        '  {"type": "Schedule"},',
+        '  {"type": "Answer"}',
+        " ]",
+        "}",
+    ]
+    assert ' "note": "why",' in lines
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        Hostile("nothing"),  # type: ignore[arg-type]
+        Hostile(v.Commit(True, ())),
+        Hostile(v.Commit(0, (1,))),  # type: ignore[arg-type]
+        Hostile(v.Abort(["A"])),  # type: ignore[arg-type]
+        v.Reset(0),  # type: ignore[arg-type]
+        v.Submit(v.Request("A", (1.0,))),  # type: ignore[arg-type]
+        v.Submit(v.Request("\ud800", (1,))),
+        "nothing",
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("write", [write_program, write_test])
+def test_what_json_cannot_hold_exactly_is_not_written(
+    action: Action, write: Callable[[Program], str]
+) -> None:
+    with pytest.raises(ValueError, match="well-typed values") as error:
+        write(replace(PROGRAM, actions=(action,)))
+    assert "\n" not in str(error.value)
+
+
+def say(**changes: object) -> str:
+    value = json.loads(write_program(PROGRAM))
+    return json.dumps({name: part for name, part in (value | changes).items() if part != "gone"})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        pytest.param("", "nothing: a program is", id="empty"),
+        pytest.param("hello", "malformed", id="junk"),
+        pytest.param("[1]", "got `array`", id="a list"),
+        pytest.param("[" * 100_000, "a program is a JSON object", id="deep"),
+        pytest.param(say(format="blockstep-trace"), "format is 'blockstep-trace'", id="a trace"),
+        pytest.param(say(version=2), "this blockstep reads version 1; upgrade", id="newer version"),
+        pytest.param(say(colour=1), "unknown field `colour`", id="newer program"),
+        pytest.param(say(config={"num_blocks": 4, "x": 1}), "if it is newer", id="newer config"),
+        pytest.param(say(config="gone"), "missing required field `config`", id="no config"),
+        pytest.param(say(config={}), "missing required field `num_blocks`", id="no blocks"),
+        pytest.param(say(config={"num_blocks": 1}), "num_blocks = 1", id="bad config"),
+        pytest.param(say(token_seed="x"), "$.token_seed", id="seed"),
+        pytest.param(say(vocabulary_size=0), "must be 1 or above", id="no tokens"),
+        pytest.param(say(actions=[1]), "$.actions[0]", id="no object"),
+        pytest.param(say(actions=[{}]), "action 1: Invalid value None", id="no type"),
+        pytest.param(
+            say(actions=[{"type": "Drain"}, {"type": "Dream"}]),
+            "action 2: Invalid value",
+            id="kind",
+        ),
+        pytest.param(say(actions=[{"type": "Drain", "x": 1}]), "action 1: unknown", id="field"),
+        pytest.param(
+            say(actions=[{"type": "Submit", "request": {"request_id": "A"}}]),
+            "missing required field `prompt_token_ids` - at `$.request`",
+            id="half a request",
+        ),
+        pytest.param(say(actions=[{"type": "Propose", "counts": []}]), "names a count", id="none"),
+        pytest.param(say(actions=[{"type": "Hostile"}]), "has one field", id="hostile"),
+        pytest.param(
+            say(actions=[{"type": "Hostile", "event": {"type": "Drain"}}]), "'Drain'", id="no event"
+        ),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_sentence(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(TraceError) as error:
+        read_program(path)
+    assert says in str(error.value)
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none"):
+        with pytest.raises(TraceError, match="a program is a readable file"):
+            read_program(path)
+
+
+# Played by `blockstep check`.
+
+LEAKY = "museum:leak-on-abort"
+LEAK = Program(
+    v.Config(num_blocks=4, block_size=2),
+    (v.Submit(v.Request("A", (1, 2), max_tokens=1)), v.Schedule(), v.Abort(("A",))),
+)
+FLIGHT = replace(LEAK, config=v.Config(num_blocks=4, max_frames_in_flight=2, async_scheduling=True))
+
+
+def keep(path: Path, program: Program) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(write_program(program, "kept"))
+    return path
+
+
+def blockstep(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "100"})
+
+
+def test_a_failing_program_is_saved_and_fails_again(tmp_path: Path) -> None:
+    path, tests = tmp_path / "leak.json", tmp_path / "test_leak.py"
+    drawn = ("--preset", "tiny", "--episode", 83)
+    first = blockstep("check", "--engine", LEAKY, *drawn, "--save", path, "--json", "-")
+    assert first.exit_code == 1
+    again = blockstep("check", "--engine", LEAKY, "--program", path, "--json", "-", "--save", tests)
+    assert again.exit_code == 1
+    found, same = json.loads(first.stdout), json.loads(again.stdout)
+    assert same["failure"]["findings"] == found["failure"]["findings"]
+    assert same["failure"]["program"] == found["failure"]["program"]
+    assert same["program_file"] == str(path)
+    assert same["episode"] is None
+    assert found["program_file"] is None
+    assert json.loads(path.read_text())["note"].startswith("P1 every_block_is_free_or_held: ")
+    names: dict[str, Any] = {}
+    exec(tests.read_text(), names)
+    assert names["PROGRAM"] == read_program(path)
+    assert "test_p1_every_block_is_free_or_held" in names
+
+
+def test_a_program_is_told_like_any_failure_and_ends_with_how_to_see_it(tmp_path: Path) -> None:
+    path = keep(tmp_path / "a leak.json", LEAK)
+    result = blockstep("check", "--engine", LEAKY, "--program", path)
+    assert f"(engine {LEAKY}, program {path})" in result.output.splitlines()[0]
+    assert "preset" not in result.output
+    assert "shrunk" not in result.output
+    again = shlex.split(result.output.splitlines()[-1])
+    assert again[:3] == ["reproduce", "blockstep", "check"]
+    assert blockstep(*again[2:]).output == result.output
+
+
+def test_a_program_that_runs_well_conforms(tmp_path: Path) -> None:
+    result = blockstep("check", "--program", keep(tmp_path / "leak.json", LEAK))
+    assert result.exit_code == 0
+    assert result.output.startswith("conforms: engine host, equivalence exact, profile strict")
+    assert result.output.endswith("leak.json: 3 events\n")
+
+
+def test_a_program_that_the_engine_cannot_be_given_is_no_verdict(tmp_path: Path) -> None:
+    path = keep(tmp_path / "leak.json", FLIGHT)
+    for engine in (f"{__name__}:Sync", f"{__name__}:Watched"):
+        result = blockstep("check", "--engine", engine, "--program", path, "--in-process")
+        assert result.exit_code == 5
+        assert "not tried   async: the engine lacks it (3 actions left out)" in result.output
+        assert "NO VERDICT (nothing ran)" in result.output
+
+
+class Sync(SpecEngine):
+    def capabilities(self) -> frozenset[str]:
+        return super().capabilities() - {Capability.ASYNC}
+
+
+class Watched(Sync):
+    traits = EngineTraits(equivalence=Safety())
+
+
+class Narrow(SpecEngine):
+    traits = EngineTraits(
+        equivalence=Safety(fit_config=lambda config: replace(config, block_size=1))
+    )
+
+
+def test_nothing_is_saved_where_nothing_failed(tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    result = blockstep("check", "--episode", 0, "--preset", "tiny", "--save", path)
+    assert result.exit_code == 0
+    assert f"--save {path}: nothing to write: nothing failed" in result.stderr
+    assert not path.exists()
+
+
+def test_a_corpus_is_played_before_anything_is_drawn(tmp_path: Path) -> None:
+    keep(tmp_path / "corpus" / "b.json", LEAK)
+    keep(tmp_path / "corpus" / "a.json", PROGRAM)
+    options = ("--corpus", tmp_path / "corpus", "--preset", "tiny", "--budget", 300, "--jobs", 1)
+    result = blockstep("check", "--engine", LEAKY, *options)
+    assert result.exit_code == 1
+    assert result.output.splitlines()[0].endswith("b.json)")
+    assert result.output.endswith("1 of 2 programs failed, 0 not tried\n")
+    told = json.loads(blockstep("check", "--engine", LEAKY, *options, "--json", "-").stdout)
+    assert [(Path(row["program_file"]).name, row["exit_code"]) for row in told["corpus"]] == [
+        ("a.json", 0),
+        ("b.json", 1),
+    ]
+    assert told["program_file"].endswith("b.json")
+    clean = blockstep("check", *options, "--json", "-")
+    assert json.loads(clean.stdout)["num_events"] >= 300
+    assert "0 of 2 programs failed, 0 not tried" in clean.stderr
+
+
+def test_what_an_engine_cannot_be_given_of_a_corpus_is_told_and_the_check_goes_on(
+    tmp_path: Path,
+) -> None:
+    keep(tmp_path / "leak.json", LEAK)
+    options = ("--corpus", tmp_path, "--preset", "tiny", "--budget", 300, "--in-process")
+    result = blockstep("check", "--engine", f"{__name__}:Narrow", *options, "--json", "-")
+    assert "leak.json: config: block_size = 2: is not a config of this engine" in result.stderr
+    assert "0 of 1 programs failed, 1 not tried" in result.stderr
+    assert json.loads(result.stdout)["num_events"] >= 300
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--program", "{tmp}/none.json"], "none.json: cannot be read"),
+        (["--program", "{tmp}/bad.json"], "a program is a JSON object"),
+        (["--program", "{tmp}/good.json", "--episode", "1"], "--program and --episode: each says"),
+        (["--program", "{tmp}/good.json", "--corpus", "{tmp}"], "give one of them"),
+        (["--corpus", "{tmp}/none"], "there is no such folder"),
+        (["--corpus", "{tmp}/empty"], "a corpus is a folder of programs"),
+        (["--corpus", "{tmp}"], "bad.json: 'junk'"),
+        (["--program", "{tmp}/good.json", "--save", "{tmp}/x/y.json"], "there is no folder"),
+        (["--program", "{tmp}/good.json", "--engine", f"{__name__}:Narrow"], "is not a config"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ",
+)
+def test_what_cannot_be_played_is_refused_in_one_line(
+    args: list[str], says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.json").write_text("junk")
+    (tmp_path / "empty").mkdir()
+    keep(tmp_path / "good.json", LEAK)
+    result = blockstep("check", "--in-process", *(arg.format(tmp=tmp_path) for arg in args))
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert result.output.count("\n") == 1

@@ -1,0 +1,207 @@
+"""A score counts what is alike past every difference, and shows the first of each kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from equivalent_engines import (
+    RENAMED,
+    HitOneShort,
+    Lazy,
+    OtherIds,
+    OtherVictim,
+    ShortSimulator,
+    Simulator,
+    Twice,
+    held_to,
+)
+from typer.testing import CliRunner
+
+from blockstep.conformance.command.main import app
+from blockstep.conformance.engine import EngineTraits, Safety
+from blockstep.conformance.lockstep.score import Aspect, ScoreRun, score_program
+from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Propose
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.report.score import render_score
+from blockstep.conformance.search.options import CheckOptions, ExitCode
+from blockstep.conformance.search.score import ScoreResult, play_scored, score
+from blockstep.impl.host import HostEngine
+from blockstep.spec import Config, Request, Schedule, SpecMethod, Submit
+from blockstep.spec.vocabulary import GrammarReady
+
+SHORT, BROKEN, HANGING = (
+    f"equivalent_engines:{name}" for name in ("ShortSimulator", "Broken", "Hanging")
+)
+Judged = held_to(HostEngine, EngineTraits(equivalence=Safety()))
+
+
+def scored(engine: str, num_events: int = 700, **options: Any) -> ScoreResult:
+    return score(CheckOptions(engine=engine, max_events=num_events, **options))
+
+
+@pytest.mark.parametrize("engine", [HostEngine, SpecEngine, OtherIds, Simulator, Judged])
+def test_who_decides_alike_agrees_in_everything(engine: Any) -> None:
+    """Also where the engine is held to less: a score compares with the specification."""
+    totals = dict.fromkeys(Aspect, 0)
+    for index in range(5):
+        run, _, findings = play_scored(CheckOptions(), index, engine)
+        assert findings == []
+        assert not run.reference.live
+        for aspect, tally in run.tallies().items():
+            assert tally.agreed == tally.total, tally.first
+            totals[aspect] += tally.total
+    assert all(totals.values())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("preset", ["tiny", "small", "real"])
+@pytest.mark.parametrize("engine", [HostEngine, Simulator, Judged])
+def test_who_decides_alike_agrees_in_many_events(engine: Any, preset: str) -> None:
+    for index in range(60):
+        run, _, findings = play_scored(CheckOptions(preset=preset, seed=3), index, engine)
+        assert findings == []
+        assert all(tally.first is None for tally in run.tallies().values()), (preset, index)
+
+
+@pytest.fixture(scope="module")
+def result() -> ScoreResult:
+    """Of a simulator whose hits are a block short."""
+    return scored(SHORT, preset="tiny")
+
+
+def test_a_score_goes_on_past_a_difference_and_shows_the_first_of_each_kind(
+    result: ScoreResult,
+) -> None:
+    assert result.num_events >= 700
+    assert 0 < result.agreed[Aspect.STEPS] < result.total[Aspect.STEPS]
+    assert result.exit_code() is ExitCode.CONFORMS, "it measures; whether it is enough is asked"
+    assert result.exit_code(least=0.999) is ExitCode.FAILED
+    hits = result.firsts[Aspect.HITS].shrunk
+    assert len(hits.program.actions) <= 7
+    (difference,) = hits.findings[0].differences
+    assert difference.field.startswith("hit at admission of ")
+    assert difference.expected != difference.seen
+    told = render_score(result)
+    for aspect in result.firsts:
+        assert f"  {aspect}: first in episode " in told
+    assert "blockstep score --engine " in told
+
+
+def test_the_shrunk_program_differs_again(result: ScoreResult) -> None:
+    for aspect, first in result.firsts.items():
+        run, _ = score_program(first.shrunk.program, ShortSimulator)
+        assert run.differing(aspect) == list(first.shrunk.findings)
+
+
+@pytest.mark.parametrize(
+    ("defect", "aspect"),
+    [(HitOneShort, Aspect.HITS), (OtherVictim, Aspect.PREEMPTIONS), (Twice, Aspect.ENDINGS)],
+)
+def test_each_kind_of_defect_shows_in_its_own_count(defect: type, aspect: Aspect) -> None:
+    engine = held_to(OtherIds, RENAMED, defect)
+    runs = (play_scored(CheckOptions(), index, engine)[0] for index in range(20))
+    assert any(run.tallies()[aspect].first is not None for run in runs)
+
+
+def test_a_step_left_out_shifts_what_follows_and_loses_no_token() -> None:
+    """Steps rarely agree after it; what a request got does, but for the time."""
+    config = Config(num_blocks=30, block_size=2, max_model_len=32)
+    program = Program(config, (Submit(Request("A", (1, 2, 3), max_tokens=6)), Drain()))
+    run, findings = score_program(program, Lazy)
+    assert findings == []
+    tallies = run.tallies()
+    assert tallies[Aspect.ADMISSIONS].agreed == tallies[Aspect.ADMISSIONS].total == 1
+    assert tallies[Aspect.STEPS].agreed == 3
+    mine, theirs = run.reference.endings["A"], run.engine.endings["A"]
+    assert (mine.outputs, mine.reason) == (theirs.outputs, theirs.reason)
+    assert mine.step < theirs.step
+    first = tallies[Aspect.STEPS].first
+    assert first is not None
+    assert first.seen == "nobody runs"
+
+
+def test_drafts_are_the_same_for_a_request_whatever_the_order_of_rows() -> None:
+    config = Config(
+        num_blocks=30, block_size=2, max_model_len=32,
+        spec_method=SpecMethod.NGRAM, num_speculative_tokens=2,
+    )  # fmt: skip
+    submits = tuple(Submit(Request(name, (1, 2, 3), max_tokens=6)) for name in "AB")
+    rest: tuple[Action, ...] = (Answer(), Propose(((2, 1), (1, 0))), Schedule(), Drain())
+    actions = (*submits, Schedule(), *rest)
+    run, findings = score_program(Program(config, actions), Simulator)
+    assert findings == []
+    assert run.engine.steps[1].rows["A"].num_drafts == 2
+    assert all(tally.first is None for tally in run.tallies().values())
+
+
+def test_only_what_both_can_be_given_is_given() -> None:
+    """A request that the spec refuses, an id used twice, a grammar of nobody: neither side."""
+    config = Config(num_blocks=4, block_size=2, max_model_len=32)
+    run = ScoreRun.start(config, HostEngine)
+    big, small = Request("A", tuple(range(20))), Request("B", (1, 2), max_tokens=2)
+    for action in (Submit(big), Submit(small), Submit(small), GrammarReady("nobody")):
+        assert run.perform(action) == []
+    assert run.skipped == {"requests that the specification refuses": 1}
+    assert run.engine.live.keys() == run.reference.live.keys() == {"B"}
+
+
+def test_an_engine_that_raises_is_told_and_the_score_goes_on() -> None:
+    result = scored(BROKEN, 300)
+    assert result.num_stuck > 1
+    assert result.stuck is not None
+    assert "ZeroDivisionError: inside" in result.stuck.message
+    assert result.exit_code() is ExitCode.FAILED
+    assert "the engine could not go on; the first:" in render_score(result)
+
+
+# The command.
+
+
+def blockstep(*args: object) -> Any:
+    return CliRunner().invoke(app, ["score", *map(str, args)])
+
+
+def test_the_command_tells_people_and_machines(tmp_path: Path) -> None:
+    path = tmp_path / "score.json"
+    without = ("--depth", 1, "--without", "drafts,reset,pause,grammar,multimodal,aborts")
+    options = ("--preset", "tiny", *without, "--budget", 100, "--profile", "vllm-0.19.1")
+    result = blockstep("--engine", SHORT, *options, "--json", path)
+    assert result.exit_code == 0, result.output
+    told = json.loads(path.read_text())
+    assert (told["format"], told["version"], told["contract"]) == ("blockstep-score", 1, "plan/1")
+    assert told["against"].endswith("profile vllm-0.19.1")
+    steps = told["scores"]["steps"]
+    assert steps["share"] == steps["agreed"] / steps["total"] < 1
+    assert steps["first"]["program"]
+    again = steps["first"]["reproduce"].split()[2:]
+    assert f"{steps['agreed']:,}" in result.output
+    once = blockstep(*again)
+    assert "steps: first in episode" in once.output
+    assert f"--episode {steps['first']['episode']}" in once.output
+
+
+def test_too_low_a_score_fails_if_that_is_asked(result: ScoreResult) -> None:
+    assert blockstep("--budget", 200, "--least", 100).exit_code == 0
+    assert result.exit_code(0.995) is ExitCode.FAILED
+    assert "less than 99.50% agree: steps" in render_score(result, 0.995)
+    assert "less than" not in render_score(result)
+
+
+def test_an_engine_that_hangs_ends_the_score() -> None:
+    result = blockstep("--engine", HANGING, "--budget", 200, "--event-seconds", 1)
+    assert result.exit_code == 1
+    assert "the score ends early: the engine gave no answer within 1 s" in result.output
+
+
+@pytest.mark.parametrize(
+    "args",
+    [("--least", 101), ("--budget", "soon"), ("--preset", "big"), ("--with", "nothing"),
+     ("--engine", "nobody"), ("--profile", "none"), ("--event-seconds", 0)],
+)  # fmt: skip
+def test_bad_input_is_one_sentence(args: tuple[object, ...]) -> None:
+    result = blockstep(*args)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output

@@ -1,0 +1,205 @@
+"""Engines that differ from our host in what an equivalence lets them differ in, and in more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any, ClassVar
+
+from blockstep.conformance.engine import Capability, EngineTraits, Renamed, SamePlans
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.impl.host import HostEngine
+from blockstep.impl.host.pool import BlockPool
+from blockstep.impl.host.prefix import PrefixMap
+from blockstep.spec.vocabulary import BlockTables, Commit, Event, Outputs, Plan, Schedule, Snapshot
+
+RENAMED = EngineTraits(equivalence=Renamed())
+PLANS = EngineTraits(equivalence=SamePlans(shows_blocks=True))
+NO_BLOCKS = EngineTraits(equivalence=SamePlans())
+
+
+class OtherPool(BlockPool):
+    """Of two unnamed free blocks it does not matter which is taken: the last one is, here."""
+
+    def take(self, count: int) -> list[int]:
+        taken = []
+        for _ in range(count):
+            free = self.free_queue()
+            unnamed = [block for block in free if self.prefix._lineages[block] is None]
+            if free[0] in unnamed:
+                self._swap(free[0], unnamed[-1])
+            taken += super().take(1)
+        return taken
+
+    def _swap(self, left: int, right: int) -> None:
+        place = self._place
+        place[left], place[right] = place[right], place[left]
+        self._queue[place[left]], self._queue[place[right]] = left, right
+
+
+class OtherOrder(HostEngine):
+    """Another free order: other ids, the same decisions."""
+
+    traits = RENAMED
+    pool_type = OtherPool
+
+
+class OtherIds(HostEngine):
+    """Block `b` is called `num_blocks - b`, and nobody sees the free queue but as a set."""
+
+    traits = RENAMED
+
+    def apply(self, event: Event) -> Any:
+        answer = super().apply(event)
+        if not isinstance(answer, Plan):
+            return answer
+        new = tuple(replace(row, block_ids=self._called(row.block_ids)) for row in answer.new)
+        cached = tuple(
+            replace(row, new_block_ids=self._called(row.new_block_ids)) for row in answer.cached
+        )
+        return replace(answer, new=new, cached=cached)
+
+    def _called(self, tables: BlockTables) -> BlockTables:
+        count = self.config.num_blocks
+        return tuple(tuple(count - block for block in table) for table in tables)
+
+    def _placed(self, of_blocks: tuple[Any, ...]) -> tuple[Any, ...]:
+        names = (0, *self._called((tuple(range(1, len(of_blocks))),))[0])
+        return tuple(of_blocks[block] for block in names)
+
+    def snapshot(self) -> Snapshot:
+        seen = super().snapshot()
+        return replace(
+            seen,
+            requests=tuple(
+                replace(request, block_tables=self._called(request.block_tables))
+                for request in seen.requests
+            ),
+            ref_counts=self._placed(seen.ref_counts),
+            block_keys=self._placed(seen.block_keys),
+            free_queue=tuple(sorted(self._called((seen.free_queue,))[0])),
+            cached={key: self._called((blocks,))[0] for key, blocks in seen.cached.items()},
+        )
+
+
+class Restless(OtherIds):
+    """Each state alone could be that of `OtherIds`; from the third plan on, ids mean another."""
+
+    num_plans = 0
+
+    def apply(self, event: Event) -> Any:
+        self.num_plans += isinstance(event, Schedule)
+        return super().apply(event)
+
+    def _called(self, tables: BlockTables) -> BlockTables:
+        return tables if self.num_plans > 2 else super()._called(tables)
+
+
+class Silent(HostEngine):
+    """It shows no state."""
+
+    def snapshot(self) -> Any:
+        return None
+
+    def capabilities(self) -> frozenset[str]:
+        return super().capabilities() - {Capability.SNAPSHOT}
+
+
+class Simulator(Silent):
+    """No blocks, no order of rows, and nothing but what runs."""
+
+    traits = NO_BLOCKS
+
+    def apply(self, event: Event) -> Any:
+        answer = super().apply(event)
+        if isinstance(answer, Outputs):
+            rows = tuple(replace(row, num_cached_tokens=0) for row in answer.rows[::-1])
+            return Outputs(rows)
+        if not isinstance(answer, Plan):
+            return answer
+        return Plan(
+            answer.frame_id,
+            new=tuple(replace(row, block_ids=()) for row in answer.new[::-1]),
+            cached=tuple(
+                replace(row, new_block_ids=(), all_token_ids=None, num_output_tokens=0)
+                for row in answer.cached[::-1]
+            ),
+            preempted_req_ids=answer.preempted_req_ids[::-1],
+        )
+
+
+# Defects, each put before one of these.
+
+
+class ShortHits(PrefixMap):
+    def hits(self, *args: Any) -> list[int]:
+        return super().hits(*args)[:-1]
+
+
+class HitOneShort:
+    """A hit leaves its last block out."""
+
+    prefix_type: ClassVar[type[PrefixMap]] = ShortHits
+
+
+class NoneShared:
+    """What somebody holds is not shared: it is computed again."""
+
+    def _find_hits(self, slot: int) -> list[int]:
+        hits = super()._find_hits(slot)  # type: ignore[misc]
+        return list(takewhile(self.pool.is_free, hits))  # type: ignore[attr-defined]
+
+
+class OtherVictim:
+    """The oldest of all is preempted."""
+
+    def _select_victim(self) -> int:
+        return 0
+
+
+class Twice:
+    """A token is delivered twice."""
+
+    def apply(self, event: Event) -> Any:
+        answer = super().apply(event)  # type: ignore[misc]
+        if not isinstance(answer, Outputs):
+            return answer
+        rows = [replace(row, new_token_ids=row.new_token_ids * 2) for row in answer.rows]
+        return Outputs(tuple(rows))
+
+
+def held_to(base: type[HostEngine], traits: EngineTraits, *defects: type) -> Any:
+    """An engine with these defects and traits."""
+    return type(base.__name__, (*defects, base), {"traits": traits})
+
+
+# To be scored.
+
+ShortSimulator = held_to(Simulator, NO_BLOCKS, HitOneShort)
+
+
+class Lazy(HostEngine):
+    """Every fourth step is left out: nobody runs."""
+
+    num_plans = 0
+
+    def _schedule_running(self, step: Any) -> None:
+        self.num_plans += 1
+        if self.num_plans % 4:
+            super()._schedule_running(step)
+        else:
+            step.budget = 0
+
+
+class Broken(SpecEngine):
+    def apply(self, event: Event) -> Any:
+        if isinstance(event, Commit) and event.frame_id == 2:
+            raise ZeroDivisionError("inside")
+        return super().apply(event)
+
+
+class Hanging(SpecEngine):
+    def apply(self, event: Event) -> Any:
+        while isinstance(event, Commit):
+            pass
+        return super().apply(event)

@@ -1,0 +1,171 @@
+"""Toys: a small scheduler of its own kind, held to `safety`; one takes aborts, one does not.
+
+First come, first served, without caching and preemption: who is admitted holds all blocks that it
+will ever need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from blockstep.conformance.engine import Capability, EngineFault, EngineTraits, Safety, show_state
+from blockstep.spec import vocabulary as v
+
+
+def fit_config(config: v.Config) -> v.Config:
+    """Sizes, and no switches."""
+    return v.Config(
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        enable_prefix_caching=False,
+    )
+
+
+def fit_request(request: v.Request, _config: v.Config) -> v.Request:
+    """A prompt and a length."""
+    return v.Request(request.request_id, request.prompt_token_ids, request.max_tokens)
+
+
+@dataclass(eq=False)
+class Life:
+    """One unfinished request."""
+
+    request: v.Request
+    tokens: list[int]
+    blocks: tuple[int, ...] = ()
+    num_computed: int = 0
+
+
+@dataclass
+class PlainToy:
+    """No aborts, and it shows no state."""
+
+    config: v.Config
+    waiting: list[Life] = field(default_factory=list)
+    running: list[Life] = field(default_factory=list)
+    last: list[Life] = field(default_factory=list)
+    """Who is in the last plan."""
+    is_in_flight: bool = False
+    ended: list[v.RequestId] = field(default_factory=list)
+    num_plans: int = 0
+
+    traits = EngineTraits(equivalence=Safety(fit_config, fit_request))
+
+    def __post_init__(self) -> None:
+        self.free = list(range(1, self.config.num_blocks))
+
+    def capabilities(self) -> frozenset[str]:
+        return frozenset()
+
+    def snapshot(self) -> v.Snapshot | None:
+        return None
+
+    def apply(self, event: v.Event) -> v.Observation:
+        match event:
+            case v.Submit(request=request):
+                self.waiting.append(Life(request, list(request.prompt_token_ids)))
+                return v.Ack()
+            case v.Schedule():
+                return self.plan()
+            case v.Commit(sampled=sampled):
+                self.is_in_flight, said = False, {row.request_id: row.token_ids for row in sampled}
+                rows = [self.take(life, said[life.request.request_id]) for life in self.last]
+                return v.Outputs(tuple(row for row in rows if row is not None))
+        raise EngineFault(f"not for this toy: {event!r}")
+
+    def plan(self) -> v.Plan:
+        size, last, self.last = self.config.block_size, self.last, []
+        budget = self.config.max_num_batched_tokens
+        new: list[v.NewRow] = []
+        cached: list[v.CachedRow] = []
+        for life in self.running:
+            first = life.num_computed
+            count = min(len(life.tokens) - first, budget)
+            if count:
+                num_outputs = len(life.tokens) - len(life.request.prompt_token_ids)
+                sent, name = None if life in last else tuple(life.tokens), life.request.request_id
+                cached.append(v.CachedRow(name, False, ((),), sent, first, num_outputs, count))
+                self.last.append(life)
+            life.num_computed, budget = first + count, budget - count
+        while budget and self.waiting and len(self.running) < self.config.max_num_seqs:
+            life = self.waiting[0]
+            held = -(-(self.get_end(life) - 1) // size)  # the last token needs no slot
+            if held > len(self.free):
+                break
+            life.blocks, self.free = tuple(self.free[:held]), self.free[held:]
+            count = min(len(life.tokens), budget)
+            new.append(v.NewRow(life.request, (life.blocks,), 0, count))
+            life.num_computed, budget = count, budget - count
+            self.running.append(self.waiting.pop(0))
+            self.last.append(life)
+        self.is_in_flight = bool(self.last)
+        ended, self.ended, self.num_plans = sorted(self.ended), [], self.num_plans + 1
+        return v.Plan(self.num_plans - 1, tuple(new), tuple(cached), tuple(ended))
+
+    def get_end(self, life: Life) -> int:
+        most = len(life.request.prompt_token_ids) + life.request.max_tokens
+        return min(most, self.config.max_model_len)
+
+    def take(self, life: Life, sampled: v.TokenIds) -> v.OutputRow | None:
+        if not sampled or life not in self.running:
+            return None
+        life.tokens += sampled
+        reason = v.FinishReason.LENGTH if len(life.tokens) == self.get_end(life) else None
+        if reason is not None:
+            self.end(life)
+        return v.OutputRow(life.request.request_id, sampled, reason)
+
+    def end(self, life: Life) -> None:
+        if life in self.waiting:
+            self.waiting.remove(life)
+            return
+        self.running.remove(life)
+        self.free += life.blocks
+        self.ended.append(life.request.request_id)
+
+
+class AbortingToy(PlainToy):
+    """Takes aborts, and shows its state."""
+
+    def capabilities(self) -> frozenset[str]:
+        return frozenset({Capability.SNAPSHOT, Capability.ABORT})
+
+    def apply(self, event: v.Event) -> v.Observation:
+        if not isinstance(event, v.Abort):
+            return super().apply(event)
+        named = [
+            life
+            for name in dict.fromkeys(event.request_ids)
+            for life in (*self.waiting, *self.running)
+            if life.request.request_id == name
+        ]
+        for life in named:
+            self.end(life)
+        return v.Aborted(tuple(life.request.request_id for life in named))
+
+    def snapshot(self) -> v.Snapshot:
+        held = {block for life in self.running for block in life.blocks}
+        requests = [
+            v.RequestSnapshot(
+                request_id=life.request.request_id,
+                status=v.Status.RUNNING if life in self.running else v.Status.WAITING,
+                output_token_ids=tuple(life.tokens[len(life.request.prompt_token_ids) :]),
+                num_computed_tokens=life.num_computed,
+                block_tables=(life.blocks,),
+            )
+            for life in sorted(
+                (*self.waiting, *self.running), key=lambda life: life.request.request_id
+            )
+        ]
+        return show_state(
+            requests,
+            waiting=[life.request.request_id for life in self.waiting],
+            running=[life.request.request_id for life in self.running],
+            ref_counts=tuple(int(block in held) for block in range(self.config.num_blocks)),
+            free_queue=tuple(self.free),
+            block_keys=(None,) * self.config.num_blocks,
+            num_frames_in_flight=int(self.is_in_flight),
+        )
