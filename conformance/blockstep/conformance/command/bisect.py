@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from blockstep.conformance.command import console, options, programs
-from blockstep.conformance.command.check import TRUSTED, EventSecondsOption
+from blockstep.conformance.command.check import TRUSTED, EventSecondsOption, tell_progress
 from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.protocol.program_file import read_program, write_program
 from blockstep.conformance.protocol.registry import MUSEUM
@@ -74,12 +74,21 @@ def bisect_command(
         without_features=options.require_features(without_features),
     )
 
-    def tell(step: Step) -> None:
-        console.say(render_step(step) + "\n", json_path)
+    screen = console.make_screen(json_path)
+    with console.input_errors(), console.progress(screen, f"bisecting {engine}") as advance:
 
-    with console.input_errors():
-        given = None if program is None else read_program(program)
-        found = bisect(wanted, (good, bad), given, event_seconds, tell)
+        def tell(step: Step) -> None:
+            screen.print(render_step(step), markup=False, soft_wrap=True)
+            advance(1.0, f"{step.commit.short} is tried: {step.mark}")
+
+        found = bisect(
+            wanted,
+            (good, bad),
+            None if program is None else read_program(program),
+            event_seconds,
+            lambda now: advance(*tell_progress(wanted, now)),
+            tell,
+        )
     console.say(render_bisection(found), json_path)
     console.write_json(json_path, bisection_to_json(found))
     if save is not None:
