@@ -102,7 +102,8 @@ def scheduler_command(
         tasks = [(*one, able) for one in work for team in teams if (able := _pick(team, *one))]
         if not tasks:
             what = find_obstacle(names[0], work[0][0].get_config(work[0][1]))
-            console.usage(f"engine {names[0]!r}: lacks {what}: take another --scenario")
+            where = f"{names[0]}, {work[0][0].name}"
+            console.usage(f"{where}: the engine lacks {what}: take another --scenario")
         for team in teams:
             measure.rehearse(team, advance)
         measurements, left_out = _measure_all(tasks, most, gc_on, advance)
@@ -210,19 +211,19 @@ def profile_command(
     screen = console.make_screen(json_path, report.WIDTH_MIN)
     conditions = {**_get_conditions(), "steps": steps}
     options.look_in(path)
-    profiles = []
+    profiles, left_out = [], []
     with _measuring(screen, "profiling") as advance:
         for entry, size in _list_work(scenario, [num_running]):
             for name in dict.fromkeys(engine or ["host"]):
                 if lacks := find_obstacle(name, entry.get_config(size)):
-                    screen.print(f"not measured  {name}, {entry.name}: the engine lacks {lacks}")
+                    left_out.append(f"{name}, {entry.name}: the engine lacks {lacks}")
                     continue
                 profiles.append(profile(entry, size, name, steps, lines, advance))
                 screen.print(*to_lines(profiles[-1]), "", sep="\n", markup=False)
     if not profiles:
-        console.usage(
-            "none of these engines has what these scenarios need: take another --scenario"
-        )
+        console.usage(f"{left_out[0]}: take another --scenario")
+    for line in left_out:
+        screen.print(f"not measured  {line}", soft_wrap=True)
     result = {"format": "blockstep-bench-profile", "version": 1, **conditions}
     console.write_json(json_path, {**result, "profiles": [asdict(found) for found in profiles]})
 

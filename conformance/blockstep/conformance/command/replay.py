@@ -132,7 +132,7 @@ def require_config(
     """
     missing = get_missing(config, find_lacking(get_capabilities(make_engine)))
     if missing is not None:
-        raise UsageError(f"engine {engine!r}: lacks {missing}, which this config asks for")
+        raise UsageError(f"engine {engine!r} lacks {missing}: leave --policy or --with out")
     scope = get_traits(make_engine).equivalence
     fitting = config if scope is None else scope.fit_config(config)
     for name, value in wanted.items():
