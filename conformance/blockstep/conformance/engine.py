@@ -201,7 +201,6 @@ class Safety(Equivalence):
     """To be held to the properties, and compared with nothing (see `lockstep.safety`)."""
 
     name: ClassVar[str] = "safety"
-    situations: tuple[str, ...] | None = field(default=("admitted", "stop_length"), kw_only=True)
 
 
 EQUIVALENCES: tuple[type[Equivalence], ...] = (Renamed, SamePlans, Safety)

@@ -90,7 +90,10 @@ def verdict_word(result: CheckResult) -> str:
     if result.num_events == 0:
         return "NO VERDICT (nothing ran)"
     if result.missing:
-        return "NO VERDICT (situations not reached: raise --budget or change --seed)"
+        or_else = ""
+        if result.equivalence == Safety.name:
+            or_else = ", or name in out_of_reach of its traits what cannot come up"
+        return f"NO VERDICT (situations not reached: raise --budget or change --seed{or_else})"
     return "NO VERDICT (the canary survived)"
 
 
