@@ -69,8 +69,7 @@ def replay(
     nothing. `on_progress` is shown the report as it grows. `clock` gives seconds and is used for
     the report only.
 
-    What the factory raises (a `ConfigError`, say) passes through; what the engine raises later is
-    a finding.
+    What the engine raises is a finding, also while it is built, but for a `ConfigError`.
     """
     if snapshot_every < 0:
         raise ValueError(f"snapshot_every = {snapshot_every}: must be at least 0")
@@ -78,25 +77,49 @@ def replay(
     scope = get_traits(make_engine).equivalence
     config = config if scope is None else scope.fit_config(config)
     report = ReplayReport(config, pace or Pace(), pool_blocks_usable=config.num_usable_blocks)
-    side: _Side = _Alone(make_engine, config)
-    if with_spec:
-        is_judged = isinstance(scope, Safety)
-        cadence = None if is_judged else snapshot_every
-        side = _Beside(get_start(make_engine)(config, make_engine, compare_every=cadence))
-        report.equivalence = "observations" if scope is None else scope.name
-        report.snapshot_every = 0 if isinstance(scope, SamePlans) else cadence or 0
-    run = _Replay(iter(requests), report, side, steps_max, on_progress)
+    side: _Side | None = None
     try:
+        side = _open_side(make_engine, config, report, with_spec, snapshot_every)
+        run = _Replay(iter(requests), report, side, steps_max, on_progress)
         run.drive()
     except _FoundError as error:
         found = error.finding
         report.finding = replace(found, differences=found.differences[:DIFFERENCES_MAX])
-        report.finding_step, report.finding_event = report.steps, run.last_event
-    report.snapshots_taken = side.num_compared
-    if scope is None and side.num_compared:
+        report.finding_step = report.steps
+        report.finding_event = None if side is None else run.last_event
+    if side is not None:
+        report.snapshots_taken = side.num_compared
+    if scope is None and report.snapshots_taken:
         report.equivalence = EXACT
     report.seconds = clock() - started
     return report
+
+
+def _open_side(
+    make_engine: EngineFactory,
+    config: v.Config,
+    report: ReplayReport,
+    with_spec: bool,
+    snapshot_every: int,
+) -> _Side:
+    """Whom the events go to; the report is told what is compared.
+
+    Raises:
+        ConfigError: the engine cannot be built with this config.
+        _FoundError: it broke while it was built.
+    """
+    scope = get_traits(make_engine).equivalence
+    try:
+        if not with_spec:
+            return _Alone(make_engine, config)
+        cadence = None if isinstance(scope, Safety) else snapshot_every
+        report.equivalence = "observations" if scope is None else scope.name
+        report.snapshot_every = 0 if isinstance(scope, SamePlans) else cadence or 0
+        return _Beside(get_start(make_engine)(config, make_engine, compare_every=cadence))
+    except (v.ConfigError, BadEngineError):
+        raise
+    except Exception as error:
+        raise _FoundError(fault_of(error)) from error
 
 
 # --- whom the events go to
