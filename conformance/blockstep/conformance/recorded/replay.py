@@ -21,7 +21,15 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias, cast
 
 from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START
-from blockstep.conformance.engine import EXACT, EngineFactory, Safety, SamePlans, build, get_traits
+from blockstep.conformance.engine import (
+    EXACT,
+    BadEngineError,
+    EngineFactory,
+    Safety,
+    SamePlans,
+    build,
+    get_traits,
+)
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.exchange import fault_of
 from blockstep.conformance.lockstep.runs import get_start

@@ -23,6 +23,7 @@ from blockstep.conformance.engine import (
     Capability,
     Engine,
     EngineFactory,
+    build,
     get_capabilities,
     get_traits,
 )
@@ -297,7 +298,7 @@ def make_worker(make_engine: EngineFactory, config: v.Config, swarm: Swarm) -> W
 def _build(make_engine: EngineFactory, config: v.Config) -> Engine:
     """An engine. Raises BrokenError, and ConfigError as it says."""
     try:
-        return make_engine(config)
+        return build(make_engine, config)
     except (v.ConfigError, BadEngineError):
         raise
     except Exception as error:
