@@ -96,7 +96,9 @@ def hunt_command(
     with console.input_errors(), Isolation(event_seconds) as isolation:
         forgiven = frozenset(map(read_cause, forgive or ()))
         is_trusted = in_process or is_ours(engine)
-        call = call_here(load(wanted)) if is_trusted else isolation.call
+        call = isolation.call
+        if is_trusted:
+            call = call_here(console.require_engine(load(wanted)))
         with console.progress(screen, f"hunting in {engine}") as advance:
             result = hunt(wanted, call, advance, scopes, forgiven)
     console.say(render_hunt(result), json_path)

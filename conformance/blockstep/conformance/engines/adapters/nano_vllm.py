@@ -169,7 +169,8 @@ class NanoVllm:
             requests.append(
                 v.RequestSnapshot(
                     request_id=name,
-                    status=v.Status.RUNNING if sequence.block_table else waits,
+                    # Who was given blocks and left out of the plan waits, with its blocks.
+                    status=v.Status.RUNNING if sequence.block_table and sequence.told else waits,
                     output_token_ids=tuple(sequence.completion_token_ids),
                     num_computed_tokens=num_computed,
                     block_tables=(_ours(sequence.block_table),),
