@@ -119,10 +119,9 @@ class NanoVllm:
 
     def _row(self, sequence: Any, is_prefill: bool) -> v.NewRow | v.CachedRow:
         told, count = sequence.told, sequence.num_scheduled_tokens
-        # Where its runner starts: a row that decodes runs the last token, whatever was computed,
-        # and so does one that has hit its whole text (before f64d821, where that could be).
-        first = min(sequence.num_cached_tokens, len(sequence) - 1)
-        first = first if is_prefill else len(sequence) - 1
+        # Where its runner starts: at the last token to decode, and if all was hit, before f64d821.
+        last = len(sequence) - 1
+        first = min(sequence.num_cached_tokens, last) if is_prefill else last
         if told is None:
             return v.NewRow(sequence.request, (_ours(sequence.block_table),), first, count)
         is_known = told and sequence in self.last_rows
