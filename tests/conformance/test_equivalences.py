@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from equivalent_engines import (
     NO_BLOCKS,
     PLANS,
     RENAMED,
+    Blockless,
     HitOneShort,
     NoneShared,
     OtherIds,
@@ -32,6 +35,7 @@ from blockstep.conformance.engine import (
     get_traits,
 )
 from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.museum import EXHIBITS, build
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Answer, Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine
@@ -151,6 +155,30 @@ def test_an_unknown_equivalence_is_refused_in_one_sentence() -> None:
 
     with pytest.raises(TypeError, match=r"must be None \(exact\) or one of Renamed\(\), "):
         get_traits(Engine)
+
+
+MUSEUM = {
+    "exact": (EXACT, ()),
+    "renamed": (RENAMED, ()),
+    "plan": (PLANS, ()),
+    "plan, no blocks": (NO_BLOCKS, (Blockless,)),
+    "safety": (EngineTraits(equivalence=Safety()), ()),
+}
+PAGE = (Path(__file__).parents[2] / "docs/explanation/equivalences.md").read_text()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", MUSEUM)
+def test_as_many_of_the_museum_are_found_as_the_page_says(kind: str) -> None:
+    traits, views = MUSEUM[kind]
+    found = 0
+    for name in EXHIBITS:
+        engine = held_to(build(name), traits, *views)  # type: ignore[arg-type]
+        episodes = (play(engine, 4000, preset)[0] for preset in ("tiny", "small"))
+        found += any(episode.first is not None for episode in episodes)
+    row = re.search(rf"^\| `?{kind}`? \| (\d+) of {len(EXHIBITS)} \|$", PAGE, re.M)
+    assert row is not None, found
+    assert int(row[1]) == found
 
 
 # One step, looked at.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.conformance.search.score import ScoreResult, play_scored, score
 from blockstep.impl.host import HostEngine
 from blockstep.spec import Config, Request, Schedule, SpecMethod, Submit
-from blockstep.spec.vocabulary import GrammarReady
+from blockstep.spec.vocabulary import Event, GrammarReady, Plan
 
 SHORT, BROKEN, HANGING = (
     f"equivalent_engines:{name}" for name in ("ShortSimulator", "Broken", "Hanging")
@@ -159,6 +160,17 @@ def test_an_engine_that_raises_is_told_and_the_score_goes_on() -> None:
     assert "ZeroDivisionError: inside" in result.stuck.message
     assert result.exit_code() is ExitCode.FAILED
     assert "the engine could not go on; the first:" in render_score(result)
+
+
+def test_an_answer_of_wrong_types_is_told_by_its_field() -> None:
+    class Engine(SpecEngine):
+        def apply(self, event: Event) -> Any:
+            answer = super().apply(event)
+            return replace(answer, new=None) if isinstance(answer, Plan) else answer  # type: ignore[arg-type]
+
+    program = Program(Config(num_blocks=9), (Submit(Request("A", (1,))), Schedule()))
+    _, findings = score_program(program, Engine)
+    assert "Plan.new = None: must be a tuple of NewRow" in findings[0].message
 
 
 def test_what_is_not_seen_again_is_told_so() -> None:

@@ -33,6 +33,7 @@ from blockstep.conformance.protocol.findings import Difference, Finding, Finding
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.tokens import token_function
+from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import STRICT, Profile
 
@@ -157,7 +158,9 @@ class ScoreRun:
         try:
             seen = self.engine.play(action)
         except Exception as error:
-            return [fault_of(error)]
+            last = self.engine.last
+            found = None if last is None else fault_of_types(*last, None)
+            return [found or fault_of(error)]
         if isinstance(seen, v.Rejected) and isinstance(action, Answer):
             what = f"the engine refuses the answer to its own plan: {seen.code} {seen.detail}"
             return [Finding(FindingKind.FAULT, "", "engine_takes_answers_to_its_plans", what)]

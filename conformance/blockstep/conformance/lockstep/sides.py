@@ -68,6 +68,8 @@ class Side(Client):
     """Step of each request's n-th preemption."""
     endings: dict[v.RequestId, Ending] = field(default_factory=dict)
     num_events: int = 0
+    last: tuple[v.Event, v.Observation] | None = None
+    """The last event and the answer to it."""
     is_fresh: bool = False
     """Nothing has happened since the last commit, so drafts may be handed in."""
     preempted: set[v.RequestId] = field(default_factory=set)
@@ -83,6 +85,7 @@ class Side(Client):
             return None
         self.num_events += 1
         seen = self.scheduler.apply(event)
+        self.last = (event, seen)
         if not isinstance(seen, v.Rejected):
             self.worker.observe(event, seen)
             self._record(event, seen)
