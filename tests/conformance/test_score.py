@@ -28,7 +28,7 @@ from blockstep.conformance.engine import EngineTraits, Safety
 from blockstep.conformance.lockstep.score import Aspect, ScoreRun, score_program
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Propose
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.conformance.report.score import render_score
+from blockstep.conformance.report.score import render_score, reproduce
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.conformance.search.score import ScoreResult, play_scored, score
 from blockstep.impl.host import HostEngine
@@ -38,6 +38,7 @@ from blockstep.spec.vocabulary import Event, GrammarReady, Plan
 SHORT, BROKEN, HANGING = (
     f"equivalent_engines:{name}" for name in ("ShortSimulator", "Broken", "Hanging")
 )
+PAGE = (Path(__file__).parents[2] / "docs/explanation/equivalences.md").read_text()
 Judged = held_to(HostEngine, EngineTraits(equivalence=Safety()))
 
 
@@ -187,23 +188,41 @@ def blockstep(*args: object) -> Any:
     return CliRunner().invoke(app, ["score", *map(str, args)])
 
 
-def test_the_command_tells_people_and_machines(tmp_path: Path) -> None:
+def test_the_page_shows_what_the_command_says(tmp_path: Path) -> None:
+    """And so does its JSON, for machines."""
+    block = re.search(r"```console\n\$ blockstep score (.*?)\n(.*?)```", PAGE, re.S)
+    assert block is not None
     path = tmp_path / "score.json"
-    without = ("--depth", 1, "--without", "drafts,reset,pause,grammar,multimodal,aborts")
-    options = ("--preset", "tiny", *without, "--budget", 100, "--profile", "vllm-0.19.1")
-    result = blockstep("--engine", SHORT, *options, "--json", path)
-    assert result.exit_code == 0, result.output
+    result = blockstep(*block[1].split(), "--json", path)
+    assert result.exit_code == 0
+    assert _timeless(block[2]) in _timeless(result.output)
+    (program,) = re.findall(r"```text\n(  hits: .*?)```", PAGE, re.S)
+    assert program in result.output
     told = json.loads(path.read_text())
     assert (told["format"], told["version"], told["contract"]) == ("blockstep-score", 1, "plan/1")
-    assert told["against"].endswith("profile vllm-0.19.1")
-    steps = told["scores"]["steps"]
-    assert steps["share"] == steps["agreed"] / steps["total"] < 1
-    assert steps["first"]["program"]
-    again = steps["first"]["reproduce"].split()[2:]
-    assert f"{steps['agreed']:,}" in result.output
-    once = blockstep(*again)
-    assert "steps: first in episode" in once.output
-    assert f"--episode {steps['first']['episode']}" in once.output
+    assert told["against"].endswith(", profile strict")
+    hits = told["scores"]["hits"]
+    assert hits["share"] == hits["agreed"] / hits["total"] < 1
+    assert hits["first"]["program"]
+    assert hits["first"]["reproduce"] == program.splitlines()[-1].removeprefix("  reproduce  ")
+
+
+def _timeless(text: str) -> str:
+    return re.sub(r"[\d.]+ s\n", "SECONDS\n", text)
+
+
+def test_a_score_is_measured_against_a_release(tmp_path: Path) -> None:
+    path = tmp_path / "score.json"
+    assert blockstep("--budget", 60, "--profile", "vllm-0.19.1", "--json", path).exit_code == 0
+    told = json.loads(path.read_text())
+    assert told["against"].endswith(", profile vllm-0.19.1")
+
+
+@pytest.mark.soak
+def test_the_line_at_the_end_shows_it_again(result: ScoreResult) -> None:
+    for aspect, first in result.firsts.items():
+        again = blockstep(*reproduce(result.options, first.episode).split()[2:])
+        assert f"  {aspect}: first in episode {first.episode} " in again.output
 
 
 def test_too_low_a_score_fails_if_that_is_asked(result: ScoreResult) -> None:
@@ -228,19 +247,3 @@ def test_bad_input_is_one_sentence(args: tuple[object, ...]) -> None:
     result = blockstep(*args)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
-
-
-PAGE = (Path(__file__).parents[2] / "docs/explanation/equivalences.md").read_text()
-
-
-def test_the_page_shows_what_the_command_says() -> None:
-    block = re.search(r"```console\n\$ blockstep score (.*?)\n(.*?)```", PAGE, re.S)
-    assert block is not None
-    output = _timeless(blockstep(*block[1].split()).output)
-    assert _timeless(block[2]) in output
-    (program,) = re.findall(r"```text\n(  hits: .*?)```", PAGE, re.S)
-    assert program in output
-
-
-def _timeless(text: str) -> str:
-    return re.sub(r"[\d.]+ s\n", "SECONDS\n", text)
