@@ -33,6 +33,7 @@ from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.conformance.search.score import ScoreResult, play_scored, score
 from blockstep.impl.host import HostEngine
 from blockstep.spec import Config, Request, Schedule, SpecMethod, Submit
+from blockstep.spec.profiles import SPARING
 from blockstep.spec.vocabulary import Event, GrammarReady, Plan
 
 SHORT, BROKEN, HANGING = (
@@ -152,6 +153,25 @@ def test_only_what_both_can_be_given_is_given() -> None:
         assert run.perform(action) == []
     assert run.skipped == {"requests that the specification refuses": 1}
     assert run.engine.live.keys() == run.reference.live.keys() == {"B"}
+
+
+def test_what_an_engine_declines_neither_side_is_given() -> None:
+    """A step that one side alone leaves out would be no difference of its deciding."""
+
+    class Engine(SpecEngine):
+        def declines(self, event: Event) -> str | None:
+            is_known = isinstance(event, Schedule) and self.state.next_frame_id == 1
+            self.num_asked = getattr(self, "num_asked", 0) + is_known
+            return "a known defect" if is_known and self.num_asked < 3 else None
+
+    config = Config(num_blocks=30, block_size=2, max_model_len=32)
+    program = Program(config, (Submit(Request("A", (1, 2, 3), max_tokens=6)), Drain()))
+    run, findings = score_program(program, Engine, SPARING)
+    assert findings == []
+    assert run.skipped == {"a known defect": 2}
+    assert all(tally.first is None for tally in run.tallies().values())
+    strict, _ = score_program(program, Engine)
+    assert strict.skipped == {}, "under strict nothing is spared"
 
 
 def test_an_engine_that_raises_is_told_and_the_score_goes_on() -> None:

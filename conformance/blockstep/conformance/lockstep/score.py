@@ -21,7 +21,7 @@ from enum import StrEnum
 from itertools import zip_longest
 from typing import Self, TypeVar
 
-from blockstep.conformance.engine import EngineFactory, Equivalence, get_traits
+from blockstep.conformance.engine import EngineFactory, Equivalence, get_declines, get_traits
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.driver import drain_bound
 from blockstep.conformance.lockstep.exchange import Exchange, fault_of
@@ -79,6 +79,8 @@ class ScoreRun:
     engine: Side
     scope: Equivalence
     capabilities: frozenset[str]
+    declines: Callable[[v.Event], str | None] | None = None
+    """Why neither side is to be given an event, if the engine ever declines one."""
     equivalence: str = "plan"
     skipped: dict[str, int] = field(default_factory=dict)
     """What was left out because the engine lacks a capability, or the specification refused it."""
@@ -117,6 +119,7 @@ class ScoreRun:
             engine=Side(config=config, scheduler=engine, worker=worker, plans_ahead=ahead),
             scope=scope,
             capabilities=engine.capabilities(),
+            declines=get_declines(engine) if profile.spares else None,
         )
 
     @property
@@ -145,6 +148,11 @@ class ScoreRun:
         """Do one action on both sides; a finding only where the engine cannot go on."""
         if isinstance(action, Drain):
             return self._drain()
+        event = None if self.declines is None else self.engine.resolve(action)
+        reason = None if self.declines is None or event is None else self.declines(event)
+        if reason is not None:
+            self.skip(reason)
+            return []
         if isinstance(action, v.Submit):
             name = action.request.request_id
             if name in self.names or self.fit(action) != action:

@@ -80,7 +80,7 @@ class Side(Client):
         """Do one action; None if it comes to nothing here. What the scheduler raises passes."""
         if isinstance(action, v.Schedule):
             self.steps.append(NOTHING)
-        event = self._resolve(action)
+        event = self.resolve(action)
         if event is None:
             return None
         self.num_events += 1
@@ -92,7 +92,7 @@ class Side(Client):
             self.follow(event, seen)
         return seen
 
-    def _resolve(self, action: Action) -> v.Event | None:
+    def resolve(self, action: Action) -> v.Event | None:
         """The event that an action comes to on this side."""
         match action:
             case v.Schedule() if self._must_answer():
