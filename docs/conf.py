@@ -14,6 +14,7 @@ from pkgutil import walk_packages
 from sphinx.application import Sphinx
 
 import blockstep.spec
+from blockstep.conformance.report.vocabulary import cite
 
 project = "Blockstep"
 author = "The Blockstep authors"
@@ -64,8 +65,11 @@ def put_rooms(app: Sphinx, docname: str, source: list[str]) -> None:
 def put_markup(
     app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]
 ) -> None:
-    """Our docstrings are plain text: what is in backticks is code, and diagrams stay as drawn."""
-    paragraphs = "\n".join(lines).strip("\n").split("\n\n")
+    """Our docstrings are plain text: what is in backticks is code, and diagrams stay as drawn.
+
+    Sources are named, not numbered.
+    """
+    paragraphs = cite("\n".join(lines)).strip("\n").split("\n\n")
     for number, paragraph in enumerate(paragraphs):
         if DIAGRAM.search(paragraph) and not paragraph.startswith((":", "..")):
             drawn = "\n".join(f"    {line}" for line in paragraph.split("\n"))

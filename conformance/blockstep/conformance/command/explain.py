@@ -8,19 +8,29 @@ from typing import Annotated
 import typer
 
 from blockstep.conformance.command import console, options
-from blockstep.conformance.report.explain import explain_moment, explain_name
+from blockstep.conformance.report.explain import explain_name
+from blockstep.conformance.report.moment import explain_moment
 
 
 def explain_command(
     what: Annotated[
-        str, typer.Argument(help="P4, a rule such as slots.revoke_slots, a witness, or a trace.")
+        str,
+        typer.Argument(
+            help="Any name in a report: a property (P4), sentence, situation, exhibit, quirk, "
+            "reject code, capability, feature, word or field of the vocabulary, rule of the spec; "
+            "or a recorded run. `capabilities`, `features`, `situations`, `sentences`, `codes` and "
+            "`vocabulary` list them."
+        ),
     ],
     at: Annotated[
         int | None, typer.Option(min=0, help="In a trace: after this many events.")
     ] = None,
     json_path: options.Json = None,
 ) -> None:
-    """Say in words what a property demands, what a rule does, or what a recorded state means."""
+    """Say in words what a name in a report means, or what the state of a recorded run is.
+
+    Example: blockstep explain attended_slot_was_written
+    """
     if at is not None and not Path(what).is_file():
         console.usage(f"--at {at}: needs a trace, and {what} is no file")
     with console.input_errors():

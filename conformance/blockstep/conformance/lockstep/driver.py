@@ -385,7 +385,9 @@ class LockStep(Client):
         The pipeline is kept as full as it may be, for that is how engines run. Where the engine
         declines all that is left to do, the drain ends, and nobody is to blame.
         """
-        findings = self.perform(v.SetPause(v.PauseState.UNPAUSED))
+        resume = v.SetPause(v.PauseState.UNPAUSED)
+        # Who cannot be paused is not, and misses nothing.
+        findings = [] if get_missing(resume, self.lacking) else self.perform(resume)
         for name, request in list(self.live.items()):
             if request.structured_output and not findings:
                 findings = self.perform(v.GrammarReady(name))

@@ -59,7 +59,7 @@ class TouchBeforeCheck(Defect):
 
 
 @PAGE.exhibit(
-    "requests are admitted in a step that preempted", "seed 001 Admission Gate", "P16 P15"
+    "requests are admitted in a step that preempted", "vLLM V1: Admission Gate", "P16 P15"
 )
 class AdmissionAfterPreemption(Defect):
     """What was just freed is given away, and the next step preempts again."""

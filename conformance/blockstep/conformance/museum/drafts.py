@@ -12,7 +12,7 @@ PAGE = Page()
 
 
 @PAGE.exhibit(
-    "blocks with draft tokens are published", "seed 001 Draft tokens are never cached", "P3"
+    "blocks with draft tokens are published", "vLLM V1: Draft tokens are never cached", "P3"
 )
 class CachedDrafts(Defect):
     """A rejected draft stays findable as if it had been said."""
@@ -35,7 +35,7 @@ class CachedDrafts(Defect):
         table.lineages[slot], table.num_known[slot] = honest, known
 
 
-@PAGE.exhibit("rejected drafts stay computed", "seed 001 Rejection Clawback", "P14 P12 P4 P26")
+@PAGE.exhibit("rejected drafts stay computed", "vLLM V1: Rejection Clawback", "P14 P12 P4 P26")
 class LostRollback(Defect):
     """The next step starts behind tokens that nobody computed."""
 
@@ -44,7 +44,7 @@ class LostRollback(Defect):
         self.drafts_accepted += len(tokens) - 1
 
 
-@PAGE.exhibit("one draft too many is rolled back", "seed 001 Rejection Clawback", "P14 P26")
+@PAGE.exhibit("one draft too many is rolled back", "vLLM V1: Rejection Clawback", "P14 P26")
 class RollbackOffByOne(Defect):
     """The token of the model's own is taken for a rejected draft."""
 

@@ -10,7 +10,7 @@ from blockstep.conformance.museum.exhibit import Defect, Page
 PAGE = Page()
 
 
-@PAGE.exhibit("a request gets one token too many", "seed 000 Request Completion", "P13")
+@PAGE.exhibit("a request gets one token too many", "vLLM V1: Request Completion", "P13")
 class LengthOffByOne(Defect):
     """The cap is checked with a token's delay."""
 

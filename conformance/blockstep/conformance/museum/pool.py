@@ -11,7 +11,7 @@ PAGE = Page()
 
 @PAGE.exhibit(
     "a table is freed from its head",
-    "llm-d-inference-sim #704; seed 003 section 2.2",
+    "llm-d-inference-sim #704; prefix caching by example, section 2.2",
     "P16",
     part="pool_type",
 )
@@ -41,7 +41,10 @@ class StaleKeyAfterReuse(Defect):
 
 
 @PAGE.exhibit(
-    "the newest of equal blocks is hit", "seed 003 section 2.3", "P16 P15", part="prefix_type"
+    "the newest of equal blocks is hit",
+    "prefix caching by example, section 2.3",
+    "P16 P15",
+    part="prefix_type",
 )
 class NewestDuplicateHit(Defect):
     """Not wrong in itself; but the order of eviction is no longer the documented one."""
@@ -72,7 +75,7 @@ class NullBlockCounted(Defect):
 
 
 @PAGE.exhibit(
-    "a reset leaves the cache as it is", "seed 001 Reset Prefix Cache", "P25", part="prefix_type"
+    "a reset leaves the cache as it is", "vLLM V1: Reset Prefix Cache", "P25", part="prefix_type"
 )
 class ResetKeepsKeys(Defect):
     """Old weights answer for new ones."""

@@ -12,7 +12,7 @@ from blockstep.spec.vocabulary import Policy
 PAGE = Page()
 
 
-@PAGE.exhibit("the oldest request is preempted", "seed 001 Preemption Policy", "P16")
+@PAGE.exhibit("the oldest request is preempted", "vLLM V1: Preemption Policy", "P16")
 class OldestPreempted(Defect):
     """Whoever has waited longest loses most."""
 
@@ -30,7 +30,7 @@ class EqualsPreemptEachOther(Defect):
         return len(running) - 1 if self.config.policy == "fcfs" else keys.index(max(keys))
 
 
-@PAGE.exhibit("the preempted go to the end of the queue", "seed 001 Preemption Policy", "P16")
+@PAGE.exhibit("the preempted go to the end of the queue", "vLLM V1: Preemption Policy", "P16")
 class PreemptedToTheTail(Defect):
     """Newcomers overtake them, and preempt them again."""
 

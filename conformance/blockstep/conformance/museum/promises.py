@@ -144,7 +144,7 @@ class PlaceholdersAfterAGap(Defect):
 
 
 @PAGE.exhibit(
-    "a step is planned past the last token", "seed 001 Async scheduling skip-ahead", "P13 P15"
+    "a step is planned past the last token", "vLLM V1: Async scheduling skip-ahead", "P13 P15"
 )
 class NoSkipAhead(Defect):
     """The token that ends the request is in flight, and one more is asked for."""
@@ -153,7 +153,7 @@ class NoSkipAhead(Defect):
         return False
 
 
-@PAGE.exhibit("rejected drafts stay promised", "seed 001 Rejection Clawback", "P12 P14 P26")
+@PAGE.exhibit("rejected drafts stay promised", "vLLM V1: Rejection Clawback", "P12 P14 P26")
 class RejectedStayPromised(Defect):
     """The count grows with each rejection, and the next step starts too far ahead."""
 

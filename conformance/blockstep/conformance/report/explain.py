@@ -1,23 +1,42 @@
-"""Explain: a property, a rule or a state, in words."""
+"""Explain: every name that a report uses, or a recorded state, in words."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from functools import cache, partial
 
 import blockstep.spec
-from blockstep.conformance.engine import Safety
+from blockstep.conformance.draw.presets import PRESETS
+from blockstep.conformance.engine import EQUIVALENCES, Capability
+from blockstep.conformance.judge.answers import JUDGED
 from blockstep.conformance.judge.properties import PROPERTIES, Sentence
 from blockstep.conformance.judge.witnesses import WITNESSES
-from blockstep.conformance.lockstep.client import Client
-from blockstep.conformance.protocol.compare import describe_block, name_key
-from blockstep.conformance.protocol.program import describe_event, describe_observation
-from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.conformance.recorded.traces import TraceError, TraceStep, read_trace
-from blockstep.spec.vocabulary import NULL_BLOCK, RequestSnapshot, Snapshot
+from blockstep.conformance.museum import EXHIBITS, Exhibit
+from blockstep.conformance.protocol.features import FEATURES, Feature
+from blockstep.conformance.protocol.findings import FindingKind
+from blockstep.conformance.protocol.program import WIDTH
+from blockstep.conformance.protocol.registry import MUSEUM
+from blockstep.conformance.report.sentences import SENTENCES
+from blockstep.conformance.report.vocabulary import (
+    Word,
+    cite,
+    get_finding_kinds,
+    get_words,
+    make_page,
+    tell_word,
+)
+from blockstep.conformance.report.wording import HEADLINES
+from blockstep.spec.profiles import PROFILES, QUIRKS, Profile, QuirkStory
+from blockstep.spec.vocabulary import RejectCode
+
+CLOSE_MAX = 5
+"""Names that are offered where there is none as it was asked for."""
 
 
 class NotExplainedError(LookupError):
@@ -25,23 +44,297 @@ class NotExplainedError(LookupError):
 
 
 def explain_name(name: str) -> str:
-    """What the property, witness or rule called `name` says. Raises NotExplainedError."""
-    for entry in PROPERTIES:
-        if name.upper() == entry.id or name.lower() == entry.name.lower():
-            checks = [f"  {check.sentence}: {_first_line(check)}" for check in entry.checks]
-            return "\n".join([f"{entry.id} {entry.name}", "", entry.statement, "", *checks, ""])
-    if name in WITNESSES:
-        return f"situation {name}: {WITNESSES[name]}\n"
-    rules = dict(spec_rules())
-    found = [rule for rule in rules if rule == name or rule.endswith(f".{name}")]
-    if found:
-        return "\n".join(_explain_rule(rule, rules[rule]) for rule in found)
-    close = [rule for rule in rules if name.lower() in rule.lower()]
-    hint = f"; close: {', '.join(close[:5])}" if close else ""
-    raise NotExplainedError(
-        f"{name!r} is no property (P1, P2, ...), no situation, no rule of the spec "
-        f"(slots.allocate_slots, ...) and no trace file{hint}"
+    """What everything of this name means. Raises NotExplainedError, with names that are close."""
+    names, wanted, rules = get_names(), _normal(name), _get_rules()
+    found = list(dict.fromkeys(tell() for _, tell in names.get(wanted, ())))
+    found += [
+        _explain_rule(rule, rules[rule])
+        for rule in rules
+        if rule == name or rule.endswith(f".{name}")
+    ]
+    if not found:
+        raise NotExplainedError(f"{name!r}: no such name{_suggest(wanted, [*names, *rules])}")
+    return "\n".join(found)
+
+
+def _suggest(wanted: str, names: list[str]) -> str:
+    """What may have been meant, the closest first; else what there is."""
+    close = difflib.get_close_matches(wanted, names, CLOSE_MAX, 0.75)
+    close += [name for name in names if len(wanted) > 2 and wanted in name and name not in close]
+    if close:
+        return f"; close: {', '.join(close[:CLOSE_MAX])}"
+    return (
+        "; there are no property (P1, P2, ...), sentence, situation, exhibit, quirk, reject code, "
+        "capability, feature, word of the vocabulary, rule of the spec (slots.allocate_slots, ...) "
+        "and trace file that are called so"
     )
+
+
+def _normal(name: str) -> str:
+    return name.removeprefix(MUSEUM).strip().lower().replace("-", "_").replace(" ", "_")
+
+
+Tell = Callable[[], str]
+
+
+@cache
+def get_names() -> dict[str, list[tuple[str, Tell]]]:
+    """What each name means: of which kind it is, and how it is told. One name may be several."""
+    found: dict[str, list[tuple[str, Tell]]] = {}
+    for kind, name, tell in _list_names():
+        told = found.setdefault(_normal(name), [])
+        if all(kind != other for other, _ in told):
+            told.append((kind, tell))
+    return found
+
+
+def _list_names() -> Iterator[tuple[str, str, Tell]]:
+    for entry in PROPERTIES:
+        for name in (entry.id, entry.name):
+            yield "property", name, partial(_tell_property, entry.id)
+        for check in entry.checks:
+            yield "sentence", check.sentence, partial(_tell_check, check)
+    for sentence in SENTENCES:
+        yield "sentence", sentence, partial(_tell_sentence, sentence)
+    for situation in WITNESSES:
+        yield "situation", situation, partial(_tell_situation, situation)
+    for exhibit in EXHIBITS.values():
+        yield "exhibit", exhibit.name, partial(_tell_exhibit, exhibit)
+    for story in QUIRKS:
+        yield "quirk", story.quirk, partial(_tell_quirk, story)
+    for profile in PROFILES:
+        yield "profile", profile.name, partial(_tell_profile, profile)
+    for code in RejectCode:
+        yield "reject code", code, partial(_tell_code, code)
+    for capability in Capability:
+        yield "capability", capability, partial(_tell_capability, capability)
+    for feature in FEATURES:
+        yield "feature", feature.name, partial(_tell_feature, feature)
+    for kind in FindingKind:
+        for name in (kind, HEADLINES[kind]):
+            yield "kind of finding", name, partial(_tell_kind, kind)
+    yield "equivalence", "exact", _tell_exact
+    for weaker in EQUIVALENCES:
+        yield "equivalence", weaker.name, partial(tell_word, get_words()[weaker.__name__])
+    for preset in PRESETS:
+        yield "preset", preset, partial(_tell_preset, preset)
+    for word in get_words().values():
+        yield "word", word.name, partial(tell_word, word)
+        for part in word.parts:
+            if part.type:
+                short = part.name.partition("(")[0]
+                yield "field", f"{word.name}.{short}", partial(_tell_field, short, word)
+                yield "field", short, partial(_tell_field, short)
+    yield "list", "vocabulary", make_page
+    yield "list", "capabilities", partial(tell_word, get_words()["Capability"])
+    yield "list", "features", _tell_features
+    yield "list", "codes", partial(tell_word, get_words()["RejectCode"])
+    yield "list", "situations", _tell_situations
+    yield "list", "sentences", _tell_sentences
+
+
+# What is said of each.
+
+
+def _show(title: str, text: str, *lines: str) -> str:
+    """A title, a text, and facts that there are."""
+    told = [title, "", cite(text).strip(), ""]
+    for line in filter(None, lines):
+        told += textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="      ")
+    return "\n".join(told).rstrip() + "\n"
+
+
+def _list(label: str, names: Iterable[str]) -> str:
+    found = ", ".join(names)
+    return f"{label}: {found}" if found else ""
+
+
+def _shown_by(*property_ids: str) -> str:
+    """Planted defects that break one of these properties."""
+    names = [it.name for it in EXHIBITS.values() if {*it.properties} & {*property_ids}]
+    return _list("planted defects that break it (check --engine museum:NAME)", names)
+
+
+def _tell_property(number: str) -> str:
+    entry = next(entry for entry in PROPERTIES if entry.id == number)
+    said = [f"{check.sentence}: {_first_line(check)}" for check in entry.checks]
+    said += [f"{name}: {text}" for name, (of, text) in SENTENCES.items() if of == number]
+    quirks = [story.quirk for story in QUIRKS if number in story.property_ids]
+    return _show(
+        f"{entry.id} {entry.name}",
+        entry.statement,
+        *said,
+        "",
+        _list("quirks of releases that break it", quirks),
+        _shown_by(number),
+    )
+
+
+def _tell_check(check: Sentence) -> str:
+    entry = next(entry for entry in PROPERTIES if entry.id == check.property_id)
+    kinds = [kind.__name__ for kind in check.kinds]
+    return _show(
+        f"sentence {check.sentence} ({entry.id} {entry.name})",
+        inspect.cleandoc(check.explanation),
+        _list("asked after", kinds),
+        "asked at every equivalence that shows a state"
+        if check in JUDGED
+        else "not asked at safety: an engine that decides otherwise need not satisfy it",
+        _shown_by(entry.id),
+    )
+
+
+def _tell_sentence(name: str) -> str:
+    number, text = SENTENCES[name]
+    title = next((f" ({it.id} {it.name})" for it in PROPERTIES if it.id == number), "")
+    return _show(f"sentence {name}{title}", text, _shown_by(number))
+
+
+def _tell_situation(name: str) -> str:
+    needs = [feature.name for feature in FEATURES if name.startswith(feature.situations)]
+    return _show(
+        f"situation {name}",
+        f"Counted when {WITNESSES[name]}.",
+        _list("not reached without the feature", needs),
+    )
+
+
+def _tell_exhibit(exhibit: Exhibit) -> str:
+    repaired = f"a wrong repair of: {exhibit.wrong_fix_of}" if exhibit.wrong_fix_of else ""
+    return _show(
+        f"exhibit {exhibit.name}",
+        f"A planted defect: {exhibit.title}.",
+        f"from: {cite(exhibit.upstream)}",
+        _list("breaks", exhibit.properties),
+        repaired,
+        f"shown by: blockstep check --engine {MUSEUM}{exhibit.name}",
+    )
+
+
+def _tell_quirk(story: QuirkStory) -> str:
+    profiles = [profile.name for profile in PROFILES if story.quirk in profile.quirks]
+    return _show(
+        f"quirk {story.quirk}",
+        f"What releases do otherwise: {story.title}.",
+        _list("breaks", story.property_ids) or "breaks no property: it is another behaviour",
+        f"upstream: {story.upstream}",
+        f"seen in: {story.seen_in}",
+        _list("followed by the profiles", profiles),
+        _list("only together with", [str(other) for other in story.upon]),
+        f"shown by: {story.program}",
+    )
+
+
+def _tell_profile(profile: Profile) -> str:
+    quirks = [f"{story.quirk}: {story.title}" for story in QUIRKS if story.quirk in profile.quirks]
+    return _show(
+        f"profile {profile.name}",
+        "The specification, with what this release is known to do otherwise:"
+        if quirks
+        else "The specification as it is: no quirk is followed.",
+        *quirks,
+    )
+
+
+def _tell_code(code: RejectCode) -> str:
+    part = next(part for part in get_words()["RejectCode"].parts if part.name == code)
+    return _show(f"reject code {code}", part.text, f"counted as: rejected_{code}")
+
+
+def _tell_capability(capability: Capability) -> str:
+    part = next(part for part in get_words()["Capability"].parts if part.name == capability)
+    features = [feature for feature in FEATURES if feature.capability == capability]
+    return _show(
+        f"capability {capability} (Capability.{capability.name})",
+        part.text or "; ".join(feature.summary for feature in features),
+        *(fact for feature in features for fact in _feature_facts(feature)),
+    )
+
+
+def _tell_feature(feature: Feature) -> str:
+    needs = str(feature.capability) if feature.capability else "nothing: every engine has it"
+    return _show(
+        f"feature {feature.name} (--with {feature.name}, --without {feature.name})",
+        feature.summary,
+        f"needs the capability: {needs}",
+        *_feature_facts(feature),
+    )
+
+
+def _feature_facts(feature: Feature) -> list[str]:
+    return [
+        _list("fields of a config that ask for it", tuple(feature.config)),
+        _list("fields of a request that ask for it", feature.request),
+        _list("actions and events", [kind.__name__ for kind in feature.actions]),
+        _list("situations that need it begin with", feature.situations),
+        _list("properties that speak of it first", feature.properties),
+    ]
+
+
+def _tell_preset(name: str) -> str:
+    preset = PRESETS[name]
+    facts = [
+        f"{field.name}: {value if isinstance(value, int) else ' to '.join(map(str, value))}"
+        for field in fields(preset)
+        if field.name != "name" and (value := getattr(preset, field.name)) is not None
+    ]
+    return _show(f"preset {name}", "A scope of runs: between what all sizes are drawn.", *facts)
+
+
+def _tell_exact() -> str:
+    text = (
+        "Every answer and every state is the specification's, block ids and the order of the free "
+        "queue included. What an engine is held to whose factory names no other equivalence."
+    )
+    return _show("equivalence exact", text)
+
+
+def _tell_kind(kind: FindingKind) -> str:
+    tree = get_finding_kinds()
+    return _show(f"kind of finding {kind} (in a report: {HEADLINES[kind]})", tree[kind])
+
+
+def _tell_field(name: str, owner: Word | None = None) -> str:
+    owners = [owner] if owner else get_words().values()
+    found = [
+        (word, part)
+        for word in owners
+        for part in word.parts
+        if part.type and part.name.partition("(")[0] == name
+    ]
+    return "\n".join(
+        _show(
+            f"field {word.name}.{part.name}: {part.type}",
+            part.text or "Its name says it.",
+            f"default: {part.default}" if part.default else "",
+        )
+        for word, part in found
+    )
+
+
+def _tell_features() -> str:
+    facts = [f"{it.name}: {it.summary}" for it in FEATURES]
+    return _show("features", "What an engine may have or lack, and runs may be drawn with.", *facts)
+
+
+def _tell_situations() -> str:
+    facts = [f"{name}: {text}" for name, text in WITNESSES.items()]
+    return _show("situations", "What runs count, so that no green means less than it says.", *facts)
+
+
+def _tell_sentences() -> str:
+    facts = [
+        f"{it.id} {check.sentence}: {_first_line(check)}"
+        for it in PROPERTIES
+        for check in it.checks
+    ]
+    facts += [f"{number} {name}: {text}".strip() for name, (number, text) in SENTENCES.items()]
+    return _show("sentences", "What findings are named after.", *facts)
+
+
+@cache
+def _get_rules() -> dict[str, object]:
+    return dict(spec_rules())
 
 
 def spec_rules() -> Iterator[tuple[str, object]]:
@@ -56,80 +349,8 @@ def spec_rules() -> Iterator[tuple[str, object]]:
 
 def _explain_rule(name: str, rule: object) -> str:
     assert callable(rule)
-    return f"{name}{inspect.signature(rule)}\n\n{inspect.getdoc(rule)}\n"
+    return _show(f"{name}{inspect.signature(rule)}", inspect.getdoc(rule) or "")
 
 
 def _first_line(check: Sentence) -> str:
     return check.explanation.strip().split("\n")[0]
-
-
-def explain_moment(path: Path, at: int | None) -> str:
-    """The state of the spec after the first `at` events of a recorded trace (all of them if None).
-
-    Of an engine that decides by rules of its own: what it answered last, and who has not ended.
-
-    Raises:
-        TraceError: if the file is no trace, or has fewer events.
-    """
-    trace = read_trace(path)
-    count = len(trace.steps) if at is None else at
-    if count > len(trace.steps):
-        raise TraceError(
-            path,
-            0,
-            f"{len(trace.steps)} events",
-            f"--at {count} needs as many",
-            f"use 0 to {len(trace.steps)}",
-        )
-    if trace.equivalence == Safety.name:
-        return _explain_answers(trace.steps[:count])
-    spec = SpecEngine(trace.config)
-    lines = []
-    for number, step in enumerate(trace.steps[:count], 1):
-        answer = spec.apply(step.event)
-        agrees = "" if answer == step.observation else "   <- the spec answers otherwise"
-        lines.append(f"  {number:>4}  {describe_event(step.event)}{agrees}")
-    return "\n".join([*lines[-5:], "", describe_state(spec.snapshot())])
-
-
-def _explain_answers(steps: Sequence[TraceStep]) -> str:
-    client, lines = Client(), []
-    for number, step in enumerate(steps, 1):
-        client.follow(*step)
-        lines.append(f"  {number:>4}  {describe_event(step.event)}")
-        lines.append(f"        -> {describe_observation(step.observation)}")
-    live = [f"{name} ({len(client.said.get(name, ()))} outputs)" for name in client.live]
-    return "\n".join([*lines[-10:], "", f"unfinished: {', '.join(live) or 'nobody'}"]) + "\n"
-
-
-def describe_state(snapshot: Snapshot) -> str:
-    """A state in sentences: who runs, who waits, what each block is."""
-    frames = ", ".join(map(str, snapshot.frames_in_flight)) or "none"
-    lines = [
-        f"scheduling is {snapshot.pause_state}; frames in flight: {frames}",
-        f"running   {' '.join(snapshot.running) or 'nobody'}",
-        f"waiting   {' '.join(snapshot.waiting) or 'nobody'}",
-    ]
-    if snapshot.skipped_waiting:
-        lines.append(f"skipped   {' '.join(snapshot.skipped_waiting)}")
-    lines += ["", *(_describe_request(request) for request in snapshot.requests), ""]
-    lines += [
-        f"block {block_id}: {describe_block(snapshot, block_id)}"
-        for block_id in range(NULL_BLOCK + 1, len(snapshot.ref_counts))
-    ]
-    lines += ["", f"evicted next: {' '.join(map(str, snapshot.free_queue)) or 'no block is free'}"]
-    lines += [
-        f"cached {name_key(key)}: blocks {', '.join(map(str, blocks))}"
-        for key, blocks in snapshot.cached.items()
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _describe_request(request: RequestSnapshot) -> str:
-    table = " ".join(str(block_id) for table in request.block_tables for block_id in table)
-    drafts = f", drafts {list(request.spec_token_ids)}" if request.spec_token_ids else ""
-    preempted = f", preempted {request.num_preemptions} times" if request.num_preemptions else ""
-    return (
-        f"{request.request_id}: {request.status}, {request.num_computed_tokens} tokens computed, "
-        f"{len(request.output_token_ids)} outputs{drafts}, blocks [{table}]{preempted}"
-    )

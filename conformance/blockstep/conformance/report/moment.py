@@ -1,0 +1,86 @@
+"""Moment: a state of a recorded run, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from blockstep.conformance.engine import Safety
+from blockstep.conformance.lockstep.client import Client
+from blockstep.conformance.protocol.compare import describe_block, name_key
+from blockstep.conformance.protocol.program import describe_event, describe_observation
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.recorded.traces import TraceError, TraceStep, read_trace
+from blockstep.spec.vocabulary import NULL_BLOCK, RequestSnapshot, Snapshot
+
+
+def explain_moment(path: Path, at: int | None) -> str:
+    """The state of the spec after the first `at` events of a recorded trace (all of them if None).
+
+    Of an engine that decides by rules of its own: what it answered last, and who has not ended.
+
+    Raises:
+        TraceError: if the file is no trace, or has fewer events.
+    """
+    trace = read_trace(path)
+    count = len(trace.steps) if at is None else at
+    if count > len(trace.steps):
+        raise TraceError(
+            path,
+            0,
+            f"{len(trace.steps)} events",
+            f"--at {count} needs as many",
+            f"use 0 to {len(trace.steps)}",
+        )
+    if trace.equivalence == Safety.name:
+        return _explain_answers(trace.steps[:count])
+    spec = SpecEngine(trace.config)
+    lines = []
+    for number, step in enumerate(trace.steps[:count], 1):
+        answer = spec.apply(step.event)
+        agrees = "" if answer == step.observation else "   <- the spec answers otherwise"
+        lines.append(f"  {number:>4}  {describe_event(step.event)}{agrees}")
+    return "\n".join([*lines[-5:], "", describe_state(spec.snapshot())])
+
+
+def _explain_answers(steps: Sequence[TraceStep]) -> str:
+    client, lines = Client(), []
+    for number, step in enumerate(steps, 1):
+        client.follow(*step)
+        lines.append(f"  {number:>4}  {describe_event(step.event)}")
+        lines.append(f"        -> {describe_observation(step.observation)}")
+    live = [f"{name} ({len(client.said.get(name, ()))} outputs)" for name in client.live]
+    return "\n".join([*lines[-10:], "", f"unfinished: {', '.join(live) or 'nobody'}"]) + "\n"
+
+
+def describe_state(snapshot: Snapshot) -> str:
+    """A state in sentences: who runs, who waits, what each block is."""
+    frames = ", ".join(map(str, snapshot.frames_in_flight)) or "none"
+    lines = [
+        f"scheduling is {snapshot.pause_state}; frames in flight: {frames}",
+        f"running   {' '.join(snapshot.running) or 'nobody'}",
+        f"waiting   {' '.join(snapshot.waiting) or 'nobody'}",
+    ]
+    if snapshot.skipped_waiting:
+        lines.append(f"skipped   {' '.join(snapshot.skipped_waiting)}")
+    lines += ["", *(_describe_request(request) for request in snapshot.requests), ""]
+    lines += [
+        f"block {block_id}: {describe_block(snapshot, block_id)}"
+        for block_id in range(NULL_BLOCK + 1, len(snapshot.ref_counts))
+    ]
+    lines += ["", f"evicted next: {' '.join(map(str, snapshot.free_queue)) or 'no block is free'}"]
+    lines += [
+        f"cached {name_key(key)}: blocks {', '.join(map(str, blocks))}"
+        for key, blocks in snapshot.cached.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _describe_request(request: RequestSnapshot) -> str:
+    table = " ".join(str(block_id) for table in request.block_tables for block_id in table)
+    drafts = f", drafts {list(request.spec_token_ids)}" if request.spec_token_ids else ""
+    preempted = f", preempted {request.num_preemptions} times" if request.num_preemptions else ""
+    return (
+        f"{request.request_id}: {request.status}, {request.num_computed_tokens} tokens computed, "
+        f"{len(request.output_token_ids)} outputs{drafts}, blocks [{table}]{preempted}"
+    )

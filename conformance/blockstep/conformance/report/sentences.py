@@ -1,0 +1,251 @@
+"""Sentences: those that no function is named after, with what they mean.
+
+A sentence of `judge.properties` is a function, and explains itself. The worker, the client and the
+driver speak others, each at the place where it sees that one does not hold. Whoever adds one there
+says here what it means (`tests/conformance/test_explain.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_KV = {
+    "holds_the_right_prefix": ("P3", "holds the KV of the text that it is read for"),
+    "was_written": ("P4", "was written before it can be read"),
+    "was_written_since_the_reset": ("P25", "was written since the cache was reset last"),
+    "is_of_the_same_adapter_salt_and_items": (
+        "P6",
+        "was written for the same adapter, salt, items and embeddings",
+    ),
+}
+"""What is true of a slot, by the end of the sentence."""
+
+SENTENCES: Mapping[str, tuple[str, str]] = {
+    # the driver
+    "engine_equals_spec": (
+        "",
+        (
+            "The engine answered an event, or stood after it, otherwise than the "
+            "specification. Which fields differ is shown. No property needs to be broken: "
+            "the equivalence is `exact`, and an engine that decides otherwise on purpose "
+            "names a weaker one."
+        ),
+    ),
+    "engine_raises_nothing": (
+        "",
+        (
+            "The engine raised while it was given an event or asked for its state. What "
+            "it refuses it refuses with `Rejected`; whatever else it raises is a defect "
+            "of the engine or its adapter."
+        ),
+    ),
+    "engine_answers_every_call": (
+        "",
+        (
+            "The engine did not come back from a call: it took too long (`--event- "
+            "seconds`), ended its process, or could not be built."
+        ),
+    ),
+    "engine_takes_answers_to_its_plans": (
+        "",
+        "While it is scored, an engine refused the worker's answer to a plan of its own.",
+    ),
+    "spec_asserts_nothing_false": (
+        "",
+        ("The specification failed an assertion of its own: it is wrong, whatever the engine did."),
+    ),
+    "answer_is_of_the_kind_of_the_event": (
+        "P18",
+        (
+            "Each event has one kind of answer: Submit and SetPause are taken with Ack, "
+            "Schedule with Plan, Commit with Outputs, Abort with Aborted, and so on; or "
+            "it is Rejected."
+        ),
+    ),
+    "every_request_ends_once_all_is_healed": (
+        "P10",
+        (
+            "Arrivals have stopped, nothing is paused and every grammar is ready, and "
+            "still a request does not end: a plan is empty although nothing is due from "
+            "outside, a state has come back without a token in between, or there were "
+            "more steps than all texts need."
+        ),
+    ),
+    "unfinished_requests_make_progress": (
+        "P10",
+        ("Steps follow one another and no request gets a token, although some are unfinished."),
+    ),
+    # answers, where nothing is compared
+    "plan_stays_within_token_budget": (
+        "P9",
+        ("The rows of a plan run no more tokens together than `max_num_batched_tokens`."),
+    ),
+    "plan_stays_within_max_num_seqs": ("P9", "A plan has no more rows than `max_num_seqs`."),
+    "row_stays_within_max_model_len": ("P9", "No row runs a position beyond `max_model_len`."),
+    "request_has_one_row": ("P26", "No request has two rows in one plan."),
+    "row_is_of_an_unfinished_request": (
+        "P26",
+        ("A row is of a request that was submitted and has not ended, by its stop or an abort."),
+    ),
+    "new_row_carries_the_request_as_submitted": (
+        "P26",
+        ("The worker learns a request from its NewRow, so that is what the client submitted."),
+    ),
+    "delivered_rows_are_those_that_sampled": (
+        "P13",
+        ("Outputs have a row for each unfinished request that sampled, and for nobody else."),
+    ),
+    "delivered_tokens_are_the_sampled_ones_until_the_stop": (
+        "P13",
+        (
+            "A client gets each sampled token once, in order, and nothing after the one "
+            "that ends it."
+        ),
+    ),
+    "finish_reason_is_the_one_that_holds": (
+        "P13",
+        (
+            "A request ends when its text says so (a stop, its length), with that reason, "
+            "and goes on otherwise."
+        ),
+    ),
+    "abort_ends_exactly_the_unfinished_it_names": (
+        "P18",
+        (
+            "An abort ends the unfinished requests that it names; ids that are not known, "
+            "or ended, change nothing."
+        ),
+    ),
+    # the worker, which knows the plans alone
+    "plan_names_real_blocks": (
+        "P1",
+        ("Block ids in a plan are from 1 to `num_blocks` - 1; 0 is the null block, and nobody's."),
+    ),
+    "written_block_is_in_one_place": (
+        "P2",
+        (
+            "A block that a row writes in this step is in no other place of any table "
+            "that is read or written in it, but for a prefix that is shared at the same "
+            "position."
+        ),
+    ),
+    "row_runs_a_token": ("P12", "A row runs one token at least."),
+    "row_waits_for_the_token_of_its_request": (
+        "P13",
+        ("Without asynchronous scheduling a request has no row while its own token is in flight."),
+    ),
+    "resumed_request_has_no_token_in_flight": (
+        "P13",
+        (
+            "A preempted request is resumed only when every token that it sampled has "
+            "been committed."
+        ),
+    ),
+    "drafts_are_the_last_scheduled_tokens": (
+        "P24",
+        ("What a row runs past the text that is known are its drafts, neither more nor fewer."),
+    ),
+    "placeholder_stands_for_a_draft_after_the_last_plan": (
+        "P24",
+        ("A plan has a placeholder for a draft only where the worker has proposed one since."),
+    ),
+    "step_runs_the_tokens_of_the_plan": (
+        "P24",
+        ("The tokens that a step runs are those of the text, and the drafts that were proposed."),
+    ),
+    "cached_row_is_known": ("P26", "A CachedRow is of a request that has had a NewRow."),
+    "new_row_is_new": (
+        "P26",
+        (
+            "A NewRow is of a request that the worker does not know: its first row, or "
+            "the first since its end was told in `finished_req_ids`."
+        ),
+    ),
+    "preempted_request_was_known": (
+        "P26",
+        "`preempted_req_ids` name requests that the worker knows.",
+    ),
+    "preempted_request_returns_resumed": (
+        "P26",
+        ("A preempted request holds no blocks, so its next row is `resumed`, with a whole table."),
+    ),
+    "resumed_request_was_preempted": (
+        "P26",
+        "A `resumed` row is of a request that an earlier plan named as preempted.",
+    ),
+    "remapped_request_has_a_row": (
+        "P26",
+        "Who is in `remapped_req_ids` has a row in the plan, which tells its new table.",
+    ),
+    "running_request_is_known": (
+        "P26",
+        ("A request that runs, by the engine's state, has had a row, so that the worker knows it."),
+    ),
+    "plan_has_one_table_per_group": (
+        "P26",
+        "A row has a block table for each KV group: one, as in `((3, 1),)`.",
+    ),
+    "plan_shows_no_blocks": (
+        "P26",
+        ("An engine that says that it has no blocks (`SamePlans(shows_blocks=False)`) names none."),
+    ),
+    "plan_counts_the_computed_tokens_of_the_worker": (
+        "P26",
+        ("`num_computed_tokens` of a row is what the worker has computed of the request."),
+    ),
+    "plan_counts_the_outputs_of_the_worker": (
+        "P26",
+        ("`num_output_tokens` of a row are the outputs that are known, and those promised."),
+    ),
+    "sent_tokens_are_those_of_the_worker": (
+        "P26",
+        "`all_token_ids` of a row are the prompt and what was sampled since.",
+    ),
+    "tokens_are_sent_after_a_gap": (
+        "P26",
+        ("A request that had no row in the plan before, or is resumed, is sent its tokens."),
+    ),
+    "table_holds_the_scheduled_tokens": (
+        "P26",
+        "The block table has a slot for each position that a row runs.",
+    ),
+    "plans_alone_rebuild_the_request": (
+        "P26",
+        (
+            "What the engine's state says of a running request (outputs, table, computed "
+            "tokens) is what the worker knows from the plans."
+        ),
+    ),
+    # real memory
+    "attention_reads_the_slots_of_the_block_table": (
+        "P3",
+        ("What attention reads are the slots that the block table names, in their order."),
+    ),
+    "slot_holds_what_the_plan_writes": (
+        "P3",
+        ("After a step each slot that it writes holds the new KV, and no other slot has changed."),
+    ),
+    "moved_block_is_the_one_meant": ("P3", "A block that is copied arrives as it was."),
+    "token_is_written_to_its_slot": (
+        "P3",
+        "The model writes the KV of a token to the slot of its position.",
+    ),
+    "pass_runs_the_rows_of_the_plan": ("P26", "A forward pass runs the rows of the plan."),
+    "token_has_a_position_of_its_request": (
+        "P26",
+        ("Each token of a forward pass is at a position that its request runs in this step."),
+    ),
+    "model_runs_the_tokens_of_the_plan": (
+        "P24",
+        ("The token that the model runs at a position is the one of the text, or its draft."),
+    ),
+    **{
+        f"{slot}_{end}": (number, f"Each slot {where} {right}.")
+        for slot, where in (
+            ("attended_slot", "that a row attends to"),
+            ("published_block", "of a block that can be found in the prefix cache"),
+        )
+        for end, (number, right) in _KV.items()
+    },
+}
+"""Property and meaning of each, by name; "" where no property is meant."""

@@ -1,0 +1,190 @@
+"""Every name that a report uses can be looked up, and what is said of it is current."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from blockstep.conformance.command.main import app
+from blockstep.conformance.draw.presets import PRESETS
+from blockstep.conformance.engine import EQUIVALENCES, Capability
+from blockstep.conformance.judge.properties import PROPERTIES
+from blockstep.conformance.judge.witnesses import WITNESSES
+from blockstep.conformance.museum import EXHIBITS
+from blockstep.conformance.protocol.features import FEATURES
+from blockstep.conformance.protocol.findings import FindingKind
+from blockstep.conformance.report.explain import explain_name, get_names, spec_rules
+from blockstep.conformance.report.sentences import SENTENCES
+from blockstep.conformance.report.vocabulary import SOURCES, cite, get_words, make_page
+from blockstep.conformance.report.wording import HEADLINES
+from blockstep.spec import vocabulary as v
+from blockstep.spec.profiles import PROFILES, QUIRKS
+
+HOUSE = Path(__file__).parents[2]
+WING = HOUSE / "conformance" / "blockstep" / "conformance"
+SPEAKERS = ("judge", "lockstep", "search", "recorded", "engines", "explore", "bench")
+"""Rooms that find something."""
+ALIASES = {"BlockId", "FrameId", "RequestId", "TokenId"}
+SENTENCE = re.compile(r"[a-z]+(_[a-z0-9]+){2,}")
+SAYING = {"violated", "_complain", "complain", "Finding"}
+NAMES = (
+    *(entry.id for entry in PROPERTIES),
+    *(entry.name for entry in PROPERTIES),
+    *(check.sentence for entry in PROPERTIES for check in entry.checks),
+    *SENTENCES,
+    *WITNESSES,
+    *EXHIBITS,
+    *(story.quirk for story in QUIRKS),
+    *(profile.name for profile in PROFILES),
+    *v.RejectCode,
+    *Capability,
+    *(feature.name for feature in FEATURES),
+    *FindingKind,
+    *HEADLINES.values(),
+    *("exact", *(kind.name for kind in EQUIVALENCES)),
+    *PRESETS,
+    *(name for name in v.__all__ if name != "EVENT_TYPES"),
+)
+
+
+def explain(name: object) -> Result:
+    return CliRunner().invoke(app, ["explain", str(name)], env={"COLUMNS": "100"})
+
+
+def find_said(text: str) -> Iterator[str]:
+    """Names of sentences that a module speaks: constants among what a finding is made of."""
+    for node in ast.walk(ast.parse(text)):
+        parts: list[ast.expr] = []
+        match node:
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=args):
+                parts = args if name in SAYING else []
+            case ast.Assign(targets=[ast.Name(id="sentence")], value=value):
+                parts = [value]
+        for part in parts:
+            for each in [part.body, part.orelse] if isinstance(part, ast.IfExp) else [part]:
+                match each:
+                    case ast.Constant(value=str() as said) if SENTENCE.fullmatch(said):
+                        yield said
+
+
+def test_what_speaks_is_found() -> None:
+    text = """
+sentence = "one_two_three"
+violated("P1", "it_is_so", f"no: {sentence}")
+self._complain("P3", "this_is_one" if x else "that_is_one", what)
+"""
+    assert set(find_said(text)) == {"one_two_three", "it_is_so", "this_is_one", "that_is_one"}
+
+
+def test_every_sentence_of_the_judges_is_explained_and_nothing_else() -> None:
+    files = [file for room in SPEAKERS for file in (WING / room).rglob("*.py")]
+    said = {name for file in files for name in find_said(file.read_text())}
+    assert len(said) > 30
+    own = {check.sentence for entry in PROPERTIES for check in entry.checks}
+    missing = said - SENTENCES.keys() - own
+    assert not missing, "say in report/sentences.py what these mean"
+    composed = {name for name in SENTENCES if name.startswith(("attended_slot_", "published_b"))}
+    stale = SENTENCES.keys() - said - composed
+    assert not stale, "nobody says these any more"
+
+
+def test_every_name_is_explained() -> None:
+    for name in dict.fromkeys(map(str, NAMES)):
+        text = explain_name(name)
+        assert len(text.strip().splitlines()) >= 2, name
+        assert "seed 0" not in text, name
+        assert text.endswith("\n"), name
+        assert not text.endswith("\n\n"), name
+
+
+def test_every_rule_is_explained_and_its_source_named_in_words() -> None:
+    texts = [explain_name(name) for name, _ in spec_rules()]
+    assert not [text for text in texts if re.search(r"seed\s+0", text)]
+    assert any(SOURCES["001"] in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("museum:leak-on-abort", "shown by: blockstep check --engine museum:leak-on-abort"),
+        ("leak_on_abort", "breaks: P1"),
+        ("LEAK ON ABORT", "an aborted request keeps its blocks"),
+        ("nothing_reserved", "shown by: 3 blocks of 1 are free"),
+        (
+            "attended_slot_was_written",
+            "sentence attended_slot_was_written (P4 publish after write)",
+        ),
+        ("queues_keep_their_order", "not asked at safety"),
+        ("pool_keeps_its_size", "asked at every equivalence that shows a state"),
+        ("prefix_hit", "not reached without the feature: caching"),
+        ("never_fits", "counted as: rejected_never_fits"),
+        ("Capability", "drafts"),
+        ("async", "feature async (--with async, --without async)"),
+        ("async", "capability async (Capability.ASYNC)"),
+        ("CachedRow.resumed", "`new_block_ids` replaces its block tables"),
+        ("all_token_ids", "field CachedRow.all_token_ids: TokenIds | None"),
+        ("P4", "planted defects that break it"),
+        ("STALL", "No progress although requests are unfinished"),
+        ("vllm-0.19.1", "unwritten_keys_stay"),
+        ("tiny", "block_size: 1 to 2"),
+        ("situations", "prefix_hit: an admitted request found"),
+        ("sentences", "P2 written_block_is_in_one_place: A block that a row writes"),
+        ("features", "caching: prefix caching"),
+        ("allocate_slots", "memory.slots.allocate_slots("),
+    ],
+)
+def test_an_explanation_says_where_it_comes_from_and_what_shows_it(name: str, says: str) -> None:
+    result = explain(name)
+    assert result.exit_code == 0
+    assert says in result.output
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("leak-on-abrot", "leak_on_abort"),
+        ("attended_slot_is_written", "attended_slot_was_written"),
+        ("nver_fits", "never_fits"),
+        ("CachedRows", "cachedrow"),
+        ("free_queue_", "free_queue"),
+    ],
+)
+def test_a_typo_is_told_what_is_close(typo: str, meant: str) -> None:
+    result = explain(typo)
+    assert result.exit_code == 2
+    assert f"{typo!r}: no such name; close: " in result.stderr
+    assert meant in result.stderr
+    assert result.output.count("\n") == 1
+
+
+def test_the_page_of_the_vocabulary_is_current() -> None:
+    page = (HOUSE / "docs" / "reference" / "vocabulary.md").read_text()
+    assert page == make_page(), "blockstep explain vocabulary > docs/reference/vocabulary.md"
+    assert explain("vocabulary").output == page
+
+
+def test_every_word_and_field_of_the_vocabulary_is_on_its_page() -> None:
+    words = get_words()
+    for name in v.__all__:
+        thing = getattr(v, name)
+        if not isinstance(thing, type) or name in ALIASES:
+            continue
+        fields = getattr(thing, "__dataclass_fields__", ())
+        assert {part.name for part in words[name].parts} >= set(fields), name
+    assert [part.name for part in words["RejectCode"].parts] == list(v.RejectCode)
+    assert all(part.text for part in words["RejectCode"].parts)
+
+
+def test_a_source_is_named_wherever_the_line_breaks() -> None:
+    assert cite('see seed\n    003, "x"') == 'see prefix caching by example, "x"'
+    assert cite("seed 41 of a run") == "seed 41 of a run"
+
+
+def test_a_name_may_mean_several_things_and_each_is_told_once() -> None:
+    kinds = [kind for kind, _ in get_names()["drafts"]]
+    assert kinds == ["capability", "feature", "word", "field"]
