@@ -216,7 +216,7 @@ INVOCATIONS = {
     "explain": """
         --at 3 | Missing argument
         nothing-of-that-name | no
-        P999 | no
+        Q999 | no
         '' | no
         slots.nothing | no
         P4 --at 3 | needs a trace

@@ -161,7 +161,7 @@ def _record_isolated(isolation: Isolation, wanted: CheckOptions, record: Path) -
         typer.echo(f"blockstep: --record {record}: nothing to write: {lost}", err=True)
 
 
-def _check_progress(wanted: CheckOptions, now: CheckResult) -> tuple[float, str]:
+def _check_progress(wanted: CheckOptions, now: CheckResult) -> tuple[float | None, str]:
     done = 0.0
     if wanted.max_events:
         done = now.num_events / wanted.max_events
@@ -171,4 +171,4 @@ def _check_progress(wanted: CheckOptions, now: CheckResult) -> tuple[float, str]
     if now.first is None:
         return min(done, 1.0), f"{seen}, nothing wrong"
     name = f"{now.first.property_id or now.first.kind} {now.first.sentence}"
-    return 1.0, f"{now.shrinking or 'found'}: {name}, in {seen}"
+    return None, f"{now.shrinking or 'found'}: {name}, in {seen}"
