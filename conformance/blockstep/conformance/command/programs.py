@@ -112,14 +112,13 @@ def play_corpus(
     return results
 
 
-def save(path: Path | None, result: CheckResult) -> None:
+def save(path: Path | None, result: CheckResult, isolation: Isolation) -> None:
     """Write the program that failed, if that is wanted and there is one."""
     if path is None:
         return
-    failure, first = result.failure, result.first
-    program = result.failing_program if failure is None else failure.program
+    first, program = result.first, isolation.recover(result)
     if first is None or program is None:
-        why = "nothing failed" if first is None else "the engine did not live to name its program"
+        why = "nothing failed" if first is None else "the engine failed before any event"
         typer.echo(f"blockstep: --save {path}: nothing to write: {why}", err=True)
         return
     note = " ".join(filter(None, (first.property_id, f"{first.sentence}:", first.message)))
