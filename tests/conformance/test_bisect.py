@@ -126,6 +126,10 @@ def test_a_program_decides_and_history_need_not_be_straight(tmp_path: Path) -> N
     assert "FIRST BAD COMMIT" in text
     assert commits[2] in text
     assert "Commit 2" in text
+    command = f"blockstep bisect --engine bisected_engine:Engine --path {repository}"
+    again = f"{command} --program {program} {commits[0][:10]}"
+    side = git(repository, "rev-parse", "side")[:10]
+    assert text.splitlines()[-1].split() == ["reproduce", *again.split(), side]
 
 
 def test_without_a_difference_there_is_nothing_to_find(tmp_path: Path) -> None:

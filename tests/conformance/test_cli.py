@@ -274,7 +274,7 @@ def test_budgets() -> None:
 
 def test_features_are_asked_for_and_kept_out() -> None:
     wanted = ("--with", "drafts", "--without", "caching,pause", "--without", "async")
-    args = ("check", "--engine", "museum:leak-on-abort", "--preset", "tiny", *wanted)
+    args = ("check", "--engine", "museum:tail-freed-twice", "--preset", "tiny", *wanted)
     result = blockstep(*args, "--budget", 50_000, "--json", "-")
     found = json.loads(result.stdout)
     assert (found["with"], found["without"]) == (["drafts"], ["caching", "pause", "async"])

@@ -18,9 +18,11 @@ from blockstep.conformance.engine import (
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.report.hunt import render_hunt
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.report.verdict import verdict_text
 from blockstep.conformance.search.check import check
+from blockstep.conformance.search.hunt import call_here, hunt
 from blockstep.conformance.search.isolation import Isolation
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.spec.vocabulary import (
@@ -228,3 +230,10 @@ def test_a_deviation_says_what_it_excuses(deviation: Any) -> None:
 
     with pytest.raises(BadEngineError, match="each must be a Deviation that names the sentences"):
         get_traits(Vague)
+
+
+def test_a_hunt_counts_it_and_names_no_defect() -> None:
+    result = hunt(options("Miscounts", max_events=300), call_here(Miscounts))
+    assert result.defects == []
+    assert result.excused["miscounts_hits"] > 30
+    assert "miscounts_hits" in render_hunt(result)

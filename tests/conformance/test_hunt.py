@@ -2,23 +2,55 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from blockstep.conformance.engine import ALL_CAPABILITIES, EngineTraits
+from blockstep.conformance.command.main import app
+from blockstep.conformance.engine import (
+    ALL_CAPABILITIES,
+    Capability,
+    Engine,
+    EngineFactory,
+    EngineTraits,
+    Safety,
+    get_judged,
+    get_traits,
+)
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.museum import build
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Answer, Program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
-from blockstep.conformance.search.forgiving import Cause, Forgiving, Means, find_causes
-from blockstep.conformance.search.hunt import HuntResult, call_here, hunt
+from blockstep.conformance.search import distinct
+from blockstep.conformance.search.distinct import Mark, Symptoms
+from blockstep.conformance.search.forgiving import (
+    Cause,
+    Forgiving,
+    Means,
+    find_causes,
+    follow,
+    read_cause,
+)
+from blockstep.conformance.search.found import HuntResult
+from blockstep.conformance.search.hunt import call_here, hunt
 from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.wrapped import hide_state, unwrapped
 from blockstep.spec.profiles import Profile, Quirk, get_profile
 from blockstep.spec.vocabulary import (
+    Abort,
     Config,
     Event,
     Observation,
+    Outputs,
+    Policy,
     RejectCode,
     Rejected,
     Request,
@@ -28,11 +60,12 @@ from blockstep.spec.vocabulary import (
 )
 
 RELEASE = "vllm-0.19.1"
+FEW = "strict+min_tokens_mask_length+resumed_before_its_token+placeholders_outlive_a_gap"
 
 
-def follow_release(config: Config) -> SpecEngine:
-    """An engine with the known defects of a release, and no others."""
-    return SpecEngine(config, find(RELEASE))
+def follower(name: str) -> Callable[[Config], SpecEngine]:
+    """Engines with the known defects of a profile, and no others."""
+    return lambda config: SpecEngine(config, find(name))
 
 
 def find(name: str) -> Profile:
@@ -41,53 +74,211 @@ def find(name: str) -> Profile:
     return profile
 
 
+def held_to_safety(make_engine: EngineFactory) -> EngineFactory:
+    """The same engines, judged by the properties alone."""
+
+    class Held:
+        traits = EngineTraits(equivalence=Safety())
+
+        def __new__(cls, config: Config) -> Engine:  # type: ignore[misc]
+            return make_engine(config)
+
+    return Held
+
+
 @pytest.fixture(scope="module")
-def found() -> HuntResult:
-    return hunt(
-        CheckOptions(engine="toy", max_events=60_000, profile=RELEASE), call_here(follow_release)
-    )
+def few() -> HuntResult:
+    """A hunt in an engine with three of the quirks of a release."""
+    options = CheckOptions(engine="toy", max_events=800, profile=RELEASE)
+    return hunt(options, call_here(follower(FEW)))
 
 
-def test_every_quirk_of_an_engine_is_found_and_named(found: HuntResult) -> None:
+@pytest.mark.soak
+def test_every_quirk_of_a_release_is_found_and_named() -> None:
+    options = CheckOptions(engine="toy", max_events=60_000, profile=RELEASE)
+    found = hunt(options, call_here(follower(RELEASE)))
     assert {defect.causes for defect in found.defects} == {
         (Cause(Means.QUIRK, quirk),) for quirk in find(RELEASE).quirks
     }
-    assert all(len(defect.shrunk.program.actions) <= 15 for defect in found.defects)
+    assert all(defect.length <= 15 for defect in found.defects)
 
 
-def test_a_policy_that_both_sides_follow_is_shown_though_nothing_is_wrong(
-    found: HuntResult,
-) -> None:
-    ((lookout, seen),) = found.policies
-    assert lookout.name == "urgent_waits_for_a_seat"
-    priorities = {
-        action.request.priority
-        for action in seen.shrunk.program.actions
-        if isinstance(action, Submit)
+def test_every_quirk_of_an_engine_is_found_and_named(few: HuntResult) -> None:
+    assert {defect.causes for defect in few.defects} == {
+        (Cause(Means.QUIRK, quirk),) for quirk in find(FEW).quirks
     }
-    assert len(priorities) > 1
+    assert all(defect.length <= 15 for defect in few.defects)
 
 
-def test_a_hunt_is_told_in_three_ways(found: HuntResult) -> None:
-    text = render_hunt(found)
-    page = render_hunt_page(found, "blockstep hunt --engine toy")
-    told = hunt_to_json(found)
-    assert "#43569" in text
-    assert "#43569" in page
-    assert len(told["defects"]) == len(found.defects)  # type: ignore[arg-type]
+def test_a_policy_that_both_sides_follow_is_shown_though_nothing_is_wrong(few: HuntResult) -> None:
+    ((lookout, seen),) = few.policies
+    assert lookout.name == "urgent_waits_for_a_seat"
+    assert seen.shrunk is not None
+    submits = [action for action in seen.shrunk.program.actions if isinstance(action, Submit)]
+    assert seen.shrunk.program.config.policy is Policy.PRIORITY
+    assert len({action.request.priority for action in submits}) > 1
+
+
+def test_a_hunt_is_told_in_three_ways(few: HuntResult) -> None:
+    text = render_hunt(few)
+    page = render_hunt_page(few, "blockstep hunt --engine toy")
+    told: dict[str, Any] = hunt_to_json(few)
+    assert "#46899" in text
+    assert "#46899" in page
+    assert len(told["defects"]) == len(few.defects)
+    assert told["equivalence"] == "exact"
+    assert all(defect["reproduce"] in text for defect in told["defects"])
 
 
 def test_a_clean_engine_has_no_defect() -> None:
-    result = hunt(CheckOptions(max_events=5_000), call_here(load_engine("host")))
+    result = hunt(CheckOptions(max_events=1_500), call_here(load_engine("host")))
     assert result.defects == []
-    assert result.num_events >= 10_000
+    assert result.num_events >= 3_000
+
+
+def test_a_clean_engine_that_is_judged_by_the_properties_alone_has_none_either() -> None:
+    result = hunt(CheckOptions(max_events=2_000), call_here(held_to_safety(load_engine("host"))))
+    assert result.defects == []
+    assert result.policies == []  # it may take every decision otherwise
+    assert result.num_events < 5_000
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_nor_has_it_after_many_events(seed: int) -> None:
+    options = CheckOptions(max_events=50_000, seed=seed)
+    assert hunt(options, call_here(held_to_safety(load_engine("host")))).defects == []
+
+
+# What nothing known accounts for.
 
 
 def test_what_nothing_known_accounts_for_is_found_once_and_counted() -> None:
-    result = hunt(CheckOptions(max_events=5_000), call_here(load_engine("museum:leak-on-abort")))
-    assert result.defects
-    assert all(defect.causes == () for defect in result.defects)
-    assert result.num_again.total() > 0
+    result = hunt(CheckOptions(max_events=1_000), call_here(load_engine("museum:leak-on-abort")))
+    (defect,) = result.defects
+    assert defect.causes == ()
+    assert defect.num_seen == result.num_again.total() + 1 > 1
+    assert "aborts" in defect.symptoms.own.acts
+
+
+@pytest.mark.parametrize(
+    ("exhibit", "name"),
+    [
+        ("leak-on-abort", "every_block_is_free_or_held"),
+        ("reset-keeps-keys", "published_block_was_written_since_the_reset"),
+        ("boundary-hit-credited", "engine_raises_nothing"),
+    ],
+)
+def test_one_defect_is_told_once_however_it_shows(exhibit: str, name: str) -> None:
+    result = hunt(CheckOptions(max_events=700), call_here(held_to_safety(build(exhibit))))
+    (defect,) = result.defects
+    assert defect.first.sentence == name
+
+
+class Two(SpecEngine):
+    """A stop token is never named, and who is aborted with somebody else ends one too many."""
+
+    traits = EngineTraits(equivalence=Safety())
+
+    def apply(self, event: Event) -> Observation:
+        seen = super().apply(event)
+        if isinstance(event, Abort) and len(event.request_ids) > 1:
+            raise KeyError(event.request_ids[-1])
+        if isinstance(seen, Outputs):
+            return Outputs(tuple(replace(row, stop_token_id=None) for row in seen.rows))
+        return seen
+
+
+def test_a_defect_does_not_hide_another() -> None:
+    result = hunt(CheckOptions(max_events=600), call_here(Two))
+    assert {defect.first.sentence for defect in result.defects} == {
+        "finish_reason_is_the_one_that_holds",
+        "engine_raises_nothing",
+    }
+    assert all(defect.length <= 4 for defect in result.defects)
+
+
+class WrongState(SpecEngine):
+    """Its state is out of count from the first plan on, and its answers name no stop token."""
+
+    traits = EngineTraits(equivalence=Safety())
+
+    def apply(self, event: Event) -> Observation:
+        seen = super().apply(event)
+        if isinstance(seen, Outputs):
+            return Outputs(tuple(replace(row, stop_token_id=None) for row in seen.rows))
+        return seen
+
+    def snapshot(self) -> Any:
+        shown = super().snapshot()
+        return replace(shown, free_queue=(*shown.free_queue, 1)) if shown.next_frame_id else shown
+
+
+def test_what_stands_behind_a_wrong_state_shows_when_the_state_is_hidden() -> None:
+    result = hunt(CheckOptions(max_events=400), call_here(WrongState))
+    first, second = result.defects
+    assert first.first.property_id == "P1"
+    assert second.first.sentence == "finish_reason_is_the_one_that_holds"
+    assert second.behind == "P1 every_block_is_free_or_held"
+    assert second.options.hide_state
+    assert "--hide-state" in render_hunt(result).splitlines()[-1]
+
+
+# What is one defect.
+
+
+def test_alike_are_those_that_say_the_same_after_the_same_acts_by_comparable_means() -> None:
+    plain = Mark("P1", means=frozenset({"hits"}))
+    assert plain.is_like(Mark("P1", means=frozenset({"hits", "drafts"})))
+    assert Mark("P1").is_like(plain)
+    assert not plain.is_like(Mark("P2", means=frozenset({"hits"})))
+    assert not plain.is_like(Mark("P1", means=frozenset({"drafts"})))
+    assert not plain.is_like(Mark("P1", frozenset({"aborts"}), frozenset({"hits"})))
+
+
+def test_a_symptom_is_what_comes_of_the_other_and_not_what_holds_it_by_chance() -> None:
+    cause, symptom = Mark("property P1 a_b"), Mark("property P3 c_d", means=frozenset({"hits"}))
+    more = replace(symptom, means=frozenset({"hits", "preempts"}))
+    assert Symptoms(symptom).is_symptom_of(Symptoms(cause, onward=frozenset({more})))
+    assert Symptoms(symptom, beside=frozenset({cause})).is_symptom_of(Symptoms(cause))
+    assert not Symptoms(cause, onward=frozenset({more})).is_symptom_of(Symptoms(symptom))
+    assert not Symptoms(symptom).is_symptom_of(Symptoms(cause))
+
+
+def test_what_a_program_can_do_without_is_no_means_of_it() -> None:
+    """An abort that only frees blocks, in a pool that need not be small."""
+    config = Config(num_blocks=5, block_size=1, max_num_batched_tokens=1, max_model_len=4)
+    gone, stops = Request("A", (0,), max_tokens=1), (0, 1, 2)
+    other = Request("B", (2, 1), max_tokens=2, stop_token_ids=stops)
+    start = (Submit(gone), Schedule(), Answer(), Submit(gone), Schedule(), Abort(("A",)), Answer())
+    actions = (*start, Submit(other), *(Schedule(), Answer()) * 2)
+    program, make_engine = Program(config, actions, vocabulary_size=3), Forgiving(Two, frozenset())
+    profile = follow(())
+    _, (finding,) = run_program(program, make_engine, profile)
+    found = distinct.find_symptoms(program, make_engine, profile, finding)
+    assert found.own.acts == frozenset()
+    assert found.own.means == {"stops"}
+
+
+# Every engine.
+
+
+def test_who_is_wrapped_says_what_the_engine_says() -> None:
+    config, forgiven = (
+        Config(num_blocks=3),
+        frozenset({Cause(Means.WORKAROUND, "spare_unservable")}),
+    )
+    forgiving = Forgiving(Spared, forgiven)
+    engine = forgiving(config)
+    assert get_traits(forgiving) is Spared.traits
+    assert get_judged(engine) == frozenset()
+    assert get_judged(Forgiving(Spared, frozenset())(config))
+    assert engine.capabilities() == ALL_CAPABILITIES - {"rejection"}
+    assert isinstance(unwrapped(engine), Spared)
+    hidden = hide_state(forgiving)
+    assert get_traits(hidden) is Spared.traits
+    assert Capability.SNAPSHOT not in hidden(config).capabilities()
+    assert hidden(config).snapshot() is None
 
 
 class Spared(SpecEngine):
@@ -112,9 +303,7 @@ class Spared(SpecEngine):
             raise KeyError("block")
         answer = super().apply(event)
         if isinstance(answer, Rejected) and isinstance(event, Submit):
-            return super().apply(
-                Submit(replace(event.request, prompt_token_ids=(0,), max_tokens=1))
-            )
+            return super().apply(Submit(Request(event.request.request_id, (0,), max_tokens=1)))
         return answer
 
     def declines(self, event: Event) -> str | None:
@@ -122,23 +311,19 @@ class Spared(SpecEngine):
 
 
 def test_workarounds_and_declined_events_are_off_until_they_account_for_something() -> None:
-    result = hunt(CheckOptions(max_events=5_000), call_here(Spared))
+    result = hunt(CheckOptions(max_events=800), call_here(Spared))
     assert {defect.causes for defect in result.defects} == {
         (Cause(Means.WORKAROUND, "spare_unservable"),),
         (Cause(Means.DECLINED, "forced reset (#2)"),),
     }
-    first = {defect.causes[0].means: defect.shrunk.findings[0] for defect in result.defects}
+    first = {defect.causes[0].means: defect.first for defect in result.defects}
     assert first[Means.WORKAROUND].property_id == "P11"
     assert first[Means.DECLINED].kind is FindingKind.FAULT
     text = render_hunt(result)
     assert "what never fits is taken (#1)" in text
     assert "forced reset (#2)" in text
-
-
-def test_forgiving_hands_flags_and_depth_on() -> None:
-    forgiving = Forgiving(Spared, frozenset({Cause(Means.WORKAROUND, "spare_unservable")}))
-    assert forgiving(Config(num_blocks=3)).judges == frozenset()
-    assert Forgiving(Spared, frozenset())(Config(num_blocks=3)).judges
+    # A check would work around the one and decline the other.
+    assert text.count("reproduce blockstep hunt ") == 2
 
 
 def test_what_passes_with_one_quirk_is_explained_by_it() -> None:
@@ -147,5 +332,66 @@ def test_what_passes_with_one_quirk_is_explained_by_it() -> None:
     program = Program(config, (Submit(alive), *(Schedule(), Answer()) * 2))
     follows = find(RELEASE).quirks
     cause = Cause(Means.QUIRK, Quirk.MIN_TOKENS_MASK_LENGTH)
-    assert find_causes(program, follow_release, frozenset(), follows) == (cause,)
-    assert find_causes(program, follow_release, frozenset(), follows - {cause.name}) == ()
+    make_engine = follower(RELEASE)
+    assert find_causes(program, make_engine, frozenset(), follows) == (cause,)
+    assert find_causes(program, make_engine, frozenset(), follows - {cause.name}) == ()
+    assert read_cause(str(cause)) == cause
+
+
+# The command.
+
+BROKEN = '''
+import os
+from dataclasses import replace
+from blockstep.conformance.engine import EngineTraits, Safety
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.spec.vocabulary import Abort, Outputs, Reset
+
+class Broken(SpecEngine):
+    """Three defects: a wrong answer, an exception, and the end of the process."""
+    traits = EngineTraits(equivalence=Safety(), version="0.1")
+
+    def apply(self, event):
+        seen = super().apply(event)
+        if isinstance(event, Reset) and event.reset_running_requests:
+            os._exit(3)
+        if isinstance(event, Abort) and len(getattr(seen, "request_ids", ())) > 1:
+            raise KeyError(event.request_ids[-1])
+        if isinstance(seen, Outputs):
+            return Outputs(tuple(replace(row, stop_token_id=None) for row in seen.rows))
+        return seen
+'''
+
+
+def test_each_line_to_reproduce_shows_its_finding(tmp_path: Path) -> None:
+    """Also of an engine that does not live: the hunt goes on with another."""
+    folder, saved = tmp_path / "an engine", tmp_path / "saved"
+    folder.mkdir()
+    saved.mkdir()
+    (folder / "broken_in_three.py").write_text(BROKEN)
+    file = tmp_path / "found.json"
+    given = ["--engine", "broken_in_three:Broken", "--path", str(folder), "--budget", "400"]
+    run = CliRunner().invoke(app, ["hunt", *given, "--save", str(saved), "--json", str(file)])
+    assert run.exit_code == 1, run.output
+    defects = json.loads(file.read_text())["defects"]
+    sentences = [defect["findings"][0]["sentence"] for defect in defects]
+    assert sorted(sentences) == [
+        "engine_answers_every_call",
+        "engine_raises_nothing",
+        "finish_reason_is_the_one_that_holds",
+    ]
+    assert len(list(saved.iterdir())) == 2  # nobody lived to name the third
+    for defect, sentence in zip(defects, sentences, strict=True):
+        assert defect["reproduce"] in run.output
+        command, *words = shlex.split(defect["reproduce"])
+        assert command == "blockstep"
+        again = CliRunner().invoke(app, words)
+        assert again.exit_code == 1
+        assert sentence in again.output
+
+
+@pytest.mark.parametrize("name", ["quirk:nowhere", "magic:x", "declined"])
+def test_what_cannot_be_forgiven_is_bad_input(name: str) -> None:
+    run = CliRunner().invoke(app, ["hunt", "--engine", "spec", "--forgive", name])
+    assert run.exit_code == 2
+    assert name in run.output

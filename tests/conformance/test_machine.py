@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import pytest
+from foreign_support.toys import AbortingToy
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from blockstep.conformance.museum import build
 from blockstep.conformance.search.machine import machine
+from blockstep.spec.vocabulary import Aborted, Event, Observation
+
+
+class FreesTwice(AbortingToy):
+    """An abort of a running request frees a block twice."""
+
+    def apply(self, event: Event) -> Observation:
+        held = self.running[0].blocks[:1] if self.running else ()
+        seen = super().apply(event)
+        self.free += held if isinstance(seen, Aborted) and seen.request_ids else ()
+        return seen
+
 
 SETTINGS = settings(
     max_examples=60,
@@ -22,6 +35,24 @@ TestHostTiny = machine("host", "tiny").TestCase
 TestHostTiny.settings = SETTINGS
 TestHostSmall = machine("host", "small").TestCase
 TestHostSmall.settings = SETTINGS
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        *("foreign_support.toys:PlainToy", "foreign_support.toys:AbortingToy"),
+        *("foreign_support.hosts:AtSafety", "foreign_support.hosts:AtPlan"),
+    ],
+)
+def test_an_engine_that_is_not_exact_is_held_to_what_it_declares(engine: str) -> None:
+    few = settings(SETTINGS, max_examples=8, stateful_step_count=40)
+    run_state_machine_as_test(machine(engine, "tiny"), settings=few)
+
+
+def test_an_engine_of_its_own_fails_by_a_property() -> None:
+    only_find = settings(SETTINGS, max_examples=200, phases=[Phase.generate])
+    with pytest.raises(AssertionError, match=r"P[0-9]+ "):
+        run_state_machine_as_test(machine(FreesTwice, "tiny"), settings=only_find)
 
 
 def test_it_finds_a_planted_defect_and_tells_its_story() -> None:

@@ -79,7 +79,10 @@ def fit_request(request: Request, _config: Config) -> Request:
 class Toy:
     """One request at a time, and it holds all blocks that it will ever need."""
 
-    traits = EngineTraits(equivalence=Safety(fit_config=fit_config, fit_request=fit_request))
+    traits = EngineTraits(
+        equivalence=Safety(fit_config=fit_config, fit_request=fit_request),
+        out_of_reach=frozenset({"preempted", "chunked_prefill"}),
+    )
 
     def __init__(self, config: Config) -> None:
         self.config = config

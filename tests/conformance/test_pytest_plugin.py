@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -425,3 +426,46 @@ def test_without_comparison_divergence_is_not_green() -> None:
     }  # fmt: skip
     assert verdict_on("divergence", check)[0] == verdict_on("P1", check)[0] == "skipped"
     assert verdict_on("verdict", check)[0] == verdict_on("liveness", check)[0] == "passed"
+
+
+# Engines that are not exact.
+
+TOYS = Path(__file__).parents[1] / "support"
+
+
+def test_an_engine_of_its_own_is_judged_as_far_as_it_can_be(inner: pytest.Pytester) -> None:
+    inner.makepyfile(
+        """
+        from blockstep.conformance.protocol.program import Answer, Drain
+        from blockstep.spec.vocabulary import Abort, Config, Request, Schedule, Submit
+        CONFIG = Config(num_blocks=9, block_size=4, enable_prefix_caching=False)
+        ACTIONS = [Submit(Request("A", (1, 2, 3), max_tokens=3)), Schedule(), Answer(), Schedule()]
+        def test_runs(blockstep):
+            blockstep.run([*ACTIONS, Drain()], config=CONFIG)
+        def test_walks(blockstep):
+            walk = blockstep.lockstep(CONFIG)
+            walk.perform(*ACTIONS, Drain())
+            assert not walk.run.live
+        def test_aborts(blockstep):
+            blockstep.run([*ACTIONS, Abort(("A",)), Drain()], config=CONFIG)
+        def test_config(blockstep):
+            blockstep.run([], config=Config(num_blocks=9, enable_prefix_caching=True))
+        """
+    )
+    asked = ("--blockstep-preset=tiny", "--blockstep-budget=1500", f"--blockstep-path={TOYS}")
+    result = run(inner, "foreign_support.toys:PlainToy", *asked, "-rs")
+    result.stdout.fnmatch_lines(
+        [
+            "*enable_prefix_caching*is not a config of this engine*",
+            "tiny: conforms: engine foreign_support.toys:PlainToy, equivalence safety*",
+            "SKIPPED*not tried: the engine lacks abort (1 actions left out)",
+        ]
+    )
+    # Two programs; fault, liveness and verdict. What nobody judged is skipped.
+    result.assert_outcomes(passed=2 + 3, failed=1, skipped=NUM_ITEMS - 3 + 1)
+
+
+def test_a_folder_that_is_none_is_usage(inner: pytest.Pytester) -> None:
+    result = run(inner, "spec", "--blockstep-path=nowhere")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--blockstep-path 'nowhere': there is no such folder"])

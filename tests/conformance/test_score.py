@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from equivalent_engines import (
     RENAMED,
     HitOneShort,
     Lazy,
+    Moody,
     OtherIds,
     OtherVictim,
     ShortSimulator,
@@ -60,7 +62,7 @@ def test_who_decides_alike_agrees_in_everything(engine: Any) -> None:
 @pytest.mark.parametrize("preset", ["tiny", "small", "real"])
 @pytest.mark.parametrize("engine", [HostEngine, Simulator, Judged])
 def test_who_decides_alike_agrees_in_many_events(engine: Any, preset: str) -> None:
-    for index in range(60):
+    for index in range(20):
         run, _, findings = play_scored(CheckOptions(preset=preset, seed=3), index, engine)
         assert findings == []
         assert all(tally.first is None for tally in run.tallies().values()), (preset, index)
@@ -80,6 +82,7 @@ def test_a_score_goes_on_past_a_difference_and_shows_the_first_of_each_kind(
     assert result.exit_code() is ExitCode.CONFORMS, "it measures; whether it is enough is asked"
     assert result.exit_code(least=0.999) is ExitCode.FAILED
     hits = result.firsts[Aspect.HITS].shrunk
+    assert hits is not None
     assert len(hits.program.actions) <= 7
     (difference,) = hits.findings[0].differences
     assert difference.field.startswith("hit at admission of ")
@@ -92,6 +95,7 @@ def test_a_score_goes_on_past_a_difference_and_shows_the_first_of_each_kind(
 
 def test_the_shrunk_program_differs_again(result: ScoreResult) -> None:
     for aspect, first in result.firsts.items():
+        assert first.shrunk is not None
         run, _ = score_program(first.shrunk.program, ShortSimulator)
         assert run.differing(aspect) == list(first.shrunk.findings)
 
@@ -157,6 +161,13 @@ def test_an_engine_that_raises_is_told_and_the_score_goes_on() -> None:
     assert "the engine could not go on; the first:" in render_score(result)
 
 
+def test_what_is_not_seen_again_is_told_so() -> None:
+    Moody.num_built = 0
+    result = scored("equivalent_engines:Moody", 200, preset="tiny")
+    assert any(first.shrunk is None for first in result.firsts.values())
+    assert "the engine is not deterministic" in render_score(result)
+
+
 # The command.
 
 
@@ -205,3 +216,19 @@ def test_bad_input_is_one_sentence(args: tuple[object, ...]) -> None:
     result = blockstep(*args)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
+
+
+PAGE = (Path(__file__).parents[2] / "docs/explanation/equivalences.md").read_text()
+
+
+def test_the_page_shows_what_the_command_says() -> None:
+    block = re.search(r"```console\n\$ blockstep score (.*?)\n(.*?)```", PAGE, re.S)
+    assert block is not None
+    output = _timeless(blockstep(*block[1].split()).output)
+    assert _timeless(block[2]) in output
+    (program,) = re.findall(r"```text\n(  hits: .*?)```", PAGE, re.S)
+    assert program in output
+
+
+def _timeless(text: str) -> str:
+    return re.sub(r"[\d.]+ s\n", "SECONDS\n", text)

@@ -263,6 +263,48 @@ def test_after_a_forced_reset_a_request_may_be_resumed() -> None:
     assert worker.execute(Plan(1, cached=(replace(row, all_token_ids=tokens),))) == []
 
 
+def note_of(findings: list[Finding]) -> str:
+    (difference,) = findings[0].differences
+    return difference.note
+
+
+def test_who_reads_another_prefix_is_told_who_wrote_it_and_who_gave_it_back() -> None:
+    worker = started()
+    other = NewRow(Request("B", (9, 8, 7, 6)), ((1, 2),), 0, 4)
+    assert worker.execute(Plan(1, new=(other,), finished_req_ids=("A",))) == []
+    stale = NewRow(Request("C", (1, 2, 3, 4)), ((1, 4),), 2, 2)
+    assert note_of(worker.execute(Plan(2, new=(stale,)))) == (
+        "read by 'C' at position 0 in plan 2; written by 'B' in plan 1"
+    )
+
+
+def test_a_block_is_told_of_that_was_given_back_and_is_read_on() -> None:
+    worker = started()
+    gone = Plan(1, preempted_req_ids=("A",))
+    assert worker.execute(gone) == []
+    reader = NewRow(Request("B", (1, 2, 9, 9, 9)), ((1, 2, 4),), 4, 1)
+    assert note_of(worker.execute(Plan(2, new=(reader,)))) == (
+        "read by 'B' at position 2 in plan 2; written by 'A' in plan 0; "
+        "given back by 'A', which was preempted, says plan 1"
+    )
+
+
+def test_a_slot_that_nobody_wrote_has_no_history() -> None:
+    worker = make_worker()
+    findings = worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 4, 1),)))
+    assert note_of(findings) == "read by 'A' at position 0 in plan 0"
+
+
+def test_who_shares_a_block_that_was_given_back_is_told_by_whom() -> None:
+    worker = started()
+    rows = tuple(NewRow(Request(name, (1, 2)), ((3,),), 0, 2) for name in "BC")
+    findings = worker.execute(Plan(1, new=rows, finished_req_ids=("A",)))
+    assert findings[0].message == (
+        "block 3 is of 'B' at index 0 and 'C' at index 0; "
+        "given back by 'A', which ended, says plan 1"
+    )
+
+
 def test_two_rows_never_write_one_block() -> None:
     rows = (NewRow(A, ((1, 2, 3),), 0, 5), NewRow(Request("B", (7,)), ((3,),), 0, 1))
     assert ("P2", "written_block_is_in_one_place") in said(make_worker().execute(Plan(0, new=rows)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import Any, ClassVar
 
@@ -203,3 +204,15 @@ class Hanging(SpecEngine):
         while isinstance(event, Commit):
             pass
         return super().apply(event)
+
+
+class Moody(ShortSimulator):  # type: ignore[misc, valid-type]
+    """Its first engine has short hits, later ones do not."""
+
+    num_built: ClassVar[int] = 0
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        type(self).num_built += 1
+        if type(self).num_built > 12:
+            self.prefix.hits = partial(PrefixMap.hits, self.prefix)

@@ -201,7 +201,6 @@ class Safety(Equivalence):
     """To be held to the properties, and compared with nothing (see `lockstep.safety`)."""
 
     name: ClassVar[str] = "safety"
-    situations: tuple[str, ...] | None = field(default=("admitted", "stop_length"), kw_only=True)
 
 
 EQUIVALENCES: tuple[type[Equivalence], ...] = (Renamed, SamePlans, Safety)
@@ -287,6 +286,8 @@ class EngineTraits:
     `blockstep hunt` switches them off."""
     version: str = ""
     """Of what is under test."""
+    notes: tuple[str, ...] = ()
+    """What a run has to say of it beside its verdict, a sentence each."""
 
 
 NO_TRAITS = EngineTraits()

@@ -52,7 +52,9 @@ class PlainToy:
     ended: list[v.RequestId] = field(default_factory=list)
     num_plans: int = 0
 
-    traits = EngineTraits(equivalence=Safety(fit_config, fit_request))
+    traits = EngineTraits(
+        equivalence=Safety(fit_config, fit_request), out_of_reach=frozenset({"preempted"})
+    )
 
     def __post_init__(self) -> None:
         self.free = list(range(1, self.config.num_blocks))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import numpy as np
 
 from blockstep.conformance.protocol.features import UsageError
+from blockstep.conformance.protocol.findings import tell_error
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec import vocabulary as v
 
@@ -67,7 +68,7 @@ def ask(call: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return call(*arguments)
     except Exception as error:
-        raise SideError(f"the engine raised {type(error).__name__}: {error}") from error
+        raise SideError(f"the engine raised {tell_error(error)}") from error
 
 
 def time_call(call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:

@@ -37,7 +37,7 @@ def arms_command(
     with console.input_errors(), console.progress(screen, f"comparing {engine}") as advance:
         result = compare_arms(
             wanted,
-            load(wanted),
+            console.require_engine(load(wanted)),
             workloads,
             lambda done: advance(done / workloads, f"{done:,} workloads"),
         )

@@ -21,6 +21,7 @@ from blockstep.conformance.bench.sides import SideError
 from blockstep.conformance.bench.terms import find_obstacle, get_terms, split
 from blockstep.conformance.command import console, options
 from blockstep.conformance.protocol.features import UsageError
+from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.episodes import list_changes
 from blockstep.conformance.search.options import ExitCode
 
@@ -98,6 +99,9 @@ def scheduler_command(
         else:
             played = get_trace_scenario(trace, limit)
             work, most = [(played, played.get_concurrency(0))], TRACE_STEPS_MAX
+        for name in names:
+            if name != "vllm":
+                console.require_engine(load_engine(name))
         teams = split(names)
         tasks = [(*one, able) for one in work for team in teams if (able := _pick(team, *one))]
         if not tasks:

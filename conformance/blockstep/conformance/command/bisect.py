@@ -68,7 +68,8 @@ def bisect_command(
         max_events=max_events,
         max_seconds=max_seconds,
         jobs=options.count_jobs(jobs),
-        path=str(path.resolve()),
+        path=str(path),
+        program=None if program is None else str(program),
         with_features=options.require_features(with_features),
         without_features=options.require_features(without_features),
     )

@@ -20,7 +20,7 @@ from blockstep.conformance.search.isolation import (
     Isolation,
     LostError,
 )
-from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.options import CheckOptions, load
 from blockstep.spec.profiles import STRICT
 from blockstep.spec.vocabulary import Policy
 
@@ -122,6 +122,8 @@ def check_command(
     is_trusted = in_process or is_ours(engine)
     with console.input_errors(), Isolation(event_seconds) as isolation:
         place = None if is_trusted else isolation
+        if in_process:
+            console.require_engine(load(wanted))
         played = programs.play(wanted, program, corpus, place, screen)
         ended = [result for result in played if result.first is not None or program is not None]
         result = ended[0] if ended else _check(wanted, place, record, screen)

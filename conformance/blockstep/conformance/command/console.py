@@ -16,8 +16,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from blockstep.conformance.engine import BadEngineError
+from blockstep.conformance.engine import BadEngineError, EngineFactory, get_capabilities
 from blockstep.conformance.protocol.features import UsageError
+from blockstep.conformance.protocol.findings import tell_error
 from blockstep.conformance.protocol.registry import EngineNotFoundError
 from blockstep.conformance.recorded.traces import TraceError
 from blockstep.conformance.report.colour import paint
@@ -29,6 +30,7 @@ from blockstep.spec.vocabulary import ConfigError
 SECONDS_BETWEEN_LINES = 10.0
 FILE_WIDTH_MIN = 100
 """What is no terminal has room for this at least."""
+CHECK_IT = "`blockstep check` shows where"
 _so_far: list[str] = []
 """What the command that runs is doing and has seen: title and text, if it said anything yet."""
 INPUT_ERRORS = (
@@ -70,6 +72,25 @@ def input_errors() -> Iterator[None]:
         usage(str(error))
     except HarnessError as error:
         end(ExitCode.HARNESS, f"the check itself failed: {error}")
+    except SystemExit as error:  # ours are `typer.Exit`
+        end(ExitCode.FAILED, f"the engine ended the process: {tell_error(error)}; {CHECK_IT}")
+
+
+def require_engine(make_engine: EngineFactory) -> EngineFactory:
+    """The same factory, which makes engines that can be asked what they implement.
+
+    For engines that run in this process: what they raise then ends the command in a sentence.
+
+    Raises:
+        BadEngineError, ConfigError: as it says.
+    """
+    try:
+        get_capabilities(make_engine)
+    except (BadEngineError, ConfigError):
+        raise
+    except (Exception, SystemExit) as error:
+        end(ExitCode.FAILED, f"the engine raised {tell_error(error)} while built; {CHECK_IT}")
+    return make_engine
 
 
 @contextmanager

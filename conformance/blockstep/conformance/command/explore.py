@@ -194,6 +194,9 @@ def tell_progress(world: World) -> Callable[[int, int, int], None]:
 def _explore(tasks: Sequence[Task], jobs: int, json_path: Path | None) -> None:
     results: list[Walked] = []
     code = ExitCode.CONFORMS
+    if engine := tasks[0].engine:
+        with console.input_errors():
+            console.require_engine(load_engine(engine))
     for task in tasks:
         try:
             with console.input_errors():

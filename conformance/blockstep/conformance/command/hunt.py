@@ -21,18 +21,33 @@ from blockstep.conformance.protocol.program_file import write_program
 from blockstep.conformance.report.failure import show_options
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
 from blockstep.conformance.search.forgiving import read_cause
-from blockstep.conformance.search.hunt import SCOPES, HuntResult, call_here, hunt, name_of
+from blockstep.conformance.search.found import HuntResult, name_of
+from blockstep.conformance.search.hunt import SCOPES, call_here, hunt
 from blockstep.conformance.search.isolation import EVENT_SECONDS, Isolation
 from blockstep.conformance.search.options import CheckOptions, ExitCode, load
 from blockstep.spec.profiles import STRICT
 
+PresetOption = Annotated[
+    str | None,
+    typer.Option(help=f"One scope of the runs only, of {', '.join(PRESETS)}; else two."),
+]
+ForgiveOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Pass over a known defect from the start; repeatable (of reproduce)."),
+]
+SaveOption = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        file_okay=False,
+        help="A folder for the programs that were found, for check --corpus.",
+    ),
+]
+
 
 def hunt_command(
     engine: options.Engine = "host",
-    preset: Annotated[
-        str | None,
-        typer.Option(help=f"One scope of the runs only, of {', '.join(PRESETS)}; else two."),
-    ] = None,
+    preset: PresetOption = None,
     policy: PolicyOption = None,
     profile: Annotated[
         str, typer.Option(help="Release whose quirks may account for what is found; strict: all.")
@@ -46,18 +61,8 @@ def hunt_command(
     episode: Annotated[
         int | None, typer.Option(min=0, help="Play this one episode only (to reproduce a defect).")
     ] = None,
-    forgive: Annotated[
-        list[str] | None,
-        typer.Option(help="Pass over a known defect from the start; repeatable (of reproduce)."),
-    ] = None,
-    save: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True,
-            file_okay=False,
-            help="A folder for the programs that were found, for check --corpus.",
-        ),
-    ] = None,
+    forgive: ForgiveOption = None,
+    save: SaveOption = None,
     markdown: Annotated[
         Path | None, options.output("Also write a page of the documentation.")
     ] = None,
@@ -91,12 +96,14 @@ def hunt_command(
         with_features=options.require_features(with_features),
         without_features=options.require_features(without_features),
     )
-    screen = console.make_screen(json_path)
-    scopes = SCOPES if preset is None else (preset,)
     with console.input_errors(), Isolation(event_seconds) as isolation:
+        scopes = SCOPES if preset is None else (preset,)
         forgiven = frozenset(map(read_cause, forgive or ()))
-        is_trusted = in_process or is_ours(engine)
-        call = call_here(load(wanted)) if is_trusted else isolation.call
+        in_here = in_process or is_ours(engine)
+        call = isolation.call
+        if in_here:
+            call = call_here(console.require_engine(load(wanted)))
+        screen = console.make_screen(json_path)
         with console.progress(screen, f"hunting in {engine}") as advance:
             result = hunt(wanted, call, advance, scopes, forgiven)
     console.say(render_hunt(result), json_path)

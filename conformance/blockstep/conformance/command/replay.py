@@ -93,7 +93,7 @@ def replay_command(
         if cadence is None:
             cadence = default_cadence(config) if spec else 0
         options.look_in(path)
-        make_engine = load_engine(engine)
+        make_engine = console.require_engine(load_engine(engine))
         require_config(engine, make_engine, config, wanted)
         with console.progress(screen, f"replaying {trace.name}") as advance:
             report = replay(

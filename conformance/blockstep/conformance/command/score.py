@@ -86,6 +86,8 @@ def score_command(
 
 
 def _progress(wanted: CheckOptions, now: ScoreResult) -> tuple[float, str]:
+    if now.shrinking is not None:
+        return 1.0, f"making short what differs first: {now.shrinking}"
     done = 1.0
     if wanted.max_events:
         done = now.num_events / wanted.max_events

@@ -87,7 +87,7 @@ def consume_command(
     options.look_in(path)
     for file in files:
         with console.input_errors():
-            result = consume(read_vectors(file), load_engine(engine))
+            result = consume(read_vectors(file), console.require_engine(load_engine(engine)))
         said = f"{result.num_programs} programs, {result.num_events} events"
         skipped = ", ".join(f"{count} for {why}" for why, count in result.skipped.items())
         said += f"; not tried: {skipped}" if skipped else ""

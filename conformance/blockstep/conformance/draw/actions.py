@@ -94,6 +94,9 @@ class View:
     swarm: Swarm
     client: Memory
     num_submitted: int = 0
+    seeks_aborts: bool = False
+    """Nobody compares, so aborts are tried often, and of those in flight above all: what they leave
+    behind shows in nothing else."""
 
     def note(self, action: Action) -> None:
         """An action was done."""
@@ -272,6 +275,9 @@ def propose(view: View, draw: Draw) -> Action:
 def abort(view: View, draw: Draw) -> Action:
     """One or more requests give up; some ids may be unknown or ended."""
     known = [*view.client.live, *view.client.ended[-2:], "nobody"]
+    if view.seeks_aborts and draw.chance(60):
+        flying = {row.request_id for plan in view.client.plans for row in plan.rows}
+        known = [name for name in view.client.live if name in flying] or known
     count = 1 if draw.chance(80) else draw.integer(1, 3)
     return v.Abort(tuple(draw.choice(known) for _ in range(count)))
 
@@ -387,4 +393,6 @@ def _weight(name: str, view: View) -> int:
         return 4
     if name == "propose" and view.swarm.config.async_scheduling:
         return 4  # it is no event there, it sets how many drafts will be right
+    if name == "abort" and view.seeks_aborts:
+        return weight * 6 if view.client.plans else weight
     return weight

@@ -18,6 +18,7 @@ from blockstep.conformance.lockstep.plans import only_plan
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
 from blockstep.conformance.protocol.findings import Difference, tell_error
 from blockstep.conformance.protocol.renaming import pair_states, rename_plan, rename_snapshot
+from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
 from blockstep.spec.releases import Quirk, get_rules
 from blockstep.spec.requests import RequestState
@@ -185,6 +186,8 @@ def differ(
         after = None if isinstance(scope, SamePlans) else engine.snapshot()
     except Exception as error:
         return (Difference(RAISED, "none", tell_error(error)),)
+    if (fault := fault_of_types(event, seen, after)) is not None:
+        return fault.differences
     if isinstance(scope, SamePlans) or (isinstance(scope, Renamed) and after is None):
         observation, seen = only_plan(observation), only_plan(seen)
     elif isinstance(scope, Renamed) and after is not None:

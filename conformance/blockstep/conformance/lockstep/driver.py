@@ -31,7 +31,7 @@ from blockstep.conformance.judge.properties import Ledger, Step, check_step
 from blockstep.conformance.judge.witnesses import situations
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
-from blockstep.conformance.lockstep.exchange import Exchange, blame_spec, fault_of
+from blockstep.conformance.lockstep.exchange import Exchange, blame_spec, fault_of, get_first_state
 from blockstep.conformance.lockstep.excuses import Excuses
 from blockstep.conformance.lockstep.liveness import Watch
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
@@ -47,7 +47,7 @@ from blockstep.conformance.protocol.program import (
 )
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.tokens import token_function
-from blockstep.conformance.protocol.typed import fault_of_types, find_ill_typed
+from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
 from blockstep.spec.lives.drafts import can_take_drafts
 from blockstep.spec.profiles import STRICT, Profile
@@ -134,9 +134,7 @@ class LockStep(Client):
             excuses=Excuses(get_traits(make_engine).deviations),
         )
         if compare_every is None:
-            first = engine.snapshot()
-            is_state = find_ill_typed(first, v.Snapshot) is None  # what else it is, is told later
-            run.before = run._comparable(first if is_state else None)
+            run.before = run._comparable(get_first_state(engine))
         return run
 
     def fit(self, action: Action) -> Action:
@@ -328,10 +326,12 @@ class LockStep(Client):
             return []
         event, expected, seen = self.last.event, self.last.expected, self.last.seen
         try:
-            after = self._comparable(self.engine.snapshot())
+            shown = self.engine.snapshot()
         except Exception as error:
             return [fault_of(error)]
-        return list(self._diverge(event, expected, seen, after))
+        if (ill_typed := fault_of_types(event, seen, shown)) is not None:
+            return [ill_typed]
+        return list(self._diverge(event, expected, seen, self._comparable(shown)))
 
     def _unexplained(self, findings: list[Finding]) -> list[Finding]:
         """What is left when the quirks of the profile have spoken.
@@ -385,7 +385,9 @@ class LockStep(Client):
         The pipeline is kept as full as it may be, for that is how engines run. Where the engine
         declines all that is left to do, the drain ends, and nobody is to blame.
         """
-        findings = self.perform(v.SetPause(v.PauseState.UNPAUSED))
+        resume = v.SetPause(v.PauseState.UNPAUSED)
+        # Who cannot be paused is not, and misses nothing.
+        findings = [] if get_missing(resume, self.lacking) else self.perform(resume)
         for name, request in list(self.live.items()):
             if request.structured_output and not findings:
                 findings = self.perform(v.GrammarReady(name))

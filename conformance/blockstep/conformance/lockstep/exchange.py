@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from blockstep.conformance.engine import Engine
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind, tell_error
+from blockstep.conformance.protocol.typed import find_ill_typed
 from blockstep.spec import vocabulary as v
 
 
@@ -17,6 +19,15 @@ class Exchange:
     """The spec's answer."""
     seen: v.Observation | None
     """The engine's answer; None if it raised."""
+
+
+def get_first_state(engine: Engine) -> v.Snapshot | None:
+    """The state of a new engine; None if it shows none. What is wrong is told after an event."""
+    try:
+        first = engine.snapshot()
+    except Exception:
+        return None
+    return first if find_ill_typed(first, v.Snapshot) is None else None
 
 
 def fault_of(error: Exception) -> Finding:

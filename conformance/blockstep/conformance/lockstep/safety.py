@@ -38,11 +38,14 @@ from blockstep.spec.transition import transition
 class SafetyRun(ScopedRun):
     """One run of one engine, watched and not compared. Not reusable."""
 
-    answers: AnswerWitnesses = field(default_factory=AnswerWitnesses)
+    answers: AnswerWitnesses = field(init=False)
     may_propose: bool = False
     """No plan was made since the last commit."""
     preempted: set[v.RequestId] = field(default_factory=set)
     """And had no row since."""
+
+    def __post_init__(self) -> None:
+        self.answers = AnswerWitnesses(self.config)
 
     def resolve(self, action: Action) -> v.Event | None:
         """The event that an action comes to. Mistakes come to nothing: refusals are not judged."""
@@ -136,7 +139,7 @@ class SafetyRun(ScopedRun):
             findings += self._judge_state(event, seen, self.before, after)
         findings = self.excuses.take(findings, event, None, seen)
         if not findings:
-            met = self.answers.observe(event, seen, self.live, self.said, len(self.plans))
+            met = self.answers.observe(event, seen, self.live, self.said, self.plans)
             self.witnesses.update(met)
         self.before = after
         self.follow(event, seen)

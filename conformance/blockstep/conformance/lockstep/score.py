@@ -193,7 +193,7 @@ class ScoreRun:
             told = _teller(_nth("admission", *key), *map(_at, steps))
             found[Aspect.ADMISSIONS].count(steps[0] == steps[1], told)
             if one and other and (one[1] or other[1]):
-                hits = (f"{one[1]} tokens", f"{other[1]} tokens")
+                hits = (f"{hit[1]} token{'s' * (hit[1] != 1)}" for hit in (one, other))
                 told = _teller(_nth("hit at admission", *key), *hits)
                 found[Aspect.HITS].count(one[1] == other[1], told)
         for key, when, then in _both(mine.preemptions, theirs.preemptions):
@@ -232,8 +232,9 @@ def _tell(side: object) -> str:
 
 def _tell_row(row: Row) -> str:
     drafts = f", {row.num_drafts} drafts" if row.num_drafts else ""
-    last = row.num_computed + row.num_scheduled - 1
-    return f"{row.kind}, positions {row.num_computed}-{last}{drafts}"
+    first, last = row.num_computed, row.num_computed + row.num_scheduled - 1
+    where = f"position {first}" if first == last else f"positions {first}-{last}"
+    return f"{row.kind}, {where}{drafts}"
 
 
 def _nth(what: str, name: v.RequestId, number: int) -> str:

@@ -37,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup(NAME, "blockstep: hold a scheduler to its specification")
     add = group.addoption
     add("--blockstep-engine", metavar="ENGINE", help="module:attribute of a factory, or a name.")
+    add("--blockstep-path", metavar="FOLDER", help="A folder to look in first for the engine.")
     add("--blockstep-profile", metavar="NAME", default="strict", help="Release to follow.")
     add("--blockstep-budget", metavar="N|60s|5m", default="150000", help="How long, per preset.")
     add(
@@ -151,6 +152,11 @@ class Campaign:
         self.corpus = None if corpus is None else Path(corpus)
         if self.corpus is not None and not self.corpus.is_dir():
             raise pytest.UsageError(f"--blockstep-corpus {corpus!r}: there is no such folder")
+        folder: str | None = config.getoption("blockstep_path")
+        if folder is not None and not Path(folder).is_dir():
+            raise pytest.UsageError(f"--blockstep-path {folder!r}: there is no such folder")
+        self.engine_path = None if folder is None else str(Path(folder).resolve())
+        """Looked in before all others."""
         self.path = str(config.invocation_params.dir)
         """Looked in first for the engine, as the command line looks into its folder."""
         self.isolation: Isolation = Isolation(seconds, [self.path])
@@ -261,6 +267,7 @@ def _read_options(config: pytest.Config, presets: Sequence[str]) -> dict[str, Ch
     profile: str = config.getoption("blockstep_profile")
     seed: int = config.getoption("blockstep_seed")
     depth: int | None = config.getoption("blockstep_depth")
+    folder: str | None = config.getoption("blockstep_path")
     if seed < 0:
         raise pytest.UsageError(f"--blockstep-seed {seed}: must be 0 or above")
     if depth is not None and depth < 1:
@@ -278,6 +285,7 @@ def _read_options(config: pytest.Config, presets: Sequence[str]) -> dict[str, Ch
             max_seconds=max_seconds,
             max_depth=depth or MAX_DEPTH,
             profile=profile,
+            path=None if folder is None else str(Path(folder).resolve()),
             with_features=parse_features(config.getoption("blockstep_with") or ()),
             without_features=parse_features(config.getoption("blockstep_without") or ()),
         )

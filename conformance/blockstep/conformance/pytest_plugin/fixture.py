@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Program
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.report.failure import render_program, tell_program
-from blockstep.conformance.search.options import CheckOptions, find_profile
+from blockstep.conformance.search.options import CheckOptions, find_profile, search_first
 from blockstep.conformance.search.shrink import conclude
 from blockstep.spec.vocabulary import Config
 
@@ -65,7 +65,8 @@ class Bench:
             program = Program(config, tuple(program))
         elif config is not None:
             raise ValueError("a Program has a config of its own: leave config out")
-        options = CheckOptions(self.engine, profile=self.profile)
+        path = self._campaign.engine_path
+        options = CheckOptions(self.engine, profile=self.profile, path=path)
         outcome = self._campaign.isolation.run(options, program)
         if outcome.first is not None:
             raise AssertionError(f"{tell_program(outcome, self.engine)}\n{self._reproduce()}")
@@ -74,8 +75,9 @@ class Bench:
 
     def lockstep(self, config: Config, token_seed: int = 0, vocabulary_size: int = 50) -> Walk:
         """Both sides, to be given one action at a time; in this process."""
-        if self._campaign.path not in sys.path:
-            sys.path.insert(0, self._campaign.path)
+        for path in (self._campaign.path, self._campaign.engine_path):
+            if path is not None:
+                search_first(path)
         make_engine = load_engine(self.engine)
         profile = find_profile(self.profile)
         start = get_start(make_engine)
@@ -90,5 +92,7 @@ class Bench:
 
     def _reproduce(self) -> str:
         profile = "" if self.profile == "strict" else f" --blockstep-profile={self.profile}"
+        path = self._campaign.engine_path
+        profile += "" if path is None else f" --blockstep-path={shlex.quote(path)}"
         command = f"pytest '{self._nodeid}' --blockstep-engine={self.engine}{profile}"
         return f"  reproduce  {command} -m 'not blockstep'"

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias, cast
 
 from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START
-from blockstep.conformance.engine import EXACT, EngineFactory, Safety, SamePlans, get_traits
+from blockstep.conformance.engine import EXACT, EngineFactory, Safety, SamePlans, build, get_traits
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.exchange import fault_of
 from blockstep.conformance.lockstep.runs import get_start
@@ -116,7 +116,7 @@ class _Alone:
     num_compared = 0
 
     def __init__(self, make_engine: EngineFactory, config: v.Config) -> None:
-        self._engine, self._config = make_engine(config), config
+        self._engine, self._config = build(make_engine, config), config
         self._scope = get_traits(make_engine).equivalence
 
     def apply(self, event: v.Event) -> v.Observation:

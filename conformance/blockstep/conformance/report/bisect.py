@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from blockstep.conformance.protocol.program import describe, describe_config
+from blockstep.conformance.report.failure import show_options
 from blockstep.conformance.report.jsonform import finding_to_json
 from blockstep.conformance.report.wording import render_finding
 from blockstep.conformance.search.bisect import Bisection, Commit, Mark, Step
@@ -46,7 +48,20 @@ def render_bisection(found: Bisection) -> str:
     lines += ["", f"  between   {between}, {skipped} skipped", render_question(found)]
     if not is_found:
         lines += ["", "  The others between them could not be tried, so none of these is cleared."]
+    lines += ["", f"  reproduce  {_reproduce(found)}"]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _reproduce(found: Bisection) -> str:
+    """The command line that finds the same."""
+    options = found.options
+    given = f"blockstep bisect --engine {options.engine} --path {options.path}"
+    if options.program is not None:
+        given += f" --program {shlex.quote(options.program)}"
+    else:
+        budget = options.max_events or f"{options.max_seconds:g}s"
+        given += f" --preset {options.preset} --seed {options.seed} --budget {budget}"
+    return f"{given}{show_options(options)} {found.good.short} {found.bad.short}"
 
 
 def _about(commit: Commit) -> str:

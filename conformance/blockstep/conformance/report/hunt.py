@@ -7,11 +7,12 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
 
+from blockstep.conformance.engine import Safety
 from blockstep.conformance.protocol.program import WIDTH, describe, describe_config
 from blockstep.conformance.report.failure import LINES_MAX, reproduce
 from blockstep.conformance.report.jsonform import finding_to_json
 from blockstep.conformance.search.forgiving import Cause, Means, follow
-from blockstep.conformance.search.hunt import Defect, HuntResult, name_of
+from blockstep.conformance.search.found import Defect, HuntResult, name_of
 from blockstep.spec.profiles import QUIRKS, STRICT
 
 UNEXPLAINED = "nothing known accounts for it"
@@ -22,8 +23,8 @@ def hunt_summary(result: HuntResult) -> str:
     options, ground = result.options, result.ground
     again = result.num_again.total()
     more = f"; {again:,} more failures like those that nothing known accounts for" if again else ""
-    if result.known:
-        told = ", ".join(f"{name} {count:,}" for name, count in sorted(result.known.items()))
+    if result.excused:
+        told = ", ".join(f"{name} {count:,}" for name, count in sorted(result.excused.items()))
         more += f"; excused: {told}"
     if result.stopped:
         more += f"; ended early: {result.stopped}"
@@ -40,6 +41,7 @@ def hunt_summary(result: HuntResult) -> str:
 def render_hunt(result: HuntResult) -> str:
     """All of it, a trailing newline included."""
     lines = [f"blockstep hunt: {hunt_summary(result)}"]
+    lines += [f"note: {note}" for note in result.ground.facts.notes]
     for number, defect in enumerate(result.defects, 1):
         lines += ["", f"{number}. {title_of(defect, result)}", *_body(defect, result)]
     for lookout, defect in result.policies:
@@ -88,7 +90,7 @@ def hunt_to_json(result: HuntResult) -> dict[str, object]:
         "without": list(options.without_features),
         "num_events": result.num_events,
         "num_again": result.num_again.total(),
-        "findings_known": dict(sorted(result.known.items())),
+        "deviations": dict(sorted(result.excused.items())),
         "stopped": result.stopped,
         "defects": [_defect_to_json(defect, result) for defect in result.defects],
         "policies": [
@@ -100,9 +102,10 @@ def hunt_to_json(result: HuntResult) -> dict[str, object]:
 
 
 def title_of(defect: Defect, result: HuntResult) -> str:
-    """What accounts for it, in words, with upstream's number."""
+    """What accounts for it, in words, with upstream's number; or what it breaks, if nothing can."""
     told = (_cause_in_words(cause, result) for cause in defect.causes)
-    return "; ".join(told) or UNEXPLAINED
+    can_be_known = result.ground.is_spared or result.ground.facts.equivalence != Safety().name
+    return "; ".join(told) or (UNEXPLAINED if can_be_known else name_of(defect.first))
 
 
 def _cause_in_words(cause: Cause, result: HuntResult) -> str:

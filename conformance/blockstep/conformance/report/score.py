@@ -6,7 +6,7 @@ from typing import Any
 
 from blockstep.conformance.lockstep.score import Aspect
 from blockstep.conformance.protocol.program import describe, describe_config
-from blockstep.conformance.report.failure import show_options
+from blockstep.conformance.report.failure import NOT_AGAIN, show_options
 from blockstep.conformance.report.jsonform import difference_to_json, finding_to_json
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.conformance.search.score import CONTRACT, FirstDifference, ScoreResult
@@ -58,10 +58,11 @@ def _floor(share: float) -> float:
 
 
 def _told(aspect: Aspect, first: FirstDifference, options: CheckOptions) -> list[str]:
-    shrunk = first.shrunk
+    shrunk, again = first.shrunk, f"  reproduce  {reproduce(options, first.episode)}"
+    if shrunk is None:
+        return [f"  {aspect}: first in episode {first.episode}; {NOT_AGAIN}", again]
     actions = shrunk.program.actions
     width = len(str(len(actions)))
-    differences = [each for finding in shrunk.findings for each in finding.differences]
     note = f"shrunk from {first.num_actions} actions to {len(actions)}"
     return [
         f"  {aspect}: first in episode {first.episode} ({note})",
@@ -69,15 +70,12 @@ def _told(aspect: Aspect, first: FirstDifference, options: CheckOptions) -> list
         "  program",
         *(f"    {number:>{width}}  {describe(it)}" for number, it in enumerate(actions, 1)),
         *(
-            line
-            for each in differences
-            for line in (
-                f"  {each.field}",
-                f"    spec    {each.expected}",
-                f"    engine  {each.seen}",
-            )
+            f"  {line}"
+            for found in shrunk.findings
+            for each in found.differences
+            for line in (each.field, f"  spec    {each.expected}", f"  engine  {each.seen}")
         ),
-        f"  reproduce  {reproduce(options, first.episode)}",
+        again,
     ]
 
 
@@ -131,14 +129,15 @@ def _score_to_json(result: ScoreResult, aspect: Aspect) -> dict[str, Any]:
     }
     if first is not None:
         shrunk = first.shrunk
+        findings = () if shrunk is None else shrunk.findings
         told["first"] = {
             "episode": first.episode,
-            "config": describe_config(shrunk.program.config),
-            "program": [describe(action) for action in shrunk.program.actions],
+            "config": shrunk and describe_config(shrunk.program.config),
+            "program": shrunk and [describe(action) for action in shrunk.program.actions],
             "differences": [
-                difference_to_json(each) for found in shrunk.findings for each in found.differences
+                difference_to_json(each) for found in findings for each in found.differences
             ],
-            "num_shrink_runs": shrunk.num_runs,
+            "num_shrink_runs": 0 if shrunk is None else shrunk.num_runs,
             "reproduce": reproduce(result.options, first.episode),
         }
     return told

@@ -47,6 +47,8 @@ def _render_lines(result: CheckResult, console: Console) -> None:
             if canary
             else "canary      ALIVE: a broken engine was not noticed, so no verdict is worth much"
         )
+    for note in result.notes:
+        console.print(f"note        {note}", soft_wrap=True, markup=False)
     for name, count in sorted(result.skipped.items()):
         lacks = f"not tried   {name}: the engine lacks it ({count} actions left out)"
         left_out = f"left out    {name}: {count} times"
@@ -90,7 +92,10 @@ def verdict_word(result: CheckResult) -> str:
     if result.num_events == 0:
         return "NO VERDICT (nothing ran)"
     if result.missing:
-        return "NO VERDICT (situations not reached: raise --budget or change --seed)"
+        or_else = ""
+        if result.equivalence == Safety.name:
+            or_else = ", or name in out_of_reach of its traits what cannot come up"
+        return f"NO VERDICT (situations not reached: raise --budget or change --seed{or_else})"
     return "NO VERDICT (the canary survived)"
 
 

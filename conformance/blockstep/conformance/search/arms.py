@@ -38,9 +38,11 @@ from blockstep.conformance.protocol.features import (
     find_lacking,
     fit,
 )
+from blockstep.conformance.protocol.findings import tell_error
 from blockstep.conformance.protocol.program import describe_event
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.tokens import token_function
+from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.conformance.search.episodes import draw_options, fit_config, fit_depth
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec import vocabulary as v
@@ -296,10 +298,12 @@ def _ask(engine: Engine, event: v.Event) -> v.Observation:
     try:
         answer = engine.apply(event)
     except Exception as error:
-        what = f"the engine raised {type(error).__name__}: {error}"
+        what = f"the engine raised {tell_error(error)}"
         raise BrokenError(f"{what}, given {describe_event(event)}") from error
     if not isinstance(answer, (ANSWER_TYPES[type(event)], v.Rejected)):
         raise BrokenError(f"{describe_event(event)} was answered with {type(answer).__name__}")
+    if (fault := fault_of_types(event, answer, None)) is not None:
+        raise BrokenError(fault.message)
     return answer
 
 

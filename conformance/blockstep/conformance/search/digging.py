@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from blockstep.conformance.engine import (
     Declining,
     EngineFactory,
+    build,
     get_traits,
 )
 from blockstep.conformance.lockstep.runs import run_program
@@ -51,6 +52,8 @@ class Dug:
     """What is to be said of a failure."""
 
     shrunk: Shrunk
+    first: Finding
+    """What it was found by: what the shrunk program says of what was said before."""
     causes: tuple[Cause, ...]
     symptoms: Symptoms | None
     """None where something known accounts for it."""
@@ -59,7 +62,7 @@ class Dug:
 def ask(options: CheckOptions, make_engine: EngineFactory) -> Ground:
     """What the engine says of itself. Builds one, to ask it."""
     config, _ = fit_config(Config(num_blocks=8, max_model_len=64), make_engine)
-    engine = make_engine(config)
+    engine = build(make_engine, config)
     traits = get_traits(make_engine)
     return Ground(
         facts=look(options, make_engine),
@@ -101,11 +104,13 @@ def dig(
     assert episode.first is not None
     factory, profile = Forgiving(make_engine, forgiven), follow(forgiven)
     shrunk = shrink(episode.program, factory, episode.first, profile)
+    said = episode.first
+    alike = (it for it in shrunk.findings if it.sentence == said.sentence)
+    first = next(alike, (*shrunk.findings, said)[0])
     causes = find_causes(shrunk.program, make_engine, forgiven, quirks)
     if causes:
-        return Dug(shrunk, causes, None)
-    first = (*shrunk.findings, episode.first)[0]
-    return Dug(shrunk, (), find_symptoms(shrunk.program, factory, profile, first))
+        return Dug(shrunk, first, causes, None)
+    return Dug(shrunk, first, (), find_symptoms(shrunk.program, factory, profile, first))
 
 
 def show(

@@ -12,6 +12,7 @@ from blockstep.conformance.draw.presets import PRESETS, Draw, Swarm, draw_swarm
 from blockstep.conformance.engine import (
     Capability,
     EngineFactory,
+    Safety,
     get_capabilities,
     get_traits,
 )
@@ -100,7 +101,8 @@ def start_run(
     )
     for capability in missing:
         run.skip(capability)
-    return run, View(swarm.fit(config), run)
+    seeks_aborts = run.equivalence == Safety.name and Capability.ABORT in run.capabilities
+    return run, View(swarm.fit(config), run, seeks_aborts=seeks_aborts)
 
 
 def draw_options(options: CheckOptions, draw: Draw) -> Swarm:

@@ -22,6 +22,7 @@ from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.judge.witnesses.plans import PREEMPTION
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import (
+    BY_NAME,
     PRIORITY,
     SEVERAL_AT_ONCE,
     UsageError,
@@ -29,6 +30,7 @@ from blockstep.conformance.protocol.features import (
     is_reachable,
 )
 from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.search.claims import find_declined, find_unmet, list_owed
 from blockstep.conformance.search.episodes import fit_depth, run_episode
 from blockstep.conformance.search.options import CheckOptions, get_wish
 from blockstep.spec.profiles import STRICT
@@ -53,7 +55,7 @@ class Facts:
 
     max_depth: int
     lacking: tuple[str, ...]
-    """Features that the engine lacks, by name."""
+    """Features that the engine lacks, or its adapter takes away, by name."""
     equivalence: str
     """By which the engine is held to the spec."""
     not_asked: tuple[str, ...]
@@ -62,6 +64,10 @@ class Facts:
     """What a check must reach; None: what the features of the engine make possible."""
     out_of_reach: frozenset[str]
     """Situations that cannot come up with this engine."""
+    owed: frozenset[str] | None = None
+    """Those among which the features choose, where not all can be told; None: all."""
+    notes: tuple[str, ...] = ()
+    """What a run has to say of it."""
     deviations: Mapping[str, str] = field(default_factory=dict)
     """What the adapter declares, in words, by name."""
     stale: tuple[str, ...] = ()
@@ -72,13 +78,20 @@ def look(options: CheckOptions, make_engine: EngineFactory) -> Facts:
     """What the engine says of itself. Builds one, to ask it."""
     traits = get_traits(make_engine)
     weaker = traits.equivalence
+    lacking = {feature.name for feature in find_lacking(get_capabilities(make_engine))}
+    out_of_reach = traits.out_of_reach
+    if weaker is not None:
+        lacking |= find_declined(weaker)
+        out_of_reach = find_unmet(weaker, out_of_reach)
     return Facts(
         max_depth=fit_depth(options, make_engine).max_depth,
-        lacking=tuple(feature.name for feature in find_lacking(get_capabilities(make_engine))),
+        lacking=tuple(name for name in BY_NAME if name in lacking),
         equivalence="exact" if weaker is None else weaker.name,
         not_asked=() if weaker is None else weaker.not_asked,
         situations=None if weaker is None else weaker.situations,
-        out_of_reach=frozenset(name for name in WITNESSES if name in traits.out_of_reach),
+        owed=list_owed(weaker),
+        out_of_reach=frozenset(name for name in WITNESSES if name in out_of_reach),
+        notes=tuple(map(str, traits.notes)),
         deviations={one.name: one.summary for one in traits.deviations},
         stale=tuple(one.name for one in traits.deviations if not _is_shown(one, make_engine)),
     )
@@ -159,6 +172,8 @@ def missing_witnesses(
         required = facts.situations
     else:
         required = required_witnesses(options, facts.lacking)
+        if facts.owed is not None:
+            required = tuple(name for name in required if name in facts.owed)
     return tuple(
         name for name in required if not counts.get(name) and name not in facts.out_of_reach
     )

@@ -14,23 +14,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 from blockstep.conformance.draw.presets import SMALL, TINY
 from blockstep.conformance.engine import Capability, EngineFactory, Safety
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.search import digging
-from blockstep.conformance.search.digging import Ground
 from blockstep.conformance.search.distinct import Mark, Symptoms, saying, saying_of_loss
-from blockstep.conformance.search.episodes import EpisodeResult, Loss
+from blockstep.conformance.search.episodes import EpisodeResult
 from blockstep.conformance.search.floor import require_wish
 from blockstep.conformance.search.forgiving import Cause, follow
+from blockstep.conformance.search.found import (
+    Defect,
+    Group,
+    HuntResult,
+    describe_loss,
+    follows_from,
+    name_of,
+)
 from blockstep.conformance.search.isolation import LostError
 from blockstep.conformance.search.isolation.place import lose_episode
 from blockstep.conformance.search.lookouts import LOOKOUTS, Lookout, can_take
 from blockstep.conformance.search.options import CheckOptions, find_profile, get_wish
-from blockstep.conformance.search.shrink import Shrunk
 from blockstep.conformance.search.wrapped import hide_state
 from blockstep.spec.profiles import Quirk
 
@@ -80,89 +86,6 @@ def call_here(make_engine: EngineFactory) -> Call:
         return value
 
     return call
-
-
-@dataclass(frozen=True, slots=True)
-class Defect:
-    """What was found: the shortest program for it, and what accounts for it."""
-
-    causes: tuple[Cause, ...]
-    """Together they account for it; () if nothing known does."""
-    first: Finding
-    """What it was found by."""
-    options: CheckOptions
-    """With these and `episode` it was found."""
-    episode: int
-    num_actions: int
-    """Of the program before it was shrunk."""
-    num_events: int
-    """Played in this hunt when it was first seen."""
-    symptoms: Symptoms
-    forgiven: frozenset[Cause] = frozenset()
-    """What was forgiven when it was found."""
-    shrunk: Shrunk | None = None
-    """None if the engine did not live to be asked again."""
-    loss: Loss | None = None
-    """What became of an engine that did not live."""
-    also: tuple[str, ...] = ()
-    """Sentences that other programs break for the same reason."""
-    behind: str = ""
-    """What ends the program before, where the state of the engine is judged."""
-    num_seen: int = 1
-    """Failures in this hunt that were taken for this defect."""
-
-    @property
-    def length(self) -> int:
-        """Actions or events of its program."""
-        if self.shrunk is not None:
-            return len(self.shrunk.program.actions)
-        return len(self.loss.events) if self.loss is not None else self.num_actions
-
-
-@dataclass(slots=True)
-class HuntResult:
-    """All that a hunt found."""
-
-    options: CheckOptions
-    ground: Ground
-    defects: list[Defect] = field(default_factory=list)
-    policies: list[tuple[Lookout, Defect]] = field(default_factory=list)
-    """Decisions that may surprise; both sides take them, so nothing diverges."""
-    num_events: int = 0
-    num_again: Counter[str] = field(default_factory=Counter)
-    """Failures that were like a defect which nothing accounts for, by what it says."""
-    known: Counter[str] = field(default_factory=Counter)
-    """What was excused: deviations that the adapter declares, by name."""
-    stopped: str = ""
-    """Why the hunt ended before its budget was spent; "" if it did not."""
-
-
-@dataclass(slots=True)
-class Group:
-    """Failures that are one defect, as far as can be said."""
-
-    defects: list[Defect]
-    num_seen: int = 0
-
-    @property
-    def plainest(self) -> Defect:
-        """The plainest of those that say what the first one did."""
-        says = self.defects[0].symptoms.own.saying
-        alike = (it for it in self.defects if it.symptoms.own.saying == says)
-        return min(alike, key=lambda it: (bool(it.behind), it.length))
-
-    def is_near(self, symptoms: Symptoms) -> int:
-        """How near these are to its own: 2, one of its failures again; 1, a symptom; 0, neither."""
-        if any(symptoms.own.is_like(defect.symptoms.own) for defect in self.defects):
-            return 2
-        return int(symptoms.is_symptom_of(self.plainest.symptoms))
-
-    def conclude(self) -> Defect:
-        """The plainest of them, with what the others say."""
-        plainest = self.plainest
-        names = dict.fromkeys(name_of(it.first) for it in self.defects)
-        also = tuple(name for name in names if name != name_of(plainest.first))
-        return replace(plainest, also=also, num_seen=self.num_seen)
 
 
 class Hunter:
@@ -260,7 +183,7 @@ class Hunter:
             episodes.append(lose_episode(indices[len(episodes)], lost.loss))
         for episode in episodes:
             self.result.num_events += max(episode.num_events, 1)
-            self.result.known.update(episode.known)
+            self.result.excused.update(episode.deviations)
         return episodes
 
     def _learn(self, options: CheckOptions, episode: EpisodeResult) -> bool:
@@ -280,8 +203,7 @@ class Hunter:
             self._lose(replace(defect, loss=lost.loss))
             return False
         defect = replace(defect, shrunk=dug.shrunk, causes=dug.causes)
-        if dug.shrunk.findings:
-            defect = replace(defect, first=dug.shrunk.findings[0])
+        defect = replace(defect, first=dug.first)
         if not dug.causes:
             assert dug.symptoms is not None
             self._group(said, replace(defect, symptoms=dug.symptoms))
@@ -342,9 +264,9 @@ class Hunter:
         nearest = max(groups, key=lambda it: it.is_near(defect.symptoms), default=None)
         if nearest is not None and nearest.is_near(defect.symptoms):
             return nearest
-        if behind is None or behind.property_id != defect.first.property_id:
+        if behind is None or not follows_from(behind, defect.first):
             return None
-        before = saying(behind)  # the same property: what is wrong with the state, further on
+        before = saying(behind)
         alike = (it for it in groups if any(saying(one.first) == before for one in it.defects))
         return next(alike, None)
 
@@ -401,11 +323,6 @@ class Hunter:
                 return
 
 
-def name_of(finding: Finding) -> str:
-    """Property and sentence of a finding, or its kind and sentence."""
-    return f"{finding.property_id or finding.kind} {finding.sentence}"
-
-
 def hunt(
     options: CheckOptions,
     call: Call,
@@ -433,10 +350,3 @@ def hunt(
     except LostError as lost:  # nobody could even be asked
         return HuntResult(options, digging.UNKNOWN, [describe_loss(options, lost.loss)])
     return hunter.hunt()
-
-
-def describe_loss(options: CheckOptions, loss: Loss) -> Defect:
-    """An engine that did not live to say what it is."""
-    first = loss.finding
-    symptoms = Symptoms(Mark(saying_of_loss(loss.message)))
-    return Defect((), first, options, 0, 0, len(loss.events), symptoms, loss=loss)

@@ -20,7 +20,7 @@ from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Drain, describe
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.episodes import draw_options, fit_depth, start_run
-from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.options import CheckOptions, search_first
 from blockstep.spec.vocabulary import Policy
 
 T = TypeVar("T")
@@ -117,9 +117,21 @@ def describe_finding(finding: Finding) -> str:
 
 
 def machine(
-    engine: str | EngineFactory, preset: str = "small", policy: Policy | None = None
+    engine: str | EngineFactory,
+    preset: str = "small",
+    policy: Policy | None = None,
+    path: str | None = None,
 ) -> type[EngineMachine]:
-    """A state machine class for an engine, named or given as a factory."""
+    """A state machine class for an engine, named or given as a factory.
+
+    `path` is a folder to look in first for one that is named. The engine is held to whatever
+    equivalence its factory declares.
+
+    Raises:
+        EngineNotFoundError: there is no engine of this name.
+    """
+    if path is not None:
+        search_first(path)
     make_engine = load_engine(engine) if isinstance(engine, str) else engine
     members: dict[str, object] = {
         **{name: _make_rule(name) for name in ACTIONS},

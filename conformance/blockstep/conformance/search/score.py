@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
@@ -61,7 +61,8 @@ class FirstDifference:
     episode: int
     num_actions: int
     """Of the program before it was shrunk."""
-    shrunk: Shrunk
+    shrunk: Shrunk | None
+    """None: it was not seen again, so the engine is not deterministic."""
 
 
 @dataclass(slots=True)
@@ -85,6 +86,8 @@ class ScoreResult:
     stuck_episode: int | None = None
     loss: Loss | None = None
     """What became of an engine that did not live."""
+    shrinking: Aspect | None = None
+    """Of what the first difference is being made short, once all is counted."""
 
     @property
     def against(self) -> str:
@@ -168,11 +171,16 @@ def score(
         result.engine_version = call(get_version, options)
         for indices in _batches(options, result):
             call(play_scores, options, indices, on_part=add)
-        for aspect, episode in failing.items():
-            assert episode.program is not None
-            shrunk = call(shrink_difference, options, episode.program, aspect)
-            num_actions = len(episode.program.actions)
-            result.firsts[aspect] = FirstDifference(episode.index, num_actions, shrunk)
+        for aspect in (aspect for aspect in Aspect if aspect in failing):
+            result.shrinking = aspect
+            on_progress(result)
+            program, index = failing[aspect].program, failing[aspect].index
+            assert program is not None
+            firsts = result.firsts.values()
+            # What is short already and of the same episode may show this, too.
+            short = [it.shrunk.program for it in firsts if it.shrunk and it.episode == index]
+            shrunk = call(shrink_difference, options, [*short, program], aspect)
+            result.firsts[aspect] = FirstDifference(index, len(program.actions), shrunk)
     except LostError as lost:
         result.loss = lost.loss
     result.seconds = time.perf_counter() - started
@@ -276,13 +284,19 @@ def _under_a_new_name(action: Action, names: set[v.RequestId]) -> Action:
 
 
 def shrink_difference(
-    options: CheckOptions, make_engine: EngineFactory, program: Program, aspect: Aspect
-) -> Shrunk:
-    """The smallest program found in which something of this kind differs."""
+    options: CheckOptions, make_engine: EngineFactory, programs: Sequence[Program], aspect: Aspect
+) -> Shrunk | None:
+    """The smallest program found in which something of this kind differs, as in one of these.
+
+    None if it does in none of them, now that they are played again.
+    """
     play = partial(play_for, aspect)
     profile = find_profile(options.profile)
-    _, findings = play(program, make_engine, profile)
-    return shrink(program, make_engine, findings[0], profile, play=play)
+    for program in programs:
+        _, findings = play(program, make_engine, profile)
+        if findings:
+            return shrink(program, make_engine, findings[0], profile, play=play)
+    return None
 
 
 def play_for(

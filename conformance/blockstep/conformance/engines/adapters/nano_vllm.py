@@ -51,16 +51,10 @@ def fit_request(request: v.Request, config: v.Config) -> v.Request:
     return v.Request(request.request_id, request.prompt_token_ids, length, eos_token_id=eos)
 
 
-SITUATIONS = (
-    *("admitted", "prefix_hit", "chunked_prefill", "preempted", "preempted_then_resumed"),
-    *("resumed_with_hit", "resumed_with_outputs", "stop_eos", "stop_length"),
-)
-
-
 class NanoVllm:
     """nano-vllm's scheduler as a system under test."""
 
-    traits = EngineTraits(equivalence=Safety(fit_config, fit_request, situations=SITUATIONS))
+    traits = EngineTraits(equivalence=Safety(fit_config, fit_request))
 
     def __init__(self, config: v.Config) -> None:
         sizes = {"kvcache_block_size": config.block_size}
@@ -125,10 +119,9 @@ class NanoVllm:
 
     def _row(self, sequence: Any, is_prefill: bool) -> v.NewRow | v.CachedRow:
         told, count = sequence.told, sequence.num_scheduled_tokens
-        # Where its runner starts: a row that decodes runs the last token, whatever was computed,
-        # and so does one that has hit its whole text (before f64d821, where that could be).
-        first = min(sequence.num_cached_tokens, len(sequence) - 1)
-        first = first if is_prefill else len(sequence) - 1
+        # Where its runner starts: at the last token to decode, and if all was hit, before f64d821.
+        last = len(sequence) - 1
+        first = min(sequence.num_cached_tokens, last) if is_prefill else last
         if told is None:
             return v.NewRow(sequence.request, (_ours(sequence.block_table),), first, count)
         is_known = told and sequence in self.last_rows
@@ -175,7 +168,8 @@ class NanoVllm:
             requests.append(
                 v.RequestSnapshot(
                     request_id=name,
-                    status=v.Status.RUNNING if sequence.block_table else waits,
+                    # Who was given blocks and left out of the plan waits, with its blocks.
+                    status=v.Status.RUNNING if sequence.block_table and sequence.told else waits,
                     output_token_ids=tuple(sequence.completion_token_ids),
                     num_computed_tokens=num_computed,
                     block_tables=(_ours(sequence.block_table),),

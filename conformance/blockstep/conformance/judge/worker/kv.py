@@ -6,10 +6,16 @@ it is read. So "wrong tokens" is seen in the step in which it happens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
 from blockstep.conformance.judge.worker.names import BEFORE_RESET, NEVER_WRITTEN, Name, PrefixNames
 from blockstep.conformance.judge.worker.view import FrameRow
 from blockstep.conformance.protocol.findings import Difference, Finding, violated
-from blockstep.spec.vocabulary import BlockId, Config, Snapshot
+from blockstep.spec.vocabulary import BlockId, Config, FrameId, RequestId, Snapshot
+
+Write: TypeAlias = tuple[int, int, RequestId, FrameId]
+"""First slot and one past the last, who wrote them, and in which plan."""
 
 
 class TaggedKV:
@@ -25,6 +31,17 @@ class TaggedKV:
         self._checked: list[object] = [None] * config.num_blocks
         """The key for which a block was found right, until the block is written again."""
         self._findings: list[Finding] = []
+        self.frame_id: FrameId = -1
+        """The plan that runs."""
+        self._writes: list[list[Write]] = [[] for _ in range(config.num_blocks)]
+        """By block, since its first slot was written."""
+        self._returns: dict[BlockId, tuple[RequestId, str, FrameId]] = {}
+        """Who gave a block back last, why, and which plan told of it."""
+
+    def give_back(self, request_id: RequestId, table: Iterable[BlockId], why: str) -> None:
+        """A plan told that a request holds these blocks no more."""
+        for block in table:
+            self._returns[block] = (request_id, why, self.frame_id)
 
     def forget(self) -> None:
         """Nothing written so far may be read again."""
@@ -52,8 +69,10 @@ class TaggedKV:
         """Every row writes its slots, in plan order."""
         size, kv, checked = self.config.block_size, self.kv, self._checked
         writers: dict[BlockId, tuple[FrameRow, int]] = {}
+        writes, frame_id = self._writes, self.frame_id
         for row in rows:
             view, position, end = row.view, row.first, row.end
+            name = view.request.request_id
             view.name_positions(end, row.drafts)
             chain, table = view.chain, view.table
             while position < end:
@@ -63,6 +82,9 @@ class TaggedKV:
                 block = table[index]
                 kv[block][slot : slot + stop - position] = chain[position:stop]
                 checked[block] = None
+                if slot == 0:
+                    writes[block] = []
+                writes[block].append((slot, slot + stop - position, name, frame_id))
                 if block in writers:
                     self._complain_shared(writers[block], (row, index), block)
                 writers[block] = (row, index)
@@ -102,7 +124,8 @@ class TaggedKV:
             block, slot = view.table[position // size], position % size
             seen = self.kv[block][slot]
             if seen != expected:
-                note = f"read by {view.request.request_id!r} at position {position}"
+                reader = view.request.request_id
+                note = f"read by {reader!r} at position {position} in plan {self.frame_id}"
                 self._complain_slot("attended_slot", (block, slot), expected, seen, note)
                 return
 
@@ -119,6 +142,7 @@ class TaggedKV:
         elif self.names.same_tokens(expected, seen):
             message = "the tokens are the same, adapter, salt, items or embeddings are not"
             blame = "P6", "is_of_the_same_adapter_salt_and_items", message
+        note = "; ".join([note, *self._tell_history(*place)])
         difference = Difference(f"kv[{place[0]}][{place[1]}]", show(expected), show(seen), note)
         self._complain(blame[0], f"{what}_{blame[1]}", blame[2], difference)
 
@@ -128,7 +152,24 @@ class TaggedKV:
         places = " and ".join(
             f"{row.view.request.request_id!r} at index {index}" for row, index in (writer, other)
         )
-        self._complain("P2", "written_block_is_in_one_place", f"block {block} is of {places}")
+        what = f"block {block} is of {places}"
+        told = "; ".join([what, *self._tell_return(block)])
+        self._complain("P2", "written_block_is_in_one_place", told)
+
+    def _tell_history(self, block: BlockId, slot: int) -> Iterator[str]:
+        """Who wrote a slot last, and who gave its block back since, each with the plan."""
+        since = -1
+        for first, stop, name, frame_id in reversed(self._writes[block]):
+            if first <= slot < stop:
+                since = frame_id
+                yield f"written by {name!r} in plan {frame_id}"
+                break
+        yield from self._tell_return(block, since)
+
+    def _tell_return(self, block: BlockId, since: FrameId = -1) -> Iterator[str]:
+        name, why, frame_id = self._returns.get(block, ("", "", -1))
+        if frame_id > since:
+            yield f"given back by {name!r}, which {why}, says plan {frame_id}"
 
     def _complain(
         self, property_id: str, sentence: str, message: str, *differences: Difference

@@ -58,13 +58,15 @@ class Worker(TaggedKV):
         if plan is self.last_plan:
             return []
         self._findings = []
-        self.last_plan = plan
+        self.last_plan, self.frame_id = plan, plan.frame_id
         self._remapped = plan.remapped_req_ids
         for frame_id in list(self._frames)[: 1 - self.config.max_frames_in_flight or None]:
             # So many plans later it must have been committed, whether or not anybody says so.
             self._settle(frame_id, self.answer(frame_id))
         for request_id in plan.finished_req_ids:
-            self.views.pop(request_id, None)
+            gone = self.views.pop(request_id, None)
+            if gone is not None:
+                self.give_back(request_id, gone.table, "ended")
         for request_id in plan.preempted_req_ids:
             self._preempt(request_id)
         rows = [row for row in map(self._start_new, plan.new) if row is not None]
@@ -115,6 +117,7 @@ class Worker(TaggedKV):
             what = f"{request_id!r} is not known here"
             self._complain("P26", "preempted_request_was_known", what)
             return
+        self.give_back(request_id, view.table, "was preempted")
         view.is_preempted = True
         view.table = []
         view.num_computed = 0
@@ -187,6 +190,7 @@ class Worker(TaggedKV):
         if view.num_unreported:
             what = f"{row.request_id!r}: {view.num_unreported} of its tokens are not reported yet"
             self._complain("P13", "resumed_request_has_no_token_in_flight", what)
+        self.give_back(row.request_id, view.table, "was preempted")  # by a reset: no plan told
         view.is_preempted = view.may_resume = False
         view.table = blocks
         view.num_computed = row.num_computed_tokens
@@ -201,6 +205,7 @@ class Worker(TaggedKV):
             what = f"{row.request_id!r} runs again before its token in flight is known"
             self._complain("P13", "row_waits_for_the_token_of_its_request", what)
         if row.request_id in self._remapped:
+            self.give_back(row.request_id, set(view.table) - set(blocks), "was remapped")
             view.table = blocks  # the content is the same: whoever reads it will see
         else:
             view.table.extend(blocks)

@@ -121,18 +121,17 @@ _LINE = msgspec.json.Decoder(_Line)
 @contextmanager
 def _created(path: Path) -> Iterator[IO[bytes]]:
     try:
-        file = path.open("wb")
+        with path.open("wb") as file:
+            if path.suffix != ".gz":
+                yield file
+                return
+            # No name and no time inside: equal runs give equal files.
+            with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as zipped:
+                yield zipped  # type: ignore[misc]
     except (OSError, ValueError) as error:
         raise TraceError(
             path, 0, f"cannot be written ({error})", "a trace needs a place", "check the path"
         ) from None
-    with file:
-        if path.suffix != ".gz":
-            yield file
-            return
-        # No name and no time inside: equal runs give equal files.
-        with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as zipped:
-            yield zipped  # type: ignore[misc]
 
 
 def header_line(path: Path, config: Config, equivalence: str = EXACT) -> bytes:

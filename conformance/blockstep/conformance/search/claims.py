@@ -1,0 +1,98 @@
+"""Claims: what an engine of a weaker equivalence can be asked for, and so what it must have met.
+
+An engine that lacks a feature says so by its capabilities. What no capability stands for, or what
+its adapter takes out of a config or a request all the same, is found by asking for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from blockstep.conformance.engine import Equivalence, Safety
+from blockstep.conformance.judge.witnesses.plans import PREEMPTION
+from blockstep.conformance.protocol.features import FEATURES, PIPELINE, Feature
+from blockstep.spec import vocabulary as v
+
+PLAIN_CONFIG = v.Config(
+    num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64
+)
+PLAIN_REQUEST = v.Request("A", (1, 2, 3, 4, 5, 6), max_tokens=8)
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "priority": {"policy": v.Policy.PRIORITY},
+    "drafts": {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 2},
+    "async": {"max_frames_in_flight": 2, "async_scheduling": True},
+    "pipeline": {"max_frames_in_flight": 2},
+    "caching": {"enable_prefix_caching": True},
+}
+"""What asks for a feature in a config, where one can."""
+REQUESTS: Mapping[str, Mapping[str, Any]] = {
+    "grammar": {"structured_output": True},
+    "multimodal": {"items": (v.MultiModalItem("cat", 1, 2),)},
+    "embeds": {"prompt_embeds": (0,) * 6},
+    "keys": {"adapter": "x", "cache_salt": "y"},
+    "stops": {"eos_token_id": 7, "stop_token_ids": (8,)},
+}
+"""What asks for one in a request, where no config does."""
+STOPS: Mapping[str, Mapping[str, Any]] = {
+    "stop_eos": {"eos_token_id": 7},
+    "stop_token": {"stop_token_ids": (8,)},
+    "stop_repetition": {"repetition_detection": v.RepetitionDetection(2)},
+}
+"""Situations that need a field of a request."""
+AFTER_PREEMPTION = frozenset((*PREEMPTION, "abort_preempted"))
+"""Situations that do not come up where nobody is preempted."""
+OWED_AT_SAFETY = frozenset(
+    (
+        *("admitted", "chunked_prefill", "prefix_hit", "preempted", "preempted_then_resumed"),
+        *("resumed_with_outputs", "resumed_with_hit", "stop_eos", "stop_token", "stop_length"),
+        *("stop_repetition", "several_frames_in_flight", "planned_before_its_token"),
+        *("abort_waiting", "abort_in_flight", "drafts_taken", "drafts_scheduled"),
+        *("drafts_all_accepted", "drafts_none_accepted", "draft_placeholders_scheduled"),
+        *("grammar_promoted", "paused_new", "paused_all", "reset_done", "reset_forced"),
+    )
+)
+"""What a run must have met where no state is followed, as far as its engine can meet it. How often
+the others come up is a matter of policy."""
+
+
+def find_declined(scope: Equivalence) -> frozenset[str]:
+    """Names of the features that an adapter takes out of what it is given."""
+    return frozenset(feature.name for feature in FEATURES if _is_declined(feature, scope))
+
+
+def find_unmet(scope: Equivalence, out_of_reach: frozenset[str]) -> frozenset[str]:
+    """Situations that cannot come up with what an adapter lets through, or says that it has not.
+
+    Where nobody is preempted, nobody returns either.
+    """
+    unmet = {name for name, fields in STOPS.items() if not _is_kept(fields, scope)}
+    if not scope.fit_config(PLAIN_CONFIG).enable_chunked_prefill:
+        unmet.add("chunked_prefill")
+    if "preempted" in out_of_reach:
+        unmet |= AFTER_PREEMPTION
+    return out_of_reach | unmet
+
+
+def _is_declined(feature: Feature, scope: Equivalence) -> bool:
+    if feature.name in CONFIGS:
+        asking = replace(PLAIN_CONFIG, **CONFIGS[feature.name])
+        fitting = scope.fit_config(asking)
+        if feature is PIPELINE:
+            return fitting.max_frames_in_flight == 1
+        return feature.is_asked_by(asking) and not feature.is_asked_by(fitting)
+    return feature.name in REQUESTS and not _is_kept(REQUESTS[feature.name], scope)
+
+
+def _is_kept(fields: Mapping[str, Any], scope: Equivalence) -> bool:
+    """Whether a request keeps any of these fields; one that is declined tells nothing."""
+    request = scope.fit_request(replace(PLAIN_REQUEST, **fields), scope.fit_config(PLAIN_CONFIG))
+    return request is None or any(
+        getattr(request, name) != getattr(PLAIN_REQUEST, name) for name in fields
+    )
+
+
+def list_owed(scope: Equivalence | None) -> frozenset[str] | None:
+    """The situations that a check must have met at an equivalence; None: all that there are."""
+    return OWED_AT_SAFETY if isinstance(scope, Safety) else None

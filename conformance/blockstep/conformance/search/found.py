@@ -1,0 +1,122 @@
+"""Found: what a hunt found, and which failures are one defect."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.search.digging import Ground
+from blockstep.conformance.search.distinct import Mark, Symptoms, saying_of_loss
+from blockstep.conformance.search.episodes import Loss
+from blockstep.conformance.search.forgiving import Cause
+from blockstep.conformance.search.lookouts import Lookout
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.shrink import Shrunk
+
+OF_A_BROKEN_POOL = frozenset({"P2", "P3", "P4", "P6", "P10"})
+"""Properties that speak of who is in a block and what, and of those who wait for one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """What was found: the shortest program for it, and what accounts for it."""
+
+    causes: tuple[Cause, ...]
+    """Together they account for it; () if nothing known does."""
+    first: Finding
+    """What it was found by."""
+    options: CheckOptions
+    """With these and `episode` it was found."""
+    episode: int
+    num_actions: int
+    """Of the program before it was shrunk."""
+    num_events: int
+    """Played in this hunt when it was first seen."""
+    symptoms: Symptoms
+    forgiven: frozenset[Cause] = frozenset()
+    """What was forgiven when it was found."""
+    shrunk: Shrunk | None = None
+    """None if the engine did not live to be asked again."""
+    loss: Loss | None = None
+    """What became of an engine that did not live."""
+    also: tuple[str, ...] = ()
+    """Sentences that other programs break for the same reason."""
+    behind: str = ""
+    """What ends the program before, where the state of the engine is judged."""
+    num_seen: int = 1
+    """Failures in this hunt that were taken for this defect."""
+
+    @property
+    def length(self) -> int:
+        """Actions or events of its program."""
+        if self.shrunk is not None:
+            return len(self.shrunk.program.actions)
+        return len(self.loss.events) if self.loss is not None else self.num_actions
+
+
+@dataclass(slots=True)
+class HuntResult:
+    """All that a hunt found."""
+
+    options: CheckOptions
+    ground: Ground
+    defects: list[Defect] = field(default_factory=list)
+    policies: list[tuple[Lookout, Defect]] = field(default_factory=list)
+    """Decisions that may surprise; both sides take them, so nothing diverges."""
+    num_events: int = 0
+    num_again: Counter[str] = field(default_factory=Counter)
+    """Failures that were like a defect which nothing accounts for, by what it says."""
+    excused: Counter[str] = field(default_factory=Counter)
+    """What was excused: deviations that the adapter declares, by name."""
+    stopped: str = ""
+    """Why the hunt ended before its budget was spent; "" if it did not."""
+
+
+@dataclass(slots=True)
+class Group:
+    """Failures that are one defect, as far as can be said."""
+
+    defects: list[Defect]
+    num_seen: int = 0
+
+    @property
+    def plainest(self) -> Defect:
+        """The plainest of those that say what the first one did."""
+        says = self.defects[0].symptoms.own.saying
+        alike = (it for it in self.defects if it.symptoms.own.saying == says)
+        return min(alike, key=lambda it: (bool(it.behind), it.length))
+
+    def is_near(self, symptoms: Symptoms) -> int:
+        """How near these are to its own: 2, one of its failures again; 1, a symptom; 0, neither."""
+        if any(symptoms.own.is_like(defect.symptoms.own) for defect in self.defects):
+            return 2
+        return int(symptoms.is_symptom_of(self.plainest.symptoms))
+
+    def conclude(self) -> Defect:
+        """The plainest of them, with what the others say."""
+        plainest = self.plainest
+        names = dict.fromkeys(name_of(it.first) for it in self.defects)
+        also = tuple(name for name in names if name != name_of(plainest.first))
+        return replace(plainest, also=also, num_seen=self.num_seen)
+
+
+def follows_from(state: Finding, later: Finding) -> bool:
+    """Whether what is said of a plan or an answer is what had to come of a wrong state.
+
+    The same property, or what becomes of a pool that is out of count (P1).
+    """
+    same = state.property_id == later.property_id
+    return same or (state.property_id == "P1" and later.property_id in OF_A_BROKEN_POOL)
+
+
+def name_of(finding: Finding) -> str:
+    """Property and sentence of a finding, or its kind and sentence."""
+    return f"{finding.property_id or finding.kind} {finding.sentence}"
+
+
+def describe_loss(options: CheckOptions, loss: Loss) -> Defect:
+    """An engine that did not live to say what it is."""
+    first = loss.finding
+    symptoms = Symptoms(Mark(saying_of_loss(loss.message)))
+    return Defect((), first, options, 0, 0, len(loss.events), symptoms, loss=loss)

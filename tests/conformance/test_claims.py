@@ -1,0 +1,241 @@
+"""What a check at `safety` must have met follows from what the engine claims."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from lacking_support import make_lacking
+
+from blockstep.conformance.engine import ALL_CAPABILITIES, EngineTraits, Safety
+from blockstep.conformance.judge.witnesses import WITNESSES
+from blockstep.conformance.judge.witnesses.answers import ANSWERED
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.features import BY_NAME
+from blockstep.conformance.protocol.program import Action, Answer, Program, Propose
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.report.verdict import verdict_word
+from blockstep.conformance.search.check import check
+from blockstep.conformance.search.claims import CONFIGS, OWED_AT_SAFETY, REQUESTS, STOPS
+from blockstep.conformance.search.episodes import fit_depth, run_episode
+from blockstep.conformance.search.floor import look, missing_witnesses
+from blockstep.conformance.search.options import CheckOptions, ExitCode
+from blockstep.spec.vocabulary import (
+    Abort,
+    Config,
+    GrammarReady,
+    PauseState,
+    Request,
+    Reset,
+    Schedule,
+    SetPause,
+    SpecMethod,
+    Submit,
+)
+
+SAFETY = EngineTraits(equivalence=Safety())
+EVERYTHING = set(OWED_AT_SAFETY)
+
+
+def owed(
+    *lacks: str, fit_config: Any = None, fit_request: Any = None, out_of_reach: tuple[str, ...] = ()
+) -> set[str]:
+    """What a check of such an engine that met nothing misses."""
+    fits = {"fit_config": fit_config, "fit_request": fit_request}
+    scope = Safety(**{name: fit for name, fit in fits.items() if fit is not None})
+    traits = EngineTraits(equivalence=scope, out_of_reach=frozenset(out_of_reach))
+    make_engine = make_lacking(SpecEngine, lacks, traits)
+    options = fit_depth(CheckOptions(), make_engine)
+    return set(missing_witnesses({}, options, look(options, make_engine)))
+
+
+def test_whoever_can_do_all_owes_all() -> None:
+    assert owed() == EVERYTHING
+    assert OWED_AT_SAFETY <= ANSWERED <= WITNESSES.keys()
+    assert CONFIGS.keys() | REQUESTS.keys() <= BY_NAME.keys()
+
+
+@pytest.mark.parametrize(
+    ("lacks", "spared"),
+    [
+        (("abort",), {"abort_waiting", "abort_in_flight"}),
+        (("grammar",), {"grammar_promoted"}),
+        (("pause",), {"paused_new", "paused_all"}),
+        (("reset",), {"reset_done", "reset_forced"}),
+        (("async",), {"planned_before_its_token", "draft_placeholders_scheduled"}),
+        (("pipeline",), set()),
+        (
+            ("async", "pipeline"),
+            {
+                *("planned_before_its_token", "draft_placeholders_scheduled"),
+                "several_frames_in_flight",
+            },
+        ),
+        (("drafts",), {name for name in OWED_AT_SAFETY if name.startswith("draft")}),
+        (("rejection", "snapshot", "statistics", "late drafts"), set()),
+    ],
+    ids=str,
+)
+def test_what_it_lacks_it_does_not_owe(lacks: tuple[str, ...], spared: set[str]) -> None:
+    assert EVERYTHING - owed(*lacks) == spared
+
+
+@pytest.mark.parametrize(
+    ("fields", "spared"),
+    [
+        ({"enable_prefix_caching": False}, {"prefix_hit", "resumed_with_hit", "reset_done"}),
+        ({"enable_chunked_prefill": True}, set()),
+        (
+            {"max_frames_in_flight": 1, "async_scheduling": False},
+            {
+                *("planned_before_its_token", "draft_placeholders_scheduled"),
+                "several_frames_in_flight",
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_nor_what_its_adapter_takes_out_of_a_config(
+    fields: dict[str, Any], spared: set[str]
+) -> None:
+    assert EVERYTHING - owed(fit_config=lambda config: replace(config, **fields)) == spared
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_nor_what_it_takes_out_of_a_request(name: str) -> None:
+    plain = Request("", ())
+    fields = {field: getattr(plain, field) for field in STOPS[name]}
+    assert EVERYTHING - owed(fit_request=lambda request, _config: replace(request, **fields)) == {
+        name
+    }
+    assert owed(fit_request=lambda _request, _config: None) == EVERYTHING
+
+
+def test_where_nobody_is_preempted_nobody_returns() -> None:
+    returns = {"preempted", "preempted_then_resumed", "resumed_with_hit", "resumed_with_outputs"}
+    assert EVERYTHING - owed(out_of_reach=("preempted",)) == returns
+    assert EVERYTHING - owed(out_of_reach=("prefix_hit",)) == {"prefix_hit"}
+
+
+# How they are met.
+
+CONFIG = Config(num_blocks=17, block_size=2, max_model_len=32, max_num_batched_tokens=32)
+
+
+def count(config: Config, *actions: Action) -> Counter[str]:
+    run, findings = run_program(
+        Program(config, actions), make_lacking(SpecEngine, ("snapshot",), SAFETY)
+    )
+    assert findings == []
+    return run.witnesses
+
+
+def submit(name: str, **fields: Any) -> Submit:
+    return Submit(Request(name, (1, 2, 3), 4, **fields))
+
+
+def test_aborts_are_told_apart_by_what_they_meet() -> None:
+    config = replace(CONFIG, max_frames_in_flight=2, async_scheduling=True, max_num_seqs=2)
+    seen = count(
+        config,
+        *(submit("A"), submit("B"), submit("C"), Schedule(), Schedule(), Abort(("A", "A", "x"))),
+        *(Abort(("C",)), Answer(), Answer(), Abort(("B", "C"))),
+    )
+    assert {name: seen[name] for name in seen if "abort" in name} == {
+        "abort_in_flight": 1,
+        "abort_with_two_frames_in_flight": 1,
+        "abort_unknown": 2,
+        "abort_waiting": 1,
+        "abort_running": 1,
+        "commit_for_aborted": 2,
+    }
+    assert (seen["several_frames_in_flight"], seen["planned_before_its_token"]) == (1, 2)
+
+
+def test_pauses_grammars_and_resets_are_told() -> None:
+    seen = count(
+        CONFIG,
+        *(submit("A", structured_output=True), GrammarReady("A"), GrammarReady("A"), submit("B")),
+        *(SetPause(PauseState.PAUSED_NEW), Schedule(), SetPause(PauseState.UNPAUSED), Schedule()),
+        *(Reset(False), SetPause(PauseState.PAUSED_ALL), Reset(True), Schedule(), Answer()),
+        *(Abort(("A", "B")), Reset(False)),
+    )
+    for name in ("grammar_promoted", "grammar_ready_twice", "paused_new", "reset_refused"):
+        assert seen[name] == 1, name
+    for name in ("reset_forced", "reset_forced_in_flight", "reset_done"):
+        assert seen[name] == 1, name
+    assert seen["abort_preempted"] == 2
+    assert seen["paused_all"] == 0, "nobody ran any more"
+
+
+def test_drafts_are_told_by_how_many_were_right() -> None:
+    config = replace(CONFIG, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
+    steps: list[Action] = [
+        Propose(((2, 1),)),
+        Schedule(),
+        Answer(),
+        Propose(((1, 0),)),
+        Schedule(),
+        Answer(),
+    ]
+    seen = count(config, Submit(Request("A", (1, 2, 3), 9)), Schedule(), Answer(), *steps)
+    told = {name: seen[name] for name in seen if name.startswith("draft")}
+    assert told == {
+        "drafts_taken": 2,
+        "drafts_scheduled": 2,
+        "drafts_some_accepted": 1,
+        "drafts_none_accepted": 1,
+    }
+
+
+def test_ends_by_the_length_of_the_model_are_told_apart() -> None:
+    config = replace(CONFIG, max_model_len=4)
+    seen = count(config, Submit(Request("A", (1, 2, 3), 4)), Schedule(), Answer())
+    assert (seen["stop_model_length"], seen["stop_length"]) == (1, 0)
+
+
+# What is drawn.
+
+
+def test_aborts_in_flight_are_tried_often_where_nobody_compares() -> None:
+    counts: Counter[str] = Counter()
+    lacks = ALL_CAPABILITIES - {"abort", "snapshot"}
+    make_engine = make_lacking(SpecEngine, lacks, SAFETY)
+    options = fit_depth(CheckOptions(seed=3), make_engine)
+    num_events = 0
+    for index in range(12):
+        episode = run_episode(options, index, make_engine)
+        counts.update(episode.witnesses)
+        num_events += episode.num_events
+    assert counts["abort_in_flight"] > num_events / 100
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This module by its name, however it was imported."""
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[AtSafety.__module__])
+
+
+class AtSafety(SpecEngine):
+    """Right, claims everything, and is judged by properties alone."""
+
+    traits = EngineTraits(equivalence=Safety())
+
+
+def test_a_check_that_met_too_little_says_what_and_what_to_do() -> None:
+    result = check(CheckOptions(f"{__name__}:AtSafety", preset="tiny", max_events=60))
+    assert {"preempted", "drafts_taken"} <= set(result.missing)
+    assert result.exit_code is ExitCode.HARNESS
+    assert verdict_word(result).endswith(
+        "or name in out_of_reach of its traits what cannot come up)"
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("preset", ["tiny", "small", "real"])
+def test_a_check_of_the_usual_length_meets_all(preset: str) -> None:
+    result = check(CheckOptions(f"{__name__}:AtSafety", preset=preset, max_events=150_000))
+    assert result.missing == ()
