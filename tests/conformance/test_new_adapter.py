@@ -94,7 +94,7 @@ def get_toy() -> str:
 
 def test_the_toy_of_the_how_to_conforms_as_it_stands(folder: Path) -> None:
     (folder / "toy.py").write_text(get_toy())
-    budget = ("--budget", 4000, "--preset", "tiny", "--seed", 1)
+    budget = ("--budget", 5000, "--preset", "tiny", "--seed", 1)
     result = blockstep("check", "--engine", "toy:Toy", *budget, "--in-process")
     assert result.exit_code == 0, result.output
     assert "conforms: engine toy:Toy, equivalence safety" in result.output

@@ -42,8 +42,6 @@ def require_one(program: Path | None, corpus: Path | None, episode: int | None) 
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
         console.usage(f"{' and '.join(given)}: each says what is played; give one of them")
-    if corpus is not None and not corpus.is_dir():
-        console.usage(f"--corpus {corpus}: there is no such folder; make it with check --save")
 
 
 def play(
