@@ -183,7 +183,7 @@ class Hunter:
             episodes.append(lose_episode(indices[len(episodes)], lost.loss))
         for episode in episodes:
             self.result.num_events += max(episode.num_events, 1)
-            self.result.known.update(episode.deviations)
+            self.result.excused.update(episode.deviations)
         return episodes
 
     def _learn(self, options: CheckOptions, episode: EpisodeResult) -> bool:
