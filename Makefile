@@ -14,7 +14,7 @@ BASE := $(VENV)/.base
 DEV := $(VENV)/.dev
 MEASURE := $(VENV)/.measure
 
-# The release of vLLM that `make vllm` runs: one that engines/adapters/vllm_releases.py has.
+# The release of vLLM that `make vllm` runs: any since 0.11.0 (engines/adapters/vllm_releases.py).
 VLLM ?= 0.19.1
 VLLM_VENV := .venv-vllm-$(VLLM)
 VLLM_BIN := $(VLLM_VENV)/bin
@@ -112,7 +112,7 @@ $(MEASURE): pyproject.toml | $(DEV)
 	@$(BIN)/python -m pip install -qq --group measure
 	@touch $@
 
-# A release that the adapter does not know is refused before anything is downloaded. vLLM comes last
+# A release that is too old for the adapter is refused before anything is downloaded. vLLM comes last
 # and alone: its declared dependencies would bring CUDA libraries of its own choice, and whatever is
 # installed after it makes pip list those that are not there as if something had gone wrong.
 $(VLLM_DONE): pyproject.toml | $(BASE)
@@ -121,8 +121,8 @@ $(VLLM_DONE): pyproject.toml | $(BASE)
 		sys.exit(get_release_problem("$(VLLM)"))'
 	@$(call create_venv,$(VLLM_VENV))
 	@echo "setup: torch, vllm $(VLLM) and what its scheduler imports, about 3 GB: this takes minutes"
-	@$(BIN)/python -c 'from blockstep.conformance.engines.adapters.vllm_releases import RELEASES; \
-		print(*RELEASES["$(VLLM)"].packages, sep="\n")' > $(VLLM_VENV)/packages.txt
+	@$(BIN)/python -c 'from blockstep.conformance.engines.adapters.vllm_releases import get_release; \
+		print(*get_release("$(VLLM)").packages, sep="\n")' > $(VLLM_VENV)/packages.txt
 	@$(VLLM_BIN)/python -m pip install -q torch==2.13.0
 	@$(VLLM_BIN)/python -m pip install -q -r $(VLLM_VENV)/packages.txt
 	@$(VLLM_BIN)/python -m pip install -qq -e .

@@ -40,7 +40,8 @@ from blockstep.conformance.search.forgiving import (
     follow,
     read_cause,
 )
-from blockstep.conformance.search.hunt import HuntResult, call_here, hunt
+from blockstep.conformance.search.found import HuntResult
+from blockstep.conformance.search.hunt import call_here, hunt
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.conformance.search.wrapped import hide_state, unwrapped
 from blockstep.spec.profiles import Profile, Quirk, get_profile

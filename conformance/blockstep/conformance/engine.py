@@ -286,6 +286,8 @@ class EngineTraits:
     `blockstep hunt` switches them off."""
     version: str = ""
     """Of what is under test."""
+    notes: tuple[str, ...] = ()
+    """What a run has to say of it beside its verdict, a sentence each."""
 
 
 NO_TRAITS = EngineTraits()

@@ -1,12 +1,13 @@
 """Profiles: which release has which quirks (`releases` says what each of them is).
 
 With its profile on, the specification follows a release past its known defects, so that a new one
-stands out.
+stands out. A release between two that are named here is as the older one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 from blockstep.spec.releases import QUIRKS, Quirk, QuirkStory, get_rules
 from blockstep.spec.state import State, create_state
@@ -25,85 +26,128 @@ class Profile:
     """Whether an engine is spared the events that it declines because of a known defect."""
 
 
+PREFIX = "vllm-"
+"""Of the profiles of releases; what follows is the release."""
 STRICT = Profile("strict", spares=False)
 SPARING = Profile("sparing")
 """No quirk is followed, but what an engine declines is left out."""
-COMMON = frozenset(
-    {
-        Quirk.UNWRITTEN_KEYS_STAY,
-        Quirk.EQUALS_PREEMPT_THE_FIRST,
-        Quirk.PLACEHOLDERS_OUTLIVE_A_GAP,
-    }
+HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
+    (
+        "0.11.0",
+        frozenset(
+            {
+                Quirk.UNWRITTEN_KEYS_STAY,
+                Quirk.EQUALS_PREEMPT_THE_FIRST,
+                Quirk.PLACEHOLDERS_OUTLIVE_A_GAP,
+                Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM,
+                Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT,
+                Quirk.RESUMED_BEFORE_ITS_TOKEN,
+                Quirk.ITEMS_NAMED_WITHOUT_PLACE,
+                Quirk.TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK,
+                Quirk.NOTHING_RESERVED,
+                Quirk.ONE_WAITING_QUEUE,
+                Quirk.PASSED_OVER_COME_BACK_REVERSED,
+                Quirk.STOP_TOKENS_IGNORE_MIN_TOKENS,
+                Quirk.LENGTH_COMES_BEFORE_STOP,
+                Quirk.TOO_LONG_IS_PASSED_OVER,
+            }
+        ),
+        frozenset(),
+    ),
+    (
+        "0.11.1",
+        frozenset({Quirk.MIN_TOKENS_MASK_LENGTH}),
+        frozenset({Quirk.STOP_TOKENS_IGNORE_MIN_TOKENS, Quirk.LENGTH_COMES_BEFORE_STOP}),
+    ),
+    (
+        "0.12.0",
+        frozenset({Quirk.DRAFTS_OUTLIVE_PREEMPTION}),
+        frozenset({Quirk.TOO_LONG_IS_PASSED_OVER}),
+    ),
+    (
+        "0.14.0",
+        frozenset(),
+        frozenset({Quirk.PASSED_OVER_COME_BACK_REVERSED, Quirk.DRAFTS_OUTLIVE_PREEMPTION}),
+    ),
+    ("0.18.0", frozenset(), frozenset({Quirk.ONE_WAITING_QUEUE})),
+    (
+        "0.19.0",
+        frozenset(),
+        frozenset(
+            {
+                Quirk.ITEMS_NAMED_WITHOUT_PLACE,
+                Quirk.TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK,
+                Quirk.NOTHING_RESERVED,
+            }
+        ),
+    ),
+    ("0.20.0", frozenset({Quirk.CACHED_TOKENS_OF_THE_LAST_HIT}), frozenset()),
+    ("0.23.0", frozenset({Quirk.ADMITTED_WITH_LOOKAHEAD}), frozenset()),
+    (
+        "0.24.0",
+        frozenset({Quirk.UNNAMED_BLOCKS_FIRST, Quirk.UNCACHED_BLOCKS_FIRST}),
+        frozenset(),
+    ),
+    (
+        "0.25.0",
+        frozenset(
+            {
+                Quirk.RESET_NAMES_ITS_VICTIMS,
+                Quirk.ADMITTED_WITH_PADDING,
+                Quirk.PADDING_WAITS_AT_THE_END,
+            }
+        ),
+        frozenset(),
+    ),
+    ("0.26.0", frozenset(), frozenset({Quirk.CACHED_TOKENS_OF_THE_LAST_HIT})),
+    (
+        "0.27.0",
+        frozenset({Quirk.FRAMES_HOLD_THE_PREEMPTED, Quirk.RESET_DROPS_TOKENS}),
+        frozenset({Quirk.RESUMED_BEFORE_ITS_TOKEN, Quirk.UNCACHED_BLOCKS_FIRST}),
+    ),
+    (
+        "0.28.0",
+        frozenset({Quirk.UNCACHED_BLOCKS_FIRST}),
+        frozenset({Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT}),
+    ),
+    (
+        "0.29.0",
+        frozenset({Quirk.STOP_TOKENS_IGNORE_MIN_TOKENS}),
+        frozenset({Quirk.MIN_TOKENS_MASK_LENGTH, Quirk.PADDING_WAITS_AT_THE_END}),
+    ),
+    ("0.30.0", frozenset({Quirk.HIT_IS_COMPANY_ENOUGH}), frozenset()),
+    (
+        "0.31.0",
+        frozenset({Quirk.ONE_WAITING_QUEUE, Quirk.LONE_REQUEST_HAS_NO_THRESHOLD}),
+        frozenset({Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM}),
+    ),
+    (
+        "0.33.0",
+        frozenset({Quirk.SELF_VICTIM_LETS_OTHERS_RUN, Quirk.DRAFTS_PUBLISH_AT_COMMIT}),
+        frozenset(),
+    ),
 )
-"""What all releases have that schedule by PRIORITY, and asynchronously."""
-UP_TO_0_27 = COMMON | {
-    Quirk.MIN_TOKENS_MASK_LENGTH,
-    Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM,
-    Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT,
-}
-UP_TO_0_23 = UP_TO_0_27 | {Quirk.RESUMED_BEFORE_ITS_TOKEN}
-UP_TO_0_18 = UP_TO_0_23 | {
-    Quirk.ITEMS_NAMED_WITHOUT_PLACE,
-    Quirk.TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK,
-    Quirk.NOTHING_RESERVED,
-}
-UP_TO_0_16 = UP_TO_0_18 | {Quirk.ONE_WAITING_QUEUE}
-SINCE_0_27 = frozenset(
-    {
-        Quirk.UNNAMED_BLOCKS_FIRST,
-        Quirk.FRAMES_HOLD_THE_PREEMPTED,
-        Quirk.RESET_DROPS_TOKENS,
-        Quirk.RESET_NAMES_ITS_VICTIMS,
-        Quirk.ADMITTED_WITH_LOOKAHEAD,
-        Quirk.ADMITTED_WITH_PADDING,
-    }
-)
-RELEASES: tuple[Profile, ...] = (
-    Profile(
-        "vllm-0.11.0",
-        UP_TO_0_16 - {Quirk.MIN_TOKENS_MASK_LENGTH}
-        | {
-            Quirk.PASSED_OVER_COME_BACK_REVERSED,
-            Quirk.STOP_TOKENS_IGNORE_MIN_TOKENS,
-            Quirk.LENGTH_COMES_BEFORE_STOP,
-            Quirk.TOO_LONG_IS_PASSED_OVER,
-        },
-    ),
-    Profile(
-        "vllm-0.12.0",
-        UP_TO_0_16 | {Quirk.PASSED_OVER_COME_BACK_REVERSED, Quirk.DRAFTS_OUTLIVE_PREEMPTION},
-    ),
-    Profile("vllm-0.14.1", UP_TO_0_16),
-    Profile("vllm-0.16.0", UP_TO_0_16),
-    Profile("vllm-0.18.1", UP_TO_0_18),
-    Profile("vllm-0.19.1", UP_TO_0_23),
-    Profile("vllm-0.20.2", UP_TO_0_23 | {Quirk.CACHED_TOKENS_OF_THE_LAST_HIT}),
-    Profile(
-        "vllm-0.23.0",
-        UP_TO_0_23 | {Quirk.CACHED_TOKENS_OF_THE_LAST_HIT, Quirk.ADMITTED_WITH_LOOKAHEAD},
-    ),
-    Profile("vllm-0.27.0", UP_TO_0_27 | SINCE_0_27 | {Quirk.PADDING_WAITS_AT_THE_END}),
-    Profile(
-        "vllm-0.33.0",
-        COMMON
-        | SINCE_0_27
-        | {
-            Quirk.UNCACHED_BLOCKS_FIRST,
-            Quirk.ONE_WAITING_QUEUE,
-            Quirk.LONE_REQUEST_HAS_NO_THRESHOLD,
-            Quirk.SELF_VICTIM_LETS_OTHERS_RUN,
-            Quirk.STOP_TOKENS_IGNORE_MIN_TOKENS,
-            Quirk.HIT_IS_COMPANY_ENOUGH,
-            Quirk.DRAFTS_PUBLISH_AT_COMMIT,
-        },
-    ),
-)
+"""Releases of vLLM that changed a quirk, oldest first: those that came, and those that went."""
+
+
+def _tell_releases() -> tuple[Profile, ...]:
+    """A profile for each entry of the history."""
+    found: list[Profile] = []
+    quirks: frozenset[Quirk] = frozenset()
+    for version, came, went in HISTORY:
+        quirks = (quirks | came) - went
+        found.append(Profile(PREFIX + version, quirks))
+    return tuple(found)
+
+
+RELEASES: tuple[Profile, ...] = _tell_releases()
 PROFILES: tuple[Profile, ...] = (STRICT, SPARING, *RELEASES)
 
 
 def get_profile(name: str) -> Profile | None:
     """The profile called `name`, or None. Profiles and quirks can be added: `strict+QUIRK`.
 
+    A release of vLLM that is not in the table has the quirks of the newest before it.
     Source: architecture D5.
     """
     known = {profile.name: profile for profile in PROFILES}
@@ -112,14 +156,37 @@ def get_profile(name: str) -> Profile | None:
     quirks: set[Quirk] = set()
     spares = False
     for part in name.split("+"):
-        if part in known:
-            quirks |= known[part].quirks
-            spares |= known[part].spares
+        profile = known.get(part) or _get_older(part)
+        if profile is not None:
+            quirks |= profile.quirks
+            spares |= profile.spares
         elif part in list(Quirk):
             quirks.add(Quirk(part))
         else:
             return None
     return Profile(name, frozenset(quirks), spares)
+
+
+def read_release_number(version: str) -> tuple[int, ...] | None:
+    """The number by which releases are ordered: that of `0.19.1` and `0.19.1rc1` is (0, 19, 1).
+
+    Source: architecture D5.
+    """
+    digits = ["".join(takewhile(str.isdecimal, part)) for part in version.split(".")[:3]]
+    return tuple(map(int, digits)) if len(digits) == 3 and all(digits) else None
+
+
+def _get_older(name: str) -> Profile | None:
+    """The newest profile of a release that is not newer than the one that `name` names."""
+    number = read_release_number(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
+    if number is None:
+        return None
+    older = [
+        profile
+        for profile in RELEASES
+        if (read_release_number(profile.name.removeprefix(PREFIX)) or number) <= number
+    ]
+    return older[-1] if older else None
 
 
 def get_smallest_profile(story: QuirkStory) -> Profile:

@@ -31,9 +31,10 @@ NOT_AGAIN = (
 def tell_failure(result: CheckResult) -> str:
     """The whole report of the first failure of a check, a trailing newline included."""
     failure, loss = result.failure, result.loss
+    notes = "".join(f"\n  note       {note}\n" for note in result.notes)
     if failure is None:
         assert loss is not None
-        return _tell_loss(result, loss)
+        return _tell_loss(result, loss) + notes
     assert result.first is not None
     assert result.failing_program is not None
     note = "" if failure.findings else f"\n  {NOT_AGAIN}\n"
@@ -41,7 +42,7 @@ def tell_failure(result: CheckResult) -> str:
         note += f"\n  then, while this was being shrunk: {loss.message}\n"
     shrunk = replace(failure, findings=failure.findings or (result.first,))
     before = len(result.failing_program.actions)
-    return render_failure(shrunk, result.options, result.failed_episode or 0, before) + note
+    return render_failure(shrunk, result.options, result.failed_episode or 0, before) + note + notes
 
 
 def render_failure(

@@ -38,6 +38,7 @@ def hunt_summary(result: HuntResult) -> str:
 def render_hunt(result: HuntResult) -> str:
     """All of it, a trailing newline included."""
     lines = [f"blockstep hunt: {hunt_summary(result)}", *_declared(result)]
+    lines += [f"note: {note}" for note in result.ground.facts.notes]
     for number, defect in enumerate(result.defects, 1):
         lines += ["", f"{number}. {title_of(defect, result)}", *_body(defect, result)]
     for lookout, defect in result.policies:

@@ -47,6 +47,8 @@ def _render_lines(result: CheckResult, console: Console) -> None:
             if canary
             else "canary      ALIVE: a broken engine was not noticed, so no verdict is worth much"
         )
+    for note in result.notes:
+        console.print(f"note        {note}", soft_wrap=True, markup=False)
     for name, count in sorted(result.skipped.items()):
         lacks = f"not tried   {name}: the engine lacks it ({count} actions left out)"
         left_out = f"left out    {name}: {count} times"

@@ -82,6 +82,8 @@ class CheckResult:
     or `safety`."""
     not_asked: tuple[str, ...] = ()
     """What that leaves out, in words."""
+    notes: tuple[str, ...] = ()
+    """What the engine's factory has to say of it, a sentence each."""
     canary_killed_after: int | None = None
     """Events until the canary was caught; None if it survived, or was not asked for."""
     failed_episode: int | None = None
@@ -177,6 +179,7 @@ def search(
     wanted, options = options, replace(options, max_depth=facts.max_depth)
     result = CheckResult(options, equivalence=facts.equivalence, not_asked=facts.not_asked)
     result.deviations, result.stale = facts.deviations, facts.stale
+    result.notes = facts.notes
     if options.max_depth == 1 < wanted.max_depth:
         lacking = (BY_NAME[name] for name in facts.lacking if name in SEVERAL_AT_ONCE)
         result.skipped.update(str(feature.capability) for feature in lacking)

@@ -66,6 +66,8 @@ class Facts:
     """Situations that cannot come up with this engine."""
     owed: frozenset[str] | None = None
     """Those among which the features choose, where not all can be told; None: all."""
+    notes: tuple[str, ...] = ()
+    """What a run has to say of it."""
     deviations: Mapping[str, str] = field(default_factory=dict)
     """What the adapter declares, in words, by name."""
     stale: tuple[str, ...] = ()
@@ -89,6 +91,7 @@ def look(options: CheckOptions, make_engine: EngineFactory) -> Facts:
         situations=None if weaker is None else weaker.situations,
         owed=list_owed(weaker),
         out_of_reach=frozenset(name for name in WITNESSES if name in out_of_reach),
+        notes=tuple(map(str, traits.notes)),
         deviations={one.name: one.summary for one in traits.deviations},
         stale=tuple(one.name for one in traits.deviations if not _is_shown(one, make_engine)),
     )

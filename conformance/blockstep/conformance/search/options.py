@@ -100,7 +100,9 @@ def find_profile(name: str) -> Profile:
     profile = get_profile(name)
     if profile is None:
         known = ", ".join(profile.name for profile in PROFILES)
-        raise UsageError(f"profile {name!r}: must be one of {known}")
+        raise UsageError(
+            f"profile {name!r}: must be one of {known}, or vllm- and another release since 0.11.0"
+        )
     return profile
 
 

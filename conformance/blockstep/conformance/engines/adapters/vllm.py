@@ -3,6 +3,7 @@
     events --> vllm (this module) --> scheduler --> vllm_plans, vllm_state --> answers, snapshots
                vllm_build: how it is built      vllm_releases: what a release has and lacks
                vllm_spared: what it is not given    vllm_names: what a digest stands for
+               vllm_leftovers: what would be passed over     vllm_fields: what becomes of a field
 
 One KV-cache group of full attention, and no worker: what a worker would answer comes in as events.
 With `async_scheduling` it is vLLM's `AsyncScheduler`; drafts then stay with the worker, and plans
@@ -21,15 +22,27 @@ no counter of preemptions.
 from __future__ import annotations
 
 # First, because it says what to do where vLLM cannot be imported.
-from blockstep.conformance.engines.adapters.vllm_build import RELEASE, AnyGrammar, build_request
+from blockstep.conformance.engines.adapters.vllm_build import (
+    RELEASE,
+    AnyGrammar,
+    build_request,
+    build_samples,
+)
 
 # isort: split
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
+from blockstep.conformance.engines.adapters.vllm_leftovers import (
+    NOTE,
+    check_answer,
+    check_plan,
+    check_state,
+)
 from blockstep.conformance.engines.adapters.vllm_names import Known
 from blockstep.conformance.engines.adapters.vllm_plans import read_outputs, read_plan
+from blockstep.conformance.engines.adapters.vllm_releases import get_release_note
 from blockstep.conformance.engines.adapters.vllm_spared import (
     WORKAROUNDS,
     find_reason,
@@ -65,6 +78,7 @@ class VllmEngine:
         out_of_reach=list_out_of_reach(),
         workarounds=WORKAROUNDS,
         version=RELEASE.version,
+        notes=tuple(note for note in (get_release_note(RELEASE.version), NOTE) if note),
     )
 
     def __init__(self, config: v.Config) -> None:
@@ -129,6 +143,7 @@ class VllmEngine:
 
     def snapshot(self) -> v.Snapshot:
         """Its state in canonical form, read from its own fields."""
+        check_state(self.run)
         return read_snapshot(self.run)
 
     def _submit(self, request: v.Request) -> v.Ack:
@@ -146,6 +161,7 @@ class VllmEngine:
         before = {name: requests[name].num_output_placeholders for name in requests}
         running = [request.request_id for request in self.scheduler.running]
         output = self.scheduler.schedule()
+        check_plan(run, output, self.separate_names)
         frame_id, run.next_frame_id = run.next_frame_id, run.next_frame_id + 1
         if output.num_scheduled_tokens:
             run.frames[frame_id] = output
@@ -171,14 +187,16 @@ class VllmEngine:
         result = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[list(row.token_ids) for row in sampled],
+            sampled_token_ids=[build_samples(row.token_ids) for row in sampled],
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=[],
         )
         # Looked up before: a request that ends is forgotten, but its blocks stay named.
         touched = [self.scheduler.requests.get(name) for name in names]
-        answer = self.scheduler.update_from_output(run.frames.pop(frame_id), result)
+        frame = run.frames.pop(frame_id)
+        answer = self.scheduler.update_from_output(frame, result)
+        check_answer(run, answer, frame.num_scheduled_tokens.keys())
         for request in touched:
             if request is not None:
                 run.learn_keys(request)
@@ -186,7 +204,9 @@ class VllmEngine:
             told = core.scheduler_stats
             if told is not None:
                 run.stats = add_counts(run.stats, told.prefix_cache_stats, told.spec_decoding_stats)
-        return v.Outputs(tuple(row for core in answer.values() for row in read_outputs(run, core)))
+        rows = [row for core in answer.values() for row in read_outputs(run, core)]
+        run.ended.update(row.request_id for row in rows if row.finish_reason is not None)
+        return v.Outputs(tuple(rows))
 
     def _drafts(self, drafts: tuple[v.RowTokens, ...]) -> v.DraftsTaken:
         """Source: `update_draft_token_ids`, which answers nothing: attached is what it kept.
@@ -220,4 +240,5 @@ class VllmEngine:
             there = [name for name in dict.fromkeys(batch) if name in requests]
             self.scheduler.finish_requests(batch, RequestStatus.FINISHED_ABORTED)
             ended += [name for name in there if name not in requests]
+        self.run.ended.update(ended)
         return v.Aborted(tuple(ended))

@@ -39,6 +39,7 @@ for name, value in RELEASE.environment:
     os.environ.setdefault(name, value)
 
 try:
+    import numpy as np
     import torch
     from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
     from vllm.lora.request import LoRARequest
@@ -279,6 +280,11 @@ def build_embeds(numbers: TokenIds) -> torch.Tensor | None:
     """A vector of one element for each of the numbers; they keep their tokens beside them."""
     # As wide as it is so that every number has a vector of its own.
     return torch.tensor(numbers, dtype=torch.float64).unsqueeze(1) if numbers else None
+
+
+def build_samples(token_ids: TokenIds) -> Any:
+    """What a row sampled, as the release's worker hands it over."""
+    return np.array(token_ids, dtype=np.int64) if RELEASE.takes_arrays else list(token_ids)
 
 
 def read_embeds(embeds: torch.Tensor | None) -> TokenIds:

@@ -93,7 +93,7 @@ def _get_late_outputs(
     """
     cached = output.scheduled_cached_reqs
     name = cached.req_ids[index]
-    if RELEASE.has_told_preemptions:
+    if RELEASE.has_told_rows:
         resumed = name in cached.resumed_req_ids
         return resumed, cached.all_token_ids.get(name), cached.num_output_tokens[index]
     request = run.scheduler.requests[name]

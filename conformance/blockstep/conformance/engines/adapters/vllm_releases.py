@@ -1,8 +1,9 @@
 """The releases of vLLM that the adapter follows, and what each has: one table, oldest first.
 
-Each entry says what changed since the one before it, so the table reads as a history. It says what
-the adapter must know to hand an event over and to read the answer; what a release *decides*
-otherwise is in its profile (`blockstep.spec.profiles`). Nothing here imports vLLM.
+Each entry says what changed since the one before it, so the table reads as a history, and a release
+between two entries is as the older one. It says what the adapter must know to hand an event over
+and to read the answer; what a release *decides* otherwise is in its profile
+(`blockstep.spec.profiles`). Nothing here imports vLLM.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from types import MappingProxyType
+
+from blockstep.spec.profiles import read_release_number
 
 PACKAGES: tuple[str, ...] = (
     "numpy", "cachetools", "psutil", "requests", "tqdm", "regex", "tokenizers", "safetensors",
@@ -24,7 +27,7 @@ UP_TO_0_16 = (
     *SINCE_0_18, "setproctitle", "blake3", "mistral_common", "opentelemetry-api", "tiktoken",
     "fastapi",
 )  # fmt: skip
-SINCE_0_27 = (
+SINCE_0_24 = (
     *PACKAGES, "transformers>=5", "setproctitle", "blake3", "mistral_common", "opentelemetry-api",
     "tiktoken", "fastapi", "partial-json-parser",
 )  # fmt: skip
@@ -53,8 +56,8 @@ class Release:
     """Whether a draft model may propose; its KV needs slots ahead."""
     has_drafts: bool = False
     """Whether its plans with drafts can be told as ours."""
-    waits_behind_drafts: bool = False
-    """Whether who has drafts in flight is left out of a plan that does not wait for them."""
+    has_floor: bool = False
+    """Whether a request that would get fewer than no tokens is left out of a plan."""
     pads_drafts: bool = False
     """Whether who is admitted with one token may get placeholders for drafts (#45237)."""
     masks_stops: bool = False
@@ -92,8 +95,12 @@ class Release:
     has_sound_priority: bool = False
     """Whether PRIORITY can be run: the first release compares requests of one rank, and plans a
     victim that was in the step already (#23347, #28558)."""
+    takes_arrays: bool = False
+    """Whether answers hold the tokens of a row as an array."""
+    has_told_rows: bool = False
+    """Whether rows tell the outputs that the worker may have missed."""
     has_told_preemptions: bool = False
-    """Whether plans tell who was preempted, and the outputs that the worker may have missed."""
+    """Whether plans tell who was preempted."""
 
     @property
     def profile(self) -> str:
@@ -103,58 +110,75 @@ class Release:
 
 def _build_table() -> Mapping[str, Release]:
     r0110 = Release("0.11.0", UP_TO_0_16)
-    r0120 = replace(
+    r0111 = replace(
         r0110,
-        version="0.12.0",
-        has_async=True,
-        has_forced_reset=True,
+        version="0.11.1",
+        takes_arrays=True,
         has_hashing_module=True,
         has_cache_opt_out=True,
-        has_sound_priority=True,
-        has_drafts=True,
         masks_stops=True,
         has_plain_grammar=True,
-        has_told_preemptions=True,
+        has_told_rows=True,
         has_preempted_counts=True,
         has_named_embeds=True,
     )
-    r0141 = replace(r0120, version="0.14.1")
-    r0160 = replace(r0141, version="0.16.0", has_chunk_flag=True, has_draft_models=True)
-    r0181 = replace(
+    r0120 = replace(
+        r0111,
+        version="0.12.0",
+        takes_arrays=False,
+        has_async=True,
+        has_forced_reset=True,
+        has_sound_priority=True,
+        has_drafts=True,
+        has_told_preemptions=True,
+    )
+    r0150 = replace(r0120, version="0.15.0", has_draft_models=True)
+    r0160 = replace(r0150, version="0.16.0", has_chunk_flag=True)
+    r0170 = replace(
         r0160,
-        version="0.18.1",
-        packages=SINCE_0_18,
+        version="0.17.0",
         has_pause=True,
-        has_skipped_waiting=True,
         has_repetition_detection=True,
         has_step_budget=True,
     )
-    r0191 = replace(r0181, version="0.19.1", has_offsets=True, has_exact_ends=True)
-    r0202 = replace(r0191, version="0.20.2", has_prefill_stats=True)
-    r0230 = replace(r0202, version="0.23.0", environment=(("VLLM_USE_V2_MODEL_RUNNER", "0"),))
+    r0180 = replace(r0170, version="0.18.0", packages=SINCE_0_18, has_skipped_waiting=True)
+    r0190 = replace(r0180, version="0.19.0", has_offsets=True, has_exact_ends=True)
+    r0200 = replace(r0190, version="0.20.0", has_prefill_stats=True)
+    r0220 = replace(r0200, version="0.22.0", environment=(("VLLM_USE_V2_MODEL_RUNNER", "0"),))
+    r0240 = replace(r0220, version="0.24.0", packages=SINCE_0_24)
+    r0250 = replace(r0240, version="0.25.0", pads_drafts=True)
     r0270 = replace(
-        r0230,
+        r0250,
         version="0.27.0",
-        packages=SINCE_0_27,
         has_sound_async_reset=True,
         has_sound_counters=True,
         has_sound_preemption=True,
-        pads_drafts=True,
     )
-    r0330 = replace(
-        r0270,
-        version="0.33.0",
+    r0280 = replace(r0270, version="0.28.0", has_floor=True)
+    r0290 = replace(r0280, version="0.29.0", masks_stops=False)
+    r0310 = replace(
+        r0290,
+        version="0.31.0",
         has_skipped_waiting=False,
-        masks_stops=False,
         has_all_items=True,
         has_tagged_names=True,
-        waits_behind_drafts=True,
     )
-    table = (r0110, r0120, r0141, r0160, r0181, r0191, r0202, r0230, r0270, r0330)
+    table = (
+        *(r0110, r0111, r0120, r0150, r0160, r0170, r0180, r0190),
+        *(r0200, r0220, r0240, r0250, r0270, r0280, r0290, r0310),
+    )
     return MappingProxyType({release.version: release for release in table})
 
 
 RELEASES: Mapping[str, Release] = _build_table()
+"""By the release with which an entry begins."""
+TRIED: tuple[str, ...] = (
+    *("0.11.0", "0.11.1", "0.11.2", "0.12.0", "0.13.0", "0.14.0", "0.14.1", "0.15.0", "0.15.1"),
+    *("0.16.0", "0.17.0", "0.17.1", "0.18.0", "0.18.1", "0.19.0", "0.19.1", "0.20.0", "0.20.1"),
+    *("0.20.2", "0.21.0", "0.22.0", "0.22.1", "0.23.0", "0.24.0", "0.25.0", "0.25.1", "0.26.0"),
+    *("0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
+)
+"""Releases that were held to the specification under their profile, oldest first."""
 REFERENCE = "0.19.1"
 """The release whose rules the specification follows where nothing else decides."""
 
@@ -167,17 +191,42 @@ def get_installed_version() -> str | None:
         return None
 
 
-def get_release_problem(version: str | None) -> str | None:
-    """Why this version of vLLM cannot be held to the spec; None if it can. None: not installed.
+def get_release(version: str) -> Release | None:
+    """What is known of a release, from the entry that it belongs to; None if it is too old.
 
     A local part (`0.19.1+cpu`) says how it was built, and is ignored.
     """
-    if version is not None and version.split("+")[0] in RELEASES:
+    public = version.partition("+")[0]
+    entry = _find_newest(public, tuple(RELEASES))
+    return None if entry is None else replace(RELEASES[entry], version=public)
+
+
+def get_release_note(version: str) -> str | None:
+    """What a run has to say of a release that was not tried."""
+    public = version.partition("+")[0]
+    known = None if public in TRIED else _find_newest(public, TRIED)
+    if known is None:
+        return None
+    return f"vLLM {public} was not tried; it is held to what is known of {known}"
+
+
+def _find_newest(version: str, versions: tuple[str, ...]) -> str | None:
+    """The newest of `versions`, which are in order, that is no newer than `version`."""
+    number = read_release_number(version)
+    if number is None:
+        return None
+    older = [one for one in versions if (read_release_number(one) or number) <= number]
+    return older[-1] if older else None
+
+
+def get_release_problem(version: str | None) -> str | None:
+    """Why this version of vLLM cannot be held to the spec; None if it can. None: not installed."""
+    if version is not None and get_release(version) is not None:
         return None
     found = "vLLM is not installed" if version is None else f"vLLM {version} is not supported"
     return (
-        f"{found}; the adapter follows {', '.join(RELEASES)}: "
-        f"`make vllm VLLM={REFERENCE}` installs it beside .venv and runs the check there"
+        f"{found}; the adapter follows {TRIED[0]} and what came after it: "
+        f"`make vllm VLLM={REFERENCE}` installs one beside .venv and runs the check there"
     )
 
 
@@ -197,6 +246,7 @@ def require_release(error: ImportError | None = None) -> Release:
             f"vLLM {version} is installed but cannot be imported ({error}): "
             f"`make vllm VLLM={version}` makes an environment with what its scheduler needs"
         )
-    if version is None or problem is not None:
+    release = None if version is None else get_release(version)
+    if release is None or problem is not None:
         raise ImportError(problem) from error
-    return RELEASES[version.split("+")[0]]
+    return release

@@ -96,7 +96,7 @@ def _is_behind_drafts(run: Run) -> bool:
 
     Where they are placeholders, those are counted.
     """
-    if run.config.async_scheduling or RELEASE.waits_behind_drafts:
+    if run.config.async_scheduling or RELEASE.has_floor:
         return False
     return len(run.frames) < run.config.max_frames_in_flight and any(
         name in run.scheduler.requests
@@ -122,7 +122,7 @@ def _find_padding_problem(run: Run, waiting: list[VllmRequest]) -> str | None:
         for request in waiting
     ):
         return PADDED_PAST_THE_THRESHOLD
-    if any(
+    if not RELEASE.has_floor and any(
         request.num_computed_tokens >= config.max_model_len for request in run.scheduler.running
     ):
         return PADDED_TO_THE_END
@@ -154,4 +154,5 @@ def _is_any_full(run: Run, requests: list[VllmRequest]) -> bool:
 
     Computed anew, it is planned with -1 tokens next, and the commit of that plan raises.
     """
-    return any(request.num_tokens >= run.config.max_model_len for request in requests)
+    full = run.config.max_model_len
+    return not RELEASE.has_floor and any(request.num_tokens >= full for request in requests)

@@ -35,6 +35,8 @@ class Run:
         """In flight, oldest first. vLLM numbers nothing: a plan comes back with its answer."""
         self.planned: tuple[v.RequestId, ...] = ()
         """Who was in the last plan."""
+        self.ended: set[v.RequestId] = set()
+        """Who has ended since the last plan."""
         self.next_frame_id: v.FrameId = 0
         self.lora_ids: dict[str, int] = {}
         self.stats = v.Stats()
@@ -101,7 +103,7 @@ def read_snapshot(run: Run) -> v.Snapshot:
         next_frame_id=run.next_frame_id,
         finished_req_ids=tuple(sorted(scheduler.finished_req_ids)),
         prev_scheduled_req_ids=tuple(sorted(scheduler.prev_step_scheduled_req_ids))
-        if RELEASE.has_told_preemptions
+        if RELEASE.has_told_rows
         else run.planned,
         stats=add_counts(run.stats, scheduler.kv_cache_manager.prefix_cache_stats),
     )
@@ -126,9 +128,7 @@ def _read_request(run: Run, request: VllmRequest) -> v.RequestSnapshot:
         num_cached_tokens=known.num_cached_tokens
         if RELEASE.has_prefill_stats
         else request.num_cached_tokens,
-        num_preemptions=request.num_preemptions
-        if RELEASE.has_told_preemptions
-        else known.num_preemptions,
+        num_preemptions=request.num_preemptions if RELEASE.has_told_rows else known.num_preemptions,
         grammar_ready=structured is not None and structured.grammar is not None,
     )
 

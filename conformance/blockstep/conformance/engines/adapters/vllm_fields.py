@@ -1,0 +1,120 @@
+"""What becomes of each field of what vLLM says, in any release: nothing is left over (D16).
+
+A field that is in neither table is one that the adapter does not know; a run says so once. Nothing
+here imports vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sized
+from types import MappingProxyType
+
+READ: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "SchedulerOutput": frozenset(
+            {
+                *("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"),
+                *("total_num_scheduled_tokens", "scheduled_spec_decode_tokens"),
+                *("finished_req_ids", "preempted_req_ids", "num_common_prefix_blocks"),
+                *("structured_output_request_ids", "has_structured_output_requests"),
+                *("pending_structured_output_tokens", "num_spec_tokens_to_schedule"),
+                "skip_drafts",  # a hint to who proposes drafts: it may propose all the same
+            }
+        ),
+        "NewRequestData": frozenset(
+            {
+                *("req_id", "prompt_token_ids", "prompt_embeds", "sampling_params"),
+                *("lora_request", "block_ids", "num_computed_tokens"),
+            }
+        ),
+        "CachedRequestData": frozenset(
+            {
+                *("req_ids", "resumed_req_ids", "resumed_from_preemption", "new_token_ids"),
+                *("all_token_ids", "new_block_ids", "num_computed_tokens", "num_output_tokens"),
+            }
+        ),
+        "EngineCoreOutputs": frozenset({"outputs", "scheduler_stats", "timestamp"}),
+        "EngineCoreOutput": frozenset(
+            {
+                *("request_id", "new_token_ids", "finish_reason", "stop_reason"),
+                *("num_cached_tokens", "prefill_stats"),
+                "events",  # readings of a clock
+                "spec_decode_metrics",  # of one request; those of all requests are read
+            }
+        ),
+        "SchedulerStats": frozenset(
+            {
+                *("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs"),
+                *("kv_cache_usage", "prefix_cache_stats", "spec_decoding_stats"),
+            }
+        ),
+    }
+)
+"""Fields that are translated, or held to other fields."""
+
+UNUSED: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "SchedulerOutput": frozenset(
+            {
+                *("scheduled_encoder_inputs", "free_encoder_mm_hashes", "encoder_input_updates"),
+                *("scheduled_encoder_input_stats", "grammar_bitmask", "num_invalid_spec_tokens"),
+                *("kv_connector_metadata", "kv_connector_block_state", "has_sync_kv_loads"),
+                *("ec_connector_metadata", "ec_manager_metadata", "partial_tail_offloads"),
+                *("aux_output_connector_metadata", "new_block_ids_to_zero"),
+                *("kv_cache_block_copies", "block_table_updates"),
+            }
+        ),
+        "NewRequestData": frozenset(
+            {
+                *("mm_features", "pooling_params", "prompt_is_token_ids", "prefill_token_ids"),
+                "replay_start",
+            }
+        ),
+        "CachedRequestData": frozenset(),
+        "EngineCoreOutputs": frozenset(
+            {
+                *("engine_index", "utility_output", "finished_requests", "wave_complete"),
+                *("start_wave", "weight_version"),
+            }
+        ),
+        "EngineCoreOutput": frozenset(
+            {
+                *("new_logprobs", "new_prompt_logprobs_tensors", "prompt_token_id_logprobs"),
+                *("pooling_output", "kv_transfer_params", "ec_transfer_params", "trace_headers"),
+                *("routed_experts", "num_nans_in_logits", "num_external_computed_tokens"),
+                *("mm_cache_miss_hashes", "new_sampling_mask", "error"),
+            }
+        ),
+        "SchedulerStats": frozenset(
+            {
+                *("step_counter", "current_wave", "num_corrupted_reqs", "encoder_cache_usage"),
+                *("num_kv_fetch_reqs_by_stage", "connector_prefix_cache_stats"),
+                *("kv_cache_eviction_events", "kv_connector_stats", "ec_connector_stats"),
+                *("waiting_lora_adapters", "running_lora_adapters", "cudagraph_stats"),
+                *("perf_stats", "iteration_details"),
+            }
+        ),
+    }
+)
+"""Fields for what no config of ours asks for: anything in them belongs to nobody."""
+
+
+def find_unknown(kind: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Those fields of a class that are in neither table."""
+    return tuple(f"{kind}.{name}" for name in names if name not in READ[kind] | UNUSED[kind])
+
+
+def get_unknown_note(version: str, unknown: tuple[str, ...]) -> str | None:
+    """What a run has to say of fields that are not looked at."""
+    if not unknown:
+        return None
+    return f"vLLM {version} has fields that are not looked at: {', '.join(unknown)}"
+
+
+def is_empty(value: object) -> bool:
+    """Whether a field says nothing: it is not there, it is zero, or nothing is in it."""
+    if isinstance(value, Mapping):
+        return all(map(is_empty, value.values()))
+    if isinstance(value, Sized):
+        return len(value) == 0
+    return value is None or (isinstance(value, int | float) and value == 0)

@@ -1,0 +1,330 @@
+"""Nothing that vLLM says is left over: defects planted in a release, each found by its field."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import pytest
+
+from blockstep.conformance.engines.adapters.vllm_fields import (
+    READ,
+    UNUSED,
+    find_unknown,
+    get_unknown_note,
+    is_empty,
+)
+from blockstep.conformance.engines.adapters.vllm_releases import (
+    REFERENCE,
+    TRIED,
+    get_installed_version,
+    get_release_problem,
+)
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.findings import Finding, FindingKind
+from blockstep.conformance.protocol.program import Action, Answer, Program, Propose
+from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.search.options import find_profile
+from blockstep.spec.vocabulary import Abort, Config, Policy, Request, Schedule, SpecMethod, Submit
+
+ADAPTERS = "blockstep.conformance.engines.adapters"
+PROBLEM = get_release_problem(get_installed_version())
+# Importing vLLM imports torch, which warns of itself.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+needs_vllm = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+VERSION = (get_installed_version() or REFERENCE).split("+")[0]
+
+
+# Without vLLM.
+
+
+def test_a_field_is_read_or_unused() -> None:
+    assert READ.keys() == UNUSED.keys()
+    assert all(not READ[kind] & UNUSED[kind] for kind in READ)
+
+
+def test_a_field_that_a_new_release_adds_is_told_once() -> None:
+    names = ("finished_req_ids", "scheduled_magic", "kv_connector_metadata")
+    unknown = find_unknown("SchedulerOutput", names)
+    assert unknown == ("SchedulerOutput.scheduled_magic",)
+    told = "vLLM 9.9.9 has fields that are not looked at: SchedulerOutput.scheduled_magic"
+    assert get_unknown_note("9.9.9", unknown) == told
+    assert get_unknown_note("9.9.9", ()) is None
+
+
+@pytest.mark.parametrize("value", [None, (), [], {}, set(), 0, 0.0, False, {"stage": 0}])
+def test_a_field_may_say_nothing(value: object) -> None:
+    assert is_empty(value)
+
+
+@pytest.mark.parametrize("value", [["x"], {"A": [0]}, {"stage": 1}, 1, True, object()])
+def test_a_field_may_say_something(value: object) -> None:
+    assert not is_empty(value)
+
+
+# With vLLM.
+
+TIGHT = Config(
+    num_blocks=6, block_size=1, max_model_len=8, policy=Policy.PRIORITY,
+    spec_method=SpecMethod.NGRAM, num_speculative_tokens=1,
+)  # fmt: skip
+PREEMPTION: tuple[Action, ...] = (
+    Submit(Request("A", (0,), max_tokens=4, priority=1)),
+    Submit(Request("B", (0,), max_tokens=4, priority=0)),
+    *(Schedule(), Answer(), Propose(((1, 1),))) * 3,
+)
+"""Two with a draft each: A, planned first, has to go when B needs a block."""
+END: tuple[Action, ...] = (
+    Submit(Request("A", (1, 2), max_tokens=1)),
+    Submit(Request("B", (3, 4), max_tokens=3)),
+    *(Schedule(), Answer()) * 3,
+)
+"""A ends with the first answer, B goes on."""
+
+Change: TypeAlias = Callable[[Any, Any], None]
+"""What a planted scheduler does to a plan that it has made, or to an answer."""
+
+
+def play(
+    monkeypatch: pytest.MonkeyPatch, plant: dict[str, Change], config: Config, *actions: Action
+) -> list[Finding]:
+    """Findings of a program, on a release with something planted behind its `schedule` or
+    `update_from_output`."""
+    build = importlib.import_module(f"{ADAPTERS}.vllm_build")
+    names = {"plan": "schedule", "answer": "update_from_output"}
+
+    def make_method(name: str, change: Change) -> Callable[..., Any]:
+        def method(self: Any, *arguments: Any) -> Any:
+            told = getattr(super(planted, self), name)(*arguments)
+            change(self, told)
+            return told
+
+        return method
+
+    methods = {names[when]: make_method(names[when], change) for when, change in plant.items()}
+    planted = type("Planted", (build.Scheduler,), methods)
+    monkeypatch.setattr(build, "Scheduler", planted)
+    program = Program(config, actions, vocabulary_size=1)
+    _, findings = run_program(program, load_engine("vllm"), find_profile(f"vllm-{VERSION}"))
+    return list(findings)
+
+
+def leave_drafts(_scheduler: Any, plan: Any) -> None:
+    """The drafts of whoever had to go stay in the plan."""
+    for name in plan.preempted_req_ids or ():
+        plan.scheduled_spec_decode_tokens[name] = [0]
+
+
+def leave_row(scheduler: Any, plan: Any) -> None:
+    """Blocks are handed to whoever had to go."""
+    for name in plan.preempted_req_ids or ():
+        add_row(scheduler, plan, name)
+
+
+def add_row(_scheduler: Any, plan: Any, name: str) -> None:
+    """An entry in every list of a plan, and no tokens."""
+    cached = plan.scheduled_cached_reqs
+    cached.req_ids.append(name)
+    cached.new_block_ids.append(([1],))
+    cached.num_computed_tokens.append(0)
+    cached.num_output_tokens.append(0)
+
+
+def feed_the_dead(scheduler: Any, plan: Any) -> None:
+    """Blocks are handed to whoever has just ended."""
+    for name in plan.finished_req_ids:
+        plan.num_scheduled_tokens[name] = 1
+        add_row(scheduler, plan, name)
+
+
+def finish_again(scheduler: Any, plan: Any) -> None:
+    """Whoever ended is told in every plan from then on."""
+    ended = getattr(scheduler, "ended", set()) | plan.finished_req_ids
+    scheduler.ended = plan.finished_req_ids = ended
+
+
+def free_items(_scheduler: Any, plan: Any) -> None:
+    """The encoder is to free what it never had, twice."""
+    plan.free_encoder_mm_hashes = ["cat", "cat"]
+
+
+def keep_table(scheduler: Any, _plan: Any) -> None:
+    """A table outlives its request."""
+    manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+    manager.req_to_blocks["gone"] = [scheduler.kv_cache_manager.block_pool.blocks[1]]
+
+
+def count_wrongly(_scheduler: Any, plan: Any) -> None:
+    """A sum that its parts do not have."""
+    plan.total_num_scheduled_tokens += 1
+
+
+def tell_another_prompt(_scheduler: Any, plan: Any) -> None:
+    """The worker is told another prompt than was submitted."""
+    for new in plan.scheduled_new_reqs:
+        new.prompt_token_ids = [9, *new.prompt_token_ids[1:]]
+
+
+def ask_for_grammar(_scheduler: Any, plan: Any) -> None:
+    """A plan wants masks though nobody has a grammar."""
+    plan.pending_structured_output_tokens = True
+
+
+def load_inputs(_scheduler: Any, plan: Any) -> None:
+    """An encoder input for somebody without a row."""
+    plan.scheduled_encoder_inputs["gone"] = [0]
+
+
+def drop_an_entry(_scheduler: Any, plan: Any) -> None:
+    """One of the parallel lists is short."""
+    del plan.scheduled_cached_reqs.num_computed_tokens[-1:]
+
+
+def answer_a_stranger(_scheduler: Any, answer: Any) -> None:
+    """An output under the name of somebody whom the frame did not have."""
+    for core in answer.values():
+        for row in core.outputs:
+            row.request_id = "stranger"
+
+
+def answer_twice(_scheduler: Any, answer: Any) -> None:
+    """Two outputs of one request in one step."""
+    for core in answer.values():
+        core.outputs += core.outputs
+
+
+def transfer_something(_scheduler: Any, answer: Any) -> None:
+    """Transfers without a connector."""
+    for core in answer.values():
+        for row in core.outputs:
+            row.kv_transfer_params = {"remote": 1}
+
+
+def count_the_running(_scheduler: Any, answer: Any) -> None:
+    """Statistics that the state does not bear out."""
+    for core in answer.values():
+        if core.scheduler_stats is not None:
+            core.scheduler_stats.num_running_reqs += 1
+
+
+PLANTED: dict[str, tuple[str, Change, Config, tuple[Action, ...], str]] = {
+    "a victim's drafts": (
+        "plan", leave_drafts, TIGHT, PREEMPTION,
+        "scheduled_spec_decode_tokens names 'A', who has no row in this plan",
+    ),
+    "blocks for a victim": (
+        "plan", leave_row, TIGHT, PREEMPTION,
+        "scheduled_cached_reqs names 'A', who has no tokens in this plan",
+    ),
+    "blocks for the dead": (
+        "plan", feed_the_dead, Config(num_blocks=9), END,
+        "scheduled_cached_reqs names 'A', who is not there",
+    ),
+    "an end told twice": (
+        "plan", finish_again, Config(num_blocks=9), END,
+        "finished_req_ids names 'A', who has not ended since the last plan",
+    ),
+    "an item freed twice": (
+        "plan", free_items, Config(num_blocks=9), END,
+        "free_encoder_mm_hashes in this plan: ['cat', 'cat']",
+    ),
+    "a table of nobody": (
+        "plan", keep_table, Config(num_blocks=9), END, "req_to_blocks names 'gone', who is gone",
+    ),
+    "a wrong sum": (
+        "plan", count_wrongly, Config(num_blocks=9), END,
+        "total_num_scheduled_tokens is 5; its rows have 4",
+    ),
+    "another prompt": (
+        "plan", tell_another_prompt, Config(num_blocks=9), END,
+        "prompt_token_ids of new row 'A' is (9, 2), not (1, 2)",
+    ),
+    "masks for nobody": (
+        "plan", ask_for_grammar, Config(num_blocks=9), END,
+        "pending_structured_output_tokens in this plan: no row has a grammar",
+    ),
+    "inputs for nobody": (
+        "plan", load_inputs, Config(num_blocks=9), END,
+        "scheduled_encoder_inputs in this plan: {'gone': [0]}",
+    ),
+    "a short list": (
+        "plan", drop_an_entry, Config(num_blocks=9), END,
+        "scheduled_cached_reqs.num_computed_tokens has 0 entries for 1 requests",
+    ),
+    "an answer to a stranger": (
+        "answer", answer_a_stranger, Config(num_blocks=9), END[1:],
+        "outputs names 'stranger', whom this frame did not have",
+    ),
+    "two answers to one": (
+        "answer", answer_twice, Config(num_blocks=9), END[1:], "outputs name 'B' 2 times",
+    ),
+    "a transfer of nothing": (
+        "answer", transfer_something, Config(num_blocks=9), END[1:],
+        "kv_transfer_params in the output of 'B': {'remote': 1}",
+    ),
+    "wrong statistics": (
+        "answer", count_the_running, Config(num_blocks=9), END[1:],
+        "num_running_reqs in this answer is 2, and the state says 1",
+    ),
+}  # fmt: skip
+"""Defects of a release, and what is said of each."""
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("when", "change", "config", "actions", "said"), PLANTED.values(), ids=PLANTED
+)
+def test_what_is_left_over_is_found_by_its_field(
+    when: str, change: Change, config: Config, actions: tuple[Action, ...], said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    config_lacks_drafts = config.num_speculative_tokens and not has_capability("drafts")
+    if config_lacks_drafts:
+        pytest.skip(f"vLLM {VERSION} is given no drafts")
+    (found, *_) = play(monkeypatch, {when: change}, config, *actions)
+    assert found.kind is FindingKind.FAULT
+    assert said in found.message
+
+
+@needs_vllm
+@pytest.mark.parametrize("actions", [PREEMPTION, END], ids=["preemption", "end"])
+def test_where_nothing_is_planted_nothing_is_found(
+    actions: tuple[Action, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if actions is PREEMPTION and not has_capability("drafts"):
+        pytest.skip(f"vLLM {VERSION} is given no drafts")
+    config = TIGHT if actions is PREEMPTION else Config(num_blocks=9)
+    assert play(monkeypatch, {"plan": lambda _scheduler, _plan: None}, config, *actions) == []
+
+
+@needs_vllm
+def test_a_block_that_is_freed_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def free_again(scheduler: Any, plan: Any) -> None:
+        pool = scheduler.kv_cache_manager.block_pool
+        if plan.finished_req_ids:
+            pool.free_block_queue.append(pool.free_block_queue.get_all_free_blocks()[0])
+
+    (found, *_) = play(monkeypatch, {"plan": free_again}, Config(num_blocks=9), *END)
+    assert found.kind is FindingKind.FAULT
+    assert "blocks are queued, but" in found.message
+
+
+@needs_vllm
+def test_whoever_comes_back_under_its_old_id_may_end_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    again = (Submit(Request("A", (1, 2), max_tokens=1)), Schedule(), Answer(), Abort(("B",)))
+    actions = (*END, *again, Schedule(), *again[:3], Schedule())
+    nothing: dict[str, Change] = {"plan": lambda _scheduler, _plan: None}
+    assert play(monkeypatch, nothing, Config(num_blocks=9), *actions) == []
+
+
+@needs_vllm
+def test_every_field_of_a_tried_release_is_known() -> None:
+    if VERSION not in TRIED:
+        pytest.skip(f"vLLM {VERSION} was not tried")
+    assert importlib.import_module(f"{ADAPTERS}.vllm_leftovers").NOTE is None
+
+
+def has_capability(name: str) -> bool:
+    """Whether the release that is installed has it."""
+    return name in load_engine("vllm")(Config(num_blocks=9)).capabilities()
