@@ -23,6 +23,7 @@ ENGINES = {
     "foreign_support.hosts:AtSafety": "safety",
     "foreign_support.hosts:AtRenamed": "renamed",
     "foreign_support.hosts:AtPlan": "plan",
+    "equivalent_engines:Simulator": "plan",
     "host": "exact",
 }
 
@@ -110,3 +111,23 @@ def test_an_unknown_equivalence_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"plan"', '"almost"'))
     with pytest.raises(TraceError, match="exact, renamed, plan, safety"):
         read_trace(path)
+
+
+def test_a_trace_says_what_its_engine_declares(tmp_path: Path) -> None:
+    path, out, num_excused = tmp_path / "run.jsonl", tmp_path / "out.json", 0
+    for episode in range(8):
+        engine = "foreign_support.toys:TellsTwice"
+        write_episode(CheckOptions(engine, episode=episode), None, path)
+        trace = read_trace(path)
+        result = blockstep("validate", path, "--json", out)
+        assert result.exit_code == 0, result.output
+        excused = json.loads(out.read_text())["excused"]
+        assert bool(trace.excuses) == bool(excused) == ("declared  late_reply" in result.output)
+        num_excused += sum(excused.values())
+        if excused:  # nothing else is excused
+            steps = [
+                bend_outputs(one) if can_bend(bend_outputs, one) else one for one in trace.steps
+            ]
+            write_trace(path, trace.config, steps, trace.equivalence, trace.excuses)
+            assert blockstep("validate", path).exit_code == 1
+    assert num_excused > 0
