@@ -136,7 +136,10 @@ def test_an_engine_that_decides_otherwise_is_timed_by_itself(engine: str) -> Non
     assert find_obstacle(engine, drafts) == ("drafts" if engine in TOYS else None)
 
 
-def test_beside_exact_engines_it_is_told_apart(tmp_path: Path) -> None:
+def test_beside_exact_engines_it_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockstep.conformance.bench.measure.REHEARSAL", {"decode": 1})
     out, toy = tmp_path / "out.json", TOYS[1]
     asked = ("--engine", "host", "--engine", toy, "--scenario", "decode", "--scenario", "drafts")
     result = bench("scheduler", *asked, "-n", 1, "--steps", 4, "--json", out)
@@ -167,10 +170,11 @@ def test_too_few_that_run_and_what_an_engine_lacks_are_one_sentence() -> None:
         ("make_mute_host", "a Commit was answered with Ack"),
         ("make_forgetful_toy", "speaks of"),
         ("make_moody_toy", "does not decide the same twice"),
+        ("foreign_support.toys:SmallToy", "raised MemoryError: too many blocks"),
     ],
 )
 def test_an_engine_that_breaks_is_told_in_one_sentence(engine: str, told: str) -> None:
-    name = f"tests.conformance.test_bench:{engine}"
+    name = engine if ":" in engine else f"tests.conformance.test_bench:{engine}"
     result = bench("profile", "--engine", name, "--scenario", "decode", "-n", 1, "--steps", 4)
     assert result.exit_code == ExitCode.FAILED
     assert told in result.output
