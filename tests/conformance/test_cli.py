@@ -44,7 +44,7 @@ def test_every_command_explains_itself(command: str) -> None:
 def test_a_failure_has_the_face_of_the_product(snapshot: SnapshotAssertion) -> None:
     result = blockstep("check", "--engine", "museum:zombie-key", "--seed", 0, "--budget", 150_000)
     assert result.exit_code == 1
-    assert result.output == snapshot
+    assert result.stdout == snapshot
 
 
 def test_a_leak_is_reported_with_its_property(snapshot: SnapshotAssertion) -> None:
@@ -52,7 +52,7 @@ def test_a_leak_is_reported_with_its_property(snapshot: SnapshotAssertion) -> No
         "check", "--engine", "museum:leak-on-abort", "--preset", "tiny", "--budget", 50_000
     )
     assert result.exit_code == 1
-    assert result.output == snapshot
+    assert result.stdout == snapshot
 
 
 def test_a_short_run_gives_no_verdict() -> None:
@@ -441,6 +441,18 @@ def test_an_engine_that_is_not_exact_is_replayed(
     assert refused.exit_code == (2 if "toys" in engine else 0)
     if "toys" in engine:
         assert "lacks priority" in refused.output
+
+
+@pytest.mark.parametrize("args", [(), ("--no-spec",)])
+def test_an_engine_that_breaks_while_it_is_built_is_a_fault_of_a_replay(
+    args: tuple[str, ...], tmp_path: Path
+) -> None:
+    path, engine = tmp_path / "mooncake.jsonl", "foreign_support.toys:SmallToy"
+    path.write_text(MOONCAKE)
+    result = blockstep("replay", path, "--engine", engine, "--num-blocks", 64, *args)
+    assert result.exit_code == 1
+    assert "FAULT at step 0: engine_raises_nothing" in result.output
+    assert "MemoryError: too many blocks" in result.output
 
 
 def test_a_replay_in_which_nothing_finished_is_no_verdict(tmp_path: Path) -> None:
