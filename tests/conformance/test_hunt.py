@@ -412,7 +412,8 @@ def test_each_line_to_reproduce_shows_its_finding(tmp_path: Path) -> None:
     saved.mkdir()
     (folder / "broken_in_three.py").write_text(BROKEN)
     file = tmp_path / "found.json"
-    given = ["--engine", "broken_in_three:Broken", "--path", str(folder), "--budget", "400"]
+    given = ["--engine", "broken_in_three:Broken", "--path", str(folder)]
+    given += ["--budget", "400", "--seed", "2"]
     run = CliRunner().invoke(app, ["hunt", *given, "--save", str(saved), "--json", str(file)])
     assert run.exit_code == 1, run.output
     defects = json.loads(file.read_text())["defects"]
