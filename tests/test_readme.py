@@ -24,7 +24,7 @@ def test_the_failure_shown_is_what_the_tool_prints() -> None:
     args = command.removeprefix("$ blockstep ").split()
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 1
-    assert result.output.strip() == shown.strip()
+    assert result.stdout.strip() == shown.strip()
 
 
 def test_the_example_runs_and_prints_its_comments() -> None:

@@ -44,7 +44,7 @@ def test_every_command_explains_itself(command: str) -> None:
 def test_a_failure_has_the_face_of_the_product(snapshot: SnapshotAssertion) -> None:
     result = blockstep("check", "--engine", "museum:zombie-key", "--seed", 0, "--budget", 150_000)
     assert result.exit_code == 1
-    assert result.output == snapshot
+    assert result.stdout == snapshot
 
 
 def test_a_leak_is_reported_with_its_property(snapshot: SnapshotAssertion) -> None:
@@ -52,7 +52,7 @@ def test_a_leak_is_reported_with_its_property(snapshot: SnapshotAssertion) -> No
         "check", "--engine", "museum:leak-on-abort", "--preset", "tiny", "--budget", 50_000
     )
     assert result.exit_code == 1
-    assert result.output == snapshot
+    assert result.stdout == snapshot
 
 
 def test_a_short_run_gives_no_verdict() -> None:

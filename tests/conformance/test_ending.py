@@ -148,12 +148,25 @@ def list_children(pid: int) -> list[int]:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for children in Linux")
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)]
+    ("args", "number"),
+    [
+        (("museum", "run", "--jobs", 2), signal.SIGINT),
+        *(
+            pytest.param(args, number, marks=pytest.mark.soak)
+            for args in (
+                ("museum", "run", "--jobs", 2),
+                ("prove", "--jobs", 2),
+                ("explore", "--jobs", 2),
+                ("check", "--jobs", 2),
+            )
+            for number in (signal.SIGTERM, signal.SIGKILL)
+        ),
+    ],
 )
 def test_processes_of_our_own_end_with_their_command(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, args: tuple[object, ...], number: signal.Signals
 ) -> None:
-    command = start(tmp_path, "museum", "run", "--jobs", 2)
+    command = start(tmp_path, *args)
     deadline = time.monotonic() + 60
     while len(children := list_children(command.pid)) < 3:  # two, and multiprocessing's tracker
         assert time.monotonic() < deadline
@@ -164,9 +177,20 @@ def test_processes_of_our_own_end_with_their_command(
     while any(map(is_running, children)):
         assert time.monotonic() - started < 2
         time.sleep(0.02)
-    if number is signal.SIGINT:
-        assert command.returncode == 130
-        assert errors == "blockstep: ended by SIGINT; nothing was seen yet\n"
+    if number is not signal.SIGKILL:
+        assert command.returncode == 128 + number
+        assert re.match(rf"blockstep: ended by {number.name}; .*seen.*\n", errors)
+        assert "Traceback" not in errors
+
+
+@pytest.mark.soak
+def test_a_solver_that_takes_signals_for_itself_is_ended(tmp_path: Path) -> None:
+    pytest.importorskip("z3")
+    command = start(tmp_path, "prove", "--all", "--jobs", 1)
+    time.sleep(8)
+    os.kill(command.pid, signal.SIGINT)
+    assert command.communicate(timeout=2)[0] == ""
+    assert command.returncode == 130
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="forks")

@@ -260,7 +260,7 @@ def test_command_fails_when_a_law_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @solver
 def test_unanswered_law_is_a_fault_of_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_proofs", lambda laws, jobs: iter(()))
+    monkeypatch.setattr(runner, "_proofs", lambda laws, jobs, is_apart: iter(()))
     assert prove("--law", "slots.no_slot").exit_code == 5
 
 

@@ -161,7 +161,7 @@ def _record_isolated(isolation: Isolation, wanted: CheckOptions, record: Path) -
         typer.echo(f"blockstep: --record {record}: nothing to write: {lost}", err=True)
 
 
-def tell_progress(wanted: CheckOptions, now: CheckResult) -> tuple[float, str]:
+def tell_progress(wanted: CheckOptions, now: CheckResult) -> tuple[float | None, str]:
     """How far a check is, and what it has seen."""
     done = 0.0
     if wanted.max_events:
@@ -172,4 +172,4 @@ def tell_progress(wanted: CheckOptions, now: CheckResult) -> tuple[float, str]:
     if now.first is None:
         return min(done, 1.0), f"{seen}, nothing wrong"
     name = f"{now.first.property_id or now.first.kind} {now.first.sentence}"
-    return 1.0, f"{now.shrinking or 'found'}: {name}, in {seen}"
+    return None, f"{now.shrinking or 'found'}: {name}, in {seen}"

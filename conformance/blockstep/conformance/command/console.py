@@ -94,8 +94,11 @@ def require_engine(make_engine: EngineFactory) -> EngineFactory:
 
 
 @contextmanager
-def progress(console: Console, title: str) -> Iterator[Callable[[float, str], None]]:
-    """A bar on a terminal; elsewhere a plain line now and then, so that a log shows life."""
+def progress(console: Console, title: str) -> Iterator[Callable[[float | None, str], None]]:
+    """A bar on a terminal; elsewhere a plain line now and then, so that a log shows life.
+
+    It is told which share is done, None: as before.
+    """
     if not console.is_terminal:
         yield plain_progress(title)
         return
@@ -109,7 +112,7 @@ def progress(console: Console, title: str) -> Iterator[Callable[[float, str], No
     with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task(title, total=1.0)
 
-        def advance(done: float, text: str) -> None:
+        def advance(done: float | None, text: str) -> None:
             note(title, text)
             bars.update(task, completed=done, description=f"{title}: {text}")
 

@@ -28,13 +28,13 @@ from blockstep.conformance.command import console
 from blockstep.conformance.search.isolation import end_all
 from blockstep.conformance.search.options import ExitCode
 
-GRACE_SECONDS = 1.2
+GRACE_SECONDS = 1.5
 """For tidying up after a signal; then the process ends all the same."""
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 SIGPIPE = 13
-PIPE_CLOSED = 128 + SIGPIPE
+_is_listening = False
 
 
 class Ended(BaseException):
@@ -170,6 +170,21 @@ def _listen() -> None:
             signal.signal(number, end)
     signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(mine, theirs), daemon=True).start()
+    sys.unraisablehook = _pass_over
+    global _is_listening  # noqa: PLW0603 - of the process
+    _is_listening = True
+
+
+def is_listening() -> bool:
+    """Whether signals end this process as is said here. While z3 solves, it takes Ctrl-C for
+    itself, so then it is not to be run in this process."""
+    return _is_listening
+
+
+def _pass_over(unraisable: sys.UnraisableHookArgs) -> None:
+    """An `Ended` that came at a place where nothing can be raised: the other thread sees to it."""
+    if not isinstance(unraisable.exc_value, Ended):
+        sys.__unraisablehook__(unraisable)
 
 
 def _watch(mine: socket.socket, _theirs: socket.socket) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from blockstep.conformance.command import console, options, tables
+from blockstep.conformance.command import console, ending, options, tables
 from blockstep.conformance.prove.law import Law
 from blockstep.conformance.prove.runner import (
     NotInstalledError,
@@ -60,7 +60,12 @@ def prove_command(
     chosen = choose_laws(list(LAWS.values()), law or [], prove_all)
     start = time.monotonic()
     try:
-        proofs = prove_laws(chosen, options.count_jobs(jobs), console.plain_progress("proving"))
+        proofs = prove_laws(
+            chosen,
+            options.count_jobs(jobs),
+            console.plain_progress("proving"),
+            is_apart=ending.is_listening(),
+        )
     except UnansweredError as error:
         console.end(ExitCode.HARNESS, str(error))
     seconds = time.monotonic() - start

@@ -92,15 +92,10 @@ def load_engine(name: str) -> EngineFactory:
     Raises:
         EngineNotFoundError: naming what was tried, and how to name an engine.
     """
+    target = get_target(name)
     if name.startswith(MUSEUM):
         return _load_exhibit(name)
-    target = KNOWN_ENGINES[name].target if name in KNOWN_ENGINES else name
     module_name, _, attribute = target.partition(":")
-    if not module_name or not attribute:
-        known = ", ".join(KNOWN_ENGINES)
-        raise EngineNotFoundError(
-            f"engine {name!r}: neither one of [{known}] nor of the form module:attribute"
-        )
     try:
         factory = getattr(importlib.import_module(module_name), attribute)
     except (Exception, SystemExit) as error:  # an import runs whatever stands there
@@ -111,6 +106,22 @@ def load_engine(name: str) -> EngineFactory:
     if not callable(factory):
         raise EngineNotFoundError(f"engine {name!r}: {target} is not callable: name a factory")
     return cast("Callable[[Config], Engine]", factory)
+
+
+def get_target(name: str) -> str:
+    """`module:attribute` of an engine, which need not be there; nothing is imported.
+
+    Raises:
+        EngineNotFoundError: it is no name of an engine.
+    """
+    target = KNOWN_ENGINES[name].target if name in KNOWN_ENGINES else name
+    module_name, _, attribute = target.partition(":")
+    if not name.startswith(MUSEUM) and not (module_name and attribute):
+        known = ", ".join(KNOWN_ENGINES)
+        raise EngineNotFoundError(
+            f"engine {name!r}: neither one of [{known}] nor of the form module:attribute"
+        )
+    return target
 
 
 def _load_exhibit(name: str) -> EngineFactory:

@@ -131,10 +131,12 @@ def prove_laws(
     laws: Sequence[Law],
     jobs: int = 1,
     on_progress: Callable[[float, str], None] = lambda _done, _text: None,
+    is_apart: bool = False,
 ) -> list[Proof]:
     """A proof for each law, in their order. With one job nothing leaves this process.
 
-    With several, the laws must be those of `laws.LAWS`: each process looks them up by name.
+    With several, or if it `is_apart`, the laws must be those of `laws.LAWS`: each process looks
+    them up by name.
 
     Raises:
         NotInstalledError: CrossHair is missing.
@@ -142,7 +144,7 @@ def prove_laws(
     """
     require_crosshair()
     proofs: dict[str, Proof] = {}
-    for proof in _proofs(laws, jobs):
+    for proof in _proofs(laws, jobs, is_apart):
         proofs[proof.name] = proof
         on_progress(len(proofs) / len(laws), f"{len(proofs)} of {len(laws)} laws, {proof.name}")
     asked = [law.name for law in laws]
@@ -151,8 +153,8 @@ def prove_laws(
     return [proofs[name] for name in asked]
 
 
-def _proofs(laws: Sequence[Law], jobs: int) -> Iterator[Proof]:
-    if jobs <= 1 or len(laws) <= 1:
+def _proofs(laws: Sequence[Law], jobs: int, is_apart: bool) -> Iterator[Proof]:
+    if not is_apart and (jobs <= 1 or len(laws) <= 1):
         yield from map(prove_law, laws)
         return
     slow_first = sorted(laws, key=lambda law: not law.is_slow)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, TypeVarTuple, cast
 
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.protocol.program import Program
-from blockstep.conformance.protocol.registry import EngineNotFoundError
+from blockstep.conformance.protocol.registry import EngineNotFoundError, get_target
 from blockstep.conformance.search.check import CheckResult, search
 from blockstep.conformance.search.episodes import EpisodeResult, Loss
 from blockstep.conformance.search.floor import Facts, look
@@ -154,6 +154,7 @@ class Isolation:
             LostError: if the engine did not live to the end of it.
             EngineNotFoundError, RefusedError, HarnessError: as ever.
         """
+        get_target(options.engine)  # what is no name needs no process to be told
         child = self._take_child()
         self._busy.append(child)
         try:
