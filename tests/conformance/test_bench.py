@@ -167,10 +167,11 @@ def test_too_few_that_run_and_what_an_engine_lacks_are_one_sentence() -> None:
         ("make_mute_host", "a Commit was answered with Ack"),
         ("make_forgetful_toy", "speaks of"),
         ("make_moody_toy", "does not decide the same twice"),
+        ("foreign_support.toys:SmallToy", "raised MemoryError: too many blocks"),
     ],
 )
 def test_an_engine_that_breaks_is_told_in_one_sentence(engine: str, told: str) -> None:
-    name = f"tests.conformance.test_bench:{engine}"
+    name = engine if ":" in engine else f"tests.conformance.test_bench:{engine}"
     result = bench("profile", "--engine", name, "--scenario", "decode", "-n", 1, "--steps", 4)
     assert result.exit_code == ExitCode.FAILED
     assert told in result.output

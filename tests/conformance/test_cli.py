@@ -443,6 +443,18 @@ def test_an_engine_that_is_not_exact_is_replayed(
         assert "lacks priority" in refused.output
 
 
+@pytest.mark.parametrize("args", [(), ("--no-spec",)])
+def test_an_engine_that_breaks_while_it_is_built_is_a_fault_of_a_replay(
+    args: tuple[str, ...], tmp_path: Path
+) -> None:
+    path, engine = tmp_path / "mooncake.jsonl", "foreign_support.toys:SmallToy"
+    path.write_text(MOONCAKE)
+    result = blockstep("replay", path, "--engine", engine, "--num-blocks", 64, *args)
+    assert result.exit_code == 1
+    assert "FAULT at step 0: engine_raises_nothing" in result.output
+    assert "MemoryError: too many blocks" in result.output
+
+
 def test_a_replay_in_which_nothing_finished_is_no_verdict(tmp_path: Path) -> None:
     path = tmp_path / "mooncake.jsonl"
     path.write_text(MOONCAKE * 2)

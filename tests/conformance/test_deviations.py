@@ -22,6 +22,7 @@ from blockstep.conformance.report.hunt import render_hunt
 from blockstep.conformance.report.jsonform import check_to_json
 from blockstep.conformance.report.verdict import verdict_text
 from blockstep.conformance.search.check import check
+from blockstep.conformance.search.floor import look
 from blockstep.conformance.search.hunt import call_here, hunt
 from blockstep.conformance.search.isolation import Isolation
 from blockstep.conformance.search.options import CheckOptions, ExitCode
@@ -237,3 +238,11 @@ def test_a_hunt_counts_it_and_names_no_defect() -> None:
     assert result.defects == []
     assert result.excused["miscounts_hits"] > 30
     assert "miscounts_hits" in render_hunt(result)
+
+
+def test_a_deviation_without_a_program_is_bad_input() -> None:
+    class Unshown(SpecEngine):
+        traits = EngineTraits(deviations=(replace(MISCOUNTS, program=None),))
+
+    with pytest.raises(BadEngineError, match="'miscounts_hits': its program must be a Program, no"):
+        look(CheckOptions(), Unshown)

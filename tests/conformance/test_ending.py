@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from blockstep.conformance.command import ending
+
 ENGINES = """
 import os, time
 from blockstep.conformance.protocol.registry import SpecEngine
@@ -237,6 +239,19 @@ def test_a_full_disk_is_told_before_the_work(tmp_path: Path) -> None:
     assert command.returncode == 2
     told = "blockstep: standard output: cannot write: No space left on device\n"
     assert command.stderr == told
+
+
+def test_a_command_that_fails_by_itself_is_no_violation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody expects is shown with its traceback, and ends with the code of the harness."""
+    monkeypatch.setattr(ending, "_listen", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        ending.run(lambda: 1 // 0)
+    assert ended.value.code == 5
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback")
+    assert "blockstep: the command itself failed: ZeroDivisionError: " in said.splitlines()[-1]
 
 
 def test_the_version_and_the_module(tmp_path: Path) -> None:

@@ -70,6 +70,15 @@ def test_what_an_engine_lacks_is_no_finding(lacks: tuple[str, ...], equivalence:
 
 
 @pytest.mark.parametrize("equivalence", EQUIVALENCES)
+@pytest.mark.parametrize("has", [(), ("rejection",), ("abort",), ("snapshot",)], ids=" ".join)
+def test_nor_is_what_it_lacks_that_has_hardly_anything(
+    has: tuple[str, ...], equivalence: str
+) -> None:
+    """As a template says at first: nothing is sent to it that it does not name."""
+    play(lacking("host", equivalence, sorted(ALL_CAPABILITIES.difference(has))), 100, "small", 4)
+
+
+@pytest.mark.parametrize("equivalence", EQUIVALENCES)
 def test_nor_is_what_it_lacks_of_two(equivalence: str) -> None:
     for seed, lacks in enumerate(PAIRS[:: len(PAIRS) // 7]):
         play(lacking("compiled", equivalence, lacks), 60, "tiny", seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,18 @@ from blockstep.conformance.engine import EngineTraits, Safety
 from blockstep.conformance.lockstep.score import Aspect, ScoreRun, score_program
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Propose
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.conformance.report.score import render_score
+from blockstep.conformance.report.score import render_score, reproduce
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.conformance.search.score import ScoreResult, play_scored, score
 from blockstep.impl.host import HostEngine
 from blockstep.spec import Config, Request, Schedule, SpecMethod, Submit
-from blockstep.spec.vocabulary import GrammarReady
+from blockstep.spec.profiles import SPARING
+from blockstep.spec.vocabulary import Event, GrammarReady, Plan
 
 SHORT, BROKEN, HANGING = (
     f"equivalent_engines:{name}" for name in ("ShortSimulator", "Broken", "Hanging")
 )
+PAGE = (Path(__file__).parents[2] / "docs/explanation/equivalences.md").read_text()
 Judged = held_to(HostEngine, EngineTraits(equivalence=Safety()))
 
 
@@ -152,6 +155,25 @@ def test_only_what_both_can_be_given_is_given() -> None:
     assert run.engine.live.keys() == run.reference.live.keys() == {"B"}
 
 
+def test_what_an_engine_declines_neither_side_is_given() -> None:
+    """A step that one side alone leaves out would be no difference of its deciding."""
+
+    class Engine(SpecEngine):
+        def declines(self, event: Event) -> str | None:
+            is_known = isinstance(event, Schedule) and self.state.next_frame_id == 1
+            self.num_asked = getattr(self, "num_asked", 0) + is_known
+            return "a known defect" if is_known and self.num_asked < 3 else None
+
+    config = Config(num_blocks=30, block_size=2, max_model_len=32)
+    program = Program(config, (Submit(Request("A", (1, 2, 3), max_tokens=6)), Drain()))
+    run, findings = score_program(program, Engine, SPARING)
+    assert findings == []
+    assert run.skipped == {"a known defect": 2}
+    assert all(tally.first is None for tally in run.tallies().values())
+    strict, _ = score_program(program, Engine)
+    assert strict.skipped == {}, "under strict nothing is spared"
+
+
 def test_an_engine_that_raises_is_told_and_the_score_goes_on() -> None:
     result = scored(BROKEN, 300)
     assert result.num_stuck > 1
@@ -159,6 +181,17 @@ def test_an_engine_that_raises_is_told_and_the_score_goes_on() -> None:
     assert "ZeroDivisionError: inside" in result.stuck.message
     assert result.exit_code() is ExitCode.FAILED
     assert "the engine could not go on; the first:" in render_score(result)
+
+
+def test_an_answer_of_wrong_types_is_told_by_its_field() -> None:
+    class Engine(SpecEngine):
+        def apply(self, event: Event) -> Any:
+            answer = super().apply(event)
+            return replace(answer, new=None) if isinstance(answer, Plan) else answer  # type: ignore[arg-type]
+
+    program = Program(Config(num_blocks=9), (Submit(Request("A", (1,))), Schedule()))
+    _, findings = score_program(program, Engine)
+    assert "Plan.new = None: must be a tuple of NewRow" in findings[0].message
 
 
 def test_what_is_not_seen_again_is_told_so() -> None:
@@ -175,23 +208,41 @@ def blockstep(*args: object) -> Any:
     return CliRunner().invoke(app, ["score", *map(str, args)])
 
 
-def test_the_command_tells_people_and_machines(tmp_path: Path) -> None:
+def test_the_page_shows_what_the_command_says(tmp_path: Path) -> None:
+    """And so does its JSON, for machines."""
+    block = re.search(r"```console\n\$ blockstep score (.*?)\n(.*?)```", PAGE, re.S)
+    assert block is not None
     path = tmp_path / "score.json"
-    without = ("--depth", 1, "--without", "drafts,reset,pause,grammar,multimodal,aborts")
-    options = ("--preset", "tiny", *without, "--budget", 100, "--profile", "vllm-0.19.1")
-    result = blockstep("--engine", SHORT, *options, "--json", path)
-    assert result.exit_code == 0, result.output
+    result = blockstep(*block[1].split(), "--json", path)
+    assert result.exit_code == 0
+    assert _timeless(block[2]) in _timeless(result.output)
+    (program,) = re.findall(r"```text\n(  hits: .*?)```", PAGE, re.S)
+    assert program in result.output
     told = json.loads(path.read_text())
     assert (told["format"], told["version"], told["contract"]) == ("blockstep-score", 1, "plan/1")
-    assert told["against"].endswith("profile vllm-0.19.1")
-    steps = told["scores"]["steps"]
-    assert steps["share"] == steps["agreed"] / steps["total"] < 1
-    assert steps["first"]["program"]
-    again = steps["first"]["reproduce"].split()[2:]
-    assert f"{steps['agreed']:,}" in result.output
-    once = blockstep(*again)
-    assert "steps: first in episode" in once.output
-    assert f"--episode {steps['first']['episode']}" in once.output
+    assert told["against"].endswith(", profile strict")
+    hits = told["scores"]["hits"]
+    assert hits["share"] == hits["agreed"] / hits["total"] < 1
+    assert hits["first"]["program"]
+    assert hits["first"]["reproduce"] == program.splitlines()[-1].removeprefix("  reproduce  ")
+
+
+def _timeless(text: str) -> str:
+    return re.sub(r"[\d.]+ s\n", "SECONDS\n", text)
+
+
+def test_a_score_is_measured_against_a_release(tmp_path: Path) -> None:
+    path = tmp_path / "score.json"
+    assert blockstep("--budget", 60, "--profile", "vllm-0.19.1", "--json", path).exit_code == 0
+    told = json.loads(path.read_text())
+    assert told["against"].endswith(", profile vllm-0.19.1")
+
+
+@pytest.mark.soak
+def test_the_line_at_the_end_shows_it_again(result: ScoreResult) -> None:
+    for aspect, first in result.firsts.items():
+        again = blockstep(*reproduce(result.options, first.episode).split()[2:])
+        assert f"  {aspect}: first in episode {first.episode} " in again.output
 
 
 def test_too_low_a_score_fails_if_that_is_asked(result: ScoreResult) -> None:
@@ -216,19 +267,3 @@ def test_bad_input_is_one_sentence(args: tuple[object, ...]) -> None:
     result = blockstep(*args)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
-
-
-PAGE = (Path(__file__).parents[2] / "docs/explanation/equivalences.md").read_text()
-
-
-def test_the_page_shows_what_the_command_says() -> None:
-    block = re.search(r"```console\n\$ blockstep score (.*?)\n(.*?)```", PAGE, re.S)
-    assert block is not None
-    output = _timeless(blockstep(*block[1].split()).output)
-    assert _timeless(block[2]) in output
-    (program,) = re.findall(r"```text\n(  hits: .*?)```", PAGE, re.S)
-    assert program in output
-
-
-def _timeless(text: str) -> str:
-    return re.sub(r"[\d.]+ s\n", "SECONDS\n", text)

@@ -96,23 +96,21 @@ class Restless(OtherIds):
         return tables if self.num_plans > 2 else super()._called(tables)
 
 
-class Silent(HostEngine):
+class Mute:
     """It shows no state."""
 
     def snapshot(self) -> Any:
         return None
 
     def capabilities(self) -> frozenset[str]:
-        return super().capabilities() - {Capability.SNAPSHOT}
+        return super().capabilities() - {Capability.SNAPSHOT}  # type: ignore[misc, no-any-return]
 
 
-class Simulator(Silent):
+class Blockless(Mute):
     """No blocks, no order of rows, and nothing but what runs."""
 
-    traits = NO_BLOCKS
-
     def apply(self, event: Event) -> Any:
-        answer = super().apply(event)
+        answer = super().apply(event)  # type: ignore[misc]
         if isinstance(answer, Outputs):
             rows = tuple(replace(row, num_cached_tokens=0) for row in answer.rows[::-1])
             return Outputs(rows)
@@ -127,6 +125,16 @@ class Simulator(Silent):
             ),
             preempted_req_ids=answer.preempted_req_ids[::-1],
         )
+
+
+class Silent(Mute, HostEngine):
+    """Our host, without a state to look at."""
+
+
+class Simulator(Blockless, HostEngine):
+    """Our host, as a simulator would show it."""
+
+    traits = NO_BLOCKS
 
 
 # Defects, each put before one of these.

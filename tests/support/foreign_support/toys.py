@@ -171,3 +171,12 @@ class AbortingToy(PlainToy):
             block_keys=(None,) * self.config.num_blocks,
             num_frames_in_flight=int(self.is_in_flight),
         )
+
+
+class SmallToy(PlainToy):
+    """Cannot be built with more than a few blocks, and does not say so beforehand."""
+
+    def __post_init__(self) -> None:
+        if self.config.num_blocks > 40:
+            raise MemoryError("too many blocks")
+        super().__post_init__()

@@ -71,7 +71,10 @@ class Pilot:
 
     def open_side(self, engine: str) -> s.Side:
         """An engine on these terms. Raises as `sides.open_side`."""
-        side = s.open_side(engine, self.config)
+        try:
+            side = s.open_side(engine, self.config)
+        except s.SideError as error:
+            raise self.accuse(engine, error) from error
         side.sees_blocks = self.terms.sees_blocks
         return side
 

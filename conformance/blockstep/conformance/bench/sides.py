@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
+from blockstep.conformance.engine import BadEngineError
 from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.protocol.findings import tell_error
 from blockstep.conformance.protocol.registry import load_engine
@@ -67,6 +68,8 @@ def ask(call: Callable[..., Any], *arguments: Any) -> Any:
     """
     try:
         return call(*arguments)
+    except (v.ConfigError, BadEngineError):
+        raise
     except Exception as error:
         raise SideError(f"the engine raised {tell_error(error)}") from error
 
@@ -215,6 +218,7 @@ def open_side(name: str, config: v.Config) -> Side:
     """The side of an engine by name: vLLM's own scheduler for `vllm`, else by what it can do.
 
     Raises:
+        SideError: it raised while it was built.
         UsageError: the engine runs here as nobody should run it; `slow_because` says why.
         EngineNotFoundError: it cannot be loaded.
     """
@@ -223,5 +227,5 @@ def open_side(name: str, config: v.Config) -> Side:
     make_engine = load_engine(name)
     if slow_because := getattr(make_engine, "slow_because", ""):
         raise UsageError(f"engine {name!r} is not measured: {slow_because}")
-    engine = make_engine(config)
+    engine = ask(make_engine, config)
     return ArraySide(engine) if hasattr(engine, "schedule_arrays") else Side(engine)

@@ -90,7 +90,6 @@ def scheduler_command(
     screen = console.make_screen(json_path, report.WIDTH_MIN)
     if plot is not None:
         _require_plot(plot)
-    names = list(dict.fromkeys(engine or ["host"]))
     conditions = {**_get_conditions(), "gc": "on" if gc_on else "off", "steps": steps}
     options.look_in(path)
     with _measuring(screen, "measuring") as advance:
@@ -99,14 +98,13 @@ def scheduler_command(
         else:
             played = get_trace_scenario(trace, limit)
             work, most = [(played, played.get_concurrency(0))], TRACE_STEPS_MAX
-        for name in names:
-            if name != "vllm":
-                console.require_engine(load_engine(name))
+        names = _require_engines(engine)
         teams = split(names)
         tasks = [(*one, able) for one in work for team in teams if (able := _pick(team, *one))]
         if not tasks:
             what = find_obstacle(names[0], work[0][0].get_config(work[0][1]))
-            console.usage(f"engine {names[0]!r}: lacks {what}: take another --scenario")
+            where = f"{names[0]}, {work[0][0].name}"
+            console.usage(f"{where}: the engine lacks {what}: take another --scenario")
         for team in teams:
             measure.rehearse(team, advance)
         measurements, left_out = _measure_all(tasks, most, gc_on, advance)
@@ -118,6 +116,15 @@ def scheduler_command(
     if markdown is not None:
         console.write(markdown, report.make_markdown(measurements, conditions, plot))
     console.write_json(json_path, report.to_json(measurements, conditions))
+
+
+def _require_engines(engines: list[str] | None) -> list[str]:
+    """The engines that are asked for, each once; what cannot be built ends the command."""
+    names = list(dict.fromkeys(engines or ["host"]))
+    for name in names:
+        if name != "vllm":
+            console.require_engine(load_engine(name))
+    return names
 
 
 def _measure_all(
@@ -214,19 +221,20 @@ def profile_command(
     screen = console.make_screen(json_path, report.WIDTH_MIN)
     conditions = {**_get_conditions(), "steps": steps}
     options.look_in(path)
-    profiles = []
+    profiles, left_out = [], []
     with _measuring(screen, "profiling") as advance:
+        names = _require_engines(engine)
         for entry, size in _list_work(scenario, [num_running]):
-            for name in dict.fromkeys(engine or ["host"]):
+            for name in names:
                 if lacks := find_obstacle(name, entry.get_config(size)):
-                    screen.print(f"not measured  {name}, {entry.name}: the engine lacks {lacks}")
+                    left_out.append(f"{name}, {entry.name}: the engine lacks {lacks}")
                     continue
                 profiles.append(profile(entry, size, name, steps, lines, advance))
                 screen.print(*to_lines(profiles[-1]), "", sep="\n", markup=False)
     if not profiles:
-        console.usage(
-            "none of these engines has what these scenarios need: take another --scenario"
-        )
+        console.usage(f"{left_out[0]}: take another --scenario")
+    for line in left_out:
+        screen.print(f"not measured  {line}", soft_wrap=True)
     result = {"format": "blockstep-bench-profile", "version": 1, **conditions}
     console.write_json(json_path, {**result, "profiles": [asdict(found) for found in profiles]})
 

@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from blockstep.conformance.command import console, options, programs
-from blockstep.conformance.command.check import TRUSTED, EventSecondsOption
+from blockstep.conformance.command.check import TRUSTED, EventSecondsOption, tell_progress
 from blockstep.conformance.draw.presets import PRESETS
+from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import read_program, write_program
 from blockstep.conformance.protocol.registry import MUSEUM
 from blockstep.conformance.report.bisect import bisection_to_json, render_bisection, render_step
-from blockstep.conformance.search.bisect import Step, bisect, tell_finding
+from blockstep.conformance.search.bisect import Bisection, Step, bisect, tell_finding
+from blockstep.conformance.search.check import CheckResult
 from blockstep.conformance.search.isolation import EVENT_SECONDS
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.spec.profiles import STRICT
@@ -74,12 +77,10 @@ def bisect_command(
         without_features=options.require_features(without_features),
     )
 
-    def tell(step: Step) -> None:
-        console.say(render_step(step) + "\n", json_path)
-
+    screen = console.make_screen(json_path)
     with console.input_errors():
         given = None if program is None else read_program(program)
-        found = bisect(wanted, (good, bad), given, event_seconds, tell)
+        found = _bisect(wanted, (good, bad), given, event_seconds, screen)
     console.say(render_bisection(found), json_path)
     console.write_json(json_path, bisection_to_json(found))
     if save is not None:
@@ -87,3 +88,23 @@ def bisect_command(
         note = f"{tell_finding(question.finding)}: {question.finding.message}"
         console.write(save, write_program(question.program, note))
     raise typer.Exit(found.exit_code)
+
+
+def _bisect(
+    wanted: CheckOptions,
+    names: tuple[str, str],
+    program: Program | None,
+    event_seconds: float,
+    screen: Console,
+) -> Bisection:
+    """Bisect, and tell of each commit that was tried."""
+    with console.progress(screen, f"bisecting {wanted.engine}") as advance:
+
+        def tell(step: Step) -> None:
+            screen.print(render_step(step), markup=False, soft_wrap=True)
+            advance(1.0, f"{step.commit.short} is tried: {step.mark}")
+
+        def see(now: CheckResult) -> None:
+            advance(*tell_progress(wanted, now))
+
+        return bisect(wanted, names, program, event_seconds, see, tell)

@@ -145,7 +145,7 @@ def _check(
     """Check and report, in this process or in isolation; then record the run if it is wanted."""
     run_check = check if isolation is None else isolation.check
     with console.progress(screen, f"checking {wanted.engine}") as advance:
-        result = run_check(wanted, lambda now: advance(*_check_progress(wanted, now)))
+        result = run_check(wanted, lambda now: advance(*tell_progress(wanted, now)))
     programs.tell(result, screen)
     if record is not None and isolation is None:
         write_episode(wanted, None, record)
@@ -161,7 +161,8 @@ def _record_isolated(isolation: Isolation, wanted: CheckOptions, record: Path) -
         typer.echo(f"blockstep: --record {record}: nothing to write: {lost}", err=True)
 
 
-def _check_progress(wanted: CheckOptions, now: CheckResult) -> tuple[float | None, str]:
+def tell_progress(wanted: CheckOptions, now: CheckResult) -> tuple[float | None, str]:
+    """How far a check is, None while it shrinks, and what it has seen."""
     done = 0.0
     if wanted.max_events:
         done = now.num_events / wanted.max_events

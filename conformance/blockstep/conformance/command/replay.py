@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from blockstep.conformance.command import console, options
 from blockstep.conformance.draw.workloads import load
@@ -22,6 +23,7 @@ from blockstep.conformance.protocol.features import (
     make_wish,
 )
 from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.recorded.figures import ReplayReport
 from blockstep.conformance.recorded.pace import REPLAY_PRESETS
 from blockstep.conformance.recorded.replay import replay
 from blockstep.conformance.report.replay import render_replay, replay_to_json
@@ -110,6 +112,11 @@ def replay_command(
             )
     render_replay(report, screen)
     console.write_json(json_path, replay_to_json(report))
+    raise typer.Exit(show_ending(engine, config, report, screen))
+
+
+def show_ending(engine: str, config: Config, report: ReplayReport, screen: Console) -> ExitCode:
+    """Print what was made otherwise for the engine, and the verdict if there is one."""
     for change in list_changes(config, report.config):
         screen.print(f"config    {change}: the engine takes no other", soft_wrap=True)
     code = exit_code_of(report.finding)
@@ -119,7 +126,7 @@ def replay_command(
     elif report.finding is None:
         ending = ENDINGS.get(report.equivalence, ENDINGS["exact"])
         screen.print(ending.format(engine=engine), soft_wrap=True)
-    raise typer.Exit(code)
+    return code
 
 
 def require_config(
@@ -132,7 +139,7 @@ def require_config(
     """
     missing = get_missing(config, find_lacking(get_capabilities(make_engine)))
     if missing is not None:
-        raise UsageError(f"engine {engine!r}: lacks {missing}, which this config asks for")
+        raise UsageError(f"engine {engine!r} lacks {missing}: leave --policy or --with out")
     scope = get_traits(make_engine).equivalence
     fitting = config if scope is None else scope.fit_config(config)
     for name, value in wanted.items():

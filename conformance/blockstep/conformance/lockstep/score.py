@@ -21,7 +21,7 @@ from enum import StrEnum
 from itertools import zip_longest
 from typing import Self, TypeVar
 
-from blockstep.conformance.engine import EngineFactory, Equivalence, get_traits
+from blockstep.conformance.engine import EngineFactory, Equivalence, get_declines, get_traits
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.driver import drain_bound
 from blockstep.conformance.lockstep.exchange import Exchange, fault_of
@@ -33,6 +33,7 @@ from blockstep.conformance.protocol.findings import Difference, Finding, Finding
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.tokens import token_function
+from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import STRICT, Profile
 
@@ -78,6 +79,8 @@ class ScoreRun:
     engine: Side
     scope: Equivalence
     capabilities: frozenset[str]
+    declines: Callable[[v.Event], str | None] | None = None
+    """Why neither side is to be given an event, if the engine ever declines one."""
     equivalence: str = "plan"
     skipped: dict[str, int] = field(default_factory=dict)
     """What was left out because the engine lacks a capability, or the specification refused it."""
@@ -116,6 +119,7 @@ class ScoreRun:
             engine=Side(config=config, scheduler=engine, worker=worker, plans_ahead=ahead),
             scope=scope,
             capabilities=engine.capabilities(),
+            declines=get_declines(engine) if profile.spares else None,
         )
 
     @property
@@ -144,6 +148,11 @@ class ScoreRun:
         """Do one action on both sides; a finding only where the engine cannot go on."""
         if isinstance(action, Drain):
             return self._drain()
+        event = None if self.declines is None else self.engine.resolve(action)
+        reason = None if self.declines is None or event is None else self.declines(event)
+        if reason is not None:
+            self.skip(reason)
+            return []
         if isinstance(action, v.Submit):
             name = action.request.request_id
             if name in self.names or self.fit(action) != action:
@@ -157,7 +166,9 @@ class ScoreRun:
         try:
             seen = self.engine.play(action)
         except Exception as error:
-            return [fault_of(error)]
+            last = self.engine.last
+            found = None if last is None else fault_of_types(*last, None)
+            return [found or fault_of(error)]
         if isinstance(seen, v.Rejected) and isinstance(action, Answer):
             what = f"the engine refuses the answer to its own plan: {seen.code} {seen.detail}"
             return [Finding(FindingKind.FAULT, "", "engine_takes_answers_to_its_plans", what)]

@@ -68,6 +68,8 @@ class Side(Client):
     """Step of each request's n-th preemption."""
     endings: dict[v.RequestId, Ending] = field(default_factory=dict)
     num_events: int = 0
+    last: tuple[v.Event, v.Observation] | None = None
+    """The last event and the answer to it."""
     is_fresh: bool = False
     """Nothing has happened since the last commit, so drafts may be handed in."""
     preempted: set[v.RequestId] = field(default_factory=set)
@@ -78,18 +80,19 @@ class Side(Client):
         """Do one action; None if it comes to nothing here. What the scheduler raises passes."""
         if isinstance(action, v.Schedule):
             self.steps.append(NOTHING)
-        event = self._resolve(action)
+        event = self.resolve(action)
         if event is None:
             return None
         self.num_events += 1
         seen = self.scheduler.apply(event)
+        self.last = (event, seen)
         if not isinstance(seen, v.Rejected):
             self.worker.observe(event, seen)
             self._record(event, seen)
             self.follow(event, seen)
         return seen
 
-    def _resolve(self, action: Action) -> v.Event | None:
+    def resolve(self, action: Action) -> v.Event | None:
         """The event that an action comes to on this side."""
         match action:
             case v.Schedule() if self._must_answer():

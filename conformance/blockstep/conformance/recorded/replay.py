@@ -18,26 +18,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias, cast
 
 from blockstep.conformance.draw.workloads import OUTPUT_TOKENS_START
-from blockstep.conformance.engine import EXACT, EngineFactory, Safety, SamePlans, build, get_traits
-from blockstep.conformance.lockstep.driver import LockStep
-from blockstep.conformance.lockstep.exchange import fault_of
-from blockstep.conformance.lockstep.runs import get_start
+from blockstep.conformance.engine import (
+    EXACT,
+    EngineFactory,
+    get_traits,
+)
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.recorded.figures import ReplayReport
 from blockstep.conformance.recorded.pace import Arrivals, Pace
+from blockstep.conformance.recorded.sides import FoundError, Side, open_side
 from blockstep.spec import vocabulary as v
-from blockstep.spec.transition import transition
 
 OUTPUT_TOKENS = 1 << 30
 """Distinct output tokens before ids repeat."""
 
 DIFFERENCES_MAX = 20
 """Differences kept of one divergence: a real pool has a hundred thousand blocks."""
-
-DECLINED = v.Rejected(v.RejectCode.BAD_REQUEST, "the engine's adapter declines it")
 
 PROGRESS_STEPS = 256
 """Steps between two calls of `on_progress`."""
@@ -69,8 +67,7 @@ def replay(
     nothing. `on_progress` is shown the report as it grows. `clock` gives seconds and is used for
     the report only.
 
-    What the factory raises (a `ConfigError`, say) passes through; what the engine raises later is
-    a finding.
+    What the engine raises is a finding, also while it is built, but for a `ConfigError`.
     """
     if snapshot_every < 0:
         raise ValueError(f"snapshot_every = {snapshot_every}: must be at least 0")
@@ -78,104 +75,22 @@ def replay(
     scope = get_traits(make_engine).equivalence
     config = config if scope is None else scope.fit_config(config)
     report = ReplayReport(config, pace or Pace(), pool_blocks_usable=config.num_usable_blocks)
-    side: _Side = _Alone(make_engine, config)
-    if with_spec:
-        is_judged = isinstance(scope, Safety)
-        cadence = None if is_judged else snapshot_every
-        side = _Beside(get_start(make_engine)(config, make_engine, compare_every=cadence))
-        report.equivalence = "observations" if scope is None else scope.name
-        report.snapshot_every = 0 if isinstance(scope, SamePlans) else cadence or 0
-    run = _Replay(iter(requests), report, side, steps_max, on_progress)
+    side: Side | None = None
     try:
+        side = open_side(make_engine, config, report, with_spec, snapshot_every)
+        run = _Replay(iter(requests), report, side, steps_max, on_progress)
         run.drive()
-    except _FoundError as error:
+    except FoundError as error:
         found = error.finding
         report.finding = replace(found, differences=found.differences[:DIFFERENCES_MAX])
-        report.finding_step, report.finding_event = report.steps, run.last_event
-    report.snapshots_taken = side.num_compared
-    if scope is None and side.num_compared:
+        report.finding_step = report.steps
+        report.finding_event = None if side is None else run.last_event
+    if side is not None:
+        report.snapshots_taken = side.num_compared
+    if scope is None and report.snapshots_taken:
         report.equivalence = EXACT
     report.seconds = clock() - started
     return report
-
-
-# --- whom the events go to
-
-
-class _FoundError(Exception):
-    """Unwinds the loop with what was found."""
-
-    def __init__(self, finding: Finding) -> None:
-        self.finding = finding
-        super().__init__(finding.message)
-
-
-class _Alone:
-    """An engine without the spec beside it."""
-
-    num_compared = 0
-
-    def __init__(self, make_engine: EngineFactory, config: v.Config) -> None:
-        self._engine, self._config = build(make_engine, config), config
-        self._scope = get_traits(make_engine).equivalence
-
-    def apply(self, event: v.Event) -> v.Observation:
-        """The engine's answer. Raises `_FoundError`, as all of these."""
-        if self._scope is not None and isinstance(event, v.Submit):
-            fitting = self._scope.fit_request(event.request, self._config)
-            if fitting is None:
-                return DECLINED
-            event = v.Submit(fitting)
-        try:
-            return self._engine.apply(event)
-        except Exception as error:
-            raise _FoundError(fault_of(error)) from error
-
-    def finish(self) -> None:
-        """There is nothing to compare."""
-
-
-class _Beside:
-    """An engine in lock-step with the spec, or judged by the properties alone."""
-
-    def __init__(self, run: LockStep) -> None:
-        self._run = run
-
-    @property
-    def num_compared(self) -> int:
-        """States that were compared."""
-        return self._run.num_compared
-
-    def apply(self, event: v.Event) -> v.Observation:
-        """The engine's answer, or the spec's refusal of what the engine is not to be given."""
-        run = self._run
-        if isinstance(event, v.Submit):
-            event = cast("v.Submit", run.fit(event))
-        _expect_nothing(run.apply(event))
-        if run.last is None or run.last.event is not event:  # it can never fit, or was declined
-            refusal = transition(run.spec.state, event)
-            if isinstance(refusal, v.Rejected):
-                return refusal
-            return DECLINED
-        assert run.last.seen is not None
-        return run.last.seen
-
-    def finish(self) -> None:
-        """Compare the last states, wherever the cadence stood."""
-        run = self._run
-        if run.compare_every and run.num_events % run.compare_every:
-            _expect_nothing(run.compare_states())
-
-
-_Side: TypeAlias = _Alone | _Beside
-
-
-def _expect_nothing(findings: list[Finding]) -> None:
-    if findings:
-        raise _FoundError(findings[0])
-
-
-# --- the loop
 
 
 @dataclass(slots=True)
@@ -203,7 +118,7 @@ class _Replay:
         self,
         source: Iterator[v.Request],
         report: ReplayReport,
-        side: _Side,
+        side: Side,
         steps_max: int | None,
         on_progress: Callable[[ReplayReport], None],
     ) -> None:
@@ -229,7 +144,7 @@ class _Replay:
         self._blocks_sum = 0
 
     def drive(self) -> None:
-        """Until every request is finished or refused. Raises `_FoundError`."""
+        """Until every request is finished or refused. Raises `FoundError`."""
         while True:
             self._submit_due()
             if not self._live:
@@ -412,12 +327,12 @@ class _Replay:
             raise self._stall("an empty plan, and nothing is due from outside")
         self._ticks = max(self._ticks, self._next.arrival_time)
 
-    def _stall(self, what: str) -> _FoundError:
+    def _stall(self, what: str) -> FoundError:
         oldest = next(iter(self._live), "none")
         message = f"{what}; {len(self._live)} requests are unfinished, the oldest {oldest!r}"
         sentence = "unfinished_requests_make_progress"
-        return _FoundError(Finding(FindingKind.LIVENESS, "P10", sentence, message))
+        return FoundError(Finding(FindingKind.LIVENESS, "P10", sentence, message))
 
 
-def _broken(property_id: str, sentence: str, message: str) -> _FoundError:
-    return _FoundError(Finding(FindingKind.PROPERTY, property_id, sentence, message))
+def _broken(property_id: str, sentence: str, message: str) -> FoundError:
+    return FoundError(Finding(FindingKind.PROPERTY, property_id, sentence, message))

@@ -40,9 +40,9 @@ def render_replay(report: ReplayReport, console: Console) -> None:
         highlight=False,
     )
     console.print(f"  {cut(finding.message)}", markup=False, highlight=False)
-    console.print(
-        f"  event     {cut(describe_event(report.finding_event))}", markup=False, highlight=False
-    )
+    if report.finding_event is not None:
+        told = cut(describe_event(report.finding_event))
+        console.print(f"  event     {told}", markup=False, highlight=False)
     for difference in finding.differences[:MAX_DIFFERENCES]:
         console.print(f"  {difference.field}", markup=False, highlight=False)
         console.print(f"    expected  {cut(difference.expected)}", markup=False, highlight=False)

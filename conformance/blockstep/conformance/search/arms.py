@@ -19,9 +19,11 @@ from itertools import compress
 from blockstep.conformance.draw.actions import SeededDraw, draw_request, request_name
 from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.engine import (
+    BadEngineError,
     Capability,
     Engine,
     EngineFactory,
+    build,
     get_capabilities,
     get_traits,
 )
@@ -262,7 +264,7 @@ def run_workload(
     Raises:
         BrokenError: the engine raised, or its answer is none.
     """
-    engine, client = make_engine(config), Client()
+    engine, client = _build(make_engine, config), Client()
     worker = make_worker(make_engine, config, swarm)
     worker.acceptance = (0, 1, 2)
     answers: dict[v.RequestId, Answer] = {}
@@ -291,6 +293,16 @@ def make_worker(make_engine: EngineFactory, config: v.Config, swarm: Swarm) -> W
     make = get_traits(make_engine).make_worker or Worker
     worker: Worker = make(config, token_function(swarm.token_seed, swarm.vocabulary_size))
     return fit_worker(worker, make_engine)
+
+
+def _build(make_engine: EngineFactory, config: v.Config) -> Engine:
+    """An engine. Raises BrokenError, and ConfigError as it says."""
+    try:
+        return build(make_engine, config)
+    except (v.ConfigError, BadEngineError):
+        raise
+    except Exception as error:
+        raise BrokenError(f"the engine raised {tell_error(error)} while it was built") from error
 
 
 def _ask(engine: Engine, event: v.Event) -> v.Observation:

@@ -201,11 +201,13 @@ def bisect(
     names: tuple[str, str],
     program: Program | None = None,
     event_seconds: float = EVENT_SECONDS,
+    on_progress: Callable[[CheckResult], None] = lambda _result: None,
     on_step: Callable[[Step], None] = lambda _step: None,
 ) -> Bisection:
     """Find the first bad commit of the repository at `options.path`, between two that are named.
 
-    Without a program, the one is taken that a check with these options finds at the bad commit.
+    Without a program, the one is taken that a check with these options finds at the bad commit;
+    `on_progress` hears of that check, `on_step` of each commit that was tried.
 
     Raises:
         UsageError: no such repository or commits, or the program does not tell them apart.
@@ -218,7 +220,8 @@ def bisect(
         clone.require_order(good, bad)
         place = replace(options, path=str(clone.path))
         clone.check_out(bad)
-        question = _ask(place, bad, program, event_seconds)
+        with Isolation(event_seconds) as isolation:
+            question = _ask(isolation, place, bad, program, on_progress)
         found = Bisection(options, question, good, bad)
         clone.check_out(good)
         mark, why = _try(place, question, event_seconds)
@@ -234,16 +237,21 @@ def bisect(
     return found
 
 
-def _ask(options: CheckOptions, bad: Commit, program: Program | None, seconds: float) -> Question:
+def _ask(
+    isolation: Isolation,
+    options: CheckOptions,
+    bad: Commit,
+    program: Program | None,
+    on_progress: Callable[[CheckResult], None],
+) -> Question:
     """What fails at the bad commit, which is checked out."""
-    with Isolation(seconds) as isolation:
-        try:
-            if program is not None:
-                result = isolation.run(options, program)
-            else:
-                result = isolation.check(options)
-        except (EngineNotFoundError, RefusedError) as error:
-            raise UsageError(f"bad commit {bad.short}: {error}") from None
+    try:
+        if program is not None:
+            result = isolation.run(options, program)
+        else:
+            result = isolation.check(options, on_progress)
+    except (EngineNotFoundError, RefusedError) as error:
+        raise UsageError(f"bad commit {bad.short}: {error}") from None
     first, failure = result.first, result.failure
     if first is None:
         fix = "give a longer --budget, or a program that fails there (--program)"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from blockstep.conformance.draw.presets import MAX_DEPTH, REAL, TINY
 from blockstep.conformance.engine import (
+    BadEngineError,
     Deviation,
     EngineFactory,
     Renamed,
@@ -29,6 +30,7 @@ from blockstep.conformance.protocol.features import (
     find_lacking,
     is_reachable,
 )
+from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.search.claims import find_declined, find_unmet, list_owed
 from blockstep.conformance.search.episodes import fit_depth, run_episode
@@ -98,7 +100,10 @@ def look(options: CheckOptions, make_engine: EngineFactory) -> Facts:
 
 
 def _is_shown(deviation: Deviation, make_engine: EngineFactory) -> bool:
-    """Whether its program comes to what it excuses."""
+    """Whether its program comes to what it excuses. Raises BadEngineError: it has none."""
+    if not isinstance(deviation.program, Program):
+        what = f"deviation {deviation.name!r}: its program must be a Program"
+        raise BadEngineError(f"{what}, not {deviation.program!r:.80}")
     run, _ = run_program(deviation.program, make_engine)
     return run.excuses.counts[deviation.name] > 0
 

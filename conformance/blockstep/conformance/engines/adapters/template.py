@@ -35,7 +35,10 @@ class Adapter:
     """One run of the scheduler: built from a config, used once."""
 
     # --- only at safety
-    traits = EngineTraits(equivalence=Safety(fit_config, fit_request))
+    traits = EngineTraits(
+        equivalence=Safety(fit_config, fit_request),
+        out_of_reach=frozenset(),  # what cannot come up: {"preempted"} if nobody loses its blocks
+    )
 
     # --- always
     def __init__(self, config: v.Config) -> None:

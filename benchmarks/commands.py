@@ -1,0 +1,266 @@
+"""The table of every command on five engines: each cell is run, and works or refuses in a sentence.
+
+    python -m benchmarks.commands --nano-vllm CHECKOUT --mini-sglang CHECKOUT
+
+Writes docs/reference/commands.md. A column whose checkout is not named stays as it is on the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from benchmarks._pages import make_table
+from typer.testing import CliRunner
+
+from blockstep.conformance.command.main import app
+from blockstep.conformance.protocol.program import Answer, Drain, Program
+from blockstep.conformance.protocol.program_file import write_program
+from blockstep.spec.vocabulary import Abort, Config, Request, Schedule, Submit
+
+HOUSE = Path(__file__).resolve().parents[1]
+PAGE = HOUSE / "docs" / "reference" / "commands.md"
+SUPPORT = HOUSE / "tests" / "support"
+WORKS = "works"
+ENDS_WELL = {0, 1, 4, 5}
+"""Exit codes of a command that has done its work, whatever it found (docs/reference/exit-codes.md).
+Of an engine that is clean only 0, and 5 where a short run reached too little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One engine."""
+
+    title: str
+    engine: str
+    variable: str = ""
+    """Of the environment: names the checkout that it is in."""
+    is_clean: bool = True
+    """Nothing is to be found in it."""
+
+    @property
+    def path(self) -> str | None:
+        """The folder that it is in; None if its checkout is not named."""
+        return os.environ.get(self.variable) if self.variable else str(SUPPORT)
+
+
+COLUMNS = (
+    Column("`host`: exact", "host"),
+    Column("`nano_vllm`", "nano_vllm", "BLOCKSTEP_NANO_VLLM", is_clean=False),
+    Column("`mini_sglang`", "mini_sglang", "BLOCKSTEP_MINI_SGLANG", is_clean=False),
+    Column("a toy with aborts", "foreign_support.toys:AbortingToy"),
+    Column("a toy without", "foreign_support.toys:PlainToy"),
+)
+LOCAL = tuple(column for column in COLUMNS if not column.variable)
+"""Those that need no checkout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One command, as it is typed; ENGINE and PATH are the engine's, other capitals are files."""
+
+    command: str
+    is_slow: bool = False
+    """It starts processes, or measures for a second and more."""
+
+    @property
+    def name(self) -> str:
+        """The command without its options."""
+        words = self.command.split()
+        return " ".join(words[: 2 if words[0] in ("vectors", "bench") else 1])
+
+
+AT = "--engine ENGINE --path PATH"
+ROWS = (
+    Row(f"check {AT} --preset tiny --budget 1500 --in-process"),
+    Row(f"check {AT} --episode 1 --in-process --record TRACE"),
+    Row(f"check {AT} --program PROGRAM --in-process"),
+    Row(f"check {AT} --corpus CORPUS --preset tiny --budget 300 --in-process"),
+    Row(f"hunt {AT} --budget 300", is_slow=True),
+    Row(f"arms {AT} --workloads 5"),
+    Row(f"score {AT} --budget 300", is_slow=True),
+    Row(f"replay WORKLOAD {AT} --num-blocks 64"),
+    Row(f"replay WORKLOAD {AT} --num-blocks 64 --no-spec"),
+    Row(f"replay WORKLOAD {AT} --num-blocks 64 --policy priority"),
+    Row("validate TRACE"),
+    Row("explain TRACE --at 3"),
+    Row(f"explore {AT} --preset loop --max-states 300"),
+    Row(f"vectors consume VECTORS {AT}"),
+    Row(f"bench profile {AT} --scenario decode -n 1 --steps 4"),
+    Row(f"bench profile {AT} --scenario drafts -n 1 --steps 4"),
+    Row(f"bench scheduler {AT} --scenario decode -n 1 --steps 4", is_slow=True),
+)
+ELSEWHERE: Mapping[str, str] = {
+    "bisect": "plays a check, or a program, at commits of the engine's repository: takes what "
+    "`check` takes",
+}
+"""Commands that take an engine, and are no row, with why."""
+HEAD = f"""# Commands and engines
+
+Every command that takes an engine, on engines of five kinds: one that is compared with the
+specification in everything, the schedulers of two projects that decide by rules of their own, and
+two toys that do so too: one takes aborts and shows its state, the other does neither. Each cell was
+run. `{WORKS}`: the command did its work, and the engine was asked what its
+[equivalence](../explanation/equivalences.md) can answer. Otherwise the sentence is the one with
+which the command refused, with [exit code](exit-codes.md) 2.
+
+Made by `python -m benchmarks.commands --nano-vllm CHECKOUT --mini-sglang CHECKOUT`. A test holds
+the columns that need no checkout to what the commands say.
+
+"""
+
+
+def make_files(folder: Path) -> dict[str, str]:
+    """What the commands are given, by the word that stands for it."""
+    files = {name: folder / name.lower() for name in ("TRACE", "WORKLOAD", "PROGRAM", "CORPUS")}
+    row = '{"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [0, 1]}\n'
+    files["WORKLOAD"].write_text(row * 3)
+    first, second = Request("A", (1, 2, 3), max_tokens=3), Request("B", (1, 2), max_tokens=3)
+    steps = (Submit(first), Submit(second), Schedule(), Answer(), Schedule(), Abort(("B",)))
+    config = Config(num_blocks=9, block_size=4, max_model_len=32)
+    files["CORPUS"].mkdir(exist_ok=True)
+    text = write_program(Program(config, (*steps, Answer(), Drain())))
+    files["PROGRAM"] = folder / "program.json"
+    for path in (files["PROGRAM"], files["CORPUS"] / "first.json"):
+        path.write_text(text)
+    files["VECTORS"] = folder / "vectors.jsonl"
+    run(["vectors", "fill", str(files["VECTORS"]), "--preset", "loop"])
+    return {name: str(path) for name, path in files.items()}
+
+
+def run(words: Sequence[str]) -> tuple[int, str]:
+    """What a command ends with and says; in this process."""
+    result = CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise AssertionError(f"blockstep {' '.join(words)}: {result.exception!r}")
+    return int(result.exit_code), result.output
+
+
+def run_cell(row: Row, column: Column, files: Mapping[str, str]) -> str:
+    """What a command comes to on an engine: `WORKS`, or the sentence that it refuses with.
+
+    Raises:
+        AssertionError: it broke, said more than a sentence, or found something in a clean engine.
+    """
+    assert column.path is not None, "its checkout is named"
+    given = {**files, "ENGINE": column.engine, "PATH": column.path}
+    code, output = run([given.get(word, word) for word in row.command.split()])
+    told = f"blockstep {row.command} on {column.engine}: exit code {code}: {output}"
+    assert "Traceback" not in output, told
+    lines = [line for line in output.splitlines() if line]
+    said = [line for line in lines if line.startswith("blockstep: ") or "NOTHING RAN" in line]
+    if code == 2 or (code == 5 and said):
+        assert len(lines) == len(said) == 1, told
+        return _clean(said[0], given)
+    if code == 5 and not any("NO VERDICT (situations" in line for line in lines):
+        return _clean(next(line for line in lines if "not " in line.lower()), given)
+    assert code in ENDS_WELL, told
+    assert not column.is_clean or code in (0, 5), told
+    return WORKS
+
+
+def _clean(sentence: str, given: Mapping[str, str]) -> str:
+    """A sentence without the names of this machine's files."""
+    for word, value in given.items():
+        sentence = sentence.replace(value, word)
+    sentence = re.sub(r"^blockstep: ", "", sentence)
+    return sentence.replace("|", "\\|")
+
+
+def run_column(
+    column: Column, folder: Path, is_wanted: Callable[[Row], bool] = lambda _row: True
+) -> dict[str, str]:
+    """The cells of a column, by the row's command. Rows come in order: some write for others."""
+    files = make_files(folder)
+    return {row.command: run_cell(row, column, files) for row in ROWS if is_wanted(row)}
+
+
+def find_commands() -> dict[str, bool]:
+    """Every command there is, and whether it takes an engine."""
+    found: dict[str, bool] = {}
+
+    def look(group: typer.core.TyperGroup, prefix: str) -> None:
+        for name, command in group.commands.items():
+            if isinstance(command, typer.core.TyperGroup):
+                look(command, f"{prefix}{name} ")
+            else:
+                options = [option for param in command.params for option in param.opts]
+                found[f"{prefix}{name}"] = "--engine" in options
+
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    look(group, "")
+    return found
+
+
+def read_page() -> dict[str, list[str]]:
+    """The cells of the page as it is, by the row's command, in the order of the columns."""
+    cells: dict[str, list[str]] = {}
+    for line in PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else ():
+        parts = [part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if len(parts) == 1 + len(COLUMNS) and parts[0].startswith("`blockstep "):
+            cells[parts[0].strip("`").removeprefix("blockstep ")] = parts[1:]
+    return cells
+
+
+def render(columns: Mapping[str, Mapping[str, str]]) -> str:
+    """The page, from the cells by title and command."""
+    titles = [column.title for column in COLUMNS]
+    rows = [
+        (f"`blockstep {row.command}`", *(columns[title][row.command] for title in titles))
+        for row in ROWS
+    ]
+    others = [name for name, takes_engine in find_commands().items() if not takes_engine]
+    lines = [HEAD, make_table(("", *titles), rows)]
+    lines += [f"\n`blockstep {name}` {why}.\n" for name, why in ELSEWHERE.items()]
+    given = {row.name for row in ROWS}
+    plain = ", ".join(f"`{name}`" for name in others if name not in given)
+    lines += [f"\nCommands that take no engine: {plain}.\n"]
+    lines += ["\nThe pytest plugin (`--blockstep-engine`) and the state machine for Hypothesis "]
+    lines += ["(`search.machine`) take all of these engines as well.\n"]
+    return "".join(lines)
+
+
+def main() -> int:
+    """Make the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--nano-vllm", help="a checkout of nano-vllm")
+    parser.add_argument("--mini-sglang", help="a checkout of mini-sglang")
+    asked = parser.parse_args()
+    for variable, folder in zip(
+        ("BLOCKSTEP_NANO_VLLM", "BLOCKSTEP_MINI_SGLANG"),
+        (asked.nano_vllm, asked.mini_sglang),
+        strict=True,
+    ):
+        if folder is not None:
+            os.environ[variable] = str(Path(folder).resolve())
+    page, columns = read_page(), dict[str, Mapping[str, str]]()
+    for index, column in enumerate(COLUMNS):
+        if column.path is None:
+            missing = [row.command for row in ROWS if row.command not in page]
+            if missing:
+                print(
+                    f"{column.title}: {missing[0]!r} is not on the page: name a checkout",
+                    file=sys.stderr,
+                )
+                return 2
+            columns[column.title] = {command: cells[index] for command, cells in page.items()}
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            columns[column.title] = run_column(column, Path(folder))
+    PAGE.write_text(render(columns), encoding="utf-8")
+    print(PAGE.relative_to(HOUSE))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Sides: whom the events of a replay go to: an engine alone, or beside the spec."""
+
+from __future__ import annotations
+
+from typing import TypeAlias, cast
+
+from blockstep.conformance.engine import (
+    BadEngineError,
+    EngineFactory,
+    Safety,
+    SamePlans,
+    build,
+    get_traits,
+)
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.exchange import fault_of
+from blockstep.conformance.lockstep.runs import get_start
+from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.recorded.figures import ReplayReport
+from blockstep.spec import vocabulary as v
+from blockstep.spec.transition import transition
+
+DECLINED = v.Rejected(v.RejectCode.BAD_REQUEST, "the engine's adapter declines it")
+
+
+class FoundError(Exception):
+    """Unwinds the loop with what was found."""
+
+    def __init__(self, finding: Finding) -> None:
+        self.finding = finding
+        super().__init__(finding.message)
+
+
+class Alone:
+    """An engine without the spec beside it."""
+
+    num_compared = 0
+
+    def __init__(self, make_engine: EngineFactory, config: v.Config) -> None:
+        self._engine, self._config = build(make_engine, config), config
+        self._scope = get_traits(make_engine).equivalence
+
+    def apply(self, event: v.Event) -> v.Observation:
+        """The engine's answer. Raises `FoundError`, as all of these."""
+        if self._scope is not None and isinstance(event, v.Submit):
+            fitting = self._scope.fit_request(event.request, self._config)
+            if fitting is None:
+                return DECLINED
+            event = v.Submit(fitting)
+        try:
+            return self._engine.apply(event)
+        except Exception as error:
+            raise FoundError(fault_of(error)) from error
+
+    def finish(self) -> None:
+        """There is nothing to compare."""
+
+
+class Beside:
+    """An engine in lock-step with the spec, or judged by the properties alone."""
+
+    def __init__(self, run: LockStep) -> None:
+        self._run = run
+
+    @property
+    def num_compared(self) -> int:
+        """States that were compared."""
+        return self._run.num_compared
+
+    def apply(self, event: v.Event) -> v.Observation:
+        """The engine's answer, or the spec's refusal of what the engine is not to be given."""
+        run = self._run
+        if isinstance(event, v.Submit):
+            event = cast("v.Submit", run.fit(event))
+        _expect_nothing(run.apply(event))
+        if run.last is None or run.last.event is not event:  # it can never fit, or was declined
+            refusal = transition(run.spec.state, event)
+            if isinstance(refusal, v.Rejected):
+                return refusal
+            return DECLINED
+        assert run.last.seen is not None
+        return run.last.seen
+
+    def finish(self) -> None:
+        """Compare the last states, wherever the cadence stood."""
+        run = self._run
+        if run.compare_every and run.num_events % run.compare_every:
+            _expect_nothing(run.compare_states())
+
+
+Side: TypeAlias = Alone | Beside
+
+
+def _expect_nothing(findings: list[Finding]) -> None:
+    if findings:
+        raise FoundError(findings[0])
+
+
+def open_side(
+    make_engine: EngineFactory,
+    config: v.Config,
+    report: ReplayReport,
+    with_spec: bool,
+    snapshot_every: int,
+) -> Side:
+    """Whom the events go to; the report is told what is compared.
+
+    Raises:
+        ConfigError: the engine cannot be built with this config.
+        FoundError: it broke while it was built.
+    """
+    scope = get_traits(make_engine).equivalence
+    try:
+        if not with_spec:
+            return Alone(make_engine, config)
+        cadence = None if isinstance(scope, Safety) else snapshot_every
+        report.equivalence = "observations" if scope is None else scope.name
+        report.snapshot_every = 0 if isinstance(scope, SamePlans) else cadence or 0
+        return Beside(get_start(make_engine)(config, make_engine, compare_every=cadence))
+    except (v.ConfigError, BadEngineError):
+        raise
+    except Exception as error:
+        raise FoundError(fault_of(error)) from error

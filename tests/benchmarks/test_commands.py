@@ -1,0 +1,81 @@
+"""The table of commands and engines: every cell is what the command says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from benchmarks.commands import (
+    COLUMNS,
+    ELSEWHERE,
+    LOCAL,
+    ROWS,
+    WORKS,
+    Column,
+    Row,
+    find_commands,
+    read_page,
+    render,
+    run_column,
+)
+
+
+def compare(column: Column, folder: Path, slow: bool) -> None:
+    index = COLUMNS.index(column)
+    page = {command: cells[index] for command, cells in read_page().items()}
+    cells = run_column(column, folder, lambda row: slow or not row.is_slow)
+    assert cells == {command: page[command] for command in cells}
+
+
+@pytest.mark.parametrize("column", LOCAL, ids=lambda column: column.title)
+def test_a_column_is_what_the_commands_say(column: Column, tmp_path: Path) -> None:
+    compare(column, tmp_path, slow=False)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("column", COLUMNS, ids=lambda column: column.title)
+def test_a_whole_column_is_what_the_commands_say(column: Column, tmp_path: Path) -> None:
+    if column.path is None:
+        pytest.skip(f"{column.variable} names no checkout, so {column.title} is not held to it")
+    compare(column, tmp_path, slow=True)
+
+
+@pytest.mark.parametrize(
+    "column", [c for c in COLUMNS if c.variable], ids=lambda column: column.title
+)
+def test_a_column_of_a_checkout_is_what_the_commands_say(column: Column, tmp_path: Path) -> None:
+    if column.path is None:
+        pytest.skip(f"{column.variable} names no checkout, so {column.title} is not held to it")
+    compare(column, tmp_path, slow=False)
+
+
+def test_every_command_that_takes_an_engine_is_a_row() -> None:
+    takes = {name for name, takes_engine in find_commands().items() if takes_engine}
+    assert takes == ({row.name for row in ROWS} | ELSEWHERE.keys()) - {"validate", "explain"}
+
+
+def test_the_page_has_every_cell_and_is_made_as_it_stands() -> None:
+    page = read_page()
+    assert list(page) == [row.command for row in ROWS]
+    assert all(cell for cells in page.values() for cell in cells)
+    columns = {
+        column.title: {command: cells[index] for command, cells in page.items()}
+        for index, column in enumerate(COLUMNS)
+    }
+    path = Path(__file__).parents[2] / "docs" / "reference" / "commands.md"
+    assert render(columns) == path.read_text(encoding="utf-8")
+    refused = [cell for cells in page.values() for cell in cells if cell != WORKS]
+    assert 0 < len(refused) < len(ROWS)
+
+
+def test_a_cell_that_breaks_is_no_cell(tmp_path: Path) -> None:
+    from benchmarks.commands import make_files, run_cell
+
+    files = make_files(tmp_path)
+    broken = Column("broken", f"{__name__}:make_broken")
+    with pytest.raises(AssertionError, match="no such scheduler"):
+        run_cell(Row("arms --engine ENGINE --path PATH --workloads 2"), broken, files)
+
+
+def make_broken(_config: object) -> object:
+    raise OSError("no such scheduler")
