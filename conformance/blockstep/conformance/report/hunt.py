@@ -23,9 +23,6 @@ def hunt_summary(result: HuntResult) -> str:
     options, ground = result.options, result.ground
     again = result.num_again.total()
     more = f"; {again:,} more failures like those that nothing known accounts for" if again else ""
-    if result.excused:
-        told = ", ".join(f"{name} {count:,}" for name, count in sorted(result.excused.items()))
-        more += f"; excused: {told}"
     if result.stopped:
         more += f"; ended early: {result.stopped}"
     number, engine = len(result.defects), f"{options.engine} {ground.version}".strip()
@@ -40,7 +37,7 @@ def hunt_summary(result: HuntResult) -> str:
 
 def render_hunt(result: HuntResult) -> str:
     """All of it, a trailing newline included."""
-    lines = [f"blockstep hunt: {hunt_summary(result)}"]
+    lines = [f"blockstep hunt: {hunt_summary(result)}", *_declared(result)]
     lines += [f"note: {note}" for note in result.ground.facts.notes]
     for number, defect in enumerate(result.defects, 1):
         lines += ["", f"{number}. {title_of(defect, result)}", *_body(defect, result)]
@@ -77,20 +74,21 @@ def render_hunt_page(result: HuntResult, command: str) -> str:
 
 def hunt_to_json(result: HuntResult) -> dict[str, object]:
     """As docs/reference/json.md has it."""
-    options = result.options
+    options, ground = result.options, result.ground
     return {
         "format": "blockstep-hunt",
         "version": 1,
         "engine": options.engine,
-        "engine_version": result.ground.version,
-        "equivalence": result.ground.facts.equivalence,
+        "engine_version": ground.version,
+        "equivalence": ground.facts.equivalence,
         "seed": options.seed,
         "depth": options.max_depth,
         "with": list(options.with_features),
         "without": list(options.without_features),
         "num_events": result.num_events,
         "num_again": result.num_again.total(),
-        "deviations": dict(sorted(result.excused.items())),
+        "deviations": {name: result.excused[name] for name in sorted(ground.facts.deviations)},
+        "deviations_stale": list(ground.facts.stale),
         "stopped": result.stopped,
         "defects": [_defect_to_json(defect, result) for defect in result.defects],
         "policies": [
@@ -141,6 +139,18 @@ def _body(defect: Defect, result: HuntResult) -> list[str]:
         f"  where     after {defect.num_events:,} events, preset {defect.options.preset}{seen}"
     )
     return [*lines, *_program(defect), f"  reproduce {reproduce_defect(defect, result)}"]
+
+
+def _declared(result: HuntResult) -> list[str]:
+    """What the adapter declares, apart from what is found."""
+    facts, lines = result.ground.facts, []
+    for name, summary in sorted(facts.deviations.items()):
+        count = result.excused[name]
+        lines += [f"known       {name}: {count:,} findings that the adapter declares"]
+        lines += _told(summary)
+    for name in facts.stale:
+        lines += [f"stale       {name}: its program does not show it; the adapter can drop it"]
+    return lines
 
 
 def _told(text: str) -> list[str]:

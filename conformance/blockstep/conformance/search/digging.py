@@ -118,10 +118,9 @@ def show(
     make_engine: EngineFactory,
     forgiven: frozenset[Cause],
     program: Program,
-) -> Finding | None:
-    """What a program comes to: what is wrong first, or None."""
-    _, findings = run_program(program, Forgiving(make_engine, forgiven), follow(forgiven))
-    return findings[0] if findings else None
+) -> list[Finding]:
+    """What a program comes to."""
+    return run_program(program, Forgiving(make_engine, forgiven), follow(forgiven))[1]
 
 
 def look_for(

@@ -7,7 +7,7 @@ Nothing says so but the engine's code, and a hunt does not read it. So two failu
    chunks and preemptions; where a program can do without, it does (`relax`);
 2. or if one is a symptom of the other: the shrunk program of the one says and comes to what the
    other does, at the same event, or if it goes on as though nothing were wrong, or without a
-   bound of its config, or, where both speak of the same thing, with a line less (`Symptoms`).
+   bound of its config (`Symptoms`).
 
 Where this is wrong. Two defects are told as one if they break the same sentence by the same acts,
 and one of them needs more means: a block lost when a hit is preempted, and another lost when any
@@ -25,10 +25,13 @@ from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.runs import get_start, run_program
 from blockstep.conformance.protocol.features import (
+    ASYNC,
     CACHING,
     DRAFTS,
     FEATURES,
     GRAMMAR,
+    PIPELINE,
+    RESET,
     Feature,
 )
 from blockstep.conformance.protocol.findings import Finding, FindingKind
@@ -38,14 +41,17 @@ from blockstep.conformance.search.shrink import simpler_configs
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import Profile
 
-LINES_MAX = 60
-"""Lines of a program that are left out, one at a time, at most."""
 ACTS = tuple(it for it in FEATURES if it.actions and it not in (DRAFTS, GRAMMAR))
 """Features that are something done, which a step alone does not do."""
 PLENTY = 64
 """Blocks and tokens with which a short program is short of nothing."""
 STEPS_TO_END = 4
 """Steps in which a request of a short program ends by itself."""
+BY_CHANCE = {
+    "P4 published_block_was_written": "P3 published_block_holds_the_right_prefix",
+    "P4 attended_slot_was_written": "P3 attended_slot_holds_the_right_prefix",
+}
+"""Sentences that say the same as another: a slot was used before, or it was not."""
 _NAMES = re.compile(r"0x[0-9a-f]+|'[^']*'|\d+")
 
 
@@ -59,12 +65,6 @@ class Mark:
     means: frozenset[str] = frozenset()
     """The other features that the program asks for, and whether it hits, chunks or preempts."""
 
-    @property
-    def subject(self) -> tuple[str, ...]:
-        """What is spoken of: the first two words of the sentence, as in `published_block`."""
-        sentence = self.saying.split(" ")[2]
-        return tuple(sentence.split("_")[:2])
-
     def is_like(self, other: Mark) -> bool:
         """Whether both say the same after the same acts, and one by all the means of the other."""
         is_alike = (self.saying, self.acts) == (other.saying, other.acts)
@@ -73,7 +73,8 @@ class Mark:
 
 def saying(finding: Finding, raised_at: str = "") -> str:
     """What a finding says, without numbers and names; of a fault where it was raised."""
-    name = f"{finding.kind} {finding.property_id} {finding.sentence}"
+    name = f"{finding.property_id} {finding.sentence}"
+    name = f"{finding.kind} {BY_CHANCE.get(name, name)}"
     match finding.kind:
         case FindingKind.PROPERTY:
             return name
@@ -123,10 +124,15 @@ def mark_of(program: Program, run: LockStep, finding: Finding) -> Mark:
     engine = run.engine
     raised_at = engine.raised_at if isinstance(engine, ForgivenEngine) else ""
     plans = [it.seen for it in run.exchanges if isinstance(it.seen, v.Plan)]
-    asked = {feature.name: feature in ACTS for feature in list_asked(program)}
-    means = {name for name, is_act in asked.items() if not is_act}
+    asked = set(list_asked(program))
+    means = {feature.name for feature in asked.difference(ACTS, (ASYNC, PIPELINE))}
     means.update(outcome for plan in plans for outcome in _list_outcomes(plan))
-    acts = {name for name, is_act in asked.items() if is_act}
+    if asked & {ASYNC, PIPELINE}:
+        means.add("several frames")
+    acts = {feature.name for feature in asked.intersection(ACTS)}
+    if v.Reset(True) in program.actions:  # which preempts, as a step does that lacks blocks
+        means.add("preempts")
+        acts.discard(RESET.name)
     return Mark(saying(finding, raised_at), frozenset(acts), frozenset(means))
 
 
@@ -144,8 +150,6 @@ class Symptoms:
     """If the run goes on as though nothing were wrong, to its end and a drain."""
     near: frozenset[Mark] = frozenset()
     """With a bound or a feature of the config out of the way."""
-    shorter: frozenset[Mark] = frozenset()
-    """With a line less, where the same thing is spoken of."""
 
     def is_symptom_of(self, cause: Symptoms) -> bool:
         """Whether this shows what the other is known by, or the other shows this.
@@ -154,7 +158,7 @@ class Symptoms:
         other, or comes out of the other by simplifying it, it must do just the same.
         """
         return (
-            any(cause.own.is_like(mark) for mark in self.beside | self.near | self.shorter)
+            any(cause.own.is_like(mark) for mark in self.beside | self.near)
             or any(self.own.is_like(mark) for mark in cause.beside | cause.onward)
             or cause.own in self.onward
             or self.own in cause.near
@@ -187,17 +191,12 @@ def find_symptoms(
     played = _list_marks(play(program), program)
     own = next(mark for mark in played if mark.saying == own.saying)
 
-    def gather(programs: Iterator[Program]) -> frozenset[Mark]:
-        found = (mark for it in programs for mark in _list_marks(play(it), it))
-        return frozenset(found) - {own}
-
-    shorter = gather(_list_shorter(program))
+    near = (mark for it in _list_plainer(program) for mark in _list_marks(play(it), it))
     return Symptoms(
         own,
         beside=frozenset(played) - {own},
         onward=frozenset(_go_on(program, make_engine, profile)) - {own},
-        near=gather(_list_plainer(program)),
-        shorter=frozenset(mark for mark in shorter if mark.subject == own.subject),
+        near=frozenset(near) - {own},
     )
 
 
@@ -211,7 +210,7 @@ def _list_marks(played: tuple[LockStep, list[Finding]] | None, program: Program)
 
 def relax(program: Program, says: str, play: Play) -> Program:
     """The program where nothing is short and nobody in a hurry, as far as it fails as before."""
-    for change in (_take_turns, _let_end, _give_blocks, _give_tokens):
+    for change in (_take_turns, _let_end, _ask_for_resets, _give_blocks, _give_tokens):
         plainer = change(program)
         if any(mark.saying == says for mark in _list_marks(play(plainer), plainer)):
             program = plainer
@@ -237,6 +236,12 @@ def _let_end(program: Program) -> Program:
     actions: list[Action] = []
     for action in program.actions:
         actions += end if isinstance(action, v.Abort) else [action]
+    return replace(program, actions=tuple(actions))
+
+
+def _ask_for_resets(program: Program) -> Program:
+    """No reset by force."""
+    actions = (v.Reset() if it == v.Reset(True) else it for it in program.actions)
     return replace(program, actions=tuple(actions))
 
 
@@ -269,13 +274,6 @@ def _go_on(program: Program, make_engine: EngineFactory, profile: Profile) -> It
         yield from (mark_of(program, run, finding) for finding in findings)
         if any(finding.kind is FindingKind.FAULT for finding in findings):
             return
-
-
-def _list_shorter(program: Program) -> Iterator[Program]:
-    """The programs with a line less."""
-    actions = program.actions
-    for index in range(min(len(actions), LINES_MAX)):
-        yield replace(program, actions=(*actions[:index], *actions[index + 1 :]))
 
 
 def _list_plainer(program: Program) -> Iterator[Program]:

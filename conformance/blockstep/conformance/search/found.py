@@ -14,8 +14,12 @@ from blockstep.conformance.search.lookouts import Lookout
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.conformance.search.shrink import Shrunk
 
-OF_A_BROKEN_POOL = frozenset({"P2", "P3", "P4", "P6", "P10"})
-"""Properties that speak of who is in a block and what, and of those who wait for one."""
+CONSEQUENCES = {
+    "P1": frozenset({"P2", "P3", "P4", "P6", "P10"}),
+    "P3": frozenset({"P4", "P6"}),
+}
+"""What becomes of a state that breaks a property: of a pool that is out of count, who is in a block
+and what, and who waits for one; of a block under a wrong name, what is read there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +106,9 @@ class Group:
 
 
 def follows_from(state: Finding, later: Finding) -> bool:
-    """Whether what is said of a plan or an answer is what had to come of a wrong state.
-
-    The same property, or what becomes of a pool that is out of count (P1).
-    """
-    same = state.property_id == later.property_id
-    return same or (state.property_id == "P1" and later.property_id in OF_A_BROKEN_POOL)
+    """Whether what is said of a plan or an answer is what had to come of a wrong state."""
+    mine = later.property_id
+    return mine == state.property_id or mine in CONSEQUENCES.get(state.property_id, ())
 
 
 def name_of(finding: Finding) -> str:

@@ -244,10 +244,10 @@ class Hunter:
 
     def _group(self, said: str, defect: Defect) -> None:
         """Put a failure to those that are the same defect, or by itself."""
-        behind = self._find_behind(defect)
-        if behind is not None:
-            defect = replace(defect, behind=name_of(behind))
-        group = self._find_group(defect, behind)
+        shown = self._show_state(defect)
+        if shown and all(finding.sentence != defect.first.sentence for finding in shown):
+            defect = replace(defect, behind=name_of(shown[0]))
+        group = self._find_group(defect, shown)
         if group is None:
             group = Group([])
             self._groups.append(group)
@@ -258,16 +258,14 @@ class Hunter:
         group.defects.append(defect)
         self._count(said, group, is_new=is_new)
 
-    def _find_group(self, defect: Defect, behind: Finding | None) -> Group | None:
-        """Those that are the same defect, if there are any."""
+    def _find_group(self, defect: Defect, shown: Sequence[Finding]) -> Group | None:
+        """Those that are the same defect, if there are any; `shown` is wrong with its state."""
         groups = self._groups
         nearest = max(groups, key=lambda it: it.is_near(defect.symptoms), default=None)
         if nearest is not None and nearest.is_near(defect.symptoms):
             return nearest
-        if behind is None or not follows_from(behind, defect.first):
-            return None
-        before = saying(behind)
-        alike = (it for it in groups if any(saying(one.first) == before for one in it.defects))
+        before = {saying(it) for it in shown if follows_from(it, defect.first)}
+        alike = (it for it in groups if any(saying(one.first) in before for one in it.defects))
         return next(alike, None)
 
     def _count(self, said: str, group: Group, *, is_new: bool = False) -> None:
@@ -276,17 +274,15 @@ class Hunter:
         if not is_new:
             self.result.num_again[said] += 1
 
-    def _find_behind(self, defect: Defect) -> Finding | None:
-        """What ends a program before, where the state is judged as well."""
+    def _show_state(self, defect: Defect) -> Sequence[Finding]:
+        """What ends a program that was found with the state hidden, where it is judged as well."""
         if not defect.options.hide_state or defect.shrunk is None:
-            return None
+            return ()
         shown = replace(defect.options, hide_state=False)
         try:
-            seen = self._call(digging.show, shown, self.forgiven, defect.shrunk.program)
+            return self._call(digging.show, shown, self.forgiven, defect.shrunk.program)
         except LostError:
-            return None
-        is_other = seen is not None and seen.sentence != defect.first.sentence
-        return seen if is_other else None
+            return ()
 
     def _hides_something(self) -> bool:
         """Whether a state was found wrong where plans and answers are not, or not yet."""
@@ -301,7 +297,7 @@ class Hunter:
                 seen = self._call(digging.show, hidden, self.forgiven, defect.shrunk.program)
             except LostError:
                 continue
-            if seen is None or seen.sentence != defect.first.sentence:
+            if all(finding.sentence != defect.first.sentence for finding in seen):
                 return True
         return False
 
