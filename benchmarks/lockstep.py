@@ -49,8 +49,8 @@ def measure(preset: str, engine: str, num_events: int) -> Figures:
     seconds = time.process_time() - start
     recorded = []
     for number in range(1, min(index, 60)):
-        config, exchanges = record_episode(replace(options, episode=number))
-        recorded.append((config, [event for event, _ in exchanges]))
+        run, exchanges = record_episode(replace(options, episode=number))
+        recorded.append((run.config, [event for event, _ in exchanges]))
     spec_us = alone(SpecEngine, recorded)
     engine_us = alone(make_engine, recorded)
     return Figures(preset, engine, events, events / seconds, spec_us, engine_us)

@@ -136,7 +136,10 @@ def test_an_engine_that_decides_otherwise_is_timed_by_itself(engine: str) -> Non
     assert find_obstacle(engine, drafts) == ("drafts" if engine in TOYS else None)
 
 
-def test_beside_exact_engines_it_is_told_apart(tmp_path: Path) -> None:
+def test_beside_exact_engines_it_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blockstep.conformance.bench.measure.REHEARSAL", {"decode": 1})
     out, toy = tmp_path / "out.json", TOYS[1]
     asked = ("--engine", "host", "--engine", toy, "--scenario", "decode", "--scenario", "drafts")
     result = bench("scheduler", *asked, "-n", 1, "--steps", 4, "--json", out)

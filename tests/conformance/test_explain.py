@@ -147,10 +147,10 @@ def test_an_explanation_says_where_it_comes_from_and_what_shows_it(name: str, sa
 @pytest.mark.parametrize(
     ("typo", "meant"),
     [
-        ("leak-on-abrot", "leak_on_abort"),
+        ("leak-on-abrot", "leak-on-abort"),
         ("attended_slot_is_written", "attended_slot_was_written"),
         ("nver_fits", "never_fits"),
-        ("CachedRows", "cachedrow"),
+        ("CachedRows", "CachedRow"),
         ("free_queue_", "free_queue"),
     ],
 )
@@ -186,5 +186,5 @@ def test_a_source_is_named_wherever_the_line_breaks() -> None:
 
 
 def test_a_name_may_mean_several_things_and_each_is_told_once() -> None:
-    kinds = [kind for kind, _ in get_names()["drafts"]]
+    kinds = [meaning.kind for meaning in get_names()["drafts"]]
     assert kinds == ["capability", "feature", "word", "field"]

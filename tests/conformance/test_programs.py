@@ -327,3 +327,40 @@ def test_what_cannot_be_played_is_refused_in_one_line(
     assert result.exit_code == 2
     assert says in result.stderr
     assert result.output.count("\n") == 1
+
+
+def test_an_engine_that_does_not_live_leaves_its_program_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event that it ends at is the last of the program, which ends it again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mortal.py").write_text(
+        """
+import os
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.spec.vocabulary import Abort
+
+class Mortal(SpecEngine):
+    def apply(self, event):
+        if isinstance(event, Abort) and any(map(self.knows, event.request_ids)):
+            os._exit(3)
+        return super().apply(event)
+
+    def knows(self, name):
+        return self.snapshot().request(name) is not None
+"""
+    )
+    path = tmp_path / "ended.json"
+    options = ("--preset", "tiny", "--budget", 1000, "--jobs", 1, "--with", "aborts")
+    first = blockstep("check", "--engine", "mortal:Mortal", *options, "--save", path)
+    assert first.exit_code == 1
+    assert "ended with exit code 3" in first.output
+    program = read_program(path)
+    assert isinstance(program.actions[-1], v.Abort)
+    again = blockstep("check", "--engine", "mortal:Mortal", "--program", path)
+    assert again.exit_code == 1
+    assert "ended with exit code 3" in again.output
+    assert again.output.splitlines()[-1].strip() == (
+        f"reproduce  blockstep check --engine mortal:Mortal --program {path}"
+    )

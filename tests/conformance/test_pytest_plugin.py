@@ -238,7 +238,8 @@ def test_an_unknown_engine_is_an_error_of_every_test(inner: pytest.Pytester) -> 
         ("--blockstep-depth=0", "--blockstep-depth 0: must be 1 or above"),
         ("--blockstep-with=magic", "--blockstep-with, --blockstep-without: feature 'magic': *"),
         ("--blockstep-event-seconds=0", "--blockstep-event-seconds 0: must be above 0"),
-        ("--blockstep-corpus=no", "--blockstep-corpus 'no': there is no such folder"),
+        ("--blockstep-corpus=.", "--blockstep-corpus .: no program in it: a corpus is a folder*"),
+        ("--blockstep-corpus=no", "--blockstep-corpus no: there is no such folder: *"),
         ("--blockstep-json=no/out.json", "--blockstep-json 'no/out.json': there is no such folder"),
     ],
 )
@@ -294,7 +295,7 @@ def test_own_programs_fail_with_the_face_of_the_product(inner: pytest.Pytester) 
     result.stdout.no_fnmatch_line("*pytest_plugin/*")
 
 
-def test_a_corpus_is_played_before_anything_is_drawn(inner: pytest.Pytester) -> None:
+def test_a_corpus_is_a_test_for_each_program(inner: pytest.Pytester) -> None:
     """A test for each program: it fails with its face, or is skipped for what the engine lacks."""
     request = {"request_id": "A", "prompt_token_ids": [1, 2, 3], "max_tokens": 2}
     program = {
@@ -333,17 +334,6 @@ def test_a_corpus_is_played_before_anything_is_drawn(inner: pytest.Pytester) -> 
             "SKIPPED * not tried: async",
         ]
     )
-    names = inner.runpytest_inprocess(
-        *("--collect-only", "-q", "--blockstep-engine=spec", "--blockstep-corpus=corpus")
-    ).outlines
-    assert [name.startswith("blockstep::corpus::") for name in names[:4]] == [True] * 3 + [False]
-
-
-def test_an_empty_corpus_is_an_error(inner: pytest.Pytester) -> None:
-    (inner.path / "corpus").mkdir()
-    result = inner.runpytest_inprocess("--blockstep-engine=spec", "--blockstep-corpus=corpus")
-    assert result.ret != pytest.ExitCode.OK
-    result.stdout.fnmatch_lines(["blockstep: corpus: no program: a corpus is a folder of *"])
 
 
 def test_own_programs_outlive_an_engine_that_does_not(inner: pytest.Pytester) -> None:

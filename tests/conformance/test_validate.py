@@ -23,6 +23,7 @@ ENGINES = {
     "foreign_support.hosts:AtSafety": "safety",
     "foreign_support.hosts:AtRenamed": "renamed",
     "foreign_support.hosts:AtPlan": "plan",
+    "equivalent_engines:Simulator": "plan",
     "host": "exact",
 }
 
@@ -33,7 +34,7 @@ def blockstep(*args: object) -> Result:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_a_conforming_engine_recorded_conforms(engine: str, tmp_path: Path) -> None:
-    for episode in range(5):
+    for episode in (1, 4):
         path, out = tmp_path / f"{episode}.jsonl", tmp_path / "out.json"
         write_episode(CheckOptions(engine, episode=episode), None, path)
         trace = read_trace(path)
@@ -75,7 +76,7 @@ def can_bend(bend: Bend, step: TraceStep) -> bool:
     return False
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["foreign_support.toys:PlainToy", *list(ENGINES)[3:]])
 @pytest.mark.parametrize("bend", [bend_outputs, bend_plan])
 def test_what_is_wrong_is_found_at_its_step(engine: str, bend: Bend, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
@@ -110,3 +111,23 @@ def test_an_unknown_equivalence_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"plan"', '"almost"'))
     with pytest.raises(TraceError, match="exact, renamed, plan, safety"):
         read_trace(path)
+
+
+def test_a_trace_says_what_its_engine_declares(tmp_path: Path) -> None:
+    path, out, num_excused = tmp_path / "run.jsonl", tmp_path / "out.json", 0
+    for episode in range(8):
+        engine = "foreign_support.toys:TellsTwice"
+        write_episode(CheckOptions(engine, episode=episode), None, path)
+        trace = read_trace(path)
+        result = blockstep("validate", path, "--json", out)
+        assert result.exit_code == 0, result.output
+        excused = json.loads(out.read_text())["excused"]
+        assert bool(trace.excuses) == bool(excused) == ("declared  late_reply" in result.output)
+        num_excused += sum(excused.values())
+        if excused:  # nothing else is excused
+            steps = [
+                bend_outputs(one) if can_bend(bend_outputs, one) else one for one in trace.steps
+            ]
+            write_trace(path, trace.config, steps, trace.equivalence, trace.excuses)
+            assert blockstep("validate", path).exit_code == 1
+    assert num_excused > 0

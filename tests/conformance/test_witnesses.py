@@ -314,6 +314,19 @@ def test_what_an_engine_lacks_or_nobody_wants_is_not_required() -> None:
     assert required("async", "pipeline") == required(max_depth=1)
 
 
+def test_what_needs_one_of_several_features_is_not_required_without_all_of_them() -> None:
+    """Where each plan is answered before the next, and nobody waits, whoever runs goes on."""
+    alone = ("async", "pipeline")
+    for name, others in (
+        ("empty_plan_with_work", ("pause", "grammar")),
+        ("running_left_out_by_budget", ("drafts",)),
+    ):
+        assert name not in required(*alone, *others)
+        assert all(name in required(*alone[:1], *others[:count]) for count in range(3))
+        assert name in required(*alone, *others[1:])
+        assert name in required(*others)
+
+
 def test_a_run_of_moderate_length_reaches_everything() -> None:
     counts: Counter[str] = Counter()
     facts = look(CheckOptions(), HostEngine)

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from blockstep.conformance.engine import Capability, EngineFault, EngineTraits, Safety, show_state
+from blockstep.conformance.engine import (
+    Capability,
+    Deviation,
+    EngineFault,
+    EngineTraits,
+    Safety,
+    show_state,
+)
+from blockstep.conformance.protocol.program import Drain, Program
 from blockstep.spec import vocabulary as v
 
 
@@ -27,6 +35,10 @@ def fit_config(config: v.Config) -> v.Config:
 def fit_request(request: v.Request, _config: v.Config) -> v.Request:
     """A prompt and a length."""
     return v.Request(request.request_id, request.prompt_token_ids, request.max_tokens)
+
+
+UNSEEN = frozenset({"preempted", "preempted_then_resumed", "resumed_with_outputs"})
+"""Nobody is preempted."""
 
 
 @dataclass(eq=False)
@@ -171,6 +183,31 @@ class AbortingToy(PlainToy):
             block_keys=(None,) * self.config.num_blocks,
             num_frames_in_flight=int(self.is_in_flight),
         )
+
+
+class TellsTwice(AbortingToy):
+    """Answers somebody who was aborted in flight once more, and says so."""
+
+    traits = EngineTraits(
+        equivalence=Safety(fit_config, fit_request),
+        out_of_reach=UNSEEN,
+        deviations=(
+            Deviation(
+                "late_reply",
+                "who is aborted in flight is answered once more",
+                Program(
+                    fit_config(v.Config(9, 4)),
+                    (v.Submit(v.Request("A", (0,))), v.Schedule(), v.Abort(("A",)), Drain()),
+                ),
+                sentences=("delivered_rows_are_those_that_sampled",),
+                when=lambda event, _answer: isinstance(event, v.Commit),
+            ),
+        ),
+    )
+
+    def take(self, life: Life, sampled: v.TokenIds) -> v.OutputRow | None:
+        row = super().take(life, sampled)
+        return v.OutputRow(life.request.request_id, (0,)) if row is None and sampled else row
 
 
 class SmallToy(PlainToy):

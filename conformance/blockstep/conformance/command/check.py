@@ -127,7 +127,7 @@ def check_command(
         played = programs.play(wanted, program, corpus, place, screen)
         ended = [result for result in played if result.first is not None or program is not None]
         result = ended[0] if ended else _check(wanted, place, record, screen)
-    programs.save(save, result)
+        programs.save(save, result, isolation)
     console.write_json(json_path, check_to_json(result, played if corpus else ()))
     raise typer.Exit(result.exit_code)
 

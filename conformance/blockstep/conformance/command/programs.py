@@ -42,8 +42,6 @@ def require_one(program: Path | None, corpus: Path | None, episode: int | None) 
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
         console.usage(f"{' and '.join(given)}: each says what is played; give one of them")
-    if corpus is not None and not corpus.is_dir():
-        console.usage(f"--corpus {corpus}: there is no such folder; make it with check --save")
 
 
 def play(
@@ -112,14 +110,13 @@ def play_corpus(
     return results
 
 
-def save(path: Path | None, result: CheckResult) -> None:
+def save(path: Path | None, result: CheckResult, isolation: Isolation) -> None:
     """Write the program that failed, if that is wanted and there is one."""
     if path is None:
         return
-    failure, first = result.failure, result.first
-    program = result.failing_program if failure is None else failure.program
+    first, program = result.first, isolation.recover(result)
     if first is None or program is None:
-        why = "nothing failed" if first is None else "the engine did not live to name its program"
+        why = "nothing failed" if first is None else "the engine failed before any event"
         typer.echo(f"blockstep: --save {path}: nothing to write: {why}", err=True)
         return
     note = " ".join(filter(None, (first.property_id, f"{first.sentence}:", first.message)))

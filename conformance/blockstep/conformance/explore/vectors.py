@@ -226,7 +226,7 @@ def read_vectors(path: Path) -> Vectors:
         raise TraceError(path, 1, found, rule, fix)
     if len(lines) < 2:
         raise _bad(path, 2, "no line with the config", "the config stands below the manifest")
-    config, _ = recorded.read_header(path, lines[1])
+    config, *_ = recorded.read_header(path, lines[1])
     programs = tuple(_read_programs(path, enumerate(lines[2:], 3)))
     if len(programs) != manifest.programs:
         promised = f"the manifest promises {manifest.programs}"

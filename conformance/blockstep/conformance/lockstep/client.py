@@ -48,8 +48,9 @@ class Client:
                 self.plans = [plan for plan in self.plans if plan.frame_id != frame_id]
                 self.sampled = tuple(row.request_id for row in sampled if row.token_ids)
                 for row in rows:
-                    said = self.said.get(row.request_id, ())
-                    self.said[row.request_id] = said + row.new_token_ids
+                    if row.request_id in self.live:  # whoever has ended may come again
+                        said = self.said.get(row.request_id, ())
+                        self.said[row.request_id] = said + row.new_token_ids
                 self._end(row.request_id for row in rows if row.finish_reason is not None)
             case v.Abort(), v.Aborted(request_ids=request_ids, ending_req_ids=ending):
                 self._end(request_ids)

@@ -208,11 +208,19 @@ SEVERAL_FRAMES = (
     *("reset_forced_with_two_frames_in_flight", "rejected_frame_out_of_order"),
 )
 """Situations, by the beginnings of their names, that need either."""
+NEEDS_ANY: Mapping[str, frozenset[str]] = {
+    "empty_plan_with_work": SEVERAL_AT_ONCE | {PAUSE.name, GRAMMAR.name},
+    "running_left_out_by_budget": SEVERAL_AT_ONCE | {DRAFTS.name},
+}
+"""Situations that need one of several features: without all of them whoever runs can go on, and by
+the token that was scheduled at its admission."""
 
 
 def is_reachable(situation: str, absent: Collection[str], always: Collection[str] = ()) -> bool:
     """Whether a situation can come up without some features, and with others in every run."""
     if SEVERAL_AT_ONCE.issubset(absent) and situation.startswith(SEVERAL_FRAMES):
+        return False
+    if situation in NEEDS_ANY and NEEDS_ANY[situation].issubset(absent):
         return False
     if any(situation.startswith(BY_NAME[name].hides) for name in always):
         return False

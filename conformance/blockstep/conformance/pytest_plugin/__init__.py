@@ -148,10 +148,8 @@ class Campaign:
         json_path: str | None = config.getoption("blockstep_json")
         if json_path is not None and not Path(json_path).parent.is_dir():
             raise pytest.UsageError(f"--blockstep-json {json_path!r}: there is no such folder")
-        corpus: str | None = config.getoption("blockstep_corpus")
-        self.corpus = None if corpus is None else Path(corpus)
-        if self.corpus is not None and not self.corpus.is_dir():
-            raise pytest.UsageError(f"--blockstep-corpus {corpus!r}: there is no such folder")
+        self.programs = _find_programs(config.getoption("blockstep_corpus"))
+        """Those of the corpus, by name."""
         folder: str | None = config.getoption("blockstep_path")
         if folder is not None and not Path(folder).is_dir():
             raise pytest.UsageError(f"--blockstep-path {folder!r}: there is no such folder")
@@ -253,6 +251,20 @@ class Campaign:
 CAMPAIGN = pytest.StashKey[Campaign]()
 
 
+def _find_programs(corpus: str | None) -> dict[str, Path]:
+    """The programs of a corpus, if one is wanted. Raises UsageError if there are none."""
+    from blockstep.conformance.protocol.lines import TraceError  # noqa: PLC0415
+    from blockstep.conformance.search.corpus import find_programs  # noqa: PLC0415
+
+    if corpus is None:
+        return {}
+    try:
+        found = find_programs(Path(corpus))
+    except TraceError as error:
+        raise pytest.UsageError(f"--blockstep-corpus {error}") from None
+    return {path.relative_to(corpus).with_suffix("").as_posix(): path for path in found}
+
+
 def _read_options(config: pytest.Config, presets: Sequence[str]) -> dict[str, CheckOptions]:
     """The options of each check. Raises UsageError in the words of the command line."""
     from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS  # noqa: PLC0415
@@ -303,7 +315,7 @@ class EngineNode(pytest.Collector):
 
     def collect(self) -> Iterator[CorpusNode | PresetNode]:
         """The corpus, then the presets in the order in which they were asked for."""
-        if self.config.stash[CAMPAIGN].corpus is not None:
+        if self.config.stash[CAMPAIGN].programs:
             yield CorpusNode.from_parent(self, name="corpus")
         for preset in self.config.stash[CAMPAIGN].presets:
             yield PresetNode.from_parent(self, name=preset)
@@ -329,17 +341,8 @@ class CorpusNode(pytest.Collector):
 
     def collect(self) -> Iterator[ProgramItem]:
         """The programs, in the order of their names."""
-        from blockstep.conformance.protocol.lines import TraceError  # noqa: PLC0415 - only if wanted
-        from blockstep.conformance.search.corpus import find_programs  # noqa: PLC0415
-
-        folder = self.config.stash[CAMPAIGN].corpus
-        assert folder is not None
-        try:
-            for path in find_programs(folder):
-                name = path.relative_to(folder).with_suffix("").as_posix()
-                yield ProgramItem.from_parent(self, name=name, program_path=path)
-        except TraceError as error:
-            raise self.CollectError(f"blockstep: {error}") from None
+        for name, path in self.config.stash[CAMPAIGN].programs.items():
+            yield ProgramItem.from_parent(self, name=name, program_path=path)
 
 
 class FailedCheckError(Exception):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from blockstep.conformance.engine import EngineFactory, get_equivalence_name
-from blockstep.conformance.recorded.traces import write_trace
+from blockstep.conformance.engine import EngineFactory, get_equivalence_name, get_traits
+from blockstep.conformance.recorded.traces import Excuse, write_trace
 from blockstep.conformance.search.episodes import record_episode
 from blockstep.conformance.search.options import CheckOptions, load
 
@@ -17,5 +17,10 @@ def write_episode(options: CheckOptions, make_engine: EngineFactory | None, path
         TraceError: if the file cannot be written.
     """
     make_engine = make_engine or load(options)
-    equivalence = get_equivalence_name(make_engine)
-    write_trace(path, *record_episode(options, make_engine), equivalence)
+    run, exchanges = record_episode(options, make_engine)
+    excuses = tuple(
+        Excuse(one.name, one.summary, one.sentences, one.fields)
+        for one in get_traits(make_engine).deviations
+        if run.excuses.counts[one.name]
+    )
+    write_trace(path, run.config, exchanges, get_equivalence_name(make_engine), excuses)

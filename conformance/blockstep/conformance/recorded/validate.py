@@ -17,6 +17,7 @@ from blockstep.conformance.engine import (
     ALL_CAPABILITIES,
     EXACT,
     Capability,
+    Deviation,
     EngineTraits,
     Equivalence,
     Renamed,
@@ -51,7 +52,9 @@ class Validation:
     finding: Finding | None = None
     """What is wrong then."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """Events that nothing could be asked of, by why."""
+    """Events that nothing could be asked of, by kind."""
+    excused: Counter[str] = field(default_factory=Counter)
+    """Findings that are what the engine's adapter declares, by the deviation."""
 
     @property
     def conforms(self) -> bool:
@@ -72,13 +75,18 @@ def validate(path: Path) -> Validation:
     """
     trace = read_trace(path)
     left_out: Counter[str] = Counter()
-    judge = _judge_exactly(trace) if trace.equivalence == EXACT else _judge_weakly(trace, left_out)
+    excused: Counter[str] = Counter()
+    if trace.equivalence == EXACT and not trace.excuses:
+        judge = _judge_exactly(trace)
+    else:
+        judge = _judge_run(trace, left_out, excused)
+    num_steps, equivalence = len(trace.steps), trace.equivalence
     for number, step in enumerate(trace.steps):
         finding = judge(step)
         if finding is not None:
             event = describe_event(step.event)
-            return Validation(len(trace.steps), number, trace.equivalence, event, finding, left_out)
-    return Validation(len(trace.steps), len(trace.steps), trace.equivalence, left_out=left_out)
+            return Validation(num_steps, number, equivalence, event, finding, left_out, excused)
+    return Validation(num_steps, num_steps, equivalence, left_out=left_out, excused=excused)
 
 
 def _judge_exactly(trace: Trace) -> Callable[[TraceStep], Finding | None]:
@@ -146,8 +154,10 @@ class _RetoldCounting(_Retold, CountingWorker):
     """The same, of plans that name no blocks."""
 
 
-def _judge_weakly(trace: Trace, left_out: Counter[str]) -> Callable[[TraceStep], Finding | None]:
-    """What says where a trace breaks what its equivalence asks."""
+def _judge_run(
+    trace: Trace, left_out: Counter[str], excused: Counter[str]
+) -> Callable[[TraceStep], Finding | None]:
+    """What says where a trace breaks what its equivalence asks, but for what it declares."""
     stand_in, scope = _StandIn(), _get_equivalence(trace)
     shows_blocks = not isinstance(scope, SamePlans) or scope.shows_blocks
     worker = partial(_Retold if shows_blocks else _RetoldCounting, trace)
@@ -155,8 +165,14 @@ def _judge_weakly(trace: Trace, left_out: Counter[str]) -> Callable[[TraceStep],
     def make(_config: v.Config) -> _StandIn:
         return stand_in
 
-    make.traits = EngineTraits(equivalence=scope, make_worker=worker)  # type: ignore[attr-defined]
+    deviations = tuple(
+        Deviation(excuse.name, excuse.summary, None, excuse.sentences, excuse.fields)
+        for excuse in trace.excuses
+    )
+    traits = EngineTraits(equivalence=scope, make_worker=worker, deviations=deviations)
+    make.traits = traits  # type: ignore[attr-defined]
     run: LockStep = get_start(make)(trace.config, make)
+    run.excuses.counts = excused
 
     def judge(step: TraceStep) -> Finding | None:
         stand_in.answer, num_before = step.observation, run.num_events
@@ -168,8 +184,10 @@ def _judge_weakly(trace: Trace, left_out: Counter[str]) -> Callable[[TraceStep],
     return judge
 
 
-def _get_equivalence(trace: Trace) -> Equivalence:
+def _get_equivalence(trace: Trace) -> Equivalence | None:
     """The equivalence by its name; plans without a block table show no blocks."""
+    if trace.equivalence == EXACT:
+        return None
     if trace.equivalence == SamePlans.name:
         plans = [step.observation for step in trace.steps if isinstance(step.observation, v.Plan)]
         return SamePlans(shows_blocks=any(row.block_ids for plan in plans for row in plan.new))

@@ -7,9 +7,10 @@ import importlib
 import inspect
 import pkgutil
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from functools import cache, partial
+from typing import NamedTuple
 
 import blockstep.spec
 from blockstep.conformance.draw.presets import PRESETS
@@ -32,7 +33,7 @@ from blockstep.conformance.report.vocabulary import (
     tell_word,
 )
 from blockstep.conformance.report.wording import HEADLINES
-from blockstep.spec.profiles import PROFILES, QUIRKS, Profile, QuirkStory
+from blockstep.spec.profiles import PROFILES, QUIRKS, Profile, QuirkStory, get_profile
 from blockstep.spec.vocabulary import RejectCode
 
 CLOSE_MAX = 5
@@ -46,23 +47,27 @@ class NotExplainedError(LookupError):
 def explain_name(name: str) -> str:
     """What everything of this name means. Raises NotExplainedError, with names that are close."""
     names, wanted, rules = get_names(), _normal(name), _get_rules()
-    found = list(dict.fromkeys(tell() for _, tell in names.get(wanted, ())))
+    found = list(dict.fromkeys(each.tell() for each in names.get(wanted, ())))
     found += [
         _explain_rule(rule, rules[rule])
         for rule in rules
         if rule == name or rule.endswith(f".{name}")
     ]
+    profile = None if found else get_profile(name)
+    if profile is not None:
+        found.append(_tell_profile(profile))
     if not found:
-        raise NotExplainedError(f"{name!r}: no such name{_suggest(wanted, [*names, *rules])}")
+        shown = {key: told[0].name for key, told in names.items()} | {rule: rule for rule in rules}
+        raise NotExplainedError(f"{name!r}: no such name{_suggest(wanted, shown)}")
     return "\n".join(found)
 
 
-def _suggest(wanted: str, names: list[str]) -> str:
+def _suggest(wanted: str, names: Mapping[str, str]) -> str:
     """What may have been meant, the closest first; else what there is."""
     close = difflib.get_close_matches(wanted, names, CLOSE_MAX, 0.75)
     close += [name for name in names if len(wanted) > 2 and wanted in name and name not in close]
     if close:
-        return f"; close: {', '.join(close[:CLOSE_MAX])}"
+        return f"; close: {', '.join(names[name] for name in close[:CLOSE_MAX])}"
     return (
         "; there are no property (P1, P2, ...), sentence, situation, exhibit, quirk, reject code, "
         "capability, feature, word of the vocabulary, rule of the spec (slots.allocate_slots, ...) "
@@ -77,14 +82,23 @@ def _normal(name: str) -> str:
 Tell = Callable[[], str]
 
 
+class Meaning(NamedTuple):
+    """One thing that a name means."""
+
+    kind: str
+    name: str
+    """As it is written."""
+    tell: Tell
+
+
 @cache
-def get_names() -> dict[str, list[tuple[str, Tell]]]:
-    """What each name means: of which kind it is, and how it is told. One name may be several."""
-    found: dict[str, list[tuple[str, Tell]]] = {}
-    for kind, name, tell in _list_names():
-        told = found.setdefault(_normal(name), [])
-        if all(kind != other for other, _ in told):
-            told.append((kind, tell))
+def get_names() -> dict[str, list[Meaning]]:
+    """What each name means, by the name in plain letters. One name may mean several things."""
+    found: dict[str, list[Meaning]] = {}
+    for meaning in map(Meaning._make, _list_names()):
+        told = found.setdefault(_normal(meaning.name), [])
+        if all(meaning.kind != other.kind for other in told):
+            told.append(meaning)
     return found
 
 

@@ -151,9 +151,9 @@ def reproduce(options: CheckOptions, episode: int, loss: Loss | None = None) -> 
     if loss is not None and loss.event_seconds is not None:
         patience = f" --event-seconds {loss.event_seconds:g}"
     if options.program is not None:
-        file = f"{path} --program {shlex.quote(options.program)}"
-        profile = "" if options.profile == STRICT.name else f" --profile {options.profile}"
-        return f"blockstep check --engine {options.engine}{file}{profile}{patience}"
+        drawn = replace(options, max_depth=MAX_DEPTH, with_features=(), without_features=())
+        file = f"{path} --program {shlex.quote(options.program)}{show_options(drawn)}"
+        return f"blockstep check --engine {options.engine}{file}{patience}"
     return (
         f"blockstep check --engine {options.engine}{path} --preset {options.preset}{policy}"
         f"{show_options(options)} --seed {options.seed} --episode {episode}{patience}"

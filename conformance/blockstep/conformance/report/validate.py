@@ -24,12 +24,17 @@ def validation_to_json(result: Validation) -> dict[str, object]:
         "differences": [difference_to_json(row) for row in result.differences],
         "finding": None if result.finding is None else finding_to_json(result.finding),
         "left_out": dict(sorted(result.left_out.items())),
+        "excused": dict(sorted(result.excused.items())),
     }
 
 
 def render_validation(path: Path, result: Validation) -> str:
     """The verdict, and what is wrong first if anything is."""
     lines = [f"left out  {name}: {count} times" for name, count in sorted(result.left_out.items())]
+    lines += [
+        f"declared  {name}: {count} findings that the trace says are its engine's"
+        for name, count in sorted(result.excused.items())
+    ]
     if not result.num_steps:
         return f"NO VERDICT (nothing was recorded): {path.name}\n"
     if result.finding is None:

@@ -12,10 +12,11 @@ def find_programs(folder: Path) -> list[Path]:
     """The program files of a folder and of those in it, in the order of their names.
 
     Raises:
-        TraceError: there is none.
+        TraceError: there is no such folder, or no program in it.
     """
     found = sorted(folder.rglob(f"*{SUFFIX}"))
     if not found:
+        what = "no program in it" if folder.is_dir() else "there is no such folder"
         rule = f"a corpus is a folder of programs, files that end in {SUFFIX}"
-        raise TraceError(folder, 0, "no program", rule, "put files of check --save there")
+        raise TraceError(folder, 0, what, rule, "put files of check --save there")
     return found

@@ -150,11 +150,11 @@ def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -
 
 def record_episode(
     options: CheckOptions, make_engine: EngineFactory | None = None
-) -> tuple[Config, list[tuple[Event, Observation]]]:
-    """The config and the exchanges of one episode: what the engine answered to each event."""
+) -> tuple[LockStep, list[tuple[Event, Observation]]]:
+    """The run of one episode, and its exchanges: what the engine answered to each event."""
     make_engine = make_engine or load(options)
     options = fit_depth(options, make_engine)
     run, _, _ = play_episode(options, options.episode or 0, make_engine, keep_exchanges=True)
-    return run.config, [
+    return run, [
         (exchange.event, exchange.seen) for exchange in run.exchanges if exchange.seen is not None
     ]

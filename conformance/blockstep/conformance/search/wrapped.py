@@ -8,6 +8,7 @@ from blockstep.conformance.engine import (
     Capability,
     Engine,
     EngineFactory,
+    EngineFault,
     get_declines,
     get_judged,
     get_traits,
@@ -74,6 +75,27 @@ class StateHidden(Wrapped):
 
     def snapshot(self) -> None:
         """Nothing."""
+
+
+class Stopped(Wrapped):
+    """An engine that is not given one event, which it would not live through, nor any after it."""
+
+    def __init__(self, engine: Engine, at: int) -> None:
+        """`at` counts events from 1."""
+        super().__init__(engine)
+        self.num_left = at
+
+    def apply(self, event: Event) -> Observation:
+        """As the engine does, before that event."""
+        self.num_left -= 1
+        if self.num_left <= 0:
+            raise EngineFault("the run is to end here")
+        return super().apply(event)
+
+
+def stop_before(make_engine: EngineFactory, at: int) -> EngineFactory:
+    """The factory of the same engines, each of which stops before its event number `at`."""
+    return Wrapping(make_engine, lambda engine, _config: Stopped(engine, at))
 
 
 def hide_state(make_engine: EngineFactory) -> EngineFactory:

@@ -205,6 +205,9 @@ def build_vllm_config(config: Config) -> VllmConfig:
     if config.max_frames_in_flight > 1 and not config.async_scheduling:
         # Set afterwards: a real pipeline wants as many devices.
         built.parallel_config.pipeline_parallel_size = config.max_frames_in_flight
+    # Set again: without chunked prefill 0.11.1 puts it away when all of it is built.
+    threshold = keywords["long_prefill_token_threshold"]
+    built.scheduler_config.long_prefill_token_threshold = threshold
     if not RELEASE.has_step_budget:
         built.scheduler_config.max_num_batched_tokens = budget  # when it has been looked at
     if config.spec_method is not SpecMethod.NONE:

@@ -4,6 +4,7 @@ from blockstep.conformance.protocol.lines import TraceError, read_lines
 from blockstep.conformance.recorded.traces.recorded import (
     TRACE_FORMAT,
     TRACE_VERSION,
+    Excuse,
     Trace,
     TraceStep,
     read_trace,
@@ -13,6 +14,7 @@ from blockstep.conformance.recorded.traces.recorded import (
 __all__ = [
     "TRACE_FORMAT",
     "TRACE_VERSION",
+    "Excuse",
     "Trace",
     "TraceError",
     "TraceStep",

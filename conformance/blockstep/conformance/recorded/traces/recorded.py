@@ -11,7 +11,8 @@ The rows are the dataclasses of the vocabulary, tagged with their type names. Wh
 takes the vocabulary's default, so a trace outlives new fields; what the vocabulary does not know
 is refused, so that a newer trace is never half understood. The last line is optional: with it, a
 file that lost lines is told from a short run. An engine that is held to a weaker equivalence than
-`exact` has its name in the first line: "equivalence":"safety".
+`exact` has its name in the first line: "equivalence":"safety"; deviations that its adapter declares
+and that the run needed stand there too, but for the steps in which they are allowed.
 """
 
 from __future__ import annotations
@@ -54,6 +55,15 @@ class TraceStep(NamedTuple):
     observation: Observation
 
 
+class Excuse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a run says of a deviation that its engine declares (`engine.Deviation`)."""
+
+    name: str
+    summary: str
+    sentences: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Trace:
     """One recorded run."""
@@ -62,6 +72,8 @@ class Trace:
     steps: tuple[TraceStep, ...]
     equivalence: str = EXACT
     """By what its engine is held to the spec; a name of `engine.EQUIVALENCES`, or `exact`."""
+    excuses: tuple[Excuse, ...] = ()
+    """Deviations that the run needed."""
 
 
 def write_trace(
@@ -69,6 +81,7 @@ def write_trace(
     config: Config,
     steps: Iterable[tuple[Event, Observation]],
     equivalence: str = EXACT,
+    excuses: tuple[Excuse, ...] = (),
 ) -> int:
     """Write a run to `path`, gzipped if it ends in ".gz"; returns the number of steps.
 
@@ -79,7 +92,7 @@ def write_trace(
     path = Path(path)
     count = 0
     with _created(path) as file:
-        file.write(header_line(path, config, equivalence))
+        file.write(header_line(path, config, equivalence, excuses))
         for event, observation in steps:
             file.write(step_line(path, count + 2, event, observation))
             count += 1
@@ -92,8 +105,8 @@ def read_trace(path: Path | str) -> Trace:
     path = Path(path)
     lines = read_lines(path)
     _, header = next(lines, (0, ""))
-    config, equivalence = read_header(path, header)
-    return Trace(config, tuple(_read_steps(path, lines)), equivalence)
+    config, equivalence, excuses = read_header(path, header)
+    return Trace(config, tuple(_read_steps(path, lines)), equivalence, excuses)
 
 
 # --- lines
@@ -104,6 +117,7 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True):
     version: int
     config: dict[str, Any]
     equivalence: str = EXACT
+    excuses: tuple[Excuse, ...] = ()
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
@@ -134,11 +148,14 @@ def _created(path: Path) -> Iterator[IO[bytes]]:
         ) from None
 
 
-def header_line(path: Path, config: Config, equivalence: str = EXACT) -> bytes:
+def header_line(
+    path: Path, config: Config, equivalence: str = EXACT, excuses: tuple[Excuse, ...] = ()
+) -> bytes:
     """The first line of a run. Raises `TraceError` if it would not be read back."""
     row = {"format": TRACE_FORMAT, "version": TRACE_VERSION, "config": config}
     row |= {} if equivalence == EXACT else {"equivalence": equivalence}
-    expected = (config, equivalence)
+    row |= {"excuses": excuses} if excuses else {}
+    expected = (config, equivalence, excuses)
     return _checked_line(path, 1, row, expected, lambda text: read_header(path, text))
 
 
@@ -210,8 +227,8 @@ _ANY_HEADER = msgspec.json.Decoder(_AnyHeader)
 _END_LINE = msgspec.json.Decoder(_EndLine)
 
 
-def read_header(path: Path, text: str) -> tuple[Config, str]:
-    """The config and the equivalence of a first line. Raises `TraceError`."""
+def read_header(path: Path, text: str) -> tuple[Config, str, tuple[Excuse, ...]]:
+    """The config, the equivalence and the excuses of a first line. Raises `TraceError`."""
     try:
         header = _ANY_HEADER.decode(text)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -249,7 +266,7 @@ def read_header(path: Path, text: str) -> tuple[Config, str]:
         rule = f"an equivalence is one of {', '.join(known)}"
         fix = "it seems newer than this blockstep: upgrade"
         raise TraceError(path, 1, f"equivalence {shown(told.equivalence)}", rule, fix)
-    return config, told.equivalence
+    return config, told.equivalence, told.excuses
 
 
 def _read_steps(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[TraceStep]:

@@ -31,6 +31,7 @@ from blockstep.conformance.search.check import (
 from blockstep.conformance.search.episodes import EpisodeResult, run_episode
 from blockstep.conformance.search.isolation.watched import IMPORTING, Journal, WatchedFactory
 from blockstep.conformance.search.options import CheckOptions, load
+from blockstep.conformance.search.wrapped import stop_before
 from blockstep.spec.vocabulary import ConfigError
 
 OUR_FOLDER = Path(__file__).parent
@@ -72,6 +73,13 @@ def show_result(
     """The result with its first failure as it was."""
     see_again(result, make_engine)
     return result
+
+
+def recover(
+    options: CheckOptions, make_engine: EngineFactory, index: int, at: int
+) -> Program | None:
+    """The program of an episode that the engine does not live through: up to event number `at`."""
+    return run_episode(options, index, stop_before(make_engine, at)).program
 
 
 def run(options: CheckOptions, make_engine: EngineFactory, program: Program) -> CheckResult:

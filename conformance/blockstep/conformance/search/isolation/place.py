@@ -115,6 +115,20 @@ class Isolation:
             told = CheckResult(options, num_episodes=1, num_events=num_events, first=first)
             return replace(told, failing_program=program, loss=lost.loss)
 
+    def recover(self, result: CheckResult) -> Program | None:
+        """The failing program; of an engine that did not live to name it, it is drawn once more.
+
+        None: there is none, for nothing failed, or not while an event was handled.
+        """
+        if result.failure is not None:
+            return result.failure.program
+        index, loss = result.failed_episode, result.loss
+        if result.failing_program is not None or loss is None or index is None or not loss.events:
+            return result.failing_program
+        with contextlib.suppress(LostError):
+            return self.call(jobs.recover, result.options, index, len(loss.events))
+        return None
+
     def look(self, options: CheckOptions) -> Facts:
         """What the engine says of itself."""
         return self.call(look, options)
