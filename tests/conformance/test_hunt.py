@@ -207,6 +207,8 @@ def test_a_defect_does_not_hide_another() -> None:
         "engine_raises_nothing",
     }
     assert all(defect.length <= 4 for defect in result.defects)
+    (raised_at,) = filter(None, (defect.raised_at for defect in result.defects))
+    assert raised_at.startswith("apply (test_hunt.py:")
 
 
 class Declared(Two):
@@ -458,6 +460,7 @@ def test_also_where_a_check_would_go_easy_on_the_engine(tmp_path: Path) -> None:
     assert "1. an abort breaks it (#3)" in said
     lines = [line for line in said.splitlines() if line.startswith("  reproduce blockstep hunt")]
     assert len(lines) == 2
+    assert "  raised in apply (broken_in_many_ways.py:" in said
     assert any(line.endswith(" --forgive workaround:hides_aborts") for line in lines)
 
 
