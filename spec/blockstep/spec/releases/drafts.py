@@ -96,7 +96,7 @@ STORIES = (
         drafts_outlive_preemption,
         "a preempted request keeps its drafts",
         ("P12", "P24"),
-        "not found upstream (fixed in 0.14.1)",
+        "not found upstream (fixed in 0.14.0)",
         "0.12.0",
         "two requests with a draft each and no block left for the second: it is preempted, and the "
         "draft is planned when it runs again",
@@ -116,7 +116,7 @@ STORIES = (
         padding_waits_at_the_end,
         "who is padded waits where the padding goes beyond the model length",
         ("P15",),
-        "#53962 (fixed in 0.33.0)",
+        "#53962 (fixed in 0.29.0)",
         "0.27.0",
         "max_model_len 4, two drafts; one request decodes, one with 2 tokens of its 3 cached "
         "comes: it is not admitted while the other one runs",

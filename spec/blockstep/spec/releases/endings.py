@@ -78,7 +78,7 @@ STORIES = (
         length_comes_before_stop,
         "a stop token at the length cap ends a request by length",
         ("P13",),
-        "not found upstream (fixed in 0.12.0)",
+        "not found upstream (fixed in 0.11.1)",
         "0.11.0",
         "max_tokens 1; the output is the end-of-sequence token: the reason told is length",
     ),

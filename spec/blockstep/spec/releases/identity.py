@@ -59,7 +59,7 @@ STORIES = (
         items_named_without_place,
         "an item names its block, but not the place where it stands in it",
         ("P3", "P6"),
-        "#36708 (fixed in 0.19.1)",
+        "#36708 (fixed in 0.19.0)",
         "0.11.0 0.12.0 0.14.1 0.16.0 0.18.1",
         "blocks of 4, the prompt of two requests is one token, 8 times; an item of length 1 stands "
         "at 0 in the first and at 1 in the second: the second hits the block of the first",
@@ -69,7 +69,7 @@ STORIES = (
         touching_item_names_an_output_block,
         "a last item that ends where a block begins names it, if outputs complete it",
         ("P6",),
-        "not found upstream (fixed in 0.19.1)",
+        "not found upstream (fixed in 0.19.0)",
         "0.11.0 0.12.0 0.14.1 0.16.0 0.18.1",
         "blocks of 1; a prompt of one token that is an item, two outputs: the block of the first "
         "output has the name that it would have if the item reached into it",

@@ -81,7 +81,7 @@ STORIES = (
         nothing_reserved,
         "a request is admitted when its first chunk fits, whatever the config says of the rest",
         ("P8",),
-        "#37307 (the option came with 0.19.1)",
+        "#37307 (the option came with 0.19.0)",
         "0.11.0 0.12.0 0.14.1 0.16.0 0.18.1",
         "3 blocks of 1 are free, a budget of 2: a prompt of 4 tokens is admitted",
     ),

@@ -100,7 +100,7 @@ STORIES = (
         passed_over_come_back_reversed,
         "those that a step passes over change their order",
         ("P7", "P16"),
-        "not found upstream (fixed in 0.14.1)",
+        "not found upstream (fixed in 0.14.0)",
         "0.11.0 0.12.0",
         "FCFS; two requests whose grammar is not compiled: after a plan the second is in front",
     ),
@@ -109,7 +109,7 @@ STORIES = (
         cached_tokens_of_the_last_hit,
         "until its first output the cached tokens of a request are those of its latest hit",
         ("P21",),
-        "not found upstream (fixed in 0.27.0)",
+        "not found upstream (fixed in 0.26.0)",
         "0.20.2 0.23.0",
         "a long prompt without a hit is preempted between two chunks: resumed, it hits its own "
         "blocks, and they are told as its cached tokens",
