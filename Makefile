@@ -46,7 +46,7 @@ docs: $(DEV) ## Build the documentation into docs/_build/html
 	@echo "docs: docs/_build/html/index.html"
 
 bench: $(DEV) ## Run every benchmark (that of the kernels is part of `make gpu`)
-	@set -- $(filter-out benchmarks/_% benchmarks/kernels.py,$(wildcard benchmarks/*.py)); \
+	@set -- $(filter-out benchmarks/_% benchmarks/kernels.py benchmarks/commands.py,$(wildcard benchmarks/*.py)); \
 	if [ $$# -eq 0 ]; then echo "make bench: no benchmark in benchmarks/" >&2; exit 1; fi; \
 	for script do echo "== $$script"; $(BIN)/python "$$script" $(ARGS) || exit; done
 
@@ -63,6 +63,9 @@ mutation: $(MEASURE) ## Mutate engine and specification and see who notices (hou
 
 coverage: $(MEASURE) ## Branches of the specification that `blockstep check` reaches (3 minutes)
 	@$(BIN)/python -m benchmarks.coverage $(ARGS)
+
+commands: $(DEV) ## Every command on five engines (ARGS="--nano-vllm CHECKOUT --mini-sglang CHECKOUT")
+	@$(BIN)/python -m benchmarks.commands $(ARGS)
 
 # The seed of its hash chain is taken from PYTHONHASHSEED.
 vllm: $(VLLM_DONE) ## Hold the scheduler of a vLLM release to it (VLLM=0.19.1; installs 3 GB)

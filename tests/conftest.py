@@ -8,12 +8,21 @@ process.
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def _no_lines_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report is the same on a slow machine, where it would stand among lines of progress."""
+    console = sys.modules.get("blockstep.conformance.command.console")
+    if console is not None:
+        monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 1e6)
 
 
 @pytest.hookimpl(trylast=True)

@@ -164,6 +164,38 @@ INVOCATIONS = {
         consume VECTORS --engine nowhere | neither one of
         consume HALF-VECTORS | HALF-VECTORS
     """,
+    "score": """
+        --engine nowhere | neither one of
+        --preset huge | tiny, small, real
+        --profile x | must be one of
+        --budget soon | 60s
+        --depth 0 | depth
+        --least 101 | least
+        --least x | least
+        --event-seconds 0 | must be above 0
+        --with magic | feature 'magic'
+        --path /no/such | does not exist
+        --json . | it is a folder
+    """,
+    "bisect": """
+        one | Missing argument
+        one two | Missing option
+        one two --engine host --path . | is one of ours
+        one two --engine a:b --path /no/such | does not exist
+        one two --engine a:b --path empty | empty
+        one two --engine a:b --path . --program EMPTY | EMPTY
+        one two --engine a:b --path . --budget soon | 60s
+        one two --engine a:b --path . --save /no/such/x.json | there is no folder
+        one two --engine a:b --path . --jobs 5000 | at most
+    """,
+    "new-adapter": """
+        '' | must be the name of a Python module
+        3d | must be the name of a Python module
+        class | must be the name of a Python module
+        broken_engines | there is such a file
+        json | can be imported already
+        no.such.folder | there is no folder
+    """,
     "arms": """
         --engine nowhere | neither one of
         --preset x | tiny, small, real

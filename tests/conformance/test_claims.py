@@ -212,7 +212,7 @@ def test_aborts_in_flight_are_tried_often_where_nobody_compares() -> None:
     make_engine = make_lacking(SpecEngine, lacks, SAFETY)
     options = fit_depth(CheckOptions(seed=3), make_engine)
     num_events = 0
-    for index in range(12):
+    for index in range(6):
         episode = run_episode(options, index, make_engine)
         counts.update(episode.witnesses)
         num_events += episode.num_events

@@ -170,7 +170,7 @@ def test_an_engine_that_fails_fails_no_campaign(
     result = check_engine(tmp_path, name, "--budget", 3000, "--jobs", jobs)
     assert time.monotonic() - started < 30
     assert result.exit_code == 1
-    lines = result.output.splitlines()
+    lines = result.stdout.splitlines()
     assert lines[0].startswith(f"blockstep check: {headline} at event ")
     assert f"(engine cli_engines:{name}, preset tiny, seed 0)" in lines[0]
     assert says in " ".join(result.output.split())
@@ -211,7 +211,7 @@ def test_a_run_in_this_process_is_the_same_run(tmp_path: Path) -> None:
         check_engine(tmp_path, "Raising", *args) for args in ((), ("--in-process", "--jobs", "2"))
     )
     assert here.exit_code == there.exit_code == 1
-    assert here.output == there.output
+    assert here.stdout == there.stdout
 
 
 def test_an_episode_of_an_isolated_engine_is_recorded(tmp_path: Path) -> None:

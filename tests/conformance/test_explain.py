@@ -18,6 +18,8 @@ from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.features import FEATURES
 from blockstep.conformance.protocol.findings import FindingKind
+from blockstep.conformance.protocol.program import Program
+from blockstep.conformance.protocol.program_file import write_program
 from blockstep.conformance.report.explain import explain_name, get_names, spec_rules
 from blockstep.conformance.report.sentences import SENTENCES
 from blockstep.conformance.report.vocabulary import SOURCES, cite, get_words, make_page
@@ -142,6 +144,20 @@ def test_an_explanation_says_where_it_comes_from_and_what_shows_it(name: str, sa
     result = explain(name)
     assert result.exit_code == 0
     assert says in result.output
+
+
+def test_a_program_is_read_aloud(tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    submit = v.Submit(v.Request("A", (1, 2), max_tokens=1))
+    path.write_text(write_program(Program(v.Config(num_blocks=4), (submit, v.Abort(("A",))))))
+    assert explain(path).output.splitlines() == [
+        "  config    num_blocks=4",
+        "     1  submit    A prompt=1,2 max_tokens=1",
+        "     2  abort     A",
+    ]
+    path.write_text("{}")
+    assert explain(path).exit_code == 2
+    assert "a program is a JSON object" in explain(path).stderr
 
 
 @pytest.mark.parametrize(

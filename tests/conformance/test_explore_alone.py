@@ -142,3 +142,16 @@ def test_vectors_find_what_breaks_an_engine_of_its_own(files: list[Path]) -> Non
     result = blockstep("vectors", "consume", *files, "--engine", f"{__name__}:FreesTwice")
     assert result.exit_code == 1
     assert "VIOLATION in program" in result.output
+
+
+def test_what_an_adapter_declares_is_counted_and_no_finding(
+    files: list[Path], tmp_path: Path
+) -> None:
+    engine, out = "foreign_support.toys:TellsTwice", tmp_path / "out.json"
+    walked = explore(engine, "pair", out=out)
+    assert walked.exit_code == 0, walked.output
+    assert json.loads(out.read_text())[0]["excused"] == ["late_reply"]
+    assert "what its adapter declares: late_reply" in walked.output
+    played = blockstep("vectors", "consume", *files, "--engine", engine, "--json", out)
+    assert played.exit_code == 0, played.output
+    assert any(told["excused"].get("late_reply") for told in json.loads(out.read_text()))

@@ -207,6 +207,8 @@ def test_a_defect_does_not_hide_another() -> None:
         "engine_raises_nothing",
     }
     assert all(defect.length <= 4 for defect in result.defects)
+    (raised_at,) = filter(None, (defect.raised_at for defect in result.defects))
+    assert raised_at.startswith("apply (test_hunt.py:")
 
 
 class Declared(Two):
@@ -387,7 +389,7 @@ import os
 from dataclasses import replace
 from blockstep.conformance.engine import EngineTraits, Safety
 from blockstep.conformance.protocol.registry import SpecEngine
-from blockstep.spec.vocabulary import Abort, Outputs, Reset
+from blockstep.spec.vocabulary import Abort, Outputs, Reset, SetPause
 
 class Broken(SpecEngine):
     """Three defects: a wrong answer, an exception, and the end of the process."""
@@ -402,27 +404,31 @@ class Broken(SpecEngine):
         if isinstance(seen, Outputs):
             return Outputs(tuple(replace(row, stop_token_id=None) for row in seen.rows))
         return seen
+
+class Spared(SpecEngine):
+    """Breaks at an abort, which its adapter hides, and at a pause."""
+    traits = EngineTraits(workarounds={"hides_aborts": "an abort breaks it (#3)"})
+    hides_aborts = True
+
+    def apply(self, event):
+        if isinstance(event, Abort) and not self.hides_aborts:
+            raise KeyError("abort")
+        if isinstance(event, SetPause):
+            raise ValueError("pause")
+        return super().apply(event)
 '''
 
 
-def test_each_line_to_reproduce_shows_its_finding(tmp_path: Path) -> None:
-    """Also of an engine that does not live: the hunt goes on with another."""
-    folder, saved = tmp_path / "an engine", tmp_path / "saved"
+def hunt_and_reproduce(tmp_path: Path, engine: str, *args: str) -> tuple[list[str], str]:
+    """The sentences that a hunt finds, each shown by its own line, and what the hunt said."""
+    folder, file = tmp_path / "an engine", tmp_path / "found.json"
     folder.mkdir()
-    saved.mkdir()
-    (folder / "broken_in_three.py").write_text(BROKEN)
-    file = tmp_path / "found.json"
-    given = ["--engine", "broken_in_three:Broken", "--path", str(folder), "--budget", "400"]
-    run = CliRunner().invoke(app, ["hunt", *given, "--save", str(saved), "--json", str(file)])
+    (folder / "broken_in_many_ways.py").write_text(BROKEN)
+    given = ["--engine", f"broken_in_many_ways:{engine}", "--path", str(folder), *args]
+    run = CliRunner().invoke(app, ["hunt", *given, "--json", str(file)])
     assert run.exit_code == 1, run.output
     defects = json.loads(file.read_text())["defects"]
     sentences = [defect["findings"][0]["sentence"] for defect in defects]
-    assert sorted(sentences) == [
-        "engine_answers_every_call",
-        "engine_raises_nothing",
-        "finish_reason_is_the_one_that_holds",
-    ]
-    assert len(list(saved.iterdir())) == 2  # nobody lived to name the third
     for defect, sentence in zip(defects, sentences, strict=True):
         assert defect["reproduce"] in run.output
         command, *words = shlex.split(defect["reproduce"])
@@ -430,6 +436,32 @@ def test_each_line_to_reproduce_shows_its_finding(tmp_path: Path) -> None:
         again = CliRunner().invoke(app, words)
         assert again.exit_code == 1
         assert sentence in again.output
+    return sentences, run.output
+
+
+def test_each_line_to_reproduce_shows_its_finding(tmp_path: Path) -> None:
+    """Also of an engine that does not live: the hunt goes on with another."""
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    args = ("--budget", "400", "--seed", "2", "--save", str(saved))
+    sentences, _ = hunt_and_reproduce(tmp_path, "Broken", *args)
+    assert sorted(sentences) == [
+        "engine_answers_every_call",
+        "engine_raises_nothing",
+        "finish_reason_is_the_one_that_holds",
+    ]
+    assert len(list(saved.iterdir())) == 2  # nobody lived to name the third
+
+
+def test_also_where_a_check_would_go_easy_on_the_engine(tmp_path: Path) -> None:
+    args = ("--preset", "tiny", "--budget", "300", "--without", "hostile")
+    sentences, said = hunt_and_reproduce(tmp_path, "Spared", *args)
+    assert sentences == ["engine_raises_nothing"] * 2
+    assert "1. an abort breaks it (#3)" in said
+    lines = [line for line in said.splitlines() if line.startswith("  reproduce blockstep hunt")]
+    assert len(lines) == 2
+    assert "  raised in apply (broken_in_many_ways.py:" in said
+    assert any(line.endswith(" --forgive workaround:hides_aborts") for line in lines)
 
 
 @pytest.mark.parametrize("name", ["quirk:nowhere", "magic:x", "declined"])

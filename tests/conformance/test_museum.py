@@ -127,7 +127,7 @@ def test_progress_is_told_after_each_hunt() -> None:
     told: list[tuple[float, str]] = []
     trial = Trial((0, 1), max_events=30_000)
     run_trial([EXHIBITS["leak-on-abort"]], trial, lambda done, text: told.append((done, text)))
-    assert told == [(0.5, "1 of 2 hunts"), (1.0, "2 of 2 hunts")]
+    assert told == [(0.5, "1 of 2 hunts, none survived"), (1.0, "2 of 2 hunts, none survived")]
 
 
 def test_a_survivor_is_named_and_ends_with_the_code_of_the_harness(with_survivor: str) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from blockstep.conformance.judge.properties import PROPERTIES
+from blockstep.conformance.pytest_plugin.fixture import Bench
 from blockstep.conformance.report.subjects import ASPECTS, verdict_on
+from blockstep.conformance.search.isolation import RefusedError
+from blockstep.spec.vocabulary import Config
 
 pytest_plugins = ["pytester"]
 
@@ -334,6 +338,18 @@ def test_a_corpus_is_a_test_for_each_program(inner: pytest.Pytester) -> None:
             "SKIPPED * not tried: async",
         ]
     )
+
+
+def test_a_program_is_skipped_whose_config_the_engine_cannot_have() -> None:
+    class Narrow:
+        def run(self, *_: object) -> None:
+            raise RefusedError("config: block_size = 2: is not a config of this engine")
+
+    campaign: Any = SimpleNamespace(
+        engine="x:y", engine_path=None, profile="strict", isolation=Narrow()
+    )
+    with pytest.raises(pytest.skip.Exception, match="not tried: config: block_size = 2"):
+        Bench(campaign, "test_it").run([], config=Config(num_blocks=4, block_size=2))
 
 
 def test_own_programs_outlive_an_engine_that_does_not(inner: pytest.Pytester) -> None:

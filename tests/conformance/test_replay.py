@@ -508,7 +508,7 @@ def test_a_report_is_plain_json_with_stable_keys() -> None:
         *("rows", "tokens_scheduled", "tokens_prompt", "tokens_prefix_hit", "blocks_prompt"),
         *("blocks_prefix_hit", "tokens_resumed_hit", "tokens_output", "preemptions"),
         *("pool_blocks_usable", "pool_blocks_peak", "pool_blocks_mean", "seconds"),
-        *("prefix_hit_rate", "block_hit_rate", "events_per_second"),
+        *("prefix_hit_rate", "block_hit_rate", "events_per_second", "excused"),
     }
     found = replay_to_json(replay(requests(1), CONFIG, BROKEN[0][1], with_spec=True))
     assert json.loads(json.dumps(found))["finding"]["kind"] == "divergence"

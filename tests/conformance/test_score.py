@@ -27,7 +27,8 @@ from blockstep.conformance.command.main import app
 from blockstep.conformance.engine import EngineTraits, Safety
 from blockstep.conformance.lockstep.score import Aspect, ScoreRun, score_program
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Propose
-from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.protocol.program_file import read_program
+from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.report.score import render_score, reproduce
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.conformance.search.score import ScoreResult, play_scored, score
@@ -213,7 +214,8 @@ def test_the_page_shows_what_the_command_says(tmp_path: Path) -> None:
     block = re.search(r"```console\n\$ blockstep score (.*?)\n(.*?)```", PAGE, re.S)
     assert block is not None
     path = tmp_path / "score.json"
-    result = blockstep(*block[1].split(), "--json", path)
+    kept = tmp_path / "kept"
+    result = blockstep(*block[1].split(), "--json", path, "--save", kept)
     assert result.exit_code == 0
     assert _timeless(block[2]) in _timeless(result.output)
     (program,) = re.findall(r"```text\n(  hits: .*?)```", PAGE, re.S)
@@ -224,6 +226,9 @@ def test_the_page_shows_what_the_command_says(tmp_path: Path) -> None:
     hits = told["scores"]["hits"]
     assert hits["share"] == hits["agreed"] / hits["total"] < 1
     assert hits["first"]["program"]
+    assert {file.stem for file in kept.iterdir()} == set(Aspect)
+    again, _ = score_program(read_program(kept / "hits.json"), load_engine("museum:forward-frees"))
+    assert again.tallies()[Aspect.HITS].first is not None
     assert hits["first"]["reproduce"] == program.splitlines()[-1].removeprefix("  reproduce  ")
 
 
@@ -261,7 +266,8 @@ def test_an_engine_that_hangs_ends_the_score() -> None:
 @pytest.mark.parametrize(
     "args",
     [("--least", 101), ("--budget", "soon"), ("--preset", "big"), ("--with", "nothing"),
-     ("--engine", "nobody"), ("--profile", "none"), ("--event-seconds", 0)],
+     ("--engine", "nobody"), ("--save", __file__), ("--save", "no/such/folder"),
+     ("--profile", "none"), ("--event-seconds", 0)],
 )  # fmt: skip
 def test_bad_input_is_one_sentence(args: tuple[object, ...]) -> None:
     result = blockstep(*args)

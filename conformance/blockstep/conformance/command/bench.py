@@ -195,9 +195,9 @@ def _show(measurements: list[measure.Measurement], screen: Console) -> None:
             f"slope {row['scenario']} {row['engine']} {row['reading']}: "
             f"{row['nanoseconds_per_request']:,} ns per running request"
         )
-    if measurements[0].scenario == TRACE:
-        for found in measurements[0].readings:
-            seconds = report.get_seconds(measurements[0], found)
+    for entry in measurements:
+        for found in entry.readings if entry.scenario == TRACE else ():
+            seconds = report.get_seconds(entry, found)
             screen.print(f"total {found.engine} {found.reading}: {seconds:.3f} s for all steps")
 
 

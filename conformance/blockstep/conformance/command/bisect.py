@@ -23,8 +23,10 @@ from blockstep.spec.profiles import STRICT
 
 
 def bisect_command(
-    good: Annotated[str, typer.Argument(help="A commit at which nothing is wrong.")],
-    bad: Annotated[str, typer.Argument(help="A later one at which something is.")],
+    good: Annotated[
+        str, typer.Argument(metavar="GOOD", help="A commit at which nothing is wrong.")
+    ],
+    bad: Annotated[str, typer.Argument(metavar="BAD", help="A later one at which something is.")],
     engine: options.Engine,
     path: Annotated[
         Path,

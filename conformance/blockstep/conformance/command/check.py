@@ -162,7 +162,7 @@ def _record_isolated(isolation: Isolation, wanted: CheckOptions, record: Path) -
 
 
 def tell_progress(wanted: CheckOptions, now: CheckResult) -> tuple[float | None, str]:
-    """How far a check is, and what it has seen."""
+    """How far a check is, None while it shrinks, and what it has seen."""
     done = 0.0
     if wanted.max_events:
         done = now.num_events / wanted.max_events

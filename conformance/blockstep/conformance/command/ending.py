@@ -24,7 +24,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn, TextIO
 
+import typer
+
 from blockstep.conformance.command import console
+from blockstep.conformance.protocol.findings import tell_error
 from blockstep.conformance.search.isolation import end_all
 from blockstep.conformance.search.options import ExitCode
 
@@ -87,7 +90,7 @@ def _run(command: Callable[[], object]) -> object:
         code = error.code
     except Exception as error:
         traceback.print_exc()
-        f"{type(error).__name__}: {error}"
+        typer.echo(f"blockstep: the command itself failed: {tell_error(error)}", err=True)
         code = ExitCode.HARNESS
     for file in (sys.stdout, sys.stderr):
         if file is not None:

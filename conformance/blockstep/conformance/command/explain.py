@@ -9,7 +9,7 @@ import typer
 
 from blockstep.conformance.command import console, options
 from blockstep.conformance.report.explain import explain_name
-from blockstep.conformance.report.moment import explain_moment
+from blockstep.conformance.report.moment import explain_file
 
 
 def explain_command(
@@ -18,8 +18,8 @@ def explain_command(
         typer.Argument(
             help="Any name in a report: a property (P4), sentence, situation, exhibit, quirk, "
             "reject code, capability, feature, word or field of the vocabulary, rule of the spec; "
-            "or a recorded run. `capabilities`, `features`, `situations`, `sentences`, `codes` and "
-            "`vocabulary` list them."
+            "or a file: a recorded run, or a program. `capabilities`, `features`, `situations`, "
+            "`sentences`, `codes` and `vocabulary` list them."
         ),
     ],
     at: Annotated[
@@ -34,6 +34,6 @@ def explain_command(
     if at is not None and not Path(what).is_file():
         console.usage(f"--at {at}: needs a trace, and {what} is no file")
     with console.input_errors():
-        text = explain_moment(Path(what), at) if Path(what).is_file() else explain_name(what)
+        text = explain_file(Path(what), at) if Path(what).is_file() else explain_name(what)
     console.say(text, json_path)
     console.write_json(json_path, {"what": what, "at": at, "text": text})

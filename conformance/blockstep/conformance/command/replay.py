@@ -119,6 +119,10 @@ def show_ending(engine: str, config: Config, report: ReplayReport, screen: Conso
     """Print what was made otherwise for the engine, and the verdict if there is one."""
     for change in list_changes(config, report.config):
         screen.print(f"config    {change}: the engine takes no other", soft_wrap=True)
+    for name, count in report.excused.items():
+        screen.print(
+            f"known     {name}: {count} findings that the adapter declares", soft_wrap=True
+        )
     code = exit_code_of(report.finding)
     if report.finding is None and not report.requests_finished:
         code = ExitCode.HARNESS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +16,7 @@ from blockstep.conformance.command.check import (
     PolicyOption,
 )
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
+from blockstep.conformance.protocol.program_file import write_program
 from blockstep.conformance.protocol.registry import MUSEUM
 from blockstep.conformance.report.score import render_score, score_to_json
 from blockstep.conformance.search.isolation import EVENT_SECONDS, Isolation
@@ -45,6 +48,12 @@ def score_command(
     least: Annotated[
         float, typer.Option(min=0, max=100, help="Exit 1 if less than so many per cent agree.")
     ] = 0.0,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            help="A folder for the first difference of each kind, as programs (check --program)."
+        ),
+    ] = None,
     event_seconds: EventSecondsOption = EVENT_SECONDS,
     json_path: options.Json = None,
 ) -> None:
@@ -58,6 +67,7 @@ def score_command(
     screen = console.make_screen(json_path)
     options.require_preset(preset)
     options.require_profile(profile)
+    _require_folder(save)
     if not event_seconds > 0:
         console.usage(f"--event-seconds {event_seconds:g}: must be above 0")
     max_events, max_seconds = options.require_budget(budget)
@@ -81,8 +91,30 @@ def score_command(
         with console.progress(screen, f"scoring {engine}") as advance:
             result = score(wanted, call, lambda now: advance(*_progress(wanted, now)))
     console.say(render_score(result, least / 100), json_path)
+    _save(save, result)
     console.write_json(json_path, score_to_json(result, least / 100))
     raise typer.Exit(result.exit_code(least / 100))
+
+
+def _require_folder(path: Path | None) -> None:
+    """See that files can be written to a folder, or that it can be made."""
+    if path is None:
+        return
+    if path.exists() and not path.is_dir():
+        console.usage(f"--save {path}: is a file; name a folder")
+    if not path.is_dir() and not path.parent.is_dir():
+        console.usage(f"--save {path}: there is no folder {path.parent}; make it")
+    if not os.access(path if path.is_dir() else path.parent, os.W_OK):
+        console.usage(f"--save {path}: cannot write: it is not allowed; name a folder elsewhere")
+
+
+def _save(folder: Path | None, result: ScoreResult) -> None:
+    for aspect, first in result.firsts.items():
+        if folder is not None and first.shrunk is not None:
+            folder.mkdir(exist_ok=True)
+            found = first.shrunk.findings[0].differences[0]
+            note = f"{aspect}: {found.field}: spec {found.expected}, engine {found.seen}"
+            console.write(folder / f"{aspect}.json", write_program(first.shrunk.program, note))
 
 
 def _progress(wanted: CheckOptions, now: ScoreResult) -> tuple[float, str]:

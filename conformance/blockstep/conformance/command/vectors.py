@@ -91,6 +91,8 @@ def consume_command(
         said = f"{result.num_programs} programs, {result.num_events} events"
         skipped = ", ".join(f"{count} for {why}" for why, count in result.skipped.items())
         said += f"; not tried: {skipped}" if skipped else ""
+        declared = ", ".join(f"{name} {count}" for name, count in result.excused.items())
+        said += f"; findings that the adapter declares: {declared}" if declared else ""
         if not result.conforms:
             code = ExitCode.FAILED if result.finding is None else exit_code_of(result.finding)
             where = f"program {result.program}, step {result.step}"

@@ -64,6 +64,7 @@ def walk_alone(
         for program in level:
             for deed in _list_deeds(world, _play(world, make_engine, program)[0], walked):
                 run, findings = _play(world, make_engine, (*program, deed))
+                walked.excused |= run.excuses.counts  # each is of one program
                 if not findings and run.num_events == 0:
                     refused += 1
                     continue

@@ -33,6 +33,8 @@ class Consumed:
     num_events: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
     """Events that it was not given, by the capability that it lacks."""
+    excused: dict[str, int] = field(default_factory=dict)
+    """Findings that the engine's adapter declares, by the deviation."""
     program: int = 0
     """The first program that failed, from 1; 0 if none did."""
     step: int = 0
@@ -129,6 +131,8 @@ def _consume_alone(vectors: Vectors, make_engine: EngineFactory, result: Consume
         result.num_events += run.num_events
         for why, times in run.skipped.items():
             result.skip(why, times)
+        for name, times in run.excuses.counts.items():
+            result.excused[name] = result.excused.get(name, 0) + times
 
 
 def _to_action(step: VectorStep) -> Action | None:

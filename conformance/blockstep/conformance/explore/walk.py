@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
@@ -73,6 +74,8 @@ class Walked:
     """Events that the engine was not to be given."""
     equivalence: str = EXACT
     """By what the engine was held to the specification; at `safety` the states are its own."""
+    excused: Counter[str] = field(default_factory=Counter)
+    """Findings that its adapter declares, by the deviation."""
     notes: tuple[str, ...] = ()
     """What was made otherwise in its config, as `name=value`."""
     is_blind: bool = False

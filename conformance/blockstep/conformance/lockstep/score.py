@@ -242,7 +242,7 @@ def _tell(side: object) -> str:
 
 
 def _tell_row(row: Row) -> str:
-    drafts = f", {row.num_drafts} drafts" if row.num_drafts else ""
+    drafts = f", {row.num_drafts} draft{'s' * (row.num_drafts > 1)}" if row.num_drafts else ""
     first, last = row.num_computed, row.num_computed + row.num_scheduled - 1
     where = f"position {first}" if first == last else f"positions {first}-{last}"
     return f"{row.kind}, {where}{drafts}"

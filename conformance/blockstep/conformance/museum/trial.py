@@ -75,7 +75,9 @@ def run_trial(
     falls: list[Fall] = []
     for fall in _falls(tasks, trial.jobs):
         falls.append(fall)
-        on_progress(len(falls) / len(tasks), f"{len(falls):,} of {len(tasks):,} hunts")
+        survived = sum(fall.killed_by == SURVIVED for fall in falls)
+        told = f"{len(falls):,} of {len(tasks):,} hunts, {survived or 'none'} survived"
+        on_progress(len(falls) / len(tasks), told)
     size = len(trial.seeds)
     return [
         Tried(entry, tuple(falls[index * size : (index + 1) * size]))

@@ -146,7 +146,9 @@ def prove_laws(
     proofs: dict[str, Proof] = {}
     for proof in _proofs(laws, jobs, is_apart):
         proofs[proof.name] = proof
-        on_progress(len(proofs) / len(laws), f"{len(proofs)} of {len(laws)} laws, {proof.name}")
+        bad = sum(1 for one in proofs.values() if one.problem)
+        told = f"{len(proofs)} of {len(laws)} laws, {bad or 'none'} with a problem, {proof.name}"
+        on_progress(len(proofs) / len(laws), told)
     asked = [law.name for law in laws]
     if sorted(proofs) != sorted(asked):
         raise UnansweredError(f"asked for {sorted(asked)}, answered {sorted(proofs)}")

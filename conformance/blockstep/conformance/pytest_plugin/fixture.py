@@ -14,6 +14,7 @@ from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Action, Program
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.report.failure import render_program, tell_program
+from blockstep.conformance.search.isolation import RefusedError
 from blockstep.conformance.search.options import CheckOptions, find_profile, search_first
 from blockstep.conformance.search.shrink import conclude
 from blockstep.spec.vocabulary import Config
@@ -67,7 +68,10 @@ class Bench:
             raise ValueError("a Program has a config of its own: leave config out")
         path = self._campaign.engine_path
         options = CheckOptions(self.engine, profile=self.profile, path=path)
-        outcome = self._campaign.isolation.run(options, program)
+        try:
+            outcome = self._campaign.isolation.run(options, program)
+        except RefusedError as error:
+            pytest.skip(f"not tried: {error}")
         if outcome.first is not None:
             raise AssertionError(f"{tell_program(outcome, self.engine)}\n{self._reproduce()}")
         for name, count in outcome.skipped.items():

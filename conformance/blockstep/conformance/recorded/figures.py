@@ -25,6 +25,8 @@ class ReplayReport:
     finding_step: int | None = None
     """Schedules before the event that `finding` is about."""
     finding_event: Event | None = None
+    excused: dict[str, int] = field(default_factory=dict)
+    """Findings that the engine's adapter declares, by the deviation."""
     requests_submitted: int = 0
     requests_finished: int = 0
     requests_refused: dict[str, int] = field(default_factory=dict)

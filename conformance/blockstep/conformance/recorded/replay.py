@@ -87,6 +87,7 @@ def replay(
         report.finding_event = None if side is None else run.last_event
     if side is not None:
         report.snapshots_taken = side.num_compared
+        report.excused = dict(sorted(side.excused.items()))
     if scope is None and report.snapshots_taken:
         report.equivalence = EXACT
     report.seconds = clock() - started

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TypeAlias, cast
 
 from blockstep.conformance.engine import (
@@ -35,6 +37,7 @@ class Alone:
     """An engine without the spec beside it."""
 
     num_compared = 0
+    excused: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, make_engine: EngineFactory, config: v.Config) -> None:
         self._engine, self._config = build(make_engine, config), config
@@ -66,6 +69,11 @@ class Beside:
     def num_compared(self) -> int:
         """States that were compared."""
         return self._run.num_compared
+
+    @property
+    def excused(self) -> Mapping[str, int]:
+        """Findings that the engine's adapter declares."""
+        return self._run.excuses.counts
 
     def apply(self, event: v.Event) -> v.Observation:
         """The engine's answer, or the spec's refusal of what the engine is not to be given."""

@@ -64,6 +64,8 @@ def render_walked(walked: Walked) -> str:
         said[-1] += f" (equivalence {walked.equivalence})" * (walked.equivalence != EXACT)
     if walked.left_out:
         said.append(f"{walked.left_out:,} events left out that {task.engine} does not take")
+    if walked.excused:
+        said.append(f"and what its adapter declares: {', '.join(sorted(walked.excused))}")
     if not is_as_expected(walked):
         said.append(f"NOT AS COMMITTED: {task.world.expected}")
     return "; ".join([f"{name}: {size}", *said]) + "\n"
@@ -108,6 +110,7 @@ def walked_to_json(walked: Walked) -> dict[str, object]:
         "engine": task.engine or None,
         "equivalence": walked.equivalence if task.engine else None,
         "left_out": walked.left_out,
+        "excused": sorted(walked.excused),
         "profile": task.profile.name,
         "exit_code": int(get_exit_code(walked)),
         "is_complete": walked.is_complete,

@@ -131,6 +131,7 @@ def reproduce_defect(defect: Defect, result: HuntResult) -> str:
 
 def _body(defect: Defect, result: HuntResult) -> list[str]:
     lines = [f"  found by  {name_of(defect.first)}", *_told(defect.first.message)]
+    lines += [f"  raised in {defect.raised_at}"] if defect.raised_at else []
     lines += [f"  also      {name}" for name in defect.also]
     if defect.behind:
         lines.append(f"  behind    {defect.behind}: seen with the state hidden")
@@ -187,6 +188,7 @@ def _defect_to_json(defect: Defect, result: HuntResult) -> dict[str, object]:
         "title": title_of(defect, result),
         "causes": [{"means": str(cause.means), "name": cause.name} for cause in defect.causes],
         "findings": [finding_to_json(finding) for finding in findings or (defect.first,)],
+        "raised_at": defect.raised_at,
         "also": list(defect.also),
         "behind": defect.behind,
         "num_seen": defect.num_seen,

@@ -1,4 +1,4 @@
-"""Moment: a state of a recorded run, in sentences."""
+"""Moment: a state of a recorded run, in sentences, or a program, line by line."""
 
 from __future__ import annotations
 
@@ -8,10 +8,32 @@ from pathlib import Path
 from blockstep.conformance.engine import Safety
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.protocol.compare import describe_block, name_key
-from blockstep.conformance.protocol.program import describe_event, describe_observation
+from blockstep.conformance.protocol.program import (
+    describe,
+    describe_config,
+    describe_event,
+    describe_observation,
+)
+from blockstep.conformance.protocol.program_file import SUFFIX, read_program
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.recorded.traces import TraceError, TraceStep, read_trace
 from blockstep.spec.vocabulary import NULL_BLOCK, RequestSnapshot, Snapshot
+
+
+def explain_file(path: Path, at: int | None) -> str:
+    """What is in a file: a program, read aloud, or a recorded run after `at` events.
+
+    Raises:
+        TraceError: it is neither, or has fewer events.
+    """
+    return explain_program(path) if path.suffix == SUFFIX else explain_moment(path, at)
+
+
+def explain_program(path: Path) -> str:
+    """The actions of a program, a line each. Raises `TraceError`."""
+    program = read_program(path)
+    actions = [f"  {number:>4}  {describe(each)}" for number, each in enumerate(program.actions, 1)]
+    return "\n".join([f"  config    {describe_config(program.config)}", *actions]) + "\n"
 
 
 def explain_moment(path: Path, at: int | None) -> str:

@@ -20,7 +20,13 @@ from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.search.distinct import Symptoms, find_symptoms
 from blockstep.conformance.search.episodes import EpisodeResult, fit_config, run_episode
 from blockstep.conformance.search.floor import Facts, look
-from blockstep.conformance.search.forgiving import Cause, Forgiving, find_causes, follow
+from blockstep.conformance.search.forgiving import (
+    Cause,
+    ForgivenEngine,
+    Forgiving,
+    find_causes,
+    follow,
+)
 from blockstep.conformance.search.isolation.jobs import plain
 from blockstep.conformance.search.lookouts import LOOKOUTS, look_out
 from blockstep.conformance.search.options import CheckOptions
@@ -57,6 +63,8 @@ class Dug:
     causes: tuple[Cause, ...]
     symptoms: Symptoms | None
     """None where something known accounts for it."""
+    raised_at: str
+    """Where the engine raised, "" if it did not: function, file and line."""
 
 
 def ask(options: CheckOptions, make_engine: EngineFactory) -> Ground:
@@ -107,10 +115,13 @@ def dig(
     said = episode.first
     alike = (it for it in shrunk.findings if it.sentence == said.sentence)
     first = next(alike, (*shrunk.findings, said)[0])
+    run, _ = run_program(shrunk.program, factory, profile)
+    where = run.engine.raised_at if isinstance(run.engine, ForgivenEngine) else ""
     causes = find_causes(shrunk.program, make_engine, forgiven, quirks)
     if causes:
-        return Dug(shrunk, first, causes, None)
-    return Dug(shrunk, first, (), find_symptoms(shrunk.program, factory, profile, first))
+        return Dug(shrunk, first, causes, None, where)
+    symptoms = find_symptoms(shrunk.program, factory, profile, first)
+    return Dug(shrunk, first, (), symptoms, where)
 
 
 def show(

@@ -48,6 +48,8 @@ class Defect:
     """Sentences that other programs break for the same reason."""
     behind: str = ""
     """What ends the program before, where the state of the engine is judged."""
+    raised_at: str = ""
+    """Where the engine raised, if it did: function, file and line."""
     num_seen: int = 1
     """Failures in this hunt that were taken for this defect."""
 

@@ -203,7 +203,7 @@ class Hunter:
             self._lose(replace(defect, loss=lost.loss))
             return False
         defect = replace(defect, shrunk=dug.shrunk, causes=dug.causes)
-        defect = replace(defect, first=dug.first)
+        defect = replace(defect, first=dug.first, raised_at=dug.raised_at)
         if not dug.causes:
             assert dug.symptoms is not None
             self._group(said, replace(defect, symptoms=dug.symptoms))

@@ -286,7 +286,7 @@ class MiniSglang:
         ] + [self._show(req) for req in running.values()]
         num_blocks = self.config.num_blocks
         held = [block for request in requests for block in request.block_tables[0]]
-        free = [slot // self.config.block_size + 1 for slot in self._manager.free_slots.tolist()]
+        free = [slot // self.config.block_size + 1 for slot in self.loop.free_slots]
         keys: list[v.BlockKey | None] = [None] * num_blocks
         evictable = []
         for node, block, key in self._walk_tree():
@@ -304,10 +304,6 @@ class MiniSglang:
             block_keys=tuple(keys),
             num_frames_in_flight=len(self.frames),
         )
-
-    @property
-    def _manager(self) -> Any:
-        return self.loop.cache_manager
 
     def _list_waiting(self) -> list[int]:
         """Who holds nothing yet: in its queue, or in a message that it has not read."""
@@ -345,7 +341,7 @@ class MiniSglang:
 
     def _walk_tree(self) -> Iterator[tuple[Any, v.BlockId, v.BlockKey]]:
         """Every page of its radix tree, with its node and what it holds."""
-        size, cache = self.config.block_size, self._manager.prefix_cache
+        size, cache = self.config.block_size, self.loop.tree
         nodes: list[tuple[Any, v.BlockKey | None]] = []
         if self.config.enable_prefix_caching:
             nodes = [(child, None) for child in cache.root_node.children.values()]

@@ -190,9 +190,10 @@ scheduling.torch = ModuleType("torch")
 scheduling.torch.__dict__.update(torch.__dict__, cuda=cuda)
 # Batches are lists of sets: in an order that comes back. The clock of its cache likewise.
 core.Req.__hash__ = lambda req: req.uid
-import_module("minisgl.kvcache.radix_cache").__dict__["time"] = SimpleNamespace(
-    monotonic_ns=itertools.count(1).__next__
+_radix = (
+    f"minisgl.kvcache.radix_{'cache' if find_spec('minisgl.kvcache.radix_cache') else 'manager'}"
 )
+import_module(_radix).__dict__["time"] = SimpleNamespace(monotonic_ns=itertools.count(1).__next__)
 
 
 class Loop(scheduling.Scheduler):  # type: ignore[misc]
@@ -217,6 +218,19 @@ class Loop(scheduling.Scheduler):  # type: ignore[misc]
     def offline_send_result(self, reply: list[Any]) -> None:
         """What clients are told."""
         self.replies += reply
+
+    @property
+    def tree(self) -> Any:
+        """Its cache; before February 2026 under another name, and so the next."""
+        manager = vars(self.cache_manager)
+        return manager["prefix_cache"] if "prefix_cache" in manager else manager["manager"]
+
+    @property
+    def free_slots(self) -> list[int]:
+        """The first slot of every free page, in its order."""
+        manager = vars(self.cache_manager)
+        slots = manager["free_slots"] if "free_slots" in manager else manager["_free_slots"]
+        return list(slots.tolist())
 
     def _free_req_resources(self, req: Any) -> None:
         self.freed.add(req.uid)
