@@ -81,7 +81,10 @@ def is_running(pid: int) -> bool:
 
 
 def start(folder: Path, *args: object) -> subprocess.Popen[str]:
-    """The command in a process group of its own, as a shell starts one."""
+    """The command in a process group of its own, as a shell starts one in the foreground.
+
+    In the background Ctrl-C is ignored, and the command would inherit that of these tests.
+    """
     return subprocess.Popen(
         [sys.executable, "-m", "blockstep", *map(str, args)],
         stdout=subprocess.PIPE,
@@ -89,6 +92,7 @@ def start(folder: Path, *args: object) -> subprocess.Popen[str]:
         text=True,
         cwd=folder,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
 
 
