@@ -280,6 +280,16 @@ def test_alike_are_those_that_say_the_same_after_the_same_acts_by_comparable_mea
     assert not plain.is_like(Mark("P1", frozenset({"aborts"}), frozenset({"hits"})))
 
 
+def test_an_engine_that_raises_in_two_places_after_the_same_act_has_one_defect() -> None:
+    saying = "fault  engine_raises_nothing the engine raised KeyError {}"
+    aborts = frozenset({"aborts"})
+    here, there = (Mark(saying.format(place), aborts) for place in ("free", "lock"))
+    assert here.is_like(there)
+    assert not here.is_like(replace(there, acts=frozenset({"reset"})))
+    assert not replace(here, acts=frozenset()).is_like(replace(there, acts=frozenset()))
+    assert not here.is_like(Mark("property P1 a_b", aborts))
+
+
 def test_a_symptom_is_what_comes_of_the_other_and_not_what_holds_it_by_chance() -> None:
     cause, symptom = Mark("property P1 a_b"), Mark("property P3 c_d", means=frozenset({"hits"}))
     more = replace(symptom, means=frozenset({"hits", "preempts"}))

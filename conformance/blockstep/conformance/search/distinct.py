@@ -4,7 +4,8 @@ Nothing says so but the engine's code, and a hunt does not read it. So two failu
 
 1. if they say the same (`saying`), their shrunk programs do the same beside steps (abort, reset,
    pause), and the one uses all the means of the other: features of config and requests, and hits,
-   chunks and preemptions; where a program can do without, it does (`relax`);
+   chunks and preemptions; where a program can do without, it does (`relax`). Whatever an engine
+   raises after such an act counts as the same: where it notices, it raises;
 2. or if one is a symptom of the other: the shrunk program of the one says and comes to what the
    other does, at the same event, or if it goes on as though nothing were wrong, or without a
    bound of its config (`Symptoms`).
@@ -52,6 +53,8 @@ BY_CHANCE = {
     "P4 attended_slot_was_written": "P3 attended_slot_holds_the_right_prefix",
 }
 """Sentences that say the same as another: a slot was used before, or it was not."""
+RAISED = "engine_raises_nothing"
+"""The sentence of whatever an engine raises."""
 _NAMES = re.compile(r"0x[0-9a-f]+|'[^']*'|\d+")
 
 
@@ -65,10 +68,21 @@ class Mark:
     means: frozenset[str] = frozenset()
     """The other features that the program asks for, and whether it hits, chunks or preempts."""
 
+    @property
+    def is_exception(self) -> bool:
+        """Whether the engine raised."""
+        return RAISED in self.saying
+
     def is_like(self, other: Mark) -> bool:
         """Whether both say the same after the same acts, and one by all the means of the other."""
-        is_alike = (self.saying, self.acts) == (other.saying, other.acts)
-        return is_alike and (self.means <= other.means or other.means <= self.means)
+        is_alike = self.saying == other.saying or (
+            bool(self.acts) and self.is_exception and other.is_exception
+        )
+        return (
+            self.acts == other.acts
+            and is_alike
+            and (self.means <= other.means or other.means <= self.means)
+        )
 
 
 def saying(finding: Finding, raised_at: str = "") -> str:

@@ -102,8 +102,8 @@ class Group:
     def conclude(self) -> Defect:
         """The plainest of them, with what the others say."""
         plainest = self.plainest
-        names = dict.fromkeys(name_of(it.first) for it in self.defects)
-        also = tuple(name for name in names if name != name_of(plainest.first))
+        names = dict.fromkeys(map(_place, self.defects))
+        also = tuple(name for name in names if name != _place(plainest))
         return replace(plainest, also=also, num_seen=self.num_seen)
 
 
@@ -116,6 +116,12 @@ def follows_from(state: Finding, later: Finding) -> bool:
 def name_of(finding: Finding) -> str:
     """Property and sentence of a finding, or its kind and sentence."""
     return f"{finding.property_id or finding.kind} {finding.sentence}"
+
+
+def _place(defect: Defect) -> str:
+    """What a defect is found by, and of an exception where it was raised."""
+    name = name_of(defect.first)
+    return f"{name}, raised in {defect.raised_at}" if defect.raised_at else name
 
 
 def describe_loss(options: CheckOptions, loss: Loss) -> Defect:
