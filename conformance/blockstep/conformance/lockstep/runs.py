@@ -36,11 +36,11 @@ def get_start(make_engine: EngineFactory) -> Callable[..., LockStep]:
     return next(run for kind, run in _KINDS.items() if isinstance(scope, kind)).start
 
 
-def run_program(
+def start_program(
     program: Program, make_engine: EngineFactory, profile: Profile = STRICT
-) -> tuple[LockStep, list[Finding]]:
-    """Run a program from the start until it ends or something is wrong."""
-    run = get_start(make_engine)(
+) -> LockStep:
+    """A run of the kind that the factory asks for, before the first action of a program."""
+    return get_start(make_engine)(
         program.config,
         make_engine,
         program.token_seed,
@@ -48,6 +48,13 @@ def run_program(
         keep_exchanges=True,
         profile=profile,
     )
+
+
+def run_program(
+    program: Program, make_engine: EngineFactory, profile: Profile = STRICT
+) -> tuple[LockStep, list[Finding]]:
+    """Run a program from the start until it ends or something is wrong."""
+    run = start_program(program, make_engine, profile)
     for action in program.actions:
         findings = run.perform(action)
         if findings:

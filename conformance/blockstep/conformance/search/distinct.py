@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.lockstep.driver import LockStep
-from blockstep.conformance.lockstep.runs import get_start, run_program
+from blockstep.conformance.lockstep.runs import run_program, start_program
 from blockstep.conformance.protocol.features import (
     ASYNC,
     CACHING,
@@ -271,14 +271,7 @@ def _give_tokens(program: Program) -> Program:
 
 def _go_on(program: Program, make_engine: EngineFactory, profile: Profile) -> Iterator[Mark]:
     """What the program comes to if nobody minds its findings: to its end, and a drain."""
-    run = get_start(make_engine)(
-        program.config,
-        make_engine,
-        program.token_seed,
-        program.vocabulary_size,
-        keep_exchanges=True,
-        profile=profile,
-    )
+    run = start_program(program, make_engine, profile)
     steps = (v.Schedule(), Answer()) * STEPS_TO_END
     for action in (*program.actions, *steps, Drain()):
         try:
