@@ -128,7 +128,11 @@ def add_row(_scheduler: Any, plan: Any, name: str) -> None:
     cached.req_ids.append(name)
     cached.new_block_ids.append(([1],))
     cached.num_computed_tokens.append(0)
-    cached.num_output_tokens.append(0)
+    if hasattr(cached, "num_output_tokens"):
+        cached.num_output_tokens.append(0)
+    else:  # 0.11.0
+        cached.resumed_from_preemption.append(False)
+        cached.new_token_ids.append([])
 
 
 def feed_the_dead(scheduler: Any, plan: Any) -> None:
