@@ -273,3 +273,8 @@ def test_bad_input_is_one_sentence(args: tuple[object, ...]) -> None:
     result = blockstep(*args)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
+
+
+def test_a_line_to_reproduce_names_a_folder_as_a_shell_takes_it() -> None:
+    line = reproduce(CheckOptions("mine:Engine", path="/a folder"), 3)
+    assert "--path '/a folder' --preset" in line

@@ -21,7 +21,7 @@ from enum import StrEnum
 from itertools import zip_longest
 from typing import Self, TypeVar
 
-from blockstep.conformance.engine import EngineFactory, Equivalence, get_declines, get_traits
+from blockstep.conformance.engine import EngineFactory, Equivalence, build, get_declines, get_traits
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.driver import drain_bound
 from blockstep.conformance.lockstep.exchange import Exchange, fault_of
@@ -105,7 +105,7 @@ class ScoreRun:
         traits = get_traits(make_engine)
         scope = traits.equivalence or Equivalence()
         require_fitting(config, scope)
-        engine, next_token = make_engine(config), token_function(token_seed, vocabulary_size)
+        engine, next_token = build(make_engine, config), token_function(token_seed, vocabulary_size)
         worker = fit_worker((traits.make_worker or Worker)(config, next_token), make_engine)
         ahead = scope.plans_ahead
         return cls(

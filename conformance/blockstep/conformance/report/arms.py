@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 import textwrap
 
 from blockstep.conformance.protocol.program import WIDTH, describe_config, describe_request
+from blockstep.conformance.report.failure import show_path
 from blockstep.conformance.search.arms import ARMS, Answer, ArmsResult, Contrast, Fault
 from blockstep.conformance.search.options import CheckOptions
 
@@ -78,10 +78,9 @@ def _render_fault(fault: Fault, where: str, options: CheckOptions) -> list[str]:
 
 
 def _reproduce(options: CheckOptions, episode: int) -> str:
-    path = "" if options.path is None else f" --path {shlex.quote(options.path)}"
     return (
-        f"  reproduce  blockstep arms --engine {options.engine}{path} --preset {options.preset} "
-        f"--seed {options.seed} --workloads {episode + 1}"
+        f"  reproduce  blockstep arms --engine {options.engine}{show_path(options)}"
+        f" --preset {options.preset} --seed {options.seed} --workloads {episode + 1}"
     )
 
 

@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 from blockstep.conformance.protocol.program import describe, describe_config
-from blockstep.conformance.report.failure import show_options
+from blockstep.conformance.report.failure import show_options, show_path
 from blockstep.conformance.report.jsonform import finding_to_json
 from blockstep.conformance.report.wording import render_finding
 from blockstep.conformance.search.bisect import Bisection, Commit, Mark, Step
@@ -55,7 +55,7 @@ def render_bisection(found: Bisection) -> str:
 def _reproduce(found: Bisection) -> str:
     """The command line that finds the same."""
     options = found.options
-    given = f"blockstep bisect --engine {options.engine} --path {options.path}"
+    given = f"blockstep bisect --engine {options.engine}{show_path(options)}"
     if options.program is not None:
         given += f" --program {shlex.quote(options.program)}"
     else:

@@ -145,7 +145,7 @@ def render_served(findings: Sequence[Finding], num_events: int) -> str:
 
 def reproduce(options: CheckOptions, episode: int, loss: Loss | None = None) -> str:
     """The command line that fails in the same way."""
-    path = f" --path {shlex.quote(options.path)}" if options.path else ""
+    path = show_path(options)
     policy = f" --policy {options.policy}" if options.policy else ""
     patience = ""
     if loss is not None and loss.event_seconds is not None:
@@ -158,6 +158,11 @@ def reproduce(options: CheckOptions, episode: int, loss: Loss | None = None) -> 
         f"blockstep check --engine {options.engine}{path} --preset {options.preset}{policy}"
         f"{show_options(options)} --seed {options.seed} --episode {episode}{patience}"
     )
+
+
+def show_path(options: CheckOptions) -> str:
+    """The folder in which the engine is looked for first, after a space and as a shell takes it."""
+    return f" --path {shlex.quote(options.path)}" if options.path else ""
 
 
 def show_options(options: CheckOptions) -> str:

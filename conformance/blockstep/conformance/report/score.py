@@ -6,7 +6,7 @@ from typing import Any
 
 from blockstep.conformance.lockstep.score import Aspect
 from blockstep.conformance.protocol.program import describe, describe_config
-from blockstep.conformance.report.failure import NOT_AGAIN, show_options
+from blockstep.conformance.report.failure import NOT_AGAIN, show_options, show_path
 from blockstep.conformance.report.jsonform import difference_to_json, finding_to_json
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.conformance.search.score import CONTRACT, FirstDifference, ScoreResult
@@ -81,11 +81,10 @@ def _told(aspect: Aspect, first: FirstDifference, options: CheckOptions) -> list
 
 def reproduce(options: CheckOptions, episode: int) -> str:
     """The command line that plays one episode again."""
-    path = f" --path {options.path}" if options.path else ""
     policy = f" --policy {options.policy}" if options.policy else ""
     return (
-        f"blockstep score --engine {options.engine}{path} --preset {options.preset}{policy}"
-        f"{show_options(options)} --seed {options.seed} --episode {episode}"
+        f"blockstep score --engine {options.engine}{show_path(options)}"
+        f" --preset {options.preset}{policy}{show_options(options)} --seed {options.seed} --episode {episode}"
     )
 
 
