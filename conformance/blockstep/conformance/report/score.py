@@ -84,7 +84,8 @@ def reproduce(options: CheckOptions, episode: int) -> str:
     policy = f" --policy {options.policy}" if options.policy else ""
     return (
         f"blockstep score --engine {options.engine}{show_path(options)}"
-        f" --preset {options.preset}{policy}{show_options(options)} --seed {options.seed} --episode {episode}"
+        f" --preset {options.preset}{policy}{show_options(options)}"
+        f" --seed {options.seed} --episode {episode}"
     )
 
 
