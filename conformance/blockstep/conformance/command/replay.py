@@ -26,6 +26,7 @@ from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.recorded.figures import ReplayReport
 from blockstep.conformance.recorded.pace import REPLAY_PRESETS
 from blockstep.conformance.recorded.replay import replay
+from blockstep.conformance.report.brief import brief_replay
 from blockstep.conformance.report.replay import render_replay, replay_to_json
 from blockstep.conformance.search.episodes import list_changes
 from blockstep.conformance.search.options import ExitCode, exit_code_of
@@ -46,6 +47,7 @@ ENDINGS = {
 
 
 def replay_command(
+    context: typer.Context,
     trace: Annotated[
         Path, typer.Argument(help="A workload: mooncake, azure or agent; gz or plain.")
     ],
@@ -70,6 +72,7 @@ def replay_command(
         typer.Option(min=0, help="Events between two comparisons of whole states; 0: never."),
     ] = None,
     path: options.Folder = None,
+    brief: options.Brief = False,
     json_path: options.Json = None,
 ) -> None:
     """Drive real traffic through an engine, in lock-step with the spec or alone.
@@ -110,8 +113,12 @@ def replay_command(
                     f"{now.requests_finished:,} requests, {now.steps:,} steps",
                 ),
             )
-    render_replay(report, screen)
     console.write_json(json_path, replay_to_json(report))
+    if brief and report.finding is not None:
+        told = brief_replay(report, engine, console.tell_command(context))
+        console.say(told, json_path)
+        raise typer.Exit(exit_code_of(report.finding))
+    render_replay(report, screen)
     raise typer.Exit(show_ending(engine, config, report, screen))
 
 
