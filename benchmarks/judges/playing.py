@@ -140,7 +140,7 @@ def measure(
         files = {source.file: name for name, source in sources.items()}
         trials = {}
         names = [*session.items, *corpus]
-        for name, following in zip(names, [*names[1:], ""], strict=True):
+        for name, following in zip(names, [*names, ""][1:], strict=True):
             started = time.process_time()
             with Reach(files) as reach:
                 is_right = _try(session, corpus, name, following)
@@ -207,7 +207,7 @@ def play(
         return Outcome("no change", str(error), len(trials))
     signal.signal(signal.SIGPROF, _give_up)
     names = [trial.name for trial in trials]
-    for trial, following in zip(trials, [*names[1:], ""], strict=True):
+    for trial, following in zip(trials, [*names, ""][1:], strict=True):
         allowed = max(HANG_SECONDS, SLOWER_MAX * trial.seconds)
         signal.setitimer(signal.ITIMER_PROF, allowed, allowed)
         is_program = trial.name in corpus
