@@ -248,7 +248,6 @@ def test_a_mutant_meets_what_executes_it_and_the_quick_ones_first() -> None:
         for name, seconds, module, lines in [
             ("a.py::slow", 2.0, one.module, line),
             ("a.py::quick", 0.1, one.module, line),
-            ("a.py::too slow", 30.0, one.module, line),
             ("a.py::elsewhere", 0.1, one.module, frozenset({1})),
             ("museum:clean shown 0", 0.0, one.module, line),
         ]
