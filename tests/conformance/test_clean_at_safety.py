@@ -33,7 +33,7 @@ from blockstep.conformance.search.options import CheckOptions
 
 CHECKOUT = os.environ.get("BLOCKSTEP_NANO_VLLM")
 ENGINES = ("host", "compiled", "nano_vllm", "toy")
-PRESETS = ("tiny", "small", "real")
+PRESETS = ("tiny", "small", "tiny", "small", "real")
 SEEDS = (1, 2, 3)
 NUM_EVENTS = 100_000
 """For each case and seed."""

@@ -145,6 +145,14 @@ def test_drafts_come_late_only_to_those_who_take_them_so() -> None:
         assert sum(isinstance(event, Drafts) for event in given) == num_given
 
 
+def test_nobody_gets_the_drafts_of_one_who_ended_under_its_name() -> None:
+    once = (Submit(Request("A", (1, 2, 3), 1)), Schedule(), Answer())
+    for lacks, num_given in (((), 1), (("late drafts", "rejection"), 0)):
+        make_engine = make_lacking(SpecEngine, lacks, SAFETY)
+        given = list_given(make_engine, DRAFTING, *once, *once[:1], Propose(((1, 1),)))
+        assert sum(isinstance(event, Drafts) for event in given) == num_given
+
+
 def test_a_grammar_of_nobody_is_not_for_an_engine_without_grammars() -> None:
     make_engine = make_lacking(SpecEngine, ("grammar",))
     program = Program(CONFIG, (Hostile(GrammarReady("nobody")), GrammarReady("nobody")))
