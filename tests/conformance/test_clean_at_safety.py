@@ -116,6 +116,7 @@ def play(case: Case, seed: int, num_events: int, presets: tuple[str, ...] = PRES
         episode = run_episode(fit_depth(options, right), index, right)
         told = (str(case), options.preset, seed, index, sorted(claimed))
         assert episode.first is None, (episode.first, *told)
+        assert episode.num_events, told
         played, index = played + episode.num_events, index + 1
     return played
 

@@ -56,6 +56,7 @@ def play(make_engine: EngineFactory, num_events: int, preset: str, seed: int) ->
     while played < num_events:
         episode = run_episode(options, index, make_engine)
         assert episode.first is None, (episode.first, preset, seed, index)
+        assert episode.num_events, "nothing is played"
         played, index = played + episode.num_events, index + 1
 
 
