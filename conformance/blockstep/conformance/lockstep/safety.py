@@ -41,8 +41,8 @@ class SafetyRun(ScopedRun):
     answers: AnswerWitnesses = field(init=False)
     may_propose: bool = False
     """No plan was made since the last commit."""
-    preempted: set[v.RequestId] = field(default_factory=set)
-    """And had no row since."""
+    idle: set[v.RequestId] = field(default_factory=set)
+    """Who had no row since they were submitted or preempted."""
 
     def __post_init__(self) -> None:
         self.answers = AnswerWitnesses(self.config)
@@ -57,7 +57,8 @@ class SafetyRun(ScopedRun):
         """Drafts for those who have not ended, no more than there may be.
 
         An engine that neither refuses nor drops late ones is given those only that it must take:
-        right after a commit, for requests that it did not preempt and that are in no other frame.
+        right after a commit, for requests that it did not preempt, that are in no other frame, and
+        that are not new under the name of one that has ended.
         """
         most = self.config.num_speculative_tokens
         rows = tuple(
@@ -66,7 +67,7 @@ class SafetyRun(ScopedRun):
             if row.request_id in self.live
         )
         if not {Capability.REJECTION, Capability.LATE_DRAFTS} & self.capabilities:
-            busy = {row.request_id for plan in self.plans for row in plan.rows} | self.preempted
+            busy = {row.request_id for plan in self.plans for row in plan.rows} | self.idle
             rows = tuple(row for row in rows if row.request_id not in busy)
             rows = rows if self.may_propose else ()
         return v.Drafts(rows) if rows and most else None
@@ -75,15 +76,17 @@ class SafetyRun(ScopedRun):
         """Take in one event and the answer to it."""
         LockStep.follow(self, event, observation)
         match event, observation:
+            case v.Submit(request=request), _:
+                self.idle.add(request.request_id)
             case v.Schedule(), v.Plan() as plan:
                 self.may_propose = False
-                self.preempted.update(plan.preempted_req_ids)
-                self.preempted.difference_update(row.request_id for row in plan.rows)
+                self.idle.update(plan.preempted_req_ids)
+                self.idle.difference_update(row.request_id for row in plan.rows)
             case v.Commit(), v.Outputs():
                 self.may_propose = True
             case v.Reset(reset_running_requests=True), v.ResetDone(success=True):
                 self.may_propose = False
-                self.preempted.update(self.live)
+                self.idle.update(self.live)
 
     def _is_welcome(self, event: v.Event) -> bool:
         """Whether any engine must take the event now; decided by what this one has answered."""
