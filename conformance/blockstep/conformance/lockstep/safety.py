@@ -81,6 +81,7 @@ class SafetyRun(ScopedRun):
 
     def follow(self, event: v.Event, observation: v.Observation) -> None:
         """Take in one event and the answer to it."""
+        self._lose(event, observation)
         LockStep.follow(self, event, observation)
         match event, observation:
             case v.Schedule(), v.Plan() as plan:
@@ -92,6 +93,29 @@ class SafetyRun(ScopedRun):
             case v.Reset(reset_running_requests=True), v.ResetDone(success=True):
                 self.may_propose = False
                 self.preempted.update(self.live)
+
+    def _lose(self, event: v.Event, observation: v.Observation) -> None:
+        """Note texts of which something is taken back: no key may be left of it.
+
+        Of rejected drafts where they would have filled a block.
+        """
+        match event, observation:
+            case _, v.Plan(preempted_req_ids=names) | v.Aborted(request_ids=names):
+                for name in names:
+                    self._note_lost(name)
+            case v.Commit(frame_id=frame_id, sampled=sampled), v.Outputs():
+                tokens_of = {row.request_id: row.token_ids for row in sampled}
+                for row in next(plan for plan in self.plans if plan.frame_id == frame_id).cached:
+                    drafts = row.draft_token_ids
+                    if len(drafts) >= len(tokens_of[row.request_id]):
+                        self._note_lost(row.request_id, drafts)
+
+    def _note_lost(self, name: v.RequestId, drafts: v.TokenIds = ()) -> None:
+        if name in self.live and v.DRAFT_PLACEHOLDER not in drafts:
+            request, size = self.live[name], self.config.block_size
+            text = request.prompt_token_ids + self.said.get(name, ()) + drafts
+            if len(text) % size < len(drafts) or (len(text) >= size and not drafts):
+                self.lost.append((request, text))
 
     def _find_problem(self, event: v.Event) -> v.RejectCode | None:
         return find_problem(event, self.spec.state, self.live, self.plans, self.worker)
