@@ -80,7 +80,7 @@ class Play:
         return play.do(*self.events[:-1]), self.events[-1]
 
     def _snapshot(self) -> Snapshot:
-        snapshot = self.engine.snapshot()
+        snapshot: Snapshot | None = self.engine.snapshot()
         assert snapshot is not None
         return snapshot
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+from blockstep.conformance.judge.properties import Ledger, Step
+from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.protocol.tokens import token_function
+from blockstep.spec.profiles import get_profile
 from blockstep.spec.vocabulary import (
     Abort,
     Commit,
+    Config,
+    Event,
     GrammarReady,
     PauseState,
     Policy,
@@ -396,3 +403,37 @@ def refused_out_of_order() -> Play:
 
 
 # Bends.
+
+
+def taking_turns(depth: int, num_steps: int) -> Iterator[tuple[Step, Ledger, Worker]]:
+    """Each step of a release that of two equals preempts the older, what was known before it, and a
+    worker that has not heard of it; two requests take each other's blocks by turns."""
+    config = Config(
+        num_blocks=6,
+        block_size=2,
+        max_model_len=12,
+        max_num_batched_tokens=4,
+        policy=Policy.PRIORITY,
+        enable_prefix_caching=False,
+        long_prefill_token_threshold=2,
+        scheduler_reserve_full_isl=False,
+        max_frames_in_flight=depth,
+        async_scheduling=depth > 1,
+    )
+    release = get_profile("vllm-0.19.1")
+    assert release is not None
+    engine, ledger = SpecEngine(config, release), Ledger(config)
+    worker = Worker(config, token_function(1, 50))
+    events: list[Event] = [Submit(request(name, *range(8))) for name in "AB"]
+    for index in range(num_steps):
+        before = engine.snapshot()
+        flying = before.frames_in_flight
+        event: Event = Schedule()
+        if events:
+            event = events.pop()
+        elif len(flying) == depth:
+            event = Commit(flying[0], worker.answer(flying[0]))
+        step = Step(config, index, event, engine.apply(event), before, engine.snapshot())
+        yield step, ledger, worker
+        worker.observe(step.event, step.observation)
+        ledger.record(step)

@@ -180,8 +180,6 @@ def nobody_runs_past_its_last_token(step: Step, ledger: Ledger) -> Complaints:
             )
 
 
-
-
 @sentence("P15", Schedule)
 def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Complaints:
     """Who is visited after a row was taken back has the budget as if that row had never been.

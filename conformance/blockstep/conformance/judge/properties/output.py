@@ -222,8 +222,9 @@ def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> 
 def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Complaints:
     """Who runs has as drafts what was proposed last and taken, until it is scheduled.
 
-    Who does not has none, says `only_running_requests_hold_anything`. Under asynchronous scheduling: placeholders for as many drafts as there may be, from a plan in
-    which the request sampled to the next plan.
+    Who does not has none, says `only_running_requests_hold_anything`. Under asynchronous scheduling
+    these are placeholders for as many drafts as there may be, from a plan in which the request
+    sampled to the next plan.
     """
     proposed: dict[v.RequestId, v.TokenIds] = {}
     if isinstance(step.event, v.Drafts) and isinstance(step.observation, v.DraftsTaken):

@@ -53,8 +53,6 @@ def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
     return ()
 
 
-
-
 @sentence("P2", v.Schedule, v.Commit)
 def block_still_to_be_written_has_one_holder(step: Step, ledger: Ledger) -> Complaints:
     """From the first block that is not full of known, computed tokens on, blocks are exclusive."""

@@ -52,9 +52,7 @@ def accepted_request_fits_an_empty_pool(step: Step, ledger: Ledger) -> Complaint
 
 
 @sentence("P11", v.Rejected)
-def request_is_refused_for_its_size_only_if_it_never_fits(
-    step: Step, ledger: Ledger
-) -> Complaints:
+def request_is_refused_for_its_size_only_if_it_never_fits(step: Step, ledger: Ledger) -> Complaints:
     """PROMPT_TOO_LONG and NEVER_FITS are what is wrong when they are said."""
     assert isinstance(step.observation, v.Rejected)
     code = step.observation.code
@@ -250,7 +248,6 @@ def reset_empties_the_cache(step: Step, _ledger: Ledger) -> Complaints:
     if keyed or step.after.cached:
         return [Complaint(f"blocks {keyed} still carry keys after the reset")]
     return ()
-
 
 
 @sentence("P25", v.Reset)
