@@ -38,7 +38,17 @@ WIRING = (
     *(
         f"lockstep/{name}.py"
         for name in (
-            *("driver", "safety", "liveness", "plans", "renamed", "scoped", "exchange", "excuses"),
+            *(
+                "driver",
+                "safety",
+                "liveness",
+                "plans",
+                "renamed",
+                "scoped",
+                "exchange",
+                "excuses",
+                "refusable",
+            ),
         )
     ),
     "search/check.py",

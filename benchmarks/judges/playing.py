@@ -28,7 +28,15 @@ from benchmarks.mutation.runner import run_forked
 HOUSE = Path(__file__).resolve().parents[2]
 TESTS = HOUSE / "tests" / "conformance"
 MODULES = (
-    *("test_properties", "test_worker", "test_driver", "test_liveness", "test_compare"),
+    *(
+        "test_properties",
+        "test_sentences",
+        "test_voices",
+        "test_worker",
+        "test_driver",
+        "test_liveness",
+        "test_compare",
+    ),
     *("test_equivalences", "test_dataplane", "test_witnesses", "test_deviations"),
     *("test_claims", "test_ill_typed", "test_replay", "test_programs"),
 )
@@ -181,7 +189,9 @@ def choose(mutant: Mutant, trials: Mapping[str, Trial], corpus: Corpus) -> list[
         or trial.name.partition("::")[0].rpartition("/")[2] in named
     ]
     tests = [trial for trial in met if trial.name not in corpus]
-    return sorted(tests, key=lambda trial: trial.seconds) + [trial for trial in met if trial.name in corpus]
+    return sorted(tests, key=lambda trial: trial.seconds) + [
+        trial for trial in met if trial.name in corpus
+    ]
 
 
 def _find_readers(mutant: Mutant) -> frozenset[str]:
