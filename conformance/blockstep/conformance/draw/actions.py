@@ -192,7 +192,7 @@ def draw_request(
     Its prompt may be one of `texts` and a token, and is `going_on_from` and a token if that is any.
     """
     room = get_room(swarm, draw)
-    is_short = swarm.is_storm and not (swarm.has_long_prompts and index % 2)
+    is_short = swarm.is_storm and not (swarm.has_equals or (swarm.has_long_prompts and index % 2))
     most = 2 * swarm.config.block_size if is_short else room  # many fit, and then they grow
     if going_on_from:
         prompt = (*going_on_from[: max(room - 2, 1)], *draw.tokens(1, swarm.vocabulary_size))
@@ -218,7 +218,7 @@ def draw_request(
         else (),
         repetition_detection=draw_repetition(draw) if stops and draw.chance(30) else None,
         priority=draw_priority(swarm, draw, index) if priorities else 0,
-        arrival_time=index // 2 if draw.chance(20) else index,
+        arrival_time=draw_arrival(swarm, draw, index),
         adapter=draw.choice(("x", "y")) if keyed and draw.chance(30) else None,
         cache_salt=draw.choice(("x", "y")) if keyed and draw.chance(30) else None,
         items=draw_items(draw, len(prompt)) if swarm.has(MULTIMODAL) and draw.chance(30) else (),
@@ -242,8 +242,17 @@ def draw_repetition(draw: Draw) -> v.RepetitionDetection:
     return v.RepetitionDetection(draw.integer(least, 3), least, draw.integer(2, 3))
 
 
+def draw_arrival(swarm: Swarm, draw: Draw, index: int) -> int:
+    """When a request came: now and then together with another one."""
+    if swarm.has_equals:
+        return 0
+    return index // 2 if draw.chance(20) else index
+
+
 def draw_priority(swarm: Swarm, draw: Draw, index: int) -> int:
     """Often the later the more urgent: then victims stand ahead of those who need their blocks."""
+    if swarm.has_equals:
+        return 0
     if swarm.is_storm and draw.chance(70):
         return -index
     return 3 - index % 4 if draw.chance(60) else draw.integer(0, 2)
@@ -336,9 +345,10 @@ def abort(view: View, draw: Draw) -> Action:
     """One or more requests give up; some ids may be unknown or ended."""
     client = view.client
     known = [*client.live, *client.ended[-2:], "nobody"]
-    if view.seeks_aborts and client.last_plan and _has_preempted(view) and draw.chance(70):
-        # Then the preempted return at once, to what they left.
-        return v.Abort(tuple(row.request_id for row in client.last_plan.rows))
+    preempted = client.last_plan.preempted_req_ids if client.last_plan else ()
+    others = tuple(name for name in client.live if name not in preempted)
+    if view.seeks_aborts and preempted and others and draw.chance(70):
+        return v.Abort(others)  # then the preempted return at once, to what they left
     if view.seeks_aborts and draw.chance(60):
         flying = {row.request_id for plan in client.plans for row in plan.rows}
         known = [name for name in client.live if name in flying] or known
