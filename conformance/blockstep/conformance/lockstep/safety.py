@@ -51,8 +51,8 @@ class SafetyRun(ScopedRun):
     answers: AnswerWitnesses = field(init=False)
     may_propose: bool = False
     """No plan was made since the last commit."""
-    preempted: set[v.RequestId] = field(default_factory=set)
-    """And had no row since."""
+    idle: set[v.RequestId] = field(default_factory=set)
+    """Who had no row since they were submitted or preempted."""
 
     def __post_init__(self) -> None:
         self.answers = AnswerWitnesses(self.config)
@@ -61,7 +61,8 @@ class SafetyRun(ScopedRun):
         """Drafts for those who have not ended, no more than there may be.
 
         An engine that neither refuses nor drops late ones is given those only that it must take:
-        right after a commit, for requests that it did not preempt and that are in no other frame.
+        right after a commit, for requests that it did not preempt, that are in no other frame, and
+        that are not new under the name of one that has ended.
         """
         most = self.config.num_speculative_tokens
         rows = tuple(
@@ -75,7 +76,7 @@ class SafetyRun(ScopedRun):
 
     def _list_timely(self, rows: tuple[v.RowTokens, ...]) -> tuple[v.RowTokens, ...]:
         """The drafts that any engine must take: after a commit, for those who run and wait."""
-        busy = list_in_flight(self.plans) | self.preempted
+        busy = list_in_flight(self.plans) | self.idle
         rows = tuple(row for row in rows if row.request_id in self.live.keys() - busy)
         return rows if self.may_propose else ()
 
@@ -84,15 +85,17 @@ class SafetyRun(ScopedRun):
         self._lose(event, observation)
         LockStep.follow(self, event, observation)
         match event, observation:
+            case v.Submit(request=request), _:
+                self.idle.add(request.request_id)
             case v.Schedule(), v.Plan() as plan:
                 self.may_propose = False
-                self.preempted.update(plan.preempted_req_ids)
-                self.preempted.difference_update(row.request_id for row in plan.rows)
+                self.idle.update(plan.preempted_req_ids)
+                self.idle.difference_update(row.request_id for row in plan.rows)
             case v.Commit(), v.Outputs():
                 self.may_propose = True
             case v.Reset(reset_running_requests=True), v.ResetDone(success=True):
                 self.may_propose = False
-                self.preempted.update(self.live)
+                self.idle.update(self.live)
 
     def _lose(self, event: v.Event, observation: v.Observation) -> None:
         """Note texts of which something is taken back: no key may be left of it.

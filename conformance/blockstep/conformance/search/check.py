@@ -21,7 +21,12 @@ from blockstep.conformance.protocol.features import (
 )
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Program
-from blockstep.conformance.search.episodes import EpisodeResult, Loss, run_episode
+from blockstep.conformance.search.episodes import (
+    EPISODES_WITHOUT_EVENTS,
+    EpisodeResult,
+    Loss,
+    run_episode,
+)
 from blockstep.conformance.search.floor import (
     CANARIES,
     Facts,
@@ -373,6 +378,8 @@ def _length(episode: EpisodeResult) -> int:
 
 def _spent(options: CheckOptions, result: CheckResult, started: float) -> bool:
     if options.max_events is not None and result.num_events >= options.max_events:
+        return True
+    if result.num_episodes >= EPISODES_WITHOUT_EVENTS and not result.num_events:
         return True
     elapsed = time.perf_counter() - started
     return options.max_seconds is not None and elapsed >= options.max_seconds

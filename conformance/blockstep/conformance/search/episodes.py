@@ -24,6 +24,9 @@ from blockstep.conformance.protocol.program import Action, Drain, Program
 from blockstep.conformance.search.options import CheckOptions, find_profile, get_wish, load
 from blockstep.spec.vocabulary import Config, Event, Observation
 
+EPISODES_WITHOUT_EVENTS = 200
+"""Episodes after which nobody waits for a first event: the engine takes none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loss:
