@@ -38,6 +38,8 @@ from blockstep.conformance.protocol.program import (
 from blockstep.spec import vocabulary as v
 
 T = TypeVar("T")
+Text: TypeAlias = tuple[v.Request, v.TokenIds]
+"""Whose it is, and what was known or guessed of it."""
 
 
 class SeededDraw:
@@ -82,8 +84,13 @@ class Memory(Protocol):
         ...
 
     @property
-    def lost(self) -> Sequence[tuple[v.Request, v.TokenIds]]:
-        """Requests of which something was taken back, and their texts: no key may be left of it."""
+    def preempted_texts(self) -> Sequence[Text]:
+        """Of requests preempted lately, where keys of theirs may be looked for."""
+        ...
+
+    @property
+    def rejected_texts(self) -> Sequence[Text]:
+        """With drafts that were rejected lately, likewise."""
         ...
 
     @property
@@ -127,10 +134,10 @@ def submit(view: View, draw: Draw) -> Action:
         name = draw.choice(client.ended)
     elif client.ended and client.plans and draw.chance(8):
         name = client.ended[-1]  # a frame may still name it
-    latest = len(client.last_plan.preempted_req_ids) if client.last_plan else 0
-    if client.lost and draw.chance(60 if latest else 25):
-        lost = [*client.lost][-latest:]  # 0: all of them
-        return v.Submit(draw_twin(view.swarm, draw, name, view.num_submitted, lost))
+    if client.rejected_texts and draw.chance(40):
+        return v.Submit(draw_twin(view, draw, name, client.rejected_texts))
+    if client.preempted_texts and draw.chance(60 if _has_preempted(view) else 25):
+        return v.Submit(draw_twin(view, draw, name, client.preempted_texts))
     return v.Submit(draw_request(view.swarm, draw, name, view.num_submitted, client.texts))
 
 
@@ -145,21 +152,15 @@ def shuffled(index: int) -> int:
     return index - index % 26 + index * 11 % 26
 
 
-def draw_twin(
-    swarm: Swarm,
-    draw: Draw,
-    name: v.RequestId,
-    index: int,
-    lost: Sequence[tuple[v.Request, v.TokenIds]],
-) -> v.Request:
+def draw_twin(view: View, draw: Draw, name: v.RequestId, texts: Sequence[Text]) -> v.Request:
     """A request that goes on from a text of another, most often under the same keys.
 
     Else one of its keys differs. Nothing computed for the other one may be read then.
     """
-    other, text = draw.choice(lost)
+    other, text = texts[-1] if draw.chance(50) else draw.choice(texts)
     if other.prompt_embeds:
         text = other.prompt_token_ids  # no prompt has the embeddings of outputs
-    twin = draw_request(swarm, draw, name, index, going_on_from=text)
+    twin = draw_request(view.swarm, draw, name, view.num_submitted, going_on_from=text)
     length = len(twin.prompt_token_ids)
     keys: dict[str, Any] = {
         "adapter": other.adapter,
@@ -431,7 +432,7 @@ def is_enabled(name: str, view: View) -> bool:
     if feature is not None and not swarm.has(feature):
         return False
     if name == "submit":
-        room_for_twins = 3 if view.client.lost and _has_preempted(view) else 0
+        room_for_twins = 3 if view.client.preempted_texts and _has_preempted(view) else 0
         return len(view.client.live) < swarm.preset.num_requests_max + room_for_twins
     if name == "answer":
         return bool(view.client.plans)
@@ -474,7 +475,7 @@ def _weight(name: str, view: View) -> int:
         return 4
     if name == "propose" and view.swarm.config.async_scheduling:
         return 4  # it is no event there, it sets how many drafts will be right
-    if name == "submit" and view.client.lost and _has_preempted(view):
+    if name == "submit" and view.client.preempted_texts and _has_preempted(view):
         return weight * 2
     if name == "abort" and view.seeks_aborts and _has_preempted(view):
         return weight * 50 if view.swarm.token_seed % 2 else weight
