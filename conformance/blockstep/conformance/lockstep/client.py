@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from blockstep.conformance.draw.actions import Text
+from blockstep.conformance.draw.requests import Text
 from blockstep.spec import vocabulary as v
 
 TEXTS_MAX = 6
