@@ -143,8 +143,10 @@ def alter(value: Any) -> Any:
             return not value
         case StrEnum():
             return next(other for other in type(value) if other is not value)
-        case int() | str():
-            return value + type(value)(1)
+        case int():
+            return value + 1
+        case str():
+            return value + "1"
         case tuple():
             return (*value, *value[-1:]) if value else ("Z",)
         case Mapping():

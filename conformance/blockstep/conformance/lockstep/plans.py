@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from blockstep.conformance.engine import EngineFactory, SamePlans, get_traits
 from blockstep.conformance.judge.answers import judge_answer
@@ -30,6 +30,7 @@ from blockstep.conformance.protocol.findings import Finding
 from blockstep.spec import vocabulary as v
 
 _request_id = attrgetter("request_id")
+Record = TypeVar("Record", v.Plan, v.NewRow, v.CachedRow, v.OutputRow, v.Aborted, v.DraftsTaken)
 
 
 NOT_COMPARED: Mapping[type, Mapping[str, Any]] = {
@@ -63,7 +64,7 @@ def only_plan(observation: v.Observation) -> v.Observation:
             return observation
 
 
-def _blank(record: Any, **fields: Any) -> Any:
+def _blank(record: Record, **fields: Any) -> Record:
     """A record with other fields, and without what is not compared."""
     return replace(record, **{**NOT_COMPARED.get(type(record), {}), **fields})
 
