@@ -30,7 +30,7 @@ from blockstep.conformance.protocol.findings import Finding
 from blockstep.spec import vocabulary as v
 
 _request_id = attrgetter("request_id")
-Record = TypeVar("Record", v.Plan, v.NewRow, v.CachedRow, v.OutputRow, v.Aborted, v.DraftsTaken)
+Record = TypeVar("Record", v.Plan, v.NewRow, v.CachedRow, v.OutputRow, v.Aborted)
 
 
 NOT_COMPARED: Mapping[type, Mapping[str, Any]] = {
@@ -58,8 +58,10 @@ def only_plan(observation: v.Observation) -> v.Observation:
             )
         case v.Outputs(rows=rows):
             return v.Outputs(tuple(map(_blank, sorted(rows, key=_request_id))))
-        case v.Aborted(request_ids=names) | v.DraftsTaken(request_ids=names):
+        case v.Aborted(request_ids=names):
             return _blank(observation, request_ids=tuple(sorted(names)))
+        case v.DraftsTaken(request_ids=names):
+            return v.DraftsTaken(tuple(sorted(names)))
         case _:
             return observation
 
