@@ -333,7 +333,7 @@ def test_compared_with_the_spec_it_does_not() -> None:
         ("Repeats", FindingKind.PROPERTY, "P13"),
         ("GoesOn", FindingKind.PROPERTY, "P13"),
         ("Keeps", FindingKind.PROPERTY, "P13"),
-        ("Skips", FindingKind.PROPERTY, "P3"),
+        ("Skips", FindingKind.PROPERTY, "P5"),
         ("Overspends", FindingKind.PROPERTY, "P9"),
         ("Stalls", FindingKind.LIVENESS, "P10"),
         ("Raises", FindingKind.FAULT, ""),

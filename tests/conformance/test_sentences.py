@@ -891,12 +891,6 @@ AT_SAFETY: list[Case] = [
     ),
     ("paused_scheduler_admits_nobody", paused, admitting_in_the_end, same),
     (
-        "computed_tokens_are_in_blocks_that_are_held",
-        delivering_to_the_preempted,
-        nothing,
-        lambda s: changed(s, "B", num_computed_tokens=-1),
-    ),
-    (
         "finished_request_is_forgotten_and_others_stay",
         one_waits,
         nothing,
@@ -911,6 +905,12 @@ AT_SAFETY: list[Case] = [
 ]
 """The sentences of `JUDGED`, in their order."""
 OF_ANSWERS: list[Case] = [
+    (
+        "computed_tokens_are_in_blocks_that_are_held",
+        delivering_to_the_preempted,
+        nothing,
+        lambda s: changed(s, "B", num_computed_tokens=-1),
+    ),
     (
         "abort_ends_exactly_the_unfinished_it_names",
         aborted,

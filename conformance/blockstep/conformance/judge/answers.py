@@ -11,23 +11,12 @@ from collections.abc import Iterator, Mapping
 
 from blockstep.conformance.judge.properties import Ledger, Sentence, Step, budgets, output, pool
 from blockstep.conformance.judge.properties.output import cut_at_stop
-from blockstep.conformance.judge.properties.sentence import Complaints, judge, sentence, unequal
+from blockstep.conformance.judge.properties.sentence import judge
 from blockstep.conformance.protocol.findings import Difference, Finding, violated
 from blockstep.spec import vocabulary as v
 
 Expected = tuple[v.TokenIds, tuple[v.FinishReason, v.TokenId | None] | None]
 """Tokens that are to be delivered, and how they end a request if they do."""
-
-
-@sentence("P12", v.Schedule, v.Commit, v.Abort, v.Reset)
-def computed_tokens_are_in_blocks_that_are_held(step: Step, _ledger: Ledger) -> Complaints:
-    """What counts as computed is no less than nothing, and no more than its blocks hold."""
-    for request in step.after.requests:
-        slots = len(request.block_tables[0]) * step.config.block_size
-        if not 0 <= request.num_computed_tokens <= slots:
-            what = f"{request.request_id!r} has {request.num_computed_tokens} tokens computed"
-            yield unequal(what, "num_computed_tokens", f"0 to {slots}", request.num_computed_tokens)
-
 
 JUDGED: tuple[Sentence, ...] = (
     # P1: counting holders is no policy.
@@ -42,8 +31,6 @@ JUDGED: tuple[Sentence, ...] = (
     pool.block_still_to_be_written_is_not_published,
     # P9: a pause is a command.
     budgets.paused_scheduler_admits_nobody,
-    # P12: who has lost its blocks has nothing computed, whatever comes back of it.
-    computed_tokens_are_in_blocks_that_are_held,
     # P13: the state holds what was delivered, and no one else has ended.
     output.finished_request_is_forgotten_and_others_stay,
     output.outputs_in_the_state_are_those_delivered,
@@ -139,8 +126,9 @@ def _judge_outputs(
         if row.new_token_ids != tokens:
             difference = Difference("new_token_ids", str(tokens), str(row.new_token_ids))
             what = f"{name!r} was delivered the wrong tokens"
-            broken = "delivered_tokens_are_the_sampled_ones_until_the_stop"
-            yield violated("P13", broken, what, difference)
+            yield violated(
+                "P13", "delivered_tokens_are_the_sampled_ones_until_the_stop", what, difference
+            )
         seen = None if row.finish_reason is None else (row.finish_reason, row.stop_token_id)
         if seen != stop:
             difference = Difference("finish_reason", _told(stop), _told(seen))
@@ -162,8 +150,20 @@ def _expected_outputs(
 
 
 def judge_state(step: Step, ledger: Ledger) -> list[Finding]:
-    """What is wrong with a state: the sentences of `JUDGED`."""
-    return judge([said for said in JUDGED if type(step.event) in said.kinds], step, ledger)
+    """What is wrong with a state: the sentences of `JUDGED`, and what counts as computed in it."""
+    asked = [said for said in JUDGED if type(step.event) in said.kinds]
+    return [*judge(asked, step, ledger), *_judge_computed(step)]
+
+
+def _judge_computed(step: Step) -> Iterator[Finding]:
+    """P12: who has lost its blocks has nothing computed, whatever comes back of it."""
+    for request in step.after.requests:
+        slots = sum(map(len, request.block_tables[:1])) * step.config.block_size
+        if not 0 <= request.num_computed_tokens <= slots:
+            seen = str(request.num_computed_tokens)
+            difference = Difference("num_computed_tokens", f"0 to {slots}", seen)
+            what = f"{request.request_id!r} has {seen} tokens computed, and {slots} slots"
+            yield violated("P12", "computed_tokens_are_in_blocks_that_are_held", what, difference)
 
 
 def _told(stop: tuple[v.FinishReason, v.TokenId | None] | None) -> str:
