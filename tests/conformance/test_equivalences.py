@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from blockstep.conformance.engine import (
     SamePlans,
     get_traits,
 )
+from blockstep.conformance.judge.properties import CHECKS_OF, RENAMED_CHECKS
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.museum import EXHIBITS, build
 from blockstep.conformance.protocol.findings import Finding, FindingKind
@@ -68,7 +68,7 @@ def play(
 ) -> tuple[Any, dict[str, int]]:
     """Episodes until one fails or so many events are played; the failing one, what was reached."""
     reached: dict[str, int] = {}
-    for index in count():
+    for index in range(20_000):
         episode = run_episode(CheckOptions(preset=preset, **options), index, make_engine)
         num_events -= episode.num_events
         for name, number in episode.witnesses.items():
@@ -142,6 +142,20 @@ def test_a_wrong_eviction_shows_when_it_evicts() -> None:
     first = play(FromTheHead, 6000)[0].first
     assert first.kind is FindingKind.DIVERGENCE
     assert any("cached" in difference.field for difference in first.differences)
+
+
+def test_at_renamed_all_sentences_are_asked_but_those_that_quote_the_free_queue() -> None:
+    left_out = {
+        kind.__name__: sorted({one.sentence for one in checks if one not in RENAMED_CHECKS[kind]})
+        for kind, checks in CHECKS_OF.items()
+    }
+    assert {kind: names for kind, names in left_out.items() if names} == {
+        "Schedule": [
+            "new_blocks_come_from_the_head_of_the_free_queue",
+            "preempted_tail_is_evicted_first",
+        ],
+        **{kind: ["freed_tail_is_evicted_first"] for kind in ("Commit", "Abort", "Reset")},
+    }
 
 
 def test_each_canary_is_caught() -> None:
