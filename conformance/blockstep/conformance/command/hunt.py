@@ -101,9 +101,8 @@ def hunt_command(
     with console.input_errors(), Isolation(event_seconds) as isolation:
         scopes = SCOPES if preset is None else (preset,)
         forgiven = frozenset(map(read_cause, forgive or ()))
-        in_here = in_process or is_ours(engine)
         call = isolation.call
-        if in_here:
+        if in_process or is_ours(engine):
             call = call_here(console.require_engine(load(wanted)))
         screen = console.make_screen(json_path)
         with console.progress(screen, f"hunting in {engine}") as advance:

@@ -108,21 +108,25 @@ def replay_command(
                 with_spec=spec,
                 pace=preset.pace,
                 snapshot_every=cadence,
-                on_progress=lambda now: advance(
-                    now.requests_finished / max(len(workload), 1),
-                    f"{now.requests_finished:,} requests, {now.steps:,} steps",
-                ),
+                on_progress=lambda now: advance(*tell_progress(now, len(workload))),
             )
     console.write_json(json_path, replay_to_json(report))
     if brief and report.finding is not None:
-        told = brief_replay(report, engine, console.tell_command(context))
-        console.say(told, json_path)
-        raise typer.Exit(exit_code_of(report.finding))
-    render_replay(report, screen)
-    raise typer.Exit(show_ending(engine, config, report, screen))
+        console.say(brief_replay(report, engine, console.tell_command(context)), json_path)
+    else:
+        render_replay(report, screen)
+        show_ending(engine, config, report, screen)
+    is_idle = report.finding is None and not report.requests_finished
+    raise typer.Exit(ExitCode.HARNESS if is_idle else exit_code_of(report.finding))
 
 
-def show_ending(engine: str, config: Config, report: ReplayReport, screen: Console) -> ExitCode:
+def tell_progress(now: ReplayReport, num_requests: int) -> tuple[float, str]:
+    """How far a replay is, and what it has done."""
+    done = now.requests_finished / max(num_requests, 1)
+    return done, f"{now.requests_finished:,} requests, {now.steps:,} steps"
+
+
+def show_ending(engine: str, config: Config, report: ReplayReport, screen: Console) -> None:
     """Print what was made otherwise for the engine, and the verdict if there is one."""
     for change in list_changes(config, report.config):
         screen.print(f"config    {change}: the engine takes no other", soft_wrap=True)
@@ -130,14 +134,11 @@ def show_ending(engine: str, config: Config, report: ReplayReport, screen: Conso
         screen.print(
             f"known     {name}: {count} findings that the adapter declares", soft_wrap=True
         )
-    code = exit_code_of(report.finding)
     if report.finding is None and not report.requests_finished:
-        code = ExitCode.HARNESS
         screen.print(f"NO VERDICT (no request finished): engine {engine}", soft_wrap=True)
     elif report.finding is None:
         ending = ENDINGS.get(report.equivalence, ENDINGS["exact"])
         screen.print(ending.format(engine=engine), soft_wrap=True)
-    return code
 
 
 def require_config(
