@@ -94,9 +94,7 @@ def replay_command(
         preset = REPLAY_PRESETS[workload.format]
         add_features(wanted, with_features, without_features)
         config = replay_config(preset.config, wanted)
-        cadence = snapshot_every
-        if cadence is None:
-            cadence = default_cadence(config) if spec else 0
+        cadence = default_cadence(config, spec) if snapshot_every is None else snapshot_every
         options.look_in(path)
         make_engine = console.require_engine(load_engine(engine))
         require_config(engine, make_engine, config, wanted)
@@ -194,6 +192,6 @@ def replay_config(config: Config, wanted: Mapping[str, object]) -> Config:
     return changed
 
 
-def default_cadence(config: Config) -> int:
-    """Events between two snapshots in a replay: each one while the pool is small."""
-    return max(config.num_blocks // 256, 1)
+def default_cadence(config: Config, with_spec: bool = True) -> int:
+    """Events between two snapshots in a replay: each one while the pool is small; 0: none."""
+    return max(config.num_blocks // 256, 1) if with_spec else 0
