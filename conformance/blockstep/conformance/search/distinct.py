@@ -325,6 +325,8 @@ def _go_on(program: Program, make_engine: EngineFactory, profile: Profile) -> It
 
 
 def _list_plainer(program: Program) -> Iterator[Program]:
-    """The programs without a feature or a bound of the config."""
+    """The programs without a feature or a bound of the config, in no smaller a pool."""
+    sizes = program.config.num_blocks, program.config.block_size
     for config in simpler_configs(program.config):
-        yield replace(program, config=config)
+        if (config.num_blocks, config.block_size) == sizes:
+            yield replace(program, config=config)
