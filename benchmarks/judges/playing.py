@@ -142,21 +142,16 @@ def measure(
 ) -> dict[str, Trial]:
     """Run every test and every program once, unharmed, and note what they execute.
 
-    What fails while its lines are noted is tried again without, alone: if it is right then, it is
-    left out, like what takes too long.
+    What fails is told, and left out like what takes too long: it could notice nothing.
 
     Raises:
-        UnsoundError: one of them fails.
+        UnsoundError: they do not come to an end.
     """
     ((_, told),) = run_forked([partial(_trace, session, corpus, sources)], jobs, WALL_SECONDS)
     if not isinstance(told, dict):
         raise UnsoundError(f"the unmutated judges end early: {told}; run the tests first")
-    doubtful = told["failed"]
-    works = [partial(_see, session, corpus, name) for name in doubtful]
-    for index, seen in run_forked(works, jobs, WALL_SECONDS):
-        if seen != {"is_right": True}:
-            what = doubtful[index]
-            raise UnsoundError(f"the unmutated judges fail: {what}; run the tests first")
+    for name in told["failed"]:
+        print(f"LEFT OUT {name}: it fails unharmed, or where its lines are noted", flush=True)
     return {
         name: Trial(name, seconds, {one: frozenset(seen) for one, seen in lines.items()})
         for name, (seconds, lines) in told["trials"].items()
@@ -187,11 +182,6 @@ def _trace(session: Session, corpus: Corpus, sources: Mapping[str, Source]) -> d
             failed.append(name)
         Hang.was_raised = False
     return {"trials": trials, "failed": failed}
-
-
-def _see(session: Session, corpus: Corpus, name: str) -> dict[str, Any]:
-    _allow(WALL_SECONDS)
-    return {"is_right": _try(session, corpus, name, "")}
 
 
 def choose(mutant: Mutant, trials: Mapping[str, Trial], corpus: Corpus) -> list[Trial]:
