@@ -28,7 +28,8 @@ from benchmarks.mutation.runner import run_forked
 HOUSE = Path(__file__).resolve().parents[2]
 TESTS = HOUSE / "tests" / "conformance"
 MODULES = (
-    *("test_properties", "test_worker", "test_driver", "test_liveness", "test_compare"),
+    *("test_properties", "test_worker", "test_voices", "test_words", "test_driver"),
+    *("test_liveness", "test_compare"),
     *("test_equivalences", "test_dataplane", "test_witnesses", "test_deviations"),
     *("test_claims", "test_ill_typed", "test_replay", "test_programs"),
 )
