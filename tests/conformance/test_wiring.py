@@ -13,21 +13,25 @@ from typing import Any
 import pytest
 
 from blockstep.conformance.engine import Deviation, EngineTraits, Renamed, Safety, SamePlans
+from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.runs import run_program
-from blockstep.conformance.protocol.findings import FindingKind
-from blockstep.conformance.protocol.program import Action, Answer, Drain, Program
+from blockstep.conformance.protocol.findings import Finding, FindingKind
+from blockstep.conformance.protocol.program import Action, Answer, Drain, Hostile, Program
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.spec.vocabulary import (
     Abort,
     BlockKey,
+    Commit,
     Config,
     Event,
     Observation,
+    OutputRow,
     Outputs,
     Plan,
     Request,
     Reset,
     Schedule,
+    SetPause,
     Snapshot,
     Submit,
 )
@@ -235,6 +239,64 @@ def test_sentences_are_asked_of_states(
     assert sentence in hear(CONFIG, engine, A, *STEP, *STEP)
 
 
+# What nobody should send must come to nothing.
+
+STALE = Hostile(Commit(99, ()))
+TAKEN = bend(SAFETY, 3, answer=lambda _refused: Outputs((OutputRow("A", (7,)),)))
+
+
+def test_at_safety_a_stale_answer_that_is_taken_is_found() -> None:
+    assert hear(CONFIG, TAKEN, A, Schedule(), STALE) == ["stale_or_wrong_event_is_refused"]
+
+
+def test_at_safety_a_refusal_that_changes_the_state_is_found() -> None:
+    engine = bend(SAFETY, 3, state=lose_a_block)
+    assert hear(CONFIG, engine, A, Schedule(), STALE) == ["rejected_event_changes_nothing"]
+
+
+@pytest.mark.parametrize("passed_over", [None, Outputs()])
+def test_at_safety_it_may_be_refused_or_passed_over(passed_over: Outputs | None) -> None:
+    engine = bend(SAFETY, 3, answer=lambda refused: passed_over or refused)
+    assert hear(CONFIG, engine, A, Schedule(), STALE, Answer(), Drain()) == []
+
+
+# A state that is compared once more.
+
+
+def compare_at_last(bend_state: Callable[[Any], Any]) -> list[Finding]:
+    """What the last state says, where no other one is looked at."""
+    run = LockStep.start(CONFIG, bend(EXACT, 1, state=bend_state), compare_every=0)
+    assert run.compare_states() == [], "nothing has happened"
+    assert run.perform(A) == []
+    return run.compare_states()
+
+
+def test_a_state_that_is_compared_at_last_is_looked_at_like_the_others() -> None:
+    def fail(_shown: Snapshot) -> Snapshot:
+        raise ZeroDivisionError("inside the engine")
+
+    assert compare_at_last(lambda shown: shown) == []
+    (raised,) = compare_at_last(fail)
+    assert (raised.kind, raised.sentence) == (FindingKind.FAULT, "engine_raises_nothing")
+    (ill_typed,) = compare_at_last(lambda shown: replace(shown, running=["A"]))
+    assert (ill_typed.kind, "running" in str(ill_typed)) == (FindingKind.FAULT, True)
+    (diverged,) = compare_at_last(lose_a_block)
+    assert diverged.kind is FindingKind.DIVERGENCE
+
+
+# Where nobody is left to wait for it, a frame is answered.
+
+
+@pytest.mark.parametrize("plans_ahead", [False, True])
+def test_a_drain_answers_what_is_in_flight_by_the_order_of_the_engine(plans_ahead: bool) -> None:
+    traits = EngineTraits(equivalence=Safety(plans_ahead=plans_ahead))
+    program = Program(AHEAD, (A, Schedule(), Abort(("A",)), Drain()))
+    run, findings = run_program(program, bend(traits, 0))
+    assert (findings, run.live, run.plans) == ([], {}, [])
+    last = [Schedule if plans_ahead else SetPause, Commit]
+    assert [type(one.event) for one in run.exchanges][-2:] == last
+
+
 # What an adapter declares is excused wherever it is found.
 
 
@@ -272,15 +334,17 @@ DECLARED: dict[str, Any] = {
     "it answers with another kind": declare(
         WRONG_KIND, SAFETY, excuse("answer_is_of_the_kind_of_the_event")
     ),
+    "it takes what is stale": declare(TAKEN, SAFETY, excuse("stale_or_wrong_event_is_refused")),
 }
 
 
 @pytest.mark.parametrize("what", DECLARED)
 def test_what_is_declared_is_excused_wherever_it_is_found(what: str) -> None:
     engine = DECLARED[what]
-    run, findings = run_program(Program(CONFIG, (A, *STEP, Drain())), engine)
+    program = Program(CONFIG, (A, Schedule(), STALE, Answer(), Drain()))
+    run, findings = run_program(program, engine)
     assert findings == []
     assert run.excuses.counts == {"known": 1}
     assert run.excuses.is_over
     undeclared = type("Undeclared", (engine,), {"traits": replace(engine.traits, deviations=())})
-    assert run_program(Program(CONFIG, (A, *STEP, Drain())), undeclared)[1] != []
+    assert run_program(program, undeclared)[1] != []
