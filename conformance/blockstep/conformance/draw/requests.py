@@ -64,7 +64,9 @@ def draw_request(
     Its prompt may be one of `texts` and a token, and is `going_on_from` and a token if that is any.
     """
     room = get_room(swarm, draw)
-    is_short = swarm.is_storm and not (swarm.has_equals or (swarm.has_long_prompts and index % 2))
+    is_short = swarm.is_storm and not (
+        swarm.has_equals or (swarm.has_long_prompts and not index % 3)
+    )
     most = 2 * swarm.config.block_size if is_short else room  # many fit, and then they grow
     if going_on_from:
         prompt = (*going_on_from[: max(room - 2, 1)], *draw.tokens(1, swarm.vocabulary_size))
