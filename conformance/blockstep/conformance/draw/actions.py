@@ -304,7 +304,8 @@ def _is_ambush(view: View) -> bool:
     return (
         plan is not None
         and bool(plan.preempted_req_ids)
-        and view.swarm.token_seed % 4 > 0
+        and view.swarm.token_seed % 3 > 0
+        and not view.swarm.has_equals
         and any(row.request_id in live for row in plan.rows)
     )
 

@@ -33,19 +33,18 @@ def draw_twin(
         text = other.prompt_token_ids  # no prompt has the embeddings of outputs
     twin = draw_request(swarm, draw, name, index, going_on_from=text)
     length = len(twin.prompt_token_ids)
+    kept = tuple(item for item in other.items if item.offset + item.length <= length)
     keys: dict[str, Any] = {
         "adapter": other.adapter,
         "cache_salt": other.cache_salt,
-        "items": tuple(item for item in other.items if item.offset + item.length <= length),
+        "items": kept,
         "prompt_embeds": (*other.prompt_embeds, 0)[:length],
     }
     if draw.chance(25):
-        keys["items"] = tuple(
-            replace(item, identifier="cat" if item.identifier == "dog" else "dog")
-            for item in keys["items"]
-        )
         changed = draw.choice([key for key, value in keys.items() if value] or ["adapter"])
         keys[changed] = getattr(twin, changed)
+        if changed == "items":
+            keys["items"] = change_items(draw, kept, length)
     if len(keys["prompt_embeds"]) < length:
         keys["prompt_embeds"] = ()
     return replace(twin, **keys)
@@ -176,6 +175,18 @@ def draw_items(draw: Draw, num_prompt: int) -> tuple[v.MultiModalItem, ...]:
             items.append(v.MultiModalItem(draw.choice(("cat", "dog")), offset, length))
             start = offset + length
     return tuple(items)
+
+
+def change_items(
+    draw: Draw, items: tuple[v.MultiModalItem, ...], num_prompt: int
+) -> tuple[v.MultiModalItem, ...]:
+    """Other items at the same places, or the last one a place further on."""
+    last = items[-1] if items else None
+    if last is not None and last.offset + last.length < num_prompt and draw.chance(50):
+        return (*items[:-1], replace(last, offset=last.offset + 1))
+    return tuple(
+        replace(item, identifier="cat" if item.identifier == "dog" else "dog") for item in items
+    )
 
 
 def draw_embeds(draw: Draw, num_prompt: int) -> v.TokenIds:

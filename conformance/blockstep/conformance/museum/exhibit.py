@@ -37,14 +37,8 @@ class Exhibit:
     part: str = ""
     """The attribute of the engine that names the class of the part where it sits, if in one."""
     invisible: str = ""
-    """Why no client and no worker can ever see it, if that is so: it is a matter of policy, or of
-    speed. At `safety` it is not to be found then."""
-    invisible_if_hidden: str = ""
-    """Why they cannot where the state is not shown; it is `invisible` anyway if that is set."""
-
-    def tell_invisible(self, is_hidden: bool) -> str:
-        """Why it cannot be found at `safety`; "" if it must be."""
-        return self.invisible or (self.invisible_if_hidden if is_hidden else "")
+    """Why no client and no worker can ever see it, if that is so: it is a matter of policy, speed
+    or books. Then it is not to be found at `safety`, whatever is shown."""
 
 
 class Page:
