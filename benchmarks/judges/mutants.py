@@ -38,7 +38,17 @@ WIRING = (
     *(
         f"lockstep/{name}.py"
         for name in (
-            *("driver", "safety", "liveness", "plans", "renamed", "scoped", "exchange", "excuses"),
+            *(
+                "driver",
+                "safety",
+                "liveness",
+                "plans",
+                "renamed",
+                "scoped",
+                "exchange",
+                "excuses",
+                "refusable",
+            ),
         )
     ),
     "search/check.py",
@@ -126,7 +136,10 @@ def find_all(sources: Mapping[str, Source], fine: bool = False) -> list[Mutant]:
 
 def find_mutants(source: Source, neutral: Mapping[str, str], fine: bool = False) -> list[Mutant]:
     """What can be taken from one module."""
-    name, text = source.module, Text(source.text)
+    name = source.module
+    if not name.startswith((*SENTENCES, *VOICES, *WIRING, *FINE)):
+        return []
+    text = Text(source.text)
     found: list[Mutant] = []
     is_wiring = name in WIRING
     if name.startswith(SENTENCES):
@@ -208,7 +221,7 @@ def find_neutral(sources: Sequence[Source] | Any) -> dict[str, str]:
             if isinstance(node, ast.FunctionDef) and node.returns is not None:
                 said = _neutral_of(ast.unparse(node.returns))
                 if said is not None:
-                    neutral[node.name] = said
+                    neutral.setdefault(node.name, said)  # a judge's own stands before others
     return {**neutral, **{name: said for name, said in NEUTRAL_OF.items() if said}}
 
 
@@ -304,7 +317,7 @@ def _says(node: ast.Call) -> str:
         for one in node.args[:3]
         if isinstance(one, ast.Constant) and isinstance(one.value, str)
     ]
-    return " ".join(word for word in words if word) if len(words) >= 2 else ""
+    return " ".join([word for word in words if word][:2]) if len(words) >= 2 else ""
 
 
 def _silence(text: Text, node: ast.Call, nothing: str) -> Edit | None:

@@ -391,7 +391,7 @@ class LockStep(Client):
         for name, request in list(self.live.items()):
             if request.structured_output and not findings:
                 findings = self.perform(v.GrammarReady(name))
-        bound, watch = drain_bound(self.live), Watch()
+        bound, watch = drain_bound(self.live, self.config.max_model_len), Watch()
         for _ in range(bound):
             if findings or not self.live:
                 break
@@ -440,11 +440,12 @@ class LockStep(Client):
         return findings
 
 
-def drain_bound(live: Mapping[v.RequestId, v.Request]) -> int:
+def drain_bound(live: Mapping[v.RequestId, v.Request], max_model_len: int = v.MAX_INT) -> int:
     """Steps within which a drained scheduler must end these requests.
 
     Each step computes a token at least, and each of the requests may be preempted by each other
     one and start again. A generous bound: it is there to end, not to measure.
     """
-    work = sum(len(request.prompt_token_ids) + request.max_tokens for request in live.values())
+    texts = (len(request.prompt_token_ids) + request.max_tokens for request in live.values())
+    work = sum(min(length, max_model_len) for length in texts)
     return 20 + work * (1 + len(live))
