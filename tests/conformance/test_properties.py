@@ -71,6 +71,7 @@ from play_support.scenes import (
     refused_out_of_order,
     reset_done,
     reset_forced,
+    reset_forced_with_one_waiting,
     reset_refused,
     rolled_back,
     rolled_back_ahead,
@@ -831,6 +832,78 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
         "refusal_names_what_is_wrong",
         refused_out_of_order,
         lambda s: replace(s, observation=Rejected(RejectCode.UNKNOWN_FRAME)),
+    ),
+    # Complaints of one sentence.
+    (
+        "request_without_a_row_stays_the_same",
+        blocked,
+        lambda s: after(s, requests=(*s.after.requests, RequestSnapshot("Z", Status.WAITING))),
+    ),
+    (
+        "row_advances_by_what_it_runs",
+        admitted,
+        lambda s: with_row(s, "A", num_computed_tokens=4, num_scheduled_tokens=2),
+    ),
+    ("plan_has_its_place_in_the_sequence", idle, lambda s: observed(s, frame_id=7)),
+    ("plan_has_its_place_in_the_sequence", admitted, lambda s: after(s, next_frame_id=7)),
+    ("plan_has_its_place_in_the_sequence", admitted, lambda s: after(s, frames_in_flight=())),
+    ("plan_tells_who_ended", hitting, lambda s: after(s, finished_req_ids=("A",))),
+    (
+        "rows_stand_in_the_order_of_the_running_list",
+        admitted,
+        lambda s: after(s, running=("A",)),
+    ),
+    (
+        "rows_stand_in_the_order_of_the_running_list",
+        back_again,
+        lambda s: observed(s, cached=s.plan.cached[::-1]),
+    ),
+    (
+        "cache_map_and_blocks_agree",
+        admitted,
+        lambda s: after(s, cached={**s.after.cached, BlockKey(None, (6,)): ()}),
+    ),
+    (
+        "cache_map_and_blocks_agree",
+        admitted,
+        lambda s: after(s, cached={key: at * 2 for key, at in s.after.cached.items()}),
+    ),
+    (
+        "abort_ends_exactly_the_unfinished_it_names",
+        aborted,
+        lambda s: after(s, requests=s.before.requests),
+    ),
+    (
+        "forced_reset_preempts_all_who_run",
+        reset_forced_with_one_waiting,
+        lambda s: changed(s, "C", num_cached_tokens=3),
+    ),
+    (
+        "counters_stay_within_what_is_known",
+        admitted,
+        lambda s: changed(s, "A", num_cached_blocks=(9,)),
+    ),
+    (
+        "counters_stay_within_what_is_known",
+        admitted,
+        lambda s: changed(s, "A", num_cached_blocks=(-1,)),
+    ),
+    (
+        "counters_stay_within_what_is_known",
+        admitted,
+        lambda s: changed(s, "A", block_tables=((),)),
+    ),
+    ("counters_stay_within_what_is_known", ahead, lambda s: changed(s, "A", num_computed_tokens=6)),
+    ("counters_stay_within_what_is_known", ahead, lambda s: changed(s, "A", num_computed_tokens=8)),
+    (
+        "only_running_requests_hold_anything",
+        preempting,
+        lambda s: changed(s, "B", num_cached_blocks=(1,)),
+    ),
+    (
+        "only_running_requests_hold_anything",
+        preempting,
+        lambda s: changed(s, "B", block_tables=((5,),)),
     ),
     # Events of each kind.
     ("pool_keeps_its_size", committed, one_key_more),

@@ -188,6 +188,10 @@ def reset_forced() -> Play:
     return Play().do(Submit(A), Submit(C)).run(1).do(Reset(True))
 
 
+def reset_forced_with_one_waiting() -> Play:
+    return Play().do(Submit(A)).run(1).do(Submit(C), Reset(True))
+
+
 AHEAD = replace(CONFIG, max_frames_in_flight=3, async_scheduling=True)
 DRAFTING_AHEAD = replace(AHEAD, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
 
