@@ -36,7 +36,7 @@ from benchmarks.mutation.runner import run_forked
 from benchmarks.mutation.survivors import Explanation, judge
 
 from blockstep.conformance.judge.properties import CHECKS_OF
-from blockstep.conformance.lockstep.driver import drain_bound
+from blockstep.conformance.lockstep.liveness import drain_bound
 from blockstep.conformance.protocol.program import Drain, Program
 from blockstep.spec.vocabulary import Abort, Config, Request, Schedule, Submit
 
