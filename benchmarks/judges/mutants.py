@@ -85,7 +85,7 @@ class Mutant:
     kind: str
     """`sentence`, `kind`, `complaint`, `wiring`, `voice` or `fine`."""
     name: str
-    """Stable as long as the function is: `pool.null_block_is_nobodys 1`."""
+    """Stable as long as the function is: `pool.every_block_is_free_or_held 1`."""
     module: str
     """As it is called in the wing: `judge/properties/pool.py`."""
     function: str

@@ -33,6 +33,7 @@ MODULES = (
         "test_properties",
         "test_sentences",
         "test_voices",
+        "test_wiring",
         "test_worker",
         "test_driver",
         "test_liveness",

@@ -130,7 +130,7 @@ def submit(view: View, draw: Draw) -> Action:
         name = client.ended[-1]  # a frame may still name it
     if client.rejected_texts and draw.chance(40):
         return v.Submit(draw_twin(swarm, draw, name, index, client.rejected_texts))
-    if client.preempted_texts and draw.chance(60 if _has_preempted(view) else 25):
+    if client.preempted_texts and draw.chance(80 if _has_preempted(view) else 25):
         return v.Submit(draw_twin(swarm, draw, name, index, client.preempted_texts))
     return v.Submit(draw_request(swarm, draw, name, index, client.texts))
 
@@ -179,10 +179,10 @@ def abort(view: View, draw: Draw) -> Action:
     """One or more requests give up; some ids may be unknown or ended."""
     client = view.client
     known = [*client.live, *client.ended[-2:], "nobody"]
-    preempted = client.last_plan.preempted_req_ids if client.last_plan else ()
-    others = tuple(name for name in client.live if name not in preempted)
-    if view.seeks_aborts and preempted and others and draw.chance(70):
-        return v.Abort(others)  # then the preempted return at once, to what they left
+    if view.seeks_aborts and _is_ambush(view) and draw.chance(90):
+        # The preempted return at once to what they left, or a twin of theirs comes to it.
+        gone = client.last_plan.preempted_req_ids if client.last_plan and draw.chance(40) else ()
+        return v.Abort(tuple(name for name in client.live if name not in gone))
     if view.seeks_aborts and draw.chance(60):
         flying = {row.request_id for plan in client.plans for row in plan.rows}
         known = [name for name in client.live if name in flying] or known
@@ -295,6 +295,21 @@ def _has_preempted(view: View) -> bool:
     return plan is not None and bool(plan.preempted_req_ids)
 
 
+def _is_ambush(view: View) -> bool:
+    """Whether the last plan preempted anybody, and somebody whom it runs has not ended yet.
+
+    If all others give up now, what the preempted have left behind is found by whoever comes next.
+    """
+    plan, live = view.client.last_plan, view.client.live
+    return (
+        plan is not None
+        and bool(plan.preempted_req_ids)
+        and view.swarm.token_seed % 3 > 0
+        and not view.swarm.has_equals
+        and any(row.request_id in live for row in plan.rows)
+    )
+
+
 def _weight(name: str, view: View) -> int:
     """Without late commits an answer follows a full pipeline closely, as in real runs."""
     weight, habits = ACTIONS[name].weight, view.swarm.habits
@@ -310,8 +325,8 @@ def _weight(name: str, view: View) -> int:
         return 4  # it is no event there, it sets how many drafts will be right
     if name == "submit" and view.client.preempted_texts and _has_preempted(view):
         return weight * 2
-    if name == "abort" and view.seeks_aborts and _has_preempted(view):
-        return weight * 50 if view.swarm.token_seed % 2 else weight
+    if name == "abort" and view.seeks_aborts and _is_ambush(view):
+        return weight * 50
     if name == "abort" and view.seeks_aborts:
         return weight * 6 if view.client.plans else weight
     return weight

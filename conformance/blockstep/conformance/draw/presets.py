@@ -135,7 +135,7 @@ def draw_swarm(
     config = draw_config(preset, draw, max_depth, wish)
     is_storm = draw.chance(40 if is_judged_alone else 20)
     if is_storm:
-        config = draw_storm(preset, config, draw, 6 if is_judged_alone else 3)
+        config = draw_storm(preset, config, draw, 9 if is_judged_alone else 3)
     is_priority = wish.decide(PRIORITY, config.policy is Policy.PRIORITY)
     drawn = Policy.PRIORITY if is_priority else Policy.FCFS
     config = replace(config, policy=policy or drawn)

@@ -33,19 +33,18 @@ def draw_twin(
         text = other.prompt_token_ids  # no prompt has the embeddings of outputs
     twin = draw_request(swarm, draw, name, index, going_on_from=text)
     length = len(twin.prompt_token_ids)
+    kept = tuple(item for item in other.items if item.offset + item.length <= length)
     keys: dict[str, Any] = {
         "adapter": other.adapter,
         "cache_salt": other.cache_salt,
-        "items": tuple(item for item in other.items if item.offset + item.length <= length),
+        "items": kept,
         "prompt_embeds": (*other.prompt_embeds, 0)[:length],
     }
     if draw.chance(25):
-        keys["items"] = tuple(
-            replace(item, identifier="cat" if item.identifier == "dog" else "dog")
-            for item in keys["items"]
-        )
         changed = draw.choice([key for key, value in keys.items() if value] or ["adapter"])
         keys[changed] = getattr(twin, changed)
+        if changed == "items":
+            keys["items"] = change_items(draw, kept, length)
     if len(keys["prompt_embeds"]) < length:
         keys["prompt_embeds"] = ()
     return replace(twin, **keys)
@@ -64,7 +63,9 @@ def draw_request(
     Its prompt may be one of `texts` and a token, and is `going_on_from` and a token if that is any.
     """
     room = get_room(swarm, draw)
-    is_short = swarm.is_storm and not (swarm.has_equals or (swarm.has_long_prompts and index % 2))
+    is_short = swarm.is_storm and not (
+        swarm.has_equals or (swarm.has_long_prompts and not index % 3)
+    )
     most = 2 * swarm.config.block_size if is_short else room  # many fit, and then they grow
     if going_on_from:
         prompt = (*going_on_from[: max(room - 2, 1)], *draw.tokens(1, swarm.vocabulary_size))
@@ -174,6 +175,18 @@ def draw_items(draw: Draw, num_prompt: int) -> tuple[v.MultiModalItem, ...]:
             items.append(v.MultiModalItem(draw.choice(("cat", "dog")), offset, length))
             start = offset + length
     return tuple(items)
+
+
+def change_items(
+    draw: Draw, items: tuple[v.MultiModalItem, ...], num_prompt: int
+) -> tuple[v.MultiModalItem, ...]:
+    """Other items at the same places, or the last one a place further on."""
+    last = items[-1] if items else None
+    if last is not None and last.offset + last.length < num_prompt and draw.chance(50):
+        return (*items[:-1], replace(last, offset=last.offset + 1))
+    return tuple(
+        replace(item, identifier="cat" if item.identifier == "dog" else "dog") for item in items
+    )
 
 
 def draw_embeds(draw: Draw, num_prompt: int) -> v.TokenIds:
