@@ -14,7 +14,15 @@ from typing import Any
 
 from benchmarks.judges.listed import find_listed
 from benchmarks.judges.museum import Corpus, make_corpus
-from benchmarks.judges.mutants import KINDS, Mutant, Source, find_all, mark, read_sources
+from benchmarks.judges.mutants import (
+    KINDS,
+    Mutant,
+    Source,
+    find_all,
+    get_function,
+    mark,
+    read_sources,
+)
 from benchmarks.judges.playing import (
     MODULES,
     WALL_SECONDS,
@@ -180,7 +188,8 @@ def _work(
 
 
 def _make_key(mutant: Mutant, source: Source) -> str:
-    return make_key(source.text, mutant.title)
+    """A result is good as long as the function around the change is the same."""
+    return make_key(get_function(source, mutant.function), mutant.title)
 
 
 def _read(result: dict[str, Any] | signal.Signals | None) -> Outcome:

@@ -17,6 +17,7 @@ import ast
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ class Mutant:
     kind: str
     """`sentence`, `kind`, `complaint`, `wiring`, `voice` or `fine`."""
     name: str
-    """Stable as long as the function is: `pool.null_block_is_nobodys 1`."""
+    """Stable as long as the function is: `pool.every_block_is_free_or_held 1`."""
     module: str
     """As it is called in the wing: `judge/properties/pool.py`."""
     function: str
@@ -418,6 +419,24 @@ def _fine(module: str, text: Text) -> Iterator[Mutant]:
             lines = text.lines_of(node)
             yield Mutant("fine", f"{label} {counts[label]}", module, function, lines,
                          text.edit(node, new))  # fmt: skip
+
+
+def get_function(source: Source, name: str) -> str:
+    """The text of a function or a method by its qualified name; "" if there is none."""
+    return _list_functions(source.text).get(name, "")
+
+
+@cache
+def _list_functions(text: str) -> dict[str, str]:
+    tree, found = ast.parse(text), {}
+    holders: list[tuple[str, ast.Module | ast.ClassDef]] = [("", tree)]
+    for prefix, holder in holders:
+        for node in holder.body:
+            if isinstance(node, ast.ClassDef):
+                holders.append((f"{prefix}{node.name}.", node))
+            elif isinstance(node, ast.FunctionDef):
+                found[f"{prefix}{node.name}"] = ast.get_source_segment(text, node) or ""
+    return found
 
 
 def make_text(text: str, edit: Edit) -> str:

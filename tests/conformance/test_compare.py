@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
-from enum import StrEnum
-from typing import Any, get_args
+from dataclasses import fields, replace
+from typing import get_args
 
 import pytest
+from play_support.altered import alter, alter_each
 
 from blockstep.conformance.lockstep.plans import NOT_COMPARED as NOT_IN_A_PLAN
 from blockstep.conformance.lockstep.plans import only_plan
@@ -134,39 +133,6 @@ ANSWERS: list[v.Observation] = [
     v.Rejected(RejectCode.NEVER_FITS, "too long"),
 ]
 """One of each kind that says something, with a value in each field."""
-
-
-def alter(value: Any) -> Any:
-    """Another value of the same kind."""
-    match value:
-        case bool():
-            return not value
-        case StrEnum():
-            return next(other for other in type(value) if other is not value)
-        case int():
-            return value + 1
-        case str():
-            return value + "1"
-        case tuple():
-            return (*value, *value[-1:]) if value else ("Z",)
-        case Mapping():
-            return {}
-    raise TypeError(f"no other value for {value!r}: say here what one is, or give the sample one")
-
-
-def alter_each(record: Any) -> Iterator[tuple[type, str, Any]]:
-    """Each field of a record, and of the records in it: whose it is, its name, and the record with
-    that field changed alone."""
-    for part in fields(record):
-        value = getattr(record, part.name)
-        inner = value if isinstance(value, tuple) and value and is_dataclass(value[0]) else ()
-        if is_dataclass(value):
-            for owner, name, other in alter_each(value):
-                yield owner, name, replace(record, **{part.name: other})
-        for owner, name, other in alter_each(inner[0]) if inner else ():
-            yield owner, name, replace(record, **{part.name: (other, *inner[1:])})
-        if not is_dataclass(value):  # another record differs in a field of its own
-            yield type(record), part.name, replace(record, **{part.name: alter(value)})
 
 
 def test_every_kind_of_answer_and_record_is_altered() -> None:

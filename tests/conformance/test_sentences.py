@@ -419,7 +419,7 @@ ALONE: list[Case] = [
         "nothing_is_cached_without_caching",
         first_plan_without_caching,
         publishing_all_the_same,
-        same,
+        lambda s: changed(s, "C", num_cached_blocks=(0,)),
     ),
     (
         "computed_full_blocks_are_published",

@@ -58,6 +58,12 @@ told so before the worker did."""
 SHAPE = frozenset({"P9", "P12", "P24", "P26"})
 """Properties of what a plan says, apart from what is in memory: a row of a wrong length is in
 disagreement with everything that it is held to."""
+CONSEQUENCES = {
+    "P1": frozenset({"P2", "P3", "P4", "P6", "P10"}),
+    "P3": frozenset({"P4", "P6"}),
+}
+"""What becomes of a state that breaks a property: of a pool that is out of count, who is in a block
+and what, and who waits for one; of a block under a wrong name, what is read there."""
 RAISED = "engine_raises_nothing"
 """The sentence of whatever an engine raises."""
 _NAMES = re.compile(r"0x[0-9a-f]+|'[^']*'|\d+")
@@ -113,6 +119,11 @@ def saying(finding: Finding, raised_at: str = "") -> str:
             return f"{name} {_masked(finding.message.partition(';')[0])}"
         case _:
             return f"{name} {_masked(finding.message)} {_masked(raised_at)}"
+
+
+def can_follow(later: str, state: str) -> bool:
+    """Whether what breaks one property may have to come of a state that breaks another."""
+    return later in CONSEQUENCES.get(state, ())
 
 
 def saying_of_loss(message: str) -> str:
@@ -182,11 +193,12 @@ class Symptoms:
     """Actions of the program."""
 
     def comes_with(self, other: Symptoms) -> bool:
-        """Whether both come at the same event: each with the other, or they are akin."""
+        """Whether both come at the same event: each with the other, or as what has to come."""
         mine = any(map(self.own.is_like, other.beside))
         others = any(map(other.own.is_like, self.beside))
         if not self.own.is_akin(other.own):
-            return mine and others
+            mine = mine and (others or can_follow(other.own.property_id, self.own.property_id))
+            return mine or (others and can_follow(self.own.property_id, other.own.property_id))
         third = any(it.is_like(this) for it in self.beside for this in other.beside)
         return mine or others or third
 

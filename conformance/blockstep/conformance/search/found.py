@@ -15,13 +15,6 @@ from blockstep.conformance.search.lookouts import Lookout
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.conformance.search.shrink import Shrunk
 
-CONSEQUENCES = {
-    "P1": frozenset({"P2", "P3", "P4", "P6", "P10"}),
-    "P3": frozenset({"P4", "P6"}),
-}
-"""What becomes of a state that breaks a property: of a pool that is out of count, who is in a block
-and what, and who waits for one; of a block under a wrong name, what is read there."""
-
 
 @dataclass(frozen=True, slots=True)
 class Defect:
@@ -152,12 +145,6 @@ def _is_behind(defect: Defect, later: Defect) -> bool:
     """Whether it is the wrong state that the other comes of; a reset may be by force or not."""
     own = defect.symptoms.own
     return any(own.saying == it.saying and own.can_compare(it) for it in later.follows)
-
-
-def follows_from(state: Finding, later: Finding) -> bool:
-    """Whether what is said of a plan or an answer is what had to come of a wrong state."""
-    mine = later.property_id
-    return mine == state.property_id or mine in CONSEQUENCES.get(state.property_id, ())
 
 
 def name_of(finding: Finding) -> str:

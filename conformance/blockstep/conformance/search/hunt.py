@@ -21,7 +21,13 @@ from blockstep.conformance.draw.presets import SMALL, TINY
 from blockstep.conformance.engine import Capability, EngineFactory, Safety
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.search import digging
-from blockstep.conformance.search.distinct import Mark, Symptoms, saying, saying_of_loss
+from blockstep.conformance.search.distinct import (
+    Mark,
+    Symptoms,
+    can_follow,
+    saying,
+    saying_of_loss,
+)
 from blockstep.conformance.search.episodes import EPISODES_WITHOUT_EVENTS, EpisodeResult
 from blockstep.conformance.search.floor import require_wish
 from blockstep.conformance.search.forgiving import Cause, follow
@@ -30,7 +36,6 @@ from blockstep.conformance.search.found import (
     Group,
     HuntResult,
     describe_loss,
-    follows_from,
     gather,
     name_of,
 )
@@ -253,7 +258,12 @@ class Hunter:
         shown = self._show_state(defect)
         if shown and all(finding.sentence != defect.first.sentence for finding, _ in shown):
             defect = replace(defect, behind=name_of(shown[0][0]))
-        follows = {mark for finding, mark in shown if follows_from(finding, defect.first)}
+        mine = defect.first.property_id
+        follows = {
+            mark
+            for finding, mark in shown
+            if mine == finding.property_id or can_follow(mine, finding.property_id)
+        }
         self._failures.append(replace(defect, follows=frozenset(follows)))
         self._last[said] = len(self._failures) - 1
         groups = gather(self._failures)
