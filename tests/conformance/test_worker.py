@@ -350,7 +350,8 @@ def test_right_drafts_are_accepted_and_the_next_is_not(num_right: int) -> None:
         row = replace(following, new_block_ids=(blocks,))
         assert worker.execute(Plan(2 + step, cached=(row,))) == []
     tokens, table = worker.views["A"].tokens, worker.views["A"].table
-    key, keys = None, [None] * 10
+    key: BlockKey | None = None
+    keys: list[BlockKey | None] = [None] * 10
     for index in range(4):
         key = BlockKey(key, tuple(tokens[2 * index : 2 * index + 2]))
         keys[table[index]] = key

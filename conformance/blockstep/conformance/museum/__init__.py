@@ -34,8 +34,8 @@ EXHIBITS: Mapping[str, Exhibit] = collect(page.PAGE for page in _PAGES)
 """All planted defects, by name."""
 
 
-def build(name: str, traits: EngineTraits = NO_TRAITS) -> Callable[[Config], Any]:
-    """The engine with the defect `name`, held to the spec as its traits say.
+def build(name: str, traits: EngineTraits = NO_TRAITS) -> type[Any]:
+    """The class of the engine with the defect `name`, held to the spec as its traits say.
 
     Raises:
         KeyError: no exhibit has the name.
