@@ -193,6 +193,11 @@ def test_blocks_are_not_compared_at_plan_and_the_worker_is_asked_all_the_same() 
     assert all(found.kind is not FindingKind.DIVERGENCE for found in findings)
 
 
+def test_who_has_ended_by_an_abort_does_not_end_later_too() -> None:
+    engine = bend(SAFETY, 2, answer=lambda answer: replace(answer, ending_req_ids=("A",)))
+    assert hear(CONFIG, engine, A, Abort(("A",)))[0] == "abort_ends_exactly_the_unfinished_it_names"
+
+
 def test_who_ends_later_is_not_compared_at_plan_and_judged_all_the_same() -> None:
     engine = bend(PLAN, 2, answer=lambda answer: replace(answer, ending_req_ids=("B",)))
     assert hear(CONFIG, engine, A, Abort(("A",))) == ["abort_ends_exactly_the_unfinished_it_names"]
