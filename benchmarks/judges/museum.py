@@ -25,7 +25,7 @@ from blockstep.spec.vocabulary import Config
 
 CLEAN = "clean"
 SHOWN, HIDDEN = "shown", "hidden"
-NUM_CLEAN = 12
+NUM_CLEAN = 4
 """Clean programs of each kind."""
 BUDGETS = {"tiny": 4_000, "small": 6_000}
 """Events for each exhibit, by preset; most that fall do so in a tenth of it."""

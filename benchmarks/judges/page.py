@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks._pages import make_table
-from benchmarks.judges.results import SCORE_MIN, get_score
+from benchmarks.judges.playing import TESTS_SECONDS_MAX
+from benchmarks.judges.results import SCORE_MIN, get_score, get_weighed_score
 from benchmarks.mutation.page import render_survivors
 from benchmarks.mutation.survivors import Verdicts
 
@@ -34,19 +35,25 @@ has the shortest program that `blockstep check` found, with its state shown and 
 ## Scores
 """
 HOW = """\
-*Told apart* leaves out what is explained below as equivalent or unreachable; over all classes it is
-{score:.1%}, and is to be at least {least:.0%}. *Hang* is a test that does not end, which is noticed
-but tells nobody why. Each mutant meets the tests that execute the changed statement, quick ones
-first, in a process forked from one that has collected them all; then the programs. Of the class
-*fine* a sample drawn by the seed is played: `--fine` plays all.
+*Told apart* leaves out what is explained below as equivalent or unreachable; over all that was
+played it is {score:.1%}, and is to be at least {least:.0%}. Of the class *fine* a sample drawn by
+the seed is played (`--fine` plays all); if each class counts by what stands in the text,
+{weighed:.1%} is noticed. *Hang* is a test that does not end, which is noticed but tells nobody why.
+Each mutant meets the tests that execute the changed statement, quick ones first and {seconds:g} s
+of them at most, in a process forked from one that has collected them all; then the programs.
 """
 
 
 def render_page(verdicts: Verdicts) -> str:
     """The whole page."""
     results = verdicts.results
-    least = get_score(results, verdicts)
-    parts = [INTRO, _render_scores(verdicts), HOW.format(score=least, least=SCORE_MIN)]
+    how = HOW.format(
+        score=get_score(results, verdicts),
+        weighed=get_weighed_score(results, verdicts),
+        least=SCORE_MIN,
+        seconds=TESTS_SECONDS_MAX,
+    )
+    parts = [INTRO, _render_scores(verdicts), how]
     parts += [_render_noticed(results), render_survivors(verdicts), _render_run(results)]
     return "\n".join(parts)
 
@@ -56,11 +63,25 @@ def _render_scores(verdicts: Verdicts) -> str:
     for row in verdicts.results["modules"]:
         kind, killed = row["module"], row["killed"]
         score = verdicts.score(kind)
-        counts = (row["mutants"], *(killed.get(name, 0) for name in ("tests", "museum", "hang")))
+        counts = (
+            row["found"],
+            row["mutants"],
+            *(killed.get(name, 0) for name in ("tests", "museum", "hang")),
+        )
         left = score.mutants - score.killed
         shares = (f"{score.of_all:.1%}", f"{score.of_told_apart:.1%}")
         rows.append((f"{kind}: {CLASSES[kind]}", *map(str, counts), str(left), *shares))
-    heads = ("class", "mutants", "tests", "museum", "hang", "nobody", "score", "told apart")
+    heads = (
+        "class",
+        "in the text",
+        "played",
+        "tests",
+        "museum",
+        "hang",
+        "nobody",
+        "score",
+        "told apart",
+    )
     return make_table(heads, rows)
 
 
@@ -71,12 +92,12 @@ def _render_noticed(results: Mapping[str, Any]) -> str:
 
 def _render_run(results: Mapping[str, Any]) -> str:
     lines = [
-        f"`{run['command']}`, {run['seconds'] / 60:.0f} min, {run['day']}, {run['tests']} tests "
-        f"and {run['programs']} programs, seed {run['seed']}; text of {run['commit']}; "
-        f"{run['device']}; python {run['versions']['python']}."
+        f"`{run['command']}`, {run['seconds'] / 60:.0f} min after the unmutated run, {run['day']}, "
+        f"{run['tests']} tests and {run['programs']} programs, seed {run['seed']}; "
+        f"text of {run['commit']}; "
+        f"{run['device']}; python {run['versions']['python']}. {run.get('note', '')}".rstrip()
         for run in results["runs"]
     ]
     unmade = sum(row["no_change"] for row in results["modules"])
-    found = sum(row["found"] for row in results["modules"])
-    told = f"{found} mutants were found in the text; {unmade} of those drawn are worked out when a "
-    return "\n".join(["## Run\n", *lines, f"\n{told}module is imported, and were not made.\n"])
+    told = f"\nNot made, since they are worked out when a module is imported: {unmade}.\n"
+    return "\n".join(["## Run\n", *lines, told])

@@ -90,6 +90,14 @@ def is_good(verdicts: Verdicts) -> bool:
     return is_clear and get_score(verdicts.results, verdicts) >= SCORE_MIN
 
 
+def get_weighed_score(results: Mapping[str, Any], verdicts: Verdicts) -> float:
+    """Likewise, each class weighed by how many mutants of it there are, played or not."""
+    rows = [row for row in results["modules"] if row["mutants"]]
+    total = sum(int(row["found"]) for row in rows)
+    noticed = sum(verdicts.score(row["module"]).of_told_apart * int(row["found"]) for row in rows)
+    return noticed / total if total else 1.0
+
+
 def get_score(results: Mapping[str, Any], verdicts: Verdicts) -> float:
     """Noticed of what can be told apart, in all classes."""
     scores = [verdicts.score(row["module"]) for row in results["modules"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from types import FunctionType
 from typing import Any
 
 import pytest
-from benchmarks.judges.__main__ import say_command
+from benchmarks.judges.__main__ import PAGE, RESULTS, SURVIVORS, say_command
 from benchmarks.judges.campaign import Plan, find_mutants
 from benchmarks.judges.changes import find_changes
 from benchmarks.judges.listed import find_listed, get_lists, get_sentences
@@ -33,7 +34,7 @@ from benchmarks.judges.patching import CannotPatchError, Reach, plant
 from benchmarks.judges.playing import Trial, choose
 from benchmarks.judges.results import get_score, is_good
 from benchmarks.mutation.runner import run_forked
-from benchmarks.mutation.survivors import Explanation, judge
+from benchmarks.mutation.survivors import Explanation, judge, read_explanations
 
 from blockstep.conformance.judge.properties import CHECKS_OF
 from blockstep.conformance.lockstep.liveness import drain_bound
@@ -330,3 +331,11 @@ def test_a_low_score_is_not_good() -> None:
 def test_a_command_is_said_without_the_files_that_it_wrote() -> None:
     said = say_command(["--fine", "300", "--journal", "a.jsonl", "--corpus", "b", "--jobs", "1"])
     assert said == "python -m benchmarks.judges --fine 300 --jobs 1"
+
+
+def test_the_page_is_made_from_the_last_results() -> None:
+    results = json.loads(max(RESULTS.glob("*-judges-*.json")).read_text())
+    verdicts = judge(results, read_explanations(SURVIVORS))
+    assert PAGE.read_text() == render_page(verdicts), "run `make judges ARGS=--page`"
+    assert is_good(verdicts)
+    assert len(PAGE.read_text().splitlines()) <= 150
