@@ -92,14 +92,9 @@ DRAFTING = replace(CONFIG, num_blocks=9, spec_method=SpecMethod.NGRAM, num_specu
 
 def test_texts_of_the_preempted_are_noted() -> None:
     first, second = Request("A", (1, 2, 3), 5), Request("B", (4, 5, 6), 5)
-    actions: list[Action] = [
-        Submit(first),
-        Submit(second),
-        Schedule(),
-        Answer(),
-        *[Schedule(), Answer()] * 2,
-    ]
-    run, findings = run_program(Program(CONFIG, tuple(actions)), AtSafety)
+    step: tuple[Action, ...] = (Schedule(), Answer())
+    actions = (Submit(first), Submit(second), *step, *step, *step)
+    run, findings = run_program(Program(CONFIG, actions), AtSafety)
     assert findings == []
     ((whose, text),) = run.preempted_texts
     assert whose == second
