@@ -56,6 +56,8 @@ class CheckOptions:
     max_seconds: float | None = None
     episode: int | None = None
     """Run this one episode only."""
+    sentence: str | None = None
+    """What is made short where several sentences are broken at once; None: what is found first."""
     program: str | None = None
     """The file of the one program that is run instead of any drawn."""
     jobs: int = 1
