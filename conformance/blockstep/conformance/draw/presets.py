@@ -16,7 +16,6 @@ from blockstep.conformance.protocol.features import (
     CACHING,
     DRAFTS,
     FEATURES,
-    GROUPS,
     NO_WISH,
     PAUSE,
     PIPELINE,
@@ -26,7 +25,7 @@ from blockstep.conformance.protocol.features import (
     Feature,
     Wish,
 )
-from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, Policy, SpecMethod
+from blockstep.spec.vocabulary import Config, Policy, SpecMethod
 
 T = TypeVar("T")
 
@@ -131,8 +130,6 @@ def draw_swarm(
     is_priority = wish.decide(PRIORITY, config.policy is Policy.PRIORITY)
     drawn = Policy.PRIORITY if is_priority else Policy.FCFS
     config = replace(config, policy=policy or drawn)
-    if wish.decide(GROUPS, False):  # only on demand
-        config = draw_groups(config, draw)
     features = {feature.name for feature in SWITCHED if wish.decide(feature, draw.chance(60))}
     if is_storm:
         features -= {PAUSE.name, RESET.name} - wish.always
@@ -152,25 +149,6 @@ def draw_swarm(
         vocabulary_size=vocabulary_size,
         is_storm=is_storm,
     ).fit(config)
-
-
-def draw_groups(config: Config, draw: Draw) -> Config:
-    """The config with two or three KV groups, and as many more blocks as they need."""
-    size = config.block_size
-    groups = []
-    for ratio in (1, draw.integer(1, 2), draw.integer(1, 2))[: draw.integer(2, 3)]:
-        kind = draw.choice(tuple(GroupKind))
-        extent = draw.integer(1, max(config.max_model_len // 2, 1))
-        groups.append(
-            KVGroup(
-                kind,
-                ratio * size,
-                sliding_window=extent if kind is GroupKind.SLIDING_WINDOW else 0,
-                attention_chunk_size=extent if kind is GroupKind.CHUNKED_LOCAL else 0,
-            )
-        )
-    num_blocks = config.num_usable_blocks * len(groups) + 1
-    return replace(config, num_blocks=num_blocks, groups=tuple(groups))
 
 
 def draw_storm(preset: Preset, config: Config, draw: Draw) -> Config:
