@@ -3,6 +3,7 @@
     python -m benchmarks.commands --nano-vllm CHECKOUT --mini-sglang CHECKOUT
 
 Writes docs/reference/commands.md. A column whose checkout is not named stays as it is on the page.
+A checkout needs its history, for bisect.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +46,8 @@ class Column:
     """Of the environment: names the checkout that it is in."""
     is_clean: bool = True
     """Nothing is to be found in it."""
+    commits: tuple[str, str] | None = None
+    """A good and a bad one of the checkout; of others a repository is made."""
 
     @property
     def path(self) -> str | None:
@@ -53,8 +57,16 @@ class Column:
 
 COLUMNS = (
     Column("`host`: exact", "host"),
-    Column("`nano_vllm`", "nano_vllm", "BLOCKSTEP_NANO_VLLM", is_clean=False),
-    Column("`mini_sglang`", "mini_sglang", "BLOCKSTEP_MINI_SGLANG", is_clean=False),
+    Column(
+        *("`nano_vllm`", "nano_vllm", "BLOCKSTEP_NANO_VLLM"),
+        is_clean=False,
+        commits=("44a51af", "f64d821"),
+    ),
+    Column(
+        *("`mini_sglang`", "mini_sglang", "BLOCKSTEP_MINI_SGLANG"),
+        is_clean=False,
+        commits=("7087e14", "c7f800d"),
+    ),
     Column("a toy with aborts", "foreign_support.toys:AbortingToy"),
     Column("a toy without", "foreign_support.toys:PlainToy"),
 )
@@ -76,6 +88,11 @@ class Row:
         words = self.command.split()
         return " ".join(words[: 2 if words[0] in ("vectors", "bench") else 1])
 
+    @property
+    def is_of_history(self) -> bool:
+        """Whether it goes through the commits of a repository."""
+        return self.name == "bisect"
+
 
 AT = "--engine ENGINE --path PATH"
 ROWS = (
@@ -89,6 +106,11 @@ ROWS = (
     Row(f"replay WORKLOAD {AT} --num-blocks 64"),
     Row(f"replay WORKLOAD {AT} --num-blocks 64 --no-spec"),
     Row(f"replay WORKLOAD {AT} --num-blocks 64 --policy priority"),
+    Row(
+        "bisect GOOD BAD --engine ENGINE --path REPOSITORY --preset tiny --without async "
+        "--budget 2000 --jobs 1",
+        is_slow=True,
+    ),
     Row("validate TRACE"),
     Row("explain TRACE --at 3"),
     Row(f"explore {AT} --preset loop --max-states 300"),
@@ -97,11 +119,6 @@ ROWS = (
     Row(f"bench profile {AT} --scenario drafts -n 1 --steps 4"),
     Row(f"bench scheduler {AT} --scenario decode -n 1 --steps 4", is_slow=True),
 )
-ELSEWHERE: Mapping[str, str] = {
-    "bisect": "plays a check, or a program, at commits of the engine's repository: takes what "
-    "`check` takes",
-}
-"""Commands that take an engine, and are no row, with why."""
 HEAD = f"""# Commands and engines
 
 Every command that takes an engine, on engines of five kinds: one that is compared with the
@@ -110,6 +127,9 @@ two toys that do so too: one takes aborts and shows its state, the other does ne
 run. `{WORKS}`: the command did its work, and the engine was asked what its
 [equivalence](../explanation/equivalences.md) can answer. Otherwise the sentence is the one with
 which the command refused, with [exit code](exit-codes.md) 2.
+
+`bisect` goes through the history of the two projects. Of the other three a repository is made: the
+engine as it is, and then with a line that is wrong.
 
 Made by `python -m benchmarks.commands --nano-vllm CHECKOUT --mini-sglang CHECKOUT`. A test holds
 the columns that need no checkout to what the commands say.
@@ -143,6 +163,59 @@ def run(words: Sequence[str]) -> tuple[int, str]:
     return int(result.exit_code), result.output
 
 
+GOOD_ENGINE = "class Engine({base}):\n    pass\n"
+BAD_ENGINE = """
+class Engine({base}):
+    def apply(self, event):
+        seen = super().apply(event)
+        return type(seen)(()) if type(event).__name__ == "Commit" else seen
+"""
+"""It delivers nothing to anybody."""
+
+
+def make_history(column: Column, folder: Path) -> dict[str, str]:
+    """A repository with a good and a bad commit of the column's engine, by the words of a row."""
+    if column.commits is not None:
+        assert column.path is not None
+        good, bad = column.commits
+        return {"REPOSITORY": column.path, "GOOD": good, "BAD": bad, "ENGINE": column.engine}
+    module, _, base = column.engine.partition(":")
+    source = "from blockstep.impl.host import HostEngine as Host\n"
+    if base:
+        source = (SUPPORT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+    repository = folder / "repository"
+    repository.mkdir()
+    _git(repository, "init", "--quiet")
+    for number, end in enumerate((GOOD_ENGINE, GOOD_ENGINE, BAD_ENGINE)):
+        text = f"{source}\n\n{end.format(base=base or 'Host')}# {number}\n"
+        (repository / "bisected.py").write_text(text, encoding="utf-8")
+        _git(repository, "add", ".")
+        _git(repository, "commit", "--quiet", "--message", f"Commit {number}")
+    names = {"GOOD": "HEAD~2", "BAD": "HEAD", "ENGINE": "bisected:Engine"}
+    return {"REPOSITORY": str(repository), **names}
+
+
+def has_history(column: Column) -> bool:
+    """Whether there are commits to bisect: of a checkout, unless it is shallow."""
+    if column.commits is None or column.path is None:
+        return column.commits is None
+    try:
+        for name in column.commits:
+            _git(Path(column.path), "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+    except subprocess.CalledProcessError:
+        return False
+    return True
+
+
+def _git(repository: Path, *arguments: str) -> None:
+    env = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
+    who = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+    command = ["git", *who, "-c", "core.hooksPath=/dev/null", *arguments]
+    subprocess.run(  # noqa: S603 - git, with names of ours
+        command, cwd=repository, env=env, check=True, capture_output=True
+    )
+
+
 def run_cell(row: Row, column: Column, files: Mapping[str, str]) -> str:
     """What a command comes to on an engine: `WORKS`, or the sentence that it refuses with.
 
@@ -150,7 +223,7 @@ def run_cell(row: Row, column: Column, files: Mapping[str, str]) -> str:
         AssertionError: it broke, said more than a sentence, or found something in a clean engine.
     """
     assert column.path is not None, "its checkout is named"
-    given = {**files, "ENGINE": column.engine, "PATH": column.path}
+    given = {"ENGINE": column.engine, "PATH": column.path, **files}
     code, output = run([given.get(word, word) for word in row.command.split()])
     told = f"blockstep {row.command} on {column.engine}: exit code {code}: {output}"
     assert "Traceback" not in output, told
@@ -178,8 +251,11 @@ def run_column(
     column: Column, folder: Path, is_wanted: Callable[[Row], bool] = lambda _row: True
 ) -> dict[str, str]:
     """The cells of a column, by the row's command. Rows come in order: some write for others."""
-    files = make_files(folder)
-    return {row.command: run_cell(row, column, files) for row in ROWS if is_wanted(row)}
+    files, cells = make_files(folder), {}
+    for row in filter(is_wanted, ROWS):
+        history = make_history(column, folder) if row.is_of_history else {}
+        cells[row.command] = run_cell(row, column, files | history)
+    return cells
 
 
 def find_commands() -> dict[str, bool]:
@@ -219,7 +295,6 @@ def render(columns: Mapping[str, Mapping[str, str]]) -> str:
     ]
     others = [name for name, takes_engine in find_commands().items() if not takes_engine]
     lines = [HEAD, make_table(("", *titles), rows)]
-    lines += [f"\n`blockstep {name}` {why}.\n" for name, why in ELSEWHERE.items()]
     given = {row.name for row in ROWS}
     plain = ", ".join(f"`{name}`" for name in others if name not in given)
     lines += [f"\nCommands that take no engine: {plain}.\n"]

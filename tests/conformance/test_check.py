@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections import Counter
 from dataclasses import replace
-from itertools import count
 
 import pytest
 from rich.console import Console
@@ -19,9 +18,14 @@ from blockstep.conformance.museum import EXHIBITS, build
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.report.verdict import render_verdict
-from blockstep.conformance.search.check import check
-from blockstep.conformance.search.episodes import play_episode
-from blockstep.conformance.search.floor import release_canary, required_witnesses
+from blockstep.conformance.search.check import InProcess, check, search
+from blockstep.conformance.search.episodes import EpisodeResult, play_episode, run_episode
+from blockstep.conformance.search.floor import (
+    Facts,
+    look,
+    release_canary,
+    required_witnesses,
+)
 from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.spec.profiles import get_profile
 from blockstep.spec.vocabulary import (
@@ -73,6 +77,29 @@ def test_too_short_a_run_is_no_verdict() -> None:
     assert result.exit_code is ExitCode.HARNESS
 
 
+class Idle(SpecEngine):
+    """Takes nothing."""
+
+    def declines(self, event: Event) -> str:
+        return "a known defect"
+
+
+class PlaceOfTheIdle(InProcess):
+    def look(self, options: CheckOptions) -> Facts:
+        return look(options, Idle)
+
+    def run_batch(self, options: CheckOptions, start: int, count: int) -> list[EpisodeResult]:
+        assert start < 10_000, "it never ends"
+        return [run_episode(options, index, Idle) for index in range(start, start + count)]
+
+
+def test_an_engine_that_takes_nothing_gets_no_verdict_and_an_end() -> None:
+    options = CheckOptions(preset="tiny", profile="vllm-0.19.1", max_events=100)
+    result = search(options, PlaceOfTheIdle(), lambda _result: None)
+    assert result.num_events == 0
+    assert result.exit_code is ExitCode.HARNESS
+
+
 def test_the_canary_dies() -> None:
     events = release_canary(CheckOptions(engine="host", seed=3))
     assert events is not None
@@ -92,7 +119,7 @@ def test_an_episode_is_reproduced_by_its_number() -> None:
 @pytest.mark.parametrize("name", EXHIBITS)
 def test_every_planted_defect_is_killed_by_name(name: str) -> None:
     entry, make_engine, num_events = EXHIBITS[name], build(name), 0
-    for index in count():
+    for index in range(20_000):
         run, _, findings = play_episode(CheckOptions(seed=3), index, make_engine)
         num_events += run.num_events
         assert num_events < 150_000, f"{name} survived"

@@ -56,6 +56,7 @@ def play(make_engine: EngineFactory, num_events: int, preset: str, seed: int) ->
     while played < num_events:
         episode = run_episode(options, index, make_engine)
         assert episode.first is None, (episode.first, preset, seed, index)
+        assert episode.num_events, "nothing is played"
         played, index = played + episode.num_events, index + 1
 
 
@@ -142,6 +143,14 @@ def test_drafts_come_late_only_to_those_who_take_them_so() -> None:
     for lacks, num_given in (((), 1), (("late drafts", "rejection"), 0)):
         make_engine = make_lacking(SpecEngine, lacks, SAFETY)
         given = list_given(make_engine, DRAFTING, *start, Propose(((1, 1),)))
+        assert sum(isinstance(event, Drafts) for event in given) == num_given
+
+
+def test_nobody_gets_the_drafts_of_one_who_ended_under_its_name() -> None:
+    once = (Submit(Request("A", (1, 2, 3), 1)), Schedule(), Answer())
+    for lacks, num_given in (((), 1), (("late drafts", "rejection"), 0)):
+        make_engine = make_lacking(SpecEngine, lacks, SAFETY)
+        given = list_given(make_engine, DRAFTING, *once, *once[:1], Propose(((1, 1),)))
         assert sum(isinstance(event, Drafts) for event in given) == num_given
 
 

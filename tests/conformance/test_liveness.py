@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
-from blockstep.conformance.lockstep.liveness import Watch, is_same_state
+import pytest
+from foreign_support.toys import AbortingToy, fit_config
+
+from blockstep.conformance.lockstep.driver import drain_bound
+from blockstep.conformance.lockstep.liveness import LINES_MAX, Watch, is_same_state
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.spec import Config, Oracle, Plan, Policy, Request, Submit
 from blockstep.spec.profiles import get_profile
+from blockstep.spec.vocabulary import (
+    Abort,
+    Aborted,
+    BlockKey,
+    Event,
+    NewRow,
+    Observation,
+    PauseState,
+    RequestSnapshot,
+    Snapshot,
+    Stats,
+    Status,
+)
 
 CONFIG = Config(
     num_blocks=6,
@@ -39,9 +57,11 @@ def test_a_state_that_returns_is_known_by_its_cycle() -> None:
     for action in EQUALS[:2]:
         oracle.apply(action)
     watch, why = Watch(), ""
-    while not why:
+    for _ in range(20):
         plan = oracle.schedule()
         why = watch.see(plan, False, False, oracle.snapshot())
+        if why:
+            break
         if plan.rows:
             oracle.commit(plan, {})
     assert why == f"the same state returns after {len(watch.cycle)} plans that delivered no token"
@@ -82,12 +102,196 @@ def test_an_empty_plan_is_no_stall_while_a_frame_is_in_flight() -> None:
     assert Watch().see(Plan(3, preempted_req_ids=("A",)), False, False, None) == ""
 
 
-def test_counters_do_not_tell_states_apart() -> None:
-    oracle = Oracle(CONFIG)
-    before = oracle.snapshot()
+# A state that returns.
+
+
+def in_the_middle() -> Snapshot:
+    """One request runs with a frame in flight, and one waits."""
+    oracle = Oracle(replace(CONFIG, max_num_seqs=1))
+    for action in EQUALS:
+        oracle.apply(action)
     oracle.schedule()
-    assert is_same_state(before, oracle.snapshot())
-    assert not is_same_state(before, replace(before, free_queue=before.free_queue[::-1]))
+    return oracle.snapshot()
+
+
+ONLY_GROWS = {
+    "frames_in_flight": (7,),
+    "next_frame_id": 8,
+    "finished_req_ids": ("Z",),
+    "stats": Stats(preemptions=9),
+}
+"""Fields that do not tell two states apart, and what else they may be."""
+OTHER = {
+    "pause_state": PauseState.PAUSED_NEW,
+    "waiting": ("A",),
+    "skipped_waiting": ("B",),
+    "running": ("B",),
+    "requests": (),
+    "ref_counts": (2,) * 6,
+    "free_queue": (),
+    "block_keys": (BlockKey(None, (1,)),) * 6,
+    "cached": {BlockKey(None, (1,)): (1,)},
+    "prev_scheduled_req_ids": (),
+}
+"""What the others may be; each alone tells them apart."""
+OTHER_REQUEST = {
+    "request_id": "C",
+    "status": Status.PREEMPTED,
+    "output_token_ids": (1,),
+    "num_computed_tokens": 3,
+    "num_output_placeholders": 1,
+    "spec_token_ids": (1,),
+    "is_prefill_chunk": False,
+    "block_tables": ((5,),),
+    "num_cached_blocks": (1,),
+    "num_cached_tokens": 4,
+    "grammar_ready": True,
+}
+
+
+def test_what_makes_a_state_another_is_asked_of_each_field() -> None:
+    assert {f.name for f in fields(Snapshot)} == ONLY_GROWS.keys() | OTHER.keys()
+    of_request = {f.name for f in fields(RequestSnapshot)}
+    assert of_request == OTHER_REQUEST.keys() | {"num_preemptions"}
+
+
+@pytest.mark.parametrize("name", ONLY_GROWS)
+def test_what_only_grows_does_not_tell_states_apart(name: str) -> None:
+    state = in_the_middle()
+    other = replace(state, **{name: ONLY_GROWS[name]})  # type: ignore[arg-type]
+    assert other != state
+    assert is_same_state(state, other)
+
+
+def test_nor_does_how_often_somebody_was_preempted() -> None:
+    state = in_the_middle()
+    requests = tuple(replace(one, num_preemptions=3) for one in state.requests)
+    assert is_same_state(state, replace(state, requests=requests))
+
+
+def test_how_many_frames_are_in_flight_does() -> None:
+    state = in_the_middle()
+    assert not is_same_state(state, replace(state, frames_in_flight=()))
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_everything_else_does(name: str) -> None:
+    state = in_the_middle()
+    assert not is_same_state(state, replace(state, **{name: OTHER[name]}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", OTHER_REQUEST)
+def test_so_does_everything_else_of_a_request(name: str) -> None:
+    state = in_the_middle()
+    one = replace(state.requests[0], **{name: OTHER_REQUEST[name]})  # type: ignore[arg-type]
+    assert not is_same_state(state, replace(state, requests=(one, *state.requests[1:])))
+
+
+def test_a_token_for_anybody_begins_anew() -> None:
+    """Also where the one who got it has ended, and those who are left got nothing."""
+    state, plan = in_the_middle(), Plan(0, new=(NewRow(EQUALS[0].request, ((1,),), 0, 1),))
+    told = replace(state.requests[0], output_token_ids=(1,))
+    for progress in (replace(state, requests=(told, state.requests[1])),
+                     replace(state, requests=state.requests[:1])):  # fmt: skip
+        watch = Watch()
+        assert watch.see(plan, False, False, state) == ""
+        assert watch.see(plan, False, False, progress) == ""
+        assert watch.see(plan, False, False, state) == ""
+        assert watch.see(plan, False, False, state) != ""
+
+
+def test_a_state_returns_though_others_of_its_queues_came_between() -> None:
+    """They are told apart by what is cheap to compare first."""
+    state, plan = in_the_middle(), Plan(0, new=(NewRow(EQUALS[0].request, ((1,),), 0, 1),))
+    between = [replace(state, ref_counts=(count,) * 6) for count in (3, 4)]
+    watch = Watch()
+    for after in (state, *between):
+        assert watch.see(plan, False, False, after) == ""
+    assert watch.see(plan, False, False, between[0]) == (
+        "the same state returns after 2 plans that delivered no token"
+    )
+
+
+def test_of_a_long_cycle_the_beginning_is_shown() -> None:
+    watch = Watch(cycle=[Plan(index) for index in range(LINES_MAX + 1)])
+    shown = watch.stall({}, "it stands").differences
+    assert len(shown) == LINES_MAX + 1
+    assert shown[-1].seen == f"... {LINES_MAX + 1} plans in all"
+    watch.cycle.pop()
+    assert len(watch.stall({}, "it stands").differences) == LINES_MAX
+
+
+class EndsLater(AbortingToy):
+    """Whoever is aborted ends with the next plan."""
+
+    def apply(self, event: Event) -> Observation:
+        seen = super().apply(event)
+        return Aborted((), seen.request_ids) if isinstance(seen, Aborted) else seen
+
+
+def test_a_plan_may_be_empty_that_ends_the_last_ones() -> None:
+    config = fit_config(Config(num_blocks=6, block_size=2, max_model_len=16))
+    actions = (Submit(Request("A", (1,), max_tokens=2)), Abort(("A",)), Drain())
+    run, findings = run_program(Program(config, actions), EndsLater)
+    assert findings == []
+    assert run.live == {}
+
+
+# The bound.
+
+
+class Slow(AbortingToy):
+    """It shows no state. From its second plan on it preempts A, until its last plans end it."""
+
+    num_plans_in_all = 0
+
+    def capabilities(self) -> frozenset[str]:
+        return frozenset()
+
+    def snapshot(self) -> Any:
+        return None
+
+    def plan(self) -> Plan:
+        left = self.num_plans_in_all - self.num_plans
+        if self.num_plans == 0:
+            return super().plan()
+        if left > 1:
+            assert left < 200, "nobody ends the drain"
+            self.num_plans += 1
+            return Plan(self.num_plans - 1, preempted_req_ids=("A",))
+        (life,), tokens = self.running, tuple(self.running[0].tokens)
+        life.num_computed, self.last = 0, []
+        plan = super().plan()
+        (row,) = plan.cached
+        whole = replace(row, resumed=True, new_block_ids=(life.blocks,), all_token_ids=tokens)
+        return replace(plan, cached=(whole,))
+
+
+def test_the_bound_is_the_work_for_each_that_may_preempt_and_some() -> None:
+    few = {"A": Request("A", (1, 2), max_tokens=3)}
+    assert drain_bound({}) == 20
+    assert drain_bound(few) == 20 + 5 * 2
+    assert drain_bound({**few, "B": Request("B", (1,) * 50, max_tokens=50)}) == 20 + 105 * 3
+
+
+@pytest.mark.parametrize("too_many", [0, 1])
+def test_who_needs_the_bound_ends_and_who_needs_one_more_stalls(too_many: int) -> None:
+    """Nothing else could tell: no state is shown, and each plan preempts somebody."""
+    request = Request("A", (1,), max_tokens=2)
+    bound = drain_bound({"A": request})
+
+    class Engine(Slow):
+        num_plans_in_all = bound + too_many
+
+    config = fit_config(Config(num_blocks=6, block_size=2, max_model_len=16))
+    run, findings = run_program(Program(config, (Submit(request), Drain())), Engine)
+    if not too_many:
+        assert findings == []
+        assert run.live == {}
+    else:
+        (finding,) = findings
+        assert (finding.kind, finding.property_id) == (FindingKind.LIVENESS, "P10")
+        assert finding.message == f"{bound} steps did not end them; unfinished: A"
 
 
 def test_a_token_in_flight_is_no_cycle() -> None:

@@ -7,6 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from worker_support import (
+    CONFIG,
+    A,
+    cached,
+    make_worker,
+    pipelined,
+    said,
+    started,
+    waiting_for_its_token,
+)
 
 from blockstep.conformance.judge.worker import PrefixNames, Worker, extras_of
 from blockstep.conformance.judge.worker.names import BEFORE_RESET, NEVER_WRITTEN
@@ -33,39 +43,6 @@ from blockstep.spec.vocabulary import (
     SpecMethod,
     Submit,
 )
-
-CONFIG = Config(num_blocks=10, block_size=2, max_model_len=16)
-A = Request("A", (1, 2, 3, 4, 5))
-
-
-def make_worker(**fields: Any) -> Worker:
-    return Worker(replace(CONFIG, **fields), token_function(3, 50))
-
-
-def cached(request_id: str, computed: int, outputs: int, **fields: Any) -> CachedRow:
-    row = CachedRow(
-        request_id=request_id,
-        resumed=False,
-        new_block_ids=((),),
-        all_token_ids=None,
-        num_computed_tokens=computed,
-        num_output_tokens=outputs,
-        num_scheduled_tokens=1,
-    )
-    return replace(row, **fields)
-
-
-def started(**fields: Any) -> Worker:
-    """A has run its whole prompt in blocks 1, 2, 3 and sampled one token."""
-    worker = make_worker(**fields)
-    assert worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),))) == []
-    worker.commit(Commit(0, worker.answer(0)))
-    return worker
-
-
-def said(findings: list[Finding]) -> list[tuple[str, str]]:
-    return [(finding.property_id, finding.sentence) for finding in findings]
-
 
 # Views.
 
@@ -524,14 +501,6 @@ def test_a_block_costs_little() -> None:
 # Several frames in flight.
 
 
-def pipelined(**fields: Any) -> Worker:
-    """A has run its prompt and the next position, and no answer has been committed."""
-    worker = make_worker(max_frames_in_flight=3, async_scheduling=True, **fields)
-    assert worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),))) == []
-    assert worker.execute(Plan(1, cached=(cached("A", 5, 1),))) == []
-    return worker
-
-
 def test_the_worker_is_ahead_of_the_scheduler_by_the_frames_in_flight() -> None:
     worker = pipelined()
     view = worker.views["A"]
@@ -596,14 +565,6 @@ def test_nobody_is_resumed_while_its_tokens_are_in_flight() -> None:
     row = cached("A", 0, 2, resumed=True, all_token_ids=A.prompt_token_ids, num_scheduled_tokens=5)
     findings = worker.execute(Plan(3, cached=(replace(row, new_block_ids=((4, 5, 6),)),)))
     assert ("P13", "resumed_request_has_no_token_in_flight") in said(findings)
-
-
-def waiting_for_its_token() -> Worker:
-    """A has run its prompt in a pipeline of plans, and its token is in flight."""
-    worker = make_worker(max_frames_in_flight=3)
-    assert worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),))) == []
-    assert worker.execute(Plan(1)) == []
-    return worker
 
 
 def test_without_placeholders_a_request_waits_for_its_token() -> None:

@@ -7,10 +7,10 @@ takes its decisions from. Who draws an action sees a `View`: what any client cou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from random import Random
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from blockstep.conformance.draw.presets import Draw, Habit, Swarm
 from blockstep.conformance.protocol.features import (
@@ -82,8 +82,18 @@ class Memory(Protocol):
         ...
 
     @property
+    def lost(self) -> Sequence[tuple[v.Request, v.TokenIds]]:
+        """Requests of which something was taken back, and their texts: no key may be left of it."""
+        ...
+
+    @property
     def plans(self) -> list[v.Plan]:
         """In flight, oldest first."""
+        ...
+
+    @property
+    def last_plan(self) -> v.Plan | None:
+        """In flight or answered."""
         ...
 
 
@@ -117,6 +127,10 @@ def submit(view: View, draw: Draw) -> Action:
         name = draw.choice(client.ended)
     elif client.ended and client.plans and draw.chance(8):
         name = client.ended[-1]  # a frame may still name it
+    latest = len(client.last_plan.preempted_req_ids) if client.last_plan else 0
+    if client.lost and draw.chance(60 if latest else 25):
+        lost = [*client.lost][-latest:]  # 0: all of them
+        return v.Submit(draw_twin(view.swarm, draw, name, view.num_submitted, lost))
     return v.Submit(draw_request(view.swarm, draw, name, view.num_submitted, client.texts))
 
 
@@ -131,13 +145,59 @@ def shuffled(index: int) -> int:
     return index - index % 26 + index * 11 % 26
 
 
-def draw_request(
-    swarm: Swarm, draw: Draw, name: v.RequestId, index: int, texts: Sequence[v.TokenIds] = ()
+def draw_twin(
+    swarm: Swarm,
+    draw: Draw,
+    name: v.RequestId,
+    index: int,
+    lost: Sequence[tuple[v.Request, v.TokenIds]],
 ) -> v.Request:
-    """A request within the swarm's bounds, now and then beyond them; `texts` to go on from."""
+    """A request that goes on from a text of another, most often under the same keys.
+
+    Else one of its keys differs. Nothing computed for the other one may be read then.
+    """
+    other, text = draw.choice(lost)
+    if other.prompt_embeds:
+        text = other.prompt_token_ids  # no prompt has the embeddings of outputs
+    twin = draw_request(swarm, draw, name, index, going_on_from=text)
+    length = len(twin.prompt_token_ids)
+    keys: dict[str, Any] = {
+        "adapter": other.adapter,
+        "cache_salt": other.cache_salt,
+        "items": tuple(item for item in other.items if item.offset + item.length <= length),
+        "prompt_embeds": (*other.prompt_embeds, 0)[:length],
+    }
+    if draw.chance(25):
+        keys["items"] = tuple(
+            replace(item, identifier="cat" if item.identifier == "dog" else "dog")
+            for item in keys["items"]
+        )
+        changed = draw.choice([key for key, value in keys.items() if value] or ["adapter"])
+        keys[changed] = getattr(twin, changed)
+    if len(keys["prompt_embeds"]) < length:
+        keys["prompt_embeds"] = ()
+    return replace(twin, **keys)
+
+
+def draw_request(
+    swarm: Swarm,
+    draw: Draw,
+    name: v.RequestId,
+    index: int,
+    texts: Sequence[v.TokenIds] = (),
+    going_on_from: v.TokenIds = (),
+) -> v.Request:
+    """A request within the swarm's bounds, now and then beyond them.
+
+    Its prompt may be one of `texts` and a token, and is `going_on_from` and a token if that is any.
+    """
     room = get_room(swarm, draw)
-    most = 2 * swarm.config.block_size if swarm.is_storm else room  # many fit, and then they grow
-    prompt = draw_prompt(swarm, draw, max(min(room - 1, most), 1), texts)
+    is_short = swarm.is_storm and not (swarm.has_long_prompts and index % 2)
+    most = 2 * swarm.config.block_size if is_short else room  # many fit, and then they grow
+    if going_on_from:
+        prompt = (*going_on_from[: max(room - 2, 1)], *draw.tokens(1, swarm.vocabulary_size))
+    else:
+        prompt = draw_prompt(swarm, draw, max(min(room - 1, most), 1), texts)
     stops, keyed = swarm.has(STOPS), swarm.has(KEYS)
     least, most = swarm.preset.max_output
     max_tokens = draw.integer(least, max(min(most, room - len(prompt)), least))
@@ -274,10 +334,14 @@ def propose(view: View, draw: Draw) -> Action:
 
 def abort(view: View, draw: Draw) -> Action:
     """One or more requests give up; some ids may be unknown or ended."""
-    known = [*view.client.live, *view.client.ended[-2:], "nobody"]
+    client = view.client
+    known = [*client.live, *client.ended[-2:], "nobody"]
+    if view.seeks_aborts and client.last_plan and _has_preempted(view) and draw.chance(70):
+        # Then the preempted return at once, to what they left.
+        return v.Abort(tuple(row.request_id for row in client.last_plan.rows))
     if view.seeks_aborts and draw.chance(60):
-        flying = {row.request_id for plan in view.client.plans for row in plan.rows}
-        known = [name for name in view.client.live if name in flying] or known
+        flying = {row.request_id for plan in client.plans for row in plan.rows}
+        known = [name for name in client.live if name in flying] or known
     count = 1 if draw.chance(80) else draw.integer(1, 3)
     return v.Abort(tuple(draw.choice(known) for _ in range(count)))
 
@@ -357,7 +421,8 @@ def is_enabled(name: str, view: View) -> bool:
     if feature is not None and not swarm.has(feature):
         return False
     if name == "submit":
-        return len(view.client.live) < swarm.preset.num_requests_max
+        room_for_twins = 3 if view.client.lost and _has_preempted(view) else 0
+        return len(view.client.live) < swarm.preset.num_requests_max + room_for_twins
     if name == "answer":
         return bool(view.client.plans)
     if name == "schedule":
@@ -380,6 +445,12 @@ def _is_pipeline_full(view: View) -> bool:
     return len(view.client.plans) >= view.swarm.config.max_frames_in_flight
 
 
+def _has_preempted(view: View) -> bool:
+    """Whether the last plan preempted anybody."""
+    plan = view.client.last_plan
+    return plan is not None and bool(plan.preempted_req_ids)
+
+
 def _weight(name: str, view: View) -> int:
     """Without late commits an answer follows a full pipeline closely, as in real runs."""
     weight, habits = ACTIONS[name].weight, view.swarm.habits
@@ -393,6 +464,10 @@ def _weight(name: str, view: View) -> int:
         return 4
     if name == "propose" and view.swarm.config.async_scheduling:
         return 4  # it is no event there, it sets how many drafts will be right
+    if name == "submit" and view.client.lost and _has_preempted(view):
+        return weight * 2
+    if name == "abort" and view.seeks_aborts and _has_preempted(view):
+        return weight * 50 if view.swarm.token_seed % 2 else weight
     if name == "abort" and view.seeks_aborts:
         return weight * 6 if view.client.plans else weight
     return weight

@@ -104,6 +104,8 @@ class Swarm:
     """Token ids are below this; small, so that prefixes collide."""
     is_storm: bool = False
     """Whether everybody is in everybody's way (`draw_storm`)."""
+    has_long_prompts: bool = False
+    """Every other request of a storm has one: whoever decodes preempts them amid their chunks."""
 
     def has(self, feature: Feature) -> bool:
         """Whether a feature may come up."""
@@ -121,12 +123,16 @@ def draw_swarm(
     policy: Policy | None = None,
     max_depth: int = MAX_DEPTH,
     wish: Wish = NO_WISH,
+    is_judged_alone: bool = False,
 ) -> Swarm:
-    """Draw a swarm; `policy` fixes the policy, `max_depth` bounds the frames in flight."""
+    """Draw a swarm; `policy` fixes the policy, `max_depth` bounds the frames in flight.
+
+    Where an engine is judged alone wrong memory shows only to who reads it: more swarms are storms.
+    """
     config = draw_config(preset, draw, max_depth, wish)
-    is_storm = draw.chance(20)
+    is_storm = draw.chance(40 if is_judged_alone else 20)
     if is_storm:
-        config = draw_storm(preset, config, draw)
+        config = draw_storm(preset, config, draw, 6 if is_judged_alone else 3)
     is_priority = wish.decide(PRIORITY, config.policy is Policy.PRIORITY)
     drawn = Policy.PRIORITY if is_priority else Policy.FCFS
     config = replace(config, policy=policy or drawn)
@@ -148,10 +154,11 @@ def draw_swarm(
         ),
         vocabulary_size=vocabulary_size,
         is_storm=is_storm,
+        has_long_prompts=is_storm and is_judged_alone,
     ).fit(config)
 
 
-def draw_storm(preset: Preset, config: Config, draw: Draw) -> Config:
+def draw_storm(preset: Preset, config: Config, draw: Draw, longest_row: int = 3) -> Config:
     """The config where everybody is in everybody's way: few blocks, few tokens, urgent latecomers.
 
     Steps then preempt, and preempt those that they have planned for already (upstream #23347).
@@ -159,7 +166,7 @@ def draw_storm(preset: Preset, config: Config, draw: Draw) -> Config:
     gives back must be wanted at once: the budget is two or three rows, or one token a row while
     drafts ask for more.
     """
-    tokens_per_row = draw.integer(1, 3)
+    tokens_per_row = draw.integer(1, longest_row)
     budget = draw.integer(2 * tokens_per_row, 3 * tokens_per_row + 1)
     if config.num_speculative_tokens:
         tokens_per_row, budget = 0, draw.integer(3, 6)

@@ -22,9 +22,7 @@ JUDGED: tuple[Sentence, ...] = (
     # P1: counting holders is no policy.
     pool.pool_keeps_its_size,
     pool.every_block_is_free_or_held,
-    pool.null_block_is_nobodys,
     # P2: who writes must own the block alone, whatever block it is.
-    pool.no_table_names_a_block_twice,
     pool.block_still_to_be_written_has_one_holder,
     # P3, P6: a key says what is in the block. When to publish is a policy, what to publish is not.
     pool.cache_map_and_blocks_agree,

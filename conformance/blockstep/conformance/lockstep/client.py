@@ -20,6 +20,11 @@ class Client:
     ended: list[v.RequestId] = field(default_factory=list)
     texts: deque[v.TokenIds] = field(default_factory=lambda: deque(maxlen=TEXTS_MAX))
     """Prompt and outputs of those that ended last."""
+    lost: deque[tuple[v.Request, v.TokenIds]] = field(
+        default_factory=lambda: deque(maxlen=TEXTS_MAX)
+    )
+    """Texts of which a scheduler takes something back, and whose they are: of those preempted and
+    aborted, and with drafts. Only where nobody compares states (`lockstep.safety`)."""
     said: dict[v.RequestId, v.TokenIds] = field(default_factory=dict)
     """Outputs delivered to those in `live`."""
     plans: list[v.Plan] = field(default_factory=list)

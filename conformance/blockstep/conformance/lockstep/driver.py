@@ -394,7 +394,7 @@ class LockStep(Client):
         bound, watch = drain_bound(self.live), Watch()
         for _ in range(bound):
             if findings or not self.live:
-                return findings or self._answer_all()
+                break
             num_before = self.num_events
             findings, why = self._drain_step(watch)
             if why:
@@ -403,7 +403,7 @@ class LockStep(Client):
                 return []
         if self.live and not findings:
             return self._stall(watch, f"{bound} steps did not end them")
-        return findings
+        return findings or self._answer_all()
 
     def _stall(self, watch: Watch, why: str) -> list[Finding]:
         findings = self._unexplained([watch.stall(self.live, why)])

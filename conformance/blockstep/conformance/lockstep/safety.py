@@ -10,6 +10,10 @@ very prefix (P2, P3, P4, P6, P24, P26), budgets are kept (P9), what is delivered
 Who is live and what is in flight follows from the engine's own answers. The specification is asked
 one question, and always in its empty state: whether a request can ever fit (P11).
 
+An engine with `Capability.REJECTION` is also given what it may refuse (`lockstep.refusable`): a
+request that seems too long for it, wrong and stale answers of the worker, one plan too many. A
+refusal must leave its state alone; what it takes by mistake is judged by what follows.
+
 A factory declares the equivalence among its traits:
 
     class Adapter:
@@ -23,15 +27,21 @@ from dataclasses import dataclass, field
 from blockstep.conformance.engine import Capability
 from blockstep.conformance.judge.answers import judge_answer, judge_state
 from blockstep.conformance.judge.properties import ANSWER_TYPES, Step
+from blockstep.conformance.judge.properties.refusals import rejected_event_changes_nothing
 from blockstep.conformance.judge.witnesses.answers import AnswerWitnesses
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.exchange import Exchange, fault_of
+from blockstep.conformance.lockstep.refusable import (
+    ILL_FORMED,
+    find_problem,
+    judge_mistake,
+    list_in_flight,
+    may_take,
+)
 from blockstep.conformance.lockstep.scoped import ScopedRun
 from blockstep.conformance.protocol.findings import Finding, violated
-from blockstep.conformance.protocol.program import Action, Hostile, Misanswer
 from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
-from blockstep.spec.transition import transition
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,23 +51,18 @@ class SafetyRun(ScopedRun):
     answers: AnswerWitnesses = field(init=False)
     may_propose: bool = False
     """No plan was made since the last commit."""
-    preempted: set[v.RequestId] = field(default_factory=set)
-    """And had no row since."""
+    idle: set[v.RequestId] = field(default_factory=set)
+    """Who had no row since they were submitted or preempted."""
 
     def __post_init__(self) -> None:
         self.answers = AnswerWitnesses(self.config)
-
-    def resolve(self, action: Action) -> v.Event | None:
-        """The event that an action comes to. Mistakes come to nothing: refusals are not judged."""
-        if isinstance(action, Hostile | Misanswer):
-            return None
-        return LockStep.resolve(self, action)
 
     def _proposal(self, rows: tuple[v.RowTokens, ...]) -> v.Drafts | None:
         """Drafts for those who have not ended, no more than there may be.
 
         An engine that neither refuses nor drops late ones is given those only that it must take:
-        right after a commit, for requests that it did not preempt and that are in no other frame.
+        right after a commit, for requests that it did not preempt, that are in no other frame, and
+        that are not new under the name of one that has ended.
         """
         most = self.config.num_speculative_tokens
         rows = tuple(
@@ -66,51 +71,81 @@ class SafetyRun(ScopedRun):
             if row.request_id in self.live
         )
         if not {Capability.REJECTION, Capability.LATE_DRAFTS} & self.capabilities:
-            busy = {row.request_id for plan in self.plans for row in plan.rows} | self.preempted
-            rows = tuple(row for row in rows if row.request_id not in busy)
-            rows = rows if self.may_propose else ()
+            rows = self._list_timely(rows)
         return v.Drafts(rows) if rows and most else None
+
+    def _list_timely(self, rows: tuple[v.RowTokens, ...]) -> tuple[v.RowTokens, ...]:
+        """The drafts that any engine must take: after a commit, for those who run and wait."""
+        busy = list_in_flight(self.plans) | self.idle
+        rows = tuple(row for row in rows if row.request_id in self.live.keys() - busy)
+        return rows if self.may_propose else ()
 
     def follow(self, event: v.Event, observation: v.Observation) -> None:
         """Take in one event and the answer to it."""
+        self._lose(event, observation)
         LockStep.follow(self, event, observation)
         match event, observation:
+            case v.Submit(request=request), _:
+                self.idle.add(request.request_id)
             case v.Schedule(), v.Plan() as plan:
                 self.may_propose = False
-                self.preempted.update(plan.preempted_req_ids)
-                self.preempted.difference_update(row.request_id for row in plan.rows)
+                self.idle.update(plan.preempted_req_ids)
+                self.idle.difference_update(row.request_id for row in plan.rows)
             case v.Commit(), v.Outputs():
                 self.may_propose = True
             case v.Reset(reset_running_requests=True), v.ResetDone(success=True):
                 self.may_propose = False
-                self.preempted.update(self.live)
+                self.idle.update(self.live)
+
+    def _lose(self, event: v.Event, observation: v.Observation) -> None:
+        """Note texts of which something is taken back: no key may be left of it.
+
+        Of rejected drafts where they would have filled a block.
+        """
+        match event, observation:
+            case _, v.Plan(preempted_req_ids=names) | v.Aborted(request_ids=names):
+                for name in names:
+                    self._note_lost(name)
+            case v.Commit(frame_id=frame_id, sampled=sampled), v.Outputs():
+                tokens_of = {row.request_id: row.token_ids for row in sampled}
+                for row in next(plan for plan in self.plans if plan.frame_id == frame_id).cached:
+                    drafts = row.draft_token_ids
+                    if len(drafts) >= len(tokens_of[row.request_id]):
+                        self._note_lost(row.request_id, drafts)
+
+    def _note_lost(self, name: v.RequestId, drafts: v.TokenIds = ()) -> None:
+        if name in self.live and v.DRAFT_PLACEHOLDER not in drafts:
+            request, size = self.live[name], self.config.block_size
+            text = request.prompt_token_ids + self.said.get(name, ()) + drafts
+            if len(text) % size < len(drafts) or (len(text) >= size and not drafts):
+                self.lost.append((request, text))
+
+    def _find_problem(self, event: v.Event) -> v.RejectCode | None:
+        return find_problem(event, self.spec.state, self.live, self.plans, self.worker)
 
     def _is_welcome(self, event: v.Event) -> bool:
         """Whether any engine must take the event now; decided by what this one has answered."""
-        match event:
-            case v.Submit(request=request):
-                name = request.request_id
-                return (
-                    name not in self.live
-                    and not any(row.request_id == name for plan in self.plans for row in plan.rows)
-                    and self.scope.fit_request(request, self.config) == request
-                    and not isinstance(transition(self.spec.state, event), v.Rejected)
-                )
-            case v.Schedule():
-                return len(self.plans) < self.config.max_frames_in_flight
-            case v.GrammarReady(request_id=name):
-                return name in self.live and self.live[name].structured_output
-            case _:
-                return True
+        return self._find_problem(event) is None
+
+    def _is_for(self, event: v.Event, problem: v.RejectCode | None) -> bool:
+        """Whether the engine is given an event, which it may refuse for a problem.
+
+        Not a request of the name of one who ended, while a plan in flight has a row of that one: if
+        it were taken, answers could not be told apart.
+        """
+        if self.excuses.is_over or self._is_early(event):
+            return False
+        if isinstance(event, v.Submit) and problem not in ILL_FORMED:
+            if self._is_declined(event) or problem is v.RejectCode.REQUEST_IN_FLIGHT:
+                return False
+            if self.scope.fit_request(event.request, self.config) != event.request:
+                return False
+        return problem is None or problem in self.judged
 
     def apply(self, event: v.Event) -> list[Finding]:
         """Give one event to the engine and check what can be checked without a reference."""
-        if (
-            self.excuses.is_over
-            or self._is_declined(event)
-            or self._is_early(event)
-            or not self._is_welcome(event)
-        ):
+        problem = self._find_problem(event)
+        if not self._is_for(event, problem):
             return []
         self.num_events += 1
         try:
@@ -123,14 +158,17 @@ class SafetyRun(ScopedRun):
         ill_typed = fault_of_types(event, seen, after)
         if ill_typed is not None:
             return self.excuses.take([ill_typed], event, None, None)
-        if isinstance(seen, v.Rejected) and isinstance(event, v.Submit):
-            self.skip(f"requests refused as {seen.code}")
-            return []
-        due = ANSWER_TYPES[type(event)]
+        refused = isinstance(seen, v.Rejected) and self._may_refuse(event, problem)
+        due = v.Rejected if refused else ANSWER_TYPES[type(event)]
         if type(seen) is not due:
             what = f"{type(event).__name__} was answered with {type(seen).__name__}"
             found = violated("P18", "answer_is_of_the_kind_of_the_event", what)
             return self.excuses.take([found], event, None, None)
+        if isinstance(seen, v.Rejected) and isinstance(event, v.Submit) and not problem:
+            self.skip(f"requests refused as {seen.code}")
+        if refused or not self._may_take(event, problem, seen):
+            findings = self._judge_mistake(event, seen, after)
+            return self.excuses.take(findings, event, None, None)
         if isinstance(event, v.Schedule):
             self.end_aborted()
         findings = [*judge_answer(self.config, self.live, self.said, event, seen)]
@@ -144,6 +182,29 @@ class SafetyRun(ScopedRun):
         self.before = after
         self.follow(event, seen)
         return findings
+
+    def _may_refuse(self, event: v.Event, problem: v.RejectCode | None) -> bool:
+        """Whether a refusal is no mistake: of a problem, of any request, and of late drafts."""
+        if isinstance(event, v.Drafts) and problem is None:
+            return self._list_timely(event.drafts) != event.drafts
+        return problem is not None or isinstance(event, v.Submit)
+
+    def _may_take(self, event: v.Event, problem: v.RejectCode | None, seen: v.Observation) -> bool:
+        """Whether the answer to an event is one to go on from. An empty plan always is."""
+        if problem is None or (isinstance(seen, v.Plan) and not seen.rows):
+            return True
+        return may_take(problem, event, self.plans, self.worker)
+
+    def _judge_mistake(
+        self, event: v.Event, seen: v.Observation, after: v.Snapshot | None
+    ) -> list[Finding]:
+        """What is wrong with an event that must come to nothing: it was taken, or did something."""
+        findings, before = [*judge_mistake(event, seen)], self.before
+        self.before = after
+        if before is None or after is None or isinstance(seen, v.Ack):
+            return findings
+        step = Step(self.config, self.num_events, event, seen, before, after)
+        return findings + rejected_event_changes_nothing(step, self.ledger)
 
     def _judge_state(
         self, event: v.Event, seen: v.Observation, before: v.Snapshot, after: v.Snapshot

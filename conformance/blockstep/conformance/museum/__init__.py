@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from blockstep.conformance.engine import NO_TRAITS, EngineTraits
 from blockstep.conformance.museum import (
     admission,
     drafts,
@@ -33,11 +34,15 @@ EXHIBITS: Mapping[str, Exhibit] = collect(page.PAGE for page in _PAGES)
 """All planted defects, by name."""
 
 
-def build(name: str) -> Callable[[Config], Any]:
-    """The engine with the defect `name`. Raises KeyError for an unknown name."""
+def build(name: str, traits: EngineTraits = NO_TRAITS) -> Callable[[Config], Any]:
+    """The engine with the defect `name`, held to the spec as its traits say.
+
+    Raises:
+        KeyError: no exhibit has the name.
+    """
     chosen = EXHIBITS[name]
     clean: Any = load_engine("host")
     if chosen.part:
         part = type("PlantedPart", (chosen.defect, getattr(clean, chosen.part)), {})
-        return type("PlantedEngine", (clean,), {chosen.part: part})
-    return type("PlantedEngine", (chosen.defect, clean), {})
+        return type("PlantedEngine", (clean,), {chosen.part: part, "traits": traits})
+    return type("PlantedEngine", (chosen.defect, clean), {"traits": traits})

@@ -21,7 +21,12 @@ from blockstep.conformance.protocol.features import (
 )
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Program
-from blockstep.conformance.search.episodes import EpisodeResult, Loss, run_episode
+from blockstep.conformance.search.episodes import (
+    EPISODES_WITHOUT_EVENTS,
+    EpisodeResult,
+    Loss,
+    run_episode,
+)
 from blockstep.conformance.search.floor import (
     CANARIES,
     Facts,
@@ -123,16 +128,20 @@ class Place(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class InProcess:
     """The place of engines that are trusted: this process, or others like it for several jobs."""
 
+    load: Callable[[CheckOptions], EngineFactory] = load
+    """Finds the engine of the options."""
+
     def look(self, options: CheckOptions) -> Facts:
         """What the engine says of itself."""
-        return look(options, load(options))
+        return look(options, self.load(options))
 
     def run_batch(self, options: CheckOptions, start: int, count: int) -> list[EpisodeResult]:
         """Some episodes in a row, stopping at the first that fails."""
-        make_engine = load(options)
+        make_engine = self.load(options)
         results: list[EpisodeResult] = []
         for index in range(start, start + count):
             results.append(run_episode(options, index, make_engine))
@@ -146,19 +155,22 @@ class InProcess:
 
 
 def check(
-    options: CheckOptions, on_progress: Callable[[CheckResult], None] = lambda _result: None
+    options: CheckOptions,
+    on_progress: Callable[[CheckResult], None] = lambda _result: None,
+    place: InProcess = InProcess(),
 ) -> CheckResult:
     """Check an engine in this process. `Isolation.check` does so in others.
 
-    With a budget in events the result depends on nothing but the options.
+    With a budget in events the result depends on nothing but the options and the engine.
 
     Raises:
         EngineNotFoundError: if the engine cannot be loaded.
     """
     started = time.perf_counter()
-    result = search(options, InProcess(), on_progress)
+    result = search(options, place, on_progress)
     if result.first is not None:
-        shrink_first(result, load(options), lambda now: on_progress(replace(result, shrinking=now)))
+        tell = lambda now: on_progress(replace(result, shrinking=now))  # noqa: E731
+        shrink_first(result, place.load(options), tell)
     result.seconds = time.perf_counter() - started
     return result
 
@@ -366,6 +378,8 @@ def _length(episode: EpisodeResult) -> int:
 
 def _spent(options: CheckOptions, result: CheckResult, started: float) -> bool:
     if options.max_events is not None and result.num_events >= options.max_events:
+        return True
+    if result.num_episodes >= EPISODES_WITHOUT_EVENTS and not result.num_events:
         return True
     elapsed = time.perf_counter() - started
     return options.max_seconds is not None and elapsed >= options.max_seconds

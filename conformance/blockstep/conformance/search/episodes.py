@@ -24,6 +24,9 @@ from blockstep.conformance.protocol.program import Action, Drain, Program
 from blockstep.conformance.search.options import CheckOptions, find_profile, get_wish, load
 from blockstep.spec.vocabulary import Config, Event, Observation
 
+EPISODES_WITHOUT_EVENTS = 200
+"""Episodes after which nobody waits for a first event: the engine takes none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loss:
@@ -105,10 +108,10 @@ def start_run(
     return run, View(swarm.fit(config), run, seeks_aborts=seeks_aborts)
 
 
-def draw_options(options: CheckOptions, draw: Draw) -> Swarm:
+def draw_options(options: CheckOptions, draw: Draw, is_judged_alone: bool = False) -> Swarm:
     """A swarm as the options want it."""
-    wish = get_wish(options)
-    return draw_swarm(PRESETS[options.preset], draw, options.policy, options.max_depth, wish)
+    preset, wish = PRESETS[options.preset], get_wish(options)
+    return draw_swarm(preset, draw, options.policy, options.max_depth, wish, is_judged_alone)
 
 
 def play_episode(
@@ -116,7 +119,8 @@ def play_episode(
 ) -> tuple[LockStep, Program, list[Finding]]:
     """Play one episode to its end, or to its first findings."""
     draw = SeededDraw(f"{options.preset}/{options.seed}/{index}")
-    swarm = draw_options(options, draw)
+    is_judged_alone = isinstance(get_traits(make_engine).equivalence, Safety)
+    swarm = draw_options(options, draw, is_judged_alone)
     run, view = start_run(swarm, make_engine, options, keep_exchanges)
     actions: list[Action] = []
     findings: list[Finding] = []

@@ -22,7 +22,7 @@ from blockstep.conformance.engine import Capability, EngineFactory, Safety
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.search import digging
 from blockstep.conformance.search.distinct import Mark, Symptoms, saying, saying_of_loss
-from blockstep.conformance.search.episodes import EpisodeResult
+from blockstep.conformance.search.episodes import EPISODES_WITHOUT_EVENTS, EpisodeResult
 from blockstep.conformance.search.floor import require_wish
 from blockstep.conformance.search.forgiving import Cause, follow
 from blockstep.conformance.search.found import (
@@ -155,8 +155,11 @@ class Hunter:
     def _pass(self, budget: int, *, hides: bool) -> None:
         for scope in self.scopes:
             options = replace(self.options, preset=scope, hide_state=hides)
-            end, start = self.result.num_events + budget, 0
+            first, start = self.result.num_events, 0
+            end = first + budget
             while self.result.num_events < end and not self.result.stopped:
+                if start >= EPISODES_WITHOUT_EVENTS and self.result.num_events == first:
+                    break
                 indices = range(start, start + EPISODES_PER_BATCH)
                 start = self._play_batch(options, indices, end - self.result.num_events)
 

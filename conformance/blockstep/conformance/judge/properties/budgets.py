@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from blockstep.conformance.judge.properties.hits import may_ask_the_cache
 from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.queue_replay import victims_of
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
 from blockstep.conformance.judge.properties.step import RowKind, Step
 from blockstep.spec import vocabulary as v
@@ -29,14 +28,12 @@ def running_stays_within_max_num_seqs(step: Step, _ledger: Ledger) -> Complaints
 
 @sentence("P9", v.Schedule)
 def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Complaints:
-    """A row runs a token at least, at most the long-prefill threshold, with at most K drafts."""
+    """A row runs a token at least, and at most the long-prefill threshold."""
     config = step.config
     threshold = config.long_prefill_token_threshold or config.max_num_batched_tokens
     for row in step.rows:
         if not 1 <= row.num_scheduled <= threshold:
             yield Complaint(f"{row.request_id!r} runs {row.num_scheduled} tokens, of {threshold}")
-        if len(row.drafts) > config.num_speculative_tokens:
-            yield Complaint(f"{row.request_id!r} carries {len(row.drafts)} drafts")
 
 
 @sentence("P9", v.Schedule)
@@ -102,7 +99,6 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
             or request.num_output_placeholders != (owed if config.async_scheduling else 0)
             or len(request.block_tables[0]) * size < computed
             or not 0 <= settled <= min(computed, known) // size
-            or len(request.spec_token_ids) > config.num_speculative_tokens
         ):
             what = (
                 f"the counters of {request.request_id!r} cannot be: {known} tokens known, "
@@ -146,22 +142,21 @@ def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Complaints:
 
 
 @sentence("P12", v.Schedule, v.Reset)
-def preempted_request_starts_again(step: Step, ledger: Ledger) -> Complaints:
-    """A preempted request keeps its outputs and history, and loses everything else.
+def preempted_request_starts_again(step: Step, _ledger: Ledger) -> Complaints:
+    """A preempted request keeps its outputs and history, and was preempted once more.
 
-    What frames in flight promise stays promised: their tokens are delivered all the same.
+    What frames in flight promise stays promised: their tokens are delivered all the same. What it
+    loses is said by `only_running_requests_hold_anything`.
     """
-    for name in victims_of(step, ledger):
+    for name in step.preempted:
         old, new = step.old[name], step.new[name]
-        if old.status is not v.Status.RUNNING:
-            continue
         expected = replace(
             old,
             status=v.Status.PREEMPTED,
-            num_computed_tokens=0,
-            spec_token_ids=(),
-            block_tables=((),),
-            num_cached_blocks=(0,),
+            num_computed_tokens=new.num_computed_tokens,
+            spec_token_ids=new.spec_token_ids,
+            block_tables=new.block_tables,
+            num_cached_blocks=new.num_cached_blocks,
             num_preemptions=old.num_preemptions + 1,
         )
         if new != expected:
@@ -197,7 +192,7 @@ def _after(stats: v.Stats, step: Step, ledger: Ledger) -> v.Stats:
     preemptions = stats.preemptions
     scheduled, accepted = stats.drafts_scheduled, stats.drafts_accepted
     if isinstance(step.event, v.Schedule):
-        preemptions += len(step.plan.preempted_req_ids)
+        preemptions += len(step.preempted)
         for row in step.admitted_rows:
             life = ledger.lives[row.request_id]
             if may_ask_the_cache(step, life):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.queue_replay import victims_of
 from blockstep.conformance.judge.properties.sentence import (
     Complaint,
     Complaints,
@@ -31,11 +30,9 @@ def ended_are_kept_for_the_next_plan(step: Step, ledger: Ledger) -> Complaints:
 
 
 @sentence("P26", Schedule)
-def plan_tells_who_was_preempted(step: Step, ledger: Ledger) -> Complaints:
+def plan_tells_who_was_preempted(step: Step, _ledger: Ledger) -> Complaints:
     """A plan names all that were preempted while it was made, sorted."""
-    if not step.before.running and not step.plan.preempted_req_ids:
-        return ()
-    victims = tuple(sorted(victims_of(step, ledger)))
+    victims = tuple(sorted(step.preempted))
     return differing("preempted_req_ids", victims, step.plan.preempted_req_ids)
 
 

@@ -79,7 +79,7 @@ def admissions_follow_the_policy(step: Step, ledger: Ledger) -> Complaints:
 @sentence("P16", v.Schedule)
 def running_keeps_its_order(step: Step, _ledger: Ledger) -> Complaints:
     """Those who stay keep their order, the admitted follow."""
-    victims = set(step.plan.preempted_req_ids)
+    victims = set(step.preempted)
     expected = [name for name in step.before.running if name not in victims]
     expected += [row.request_id for row in step.admitted_rows]
     return differing("running", expected, list(step.after.running))
@@ -91,7 +91,7 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
 
     Who is passed over for its tokens in flight comes to the head of the skipped ones.
     """
-    victims = victims_of(step, ledger) if step.before.running else []
+    victims = victims_of(step, ledger)
     if isinstance(step.event, v.Reset):
         # A forced reset preempts from the end of the running list under both policies.
         victims = [name for name in reversed(step.before.running) if name in set(victims)]
@@ -129,36 +129,36 @@ def queues_lose_exactly_the_ended(step: Step, _ledger: Ledger) -> Complaints:
 @sentence("P16", v.Schedule)
 def preempted_fcfs_are_the_youngest(step: Step, _ledger: Ledger) -> Complaints:
     """FCFS preempts from the end of the running list."""
-    if step.config.policy is not v.Policy.FCFS or not step.plan.preempted_req_ids:
+    if step.config.policy is not v.Policy.FCFS or not step.preempted:
         return ()
-    count = len(step.plan.preempted_req_ids)
+    count = len(step.preempted)
     tail = sorted(step.before.running[-count:])
-    return differing("preempted", tail, list(step.plan.preempted_req_ids))
+    return differing("preempted", tail, sorted(step.preempted))
 
 
 @sentence("P16", v.Schedule)
 def preempted_priority_never_outrank_survivors(step: Step, ledger: Ledger) -> Complaints:
     """PRIORITY preempts whoever would wait longest, in the order of its queues: ties included."""
-    if step.config.policy is not v.Policy.PRIORITY or not step.plan.preempted_req_ids:
+    if step.config.policy is not v.Policy.PRIORITY or not step.preempted:
         return ()
     ranked = sorted(step.before.running, key=lambda name: ledger.lives[name].order, reverse=True)
-    count = len(step.plan.preempted_req_ids)
-    return differing("preempted", sorted(ranked[:count]), list(step.plan.preempted_req_ids))
+    count = len(step.preempted)
+    return differing("preempted", sorted(ranked[:count]), sorted(step.preempted))
 
 
 @sentence("P16", v.Schedule)
 def nobody_is_admitted_after_a_preemption(step: Step, _ledger: Ledger) -> Complaints:
     """A step that preempts admits nobody: what was just freed is for those who run. A policy."""
-    if not step.plan.preempted_req_ids or not step.admitted_rows:
+    if not step.preempted or not step.admitted_rows:
         return ()
     names = [row.request_id for row in step.admitted_rows]
-    return [Complaint(f"{names} admitted although {step.plan.preempted_req_ids} were preempted")]
+    return [Complaint(f"{names} admitted although {step.preempted} were preempted")]
 
 
 @sentence("P16", v.Schedule)
 def new_blocks_come_from_the_head_of_the_free_queue(step: Step, ledger: Ledger) -> Complaints:
     """The least recently freed block is evicted first; hits leave from wherever they are."""
-    victims = victims_of(step, ledger) if step.plan.preempted_req_ids else []
+    victims = victims_of(step, ledger)
     if hides_a_rollback(step, victims):
         return ()
     replay = replay_schedule(step, victims)
@@ -177,7 +177,7 @@ def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
 
     Checked for the last victim also where the rest of the queue cannot be replayed.
     """
-    victims = victims_of(step, ledger) if step.plan.preempted_req_ids else []
+    victims = victims_of(step, ledger)
     if not victims:
         return ()
     freed = _freed_by_last(step, victims)
@@ -225,7 +225,7 @@ def preemption_leaves_somebody_running(step: Step, ledger: Ledger) -> Complaints
     Unless tokens are promised to it: planned ahead it may need more than it ever will. Then
     delivering them is the progress.
     """
-    if not step.plan.preempted_req_ids or step.after.running:
+    if not step.preempted or step.after.running:
         return ()
     last = victims_of(step, ledger)[-1]
     if ledger.placeholders(last):
@@ -240,10 +240,10 @@ def nobody_is_preempted_again_without_progress(step: Step, ledger: Ledger) -> Co
     Tokens were delivered, or who competes has changed; or one who runs on has run ever since this
     request was last admitted, and has computed since then, or is promised tokens.
     """
-    if not step.plan.preempted_req_ids or not step.after.running:
+    if not step.preempted or not step.after.running:
         return
     rows = {row.request_id for row in step.running_rows}
-    for name in step.plan.preempted_req_ids:
+    for name in step.preempted:
         life = ledger.lives[name]
         if life.preempted_at is None or life.preempted_at != ledger.num_progress:
             continue

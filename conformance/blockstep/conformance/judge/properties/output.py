@@ -220,10 +220,11 @@ def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> 
 
 @sentence("P24", v.Schedule, v.Commit, v.Drafts)
 def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Complaints:
-    """A state holds as drafts what was proposed last and taken, until it is scheduled.
+    """Who runs has as drafts what was proposed last and taken, until it is scheduled.
 
-    Under asynchronous scheduling: placeholders for as many drafts as there may be, from a plan in
-    which the request sampled to the next plan.
+    Who does not has none, says `only_running_requests_hold_anything`. Under asynchronous scheduling
+    these are placeholders for as many drafts as there may be, from a plan in which the request
+    sampled to the next plan.
     """
     proposed: dict[v.RequestId, v.TokenIds] = {}
     if isinstance(step.event, v.Drafts) and isinstance(step.observation, v.DraftsTaken):
@@ -237,10 +238,9 @@ def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Co
         proposed.update(
             (row.request_id, ledger.drafts_after(ledger.flight_row(row))) for row in step.rows
         )
-        proposed.update((name, ()) for name in step.plan.preempted_req_ids)
     for name, new in step.new.items():
         life = ledger.lives.get(name)
-        if life is not None:
+        if life is not None and new.status is v.Status.RUNNING:
             expected = proposed.get(name, life.drafts)
             if new.spec_token_ids != expected:
                 what = f"the drafts of {name!r} are not those proposed last"

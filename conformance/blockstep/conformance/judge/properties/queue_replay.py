@@ -36,17 +36,9 @@ def victims_of(step: Step, ledger: Ledger) -> list[v.RequestId]:
     last: the greatest (priority, arrival_time, request_id). Upstream leaves the id out; then of
     two equal requests the older one gives way to the younger, and by turns neither gets anywhere.
     """
-    after = step.new
-    victims = [
-        name
-        for name in step.before.running
-        if name in after and after[name].status is v.Status.PREEMPTED
-    ]
     if step.config.policy is v.Policy.FCFS:
-        victims.reverse()
-    else:
-        victims.sort(key=lambda name: ledger.lives[name].order, reverse=True)
-    return victims
+        return step.preempted[::-1]
+    return sorted(step.preempted, key=lambda name: ledger.lives[name].order, reverse=True)
 
 
 def in_policy_order(ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
@@ -78,7 +70,7 @@ def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
     budget and a place left.
     """
     before, config = step.before, step.config
-    if ledger.pause_state is not v.PauseState.UNPAUSED or step.plan.preempted_req_ids:
+    if ledger.pause_state is not v.PauseState.UNPAUSED or step.preempted:
         return []
     left = config.max_num_batched_tokens - sum(row.num_scheduled for row in step.running_rows)
     places = config.max_num_seqs - len(before.running)

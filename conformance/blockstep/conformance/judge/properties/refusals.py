@@ -41,35 +41,32 @@ def rejected_event_changes_nothing(step: Step, _ledger: Ledger) -> Complaints:
     ]
 
 
+_FOR_SIZE = (v.RejectCode.PROMPT_TOO_LONG, v.RejectCode.NEVER_FITS)
+
+
 @sentence("P11", v.Submit)
-def accepted_request_fits_an_empty_pool(step: Step, _ledger: Ledger) -> Complaints:
+def accepted_request_fits_an_empty_pool(step: Step, ledger: Ledger) -> Complaints:
     """What was accepted can be served: at its longest it fits the pool when nobody else runs."""
-    assert isinstance(step.event, v.Submit)
-    code = _never_served(step.config, step.event.request)
-    return () if code is None else [Complaint(f"accepted, but can never be served: {code}")]
+    code = due_refusal(step.config, step.event, ledger)
+    return [Complaint(f"accepted, but can never be served: {code}")] if code in _FOR_SIZE else ()
 
 
 @sentence("P11", v.Rejected)
-def request_is_refused_for_its_size_only_if_it_never_fits(
-    step: Step, _ledger: Ledger
-) -> Complaints:
-    """PROMPT_TOO_LONG and NEVER_FITS are true when they are said."""
+def request_is_refused_for_its_size_only_if_it_never_fits(step: Step, ledger: Ledger) -> Complaints:
+    """PROMPT_TOO_LONG and NEVER_FITS are what is wrong when they are said."""
     assert isinstance(step.observation, v.Rejected)
     code = step.observation.code
-    if code not in (v.RejectCode.PROMPT_TOO_LONG, v.RejectCode.NEVER_FITS):
+    if code not in _FOR_SIZE or code is due_refusal(step.config, step.event, ledger):
         return ()
-    true = (
-        _never_served(step.config, step.event.request) if isinstance(step.event, v.Submit) else None
-    )
-    return () if true is code else [Complaint(f"refused as {code}, which is not so")]
+    return [Complaint(f"refused as {code}, which is not so")]
 
 
 @sentence("P18", v.Rejected)
 def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> Complaints:
-    """The code of a refusal is the one that the event earned."""
+    """The code of a refusal is the one that the event earned. P11 speaks of those for size."""
     assert isinstance(step.observation, v.Rejected)
     expected = due_refusal(step.config, step.event, ledger)
-    if expected is step.observation.code:
+    if expected is step.observation.code or step.observation.code in _FOR_SIZE:
         return ()
     due = "none" if expected is None else expected
     differences = (difference("code", due, step.observation.code),)
@@ -78,9 +75,9 @@ def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> Complaints:
 
 @sentence("P18", *v.EVENT_TYPES)
 def stale_or_wrong_event_is_refused(step: Step, ledger: Ledger) -> Complaints:
-    """What is malformed, unknown, late or a duplicate is not taken."""
+    """What is malformed, unknown, late or a duplicate is not taken. P11 speaks of what is large."""
     expected = due_refusal(step.config, step.event, ledger)
-    if expected is None:
+    if expected is None or expected in _FOR_SIZE:
         return ()
     return [unequal("the event was taken", "answer", expected, "taken")]
 
@@ -251,17 +248,6 @@ def reset_empties_the_cache(step: Step, _ledger: Ledger) -> Complaints:
     if keyed or step.after.cached:
         return [Complaint(f"blocks {keyed} still carry keys after the reset")]
     return ()
-
-
-@sentence("P25", v.Commit)
-def answer_from_before_a_reset_publishes_nothing(step: Step, ledger: Ledger) -> Complaints:
-    """What a frame computed that was dispatched before the reset cannot be hit after it."""
-    before, after = step.before.block_keys, step.after.block_keys
-    if step.commit.frame_id >= ledger.first_frame_since_reset or after is before:
-        return ()
-    if after == before and step.after.cached == step.before.cached:
-        return ()
-    return [Complaint(f"frame {step.commit.frame_id}, planned before the reset, published a block")]
 
 
 @sentence("P25", v.Reset)

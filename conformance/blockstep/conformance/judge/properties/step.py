@@ -66,6 +66,16 @@ class Step:
         return {request.request_id: request for request in self.after.requests}
 
     @cached_property
+    def preempted(self) -> list[v.RequestId]:
+        """Who ran before the step and is preempted after it, in running order."""
+        new = self.new
+        return [
+            name
+            for name in self.before.running
+            if name in new and new[name].status is v.Status.PREEMPTED
+        ]
+
+    @cached_property
     def place(self) -> dict[v.RequestId, int]:
         """Where each request that ran stood in the running list."""
         return {name: index for index, name in enumerate(self.before.running)}

@@ -152,7 +152,7 @@ class PrefixNames:
             len(key.token_ids) != size
             or len(key.embeds) > size
             or key.group != 0
-            or (parent is not None and (key.cache_salt is not None or not parent_slots))
+            or (parent is not None and key.cache_salt is not None)
             or (parent is not None and parent.adapter != key.adapter)
         ):
             return self._odd(key)

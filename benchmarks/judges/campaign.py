@@ -1,0 +1,186 @@
+"""Campaign: which mutants are played, and what came of it as one value."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.judges.listed import find_listed
+from benchmarks.judges.museum import Corpus, make_corpus
+from benchmarks.judges.mutants import KINDS, Mutant, Source, find_all, mark, read_sources
+from benchmarks.judges.playing import (
+    MODULES,
+    WALL_SECONDS,
+    Outcome,
+    Session,
+    Trial,
+    choose,
+    measure,
+    open_session,
+    play,
+)
+from benchmarks.mutation.journal import Journal, make_key
+from benchmarks.mutation.runner import run_forked
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is played."""
+
+    only: tuple[str, ...] = ()
+    """How a module, or the title of a mutant, begins."""
+    fine: bool = False
+    """With the finer changes."""
+    sample: int | None = None
+    """So many mutants, drawn by the seed."""
+    seed: int = 0
+    jobs: int = 1
+    tests: tuple[str, ...] = MODULES
+    """Test modules."""
+    museum: bool = True
+    corpus: Path | None = None
+    """Where the programs of the museum are kept."""
+    again: bool = False
+    """Play survivors of the journal again, for the tests may have changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One mutant and what became of it."""
+
+    mutant: Mutant
+    change: str
+    outcome: Outcome
+
+
+@dataclass(slots=True)
+class Campaign:
+    """All that was found."""
+
+    plan: Plan
+    played: list[Played] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
+    num_tests: int = 0
+    num_programs: int = 0
+    seconds: float = 0.0
+
+
+Tell = Callable[[str, int, int], None]
+"""Told (what is done, how many of it, of how many)."""
+
+
+def find_mutants(sources: Mapping[str, Source], plan: Plan) -> list[Mutant]:
+    """Those that the plan asks for, in a stable order.
+
+    Raises:
+        LookupError: no mutant begins so.
+    """
+    found = [*find_listed(sources), *find_all(sources, plan.fine)]
+    if plan.only:
+        found = [one for one in found if f"{one.module} {one.title}".startswith(plan.only)
+                 or one.title.startswith(plan.only)]  # fmt: skip
+    if not found:
+        kinds = ", ".join(KINDS)
+        raise LookupError(
+            f"no mutant begins with {' or '.join(plan.only)}: name a kind ({kinds}), a title "
+            "(`voice P26`) or a module (`judge/worker`)"
+        )
+    if plan.sample is not None and plan.sample < len(found):
+        found = random.Random(plan.seed).sample(found, plan.sample)  # noqa: S311
+    return sorted(found, key=lambda one: (KINDS.index(one.kind), one.module, one.lines, one.name))
+
+
+def run_campaign(
+    plan: Plan, tell: Tell, journal: Journal, on_played: Callable[[Played], None]
+) -> Campaign:
+    """Play all mutants of a plan; `on_played` hears of each as it ends.
+
+    Raises:
+        LookupError: there is none.
+        UnsoundError: the unmutated judges do not pass their tests.
+    """
+    started = time.perf_counter()
+    sources = read_sources()
+    campaign = Campaign(plan, texts={name: make_key(one.text) for name, one in sources.items()})
+    mutants = find_mutants(sources, plan)
+    corpus: Corpus = make_corpus(plan.corpus, plan.seed, tell) if plan.museum else {}
+
+    def work(session: Session) -> None:
+        touched = {one.module for one in mutants}
+        changed = {name: source for name, source in sources.items() if name in touched}
+        tell("unmutated run", 0, 1)
+        trials = measure(session, corpus, changed, plan.jobs)
+        tell("unmutated run", 1, 1)
+        campaign.num_tests, campaign.num_programs = len(session.items), len(corpus)
+        for played in _play_all(session, corpus, sources, mutants, trials, plan, journal, tell):
+            campaign.played.append(played)
+            on_played(played)
+
+    open_session(work, plan.tests)
+    order = {one.title: number for number, one in enumerate(mutants)}
+    campaign.played.sort(key=lambda played: order[played.mutant.title])
+    campaign.seconds = time.perf_counter() - started
+    return campaign
+
+
+def _play_all(
+    session: Session,
+    corpus: Corpus,
+    sources: Mapping[str, Source],
+    mutants: Sequence[Mutant],
+    trials: Mapping[str, Trial],
+    plan: Plan,
+    journal: Journal,
+    tell: Tell,
+) -> Iterator[Played]:
+    keys = [_make_key(one, sources[one.module]) for one in mutants]
+    known, left = journal.split(keys)
+    if plan.again:
+        alive = [index for index, result in known if not _read(result).killed_by]
+        known = [(index, result) for index, result in known if index not in alive]
+        left = sorted([*left, *alive])
+    tell("mutants", len(known), len(mutants))
+    for index, result in known:
+        yield _describe(mutants[index], sources, _read(result))
+    works = [
+        partial(
+            _work, session, corpus, mutants[index], sources[mutants[index].module],
+            choose(mutants[index], trials, corpus),
+        )
+        for index in left
+    ]  # fmt: skip
+    for done, (number, result) in enumerate(run_forked(works, plan.jobs, WALL_SECONDS), 1):
+        index = left[number]
+        journal.note(keys[index], result)
+        yield _describe(mutants[index], sources, _read(result))
+        tell("mutants", len(known) + done, len(mutants))
+
+
+def _work(
+    session: Session, corpus: Corpus, mutant: Mutant, source: Source, trials: Sequence[Trial]
+) -> dict[str, Any]:
+    return asdict(play(session, corpus, mutant, source, trials))
+
+
+def _make_key(mutant: Mutant, source: Source) -> str:
+    return make_key(source.text, mutant.title)
+
+
+def _read(result: dict[str, Any] | signal.Signals | None) -> Outcome:
+    match result:
+        case dict():
+            return Outcome(**result)
+        case signal.Signals.SIGPROF | signal.Signals.SIGALRM:
+            return Outcome("hang", result.name)
+        case _:
+            return Outcome("crash", "the process ended" if result is None else result.name)
+
+
+def _describe(mutant: Mutant, sources: Mapping[str, Source], outcome: Outcome) -> Played:
+    return Played(mutant, mark(sources[mutant.module].text, mutant), outcome)

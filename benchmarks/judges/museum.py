@@ -1,0 +1,137 @@
+"""Museum: programs that a judge at `safety` must tell apart, and clean ones that it must not.
+
+Each exhibit of the museum is checked at `safety`, its state shown and hidden; what it fails with is
+shrunk, and the program kept. A mutant under which such a program finds nothing any more is noticed;
+so is one under which a clean engine is accused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from blockstep.conformance.engine import Capability, EngineTraits, Safety
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.museum import EXHIBITS, build
+from blockstep.conformance.protocol.program import Program
+from blockstep.conformance.protocol.program_file import read_program, write_program
+from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.search.check import check
+from blockstep.conformance.search.episodes import run_episode
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.spec.vocabulary import Config
+
+CLEAN = "clean"
+SHOWN, HIDDEN = "shown", "hidden"
+NUM_CLEAN = 12
+"""Clean programs of each kind."""
+EVENTS_MAX = 20_000
+"""For each exhibit; most that fall do so in a tenth of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A program, and what plays it."""
+
+    engine: str
+    """An exhibit, or `clean`."""
+    how: str
+    """`shown` or `hidden`."""
+    program: Program | None = None
+    """None for a clean engine, which plays an episode."""
+    episode: int = 0
+
+
+Corpus: TypeAlias = Mapping[str, Entry]
+"""By name: `museum:zombie-key hidden`."""
+
+
+def make_engine_of(engine: str, how: str) -> Callable[[Config], Any]:
+    """An engine that is judged at `safety`: an exhibit or the host."""
+    made: Any = load_engine("host") if engine == CLEAN else build(engine)
+
+    class Judged(made):  # type: ignore[misc]
+        traits = EngineTraits(equivalence=Safety())
+
+        def capabilities(self) -> frozenset[str]:
+            has: frozenset[str] = super().capabilities()
+            return has - {Capability.SNAPSHOT} if how == HIDDEN else has
+
+        def snapshot(self) -> Any:
+            return None if how == HIDDEN else super().snapshot()
+
+    return Judged
+
+
+def play_entry(entry: Entry) -> bool:
+    """Whether a program comes to what it should: a finding, or none."""
+    make_engine = make_engine_of(entry.engine, entry.how)
+    if entry.program is None:
+        target = f"{__name__}:{entry.engine}.{entry.how}"
+        return run_episode(CheckOptions(engine=target), entry.episode, make_engine).first is None
+    return bool(run_program(entry.program, make_engine)[1])
+
+
+def name_of(entry: Entry) -> str:
+    """`museum:zombie-key hidden`, `museum:clean shown 3`."""
+    number = f" {entry.episode}" if entry.program is None else ""
+    return f"museum:{entry.engine} {entry.how}{number}"
+
+
+def make_corpus(
+    folder: Path | None, seed: int, tell: Callable[[str, int, int], None] = lambda *_: None
+) -> dict[str, Entry]:
+    """The programs; those that stand in the folder already are not looked for again."""
+    corpus: dict[str, Entry] = {}
+    wanted = [(name, how) for name in EXHIBITS for how in (SHOWN, HIDDEN)]
+    for done, (name, how) in enumerate(wanted, 1):
+        file = None if folder is None else folder / f"{name}.{how}.program"
+        program = _read(file)
+        if program is None and not _is_known_to_live(file):
+            program = find_program(name, how, seed)
+            _keep(file, program)
+        if program is not None:
+            entry = Entry(name, how, program)
+            if play_entry(entry):
+                corpus[name_of(entry)] = entry
+        tell("exhibits", done, len(wanted))
+    for how in (SHOWN, HIDDEN):
+        for number in range(NUM_CLEAN):
+            entry = Entry(CLEAN, how, episode=seed + number)
+            corpus[name_of(entry)] = entry
+    return corpus
+
+
+def find_program(exhibit: str, how: str, seed: int) -> Program | None:
+    """The shrunk program with which an exhibit falls at `safety`; None if it does not."""
+    target = f"{__name__}:{exhibit}.{how}"
+    result = check(CheckOptions(engine=target, seed=seed, max_events=EVENTS_MAX))
+    return None if result.failure is None else result.failure.program
+
+
+def __getattr__(name: str) -> Callable[[Config], Any]:
+    """`benchmarks.judges.museum:zombie-key.hidden` is a factory, as `blockstep check` wants one."""
+    engine, _, how = name.rpartition(".")
+    if (engine in EXHIBITS or engine == CLEAN) and how in (SHOWN, HIDDEN):
+        return make_engine_of(engine, how)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _read(file: Path | None) -> Program | None:
+    return None if file is None or not file.exists() else read_program(file)
+
+
+def _is_known_to_live(file: Path | None) -> bool:
+    return file is not None and file.with_suffix(".survives").exists()
+
+
+def _keep(file: Path | None, program: Program | None) -> None:
+    if file is None:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if program is None:
+        file.with_suffix(".survives").touch()
+    else:
+        file.write_text(write_program(program), encoding="utf-8")

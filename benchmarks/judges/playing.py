@@ -1,0 +1,245 @@
+"""Playing: the tests, collected once; each mutant meets those that run its lines, in a fork.
+
+Collecting and importing take longer than most mutants live. So one session of pytest collects the
+tests and runs them once unharmed, which tells the time of each and the lines that it executes.
+Then, for each mutant, a process is forked which makes the change and runs the tests that execute
+the changed line, the quick ones first, up to the first that fails; and after them the programs of
+the museum (`museum`).
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.judges.listed import get_lists
+from benchmarks.judges.museum import Corpus, play_entry
+from benchmarks.judges.mutants import Mutant, Source
+from benchmarks.judges.patching import CannotPatchError, Reach, plant
+from benchmarks.mutation.runner import run_forked
+
+HOUSE = Path(__file__).resolve().parents[2]
+TESTS = HOUSE / "tests" / "conformance"
+MODULES = (
+    *("test_properties", "test_worker", "test_driver", "test_liveness", "test_compare"),
+    *("test_equivalences", "test_dataplane", "test_witnesses", "test_deviations"),
+    *("test_claims", "test_ill_typed", "test_replay", "test_programs"),
+)
+"""Where judges are tested, and quickly."""
+TEST_SECONDS_MAX = 3.0
+"""A test that takes longer, lines noted, is left out; unless nothing else runs a line."""
+WALL_SECONDS = 600
+HANG_SECONDS = 8.0
+"""Processor time of one test of a mutant, at least."""
+SLOWER_MAX = 10
+"""So many times its own time may a test take."""
+
+
+class UnsoundError(Exception):
+    """The unmutated judges do not pass, so nothing could be said of mutants."""
+
+
+class Hang(BaseException):
+    """A test takes too long; no handler for errors is meant to take it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One test or one program of the museum, as it runs unharmed."""
+
+    name: str
+    seconds: float
+    lines: Mapping[str, frozenset[int]]
+    """By module, those that it executes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one mutant."""
+
+    killed_by: str
+    """`tests`, `museum`, `hang`; `no change` if it could not be made; "" if it survived."""
+    detail: str = ""
+    """The first test that failed, or the exhibit."""
+    num_trials: int = 0
+    """Tests and programs that it was to meet."""
+
+
+@dataclass(slots=True)
+class Session:
+    """A plugin of pytest: what is collected is handed to `work` instead of being run."""
+
+    work: Callable[[Session], None]
+    items: dict[str, pytest.Item] = field(default_factory=dict)
+    failed: str = ""
+    error: Exception | None = None
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Take the place of the loop."""
+        self.items = {item.nodeid: item for item in session.items}
+        try:
+            self.work(self)
+        except Exception as error:  # pytest would print it and go on
+            self.error = error
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Remember whether something failed."""
+        if report.failed:
+            self.failed = self.failed or report.nodeid
+
+    def run(self, name: str, following: str = "") -> bool:
+        """Whether a test passes."""
+        self.failed = ""
+        item, after = self.items[name], self.items.get(following)
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
+        return not self.failed
+
+
+def open_session(work: Callable[[Session], None], modules: Sequence[str] = MODULES) -> None:
+    """Collect the tests and call `work` with them.
+
+    Raises:
+        UnsoundError: there is no such test module, or it cannot be collected.
+    """
+    files = [TESTS / f"{name}.py" for name in modules]
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise UnsoundError(f"no test module {', '.join(missing)} in {TESTS}")
+    quiet = ["-qq", "--no-header", "--no-summary", "-s", "-p", "no:cacheprovider"]
+    quiet += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # the judges are imported already
+    session = Session(work)
+    code = pytest.main([*quiet, f"--rootdir={HOUSE}", *map(str, files)], [session])
+    if session.error is not None:
+        raise session.error
+    if code != pytest.ExitCode.OK:
+        raise UnsoundError(f"the tests could not be collected: pytest says {code!r}")
+
+
+# What runs what.
+
+
+def measure(
+    session: Session, corpus: Corpus, sources: Mapping[str, Source], jobs: int
+) -> dict[str, Trial]:
+    """Run every test and every program once, unharmed, and note what they execute.
+
+    Raises:
+        UnsoundError: one of them fails.
+    """
+
+    def work() -> dict[str, Any]:
+        _allow(WALL_SECONDS)
+        files = {source.file: name for name, source in sources.items()}
+        trials = {}
+        names = [*session.items, *corpus]
+        for name, following in zip(names, [*names, ""][1:], strict=True):
+            started = time.process_time()
+            with Reach(files) as reach:
+                is_right = _try(session, corpus, name, following)
+            seconds = time.process_time() - started
+            if not is_right:
+                return {"failed": name}
+            lines = {files[Path(file)]: sorted(seen) for file, seen in reach.lines.items()}
+            trials[name] = [seconds, lines]
+        return {"trials": trials}
+
+    ((_, told),) = run_forked([work], jobs, WALL_SECONDS)
+    if not isinstance(told, dict) or "failed" in told:
+        what = told["failed"] if isinstance(told, dict) else told
+        raise UnsoundError(f"the unmutated judges fail: {what}; run the tests first")
+    return {
+        name: Trial(name, seconds, {one: frozenset(seen) for one, seen in lines.items()})
+        for name, (seconds, lines) in told["trials"].items()
+    }
+
+
+def choose(mutant: Mutant, trials: Mapping[str, Trial], corpus: Corpus) -> list[Trial]:
+    """What a mutant meets: tests that execute the changed statement, then programs; quick first."""
+    first, last = mutant.lines
+    changed = range(first, last + 1)
+    named = _find_readers(mutant) if mutant.edit is None else frozenset()
+    met = [
+        trial
+        for trial in trials.values()
+        if not trial.lines.get(mutant.module, frozenset()).isdisjoint(changed)
+        or trial.name.partition("::")[0].rpartition("/")[2] in named
+    ]
+    tests = [trial for trial in met if trial.name not in corpus]
+    quick = [trial for trial in tests if trial.seconds <= TEST_SECONDS_MAX] or tests
+    chosen = sorted(quick, key=lambda trial: trial.seconds)
+    return chosen + [trial for trial in met if trial.name in corpus]
+
+
+def _find_readers(mutant: Mutant) -> frozenset[str]:
+    """Test modules that name a list of sentences, or the sentence: they may look without asking."""
+    words = {name.partition(".")[2] for name in get_lists()} | {mutant.listed[0].split()[-1]}
+    return frozenset(
+        file.name
+        for file in TESTS.glob("test_*.py")
+        if words & set(_words(file.read_text(encoding="utf-8")))
+    )
+
+
+def _words(text: str) -> list[str]:
+    return "".join(one if one.isalnum() or one == "_" else " " for one in text).split()
+
+
+# One mutant.
+
+
+def play(
+    session: Session, corpus: Corpus, mutant: Mutant, source: Source, trials: Sequence[Trial]
+) -> Outcome:
+    """Make the change and run what it is to meet, up to the first that notices. For a process of
+    its own."""
+    _allow(WALL_SECONDS)
+    try:
+        plant(mutant, source)
+    except (CannotPatchError, SyntaxError) as error:
+        return Outcome("no change", str(error), len(trials))
+    signal.signal(signal.SIGPROF, _give_up)
+    names = [trial.name for trial in trials]
+    for trial, following in zip(trials, [*names, ""][1:], strict=True):
+        allowed = max(HANG_SECONDS, SLOWER_MAX * trial.seconds)
+        signal.setitimer(signal.ITIMER_PROF, allowed, allowed)
+        is_program = trial.name in corpus
+        started = time.process_time()
+        try:
+            is_right = _try(session, corpus, trial.name, following)
+        except Hang:
+            is_right = False
+        if not is_right:
+            is_hang = time.process_time() - started >= allowed
+            killer = "museum" if is_program else "tests"
+            return Outcome("hang" if is_hang else killer, trial.name, len(trials))
+    return Outcome("", "", len(trials))
+
+
+def _try(session: Session, corpus: Corpus, name: str, following: str) -> bool:
+    """Whether a test passes, or a program comes to what it came to."""
+    if name not in corpus:
+        return session.run(name, following)
+    try:
+        return play_entry(corpus[name])
+    except Exception:
+        return False
+
+
+def _give_up(*_: object) -> None:
+    raise Hang
+
+
+def _allow(seconds: float) -> None:
+    """More than `run_forked` does: these processes run many tests, and torch wants room."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    os.environ["OMP_NUM_THREADS"] = "1"

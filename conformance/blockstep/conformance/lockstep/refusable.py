@@ -1,0 +1,144 @@
+"""Refusable: what an engine may refuse, seen by a client that knows its answers and nothing else.
+
+An engine with `Capability.REJECTION` answers bad input with a refusal. What is bad follows from the
+vocabulary, the config and the answers up to now. Whether one that takes it all the same is wrong
+for that depends on the input:
+
+* what it may take, if it can: a request that seems too long, drafts that cannot be used, an answer
+  to a later plan that nobody waits for in an earlier one. All that follows is judged as ever;
+* anything else must come to nothing, whether it is refused or passed over (P18).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.protocol.findings import Finding, violated
+from blockstep.conformance.protocol.program import describe_observation
+from blockstep.spec import vocabulary as v
+from blockstep.spec.state import State
+from blockstep.spec.transition import transition
+
+ILL_FORMED = frozenset((v.RejectCode.MALFORMED_EVENT, v.RejectCode.BAD_REQUEST))
+"""Refusals of what no adapter can be asked about."""
+MAY_BE_TAKEN = frozenset(
+    (v.RejectCode.PROMPT_TOO_LONG, v.RejectCode.NEVER_FITS, v.RejectCode.BAD_DRAFTS)
+)
+"""Refusals of what another engine may be able to do, or to leave alone."""
+
+
+def find_problem(
+    event: v.Event,
+    empty: State,
+    live: Mapping[v.RequestId, v.Request],
+    plans: Sequence[v.Plan],
+    worker: Worker,
+) -> v.RejectCode | None:
+    """Why an event may be refused now; None: any engine must take it.
+
+    `empty` is the state of the specification before any event, `live` are those who have not
+    ended, `plans` are in flight, oldest first.
+    """
+    match event:
+        case v.Submit(request=request):
+            problem = v.event_problem(event)
+            if problem is not None:
+                return problem.code
+            if request.request_id in live:
+                return v.RejectCode.DUPLICATE_REQUEST
+            if request.request_id in list_in_flight(plans):
+                return v.RejectCode.REQUEST_IN_FLIGHT
+            return _code_of(empty, event)
+        case v.Schedule():
+            is_full = len(plans) >= empty.config.max_frames_in_flight
+            return v.RejectCode.PIPELINE_FULL if is_full else None
+        case v.Commit():
+            return _problem_of_answer(event, plans, worker)
+        case v.GrammarReady(request_id=name):
+            if name not in live:
+                return v.RejectCode.UNKNOWN_REQUEST
+            return None if live[name].structured_output else v.RejectCode.NOT_STRUCTURED
+        case v.Drafts():
+            return _code_of(empty, event)
+        case _:
+            problem = v.event_problem(event)
+            return None if problem is None else problem.code
+
+
+def may_take(code: v.RejectCode, event: v.Event, plans: Sequence[v.Plan], worker: Worker) -> bool:
+    """Whether an engine may take what it may refuse for `code`, and means it to have its effect."""
+    if code is v.RejectCode.FRAME_OUT_OF_ORDER and isinstance(event, v.Commit):
+        later = next(plan for plan in plans if plan.frame_id == event.frame_id)
+        waiting = {
+            row.request_id
+            for plan in plans[: plans.index(later)]
+            for row in worker.answer(plan.frame_id)
+            if row.token_ids
+        }
+        return event.sampled == worker.answer(event.frame_id) and not any(
+            row.token_ids and row.request_id in waiting for row in event.sampled
+        )
+    return code in MAY_BE_TAKEN
+
+
+def judge_mistake(event: v.Event, seen: v.Observation) -> Iterator[Finding]:
+    """P18: what may not be taken is refused, or passed over without effect."""
+    match event, seen:
+        case (_, v.Rejected()) | (v.Commit(), v.Outputs(rows=())) | (v.GrammarReady(), v.Ack()):
+            return
+        case v.Submit(), v.Ack() if v.event_problem(event) is None:
+            return  # a name that is there already, once more
+    what = f"the event was taken, and answered with {describe_observation(seen)}"
+    yield violated("P18", "stale_or_wrong_event_is_refused", what)
+
+
+def list_in_flight(plans: Sequence[v.Plan]) -> set[v.RequestId]:
+    """Those of whom a plan in flight has a row."""
+    return {row.request_id for plan in plans for row in plan.rows}
+
+
+def _code_of(empty: State, event: v.Event) -> v.RejectCode | None:
+    """Why the specification refuses an event before anything has happened."""
+    answer = transition(empty, event)
+    return answer.code if isinstance(answer, v.Rejected) else None
+
+
+def _problem_of_answer(
+    event: v.Commit, plans: Sequence[v.Plan], worker: Worker
+) -> v.RejectCode | None:
+    place = next((at for at, plan in enumerate(plans) if plan.frame_id == event.frame_id), None)
+    if place is None:
+        return v.RejectCode.UNKNOWN_FRAME
+    if place:
+        return v.RejectCode.FRAME_OUT_OF_ORDER
+    right = worker.answer(event.frame_id)
+    if event.sampled is right or event.sampled == right:
+        return None
+    drafts = {row.request_id: row.draft_token_ids for row in plans[0].rows}
+    return None if _can_be_said(event.sampled, right, drafts) else v.RejectCode.BAD_RESULT
+
+
+def _can_be_said(
+    sampled: Sequence[v.RowTokens],
+    right: Sequence[v.RowTokens],
+    drafts: Mapping[v.RequestId, v.TokenIds],
+) -> bool:
+    """Whether another worker could have answered so: the same rows, drafts and a token in each."""
+    tokens_of = {row.request_id: row.token_ids for row in sampled}
+    if len(sampled) != len(right) or tokens_of.keys() != {row.request_id for row in right}:
+        return False
+    return all(
+        _can_be_sampled(tokens_of[row.request_id], drafts[row.request_id])
+        if row.token_ids
+        else not tokens_of[row.request_id]
+        for row in right
+    )
+
+
+def _can_be_sampled(tokens: v.TokenIds, drafts: v.TokenIds) -> bool:
+    """Whether tokens are some leading drafts, whatever a placeholder stands for, and one more."""
+    return 1 <= len(tokens) <= 1 + len(drafts) and all(
+        draft in (token, v.DRAFT_PLACEHOLDER)
+        for token, draft in zip(tokens[:-1], drafts, strict=False)
+    )

@@ -1,0 +1,141 @@
+"""Engines that are right are never accused at safety, whatever they show and claim to do.
+
+What an adapter names among its capabilities is its author's choice, so each choice is tried: all
+that the engine can do, all but one thing, nothing at all, and a random part, another one for each
+episode. `make soak` plays 100,000 events of each with three seeds; `make test` plays a few.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+from foreign_support.toys import AbortingToy
+from lacking_support import make_lacking
+
+from blockstep.conformance.engine import (
+    ALL_CAPABILITIES,
+    Capability,
+    EngineFactory,
+    EngineTraits,
+    Safety,
+    get_capabilities,
+    get_traits,
+)
+from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.search.episodes import fit_depth, run_episode
+from blockstep.conformance.search.options import CheckOptions
+
+CHECKOUT = os.environ.get("BLOCKSTEP_NANO_VLLM")
+ENGINES = ("host", "compiled", "nano_vllm", "toy")
+PRESETS = ("tiny", "small", "tiny", "small", "real")
+SEEDS = (1, 2, 3)
+NUM_EVENTS = 100_000
+"""For each case and seed."""
+NUM_EVENTS_SAMPLED = 250
+ALL, NONE, DRAWN = "all", "none", "drawn"
+
+
+class Case(NamedTuple):
+    """An engine, and what of its capabilities its adapter claims."""
+
+    engine: str
+    claims: str
+    """`all`, `none`, `drawn`, or the only one that is left out."""
+    shows_state: bool
+
+    def __str__(self) -> str:
+        return f"{self.engine}-{self.claims}-{'shown' if self.shows_state else 'hidden'}"
+
+
+# What each can do is written here, for a checkout of nano-vllm need not be there.
+OWN: dict[str, frozenset[str]] = {
+    "host": ALL_CAPABILITIES,
+    "compiled": ALL_CAPABILITIES,
+    "nano_vllm": frozenset({Capability.SNAPSHOT}),
+    "toy": frozenset({Capability.SNAPSHOT, Capability.ABORT}),
+}
+
+
+def list_cases() -> Iterator[Case]:
+    """All of them; whether the state is shown is asked apart from what else is claimed."""
+    for engine, own in OWN.items():
+        able = sorted(own - {Capability.SNAPSHOT})
+        parts = [ALL, *able, NONE, DRAWN] if len(able) > 1 else [ALL, *able]
+        for claims in parts:
+            yield from (Case(engine, claims, True), Case(engine, claims, False))
+
+
+CASES = tuple(list_cases())
+PLAIN = tuple(case for case in CASES if case.claims in (ALL, DRAWN) and case.engine != "nano_vllm")
+
+
+@cache
+def load(engine: str) -> EngineFactory:
+    """The engine's factory. Skips where there is no checkout of nano-vllm."""
+    if engine == "toy":
+        return AbortingToy
+    if engine == "nano_vllm" and CHECKOUT is None:
+        pytest.skip("BLOCKSTEP_NANO_VLLM names no checkout of nano-vllm")
+    if engine == "nano_vllm" and CHECKOUT not in sys.path:
+        sys.path.append(str(CHECKOUT))
+    return load_engine(engine)
+
+
+def claim(case: Case, draw: random.Random) -> frozenset[str]:
+    """What the adapter claims in one episode."""
+    able = sorted(OWN[case.engine] - {Capability.SNAPSHOT})
+    match case.claims:
+        case "all":
+            claimed = frozenset(able)
+        case "none":
+            claimed = frozenset[str]()
+        case "drawn":
+            claimed = frozenset(draw.sample(able, draw.randrange(len(able) + 1)))
+        case left_out:
+            claimed = frozenset(able) - {left_out}
+    return claimed | {Capability.SNAPSHOT} if case.shows_state else claimed
+
+
+def play(case: Case, seed: int, num_events: int, presets: tuple[str, ...] = PRESETS) -> int:
+    """Episodes until so many events are played, the presets by turns; how many were."""
+    make_engine = load(case.engine)
+    weaker = get_traits(make_engine).equivalence
+    traits = EngineTraits(equivalence=weaker or Safety())
+    draw = random.Random(f"{case}/{seed}")
+    played, index = 0, 0
+    while played < num_events:
+        claimed = claim(case, draw)
+        right = make_lacking(make_engine, ALL_CAPABILITIES - claimed, traits)
+        options = CheckOptions("mine", preset=presets[index % len(presets)], seed=seed)
+        episode = run_episode(fit_depth(options, right), index, right)
+        told = (str(case), options.preset, seed, index, sorted(claimed))
+        assert episode.first is None, (episode.first, *told)
+        assert episode.num_events, told
+        played, index = played + episode.num_events, index + 1
+    return played
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_capabilities_that_are_tried_are_those_it_has(engine: str) -> None:
+    has = get_capabilities(load(engine))
+    assert has == OWN[engine], "what it claims of these it can do"
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_an_engine_that_is_right_is_not_accused(case: Case) -> None:
+    play(case, 1, NUM_EVENTS_SAMPLED, ("tiny", "small"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_engine_that_is_right_is_not_accused_in_many_events(
+    case: Case, seed: int, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("events", play(case, seed, NUM_EVENTS))

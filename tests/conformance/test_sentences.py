@@ -1,0 +1,749 @@
+"""Sentences: each is the first and only one to speak of some wrong step.
+
+A case is a play that is right up to its last step, a defect that is planted into the engine just
+before, and a bend of what came of it. A sentence without a case says nothing that no other says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import pytest
+from play_support.play import (
+    CONFIG,
+    A,
+    B,
+    Bend,
+    C,
+    Play,
+    after,
+    changed,
+    first_output,
+    observed,
+    request,
+    table_of,
+    with_count,
+    with_row,
+)
+from play_support.scenes import (
+    DRAFTING,
+    aborted,
+    admitted,
+    ahead,
+    answered,
+    blocked,
+    chunked,
+    committed,
+    drafted,
+    drafted_in_pipeline,
+    grammar_ready,
+    hitting,
+    hitting_a_copy,
+    last_token_in_flight,
+    paused,
+    pausing,
+    preempting,
+    preempting_by_priority,
+    publishing,
+    refused,
+    refused_for_size,
+    reset_done,
+    reset_forced,
+    reset_refused,
+    rolled_back,
+    skipping_the_cache,
+    submitted,
+    taking_a_row_back,
+    taking_turns,
+)
+
+from blockstep.conformance.judge.properties import PROPERTIES, Step, check_step
+from blockstep.impl.host.lineage import Lineage
+from blockstep.spec.vocabulary import (
+    Abort,
+    BlockKey,
+    Drafts,
+    DraftsTaken,
+    FinishReason,
+    NewRow,
+    PauseState,
+    Policy,
+    RejectCode,
+    Rejected,
+    Request,
+    Reset,
+    RowTokens,
+    Schedule,
+    SetPause,
+    SpecMethod,
+    Stats,
+    Submit,
+)
+
+SENTENCES = {each.sentence: each for entry in PROPERTIES for each in entry.checks}
+
+Plant: TypeAlias = Callable[[Any], object]
+"""Breaks a host engine that has been right so far."""
+Case: TypeAlias = tuple[str, Callable[[], Play], Plant, Bend]
+"""The sentence, a play that is right, and what is done in its last step."""
+
+
+def nothing(_engine: Any) -> None:
+    """The engine is right; only what came of it is bent."""
+
+
+def same(step: Step) -> Step:
+    """What came of it is judged as it is."""
+    return step
+
+
+def having(**values: object) -> Plant:
+    """The engine has other constants."""
+
+    def plant(engine: Any) -> None:
+        for name, value in values.items():
+            setattr(engine, name, value)
+
+    return plant
+
+
+def going_by(**fields: Any) -> Plant:
+    """The engine goes by another config."""
+
+    def plant(engine: Any) -> None:
+        engine.config = replace(engine.config, **fields)
+
+    return plant
+
+
+def answering(name: str, value: object) -> Plant:
+    """A method of the engine answers always the same. `pool.take`: of a part of it."""
+
+    def plant(engine: Any) -> None:
+        *parts, method = name.split(".")
+        for part in parts:
+            engine = getattr(engine, part)
+        setattr(engine, method, lambda *_: value)
+
+    return plant
+
+
+def holding_of(engine: Any, name: str) -> Any:
+    return engine.table.holdings[engine.table.slot_of[name]][0]
+
+
+# Plants.
+
+
+def publishing_all_the_same(engine: Any) -> None:
+    """Blocks are published with caching off, where nobody asks for them."""
+    going_by(enable_prefix_caching=True)(engine)
+    answering("_asks_cache", False)(engine)
+
+
+def choosing_the_newest(engine: Any) -> None:
+    engine.prefix._choose = lambda blocks: blocks[-1]
+
+
+def sharing_a_draft(engine: Any) -> None:
+    """B hits the block that A is about to fill with drafts."""
+    find = engine._find_hits
+    engine._find_hits = lambda slot: [*find(slot), holding_of(engine, "A").blocks[3]]
+
+
+def hitting_all_the_same(engine: Any) -> None:
+    """A request that asks for no hit gets one."""
+    engine._find_hits = lambda slot: engine.prefix.hits(engine.table.lineages[slot], 2)
+
+
+def one_block_more(engine: Any) -> None:
+    count = engine._blocks_to_admit
+    engine._blocks_to_admit = lambda *args: count(*args) + 1
+
+
+def admitting_in_the_end(engine: Any) -> None:
+    """Whatever has happened, the waiting phase follows."""
+    issue = engine._issue_plan
+
+    def admit(step: Any) -> Any:
+        engine._schedule_waiting(step)
+        return issue(step)
+
+    engine._issue_plan = admit
+
+
+def preempting_the_last(engine: Any) -> None:
+    """The last of the running list is preempted before anybody is scheduled."""
+    schedule = engine._schedule_running
+
+    def preempt(step: Any) -> None:
+        slot = engine.running.pop()
+        engine._preempt(slot)
+        step.preempted_req_ids.append(engine.table.requests[slot].request_id)
+        schedule(step)
+
+    engine._schedule_running = preempt
+
+
+def leaving_out(name: str) -> Plant:
+    """One running request gets no row."""
+
+    def plant(engine: Any) -> None:
+        count, left_out = engine._tokens_to_run, engine.table.slot_of[name]
+        engine._tokens_to_run = lambda slot, budget: 0 if slot == left_out else count(slot, budget)
+
+    return plant
+
+
+def finding_it_again(engine: Any) -> None:
+    """The block that A never wrote is findable again as the second block of X."""
+    block = engine.pool.free_queue()[1]
+    engine.prefix.publish(block, Lineage(X, engine.block_size, engine.digest), 1)
+
+
+def admitting_past_the_head(engine: Any) -> None:
+    """The waiting phase follows a preemption, for those behind whoever was preempted."""
+    issue = engine._issue_plan
+
+    def admit(step: Any) -> Any:
+        head = engine.waiting.pop()
+        engine._schedule_waiting(step)
+        engine.waiting.prepend([head])
+        return issue(step)
+
+    engine._issue_plan = admit
+
+
+def naming(other: Request) -> Plant:
+    """What is published is named as if it were of another request."""
+
+    def plant(engine: Any) -> None:
+        publish = engine.prefix.publish
+        lineage = Lineage(other, engine.block_size, engine.digest)
+        engine.prefix.publish = lambda block, _lineage, index: publish(block, lineage, index)
+
+    return plant
+
+
+def as_a_new_row(step: Step) -> Step:
+    """Who was preempted comes with the row of a newcomer."""
+    *others, row = step.plan.cached
+    told = NewRow(
+        A,
+        block_ids=row.new_block_ids,
+        num_computed_tokens=row.num_computed_tokens,
+        num_scheduled_tokens=row.num_scheduled_tokens,
+    )
+    return observed(step, new=(told,), cached=tuple(others))
+
+
+def newest_first(engine: Any) -> None:
+    engine.waiting._slots.reverse()
+
+
+def losing_a_key(engine: Any) -> None:
+    """A block is no longer found, though nobody took it."""
+    block = next(block for block, key in enumerate(engine.prefix.keys()) if key is not None)
+    engine.prefix.withdraw(block)
+
+
+def rolling_back_too_far(engine: Any) -> None:
+    roll_back = engine._roll_back
+
+    def roll(slot: int, *args: Any) -> None:
+        roll_back(slot, *args)
+        engine.table.num_computed[slot] -= 1
+
+    engine._roll_back = roll
+
+
+def swapping_the_others(engine: Any) -> None:
+    engine.running[1:] = engine.running[:0:-1]
+
+
+def freeing_from_the_head(engine: Any) -> None:
+    free = engine.pool.free
+    engine.pool.free = lambda table: free(table[::-1])
+
+
+# Scenes.
+
+
+def sharing_drafts() -> Play:
+    """A is drafted for, and B is the text with the first two drafts of it."""
+    play = drafted()
+    text = [*play.worker.views["A"].tokens, *play.step.new["A"].spec_token_ids[:2], 9]
+    return play.do(Submit(request("B", *text)), Schedule())
+
+
+def first_plan_without_caching() -> Play:
+    return Play(replace(CONFIG, enable_prefix_caching=False)).do(Submit(C), Schedule())
+
+
+def first_plan() -> Play:
+    return Play().do(Submit(C), Schedule())
+
+
+def back_before_its_first_token() -> Play:
+    play = chunked().commit().do(Reset(True), Schedule())
+    assert play.step.plan.cached[-1].resumed
+    return play
+
+
+def idle_with_a_cache() -> Play:
+    return Play().do(Submit(A)).run(3).do(SetPause(PauseState.PAUSED_ALL), Submit(B), Schedule())
+
+
+def full_for_the_whole_prompt() -> Play:
+    """B fits by its first chunk, not by its prompt."""
+    config = replace(CONFIG, num_blocks=6, max_model_len=9, long_prefill_token_threshold=2)
+    other = request("B", 6, 6, 6, 6, 6, 6)
+    return Play(config).do(Submit(A)).run(3).do(Submit(other), Schedule())
+
+
+def capped() -> Play:
+    return Play(replace(CONFIG, long_prefill_token_threshold=2)).do(Submit(A), Schedule())
+
+
+def two_capped() -> Play:
+    config = replace(CONFIG, long_prefill_token_threshold=2, max_num_batched_tokens=3)
+    return Play(config).do(Submit(A), Submit(C), Schedule())
+
+
+def refused_with_a_cache() -> Play:
+    return Play().do(Submit(A)).run(1).do(Submit(A))
+
+
+X = request("X", 1, 2, 3, 4, max_tokens=1)
+
+
+def looking_ahead() -> Play:
+    """A gains a block that it does not write yet, and that carries a key of X."""
+    config = replace(
+        CONFIG, num_blocks=6, spec_method=SpecMethod.DRAFT_MODEL, num_speculative_tokens=2
+    )
+    play = Play(config).do(Submit(X)).run(1)
+    play.do(Submit(request("A", 5, 6, 7, 8))).run(1).do(Schedule())
+    block = table_of(play.step, "A")[-1]
+    assert play.step.before.block_keys[block] is not None
+    assert play.step.new["A"].num_computed_tokens == 5
+    return play
+
+
+def given_back_unwritten() -> Play:
+    """The block that A never wrote is free, and still holds what X wrote."""
+    return looking_ahead().do(Abort(("A",))).commit().do(Submit(C), Schedule())
+
+
+def chunked_twice() -> Play:
+    return chunked().commit().do(Schedule())
+
+
+def one_at_a_time() -> Play:
+    return Play(replace(CONFIG, max_num_seqs=1)).do(Submit(C), Submit(A), Schedule())
+
+
+def one_waits() -> Play:
+    """A commit, with C waiting for its turn."""
+    config = replace(CONFIG, max_num_seqs=1)
+    return Play(config).do(Submit(A)).run(1).do(Submit(C), Schedule()).commit()
+
+
+def three_run() -> Play:
+    """A ends, the others go on."""
+    play = Play().do(Submit(replace(A, max_tokens=1)))
+    return play.do(Submit(C), Submit(request("D", 9)), Schedule()).commit()
+
+
+def alone_by_priority() -> Play:
+    return Play(replace(CONFIG, policy=Policy.PRIORITY)).do(Submit(A)).run(1).do(Schedule())
+
+
+def two_with_room() -> Play:
+    return Play().do(Submit(A), Submit(C)).run(1).do(Schedule())
+
+
+def drafts_for_nobody() -> Play:
+    return Play(DRAFTING).do(Drafts((RowTokens("nobody", (1, 2, 3, 4)),)))
+
+
+def uncached() -> Play:
+    return Play(replace(CONFIG, enable_prefix_caching=False)).do(Submit(A), Schedule())
+
+
+ALONE: list[Case] = [
+    (
+        "pool_keeps_its_size",
+        reset_done,
+        nothing,
+        lambda s: after(s, block_keys=(*s.after.block_keys, None)),
+    ),
+    (
+        "every_block_is_free_or_held",
+        admitted,
+        nothing,
+        lambda s: with_count(s, table_of(s, "C")[0], 2),
+    ),
+    ("block_still_to_be_written_has_one_holder", sharing_drafts, sharing_a_draft, same),
+    (
+        "cache_map_and_blocks_agree",
+        admitted,
+        nothing,
+        lambda s: after(s, cached={BlockKey(None, (6,)): ()}),
+    ),
+    (
+        "nothing_is_cached_without_caching",
+        first_plan_without_caching,
+        publishing_all_the_same,
+        same,
+    ),
+    (
+        "computed_full_blocks_are_published",
+        admitted,
+        nothing,
+        lambda s: changed(s, "C", num_cached_blocks=(0,)),
+    ),
+    (
+        "verified_full_blocks_are_published",
+        publishing,
+        nothing,
+        lambda s: changed(s, "A", num_cached_blocks=(2,)),
+    ),
+    ("only_verified_blocks_are_published", answered, losing_a_key, same),
+    (
+        "block_still_to_be_written_is_not_published",
+        looking_ahead,
+        answering("pool._evict", None),
+        same,
+    ),
+    ("only_computed_blocks_are_published", given_back_unwritten, finding_it_again, same),
+    ("hit_is_whole_blocks_and_leaves_a_token", skipping_the_cache, hitting_all_the_same, same),
+    ("hit_is_the_longest_there_is", hitting, answering("_find_hits", []), same),
+    ("hit_takes_the_oldest_copy", hitting_a_copy, choosing_the_newest, same),
+    ("rejected_event_changes_nothing", refused_with_a_cache, losing_a_key, same),
+    (
+        "request_without_a_row_stays_the_same",
+        blocked,
+        nothing,
+        lambda s: changed(s, "B", num_cached_tokens=2),
+    ),
+    ("plan_for_nobody_leaves_no_trace", idle_with_a_cache, losing_a_key, same),
+    ("row_gains_exactly_the_blocks_it_needs", admitted, one_block_more, same),
+    (
+        "admission_leaves_room_for_the_whole_prompt",
+        full_for_the_whole_prompt,
+        going_by(scheduler_reserve_full_isl=False),
+        same,
+    ),
+    ("plan_stays_within_token_budget", two_capped, going_by(max_num_batched_tokens=4), same),
+    ("running_stays_within_max_num_seqs", one_at_a_time, going_by(max_num_seqs=2), same),
+    ("row_stays_within_its_caps", capped, having(max_tokens_per_row=3), same),
+    (
+        "row_stays_within_max_model_len",
+        admitted,
+        nothing,
+        lambda s: replace(s, config=replace(s.config, max_model_len=6)),
+    ),
+    ("paused_scheduler_admits_nobody", paused, admitting_in_the_end, same),
+    (
+        "prompt_is_not_cut_without_chunking",
+        chunked,
+        nothing,
+        lambda s: replace(s, config=replace(s.config, enable_chunked_prefill=False)),
+    ),
+    ("preemption_leaves_somebody_running", alone_by_priority, preempting_the_last, same),
+    (
+        "accepted_request_fits_an_empty_pool",
+        refused_for_size,
+        answering("_submit_problem", None),
+        same,
+    ),
+    (
+        "request_is_refused_for_its_size_only_if_it_never_fits",
+        submitted,
+        answering("_submit_problem", Rejected(RejectCode.NEVER_FITS)),
+        same,
+    ),
+    (
+        "counters_stay_within_what_is_known",
+        admitted,
+        nothing,
+        lambda s: changed(s, "A", num_output_placeholders=1),
+    ),
+    (
+        "only_running_requests_hold_anything",
+        preempting,
+        nothing,
+        lambda s: changed(s, "B", spec_token_ids=(1,)),
+    ),
+    (
+        "row_advances_by_what_it_runs",
+        ahead,
+        nothing,
+        lambda s: changed(s, "A", is_prefill_chunk=True),
+    ),
+    (
+        "preempted_request_starts_again",
+        preempting,
+        nothing,
+        lambda s: changed(s, "B", num_preemptions=0),
+    ),
+    (
+        "submitted_request_starts_from_nothing",
+        submitted,
+        nothing,
+        lambda s: changed(s, "A", num_cached_tokens=3),
+    ),
+    (
+        "delivered_rows_are_those_that_sampled",
+        committed,
+        nothing,
+        lambda s: observed(s, rows=s.output_rows[::-1]),
+    ),
+    (
+        "delivered_tokens_are_the_sampled_ones_until_the_stop",
+        committed,
+        nothing,
+        lambda s: first_output(s, new_token_ids=(1, 2)),
+    ),
+    (
+        "finish_reason_is_the_one_that_holds",
+        committed,
+        nothing,
+        lambda s: first_output(s, finish_reason=FinishReason.STOP),
+    ),
+    (
+        "finished_request_is_forgotten_and_others_stay",
+        one_waits,
+        nothing,
+        lambda s: after(s, requests=s.after.requests[:1], waiting=()),
+    ),
+    (
+        "commit_changes_only_outputs_and_computed_tokens",
+        committed,
+        nothing,
+        lambda s: changed(s, "C", num_preemptions=1),
+    ),
+    ("running_request_gets_all_it_can", chunked_twice, going_by(max_num_batched_tokens=1), same),
+    (
+        "nobody_runs_past_its_last_token",
+        last_token_in_flight,
+        answering("_is_past_max_tokens", False),
+        same,
+    ),
+    ("tokens_of_a_preempted_row_are_given_back", taking_a_row_back, leaving_out("S"), same),
+    ("admitted_request_gets_all_it_can", chunked, going_by(max_num_batched_tokens=2), same),
+    ("head_of_the_queue_is_admitted_when_it_fits", admitted, going_by(max_num_seqs=1), same),
+    ("nobody_is_preempted_while_blocks_suffice", two_with_room, preempting_the_last, same),
+    (
+        "every_request_stands_in_one_queue",
+        committed,
+        nothing,
+        lambda s: after(s, running=s.before.running),
+    ),
+    (
+        "newcomer_goes_to_the_end_of_its_queue",
+        submitted,
+        nothing,
+        lambda s: after(s, waiting=s.after.waiting[::-1]),
+    ),
+    ("admissions_follow_the_policy", one_at_a_time, newest_first, same),
+    (
+        "running_keeps_its_order",
+        admitted,
+        nothing,
+        lambda s: after(s, running=s.after.running[::-1]),
+    ),
+    (
+        "queues_keep_their_order",
+        reset_forced,
+        nothing,
+        lambda s: after(s, waiting=s.after.waiting[::-1]),
+    ),
+    ("queues_lose_exactly_the_ended", three_run, swapping_the_others, same),
+    ("preempted_fcfs_are_the_youngest", preempting, answering("_select_victim", 0), same),
+    (
+        "preempted_priority_never_outrank_survivors",
+        preempting_by_priority,
+        answering("_select_victim", 0),
+        same,
+    ),
+    ("nobody_is_admitted_after_a_preemption", preempting, admitting_past_the_head, same),
+    (
+        "new_blocks_come_from_the_head_of_the_free_queue",
+        admitted,
+        nothing,
+        lambda s: after(s, free_queue=s.after.free_queue[::-1]),
+    ),
+    ("preempted_tail_is_evicted_first", taking_a_row_back, freeing_from_the_head, same),
+    ("freed_tail_is_evicted_first", committed, freeing_from_the_head, same),
+    (
+        "refusal_names_what_is_wrong",
+        refused,
+        nothing,
+        lambda s: replace(s, observation=Rejected(RejectCode.BAD_DRAFTS)),
+    ),
+    (
+        "stale_or_wrong_event_is_refused",
+        drafts_for_nobody,
+        answering("_take_proposals", DraftsTaken()),
+        same,
+    ),
+    (
+        "event_leaves_alone_what_it_is_not_about",
+        pausing,
+        nothing,
+        lambda s: after(s, next_frame_id=9),
+    ),
+    (
+        "event_leaves_other_requests_alone",
+        aborted,
+        nothing,
+        lambda s: changed(s, "A", num_preemptions=3),
+    ),
+    (
+        "signal_is_remembered",
+        grammar_ready,
+        nothing,
+        lambda s: changed(s, "A", grammar_ready=False),
+    ),
+    (
+        "abort_ends_exactly_the_unfinished_it_names",
+        aborted,
+        nothing,
+        lambda s: observed(s, request_ids=("C", "C")),
+    ),
+    ("counters_grow_by_what_happened", hitting, nothing, lambda s: after(s, stats=Stats())),
+    ("first_hit_is_remembered", hitting, nothing, lambda s: changed(s, "B", num_cached_tokens=0)),
+    (
+        "told_cached_tokens_are_those_of_the_first_hit",
+        committed,
+        nothing,
+        lambda s: first_output(s, num_cached_tokens=2),
+    ),
+    (
+        "dispatched_drafts_are_the_last_proposed_ones",
+        drafted_in_pipeline,
+        nothing,
+        lambda s: with_row(s, "A", draft_token_ids=(7, 7, 7)),
+    ),
+    (
+        "attached_drafts_are_the_last_proposed_ones",
+        drafted,
+        nothing,
+        lambda s: changed(s, "A", spec_token_ids=(1,)),
+    ),
+    ("drafts_are_taken_only_for_the_next_position", drafted, answering("_may_draft", False), same),
+    ("reset_empties_the_cache", reset_done, answering("prefix.clear", None), same),
+    (
+        "reset_succeeds_unless_blocks_are_held",
+        reset_refused,
+        answering("pool.is_unused", True),
+        same,
+    ),
+    (
+        "forced_reset_preempts_all_who_run",
+        reset_forced,
+        nothing,
+        lambda s: after(s, prev_scheduled_req_ids=("A",)),
+    ),
+    ("refused_reset_changes_nothing", reset_refused, losing_a_key, same),
+    ("plan_tells_who_ended", hitting, nothing, lambda s: observed(s, finished_req_ids=())),
+    ("ended_are_kept_for_the_next_plan", aborted, nothing, lambda s: after(s, finished_req_ids=())),
+    (
+        "plan_tells_who_was_preempted",
+        preempting,
+        nothing,
+        lambda s: observed(s, preempted_req_ids=()),
+    ),
+    (
+        "plan_has_its_place_in_the_sequence",
+        admitted,
+        nothing,
+        lambda s: after(s, prev_scheduled_req_ids=("A",)),
+    ),
+    (
+        "committed_frame_leaves_flight",
+        committed,
+        nothing,
+        lambda s: after(s, frames_in_flight=s.before.frames_in_flight),
+    ),
+    (
+        "rows_stand_in_the_order_of_the_running_list",
+        two_with_room,
+        nothing,
+        lambda s: observed(s, cached=s.plan.cached[::-1]),
+    ),
+    (
+        "new_row_carries_the_request_as_submitted",
+        admitted,
+        nothing,
+        lambda s: with_row(s, "C", request=replace(C, max_tokens=99)),
+    ),
+]
+
+BESIDE_THE_WORKER: list[Case] = [
+    ("held_block_carries_the_name_of_its_tokens", first_plan, naming(request("C", 7, 9)), same),
+    (
+        "held_block_carries_the_extra_keys_of_its_request",
+        first_plan,
+        naming(replace(C, cache_salt="x")),
+        same,
+    ),
+    ("admitted_row_kind_follows_its_status", back_before_its_first_token, nothing, as_a_new_row),
+    (
+        "outputs_in_the_state_are_those_delivered",
+        committed,
+        nothing,
+        lambda s: changed(s, "C", output_token_ids=(1, 2, 3)),
+    ),
+    ("sampling_leaves_one_token_to_compute", rolled_back, rolling_back_too_far, same),
+    (
+        "table_in_the_plan_is_the_table_in_the_state",
+        uncached,
+        nothing,
+        lambda s: changed(s, "A", block_tables=(table_of(s, "A")[::-1],)),
+    ),
+]
+
+
+IN_A_RELEASE = "nobody_is_preempted_again_without_progress"
+
+
+def play(case: Case, hears_worker: bool = True) -> list[str]:
+    """The sentences that speak of the last step, in order."""
+    _, scene, plant, bend = case
+    play, event = scene().rewound()
+    plant(play.engine)
+    step = bend(play.take(event))
+    found = check_step(step, play.ledger, play.worker if hears_worker else None)
+    return list(dict.fromkeys(each.sentence for each in found))
+
+
+@pytest.mark.parametrize("case", ALONE, ids=[case[0] for case in ALONE])
+def test_a_sentence_speaks_alone(case: Case) -> None:
+    assert play(case) == [case[0]]
+
+
+@pytest.mark.parametrize("case", BESIDE_THE_WORKER, ids=[case[0] for case in BESIDE_THE_WORKER])
+def test_a_sentence_speaks_alone_where_no_worker_does(case: Case) -> None:
+    """`explore` judges without a worker; where there is one, it sees the same from its side."""
+    assert play(case, hears_worker=False) == [case[0]]
+    assert play(case) != [case[0]]
+
+
+def test_a_sentence_speaks_alone_in_a_release_that_takes_turns() -> None:
+    """Where policy is followed nobody starves; so its history is one in which it was not."""
+    said = []
+    for step, ledger, worker in taking_turns(depth=1, num_steps=19):
+        said.append([each.sentence for each in check_step(step, ledger, worker)])
+    assert said[-1] == [IN_A_RELEASE]
+
+
+def test_every_sentence_speaks_alone_somewhere() -> None:
+    """A sentence that never does says nothing of its own: merge it, or plant what only it sees."""
+    names = [case[0] for case in ALONE + BESIDE_THE_WORKER] + [IN_A_RELEASE]
+    assert sorted(names) == sorted(SENTENCES)
+    assert len(SENTENCES) == 85

@@ -1,0 +1,627 @@
+"""Voices: each place where the worker complains is, for some plan or state, the only one.
+
+Whoever never speaks alone is not missed when it falls silent. So for every line of the worker that
+complains there is a plan here, or a state, of which nothing else is said.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worker_support import (
+    CONFIG,
+    A,
+    cached,
+    make_worker,
+    pipelined,
+    said,
+    started,
+    waiting_for_its_token,
+)
+
+from blockstep.conformance.judge.worker import Worker, counting, kv, names, worker
+from blockstep.conformance.judge.worker.counting import CountingWorker
+from blockstep.conformance.judge.worker.kv import TaggedKV
+from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.report.sentences import SENTENCES
+from blockstep.impl.host import HostEngine
+from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
+    BlockKey,
+    Commit,
+    MultiModalItem,
+    NewRow,
+    Plan,
+    Request,
+    RequestSnapshot,
+    Snapshot,
+    SpecMethod,
+    Status,
+)
+
+DRAFTING: dict[str, Any] = {"spec_method": SpecMethod.NGRAM, "num_speculative_tokens": 2}
+PLACEHOLDERS = (DRAFT_PLACEHOLDER,) * 2
+EMPTY = HostEngine(CONFIG).snapshot()
+FIRST = BlockKey(None, (1, 2))
+CAT = MultiModalItem("cat", 1, 1)
+
+Case = Callable[[], list[Finding]]
+CASES: list[tuple[str, str, Case]] = []
+"""What is said, of what, and how it comes to that."""
+
+
+def says(sentence: str) -> Callable[[Case], Case]:
+    """Add a case, of which this is said, and nothing else."""
+
+    def add(case: Case) -> Case:
+        CASES.append((sentence, case.__name__, case))
+        return case
+
+    return add
+
+
+# Rows.
+
+
+@says("preempted_request_was_known")
+def a_stranger_is_preempted() -> list[Finding]:
+    return started().execute(Plan(1, preempted_req_ids=("B",)))
+
+
+@says("preempted_request_was_known")
+def one_that_has_ended_is_preempted() -> list[Finding]:
+    return started().execute(Plan(1, finished_req_ids=("A",), preempted_req_ids=("A",)))
+
+
+@says("remapped_request_has_a_row")
+def one_without_a_row_is_remapped() -> list[Finding]:
+    return started().execute(Plan(1, remapped_req_ids=("A",)))
+
+
+@says("new_row_is_new")
+def a_known_request_is_new_again() -> list[Finding]:
+    return started().execute(Plan(1, new=(NewRow(A, ((4, 5, 6),), 0, 5),)))
+
+
+@says("cached_row_is_known")
+def a_stranger_runs_on() -> list[Finding]:
+    return started().execute(Plan(1, cached=(cached("B", 5, 1),)))
+
+
+def resume(worker: Worker, tokens: tuple[int, ...], outputs: int) -> list[Finding]:
+    """A runs from its start in other blocks."""
+    row = cached("A", 0, outputs, resumed=True, new_block_ids=((4, 5, 6, 7),))
+    row = replace(row, all_token_ids=tokens, num_scheduled_tokens=len(tokens))
+    return worker.execute(Plan(9, cached=(row,)))
+
+
+@says("resumed_request_was_preempted")
+def one_that_runs_is_resumed() -> list[Finding]:
+    worker = started()
+    return resume(worker, tuple(worker.views["A"].tokens), 1)
+
+
+@says("resumed_request_was_preempted")
+def one_that_was_resumed_is_resumed_again() -> list[Finding]:
+    worker = started()
+    worker.reset(forced=True)
+    tokens = tuple(worker.views["A"].tokens)
+    row = cached("A", 0, 1, resumed=True, all_token_ids=tokens, num_scheduled_tokens=5)
+    assert worker.execute(Plan(1, cached=(replace(row, new_block_ids=((1, 2, 3),)),))) == []
+    return resume(worker, tokens, 1)
+
+
+@says("resumed_request_was_preempted")
+def one_is_resumed_after_a_reset_that_preempted_nobody() -> list[Finding]:
+    worker = started()
+    worker.reset(forced=False)
+    return resume(worker, tuple(worker.views["A"].tokens), 1)
+
+
+@says("resumed_request_has_no_token_in_flight")
+def one_is_resumed_while_its_token_is_in_flight() -> list[Finding]:
+    worker = waiting_for_its_token()
+    assert worker.execute(Plan(2, preempted_req_ids=("A",))) == []
+    return resume(worker, A.prompt_token_ids, 1)
+
+
+@says("preempted_request_returns_resumed")
+def one_that_was_preempted_runs_on() -> list[Finding]:
+    worker = started()
+    assert worker.execute(Plan(1, preempted_req_ids=("A",))) == []
+    tokens = tuple(worker.views["A"].tokens)
+    row = cached("A", 0, 1, all_token_ids=tokens, num_scheduled_tokens=6)
+    return worker.execute(Plan(2, cached=(replace(row, new_block_ids=((7, 8, 9),)),)))
+
+
+@says("row_waits_for_the_token_of_its_request")
+def one_runs_before_its_token_is_known() -> list[Finding]:
+    row = cached("A", 5, 1, all_token_ids=A.prompt_token_ids)
+    return waiting_for_its_token().execute(Plan(2, cached=(row,)))
+
+
+@says("plan_counts_the_computed_tokens_of_the_worker")
+def one_runs_what_it_has_run() -> list[Finding]:
+    return started().execute(Plan(1, cached=(cached("A", 4, 1, num_scheduled_tokens=2),)))
+
+
+@says("plan_counts_the_computed_tokens_of_the_worker")
+def rejected_drafts_are_taken_back_before_they_are_known() -> list[Finding]:
+    worker = pipelined(**DRAFTING)
+    row = cached("A", 6, 2, num_scheduled_tokens=3, draft_token_ids=PLACEHOLDERS)
+    assert worker.execute(Plan(2, cached=(replace(row, new_block_ids=((4, 5),)),))) == []
+    worker.commit(Commit(0, worker.answer(0)))
+    row = cached("A", 7, 5, num_scheduled_tokens=1)
+    return worker.execute(Plan(3, cached=(row,)))
+
+
+@says("tokens_are_sent_after_a_gap")
+def one_returns_after_a_gap_without_its_tokens() -> list[Finding]:
+    worker = started()
+    assert worker.execute(Plan(1)) == []
+    return worker.execute(Plan(2, cached=(cached("A", 5, 1),)))
+
+
+@says("tokens_are_sent_after_a_gap")
+def one_is_resumed_at_once_without_its_tokens() -> list[Finding]:
+    worker = started()
+    worker.reset(forced=True)
+    row = cached("A", 0, 1, resumed=True, new_block_ids=((4, 5, 6),), num_scheduled_tokens=6)
+    return worker.execute(Plan(1, cached=(row,)))
+
+
+@says("sent_tokens_are_those_of_the_worker")
+def another_text_is_sent() -> list[Finding]:
+    row = cached("A", 5, 1, all_token_ids=(*A.prompt_token_ids, 99))
+    return started().execute(Plan(1, cached=(row,)))
+
+
+@says("sent_tokens_are_those_of_the_worker")
+def a_text_is_sent_whose_end_is_in_flight() -> list[Finding]:
+    worker = pipelined()
+    row = cached("A", 6, 2, new_block_ids=((4,),))
+    return worker.execute(
+        Plan(2, cached=(replace(row, all_token_ids=tuple(worker.views["A"].tokens)),))
+    )
+
+
+@says("plan_counts_the_outputs_of_the_worker")
+def an_output_too_many_is_counted() -> list[Finding]:
+    return started().execute(Plan(1, cached=(cached("A", 5, 2),)))
+
+
+@says("plan_counts_the_outputs_of_the_worker")
+def a_token_in_flight_is_not_counted() -> list[Finding]:
+    return pipelined().execute(Plan(2, cached=(cached("A", 6, 1, new_block_ids=((4,),)),)))
+
+
+@says("plan_counts_the_outputs_of_the_worker")
+def drafts_in_flight_are_not_counted() -> list[Finding]:
+    worker = pipelined(**DRAFTING)
+    row = cached("A", 6, 2, num_scheduled_tokens=3, draft_token_ids=PLACEHOLDERS)
+    assert worker.execute(Plan(2, cached=(replace(row, new_block_ids=((4, 5),)),))) == []
+    worker.commit(Commit(0, worker.answer(0)))
+    return worker.execute(Plan(3, cached=(cached("A", 9, 3, new_block_ids=((6,),)),)))
+
+
+@says("plan_has_one_table_per_group")
+def a_row_has_two_tables() -> list[Finding]:
+    return started().execute(Plan(1, cached=(cached("A", 5, 1, new_block_ids=((), ())),)))
+
+
+@says("plan_has_one_table_per_group")
+def a_row_has_no_table() -> list[Finding]:
+    return started().execute(Plan(1, cached=(cached("A", 5, 1, new_block_ids=()),)))
+
+
+@says("plan_names_real_blocks")
+def a_row_gets_the_null_block() -> list[Finding]:
+    return started().execute(Plan(1, cached=(cached("A", 5, 1, new_block_ids=((0,),)),)))
+
+
+@says("plan_names_real_blocks")
+def a_row_gets_a_block_beyond_the_last() -> list[Finding]:
+    return started().execute(Plan(1, cached=(cached("A", 5, 1, new_block_ids=((10,),)),)))
+
+
+@says("row_runs_a_token")
+def a_row_runs_nothing() -> list[Finding]:
+    return started().execute(Plan(1, cached=(cached("A", 5, 1, num_scheduled_tokens=0),)))
+
+
+@says("table_holds_the_scheduled_tokens")
+def a_row_has_a_slot_too_few() -> list[Finding]:
+    row = cached("A", 5, 1, num_scheduled_tokens=2, draft_token_ids=(7,))
+    return started().execute(Plan(1, cached=(row,)))
+
+
+@says("plan_shows_no_blocks")
+def a_plan_names_blocks_after_all() -> list[Finding]:
+    counts = CountingWorker(CONFIG, len)
+    return counts.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),)))
+
+
+# Drafts.
+
+
+@says("drafts_are_the_last_scheduled_tokens")
+def a_row_has_a_draft_that_it_does_not_run() -> list[Finding]:
+    return started().execute(Plan(1, cached=(cached("A", 5, 1, draft_token_ids=(7,)),)))
+
+
+@says("drafts_are_the_last_scheduled_tokens")
+def a_row_runs_past_its_text_without_a_draft() -> list[Finding]:
+    row = cached("A", 5, 1, num_scheduled_tokens=2, new_block_ids=((4,),))
+    return started().execute(Plan(1, cached=(row,)))
+
+
+PLACEHOLDER = "placeholder_stands_for_a_draft_after_the_last_plan"
+
+
+@says(PLACEHOLDER)
+def a_placeholder_is_one_too_many() -> list[Finding]:
+    worker = pipelined(**{**DRAFTING, "num_speculative_tokens": 1})
+    row = cached("A", 6, 2, num_scheduled_tokens=3, draft_token_ids=PLACEHOLDERS)
+    return worker.execute(Plan(2, cached=(replace(row, new_block_ids=((4, 5),)),)))
+
+
+@says(PLACEHOLDER)
+def a_placeholder_comes_after_a_plan_without_its_request() -> list[Finding]:
+    worker = pipelined(**DRAFTING)
+    other = NewRow(Request("B", (7,)), ((9,),), 0, 1)
+    assert worker.execute(Plan(2, new=(other,))) == []
+    row = cached("A", 6, 2, num_scheduled_tokens=2, draft_token_ids=PLACEHOLDERS[:1])
+    worker.commit(Commit(0, worker.answer(0)))
+    row = replace(row, all_token_ids=tuple(worker.views["A"].reported_token_ids))
+    return worker.execute(Plan(3, cached=(replace(row, new_block_ids=((4,),)),)))
+
+
+@says(PLACEHOLDER)
+def a_new_row_runs_past_its_prompt() -> list[Finding]:
+    return make_worker().execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 6),)))
+
+
+@says(PLACEHOLDER)
+def a_placeholder_stands_for_a_draft_of_before_a_preemption() -> list[Finding]:
+    worker = make_worker(max_frames_in_flight=2, async_scheduling=True, **DRAFTING)
+    assert worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),))) == []
+    worker.commit(Commit(0, worker.answer(0)))
+    assert worker.views["A"].proposal
+    worker.reset(forced=True)
+    tokens = tuple(worker.views["A"].tokens)
+    row = cached("A", 0, 1, resumed=True, all_token_ids=tokens, new_block_ids=((4, 5, 6, 7),))
+    row = replace(row, num_scheduled_tokens=len(tokens) + 1, draft_token_ids=PLACEHOLDERS[:1])
+    return worker.execute(Plan(1, cached=(row,)))
+
+
+# What is in a slot that is read.
+
+
+def read(worker: Worker, request: Request, *blocks: int, computed: int) -> list[Finding]:
+    """A new request is told that so many of its tokens are computed in these blocks."""
+    num_new = len(request.prompt_token_ids) - computed
+    return worker.execute(Plan(1, new=(NewRow(request, (blocks,), computed, num_new),)))
+
+
+@says("attended_slot_was_written")
+def a_slot_is_read_that_nobody_wrote() -> list[Finding]:
+    return read(make_worker(), A, 1, 2, 3, computed=4)
+
+
+@says("attended_slot_holds_the_right_prefix")
+def another_text_is_read() -> list[Finding]:
+    return read(started(), Request("B", (1, 2, 9, 4, 5)), 1, 2, 4, computed=4)
+
+
+@says("attended_slot_holds_the_right_prefix")
+def another_text_is_read_in_the_last_block_which_is_not_full() -> list[Finding]:
+    worker = started(Request("A", (1, 2, 3, 4, 5, 6)), block_size=4)
+    return read(worker, Request("B", (1, 2, 3, 4, 9, 6, 7)), 1, 2, computed=6)
+
+
+@says("attended_slot_was_written")
+def a_slot_of_the_last_block_is_read_that_nobody_wrote() -> list[Finding]:
+    worker = started(Request("A", (1, 2, 3, 4)), block_size=4)
+    return read(worker, Request("B", (1, 2, 3, 4, 5, 6)), 1, 2, computed=5)
+
+
+@says("attended_slot_is_of_the_same_adapter_salt_and_items")
+def the_kv_of_another_adapter_is_read() -> list[Finding]:
+    return read(started(), replace(A, request_id="B", adapter="x"), 1, 2, 4, computed=4)
+
+
+@says("attended_slot_was_written_since_the_reset")
+def kv_from_before_a_reset_is_read() -> list[Finding]:
+    worker = started()
+    worker.reset(forced=False)
+    return read(worker, replace(A, request_id="B"), 1, 2, 4, computed=4)
+
+
+@says("attended_slot_holds_the_right_prefix")
+def kv_of_rejected_drafts_is_read() -> list[Finding]:
+    """The rejected draft was not written over: the worker is told to go on behind it."""
+    first = started(**DRAFTING)
+    row = cached("A", 5, 1, num_scheduled_tokens=2, draft_token_ids=first.propose("A", 1, 0))
+    assert first.execute(Plan(1, cached=(replace(row, new_block_ids=((4,),)),))) == []
+    first.commit(Commit(1, first.answer(1)))
+    text = (*first.views["A"].tokens, 7)
+    return read(first, Request("B", text), 1, 2, 3, 4, computed=7)
+
+
+# Who writes a block.
+
+
+SHARED = "written_block_is_in_one_place"
+
+
+@says(SHARED)
+def two_write_one_block() -> list[Finding]:
+    """Neither reads what the other writes there."""
+    worker = started(Request("A", (1, 2, 3, 4)), block_size=4)
+    assert worker.execute(Plan(1, cached=(cached("A", 4, 1, new_block_ids=((2,),)),))) == []
+    second = NewRow(Request("B", (1, 2, 3, 4, 9)), ((1, 3),), 4, 1)
+    assert worker.execute(Plan(2, new=(second,), finished_req_ids=("A",))) == []
+    worker.commit(Commit(2, worker.answer(2)))
+    # B writes the second slot of block 3, and C its first one, with the same text.
+    third = NewRow(Request("C", (1, 2, 3, 4, 9)), ((1, 3),), 4, 1)
+    rows = Plan(3, new=(third,), cached=(cached("B", 5, 1),))
+    return worker.execute(rows)
+
+
+@says(SHARED)
+def one_writes_what_another_reads_elsewhere() -> list[Finding]:
+    rows = (NewRow(A, ((1, 2, 3),), 0, 5), NewRow(Request("B", (7,)), ((4, 1),), 0, 1))
+    return make_worker().execute(Plan(0, new=rows))
+
+
+@says(SHARED)
+def one_has_a_block_twice_that_it_writes() -> list[Finding]:
+    return make_worker().execute(Plan(0, new=(NewRow(Request("B", (7,)), ((4, 4),), 0, 1),)))
+
+
+# What is published.
+
+
+def publish(worker: Worker, block: int, key: BlockKey) -> list[Finding]:
+    """A state in which the block can be hit under the key."""
+    keys: list[BlockKey | None] = [None] * worker.config.num_blocks
+    keys[block] = key
+    return worker.check_published(replace(EMPTY, block_keys=tuple(keys)))
+
+
+@says("published_block_was_written")
+def a_block_is_published_before_it_is_full() -> list[Finding]:
+    worker = started()
+    text = tuple(worker.views["A"].tokens)
+    return publish(worker, 3, BlockKey(BlockKey(FIRST, (3, 4)), text[4:6]))
+
+
+@says("published_block_holds_the_right_prefix")
+def a_block_is_published_under_another_text() -> list[Finding]:
+    return publish(started(), 1, BlockKey(None, (1, 3)))
+
+
+@says("published_block_is_of_the_same_adapter_salt_and_items")
+def a_block_is_published_under_another_salt() -> list[Finding]:
+    return publish(started(), 1, BlockKey(None, (1, 2), cache_salt="x"))
+
+
+@says("published_block_was_written_since_the_reset")
+def a_block_stays_published_through_a_reset() -> list[Finding]:
+    worker = started()
+    assert publish(worker, 1, FIRST) == []
+    worker.reset(forced=False)
+    return publish(worker, 1, FIRST)
+
+
+@says("published_block_holds_the_right_prefix")
+def a_block_stays_published_that_is_written_again() -> list[Finding]:
+    worker = started()
+    assert publish(worker, 1, FIRST) == []
+    other = NewRow(Request("B", (9,)), ((1,),), 0, 1)
+    assert worker.execute(Plan(1, new=(other,), finished_req_ids=("A",))) == []
+    return publish(worker, 1, FIRST)
+
+
+# Keys that no content has, each next to one that is right.
+
+
+def odd(block: int, right: BlockKey, wrong: BlockKey, request: Request = A) -> list[Finding]:
+    worker = started(request)
+    assert publish(worker, block, right) == []
+    return publish(worker, block, wrong)
+
+
+@says("published_block_holds_the_right_prefix")
+def a_key_has_a_salt_behind_the_first_block() -> list[Finding]:
+    return odd(2, BlockKey(FIRST, (3, 4)), BlockKey(FIRST, (3, 4), cache_salt="x"))
+
+
+@says("published_block_holds_the_right_prefix")
+def a_key_has_another_adapter_than_its_parent() -> list[Finding]:
+    return odd(2, BlockKey(FIRST, (3, 4)), BlockKey(FIRST, (3, 4), adapter="x"))
+
+
+@says("published_block_holds_the_right_prefix")
+def a_key_is_of_another_group() -> list[Finding]:
+    return odd(1, FIRST, BlockKey(None, (1, 2), group=1))
+
+
+@says("published_block_holds_the_right_prefix")
+def a_key_has_an_item_behind_its_last_token() -> list[Finding]:
+    return odd(1, FIRST, BlockKey(None, (1, 2), items=(("cat", 2),)))
+
+
+@says("published_block_holds_the_right_prefix")
+def a_key_has_two_items_in_one_slot() -> list[Finding]:
+    request = replace(A, items=(CAT,))
+    right = BlockKey(None, (1, 2), items=(("cat", 1),))
+    return odd(1, right, BlockKey(None, (1, 2), items=(("dog", 1), ("cat", 1))), request)
+
+
+@says("published_block_holds_the_right_prefix")
+def a_key_has_an_embedding_behind_its_last_token() -> list[Finding]:
+    request = replace(A, prompt_embeds=(4, 5, 6, 7, 8))
+    right = BlockKey(None, (1, 2), embeds=(4, 5))
+    return odd(1, right, BlockKey(None, (1, 2), embeds=(4, 5, 6)), request)
+
+
+@says("published_block_holds_the_right_prefix")
+def a_key_has_a_token_too_many() -> list[Finding]:
+    return odd(1, FIRST, BlockKey(None, (1, 2, 3)))
+
+
+@says("published_block_holds_the_right_prefix")
+def a_key_has_a_token_too_few() -> list[Finding]:
+    return odd(1, FIRST, BlockKey(None, (1,)))
+
+
+# What a state says of a request.
+
+
+def shown(worker: Worker, **fields: Any) -> Snapshot:
+    """A state in which A runs as the worker knows it, but for `fields`."""
+    view = worker.views["A"]
+    request = RequestSnapshot(
+        request_id="A",
+        status=Status.RUNNING,
+        output_token_ids=view.output_token_ids,
+        num_computed_tokens=view.num_computed + view.num_rejected,
+        num_output_placeholders=view.num_promised if worker.config.async_scheduling else 0,
+        block_tables=(tuple(view.table),),
+    )
+    assert worker.check_view(replace(EMPTY, requests=(request,))) == []
+    return replace(EMPTY, requests=(replace(request, **fields),))
+
+
+REBUILT = "plans_alone_rebuild_the_request"
+
+
+@says("running_request_is_known")
+def a_stranger_runs_in_the_state() -> list[Finding]:
+    worker = started()
+    return worker.check_view(shown(worker, request_id="B"))
+
+
+@says(REBUILT)
+def the_state_has_other_outputs() -> list[Finding]:
+    worker = started()
+    return worker.check_view(shown(worker, output_token_ids=(99,)))
+
+
+@says(REBUILT)
+def the_state_of_one_that_was_preempted_has_other_outputs() -> list[Finding]:
+    worker = started()
+    told = {"status": Status.PREEMPTED, "output_token_ids": (99,), "block_tables": ((),)}
+    return worker.check_view(shown(worker, **told))
+
+
+@says(REBUILT)
+def the_state_has_other_blocks() -> list[Finding]:
+    worker = started()
+    return worker.check_view(shown(worker, block_tables=((1, 2, 4),)))
+
+
+@says(REBUILT)
+def the_state_has_other_blocks_than_a_plan_has_just_told() -> list[Finding]:
+    worker = started()
+    return worker.check_view(shown(worker, block_tables=((1, 2, 4),)), {"A"})
+
+
+@says(REBUILT)
+def the_state_has_a_block_more_than_plans_have_told() -> list[Finding]:
+    worker = started()
+    return worker.check_view(shown(worker, block_tables=((1, 2, 3, 4),)), ())
+
+
+@says(REBUILT)
+def the_state_has_computed_more() -> list[Finding]:
+    worker = started()
+    return worker.check_view(shown(worker, num_computed_tokens=6))
+
+
+@says(REBUILT)
+def the_state_waits_for_a_token_less() -> list[Finding]:
+    worker = pipelined()
+    return worker.check_view(shown(worker, num_output_placeholders=1))
+
+
+# All of them.
+
+
+@pytest.mark.parametrize(("sentence", "case"), [(one, case) for one, _, case in CASES],
+                         ids=[name for _, name, _ in CASES])  # fmt: skip
+def test_it_is_the_only_one_to_complain(sentence: str, case: Case) -> None:
+    assert said(case()) == [(SENTENCES[sentence][0], sentence)]
+
+
+def list_places() -> Iterator[tuple[str, int]]:
+    """Module and line of each call that complains, but for those that hand a complaint on."""
+    for module in (kv, worker, counting):
+        assert module.__file__ is not None
+        tree = ast.parse(Path(module.__file__).read_text())
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        for function in functions:
+            for node in ast.walk(function):
+                match node:
+                    case ast.Call(func=ast.Attribute(attr=name)) if name.startswith("_complain"):
+                        if not function.name.startswith("_complain"):
+                            yield module.__name__, node.lineno
+
+
+def test_everybody_who_complains_is_the_only_one_somewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: set[tuple[str, int]] = set()
+    complain = TaggedKV._complain
+
+    def listen(self: TaggedKV, *args: Any) -> None:
+        frame = sys._getframe(1)
+        while frame.f_code.co_name.startswith("_complain") and frame.f_back is not None:
+            frame = frame.f_back
+        heard.add((frame.f_globals["__name__"], frame.f_lineno))
+        complain(self, *args)
+
+    monkeypatch.setattr(TaggedKV, "_complain", listen)
+    for _, _, case in CASES:
+        case()
+    assert set(list_places()) - heard == set()
+
+
+def test_each_thing_that_a_slot_can_hold_wrongly_is_said_of_both() -> None:
+    """Their sentences are made of two halves, so no line stands for one of them."""
+    both = {name for name in SENTENCES if name.startswith(("attended_slot_", "published_block_"))}
+    assert both <= {sentence for sentence, _, _ in CASES}
+    assert len(both) == 2 * 4
+
+
+# What a voice rests on.
+
+
+def test_a_name_is_the_same_when_names_of_keys_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(names, "MEMO_SIZE_MAX", 2)
+    known = names.PrefixNames(2)
+    keys = [BlockKey(BlockKey(None, (1, 2)), (3, token)) for token in range(6)]
+    before = [list(known.of_key(key)) for key in keys]
+    assert [known.of_key(key) for key in keys] == before
+    assert len({tuple(one) for one in before}) == len(keys)
+
+
+def test_of_tables_that_no_plan_has_told_yet_only_the_length_is_asked() -> None:
+    worker = started()
+    assert worker.check_view(shown(worker, block_tables=((1, 2, 4),)), ()) == []
+
+
+@pytest.mark.parametrize("status", [Status.WAITING, Status.PREEMPTED])
+def test_of_one_that_waits_neither_blocks_nor_counts_are_asked(status: Status) -> None:
+    worker = started()
+    fields = {"status": status, "block_tables": ((),), "num_computed_tokens": 0}
+    assert worker.check_view(shown(worker, **fields)) == []
