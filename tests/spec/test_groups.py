@@ -12,9 +12,10 @@ from groups_support import FULL, WINDOW, attends, chunks, full, window
 from blockstep.spec import Config, Oracle, Policy, Rejected, Request, SpecMethod, Submit
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.memory.groups import compute_max_held_blocks, compute_max_reach
-from blockstep.spec.memory.slots import compute_max_blocks
+from blockstep.spec.memory.slots import compute_max_blocks, revoke_slots
 from blockstep.spec.pool import create_pool
 from blockstep.spec.state import State
+from blockstep.spec.strict import STRICT_RULES
 from blockstep.spec.vocabulary import (
     BlockTables,
     GroupKind,
@@ -199,6 +200,30 @@ def test_drafts_in_flight_hold_the_window_back() -> None:
     assert get_broken_invariants(oracle.state) == ()
 
 
+def test_a_block_that_is_left_before_its_token_is_known_is_never_published() -> None:
+    """Three plans ahead, each token reads itself alone: the null blocks get no key."""
+    config = Config(9, 1, max_frames_in_flight=3, async_scheduling=True, groups=(window(1, 1),))
+    oracle = Oracle(config)
+    oracle.submit(Request("A", (0, 1), max_tokens=4))
+    plans = [oracle.schedule() for _ in range(3)]
+    assert tables(oracle, "A") == ((0, 0, 0, 3),)
+    for plan in plans:
+        oracle.commit(plan, {"A": [7]})
+        assert get_broken_invariants(oracle.state) == ()
+    assert [key.index for key in oracle.state.pool.cached] == [1, 3]
+
+
+def test_a_victim_takes_back_what_it_published_in_blocks_of_each_size() -> None:
+    """Two of its four tokens were computed: of the larger blocks that is one."""
+    oracle = Oracle(Config(9, 1, groups=(full(1), full(2))))
+    oracle.submit(Request("A", (0, 1, 2, 3), max_tokens=2))
+    oracle.schedule()
+    victim = replace(oracle.state.requests["A"], num_computed_tokens=2)
+    pool = revoke_slots(oracle.state.pool, victim, (1, 2), STRICT_RULES)
+    assert [(key.group, key.index) for key in pool.cached] == [(0, 0), (0, 1), (1, 1)]
+    assert len(pool.free_queue) == 8
+
+
 class TestWhatAWindowIsCharged:
     """#39734: the gate and the check at submission count what a window holds, not the prompt."""
 
@@ -360,6 +385,22 @@ class TestInvariants:
         held = state.requests["A"].holdings
         after = changed(state, "A", holdings=(replace(held[0], block_table=(0, 2, 5, 6)), held[1]))
         assert "is_every_attended_block_held" in get_broken_invariants(after)
+
+    def test_what_the_first_draft_in_flight_reads_is_not_null(self) -> None:
+        config = Config(
+            20, 1, max_num_batched_tokens=8, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2,
+            max_frames_in_flight=2, async_scheduling=True, groups=(window(1, 2),),
+        )  # fmt: skip
+        oracle = Oracle(config)
+        oracle.submit(Request("A", (0, 1, 2, 3), max_tokens=9))
+        oracle.schedule()
+        oracle.schedule()
+        (held,) = oracle.state.requests["A"].holdings
+        assert oracle.state.requests["A"].num_computed_tokens == 7
+        for num_null, is_broken in ((4, False), (5, True)):
+            table = (0,) * num_null + held.block_table[num_null:]
+            after = changed(oracle.state, "A", holdings=(replace(held, block_table=table),))
+            assert ("is_every_attended_block_held" in get_broken_invariants(after)) == is_broken
 
     def test_a_window_that_grows_is_found(self) -> None:
         """Of seven tokens, three of the window and four of a step, there are four blocks."""
