@@ -10,9 +10,10 @@ import pytest
 from groups_support import FULL, WINDOW, attends, chunks, full, window
 
 from blockstep.spec import Config, Oracle, Policy, Rejected, Request, SpecMethod, Submit
+from blockstep.spec.hashing import extend_block_keys
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.memory.groups import compute_max_held_blocks, compute_max_reach
-from blockstep.spec.memory.slots import compute_max_blocks, revoke_slots
+from blockstep.spec.memory.slots import compute_max_blocks, publish_slots, revoke_slots
 from blockstep.spec.pool import create_pool
 from blockstep.spec.state import State
 from blockstep.spec.strict import STRICT_RULES
@@ -207,6 +208,11 @@ def test_a_block_that_is_left_before_its_token_is_known_is_never_published() -> 
     oracle.submit(Request("A", (0, 1), max_tokens=4))
     plans = [oracle.schedule() for _ in range(3)]
     assert tables(oracle, "A") == ((0, 0, 0, 3),)
+    known = replace(oracle.state.requests["A"], output_token_ids=(7, 7))
+    keys = extend_block_keys(known, 1, STRICT_RULES)
+    pool, _ = publish_slots(config, oracle.state.pool, replace(known, block_keys=keys), [4])
+    assert pool.cached[keys[3]] == (3,)
+    assert keys[2] not in pool.cached
     for plan in plans:
         oracle.commit(plan, {"A": [7]})
         assert get_broken_invariants(oracle.state) == ()

@@ -55,17 +55,17 @@ def compute_max_held_blocks(group: KVGroup, num_slots: int, max_reach: int) -> i
     they begin. Upstream charges a window the whole request, and so never admits some (#39734).
     Source: vLLM 0.19.1 `max_memory_usage_bytes` of each kind, without what cannot happen; P8, P11.
     """
-    num_all = -(-num_slots // group.block_size)
+    size = group.block_size
+    num_all = -(-num_slots // size)
     match group.kind:
         case GroupKind.FULL:
             return num_all
         case GroupKind.SLIDING_WINDOW:
-            num_tokens, stride = group.sliding_window - 1 + max_reach, 1
+            num_tokens, offset = group.sliding_window - 1 + max_reach, size - 1
         case GroupKind.CHUNKED_LOCAL:
-            stride = group.attention_chunk_size
-            num_tokens = stride - 1 + max_reach
+            num_tokens = group.attention_chunk_size - 1 + max_reach
+            offset = size - gcd(group.attention_chunk_size, size)
         case _:
             assert_never(group.kind)
-    # What is attended begins at multiples of the stride: so far into a block at most.
-    offset = group.block_size - gcd(stride, group.block_size)
-    return min(num_all, -(-(offset + num_tokens) // group.block_size))
+    # What is attended begins so far into a block at most: a window anywhere, a chunk not.
+    return min(num_all, -(-(offset + num_tokens) // size))
