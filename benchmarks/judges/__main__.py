@@ -4,7 +4,9 @@
 
 Each sentence, each complaint, each voice of the worker and each call that asks one is switched off,
 one at a time; `--fine` moves boundaries and negates conditions as well. Tests should fail, or the
-exhibits of the museum no longer be found at `safety`. Each survivor is printed as it comes:
+exhibits of the museum no longer be found at `safety`. The whole campaign writes
+benchmarks/results/DATE-judges-Ncore.json and docs/reference/judges.md; a part of it prints only.
+Each survivor is printed as it comes:
 
     python -m benchmarks.judges --only judge/worker          all that stands in these modules
     python -m benchmarks.judges --only 'voice P26'           by the title of the mutants
@@ -12,32 +14,83 @@ exhibits of the museum no longer be found at `safety`. Each survivor is printed 
 
 `--no-museum` is quick: the programs of the museum take minutes to find, and are kept in the folder
 of `--corpus`. With `--journal FILE` a campaign goes on where it ended; with `--again` too, and what
-survived is played once more: for when tests were written.
+survived is played once more: for when tests were written. `--page` makes the page again from the
+last results, after benchmarks/judges/survivors.toml was edited. Exit code 1: a survivor is
+unexplained, a class of survivors.toml explains nothing or too much, or the score is too low.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.judges.campaign import Campaign, Plan, Played, run_campaign
-from benchmarks.judges.mutants import KINDS
+from benchmarks.judges.page import render_page
 from benchmarks.judges.playing import MODULES, UnsoundError
+from benchmarks.judges.results import SCORE_MIN, get_score, is_good, to_json
 from benchmarks.mutation.journal import Journal
+from benchmarks.mutation.results import dump
+from benchmarks.mutation.survivors import Verdicts, judge, read_explanations
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+HOUSE = Path(__file__).resolve().parents[2]
+RESULTS = HOUSE / "benchmarks" / "results"
+PAGE = HOUSE / "docs" / "reference" / "judges.md"
+SURVIVORS = Path(__file__).with_name("survivors.toml")
+NUM_FINE = 300
+"""Finer changes of the whole campaign."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Play the campaign and say who survived."""
+    """Play the campaign and say who survived, or make its page again."""
     args = parse_arguments(arguments)
-    plan = Plan(
+    explanations = read_explanations(SURVIVORS)
+    if args.page:
+        files = sorted(RESULTS.glob("*-judges-*.json"))
+        if not files:
+            print(f"no results in {RESULTS}: run `make judges` first", file=sys.stderr)
+            return 2
+        return write_page(judge(json.loads(files[-1].read_text()), explanations))
+    plan = make_plan(args)
+    is_whole = plan == Plan(
+        fine=plan.fine, seed=plan.seed, jobs=plan.jobs, corpus=plan.corpus, again=plan.again
+    )
+    try:
+        campaign = play(plan, Journal(args.journal))
+    except (LookupError, UnsoundError) as error:
+        print(f"judges: {error}", file=sys.stderr)
+        return 2
+    results = to_json(campaign, say_command(sys.argv[1:]))
+    file = args.json
+    if file is None and is_whole and plan.fine != 0:
+        day = results["runs"][0]["day"]
+        file = RESULTS / f"{day}-judges-{os.cpu_count()}core.json"
+    if file is not None:
+        file.write_text(dump(results), encoding="utf-8")
+    verdicts = judge(results, explanations, is_whole and plan.fine != 0)
+    return write_page(verdicts) if file is not None and is_whole else report(verdicts)
+
+
+def write_page(verdicts: Verdicts) -> int:
+    """Write the page and say what came out; the exit code of the process."""
+    PAGE.write_text(render_page(verdicts), encoding="utf-8")
+    return report(verdicts)
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """What the options ask for."""
+    is_part = bool(args.only or args.sample is not None)
+    few = 0 if is_part else NUM_FINE
+    return Plan(
         only=tuple(args.only or ()),
-        fine=args.fine,
+        fine=few if args.fine == 0 else None if args.fine < 0 else args.fine,
         sample=args.sample,
         seed=args.seed,
         jobs=max(args.jobs, 1),
@@ -46,12 +99,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         corpus=args.corpus,
         again=args.again,
     )
-    try:
-        campaign = play(plan, Journal(args.journal))
-    except (LookupError, UnsoundError) as error:
-        print(f"judges: {error}", file=sys.stderr)
-        return 2
-    return report(campaign)
+
+
+def say_command(arguments: Sequence[str]) -> str:
+    """The command without the files that it wrote, which change no result."""
+    files = {"--journal", "--json", "--corpus"}
+    pairs = pairwise(["", *arguments])
+    said = [word for before, word in pairs if word not in files and before not in files]
+    return " ".join(["python -m benchmarks.judges", *said])
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -64,17 +119,27 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", help="mutants whose module or title begins so: judge/worker"
     )
-    parser.add_argument("--fine", action="store_true", help="with the finer changes")
+    parser.add_argument(
+        "--fine",
+        type=int,
+        nargs="?",
+        default=0,
+        const=-1,
+        metavar="N",
+        help=f"finer changes: all, or so many, drawn by the seed; the whole campaign: {NUM_FINE}",
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--sample", type=int, help="so many mutants, drawn by the seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tests", action="append", help="test modules, instead of those chosen")
     parser.add_argument("--no-museum", dest="museum", action="store_false", help="tests only")
     parser.add_argument("--corpus", type=Path, help="a folder for the programs of the museum")
+    parser.add_argument("--json", type=Path, help="where the results go")
     parser.add_argument(
         "--journal", type=Path, help="where each result is kept, to go on after an interruption"
     )
     parser.add_argument("--again", action="store_true", help="play what survived once more")
+    parser.add_argument("--page", action="store_true", help="only make the page again")
     return parser.parse_args(arguments)
 
 
@@ -102,20 +167,24 @@ def say(played: Played) -> None:
         print(f"SURVIVED {mutant.title}\n    {where} ({met})  {played.change}", flush=True)
 
 
-def report(campaign: Campaign) -> int:
+def report(verdicts: Verdicts) -> int:
     """Say what came out; the exit code of the process."""
-    for kind in KINDS:
-        outcomes = [one.outcome for one in campaign.played if one.mutant.kind == kind]
-        made = [one for one in outcomes if one.killed_by != "no change"]
-        if made:
-            killed = sum(bool(one.killed_by) for one in made)
-            by = {name: sum(one.killed_by == name for one in made) for name in KILLERS}
-            parts = ", ".join(f"{name} {count}" for name, count in by.items() if count)
-            print(f"{kind:<10} {killed / len(made):6.1%}  {killed:>4} of {len(made):<4} {parts}")
-    return int(any(not one.outcome.killed_by for one in campaign.played))
-
-
-KILLERS = ("tests", "museum", "hang", "crash")
+    results = verdicts.results
+    for row in results["modules"]:
+        score, by = verdicts.score(row["module"]), row["killed"]
+        parts = ", ".join(f"{name} {count}" for name, count in by.items())
+        shares = f"{score.of_all:6.1%}  told apart {score.of_told_apart:6.1%}"
+        print(f"{row['module']:<10} {shares}  {score.killed:>4} of {score.mutants:<4} {parts}")
+    for one in verdicts.unexplained:
+        print(f"UNEXPLAINED {one['module']} {one['function']}\n  {one['change']}")
+    for said in verdicts.idle:
+        print(f"EXPLAINS NOTHING {said.what or said.why}")
+    for said in verdicts.overfull:
+        what = f"{verdicts.count(said)}, at most {said.most}: {said.what or said.why}"
+        print(f"EXPLAINS TOO MUCH {what}")
+    told = f"{len(results['survivors'])} survivors, {len(verdicts.unexplained)} unexplained"
+    print(f"{told}; told apart {get_score(results, verdicts):.1%}, wanted {SCORE_MIN:.0%}")
+    return 0 if is_good(verdicts) else 1
 
 
 if __name__ == "__main__":

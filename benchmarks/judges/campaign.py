@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -13,7 +14,15 @@ from typing import Any
 
 from benchmarks.judges.listed import find_listed
 from benchmarks.judges.museum import Corpus, make_corpus
-from benchmarks.judges.mutants import KINDS, Mutant, Source, find_all, mark, read_sources
+from benchmarks.judges.mutants import (
+    KINDS,
+    Mutant,
+    Source,
+    find_all,
+    get_function,
+    mark,
+    read_sources,
+)
 from benchmarks.judges.playing import (
     MODULES,
     WALL_SECONDS,
@@ -35,10 +44,10 @@ class Plan:
 
     only: tuple[str, ...] = ()
     """How a module, or the title of a mutant, begins."""
-    fine: bool = False
-    """With the finer changes."""
+    fine: int | None = 0
+    """So many of the finer changes, drawn by the seed; None: all."""
     sample: int | None = None
-    """So many mutants, drawn by the seed."""
+    """So many mutants of any class, drawn by the seed."""
     seed: int = 0
     jobs: int = 1
     tests: tuple[str, ...] = MODULES
@@ -65,7 +74,8 @@ class Campaign:
 
     plan: Plan
     played: list[Played] = field(default_factory=list)
-    texts: dict[str, str] = field(default_factory=dict)
+    found: dict[str, int] = field(default_factory=dict)
+    """Mutants in the text, by class, played or not."""
     num_tests: int = 0
     num_programs: int = 0
     seconds: float = 0.0
@@ -81,7 +91,7 @@ def find_mutants(sources: Mapping[str, Source], plan: Plan) -> list[Mutant]:
     Raises:
         LookupError: no mutant begins so.
     """
-    found = [*find_listed(sources), *find_all(sources, plan.fine)]
+    found = [*find_listed(sources), *find_all(sources, plan.fine != 0)]
     if plan.only:
         found = [one for one in found if f"{one.module} {one.title}".startswith(plan.only)
                  or one.title.startswith(plan.only)]  # fmt: skip
@@ -91,9 +101,16 @@ def find_mutants(sources: Mapping[str, Source], plan: Plan) -> list[Mutant]:
             f"no mutant begins with {' or '.join(plan.only)}: name a kind ({kinds}), a title "
             "(`voice P26`) or a module (`judge/worker`)"
         )
-    if plan.sample is not None and plan.sample < len(found):
-        found = random.Random(plan.seed).sample(found, plan.sample)  # noqa: S311
+    found = _draw(found, plan.sample, plan.seed)
+    fine = [one for one in found if one.kind == "fine"]
+    found = [one for one in found if one.kind != "fine"] + _draw(fine, plan.fine, plan.seed)
     return sorted(found, key=lambda one: (KINDS.index(one.kind), one.module, one.lines, one.name))
+
+
+def _draw(mutants: list[Mutant], count: int | None, seed: int) -> list[Mutant]:
+    if count is None or count >= len(mutants):
+        return mutants
+    return random.Random(seed).sample(mutants, count)  # noqa: S311
 
 
 def run_campaign(
@@ -107,8 +124,10 @@ def run_campaign(
     """
     started = time.perf_counter()
     sources = read_sources()
-    campaign = Campaign(plan, texts={name: make_key(one.text) for name, one in sources.items()})
+    campaign = Campaign(plan)
     mutants = find_mutants(sources, plan)
+    everything = (*find_listed(sources), *find_all(sources, fine=True))
+    campaign.found = dict(Counter(one.kind for one in everything))
     corpus: Corpus = make_corpus(plan.corpus, plan.seed, tell) if plan.museum else {}
 
     def work(session: Session) -> None:
@@ -169,7 +188,8 @@ def _work(
 
 
 def _make_key(mutant: Mutant, source: Source) -> str:
-    return make_key(source.text, mutant.title)
+    """A result is good as long as the function around the change is the same."""
+    return make_key(get_function(source, mutant.function), mutant.title)
 
 
 def _read(result: dict[str, Any] | signal.Signals | None) -> Outcome:

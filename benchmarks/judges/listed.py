@@ -56,7 +56,8 @@ def find_listed(sources: Mapping[str, Source]) -> Iterator[Mutant]:
         body = sorted({line for *_, line in code.co_lines() if line})
         lines = (body[1], body[1]) if len(body) > 1 else (body[0], body[0])
         function, file = one.judge.__name__, f"{module}.py"
-        assert file in sources, file
+        if file not in sources:
+            continue
         for name, held in lists.items():
             if name != "properties.CHECKS_OF" and _is_in(one, held):
                 listed = (title, name)

@@ -18,17 +18,17 @@ from blockstep.conformance.museum import EXHIBITS, build
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.protocol.program_file import read_program, write_program
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.conformance.search.check import check
 from blockstep.conformance.search.episodes import run_episode
 from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.shrink import shrink
 from blockstep.spec.vocabulary import Config
 
 CLEAN = "clean"
 SHOWN, HIDDEN = "shown", "hidden"
 NUM_CLEAN = 12
 """Clean programs of each kind."""
-EVENTS_MAX = 20_000
-"""For each exhibit; most that fall do so in a tenth of it."""
+BUDGETS = {"tiny": 4_000, "small": 16_000}
+"""Events for each exhibit, by preset; most that fall do so in a tenth of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,7 @@ def play_entry(entry: Entry) -> bool:
     """Whether a program comes to what it should: a finding, or none."""
     make_engine = make_engine_of(entry.engine, entry.how)
     if entry.program is None:
-        target = f"{__name__}:{entry.engine}.{entry.how}"
-        return run_episode(CheckOptions(engine=target), entry.episode, make_engine).first is None
+        return run_episode(CheckOptions(), entry.episode, make_engine).first is None
     return bool(run_program(entry.program, make_engine)[1])
 
 
@@ -106,17 +105,16 @@ def make_corpus(
 
 def find_program(exhibit: str, how: str, seed: int) -> Program | None:
     """The shrunk program with which an exhibit falls at `safety`; None if it does not."""
-    target = f"{__name__}:{exhibit}.{how}"
-    result = check(CheckOptions(engine=target, seed=seed, max_events=EVENTS_MAX))
-    return None if result.failure is None else result.failure.program
-
-
-def __getattr__(name: str) -> Callable[[Config], Any]:
-    """`benchmarks.judges.museum:zombie-key.hidden` is a factory, as `blockstep check` wants one."""
-    engine, _, how = name.rpartition(".")
-    if (engine in EXHIBITS or engine == CLEAN) and how in (SHOWN, HIDDEN):
-        return make_engine_of(engine, how)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    make_engine = make_engine_of(exhibit, how)
+    for preset, num_events in BUDGETS.items():
+        options = CheckOptions(engine=exhibit, preset=preset, seed=seed)
+        played, index = 0, 0
+        while played < num_events:
+            episode = run_episode(options, index, make_engine)
+            played, index = played + episode.num_events, index + 1
+            if episode.first is not None and episode.program is not None:
+                return shrink(episode.program, make_engine, episode.first).program
+    return None
 
 
 def _read(file: Path | None) -> Program | None:

@@ -17,6 +17,7 @@ import ast
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,17 @@ WIRING = (
     *(
         f"lockstep/{name}.py"
         for name in (
-            *("driver", "safety", "liveness", "plans", "renamed", "scoped", "exchange", "excuses"),
+            *(
+                "driver",
+                "safety",
+                "liveness",
+                "plans",
+                "renamed",
+                "scoped",
+                "exchange",
+                "excuses",
+                "refusable",
+            ),
         )
     ),
     "search/check.py",
@@ -74,7 +85,7 @@ class Mutant:
     kind: str
     """`sentence`, `kind`, `complaint`, `wiring`, `voice` or `fine`."""
     name: str
-    """Stable as long as the function is: `pool.null_block_is_nobodys 1`."""
+    """Stable as long as the function is: `pool.every_block_is_free_or_held 1`."""
     module: str
     """As it is called in the wing: `judge/properties/pool.py`."""
     function: str
@@ -126,7 +137,10 @@ def find_all(sources: Mapping[str, Source], fine: bool = False) -> list[Mutant]:
 
 def find_mutants(source: Source, neutral: Mapping[str, str], fine: bool = False) -> list[Mutant]:
     """What can be taken from one module."""
-    name, text = source.module, Text(source.text)
+    name = source.module
+    if not name.startswith((*SENTENCES, *VOICES, *WIRING, *FINE)):
+        return []
+    text = Text(source.text)
     found: list[Mutant] = []
     is_wiring = name in WIRING
     if name.startswith(SENTENCES):
@@ -208,7 +222,7 @@ def find_neutral(sources: Sequence[Source] | Any) -> dict[str, str]:
             if isinstance(node, ast.FunctionDef) and node.returns is not None:
                 said = _neutral_of(ast.unparse(node.returns))
                 if said is not None:
-                    neutral[node.name] = said
+                    neutral.setdefault(node.name, said)  # a judge's own stands before others
     return {**neutral, **{name: said for name, said in NEUTRAL_OF.items() if said}}
 
 
@@ -304,7 +318,7 @@ def _says(node: ast.Call) -> str:
         for one in node.args[:3]
         if isinstance(one, ast.Constant) and isinstance(one.value, str)
     ]
-    return " ".join(word for word in words if word) if len(words) >= 2 else ""
+    return " ".join([word for word in words if word][:2]) if len(words) >= 2 else ""
 
 
 def _silence(text: Text, node: ast.Call, nothing: str) -> Edit | None:
@@ -405,6 +419,24 @@ def _fine(module: str, text: Text) -> Iterator[Mutant]:
             lines = text.lines_of(node)
             yield Mutant("fine", f"{label} {counts[label]}", module, function, lines,
                          text.edit(node, new))  # fmt: skip
+
+
+def get_function(source: Source, name: str) -> str:
+    """The text of a function or a method by its qualified name; "" if there is none."""
+    return _list_functions(source.text).get(name, "")
+
+
+@cache
+def _list_functions(text: str) -> dict[str, str]:
+    tree, found = ast.parse(text), {}
+    holders: list[tuple[str, ast.Module | ast.ClassDef]] = [("", tree)]
+    for prefix, holder in holders:
+        for node in holder.body:
+            if isinstance(node, ast.ClassDef):
+                holders.append((f"{prefix}{node.name}.", node))
+            elif isinstance(node, ast.FunctionDef):
+                found[f"{prefix}{node.name}"] = ast.get_source_segment(text, node) or ""
+    return found
 
 
 def make_text(text: str, edit: Edit) -> str:

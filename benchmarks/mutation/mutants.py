@@ -112,8 +112,8 @@ def find_sources(only: Sequence[str] = ()) -> list[Source]:
 
 
 def get_wing(module: str) -> str:
-    """The innermost of the wings that a module is in."""
-    return max((wing for wing in WINGS if module.startswith(f"{wing}/")), key=len)
+    """The innermost of the wings that a module is in; "" for one of another house."""
+    return max((wing for wing in WINGS if module.startswith(f"{wing}/")), key=len, default="")
 
 
 def is_in(module: str, place: str) -> bool:

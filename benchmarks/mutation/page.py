@@ -65,7 +65,7 @@ def render_page(
     if unplayed:
         parts.append(f"Not played yet: {', '.join(f'`{name}`' for name in unplayed)}.\n")
     parts += [HOW.format(least=SCORE_MIN, seconds=EPISODE_SECONDS)]
-    parts += [_render_voices(verdicts.results), _render_survivors(verdicts)]
+    parts += [_render_voices(verdicts.results), render_survivors(verdicts)]
     parts += [_render_runs(verdicts.results), _render_exclusions(verdicts.results)]
     return "\n".join(parts)
 
@@ -110,7 +110,8 @@ def _render_voices(results: Mapping[str, Any]) -> str:
     return f"## Who noticed\n\n{text}that are gone included: {voices}.\n"
 
 
-def _render_survivors(verdicts: Verdicts) -> str:
+def render_survivors(verdicts: Verdicts) -> str:
+    """What survived, and what is said about it."""
     counts = Counter(said.verdict if said else "" for _, said in verdicts.explained)
     words = [f"{counts[name]} *{name}*: {what}" for name, what in VERDICTS.items()]
     text = f"## Survivors\n\n{'; '.join(words)}.\n"

@@ -25,7 +25,7 @@ COMMAND = typer.main.get_command(app)
 """Made once: a runner makes it every time, which takes longer than most of these."""
 LINES_MAX = 5
 REPORT_LINES_MAX = 30
-"""Of a finding: what was seen, the config, and a short program."""
+"""Of a finding without --brief: what was seen, the config, and a short program."""
 
 INVOCATIONS = {
     "": """
@@ -543,6 +543,7 @@ HERE = (
     "replay MOONCAKE",
 )
 SEES_NO_STATE = "arms"
+BRIEFLY = (*HERE, *(f"{line} --brief" for line in HERE))
 BROKEN = [
     *(
         (f"{line} --engine broken_engines:{name}", *end)
@@ -551,7 +552,7 @@ BROKEN = [
     ),
     *(
         (f"{line} --engine broken_engines:{name}", 1, says)
-        for line in HERE
+        for line in BRIEFLY
         for name, says in ANSWERING.items()
         if not (line.startswith(SEES_NO_STATE) and name.endswith("Snapshot"))
     ),
@@ -566,8 +567,11 @@ def test_a_broken_engine_in_this_process(
     assert result.exit_code == code, result.output
     assert says in "".join(result.output.split()) or says in " ".join(result.output.split())
     assert max(map(len, result.output.splitlines())) < 2 * ERROR_CHARS_MAX
-    is_report = line.rpartition(":")[2] in ANSWERING  # with all that is needed to see it
+    is_report = line.rpartition(":")[2] in ANSWERING and "--brief" not in line
     assert len(result.output.splitlines()) <= (REPORT_LINES_MAX if is_report else LINES_MAX)
+    *others, last = result.output.splitlines()
+    if "--brief" in line and others:
+        assert last.split()[:2] == ["reproduce", "blockstep"], "and nothing is wrapped"
 
 
 @pytest.mark.parametrize("command", ["arms", "check --in-process", "explore --preset loop"])
@@ -609,9 +613,8 @@ def test_an_engine_that_cannot_be_imported_is_bad_input(
 def test_a_broken_engine_in_a_process_of_its_own(
     folder: Path, engine: str, code: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = "--preset tiny --budget 300 --jobs 1 --event-seconds 0.5"
+    options = "--preset tiny --budget 300 --jobs 1 --event-seconds 0.5 --brief"
     result = run(folder, f"check {options} --engine {engine}", monkeypatch)
     assert result.exit_code == code, result.output
     assert says in " ".join(result.output.split())
-    if code == 2:
-        assert len(result.output.splitlines()) <= LINES_MAX
+    assert len(result.output.splitlines()) <= LINES_MAX

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import get_args
 
+import pytest
+from play_support.altered import alter, alter_each
+
+from blockstep.conformance.lockstep.plans import NOT_COMPARED as NOT_IN_A_PLAN
+from blockstep.conformance.lockstep.plans import only_plan
 from blockstep.conformance.protocol.compare import (
+    NOT_COMPARED,
     describe_block,
     name_key,
     observation_differences,
     snapshot_differences,
 )
 from blockstep.spec import Config, Oracle, Plan, Request, Snapshot
+from blockstep.spec import vocabulary as v
 from blockstep.spec.vocabulary import Ack, BlockKey, Rejected
 from blockstep.spec.vocabulary.observations import RejectCode
 
@@ -82,3 +90,108 @@ def test_words_for_blocks_and_keys() -> None:
     assert describe_block(snapshot(), 99) == "no such block"
     assert name_key(None) == "-"
     assert name_key(BlockKey(None, tuple(range(9)))) == "#0[0,1,2,3,4,5...]"
+
+
+# Each field, alone.
+
+REQUEST = v.Request(
+    "A",
+    (1, 2),
+    eos_token_id=7,
+    repetition_detection=v.RepetitionDetection(3),
+    adapter="a",
+    cache_salt="s",
+    items=(v.MultiModalItem("i", 0, 1),),
+)
+KEY = BlockKey(BlockKey(None, (0, 1)), (2, 3), "a", "s", (("i", 0),), 1, (4, 5))
+STATE = v.Snapshot(
+    pause_state=v.PauseState.UNPAUSED,
+    waiting=("B",),
+    skipped_waiting=(),
+    running=("A",),
+    requests=(v.RequestSnapshot("A", v.Status.RUNNING), v.RequestSnapshot("B", v.Status.WAITING)),
+    ref_counts=(0, 1, 0),
+    free_queue=(2,),
+    block_keys=(None, KEY, None),
+    cached={KEY: (1,)},
+    frames_in_flight=(0,),
+    next_frame_id=1,
+    finished_req_ids=(),
+    prev_scheduled_req_ids=("A",),
+    stats=v.Stats(),
+)
+ANSWERS: list[v.Observation] = [
+    v.Plan(
+        0,
+        new=(v.NewRow(REQUEST, ((1,),), 0, 2),),
+        cached=(v.CachedRow("B", False, ((2,),), (1, 2), 1, 1, 1),),
+    ),
+    v.Outputs((v.OutputRow("A", (3,), v.FinishReason.STOP, 3),)),
+    v.DraftsTaken(("A",)),
+    v.Aborted(("A",), ("B",)),
+    v.ResetDone(True),
+    v.Rejected(RejectCode.NEVER_FITS, "too long"),
+]
+"""One of each kind that says something, with a value in each field."""
+
+
+def test_every_kind_of_answer_and_record_is_altered() -> None:
+    """A kind that is new is not forgotten: `Ack` has no fields, and `Plan` and others are here."""
+    kinds = {owner for answer in ANSWERS for owner, _, _ in alter_each(answer)}
+    kinds |= {owner for owner, _, _ in alter_each(STATE)}
+    assert {type(answer) for answer in ANSWERS} == {*get_args(v.Observation)} - {v.Ack}
+    assert kinds > {v.NewRow, v.CachedRow, v.OutputRow, v.Request, v.RequestSnapshot, v.Stats}
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
+def test_each_field_of_an_answer_differs_by_its_name(answer: v.Observation) -> None:
+    for owner, name, other in alter_each(answer):
+        found = observation_differences(answer, other)
+        if name in NOT_COMPARED.get(owner, {}):
+            assert found == ()
+        else:
+            assert [row.field.split()[-1] for row in found] == [name], (owner, name)
+
+
+TOLD_AS = {"ref_counts": "block", "request_id": "request"}
+
+
+def test_each_field_of_a_state_differs_by_its_name() -> None:
+    for owner, name, other in alter_each(STATE):
+        words = {word for row in snapshot_differences(STATE, other) for word in row.field.split()}
+        assert TOLD_AS.get(name, name) in words, (owner, name)
+
+
+def test_each_part_of_a_key_makes_another_block() -> None:
+    parts = {name: getattr(KEY, name) for name in BlockKey.__slots__ if name != "_hash"}
+    for name, value in parts.items():
+        other = BlockKey(**{**parts, name: None if name == "parent" else alter(value)})
+        right = replace(STATE, block_keys=(None, other, None), cached={other: (1,)})
+        fields = {row.field.split()[0] for row in snapshot_differences(STATE, right)}
+        assert fields in ({"block", "cached"}, {"block_keys", "cached"}), name
+
+
+def test_order_alone_is_a_difference() -> None:
+    found = snapshot_differences(STATE, replace(STATE, requests=STATE.requests[::-1]))
+    assert {row.field.split()[0] for row in found} == {"requests"}
+    twice = replace(STATE, cached={KEY: (1, 2)})
+    found = snapshot_differences(twice, replace(STATE, cached={KEY: (2, 1)}))
+    assert [(row.expected, row.seen) for row in found] == [("blocks 1, 2", "blocks 2, 1")]
+
+
+def test_what_is_not_compared_has_its_reason() -> None:
+    """All else is: a field is left out where it is declared, and listed with why."""
+    kinds = {owner for record in [*ANSWERS, STATE] for owner, _, _ in alter_each(record)}
+    left_out = {
+        kind: {part.name for part in fields(kind) if not part.compare}
+        for kind in kinds
+        if not all(part.compare for part in fields(kind))
+    }
+    assert left_out == {kind: {*names} for kind, names in NOT_COMPARED.items()}
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: type(answer).__name__)
+def test_at_plan_each_field_is_compared_that_is_not_listed(answer: v.Observation) -> None:
+    for owner, name, other in alter_each(answer):
+        left_out = {*NOT_IN_A_PLAN.get(owner, {}), *NOT_COMPARED.get(owner, {})}
+        assert (only_plan(other) == only_plan(answer)) is (name in left_out), (owner, name)

@@ -96,7 +96,7 @@ def test_every_fault_is_expected_by_name() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str) -> None:
-    found = first_finding(OnKernels(fault=fault), range(40))
+    found = first_finding(OnKernels(fault=fault), range(6))
     assert found is not None
     assert found.sentence == SEEN_BY[fault]
 

@@ -33,6 +33,7 @@ from blockstep.conformance.engine import (
     SamePlans,
     get_traits,
 )
+from blockstep.conformance.judge.properties import CHECKS_OF, RENAMED_CHECKS
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.museum import EXHIBITS, build
 from blockstep.conformance.protocol.findings import Finding, FindingKind
@@ -141,6 +142,20 @@ def test_a_wrong_eviction_shows_when_it_evicts() -> None:
     first = play(FromTheHead, 6000)[0].first
     assert first.kind is FindingKind.DIVERGENCE
     assert any("cached" in difference.field for difference in first.differences)
+
+
+def test_at_renamed_all_sentences_are_asked_but_those_that_quote_the_free_queue() -> None:
+    left_out = {
+        kind.__name__: sorted({one.sentence for one in checks if one not in RENAMED_CHECKS[kind]})
+        for kind, checks in CHECKS_OF.items()
+    }
+    assert {kind: names for kind, names in left_out.items() if names} == {
+        "Schedule": [
+            "new_blocks_come_from_the_head_of_the_free_queue",
+            "preempted_tail_is_evicted_first",
+        ],
+        **{kind: ["freed_tail_is_evicted_first"] for kind in ("Commit", "Abort", "Reset")},
+    }
 
 
 def test_each_canary_is_caught() -> None:

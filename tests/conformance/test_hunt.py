@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from blockstep.conformance.engine import (
 )
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.museum import EXHIBITS, build
-from blockstep.conformance.protocol.findings import FindingKind
+from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Answer, Program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
@@ -40,7 +41,7 @@ from blockstep.conformance.search.forgiving import (
     follow,
     read_cause,
 )
-from blockstep.conformance.search.found import HuntResult
+from blockstep.conformance.search.found import Defect, HuntResult, gather
 from blockstep.conformance.search.hunt import call_here, hunt
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.conformance.search.wrapped import hide_state, unwrapped
@@ -293,10 +294,54 @@ def test_an_engine_that_raises_in_two_places_after_the_same_act_has_one_defect()
 def test_a_symptom_is_what_comes_of_the_other_and_not_what_holds_it_by_chance() -> None:
     cause, symptom = Mark("property P1 a_b"), Mark("property P3 c_d", means=frozenset({"hits"}))
     more = replace(symptom, means=frozenset({"hits", "preempts"}))
-    assert Symptoms(symptom).is_symptom_of(Symptoms(cause, onward=frozenset({more})))
-    assert Symptoms(symptom, beside=frozenset({cause})).is_symptom_of(Symptoms(cause))
-    assert not Symptoms(cause, onward=frozenset({more})).is_symptom_of(Symptoms(symptom))
-    assert not Symptoms(symptom).is_symptom_of(Symptoms(cause))
+    assert Symptoms(symptom).comes_of(Symptoms(cause, onward=frozenset({more})))
+    assert not Symptoms(cause, onward=frozenset({more})).comes_of(Symptoms(symptom))
+    assert not Symptoms(symptom).comes_of(Symptoms(cause))
+
+
+def test_what_comes_of_a_defect_cannot_do_without_its_means() -> None:
+    """Two meet in one program: a victim's token is lost, and a whole prompt is hit."""
+    lost = Mark("property P13 a_b", means=frozenset({"hits", "preempts"}))
+    shared = Mark("property P2 c_d", means=frozenset({"hits"}))
+    met = replace(shared, means=lost.means)
+    assert not Symptoms(shared).comes_of(Symptoms(lost, onward=frozenset({met})))
+    assert Symptoms(met).comes_of(Symptoms(lost, onward=frozenset({met})))
+
+
+def test_what_comes_at_the_same_event_is_one_if_neither_comes_alone() -> None:
+    one, other = Mark("property P3 a_b"), Mark("property P24 c_d")
+    longer = Symptoms(one, frozenset({other}), length=9)
+    assert longer.comes_with(Symptoms(other, frozenset({one}), length=3))
+    alone = Symptoms(other, length=3)  # which may be in the longer one by chance
+    assert not longer.comes_with(alone)
+    assert not alone.comes_with(longer)
+    assert not longer.comes_of(alone)
+    assert replace(longer, length=3).comes_of(alone)
+
+
+def test_a_plan_that_is_out_of_shape_is_one_defect_by_any_of_its_sentences() -> None:
+    """A row of a wrong length: what is told first depends on the bounds of the config."""
+    model, drafts, table = (Mark(f"property {it} a_b") for it in ("P9", "P24", "P26"))
+    assert Symptoms(model, frozenset({drafts}), length=9).comes_with(Symptoms(drafts, length=3))
+    assert Symptoms(model, frozenset({table})).comes_with(Symptoms(drafts, frozenset({table})))
+    assert not Symptoms(model).comes_with(Symptoms(drafts, frozenset({table})))
+
+
+def test_failures_are_gathered_however_they_come() -> None:
+    """The second and the third say the same, and the third comes with the first."""
+    first, second = Mark("property P24 a_b"), Mark("property P26 c_d")
+    with_first = Symptoms(second, frozenset({first}), length=9)
+    found = [Symptoms(first, frozenset({second}), length=5), Symptoms(second, length=3), with_first]
+    apart = Symptoms(Mark("property P3 e_f"))
+    for order in itertools.permutations([*found, apart]):
+        groups = gather(make_defect(symptoms) for symptoms in order)
+        assert sorted(len(group.defects) for group in groups) == [1, 3]
+
+
+def make_defect(symptoms: Symptoms) -> Defect:
+    _, property_id, sentence = symptoms.own.saying.split()
+    finding = Finding(FindingKind.PROPERTY, property_id, sentence, "")
+    return Defect((), finding, CheckOptions(), 0, symptoms.length, 0, symptoms)
 
 
 def test_what_a_program_can_do_without_is_no_means_of_it() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from foreign_support.toys import AbortingToy, fit_config
 
-from blockstep.conformance.lockstep.driver import drain_bound
-from blockstep.conformance.lockstep.liveness import LINES_MAX, Watch, is_same_state
+from blockstep.conformance.lockstep.liveness import LINES_MAX, Watch, drain_bound, is_same_state
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.program import Drain, Program

@@ -28,6 +28,7 @@ from blockstep.spec.vocabulary import (
     Event,
     Observation,
     Plan,
+    Rejected,
     Request,
     Schedule,
     Submit,
@@ -62,7 +63,7 @@ class Turns(SpecEngine):
             if self.due is not None:
                 raise EngineFault("a turn is not over")
             self.due, self.launched = self.launched, seen.frame_id if seen.rows else None
-        elif isinstance(event, Commit):
+        elif isinstance(event, Commit) and not isinstance(seen, Rejected):
             if self.due != event.frame_id:
                 raise EngineFault("no turn is there to answer it")
             self.due = None

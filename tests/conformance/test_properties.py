@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
+from play_support.altered import alter_each
 from play_support.play import (
     CONFIG,
     A,
@@ -25,6 +27,7 @@ from play_support.play import (
 from play_support.scenes import (
     LONG,
     aborted,
+    aborted_before_it_ran,
     admitted,
     ahead,
     ahead_four_deep,
@@ -49,6 +52,7 @@ from play_support.scenes import (
     hitting_a_copy,
     idle,
     last_token_in_flight,
+    one_of_three_aborted,
     passing_over,
     passing_over_by_priority,
     passing_over_in_pipeline,
@@ -62,10 +66,12 @@ from play_support.scenes import (
     publishing,
     publishing_at_the_end,
     refused,
+    refused_a_plan_too_many,
     refused_for_size,
     refused_out_of_order,
     reset_done,
     reset_forced,
+    reset_forced_with_one_waiting,
     reset_refused,
     rolled_back,
     rolled_back_ahead,
@@ -97,15 +103,20 @@ from blockstep.spec.vocabulary import (
     Drafts,
     DraftsTaken,
     FinishReason,
+    GrammarReady,
     NewRow,
     OutputRow,
     Outputs,
     PauseState,
+    Plan,
     RejectCode,
     Rejected,
     RequestSnapshot,
+    Reset,
     RowTokens,
     Schedule,
+    SetPause,
+    Snapshot,
     Stats,
     Status,
     Submit,
@@ -166,6 +177,19 @@ def preempted_instead(step: Step, name: str, other: str) -> Step:
     """Another one than `name` was preempted."""
     bent = changed(step, name, status=Status.RUNNING)
     return changed(bent, other, status=Status.PREEMPTED)
+
+
+def one_key_more(step: Step) -> Step:
+    return after(step, block_keys=(*step.after.block_keys, None))
+
+
+def losing_a_block(step: Step) -> Step:
+    return after(step, free_queue=step.after.free_queue[1:])
+
+
+def counting_a_query(step: Step) -> Step:
+    stats = step.after.stats
+    return after(step, stats=replace(stats, prefix_cache_queries=stats.prefix_cache_queries + 1))
 
 
 def forgetting(step: Step, name: str) -> Step:
@@ -809,14 +833,199 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
         refused_out_of_order,
         lambda s: replace(s, observation=Rejected(RejectCode.UNKNOWN_FRAME)),
     ),
+    # Complaints of one sentence.
+    (
+        "request_without_a_row_stays_the_same",
+        blocked,
+        lambda s: after(s, requests=(*s.after.requests, RequestSnapshot("Z", Status.WAITING))),
+    ),
+    (
+        "row_advances_by_what_it_runs",
+        admitted,
+        lambda s: with_row(s, "A", num_computed_tokens=4, num_scheduled_tokens=2),
+    ),
+    ("plan_has_its_place_in_the_sequence", idle, lambda s: observed(s, frame_id=7)),
+    ("plan_has_its_place_in_the_sequence", admitted, lambda s: after(s, next_frame_id=7)),
+    ("plan_has_its_place_in_the_sequence", admitted, lambda s: after(s, frames_in_flight=())),
+    ("plan_tells_who_ended", hitting, lambda s: after(s, finished_req_ids=("A",))),
+    (
+        "rows_stand_in_the_order_of_the_running_list",
+        admitted,
+        lambda s: after(s, running=("A",)),
+    ),
+    (
+        "rows_stand_in_the_order_of_the_running_list",
+        back_again,
+        lambda s: observed(s, cached=s.plan.cached[::-1]),
+    ),
+    (
+        "cache_map_and_blocks_agree",
+        admitted,
+        lambda s: after(s, cached={**s.after.cached, BlockKey(None, (6,)): ()}),
+    ),
+    (
+        "cache_map_and_blocks_agree",
+        admitted,
+        lambda s: after(s, cached={key: at * 2 for key, at in s.after.cached.items()}),
+    ),
+    (
+        "abort_ends_exactly_the_unfinished_it_names",
+        aborted,
+        lambda s: after(s, requests=s.before.requests),
+    ),
+    (
+        "forced_reset_preempts_all_who_run",
+        reset_forced_with_one_waiting,
+        lambda s: changed(s, "C", num_cached_tokens=3),
+    ),
+    (
+        "counters_stay_within_what_is_known",
+        admitted,
+        lambda s: changed(s, "A", num_cached_blocks=(9,)),
+    ),
+    (
+        "counters_stay_within_what_is_known",
+        admitted,
+        lambda s: changed(s, "A", num_cached_blocks=(-1,)),
+    ),
+    (
+        "counters_stay_within_what_is_known",
+        admitted,
+        lambda s: changed(s, "A", block_tables=((),)),
+    ),
+    ("counters_stay_within_what_is_known", ahead, lambda s: changed(s, "A", num_computed_tokens=6)),
+    ("counters_stay_within_what_is_known", ahead, lambda s: changed(s, "A", num_computed_tokens=8)),
+    (
+        "only_running_requests_hold_anything",
+        preempting,
+        lambda s: changed(s, "B", num_cached_blocks=(1,)),
+    ),
+    (
+        "only_running_requests_hold_anything",
+        preempting,
+        lambda s: changed(s, "B", block_tables=((5,),)),
+    ),
+    # Events of each kind.
+    ("pool_keeps_its_size", committed, one_key_more),
+    ("pool_keeps_its_size", reset_done, one_key_more),
+    ("every_request_stands_in_one_queue", committed, lambda s: after(s, running=s.before.running)),
+    ("row_advances_by_what_it_runs", chunked, lambda s: changed(s, "A", output_token_ids=(1,))),
+    ("row_advances_by_what_it_runs", admitted, lambda s: changed(s, "A", grammar_ready=True)),
+    (
+        "row_advances_by_what_it_runs",
+        preempted_again,
+        lambda s: changed(s, "A", num_cached_blocks=(1,)),
+    ),
+    ("event_leaves_other_requests_alone", drafted, lambda s: after(s, requests=())),
+    (
+        "event_leaves_other_requests_alone",
+        grammar_ready,
+        lambda s: after(s, requests=s.after.requests * 2),
+    ),
+    ("pool_keeps_its_size", aborted, one_key_more),
+    ("every_block_is_free_or_held", committed, losing_a_block),
+    ("every_block_is_free_or_held", aborted, losing_a_block),
+    ("every_block_is_free_or_held", reset_done, losing_a_block),
+    (
+        "block_still_to_be_written_has_one_holder",
+        rolled_back,
+        lambda s: with_count(s, table_of(s, "A")[-1], 2),
+    ),
+    (
+        "block_still_to_be_written_is_not_published",
+        rolled_back,
+        lambda s: with_key(s, table_of(s, "A")[-1], BlockKey(None, (3, 4))),
+    ),
+    ("cache_map_and_blocks_agree", publishing, lambda s: after(s, cached={})),
+    ("cache_map_and_blocks_agree", aborted, lambda s: after(s, cached={})),
+    ("cache_map_and_blocks_agree", reset_refused, lambda s: after(s, cached={})),
+    (
+        "counters_stay_within_what_is_known",
+        aborted,
+        lambda s: changed(s, "A", num_output_placeholders=1),
+    ),
+    (
+        "counters_stay_within_what_is_known",
+        reset_forced,
+        lambda s: changed(s, "A", num_output_placeholders=1),
+    ),
+    (
+        "only_running_requests_hold_anything",
+        delivering_to_the_preempted,
+        lambda s: changed(s, "B", spec_token_ids=(1,)),
+    ),
+    (
+        "only_running_requests_hold_anything",
+        aborted_before_it_ran,
+        lambda s: changed(s, "A", num_computed_tokens=1),
+    ),
+    (
+        "only_running_requests_hold_anything",
+        reset_forced,
+        lambda s: changed(s, "A", spec_token_ids=(1,)),
+    ),
+    ("preempted_request_starts_again", reset_forced, lambda s: changed(s, "A", num_preemptions=0)),
+    ("every_request_stands_in_one_queue", admitted, lambda s: after(s, waiting=("C",))),
+    ("every_request_stands_in_one_queue", aborted, lambda s: after(s, running=())),
+    ("every_request_stands_in_one_queue", reset_forced, lambda s: after(s, waiting=())),
+    (
+        "queues_lose_exactly_the_ended",
+        one_of_three_aborted,
+        lambda s: after(s, running=s.after.running[::-1]),
+    ),
+    (
+        "stale_or_wrong_event_is_refused",
+        refused_a_plan_too_many,
+        lambda s: replace(s, observation=Plan(3)),
+    ),
+    ("stale_or_wrong_event_is_refused", aborted, lambda s: replace(s, event=Abort("C"))),  # type: ignore[arg-type]
+    (
+        "stale_or_wrong_event_is_refused",
+        grammar_ready,
+        lambda s: replace(s, event=GrammarReady("nobody")),
+    ),
+    (
+        "stale_or_wrong_event_is_refused",
+        grammar_ready,
+        lambda s: replace(s, event=GrammarReady("C")),
+    ),
+    ("stale_or_wrong_event_is_refused", pausing, lambda s: replace(s, event=SetPause("?"))),  # type: ignore[arg-type]
+    ("stale_or_wrong_event_is_refused", reset_done, lambda s: replace(s, event=Reset(3))),  # type: ignore[arg-type]
+    ("event_leaves_other_requests_alone", submitted, lambda s: changed(s, "C", num_preemptions=1)),
+    (
+        "event_leaves_other_requests_alone",
+        grammar_ready,
+        lambda s: changed(s, "C", num_preemptions=1),
+    ),
+    (
+        "event_leaves_other_requests_alone",
+        grammar_ready,
+        lambda s: changed(s, "A", num_preemptions=1),
+    ),
+    *(
+        ("counters_grow_by_what_happened", scene, counting_a_query)
+        for scene in (submitted, drafted, aborted, grammar_ready, pausing)
+    ),
+    (
+        "attached_drafts_are_the_last_proposed_ones",
+        rolled_back,
+        lambda s: changed(s, "A", spec_token_ids=(1,)),
+    ),
+    ("ended_are_kept_for_the_next_plan", committed, lambda s: after(s, finished_req_ids=())),
 ]
+
+
+@cache
+def stage(scene: Callable[[], Play]) -> Play:
+    """A play that many cases bend, each in its own way."""
+    return scene()
 
 
 @pytest.mark.parametrize(
     ("sentence", "scene", "bend"), CASES, ids=[f"{i}-{case[0]}" for i, case in enumerate(CASES)]
 )
 def test_a_wrong_step_is_accused(sentence: str, scene: Callable[[], Play], bend: Bend) -> None:
-    play = scene()
+    play = stage(scene)
     judge = CHECKS[sentence]
     if type(play.step.event) in judge.kinds and not isinstance(play.step.observation, Rejected):
         assert judge(play.step, play.ledger) == []
@@ -829,8 +1038,56 @@ def test_a_wrong_step_is_accused(sentence: str, scene: Callable[[], Play], bend:
     assert sentence in {each.sentence for each in check_step(wrong, play.ledger)}
 
 
-def test_every_sentence_has_a_wrong_step() -> None:
-    assert {case[0] for case in CASES} == CHECKS.keys()
+FRAMES = ("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids")
+POOL = ("ref_counts", "free_queue", "block_keys", "cached")
+QUEUES = ("waiting", "skipped_waiting", "running")
+STILL: list[tuple[Callable[[], Play], tuple[str, ...]]] = [
+    (submitted, ("pause_state", "running", *POOL, *FRAMES, "finished_req_ids")),
+    (drafted, ("pause_state", *QUEUES, *POOL, *FRAMES, "finished_req_ids")),
+    (grammar_ready, ("pause_state", *QUEUES, *POOL, *FRAMES, "finished_req_ids")),
+    (pausing, (*QUEUES, *POOL, *FRAMES, "finished_req_ids", "requests")),
+    (admitted, ("pause_state",)),
+    (committed, ("pause_state", "block_keys", "cached", "next_frame_id", "prev_scheduled_req_ids")),
+    (publishing, ("pause_state", "next_frame_id", "prev_scheduled_req_ids")),
+    (aborted, ("pause_state", "block_keys", "cached", *FRAMES)),
+    (reset_forced, ("pause_state", "frames_in_flight", "next_frame_id", "finished_req_ids")),
+]
+"""What is no business of an event, one of each kind."""
+
+
+@pytest.mark.parametrize(("scene", "names"), STILL, ids=[scene.__name__ for scene, _ in STILL])
+def test_an_event_leaves_alone_what_it_is_not_about(
+    scene: Callable[[], Play], names: tuple[str, ...]
+) -> None:
+    """These fields and no others: more is for other sentences to say."""
+    play, judge = stage(scene), CHECKS["event_leaves_alone_what_it_is_not_about"]
+    for owner, name, state in alter_each(play.step.after):
+        if owner is Snapshot and state != play.step.after:
+            accused = bool(judge(replace(play.step, after=state), play.ledger))
+            assert accused is (name in names), name
+
+
+@pytest.mark.parametrize("scene", [scene for scene, _ in STILL] + [preempting, refused, gap])
+def test_whatever_changes_in_a_state_somebody_says_so(scene: Callable[[], Play]) -> None:
+    """Each field of a state and of the requests in it, changed alone, is no state to come to."""
+    play = stage(scene)
+    for owner, name, state in alter_each(play.step.after):
+        if state != play.step.after:
+            step = replace(play.step, after=state)
+            assert check_step(step, play.ledger), (owner.__name__, name)
+
+
+def test_every_sentence_has_a_wrong_step_of_each_kind_of_event() -> None:
+    tried: set[tuple[str, type]] = {
+        ("event_leaves_alone_what_it_is_not_about", type(stage(scene).step.event))
+        for scene, _ in STILL
+    }
+    for sentence, scene, bend in CASES:
+        step = bend(stage(scene).step)
+        is_refused = isinstance(step.observation, Rejected)
+        tried.add((sentence, Rejected if is_refused else type(step.event)))
+    assert tried >= {(name, kind) for name, each in CHECKS.items() for kind in each.kinds}
+    assert {name for name, _ in tried} == CHECKS.keys()
 
 
 def test_one_alone_may_preempt_itself_for_tokens_that_it_is_promised() -> None:

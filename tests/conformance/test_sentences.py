@@ -6,8 +6,10 @@ before, and a bend of what came of it. A sentence without a case says nothing th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
@@ -36,6 +38,7 @@ from play_support.scenes import (
     blocked,
     chunked,
     committed,
+    delivering_to_the_preempted,
     drafted,
     drafted_in_pipeline,
     grammar_ready,
@@ -59,16 +62,33 @@ from play_support.scenes import (
     taking_turns,
 )
 
-from blockstep.conformance.judge.properties import PROPERTIES, Step, check_step
+from blockstep.conformance.engine import EngineTraits, Safety
+from blockstep.conformance.judge import answers
+from blockstep.conformance.judge.answers import JUDGED
+from blockstep.conformance.judge.properties import (
+    CHECKS_OF,
+    PROPERTIES,
+    RENAMED_CHECKS,
+    Step,
+    check_step,
+)
+from blockstep.conformance.judge.worker.counting import CountingWorker
+from blockstep.conformance.lockstep.safety import SafetyRun
+from blockstep.impl.host import HostEngine
 from blockstep.impl.host.lineage import Lineage
 from blockstep.spec.vocabulary import (
     Abort,
     BlockKey,
+    CachedRow,
     Drafts,
     DraftsTaken,
+    Event,
     FinishReason,
     NewRow,
+    Observation,
+    OutputRow,
     PauseState,
+    Plan,
     Policy,
     RejectCode,
     Rejected,
@@ -77,8 +97,10 @@ from blockstep.spec.vocabulary import (
     RowTokens,
     Schedule,
     SetPause,
+    Snapshot,
     SpecMethod,
     Stats,
+    Status,
     Submit,
 )
 
@@ -397,7 +419,7 @@ ALONE: list[Case] = [
         "nothing_is_cached_without_caching",
         first_plan_without_caching,
         publishing_all_the_same,
-        same,
+        lambda s: changed(s, "C", num_cached_blocks=(0,)),
     ),
     (
         "computed_full_blocks_are_published",
@@ -747,3 +769,204 @@ def test_every_sentence_speaks_alone_somewhere() -> None:
     names = [case[0] for case in ALONE + BESIDE_THE_WORKER] + [IN_A_RELEASE]
     assert sorted(names) == sorted(SENTENCES)
     assert len(SENTENCES) == 85
+
+
+def test_up_to_block_ids_all_are_asked_but_three() -> None:
+    """By whole names: those that quote the order of the free queue."""
+    for kind, asked in CHECKS_OF.items():
+        kept = [each.sentence for each in asked if each.sentence not in OF_THE_FREE_QUEUE]
+        assert [each.sentence for each in RENAMED_CHECKS[kind]] == kept
+
+
+OF_THE_FREE_QUEUE = {
+    "new_blocks_come_from_the_head_of_the_free_queue",
+    "preempted_tail_is_evicted_first",
+    "freed_tail_is_evicted_first",
+}
+
+
+# At safety.
+
+
+class Shown(HostEngine):
+    """A host engine whose last step is bent."""
+
+    traits = EngineTraits(equivalence=Safety())
+    bend: Bend = staticmethod(same)
+
+    def apply(self, event: Event) -> Observation:
+        before = super().snapshot()
+        answer = super().apply(event)
+        self.step = self.bend(Step(self.config, 0, event, answer, before, super().snapshot()))
+        return self.step.observation
+
+    def snapshot(self) -> Snapshot:
+        return self.step.after if hasattr(self, "step") else super().snapshot()
+
+
+class Hidden(Shown):
+    """Its plans name no blocks, and its state is not shown."""
+
+    traits = EngineTraits(equivalence=Safety(), make_worker=CountingWorker)
+
+    def apply(self, event: Event) -> Observation:
+        answer = super().apply(event)
+        if not isinstance(answer, Plan):
+            return answer
+        new = [replace(row, block_ids=()) for row in answer.new]
+        cached = [replace(row, new_block_ids=()) for row in answer.cached]
+        return replace(answer, new=tuple(new), cached=tuple(cached))
+
+    def snapshot(self) -> None:  # type: ignore[override]
+        return None
+
+
+def play_at_safety(case: Case, make_engine: type[Shown] = Shown) -> list[str]:
+    """The sentences that speak of the last step of a run at safety, in order."""
+    _, scene, plant, bend = case
+    play = scene()
+    run = SafetyRun.start(play.config, make_engine, token_seed=1)
+    run.worker.acceptance = play.worker.acceptance
+    *events, last = play.events
+    for event in events:
+        assert run.apply(event) == []
+    plant(run.engine)
+    run.engine.bend = bend  # type: ignore[attr-defined]
+    return list(dict.fromkeys(each.sentence for each in run.apply(last)))
+
+
+def row_for_the_dead(step: Step) -> Step:
+    """C was aborted; no plan tells, and it runs on in a block of its own."""
+    row = CachedRow("C", False, (step.after.free_queue[:1],), None, 2, 1, 1)
+    return observed(step, cached=(*step.plan.cached, row), finished_req_ids=())
+
+
+def after_an_abort() -> Play:
+    return aborted().do(Schedule())
+
+
+def drafts_at_the_end() -> Play:
+    """One token is left to the end of the model, and three drafts are proposed."""
+    long = request("A", *range(13), max_tokens=9)
+    play = Play(replace(DRAFTING, num_blocks=12, max_num_batched_tokens=16)).do(Submit(long))
+    return play.run(1).propose("A", 3, 0).do(Schedule())
+
+
+def otherwise_waiting(step: Step) -> Step:
+    """B, which was preempted, is shown as one that waits, with another output."""
+    return changed(step, "B", status=Status.WAITING, output_token_ids=(9,))
+
+
+AT_SAFETY: list[Case] = [
+    (
+        "pool_keeps_its_size",
+        reset_done,
+        nothing,
+        lambda s: after(s, block_keys=(*s.after.block_keys, None)),
+    ),
+    (
+        "every_block_is_free_or_held",
+        admitted,
+        nothing,
+        lambda s: with_count(s, table_of(s, "C")[0], 2),
+    ),
+    ("block_still_to_be_written_has_one_holder", sharing_drafts, sharing_a_draft, same),
+    (
+        "cache_map_and_blocks_agree",
+        admitted,
+        nothing,
+        lambda s: after(s, cached={BlockKey(None, (6,)): ()}),
+    ),
+    (
+        "nothing_is_cached_without_caching",
+        first_plan_without_caching,
+        publishing_all_the_same,
+        same,
+    ),
+    (
+        "block_still_to_be_written_is_not_published",
+        looking_ahead,
+        answering("pool._evict", None),
+        same,
+    ),
+    ("paused_scheduler_admits_nobody", paused, admitting_in_the_end, same),
+    (
+        "finished_request_is_forgotten_and_others_stay",
+        one_waits,
+        nothing,
+        lambda s: after(s, requests=s.after.requests[:1], waiting=()),
+    ),
+    (
+        "outputs_in_the_state_are_those_delivered",
+        delivering_to_the_preempted,
+        nothing,
+        otherwise_waiting,
+    ),
+]
+"""The sentences of `JUDGED`, in their order."""
+OF_ANSWERS: list[Case] = [
+    (
+        "computed_tokens_are_in_blocks_that_are_held",
+        delivering_to_the_preempted,
+        nothing,
+        lambda s: changed(s, "B", num_computed_tokens=-1),
+    ),
+    (
+        "abort_ends_exactly_the_unfinished_it_names",
+        aborted,
+        nothing,
+        lambda s: observed(s, request_ids=("C", "A")),
+    ),
+    ("plan_stays_within_token_budget", two_capped, going_by(max_num_batched_tokens=4), same),
+    ("plan_stays_within_max_num_seqs", one_at_a_time, going_by(max_num_seqs=2), same),
+    ("row_is_of_an_unfinished_request", after_an_abort, nothing, row_for_the_dead),
+    ("row_stays_within_max_model_len", drafts_at_the_end, having(max_model_len=20), same),
+    (
+        "new_row_carries_the_request_as_submitted",
+        admitted,
+        nothing,
+        lambda s: with_row(s, "C", request=replace(C, max_tokens=99)),
+    ),
+    ("hit_is_taken_only_where_one_may_be", skipping_the_cache, hitting_all_the_same, same),
+    (
+        "delivered_rows_are_those_that_sampled",
+        committed,
+        nothing,
+        lambda s: observed(s, rows=(*s.output_rows, OutputRow("nobody", (1,)))),
+    ),
+    (
+        "delivered_tokens_are_the_sampled_ones_until_the_stop",
+        committed,
+        nothing,
+        lambda s: first_output(s, new_token_ids=(1, 2)),
+    ),
+    (
+        "finish_reason_is_the_one_that_holds",
+        committed,
+        nothing,
+        lambda s: first_output(s, finish_reason=FinishReason.STOP),
+    ),
+]
+WITHOUT_BLOCKS: Case = (
+    "request_has_one_row",
+    admitted,
+    nothing,
+    lambda s: observed(s, cached=s.plan.cached * 2),
+)
+"""Who has slots is written twice by it; a worker that only counts sees nothing."""
+
+
+@pytest.mark.parametrize("case", AT_SAFETY + OF_ANSWERS, ids=lambda case: case[0])
+def test_a_sentence_speaks_alone_at_safety(case: Case) -> None:
+    assert play_at_safety(case) == [case[0]]
+
+
+def test_a_sentence_speaks_alone_at_safety_where_no_block_is_named() -> None:
+    assert play_at_safety(WITHOUT_BLOCKS, Hidden) == [WITHOUT_BLOCKS[0]]
+
+
+def test_what_is_judged_at_safety_is_listed_by_name() -> None:
+    assert [each.sentence for each in JUDGED] == [case[0] for case in AT_SAFETY]
+    source = Path(answers.__file__).read_text()
+    said = set(re.findall(r'"([a-z]+(?:_[a-z]+){3,})"', source))
+    assert said == {case[0] for case in [*OF_ANSWERS, WITHOUT_BLOCKS]}

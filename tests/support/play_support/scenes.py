@@ -157,6 +157,16 @@ def aborted() -> Play:
     return Play().do(Submit(A), Submit(C)).run(1).do(Abort(("C", "nobody", "C")))
 
 
+def aborted_before_it_ran() -> Play:
+    """C is aborted, and A still waits."""
+    return Play().do(Submit(A), Submit(C), Abort(("C",)))
+
+
+def one_of_three_aborted() -> Play:
+    play = Play().do(Submit(A), Submit(C), Submit(request("D", 9)), Schedule())
+    return play.do(Abort(("A",)))
+
+
 def refused() -> Play:
     return Play().do(Submit(A), Submit(A))
 
@@ -176,6 +186,10 @@ def reset_refused() -> Play:
 
 def reset_forced() -> Play:
     return Play().do(Submit(A), Submit(C)).run(1).do(Reset(True))
+
+
+def reset_forced_with_one_waiting() -> Play:
+    return Play().do(Submit(A)).run(1).do(Submit(C), Reset(True))
 
 
 AHEAD = replace(CONFIG, max_frames_in_flight=3, async_scheduling=True)
@@ -207,6 +221,10 @@ def preempted_again() -> Play:
 def ahead() -> Play:
     """Three plans in flight, the last two of tokens that the one before each will sample."""
     return Play(AHEAD).do(Submit(LONG), Schedule(), Schedule(), Schedule())
+
+
+def refused_a_plan_too_many() -> Play:
+    return ahead().do(Schedule())
 
 
 def ahead_four_deep() -> Play:

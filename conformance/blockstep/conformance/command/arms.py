@@ -10,6 +10,7 @@ import typer
 from blockstep.conformance.command import console, options
 from blockstep.conformance.draw.presets import PRESETS
 from blockstep.conformance.report.arms import arms_to_json, render_arms
+from blockstep.conformance.report.brief import brief_arms
 from blockstep.conformance.search.arms import compare_arms
 from blockstep.conformance.search.options import CheckOptions, ExitCode, load
 
@@ -22,6 +23,7 @@ def arms_command(
     seed: options.Seed = 0,
     workloads: Annotated[int, typer.Option(min=1, help="Workloads to play in every arm.")] = 1000,
     path: options.Folder = None,
+    brief: options.Brief = False,
     json_path: options.Json = None,
 ) -> None:
     """Compare an engine with itself: configs that must not change what is said.
@@ -41,8 +43,10 @@ def arms_command(
             workloads,
             lambda done: advance(done / workloads, f"{done:,} workloads"),
         )
-    console.say(render_arms(result, wanted, time.perf_counter() - started), json_path)
+    is_found = result.contrast is not None or result.fault is not None
+    told = render_arms(result, wanted, time.perf_counter() - started)
+    console.say(brief_arms(result, wanted) if brief and is_found else told, json_path)
     console.write_json(json_path, arms_to_json(result, wanted))
-    if result.contrast is not None or result.fault is not None:
+    if is_found:
         raise typer.Exit(ExitCode.FAILED)
     raise typer.Exit(ExitCode.CONFORMS if any(result.num_compared.values()) else ExitCode.HARNESS)

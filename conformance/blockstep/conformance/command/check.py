@@ -91,6 +91,7 @@ def check_command(
     event_seconds: EventSecondsOption = EVENT_SECONDS,
     hide_state: HideStateOption = False,
     in_process: InProcessOption = False,
+    brief: options.Brief = False,
     json_path: options.Json = None,
 ) -> None:
     """Drive an engine and the spec through random programs and compare after every event.
@@ -124,9 +125,9 @@ def check_command(
         place = None if is_trusted else isolation
         if in_process:
             console.require_engine(load(wanted))
-        played = programs.play(wanted, program, corpus, place, screen)
+        played = programs.play(wanted, program, corpus, place, screen, brief)
         ended = [result for result in played if result.first is not None or program is not None]
-        result = ended[0] if ended else _check(wanted, place, record, screen)
+        result = ended[0] if ended else _check(wanted, place, record, screen, brief)
         programs.save(save, result, isolation)
     console.write_json(json_path, check_to_json(result, played if corpus else ()))
     raise typer.Exit(result.exit_code)
@@ -140,13 +141,17 @@ def _require_sense(event_seconds: float, record: Path | None, episode: int | Non
 
 
 def _check(
-    wanted: CheckOptions, isolation: Isolation | None, record: Path | None, screen: Console
+    wanted: CheckOptions,
+    isolation: Isolation | None,
+    record: Path | None,
+    screen: Console,
+    brief: bool,
 ) -> CheckResult:
     """Check and report, in this process or in isolation; then record the run if it is wanted."""
     run_check = check if isolation is None else isolation.check
     with console.progress(screen, f"checking {wanted.engine}") as advance:
         result = run_check(wanted, lambda now: advance(*tell_progress(wanted, now)))
-    programs.tell(result, screen)
+    programs.tell(result, screen, brief)
     if record is not None and isolation is None:
         write_episode(wanted, None, record)
     elif record is not None and isolation is not None:

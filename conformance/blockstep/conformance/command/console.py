@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import stat
 import sys
 import time
@@ -30,6 +31,8 @@ from blockstep.spec.vocabulary import ConfigError
 SECONDS_BETWEEN_LINES = 10.0
 FILE_WIDTH_MIN = 100
 """What is no terminal has room for this at least."""
+TELLING = frozenset({"brief", "json_path"})
+"""Parameters of commands that say how a result is told."""
 CHECK_IT = "`blockstep check` shows where"
 _so_far: list[str] = []
 """What the command that runs is doing and has seen: title and text, if it said anything yet."""
@@ -150,6 +153,23 @@ def probe(number: int) -> None:
     """Write an empty line to a device that is no terminal. Raises OSError where it is full."""
     if stat.S_ISCHR(os.fstat(number).st_mode) and not os.isatty(number):
         os.write(number, b"\n")
+
+
+def tell_command(context: typer.Context) -> str:
+    """The command line that was typed, but for how its result is told."""
+    words = []
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name or "")
+        if source is None or source.name != "COMMANDLINE" or param.name in TELLING:
+            continue
+        value = context.params[param.name or ""]
+        given = value if isinstance(value, list | tuple) else (value,)
+        name = param.opts[:1] if param.param_type_name == "option" else []
+        if isinstance(value, bool):
+            words += name if value else param.secondary_opts[:1]
+        else:
+            words += [word for one in given for word in (*name, shlex.quote(str(one)))]
+    return " ".join([context.command_path, *words])
 
 
 def write(path: Path, text: str) -> None:

@@ -28,6 +28,7 @@ from blockstep.conformance.explore.world import World
 from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.protocol.features import BY_NAME
 from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.report.brief import brief_walked
 from blockstep.conformance.report.explore import (
     get_exit_code,
     render_shortest,
@@ -55,6 +56,7 @@ MarkdownOption = Annotated[
 
 
 def explore_command(
+    context: typer.Context,
     preset: Annotated[
         list[str] | None, typer.Option(help="A world; may be given several times. Default: all.")
     ] = None,
@@ -88,6 +90,7 @@ def explore_command(
     dot: Annotated[Path | None, options.output("Write the graph of one small world.")] = None,
     svg: Annotated[Path | None, options.output("Draw the graph of one small world.")] = None,
     markdown: MarkdownOption = None,
+    brief: options.Brief = False,
     json_path: options.Json = None,
 ) -> None:
     """Visit every state of small worlds; judge every transition, and hold an engine to it.
@@ -116,7 +119,8 @@ def explore_command(
         _draw(worlds, follows, dot, svg, json_path)
     else:
         task = Task(worlds[0], follows, properties, engine=engine, max_states=max_states)
-        _explore([replace(task, world=world) for world in worlds], jobs, json_path)
+        again = console.tell_command(context) if brief else ""
+        _explore([replace(task, world=world) for world in worlds], jobs, json_path, again)
 
 
 def _require_table(names: Sequence[str], quirks: bool, museum: bool) -> None:
@@ -191,7 +195,8 @@ def tell_progress(world: World) -> Callable[[int, int, int], None]:
     return tell
 
 
-def _explore(tasks: Sequence[Task], jobs: int, json_path: Path | None) -> None:
+def _explore(tasks: Sequence[Task], jobs: int, json_path: Path | None, again: str) -> None:
+    """Walk the worlds up to the first finding: told briefly if `again`, which shows it, is said."""
     results: list[Walked] = []
     code = ExitCode.CONFORMS
     if engine := tasks[0].engine:
@@ -211,7 +216,9 @@ def _explore(tasks: Sequence[Task], jobs: int, json_path: Path | None) -> None:
                     walked = walk(task, jobs, tell_progress(task.world))
         except LostShardError as lost:
             console.end(ExitCode.HARNESS, str(lost))
-        console.say(render_walked(walked), json_path)
+        is_brief = bool(again and walked.found)
+        told = brief_walked(walked, again) if is_brief else render_walked(walked)
+        console.say(told, json_path)
         results.append(walked)
         now = get_exit_code(walked)
         code = code if now is ExitCode.CONFORMS else now

@@ -18,6 +18,7 @@ from blockstep.conformance.command.check import (
 )
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
 from blockstep.conformance.protocol.program_file import write_program
+from blockstep.conformance.report.brief import brief_hunt
 from blockstep.conformance.report.failure import show_options
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
 from blockstep.conformance.search.forgiving import read_cause
@@ -69,6 +70,7 @@ def hunt_command(
     event_seconds: EventSecondsOption = EVENT_SECONDS,
     hide_state: HideStateOption = False,
     in_process: InProcessOption = False,
+    brief: options.Brief = False,
     json_path: options.Json = None,
 ) -> None:
     """Find every distinct defect of an engine, each with a short program, and name the known ones.
@@ -99,14 +101,13 @@ def hunt_command(
     with console.input_errors(), Isolation(event_seconds) as isolation:
         scopes = SCOPES if preset is None else (preset,)
         forgiven = frozenset(map(read_cause, forgive or ()))
-        in_here = in_process or is_ours(engine)
         call = isolation.call
-        if in_here:
+        if in_process or is_ours(engine):
             call = call_here(console.require_engine(load(wanted)))
         screen = console.make_screen(json_path)
         with console.progress(screen, f"hunting in {engine}") as advance:
             result = hunt(wanted, call, advance, scopes, forgiven)
-    console.say(render_hunt(result), json_path)
+    console.say(brief_hunt(result) if brief else render_hunt(result), json_path)
     console.write_json(json_path, hunt_to_json(result))
     if save is not None:
         _save(save, result)

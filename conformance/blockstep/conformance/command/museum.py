@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from blockstep.conformance.command import console, options, tables
+from blockstep.conformance.engine import EXACT, Safety
 from blockstep.conformance.museum import EXHIBITS, Exhibit
 from blockstep.conformance.museum import trial as hunting
 from blockstep.conformance.search.options import ExitCode
@@ -46,22 +48,41 @@ def museum_run_command(
         str, typer.Option(help="For each exhibit and seed: a number of events, or 60s, 5m.")
     ] = "150000",
     jobs: options.Jobs = 0,
+    equivalence: Annotated[
+        str, typer.Option(help="exact, or safety: held to the properties, compared with nothing.")
+    ] = EXACT,
+    hidden: Annotated[
+        bool, typer.Option("--hidden", help="They show no state; with --equivalence safety.")
+    ] = False,
+    shrink: Annotated[
+        bool, typer.Option(help="Seek the shortest program of what is found: most of the time.")
+    ] = True,
     markdown: Annotated[
         Path | None, options.output("Also write the table as a page of the documentation.")
+    ] = None,
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="Results (--json) to add to the page."),
     ] = None,
     json_path: options.Json = None,
 ) -> None:
     """Kill the planted defects, and say how each one fell. Exits 5 if one survives.
 
+    At safety those are passed over of which nothing can be seen; if one is found, that is 5 too.
+
     Example: blockstep museum run zombie-key full-hit --seed 7
     """
     screen = console.make_screen(json_path)
+    standing = _standing(equivalence, hidden)
+    others = [row for path in beside or () for row in _read_rows(path)]
     max_events, max_seconds = options.require_budget(budget)
     hunt = hunting.Trial(
         seeds=tuple(seed) if seed else (0, 1, 2),
         max_events=max_events,
         max_seconds=max_seconds,
         jobs=options.count_jobs(jobs),
+        standing=standing,
+        shrinks=shrink,
     )
     chosen = [_exhibit(name) for name in names or EXHIBITS]
     with console.progress(screen, "hunting") as advance:
@@ -70,15 +91,38 @@ def museum_run_command(
     shown = ("exhibit", "events", "seconds", "shrunk to", "killed by")
     tables.show_rows(screen, [{name: row[name] for name in shown} for row in rows])
     screen.print(hunting.summary(hunted))
-    console.write_json(json_path, [hunting.json_of(entry) for entry in hunted])
+    told = [hunting.json_of(entry) for entry in hunted]
+    console.write_json(json_path, told)
     if markdown is not None:
-        given = " ".join([*(names or ()), *(f"--seed {number}" for number in hunt.seeds)])
-        command = f"blockstep museum run {given} --budget {budget}"
-        console.write(markdown, hunting.museum_page(rows, command, hunt.seeds))
-    survivors = [entry.exhibit.name for entry in hunted if entry.survived]
-    if survivors:
-        typer.echo(f"blockstep: survived: {', '.join(survivors)}", err=True)
+        given = [*(names or ()), *(f"--seed {number}" for number in hunt.seeds)]
+        given += [f"--equivalence {equivalence}"] if equivalence != EXACT else []
+        given += ["--hidden"] if hidden else []
+        command = " ".join(["blockstep museum run", *given, f"--budget {budget}"])
+        console.write(markdown, hunting.museum_page([*told, *others], command, hunt.seeds))
+    for what in dict.fromkeys(entry.problem for entry in hunted if entry.problem):
+        wrong = [entry.exhibit.name for entry in hunted if entry.problem == what]
+        typer.echo(f"blockstep: {what}: {', '.join(wrong)}", err=True)
+    if any(entry.problem for entry in hunted):
         raise typer.Exit(ExitCode.HARNESS)
+
+
+def _standing(equivalence: str, is_hidden: bool) -> hunting.Standing:
+    known = [EXACT, Safety.name]
+    if equivalence not in known:
+        console.usage(f"--equivalence {equivalence!r}: must be one of {', '.join(known)}")
+    if is_hidden and equivalence == EXACT:
+        console.usage("--hidden: the state is compared at exact; use --equivalence safety")
+    return hunting.Standing(equivalence, is_hidden)
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        rows = msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
+    except (OSError, msgspec.MsgspecError) as error:
+        console.usage(f"--beside {path}: {error}; name a file of `blockstep museum run --json`")
+    if not all({"exhibit", "equivalence", "state", "seeds"} <= row.keys() for row in rows):
+        console.usage(f"--beside {path}: not a file of `blockstep museum run --json`")
+    return rows
 
 
 def _exhibit(name: str) -> Exhibit:

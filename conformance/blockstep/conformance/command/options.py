@@ -71,6 +71,10 @@ Without = Annotated[
     list[str] | None, typer.Option("--without", help="A feature of no run; repeatable.")
 ]
 Jobs = Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one per core.")]
+Brief = Annotated[
+    bool,
+    typer.Option("--brief", help="Tell a finding in at most five lines, for a log or a CI."),
+]
 JOBS_PER_CORE_MAX = 4
 JOBS_ALWAYS = 64
 """So many may always be asked for."""

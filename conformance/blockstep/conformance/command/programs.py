@@ -12,6 +12,7 @@ from rich.console import Console
 from blockstep.conformance.command import console, options
 from blockstep.conformance.protocol.program_file import read_program, write_program
 from blockstep.conformance.report.as_test import write_test
+from blockstep.conformance.report.brief import brief_check
 from blockstep.conformance.report.colour import paint
 from blockstep.conformance.report.failure import tell_failure
 from blockstep.conformance.report.verdict import render_verdict
@@ -50,21 +51,23 @@ def play(
     corpus: Path | None,
     isolation: Isolation | None,
     screen: Console,
+    brief: bool = False,
 ) -> list[CheckResult]:
     """Play the programs of the options and tell what they come to. Raises as `play_file`."""
     if program is not None:
         result = play_file(options, program, isolation)
-        tell(result, screen)
+        tell(result, screen, brief)
         return [result]
-    return [] if corpus is None else play_corpus(options, corpus, isolation, screen)
+    return [] if corpus is None else play_corpus(options, corpus, isolation, screen, brief)
 
 
-def tell(result: CheckResult, screen: Console) -> None:
+def tell(result: CheckResult, screen: Console, brief: bool = False) -> None:
     """Print what a check came to."""
     if result.first is None:
         render_verdict(result, screen)
     else:
-        screen.print(paint(tell_failure(result)), soft_wrap=True, end="")
+        told = brief_check(result) if brief else tell_failure(result)
+        screen.print(paint(told), soft_wrap=True, end="")
 
 
 def play_file(options: CheckOptions, path: Path, isolation: Isolation | None) -> CheckResult:
@@ -82,7 +85,11 @@ def play_file(options: CheckOptions, path: Path, isolation: Isolation | None) ->
 
 
 def play_corpus(
-    options: CheckOptions, folder: Path, isolation: Isolation | None, screen: Console
+    options: CheckOptions,
+    folder: Path,
+    isolation: Isolation | None,
+    screen: Console,
+    brief: bool = False,
 ) -> list[CheckResult]:
     """What the programs of a folder come to, each of which is told in a line, or in full.
 
@@ -99,7 +106,7 @@ def play_corpus(
             result.skipped[str(error)] = 1
         results.append(result)
         if result.first is not None:
-            tell(result, screen)
+            tell(result, screen, brief)
     failed = sum(result.first is not None for result in results)
     idle = [result for result in results if result.first is None and not result.num_events]
     for result in idle:

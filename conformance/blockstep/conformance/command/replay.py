@@ -26,6 +26,7 @@ from blockstep.conformance.protocol.registry import load_engine
 from blockstep.conformance.recorded.figures import ReplayReport
 from blockstep.conformance.recorded.pace import REPLAY_PRESETS
 from blockstep.conformance.recorded.replay import replay
+from blockstep.conformance.report.brief import brief_replay
 from blockstep.conformance.report.replay import render_replay, replay_to_json
 from blockstep.conformance.search.episodes import list_changes
 from blockstep.conformance.search.options import ExitCode, exit_code_of
@@ -46,6 +47,7 @@ ENDINGS = {
 
 
 def replay_command(
+    context: typer.Context,
     trace: Annotated[
         Path, typer.Argument(help="A workload: mooncake, azure or agent; gz or plain.")
     ],
@@ -70,6 +72,7 @@ def replay_command(
         typer.Option(min=0, help="Events between two comparisons of whole states; 0: never."),
     ] = None,
     path: options.Folder = None,
+    brief: options.Brief = False,
     json_path: options.Json = None,
 ) -> None:
     """Drive real traffic through an engine, in lock-step with the spec or alone.
@@ -91,9 +94,7 @@ def replay_command(
         preset = REPLAY_PRESETS[workload.format]
         add_features(wanted, with_features, without_features)
         config = replay_config(preset.config, wanted)
-        cadence = snapshot_every
-        if cadence is None:
-            cadence = default_cadence(config) if spec else 0
+        cadence = default_cadence(config, spec) if snapshot_every is None else snapshot_every
         options.look_in(path)
         make_engine = console.require_engine(load_engine(engine))
         require_config(engine, make_engine, config, wanted)
@@ -105,17 +106,25 @@ def replay_command(
                 with_spec=spec,
                 pace=preset.pace,
                 snapshot_every=cadence,
-                on_progress=lambda now: advance(
-                    now.requests_finished / max(len(workload), 1),
-                    f"{now.requests_finished:,} requests, {now.steps:,} steps",
-                ),
+                on_progress=lambda now: advance(*tell_progress(now, len(workload))),
             )
-    render_replay(report, screen)
     console.write_json(json_path, replay_to_json(report))
-    raise typer.Exit(show_ending(engine, config, report, screen))
+    if brief and report.finding is not None:
+        console.say(brief_replay(report, engine, console.tell_command(context)), json_path)
+    else:
+        render_replay(report, screen)
+        show_ending(engine, config, report, screen)
+    is_idle = report.finding is None and not report.requests_finished
+    raise typer.Exit(ExitCode.HARNESS if is_idle else exit_code_of(report.finding))
 
 
-def show_ending(engine: str, config: Config, report: ReplayReport, screen: Console) -> ExitCode:
+def tell_progress(now: ReplayReport, num_requests: int) -> tuple[float, str]:
+    """How far a replay is, and what it has done."""
+    done = now.requests_finished / max(num_requests, 1)
+    return done, f"{now.requests_finished:,} requests, {now.steps:,} steps"
+
+
+def show_ending(engine: str, config: Config, report: ReplayReport, screen: Console) -> None:
     """Print what was made otherwise for the engine, and the verdict if there is one."""
     for change in list_changes(config, report.config):
         screen.print(f"config    {change}: the engine takes no other", soft_wrap=True)
@@ -123,14 +132,11 @@ def show_ending(engine: str, config: Config, report: ReplayReport, screen: Conso
         screen.print(
             f"known     {name}: {count} findings that the adapter declares", soft_wrap=True
         )
-    code = exit_code_of(report.finding)
     if report.finding is None and not report.requests_finished:
-        code = ExitCode.HARNESS
         screen.print(f"NO VERDICT (no request finished): engine {engine}", soft_wrap=True)
     elif report.finding is None:
         ending = ENDINGS.get(report.equivalence, ENDINGS["exact"])
         screen.print(ending.format(engine=engine), soft_wrap=True)
-    return code
 
 
 def require_config(
@@ -186,6 +192,6 @@ def replay_config(config: Config, wanted: Mapping[str, object]) -> Config:
     return changed
 
 
-def default_cadence(config: Config) -> int:
-    """Events between two snapshots in a replay: each one while the pool is small."""
-    return max(config.num_blocks // 256, 1)
+def default_cadence(config: Config, with_spec: bool = True) -> int:
+    """Events between two snapshots in a replay: each one while the pool is small; 0: none."""
+    return max(config.num_blocks // 256, 1) if with_spec else 0

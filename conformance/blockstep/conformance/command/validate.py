@@ -9,12 +9,15 @@ import typer
 
 from blockstep.conformance.command import console, options
 from blockstep.conformance.recorded.validate import validate
+from blockstep.conformance.report.brief import brief_validation
 from blockstep.conformance.report.validate import render_validation, validation_to_json
 from blockstep.conformance.search.options import ExitCode, exit_code_of
 
 
 def validate_command(
+    context: typer.Context,
     trace: Annotated[Path, typer.Argument(help="A recorded run (blockstep check --record).")],
+    brief: options.Brief = False,
     json_path: options.Json = None,
 ) -> None:
     """Hold a recorded run to the spec: does the spec give every recorded answer?
@@ -23,6 +26,9 @@ def validate_command(
     """
     with console.input_errors():
         result = validate(trace)
-    console.say(render_validation(trace, result), json_path)
+    told = render_validation(trace, result)
+    if brief and result.finding is not None:
+        told = brief_validation(trace, result, console.tell_command(context))
+    console.say(told, json_path)
     console.write_json(json_path, validation_to_json(result))
     raise typer.Exit(exit_code_of(result.finding) if result.num_steps else ExitCode.HARNESS)

@@ -16,6 +16,7 @@ from blockstep.conformance.explore.vectors import fill, read_vectors
 from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.protocol.findings import FindingKind
 from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.report.brief import brief_consumed
 from blockstep.conformance.report.wording import HEADLINES, render_finding
 from blockstep.conformance.search.options import ExitCode, exit_code_of
 
@@ -70,9 +71,11 @@ def fill_command(
 
 @vectors_app.command("consume")
 def consume_command(
+    context: typer.Context,
     files: Annotated[list[Path], typer.Argument(help="Files of vectors.")],
     engine: options.Engine = "host",
     path: options.Folder = None,
+    brief: options.Brief = False,
     json_path: options.Json = None,
 ) -> None:
     """Play vectors on an engine and compare every answer and state.
@@ -102,7 +105,10 @@ def consume_command(
                 f"  {r.field}: expected {r.expected}, seen {r.seen}" for r in result.differences
             ]
             lines += [] if result.finding is None else render_finding(result.finding)
-            console.say("\n".join(lines) + "\n", json_path)
+            told = "\n".join(lines) + "\n"
+            if brief:
+                told = brief_consumed(file, result, console.tell_command(context))
+            console.say(told, json_path)
         elif not result.num_events:
             code = max(code, ExitCode.HARNESS)
             console.say(f"{file}: NOTHING RAN: {said}\n", json_path)

@@ -7,24 +7,20 @@ takes its decisions from. Who draws an action sees a `View`: what any client cou
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from blockstep.conformance.draw.presets import Draw, Habit, Swarm
+from blockstep.conformance.draw.requests import Text, draw_request, draw_twin
 from blockstep.conformance.protocol.features import (
     ABORTS,
     DRAFTS,
-    EMBEDS,
     GRAMMAR,
     HOSTILE,
-    KEYS,
-    MULTIMODAL,
     PAUSE,
-    PRIORITY,
     RESET,
-    STOPS,
     Feature,
 )
 from blockstep.conformance.protocol.program import (
@@ -82,8 +78,13 @@ class Memory(Protocol):
         ...
 
     @property
-    def lost(self) -> Sequence[tuple[v.Request, v.TokenIds]]:
-        """Requests of which something was taken back, and their texts: no key may be left of it."""
+    def preempted_texts(self) -> Sequence[Text]:
+        """Of requests preempted lately, where keys of theirs may be looked for."""
+        ...
+
+    @property
+    def rejected_texts(self) -> Sequence[Text]:
+        """With drafts that were rejected lately, likewise."""
         ...
 
     @property
@@ -119,19 +120,19 @@ Drawing: TypeAlias = Callable[[View, Draw], Action]
 
 def submit(view: View, draw: Draw) -> Action:
     """A new request, most often with a prompt that shares a prefix with others."""
-    client = view.client
-    if view.swarm.has(HOSTILE) and client.live and draw.chance(4):
+    client, swarm, index = view.client, view.swarm, view.num_submitted
+    if swarm.has(HOSTILE) and client.live and draw.chance(4):
         return v.Submit(draw.choice(list(client.live.values())))
-    name = request_name(shuffled(view.num_submitted))
+    name = request_name(shuffled(index))
     if client.ended and draw.chance(8):
         name = draw.choice(client.ended)
     elif client.ended and client.plans and draw.chance(8):
         name = client.ended[-1]  # a frame may still name it
-    latest = len(client.last_plan.preempted_req_ids) if client.last_plan else 0
-    if client.lost and draw.chance(60 if latest else 25):
-        lost = [*client.lost][-latest:]  # 0: all of them
-        return v.Submit(draw_twin(view.swarm, draw, name, view.num_submitted, lost))
-    return v.Submit(draw_request(view.swarm, draw, name, view.num_submitted, client.texts))
+    if client.rejected_texts and draw.chance(40):
+        return v.Submit(draw_twin(swarm, draw, name, index, client.rejected_texts))
+    if client.preempted_texts and draw.chance(80 if _has_preempted(view) else 25):
+        return v.Submit(draw_twin(swarm, draw, name, index, client.preempted_texts))
+    return v.Submit(draw_request(swarm, draw, name, index, client.texts))
 
 
 def request_name(index: int) -> v.RequestId:
@@ -143,164 +144,6 @@ def request_name(index: int) -> v.RequestId:
 def shuffled(index: int) -> int:
     """The index of a name: each 26 in no order, so that no order can follow from names unseen."""
     return index - index % 26 + index * 11 % 26
-
-
-def draw_twin(
-    swarm: Swarm,
-    draw: Draw,
-    name: v.RequestId,
-    index: int,
-    lost: Sequence[tuple[v.Request, v.TokenIds]],
-) -> v.Request:
-    """A request that goes on from a text of another, most often under the same keys.
-
-    Else one of its keys differs. Nothing computed for the other one may be read then.
-    """
-    other, text = draw.choice(lost)
-    if other.prompt_embeds:
-        text = other.prompt_token_ids  # no prompt has the embeddings of outputs
-    twin = draw_request(swarm, draw, name, index, going_on_from=text)
-    length = len(twin.prompt_token_ids)
-    keys: dict[str, Any] = {
-        "adapter": other.adapter,
-        "cache_salt": other.cache_salt,
-        "items": tuple(item for item in other.items if item.offset + item.length <= length),
-        "prompt_embeds": (*other.prompt_embeds, 0)[:length],
-    }
-    if draw.chance(25):
-        keys["items"] = tuple(
-            replace(item, identifier="cat" if item.identifier == "dog" else "dog")
-            for item in keys["items"]
-        )
-        changed = draw.choice([key for key, value in keys.items() if value] or ["adapter"])
-        keys[changed] = getattr(twin, changed)
-    if len(keys["prompt_embeds"]) < length:
-        keys["prompt_embeds"] = ()
-    return replace(twin, **keys)
-
-
-def draw_request(
-    swarm: Swarm,
-    draw: Draw,
-    name: v.RequestId,
-    index: int,
-    texts: Sequence[v.TokenIds] = (),
-    going_on_from: v.TokenIds = (),
-) -> v.Request:
-    """A request within the swarm's bounds, now and then beyond them.
-
-    Its prompt may be one of `texts` and a token, and is `going_on_from` and a token if that is any.
-    """
-    room = get_room(swarm, draw)
-    is_short = swarm.is_storm and not (swarm.has_long_prompts and index % 2)
-    most = 2 * swarm.config.block_size if is_short else room  # many fit, and then they grow
-    if going_on_from:
-        prompt = (*going_on_from[: max(room - 2, 1)], *draw.tokens(1, swarm.vocabulary_size))
-    else:
-        prompt = draw_prompt(swarm, draw, max(min(room - 1, most), 1), texts)
-    stops, keyed = swarm.has(STOPS), swarm.has(KEYS)
-    least, most = swarm.preset.max_output
-    max_tokens = draw.integer(least, max(min(most, room - len(prompt)), least))
-    if draw.chance(6):
-        max_tokens = swarm.config.max_model_len  # the model length will end it
-    token = draw.integer(0, swarm.vocabulary_size - 1)
-    priorities = swarm.has(PRIORITY) or swarm.config.policy is v.Policy.PRIORITY
-    return v.Request(
-        request_id=name,
-        prompt_token_ids=prompt,
-        max_tokens=max_tokens,
-        min_tokens=draw.choice((draw.integer(0, max_tokens), max_tokens))
-        if stops and draw.chance(30)
-        else 0,
-        eos_token_id=token if stops and draw.chance(30) else None,
-        stop_token_ids=among_others(draw.integer(0, swarm.vocabulary_size - 1), swarm, index)
-        if stops and draw.chance(20)
-        else (),
-        repetition_detection=draw_repetition(draw) if stops and draw.chance(30) else None,
-        priority=draw_priority(swarm, draw, index) if priorities else 0,
-        arrival_time=index // 2 if draw.chance(20) else index,
-        adapter=draw.choice(("x", "y")) if keyed and draw.chance(30) else None,
-        cache_salt=draw.choice(("x", "y")) if keyed and draw.chance(30) else None,
-        items=draw_items(draw, len(prompt)) if swarm.has(MULTIMODAL) and draw.chance(30) else (),
-        prompt_embeds=draw_embeds(draw, len(prompt))
-        if swarm.has(EMBEDS) and draw.chance(40)
-        else (),
-        skip_reading_prefix_cache=draw.chance(5),
-        structured_output=swarm.has(GRAMMAR) and draw.chance(40),
-    )
-
-
-def among_others(stop: int, swarm: Swarm, index: int) -> v.TokenIds:
-    """A stop token before or, more often, after up to seven that are never sampled."""
-    others = range(swarm.vocabulary_size, swarm.vocabulary_size + index % 8)
-    return (*others, stop) if index % 3 else (stop, *others)
-
-
-def draw_repetition(draw: Draw) -> v.RepetitionDetection:
-    """Patterns of one to three tokens; single ones left out now and then, or they come first."""
-    least = draw.integer(1, 2)
-    return v.RepetitionDetection(draw.integer(least, 3), least, draw.integer(2, 3))
-
-
-def draw_priority(swarm: Swarm, draw: Draw, index: int) -> int:
-    """Often the later the more urgent: then victims stand ahead of those who need their blocks."""
-    if swarm.is_storm and draw.chance(70):
-        return -index
-    return 3 - index % 4 if draw.chance(60) else draw.integer(0, 2)
-
-
-def get_room(swarm: Swarm, draw: Draw) -> int:
-    """Prompt and output tokens that a request may come to; most of the time it can be served."""
-    config = swarm.config
-    if draw.chance(5):
-        return config.max_model_len + 2
-    slots = config.num_usable_blocks * config.block_size
-    reserve = config.num_speculative_tokens + config.num_lookahead_tokens - 1
-    if draw.chance(10):
-        reserve = draw.integer(-2, reserve)  # about to fit, or just not
-    return max(min(slots - reserve, config.max_model_len), 2)
-
-
-def draw_prompt(
-    swarm: Swarm, draw: Draw, limit: int, texts: Sequence[v.TokenIds] = ()
-) -> tuple[int, ...]:
-    """Part of a hot sequence and a tail of its own, lengths around block boundaries.
-
-    Or the text of an earlier request with its outputs, whose blocks may still be cached.
-    """
-    if texts and draw.chance(15):
-        said = draw.choice(texts)[: limit - 1]
-        return said + draw.tokens(1, swarm.vocabulary_size)
-    config = swarm.config
-    length = draw.integer(1, limit)
-    if draw.chance(60):
-        blocks = draw.integer(1, max(limit // config.block_size, 1))
-        length = min(max(blocks * config.block_size + draw.integer(-1, 1), 1), limit)
-    hot = draw.choice(swarm.hot_prefixes)
-    shared = length if draw.chance(50) else draw.integer(0, length)
-    prompt = hot[:shared]
-    return prompt + draw.tokens(length - len(prompt), swarm.vocabulary_size)
-
-
-def draw_items(draw: Draw, num_prompt: int) -> tuple[v.MultiModalItem, ...]:
-    """One or two images somewhere in the prompt."""
-    items: list[v.MultiModalItem] = []
-    start = 0
-    for _ in range(2 if draw.chance(40) else 1):
-        if start < num_prompt:
-            offset = draw.integer(start, num_prompt - 1)
-            length = draw.integer(1, num_prompt - offset)
-            items.append(v.MultiModalItem(draw.choice(("cat", "dog")), offset, length))
-            start = offset + length
-    return tuple(items)
-
-
-def draw_embeds(draw: Draw, num_prompt: int) -> v.TokenIds:
-    """Embeddings of a prompt: all alike, or one of them another, so that prefixes are shared."""
-    embeds = [0] * num_prompt
-    if draw.chance(60):
-        embeds[draw.integer(0, num_prompt - 1)] = draw.integer(1, 2)
-    return tuple(embeds)
 
 
 def schedule(_view: View, _draw: Draw) -> Action:
@@ -336,9 +179,10 @@ def abort(view: View, draw: Draw) -> Action:
     """One or more requests give up; some ids may be unknown or ended."""
     client = view.client
     known = [*client.live, *client.ended[-2:], "nobody"]
-    if view.seeks_aborts and client.last_plan and _has_preempted(view) and draw.chance(70):
-        # Then the preempted return at once, to what they left.
-        return v.Abort(tuple(row.request_id for row in client.last_plan.rows))
+    if view.seeks_aborts and _is_ambush(view) and draw.chance(90):
+        # The preempted return at once to what they left, or a twin of theirs comes to it.
+        gone = client.last_plan.preempted_req_ids if client.last_plan and draw.chance(40) else ()
+        return v.Abort(tuple(name for name in client.live if name not in gone))
     if view.seeks_aborts and draw.chance(60):
         flying = {row.request_id for plan in client.plans for row in plan.rows}
         known = [name for name in client.live if name in flying] or known
@@ -421,7 +265,7 @@ def is_enabled(name: str, view: View) -> bool:
     if feature is not None and not swarm.has(feature):
         return False
     if name == "submit":
-        room_for_twins = 3 if view.client.lost and _has_preempted(view) else 0
+        room_for_twins = 3 if view.client.preempted_texts and _has_preempted(view) else 0
         return len(view.client.live) < swarm.preset.num_requests_max + room_for_twins
     if name == "answer":
         return bool(view.client.plans)
@@ -451,6 +295,21 @@ def _has_preempted(view: View) -> bool:
     return plan is not None and bool(plan.preempted_req_ids)
 
 
+def _is_ambush(view: View) -> bool:
+    """Whether the last plan preempted anybody, and somebody whom it runs has not ended yet.
+
+    If all others give up now, what the preempted have left behind is found by whoever comes next.
+    """
+    plan, live = view.client.last_plan, view.client.live
+    return (
+        plan is not None
+        and bool(plan.preempted_req_ids)
+        and view.swarm.token_seed % 3 > 0
+        and not view.swarm.has_equals
+        and any(row.request_id in live for row in plan.rows)
+    )
+
+
 def _weight(name: str, view: View) -> int:
     """Without late commits an answer follows a full pipeline closely, as in real runs."""
     weight, habits = ACTIONS[name].weight, view.swarm.habits
@@ -464,10 +323,10 @@ def _weight(name: str, view: View) -> int:
         return 4
     if name == "propose" and view.swarm.config.async_scheduling:
         return 4  # it is no event there, it sets how many drafts will be right
-    if name == "submit" and view.client.lost and _has_preempted(view):
+    if name == "submit" and view.client.preempted_texts and _has_preempted(view):
         return weight * 2
-    if name == "abort" and view.seeks_aborts and _has_preempted(view):
-        return weight * 50 if view.swarm.token_seed % 2 else weight
+    if name == "abort" and view.seeks_aborts and _is_ambush(view):
+        return weight * 50
     if name == "abort" and view.seeks_aborts:
         return weight * 6 if view.client.plans else weight
     return weight

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from blockstep.conformance.protocol.features import (
+    ABORTS,
     ASYNC,
     CACHING,
     DRAFTS,
@@ -106,6 +107,8 @@ class Swarm:
     """Whether everybody is in everybody's way (`draw_storm`)."""
     has_long_prompts: bool = False
     """Every other request of a storm has one: whoever decodes preempts them amid their chunks."""
+    has_equals: bool = False
+    """All are of one priority, came at once, and have long prompts: each is in the way of all."""
 
     def has(self, feature: Feature) -> bool:
         """Whether a feature may come up."""
@@ -132,14 +135,14 @@ def draw_swarm(
     config = draw_config(preset, draw, max_depth, wish)
     is_storm = draw.chance(40 if is_judged_alone else 20)
     if is_storm:
-        config = draw_storm(preset, config, draw, 6 if is_judged_alone else 3)
+        config = draw_storm(preset, config, draw, 9 if is_judged_alone else 3)
     is_priority = wish.decide(PRIORITY, config.policy is Policy.PRIORITY)
     drawn = Policy.PRIORITY if is_priority else Policy.FCFS
     config = replace(config, policy=policy or drawn)
     features = {feature.name for feature in SWITCHED if wish.decide(feature, draw.chance(60))}
     if is_storm:
         features -= {PAUSE.name, RESET.name} - wish.always
-        features |= {DRAFTS.name} - wish.never
+        features |= {DRAFTS.name, *([ABORTS.name] if is_judged_alone else [])} - wish.never
     habits = frozenset(habit for habit in Habit if draw.chance(60))
     vocabulary_size = draw.choice((2, 3, 5, 50))
     length = config.max_model_len
@@ -155,6 +158,7 @@ def draw_swarm(
         vocabulary_size=vocabulary_size,
         is_storm=is_storm,
         has_long_prompts=is_storm and is_judged_alone,
+        has_equals=is_storm and is_judged_alone and draw.chance(25),
     ).fit(config)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from blockstep.conformance.judge.properties import Ledger, Sentence, Step, output, pool
+from blockstep.conformance.judge.properties import Ledger, Sentence, Step, budgets, output, pool
 from blockstep.conformance.judge.properties.output import cut_at_stop
 from blockstep.conformance.judge.properties.sentence import judge
 from blockstep.conformance.protocol.findings import Difference, Finding, violated
@@ -24,25 +24,26 @@ JUDGED: tuple[Sentence, ...] = (
     pool.every_block_is_free_or_held,
     # P2: who writes must own the block alone, whatever block it is.
     pool.block_still_to_be_written_has_one_holder,
-    # P3, P6: a key says what is in the block. When to publish is a policy, what to publish is not.
+    # P3: a key is on the block that is found by it. When to publish is a policy.
     pool.cache_map_and_blocks_agree,
     pool.nothing_is_cached_without_caching,
-    pool.held_block_carries_the_name_of_its_tokens,
-    pool.held_block_carries_the_extra_keys_of_its_request,
     # P4: a block that is still written to cannot be hit.
     pool.block_still_to_be_written_is_not_published,
+    # P9: a pause is a command.
+    budgets.paused_scheduler_admits_nobody,
     # P13: the state holds what was delivered, and no one else has ended.
     output.finished_request_is_forgotten_and_others_stay,
     output.outputs_in_the_state_are_those_delivered,
-    # P14: the counters after a commit follow from the tokens alone.
-    output.sampling_leaves_one_token_to_compute,
 )
 """Sentences about a state that any engine must satisfy.
 
 Left out are those that fix one policy where others are right too: order of queues, rows and
-eviction (P16), when to publish (P3, P4), the longest hit (P5), how many blocks and when (P8), who
-might have been scheduled (P15), the counters (P12, P21), refusals (P7, P18), pause and reset (P9,
-P25), and what a plan must repeat of the state (P26), which the worker judges by living on it.
+eviction (P10, P16), when to publish (P3, P4), which hit is taken (P5), what a step tries and leaves
+alone (P7), how many blocks and when (P8), caps of a step that are no limits (P9), who might have
+been scheduled (P15), how states and counters are kept (P12, P18, P21, P24, P25). And those that the
+worker says as well, who lives on the plans and looks at each state: what a key names (P3, P6), what
+is computed (P14), what can be found after a reset (P25), what a plan repeats of the state (P26).
+Refusals (P7, P11, P18) are judged apart, by `lockstep.refusable`.
 """
 
 
@@ -90,12 +91,22 @@ def _judge_plan(
         name, end = row.request_id, row.num_computed_tokens + row.num_scheduled_tokens
         if name not in live:
             yield violated("P26", "row_is_of_an_unfinished_request", f"{name!r} has ended")
-        elif isinstance(row, v.NewRow) and row.request != live[name]:
-            what = f"{name!r} is not the request that was submitted"
-            yield violated("P26", "new_row_carries_the_request_as_submitted", what)
+        elif isinstance(row, v.NewRow):
+            yield from _judge_new_row(config, row, live[name])
         if end > config.max_model_len:
             what = f"{name!r} runs {end} tokens, the model takes {config.max_model_len}"
             yield violated("P9", "row_stays_within_max_model_len", what)
+
+
+def _judge_new_row(config: v.Config, row: v.NewRow, request: v.Request) -> Iterator[Finding]:
+    """P26 that it is the request, P5 that it takes no hit that it may not take."""
+    if row.request != request:
+        what = f"{row.request_id!r} is not the request that was submitted"
+        yield violated("P26", "new_row_carries_the_request_as_submitted", what)
+    may_hit = config.enable_prefix_caching and not request.skip_reading_prefix_cache
+    if row.num_computed_tokens and not may_hit:
+        what = f"{row.request_id!r} has a hit of {row.num_computed_tokens} tokens"
+        yield violated("P5", "hit_is_taken_only_where_one_may_be", what)
 
 
 def _judge_outputs(
@@ -115,8 +126,9 @@ def _judge_outputs(
         if row.new_token_ids != tokens:
             difference = Difference("new_token_ids", str(tokens), str(row.new_token_ids))
             what = f"{name!r} was delivered the wrong tokens"
-            sentence = "delivered_tokens_are_the_sampled_ones_until_the_stop"
-            yield violated("P13", sentence, what, difference)
+            yield violated(
+                "P13", "delivered_tokens_are_the_sampled_ones_until_the_stop", what, difference
+            )
         seen = None if row.finish_reason is None else (row.finish_reason, row.stop_token_id)
         if seen != stop:
             difference = Difference("finish_reason", _told(stop), _told(seen))
@@ -138,8 +150,20 @@ def _expected_outputs(
 
 
 def judge_state(step: Step, ledger: Ledger) -> list[Finding]:
-    """What is wrong with a state: the sentences of `JUDGED`."""
-    return judge([said for said in JUDGED if type(step.event) in said.kinds], step, ledger)
+    """What is wrong with a state: the sentences of `JUDGED`, and what counts as computed in it."""
+    asked = [said for said in JUDGED if type(step.event) in said.kinds]
+    return [*judge(asked, step, ledger), *_judge_computed(step)]
+
+
+def _judge_computed(step: Step) -> Iterator[Finding]:
+    """P12: who has lost its blocks has nothing computed, whatever comes back of it."""
+    for request in step.after.requests:
+        slots = sum(map(len, request.block_tables[:1])) * step.config.block_size
+        if not 0 <= request.num_computed_tokens <= slots:
+            seen = str(request.num_computed_tokens)
+            difference = Difference("num_computed_tokens", f"0 to {slots}", seen)
+            what = f"{request.request_id!r} has {seen} tokens computed, and {slots} slots"
+            yield violated("P12", "computed_tokens_are_in_blocks_that_are_held", what, difference)
 
 
 def _told(stop: tuple[v.FinishReason, v.TokenId | None] | None) -> str:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from blockstep.conformance.draw.requests import Text
 from blockstep.spec import vocabulary as v
 
 TEXTS_MAX = 6
@@ -20,11 +21,10 @@ class Client:
     ended: list[v.RequestId] = field(default_factory=list)
     texts: deque[v.TokenIds] = field(default_factory=lambda: deque(maxlen=TEXTS_MAX))
     """Prompt and outputs of those that ended last."""
-    lost: deque[tuple[v.Request, v.TokenIds]] = field(
-        default_factory=lambda: deque(maxlen=TEXTS_MAX)
-    )
-    """Texts of which a scheduler takes something back, and whose they are: of those preempted and
-    aborted, and with drafts. Only where nobody compares states (`lockstep.safety`)."""
+    preempted_texts: deque[Text] = field(default_factory=lambda: deque(maxlen=TEXTS_MAX))
+    """Of requests preempted lately. Only where nobody compares states (`lockstep.safety`)."""
+    rejected_texts: deque[Text] = field(default_factory=lambda: deque(maxlen=TEXTS_MAX))
+    """With drafts that were rejected lately, and would have filled a block. Only there as well."""
     said: dict[v.RequestId, v.TokenIds] = field(default_factory=dict)
     """Outputs delivered to those in `live`."""
     plans: list[v.Plan] = field(default_factory=list)

@@ -13,7 +13,7 @@ nothing but the plans, whether one can live on them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -33,7 +33,7 @@ from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.lockstep.exchange import Exchange, blame_spec, fault_of, get_first_state
 from blockstep.conformance.lockstep.excuses import Excuses
-from blockstep.conformance.lockstep.liveness import Watch
+from blockstep.conformance.lockstep.liveness import Watch, drain_bound
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
 from blockstep.conformance.protocol.features import Feature, find_lacking, fit, get_missing
 from blockstep.conformance.protocol.findings import Finding, FindingKind
@@ -391,7 +391,7 @@ class LockStep(Client):
         for name, request in list(self.live.items()):
             if request.structured_output and not findings:
                 findings = self.perform(v.GrammarReady(name))
-        bound, watch = drain_bound(self.live), Watch()
+        bound, watch = drain_bound(self.live, self.config.max_model_len), Watch()
         for _ in range(bound):
             if findings or not self.live:
                 break
@@ -438,13 +438,3 @@ class LockStep(Client):
             num_before = self.num_events
             findings = self.perform(Answer())
         return findings
-
-
-def drain_bound(live: Mapping[v.RequestId, v.Request]) -> int:
-    """Steps within which a drained scheduler must end these requests.
-
-    Each step computes a token at least, and each of the requests may be preempted by each other
-    one and start again. A generous bound: it is there to end, not to measure.
-    """
-    work = sum(len(request.prompt_token_ids) + request.max_tokens for request in live.values())
-    return 20 + work * (1 + len(live))

@@ -15,10 +15,10 @@ tokens. Situations are counted on the specification's side: it did the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from blockstep.conformance.engine import EngineFactory, SamePlans, get_traits
 from blockstep.conformance.judge.answers import judge_answer
@@ -30,32 +30,45 @@ from blockstep.conformance.protocol.findings import Finding
 from blockstep.spec import vocabulary as v
 
 _request_id = attrgetter("request_id")
+Record = TypeVar("Record", v.Plan, v.NewRow, v.CachedRow, v.OutputRow, v.Aborted)
+
+
+NOT_COMPARED: Mapping[type, Mapping[str, Any]] = {
+    # Which blocks is not compared, so not where a table was exchanged either.
+    v.NewRow: {"block_ids": ()},
+    # What is sent again, and counted for the worker, is held to by the worker.
+    v.CachedRow: {"new_block_ids": (), "all_token_ids": None, "num_output_tokens": 0},
+    v.Plan: {"finished_req_ids": (), "remapped_req_ids": ()},
+    # How long a hit was is a policy; when an aborted request ends, the engine's own affair.
+    v.OutputRow: {"num_cached_tokens": 0},
+    v.Aborted: {"ending_req_ids": ()},
+}
+"""Fields of answers that are not compared, by type, and what stands for them. All others are."""
 
 
 def only_plan(observation: v.Observation) -> v.Observation:
     """What is compared of an answer, in an order of its own."""
     match observation:
         case v.Plan():
-            return v.Plan(
-                observation.frame_id,
-                new=tuple(
-                    replace(row, block_ids=()) for row in sorted(observation.new, key=_request_id)
-                ),
-                cached=tuple(
-                    replace(row, new_block_ids=(), all_token_ids=None, num_output_tokens=0)
-                    for row in sorted(observation.cached, key=_request_id)
-                ),
+            return _blank(
+                observation,
+                new=tuple(map(_blank, sorted(observation.new, key=_request_id))),
+                cached=tuple(map(_blank, sorted(observation.cached, key=_request_id))),
                 preempted_req_ids=tuple(sorted(observation.preempted_req_ids)),
             )
         case v.Outputs(rows=rows):
-            ordered = sorted(rows, key=_request_id)
-            return v.Outputs(tuple(replace(row, num_cached_tokens=0) for row in ordered))
+            return v.Outputs(tuple(map(_blank, sorted(rows, key=_request_id))))
         case v.Aborted(request_ids=names):
-            return v.Aborted(tuple(sorted(names)))
+            return _blank(observation, request_ids=tuple(sorted(names)))
         case v.DraftsTaken(request_ids=names):
             return v.DraftsTaken(tuple(sorted(names)))
         case _:
             return observation
+
+
+def _blank(record: Record, **fields: Any) -> Record:
+    """A record with other fields, and without what is not compared."""
+    return replace(record, **{**NOT_COMPARED.get(type(record), {}), **fields})
 
 
 def fit_worker(worker: Worker, make_engine: EngineFactory) -> Worker:

@@ -82,7 +82,7 @@ class SafetyRun(ScopedRun):
 
     def follow(self, event: v.Event, observation: v.Observation) -> None:
         """Take in one event and the answer to it."""
-        self._lose(event, observation)
+        self._note_texts(event, observation)
         LockStep.follow(self, event, observation)
         match event, observation:
             case v.Submit(request=request), _:
@@ -97,28 +97,27 @@ class SafetyRun(ScopedRun):
                 self.may_propose = False
                 self.idle.update(self.live)
 
-    def _lose(self, event: v.Event, observation: v.Observation) -> None:
-        """Note texts of which something is taken back: no key may be left of it.
-
-        Of rejected drafts where they would have filled a block.
-        """
+    def _note_texts(self, event: v.Event, observation: v.Observation) -> None:
+        """Note texts of which something is taken back: no key may be left of it."""
         match event, observation:
-            case _, v.Plan(preempted_req_ids=names) | v.Aborted(request_ids=names):
+            case _, v.Plan(preempted_req_ids=names):
                 for name in names:
-                    self._note_lost(name)
+                    if name in self.live:
+                        self.preempted_texts.append((self.live[name], self._text_of(name)))
             case v.Commit(frame_id=frame_id, sampled=sampled), v.Outputs():
                 tokens_of = {row.request_id: row.token_ids for row in sampled}
                 for row in next(plan for plan in self.plans if plan.frame_id == frame_id).cached:
-                    drafts = row.draft_token_ids
-                    if len(drafts) >= len(tokens_of[row.request_id]):
-                        self._note_lost(row.request_id, drafts)
+                    name, drafts = row.request_id, row.draft_token_ids
+                    if len(drafts) >= len(tokens_of[name]) and name in self.live:
+                        self._note_rejected(name, drafts)
 
-    def _note_lost(self, name: v.RequestId, drafts: v.TokenIds = ()) -> None:
-        if name in self.live and v.DRAFT_PLACEHOLDER not in drafts:
-            request, size = self.live[name], self.config.block_size
-            text = request.prompt_token_ids + self.said.get(name, ()) + drafts
-            if len(text) % size < len(drafts) or (len(text) >= size and not drafts):
-                self.lost.append((request, text))
+    def _note_rejected(self, name: v.RequestId, drafts: v.TokenIds) -> None:
+        text = self._text_of(name) + drafts
+        if v.DRAFT_PLACEHOLDER not in drafts and len(text) % self.config.block_size < len(drafts):
+            self.rejected_texts.append((self.live[name], text))
+
+    def _text_of(self, name: v.RequestId) -> v.TokenIds:
+        return self.live[name].prompt_token_ids + self.said.get(name, ())
 
     def _find_problem(self, event: v.Event) -> v.RejectCode | None:
         return find_problem(event, self.spec.state, self.live, self.plans, self.worker)

@@ -23,8 +23,8 @@ from typing import Self, TypeVar
 
 from blockstep.conformance.engine import EngineFactory, Equivalence, build, get_declines, get_traits
 from blockstep.conformance.judge.worker import Worker
-from blockstep.conformance.lockstep.driver import drain_bound
 from blockstep.conformance.lockstep.exchange import Exchange, fault_of
+from blockstep.conformance.lockstep.liveness import drain_bound
 from blockstep.conformance.lockstep.plans import fit_worker
 from blockstep.conformance.lockstep.scoped import DECLINED, fit_submit, require_fitting
 from blockstep.conformance.lockstep.sides import NOTHING, Ending, Row, Side, SideStep

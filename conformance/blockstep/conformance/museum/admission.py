@@ -59,7 +59,10 @@ class TouchBeforeCheck(Defect):
 
 
 @PAGE.exhibit(
-    "requests are admitted in a step that preempted", "vLLM V1: Admission Gate", "P16 P15"
+    "requests are admitted in a step that preempted",
+    "vLLM V1: Admission Gate",
+    "P16 P15",
+    invisible="policy: who is admitted when",
 )
 class AdmissionAfterPreemption(Defect):
     """What was just freed is given away, and the next step preempts again."""
@@ -98,7 +101,11 @@ class HitCutInsideABlock(Defect):
 
 
 @PAGE.exhibit(
-    "a block is given up where a token was enough", "#52617", "P5 P15", wrong_fix_of="full-hit"
+    "a block is given up where a token was enough",
+    "#52617",
+    "P5 P15",
+    wrong_fix_of="full-hit",
+    invisible="efficiency: a block is computed again",
 )
 class HitLimitOffByOne(Defect):
     """The tail of the prompt would have left tokens to run anyway."""
@@ -127,6 +134,7 @@ class BoundaryHitCredited(Defect):
     "TensorRT-LLM #11731, #15066",
     "P15",
     wrong_fix_of="hit-counts-as-free",
+    invisible="efficiency: a step runs fewer tokens than it might",
 )
 class FreeHitsCharged(Defect):
     """They cost a free block each, and are taken to cost the tokens in them as well."""
@@ -145,7 +153,12 @@ class HitsCreditedTwice(Defect):
         return super()._blocks_to_admit(num_tokens, 2 * num_hits)
 
 
-@PAGE.exhibit("admission looks at the first chunk only", "#25538, #37307", "P15 P10 P8")
+@PAGE.exhibit(
+    "admission looks at the first chunk only",
+    "#25538, #37307",
+    "P15 P10 P8",
+    invisible="efficiency: there are more preemptions, and all requests end",
+)
 class GateIgnored(Defect):
     """Prompts are let in that cannot all stay, and preempt each other in turn."""
 
@@ -177,6 +190,7 @@ class StickyFullFlag(_RemembersFull):
     "SGLang #23138, #35537",
     "P15",
     wrong_fix_of="sticky-full-flag",
+    invisible="efficiency: somebody waits longer than needed, not for ever",
 )
 class FullUntilSomeoneEnds(_RemembersFull):
     """A budget spent on a long prompt leaves the next request waiting long after."""
@@ -240,7 +254,12 @@ class ChunkedStaysQueued(Defect):
                 self.waiting.prepend((slot,))
 
 
-@PAGE.exhibit("the cache is asked for the first chunk only", "Dynamo #13188, #13312", "P5")
+@PAGE.exhibit(
+    "the cache is asked for the first chunk only",
+    "Dynamo #13188, #13312",
+    "P5",
+    invisible="efficiency: blocks are computed again",
+)
 class HitsWithinAChunk(Defect):
     """The prompt is cut before it is looked up, so no hit is longer than a chunk."""
 

@@ -36,6 +36,9 @@ class Exhibit:
     """The exhibit that this one was meant to repair, where it is a repair that was tried."""
     part: str = ""
     """The attribute of the engine that names the class of the part where it sits, if in one."""
+    invisible: str = ""
+    """Why no client and no worker can ever see it, if that is so: it is a matter of policy, speed
+    or books. Then it is not to be found at `safety`, whatever is shown."""
 
 
 class Page:
@@ -45,14 +48,14 @@ class Page:
         self.exhibits: list[Exhibit] = []
 
     def exhibit(
-        self, title: str, upstream: str, properties: str, wrong_fix_of: str = "", part: str = ""
+        self, title: str, upstream: str, properties: str, **more: str
     ) -> Callable[[type[Defect]], type[Defect]]:
-        """Put a planted defect, named like its class, on this page."""
+        """Put a planted defect, named like its class, on this page; `more` are other fields."""
 
         def register(defect: type[Defect]) -> type[Defect]:
             name = re.sub(r"\B(?=[A-Z])", "-", defect.__name__).lower()
             told = tuple(properties.split())
-            self.exhibits.append(Exhibit(name, title, upstream, told, defect, wrong_fix_of, part))
+            self.exhibits.append(Exhibit(name, title, upstream, told, defect, **more))
             return defect
 
         return register

@@ -14,6 +14,7 @@ PAGE = Page()
     "llm-d-inference-sim #704; prefix caching by example, section 2.2",
     "P16",
     part="pool_type",
+    invisible="policy: which free block is evicted first",
 )
 class ForwardFrees(Defect):
     """The head of a prompt is evicted first, and with it every hit on the rest."""
@@ -45,6 +46,7 @@ class StaleKeyAfterReuse(Defect):
     "prefix caching by example, section 2.3",
     "P16 P15",
     part="prefix_type",
+    invisible="policy: both blocks hold the same",
 )
 class NewestDuplicateHit(Defect):
     """Not wrong in itself; but the order of eviction is no longer the documented one."""
@@ -142,7 +144,10 @@ class PassedOverBlocksCounted(Defect):
 
 
 @PAGE.exhibit(
-    "publishing a block evicts the publisher's first one", "TensorRT-LLM #17926", "P3 P15"
+    "publishing a block evicts the publisher's first one",
+    "TensorRT-LLM #17926",
+    "P3 P15",
+    invisible="efficiency: a later hit is lost",
 )
 class PublisherEvictsItself(Defect):
     """Room for the new entry is made in a full pool, and nothing says who must be spared."""

@@ -30,7 +30,12 @@ class EqualsPreemptEachOther(Defect):
         return len(running) - 1 if self.config.policy == "fcfs" else keys.index(max(keys))
 
 
-@PAGE.exhibit("the preempted go to the end of the queue", "vLLM V1: Preemption Policy", "P16")
+@PAGE.exhibit(
+    "the preempted go to the end of the queue",
+    "vLLM V1: Preemption Policy",
+    "P16",
+    invisible="policy: who is admitted first",
+)
 class PreemptedToTheTail(Defect):
     """Newcomers overtake them, and preempt them again."""
 
@@ -38,7 +43,12 @@ class PreemptedToTheTail(Defect):
         self.waiting.append(slot)
 
 
-@PAGE.exhibit("a victim's tokens do not return to the budget", "#23347, #23713", "P9 P15")
+@PAGE.exhibit(
+    "a victim's tokens do not return to the budget",
+    "#23347, #23713",
+    "P9 P15",
+    invisible="efficiency: a step runs fewer tokens than it might",
+)
 class BudgetNotRestored(Defect):
     """The step ends early although there is work."""
 
@@ -65,7 +75,11 @@ class ZombieKey(Defect):
 
 
 @PAGE.exhibit(
-    "everything the victim published is withdrawn", "#43569", "P3", wrong_fix_of="zombie-key"
+    "everything the victim published is withdrawn",
+    "#43569",
+    "P3",
+    wrong_fix_of="zombie-key",
+    invisible="efficiency: later hits are lost",
 )
 class AllKeysWithdrawn(Defect):
     """Blocks of earlier steps go as well: they were written, and others may hold them."""
@@ -130,7 +144,12 @@ class DraftsOfVictimDispatched(_KeepsRecord):
         return replace(row, draft_token_ids=self._pop_record(slot))
 
 
-@PAGE.exhibit("the place in line is not corrected for a victim ahead", "#23713", "P15 P9")
+@PAGE.exhibit(
+    "the place in line is not corrected for a victim ahead",
+    "#23713",
+    "P15 P9",
+    invisible="efficiency: somebody misses a step",
+)
 class PlaceNotCorrected(Defect):
     """The list has become shorter, and somebody is passed over in this step."""
 
@@ -139,7 +158,12 @@ class PlaceNotCorrected(Defect):
         return left if left < 0 else position
 
 
-@PAGE.exhibit("who waits preempts for a seat", "#40004, #45561", "P16 P15")
+@PAGE.exhibit(
+    "who waits preempts for a seat",
+    "#40004, #45561",
+    "P16 P15",
+    invisible="policy: upstream itself is undecided",
+)
 class SeatPreemption(Defect):
     """Upstream is undecided; here running requests give way for blocks, and never for a seat."""
 

@@ -60,6 +60,7 @@ class ReadmittedInFlightWithoutPlaceholders(Defect):
     "#48245 as merged",
     "P15 P16",
     wrong_fix_of="readmitted-with-promises",
+    invisible="efficiency: somebody is admitted a step later",
 )
 class HeldUpByAChunk(Defect):
     """Every frame that names the request is waited for."""
@@ -144,7 +145,10 @@ class PlaceholdersAfterAGap(Defect):
 
 
 @PAGE.exhibit(
-    "a step is planned past the last token", "vLLM V1: Async scheduling skip-ahead", "P13 P15"
+    "a step is planned past the last token",
+    "vLLM V1: Async scheduling skip-ahead",
+    "P13 P15",
+    invisible="efficiency: a row runs whose token is thrown away",
 )
 class NoSkipAhead(Defect):
     """The token that ends the request is in flight, and one more is asked for."""
@@ -167,7 +171,12 @@ class RejectedStayPromised(Defect):
         super()._keep_promise(slot, min(accepted, num_drafts))
 
 
-@PAGE.exhibit("a stale frame rolls the preempted back", "#48245", "P12 P14")
+@PAGE.exhibit(
+    "a stale frame rolls the preempted back",
+    "#48245",
+    "P12 P14",
+    invisible="books: the count is set anew when its request is admitted again",
+)
 class StaleFrameRollsBack(Defect):
     """Nothing of it is computed any more, and its count falls below zero."""
 

@@ -1,20 +1,51 @@
-"""Trial: each exhibit is checked like any engine, and must fall."""
+"""Trial: each exhibit is checked like any engine, and must fall, unless nothing of it can be seen.
+
+It is the host with a defect, so it can be compared with the specification. It can as well be held
+to the properties alone, as an engine of others would be, with its state shown or hidden. What is
+policy or a matter of speed (`Exhibit.invisible`) must not be found then.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from blockstep.conformance.engine import EXACT, EngineFactory, EngineTraits, Safety
+from blockstep.conformance.museum import build
 from blockstep.conformance.museum.exhibit import Exhibit
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.registry import MUSEUM
-from blockstep.conformance.search.check import check
-from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.check import InProcess, check
+from blockstep.conformance.search.options import CheckOptions, load
 from blockstep.conformance.search.processes import open_processes
+from blockstep.conformance.search.wrapped import hide_state
 
 SURVIVED = "SURVIVED"
 DIVERGENCE = "divergence"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """By what the exhibits are held to the specification, and what they show."""
+
+    equivalence: str = EXACT
+    """`exact` or `safety`."""
+    is_hidden: bool = False
+    """They show no state; at `safety` only."""
+
+    @property
+    def name(self) -> str:
+        """As a column of a table is called."""
+        return f"{self.equivalence}, state hidden" if self.is_hidden else self.equivalence
+
+    def tell_invisible(self, entry: Exhibit) -> str:
+        """Why an exhibit is not to be found; "" if it must be."""
+        return "" if self.equivalence == EXACT else entry.invisible
+
+
+STANDINGS = (Standing(), Standing(Safety.name), Standing(Safety.name, is_hidden=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +59,7 @@ class Fall:
     """Until the first finding; the whole budget for a survivor."""
     seconds: float
     shrunk: int | None
-    """Actions of the shortest program that shows it; None for a survivor."""
+    """Actions of the shortest program that shows it; None if there is none, or none was sought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +68,30 @@ class Tried:
 
     exhibit: Exhibit
     falls: tuple[Fall, ...]
+    standing: Standing = STANDINGS[0]
 
     @property
     def survived(self) -> bool:
         """Whether one seed at least did not find it."""
         return any(fall.killed_by == SURVIVED for fall in self.falls)
+
+    @property
+    def invisible(self) -> str:
+        """Why it is not to be found; "" if it must be."""
+        return self.standing.tell_invisible(self.exhibit)
+
+    @property
+    def is_passed_over(self) -> bool:
+        """Whether nobody found what is not to be found."""
+        return bool(self.invisible) and all(fall.killed_by == SURVIVED for fall in self.falls)
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with that, in words; "" if nothing is."""
+        found = [fall.killed_by for fall in self.falls if fall.killed_by != SURVIVED]
+        if self.invisible:
+            return f"found though listed as invisible ({found[0]})" if found else ""
+        return "survived" if self.survived else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +104,9 @@ class Trial:
     max_seconds: float | None = None
     jobs: int = 1
     """Processes side by side."""
+    standing: Standing = STANDINGS[0]
+    shrinks: bool = True
+    """Whether the shortest program is sought of what is found."""
 
 
 def run_trial(
@@ -63,11 +116,16 @@ def run_trial(
 ) -> list[Tried]:
     """Check each exhibit with each seed. With one job nothing leaves this process."""
     tasks = [
-        CheckOptions(
-            engine=f"{MUSEUM}{entry.name}",
-            seed=seed,
-            max_events=trial.max_events,
-            max_seconds=trial.max_seconds,
+        Task(
+            CheckOptions(
+                engine=f"{MUSEUM}{entry.name}",
+                seed=seed,
+                max_events=trial.max_events,
+                max_seconds=trial.max_seconds,
+                hide_state=trial.standing.is_hidden,
+            ),
+            trial.standing.equivalence,
+            trial.shrinks,
         )
         for entry in exhibits
         for seed in trial.seeds
@@ -80,12 +138,21 @@ def run_trial(
         on_progress(len(falls) / len(tasks), told)
     size = len(trial.seeds)
     return [
-        Tried(entry, tuple(falls[index * size : (index + 1) * size]))
+        Tried(entry, tuple(falls[index * size : (index + 1) * size]), trial.standing)
         for index, entry in enumerate(exhibits)
     ]
 
 
-def _falls(tasks: Sequence[CheckOptions], jobs: int) -> Iterator[Fall]:
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One hunt: what crosses to another process."""
+
+    options: CheckOptions
+    equivalence: str
+    shrinks: bool
+
+
+def _falls(tasks: Sequence[Task], jobs: int) -> Iterator[Fall]:
     """The falls in order of the tasks."""
     if jobs <= 1 or len(tasks) <= 1:
         yield from map(_try, tasks)
@@ -94,12 +161,20 @@ def _falls(tasks: Sequence[CheckOptions], jobs: int) -> Iterator[Fall]:
         yield from pool.map(_try, tasks)
 
 
-def _try(options: CheckOptions) -> Fall:
+def _try(task: Task) -> Fall:
     """How one exhibit falls with one seed."""
-    result = check(options)
+    place = InProcess(load if task.equivalence == EXACT else load_as_foreign)
+    result = check(task.options, place=place, shrinks=task.shrinks)
     killed_by = SURVIVED if result.first is None else name_of(result.first)
     shrunk = None if result.failure is None else len(result.failure.program.actions)
-    return Fall(options.seed, killed_by, result.num_events, result.seconds, shrunk)
+    return Fall(task.options.seed, killed_by, result.num_events, result.seconds, shrunk)
+
+
+def load_as_foreign(options: CheckOptions) -> EngineFactory:
+    """An exhibit as an engine of others: held to the properties, compared with nothing."""
+    traits = EngineTraits(equivalence=Safety())
+    make_engine = build(options.engine.removeprefix(MUSEUM), traits)
+    return hide_state(make_engine) if options.hide_state else make_engine
 
 
 def name_of(finding: Finding) -> str:
@@ -112,9 +187,10 @@ def name_of(finding: Finding) -> str:
 def row_of(tried: Tried) -> dict[str, object]:
     """A row for a table that people read: one cell per number, with the seeds side by side."""
     falls = tried.falls
+    killed_by = "; ".join(dict.fromkeys(fall.killed_by for fall in falls))
     return {
         **describe(tried.exhibit),
-        "killed by": "; ".join(dict.fromkeys(fall.killed_by for fall in falls)),
+        "killed by": f"invisible: {tried.invisible}" if tried.is_passed_over else killed_by,
         "events": " / ".join(f"{fall.events:,}" for fall in falls),
         "seconds": " / ".join(f"{fall.seconds:.1f}" for fall in falls),
         "shrunk to": " / ".join("-" if fall.shrunk is None else str(fall.shrunk) for fall in falls),
@@ -125,6 +201,9 @@ def json_of(tried: Tried) -> dict[str, object]:
     """The same for programs: a list with one object per seed."""
     return {
         **describe(tried.exhibit),
+        "equivalence": tried.standing.equivalence,
+        "state": "hidden" if tried.standing.is_hidden else "shown",
+        "invisible": tried.invisible,
         "survived": tried.survived,
         "seeds": [
             {
@@ -151,20 +230,30 @@ def describe(entry: Exhibit) -> dict[str, object]:
 
 def summary(tried: Sequence[Tried]) -> str:
     """One line for all: how many fell, and what it took."""
-    killed = [fall for entry in tried for fall in entry.falls if fall.killed_by != SURVIVED]
-    num_falls = sum(len(entry.falls) for entry in tried)
-    if not killed:
-        return f"0 of {num_falls} hunts killed"
-    events = [fall.events for fall in killed]
-    return (
-        f"{len(killed)} of {num_falls} hunts killed; events to kill: median "
-        f"{statistics.median_low(events):,}, most {max(events):,}"
-    )
+    passed_over = sum(entry.is_passed_over for entry in tried)
+    falls = [fall for entry in tried if not entry.is_passed_over for fall in entry.falls]
+    events = [fall.events for fall in falls if fall.killed_by != SURVIVED]
+    told = f"{len(events)} of {len(falls)} hunts killed"
+    if events:
+        told += f"; events to kill: median {statistics.median_low(events):,}, most {max(events):,}"
+    if passed_over:
+        told += f"; {passed_over} exhibits passed over, of which nothing can be seen"
+    standing = tried[0].standing
+    return told if standing == STANDINGS[0] else f"{standing.name}: {told}"
 
 
-def museum_page(rows: Sequence[dict[str, object]], command: str, seeds: Sequence[int]) -> str:
-    """The museum as a page of the documentation."""
-    columns = [*rows[0]]
+def museum_page(rows: Sequence[dict[str, Any]], command: str, seeds: Sequence[int]) -> str:
+    """The museum as a page of the documentation: a column for each standing among `rows`.
+
+    `rows` are those of `json_of`, of one run or of several.
+    """
+    columns: dict[str, dict[str, str]] = {}
+    about: dict[str, tuple[str, str]] = {}
+    for row in rows:
+        name = row["exhibit"]
+        about.setdefault(name, (row["what is wrong"], row["upstream"]))
+        standing = Standing(row["equivalence"], row["state"] == "hidden").name
+        columns.setdefault(standing, {})[name] = _cell(row)
     shown = " / ".join(map(str, seeds))
     lines = [
         "# Museum",
@@ -176,13 +265,26 @@ def museum_page(rows: Sequence[dict[str, object]], command: str, seeds: Sequence
         "are vLLM's. A wrong fix is a repair of another exhibit that was tried, or would suggest",
         "itself, and does not hold.",
         "",
-        f"Made by `{command} --markdown FILE`. Events and seconds run until the first finding,",
-        f"seconds with its shrinking; one number for each of the seeds {shown}.",
+        "Held to `safety` an engine is compared with nothing, and may hide its state. What breaks",
+        "nothing that a client or a worker can see is invisible there: a policy, speed, or books",
+        "that nobody reads. It must not be found, and changes no token (`tests/conformance`).",
         "",
-        "| " + " | ".join(columns) + " |",
-        "|" + "---|" * len(columns),
+        f"Made by `{command} --markdown FILE`; other columns are of runs that it was told of",
+        f"(`--beside`). Numbers are events until the first finding, for the seeds {shown}.",
+        "",
+        "| " + " | ".join(["exhibit", "what is wrong", "upstream", *columns]) + " |",
+        "|" + "---|" * (3 + len(columns)),
     ]
-    for row in rows:
-        cells = (str(value).replace("|", "\\|") for value in row.values())
-        lines.append("| " + " | ".join(cells) + " |")
+    for name, told in about.items():
+        cells = [name, *told, *(column.get(name, "") for column in columns.values())]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(row: dict[str, Any]) -> str:
+    """What became of an exhibit in one standing."""
+    killers = dict.fromkeys(fall["killed by"] for fall in row["seeds"])
+    events = " / ".join(f"{fall['events']:,}" for fall in row["seeds"])
+    if row["invisible"] and [*killers] == [SURVIVED]:
+        return f"invisible ({row['invisible']}): not in {events}"
+    return f"{'; '.join(killers)}: {events}"

@@ -54,7 +54,7 @@ def _render_contrast(contrast: Contrast, where: str, options: CheckOptions) -> l
         f"  answer    {_say(contrast.plain)}",
         f"  changed   {_say(contrast.other)}",
         "",
-        _reproduce(options, contrast.episode),
+        f"  reproduce  {reproduce_arms(options, contrast.episode)}",
     ]
     return lines
 
@@ -73,13 +73,19 @@ def _render_fault(fault: Fault, where: str, options: CheckOptions) -> list[str]:
         "  requests  submitted one before each step",
         *(f"    {describe_request(request)}" for request in fault.requests),
         "",
-        _reproduce(options, fault.episode),
+        f"  reproduce  {reproduce_arms(options, fault.episode)}",
     ]
 
 
-def _reproduce(options: CheckOptions, episode: int) -> str:
+def tell_difference(contrast: Contrast) -> str:
+    """Both answers, in a line."""
+    return f"answer {_say(contrast.plain)}, changed {_say(contrast.other)}"
+
+
+def reproduce_arms(options: CheckOptions, episode: int) -> str:
+    """The command line that comes to the same."""
     return (
-        f"  reproduce  blockstep arms --engine {options.engine}{show_path(options)}"
+        f"blockstep arms --engine {options.engine}{show_path(options)}"
         f" --preset {options.preset} --seed {options.seed} --workloads {episode + 1}"
     )
 

@@ -49,12 +49,20 @@ def render_failure(
     shrunk: Shrunk, options: CheckOptions, episode: int, num_actions_before: int
 ) -> str:
     """The whole report of one failure, a trailing newline included."""
-    how = f"equivalence {shrunk.equivalence}, " if shrunk.equivalence else ""
-    where = f"engine {options.engine}, {how}{_drawn_from(options)}"
     note = f"  (shrunk from {num_actions_before} actions to {len(shrunk.program.actions)})"
     note = "" if options.program is not None else note
     again = f"  reproduce  {reproduce(options, episode)}"
-    return _join([*_head("blockstep check", shrunk, where), *_body(shrunk, note), "", again])
+    head = headline(options, shrunk.findings[0], shrunk.num_events, shrunk.equivalence)
+    return _join([head, "", *_body(shrunk, note), "", again])
+
+
+def headline(
+    options: CheckOptions, finding: Finding, num_events: int, equivalence: str = ""
+) -> str:
+    """What ended a check, after how many events, and where."""
+    how = f"equivalence {equivalence}, " if equivalence else ""
+    where = f"engine {options.engine}, {how}{_drawn_from(options)}"
+    return f"blockstep check: {HEADLINES[finding.kind]} at event {num_events} ({where})"
 
 
 def _drawn_from(options: CheckOptions) -> str:
@@ -65,7 +73,9 @@ def _drawn_from(options: CheckOptions) -> str:
 
 def render_program(shrunk: Shrunk, engine: str) -> str:
     """The face of a failure of a program that somebody wrote: no preset, no seed, not shrunk."""
-    return _join([*_head("blockstep", shrunk, f"engine {engine}"), *_body(shrunk, "")])
+    kind = HEADLINES[shrunk.findings[0].kind]
+    head = f"blockstep: {kind} at event {shrunk.num_events} (engine {engine})"
+    return _join([head, "", *_body(shrunk, "")])
 
 
 def tell_program(outcome: CheckResult, engine: str) -> str:
@@ -73,11 +83,6 @@ def tell_program(outcome: CheckResult, engine: str) -> str:
     if outcome.loss is not None:
         return render_loss("blockstep", f"engine {engine}", outcome.loss)
     return "" if outcome.failure is None else render_program(outcome.failure, engine)
-
-
-def _head(command: str, shrunk: Shrunk, where: str) -> list[str]:
-    headline = HEADLINES[shrunk.findings[0].kind]
-    return [f"{command}: {headline} at event {shrunk.num_events} ({where})", ""]
 
 
 def _body(shrunk: Shrunk, note: str) -> list[str]:

@@ -82,6 +82,20 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
     ),
     "plan_stays_within_max_num_seqs": ("P9", "A plan has no more rows than `max_num_seqs`."),
     "row_stays_within_max_model_len": ("P9", "No row runs a position beyond `max_model_len`."),
+    "hit_is_taken_only_where_one_may_be": (
+        "P5",
+        (
+            "A new request has nothing computed with prefix caching off, nor if it asks to skip "
+            "reading the cache."
+        ),
+    ),
+    "computed_tokens_are_in_blocks_that_are_held": (
+        "P12",
+        (
+            "In a state, what counts as computed of a request is no less than nothing, and no more "
+            "than the blocks of its table hold."
+        ),
+    ),
     "request_has_one_row": ("P26", "No request has two rows in one plan."),
     "row_is_of_an_unfinished_request": (
         "P26",

@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 
-from blockstep.conformance.draw.actions import SeededDraw, draw_request, request_name
+from blockstep.conformance.draw.actions import SeededDraw, request_name
 from blockstep.conformance.draw.presets import Swarm
+from blockstep.conformance.draw.requests import draw_request
 from blockstep.conformance.engine import (
     BadEngineError,
     Capability,

@@ -158,8 +158,11 @@ def check(
     options: CheckOptions,
     on_progress: Callable[[CheckResult], None] = lambda _result: None,
     place: InProcess = InProcess(),
+    shrinks: bool = True,
 ) -> CheckResult:
     """Check an engine in this process. `Isolation.check` does so in others.
+
+    What is found is made short only if it `shrinks`; else there is no `failure` to show.
 
     With a budget in events the result depends on nothing but the options and the engine.
 
@@ -168,7 +171,7 @@ def check(
     """
     started = time.perf_counter()
     result = search(options, place, on_progress)
-    if result.first is not None:
+    if result.first is not None and shrinks:
         tell = lambda now: on_progress(replace(result, shrinking=now))  # noqa: E731
         shrink_first(result, place.load(options), tell)
     result.seconds = time.perf_counter() - started

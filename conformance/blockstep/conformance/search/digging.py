@@ -17,7 +17,7 @@ from blockstep.conformance.engine import (
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import Program
-from blockstep.conformance.search.distinct import Symptoms, find_symptoms
+from blockstep.conformance.search.distinct import Mark, Symptoms, find_symptoms, mark_of
 from blockstep.conformance.search.episodes import EpisodeResult, fit_config, run_episode
 from blockstep.conformance.search.floor import Facts, look
 from blockstep.conformance.search.forgiving import (
@@ -129,9 +129,10 @@ def show(
     make_engine: EngineFactory,
     forgiven: frozenset[Cause],
     program: Program,
-) -> list[Finding]:
+) -> list[tuple[Finding, Mark]]:
     """What a program comes to."""
-    return run_program(program, Forgiving(make_engine, forgiven), follow(forgiven))[1]
+    run, findings = run_program(program, Forgiving(make_engine, forgiven), follow(forgiven))
+    return [(finding, mark_of(program, run, finding)) for finding in findings]
 
 
 def look_for(

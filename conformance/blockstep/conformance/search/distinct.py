@@ -6,9 +6,9 @@ Nothing says so but the engine's code, and a hunt does not read it. So two failu
    pause), and the one uses all the means of the other: features of config and requests, and hits,
    chunks and preemptions; where a program can do without, it does (`relax`). Whatever an engine
    raises after such an act counts as the same: where it notices, it raises;
-2. or if one is a symptom of the other: the shrunk program of the one says and comes to what the
-   other does, at the same event, or if it goes on as though nothing were wrong, or without a
-   bound of its config (`Symptoms`).
+2. or if one is a symptom of the other: both come at the same event, each with the other
+   (`comes_with`); or a plain program of the one goes on to what the other says, which needs no
+   less, or comes to it with another bound of its config (`comes_of`).
 
 Where this is wrong. Two defects are told as one if they break the same sentence by the same acts,
 and one of them needs more means: a block lost when a hit is preempted, and another lost when any
@@ -51,8 +51,19 @@ STEPS_TO_END = 4
 BY_CHANCE = {
     "P4 published_block_was_written": "P3 published_block_holds_the_right_prefix",
     "P4 attended_slot_was_written": "P3 attended_slot_holds_the_right_prefix",
+    "P4 block_still_to_be_written_is_not_published": "P3 published_block_holds_the_right_prefix",
 }
-"""Sentences that say the same as another: a slot was used before, or it was not."""
+"""Sentences that say the same as another: a slot was used before, or it was not, or the state
+told so before the worker did."""
+SHAPE = frozenset({"P9", "P12", "P24", "P26"})
+"""Properties of what a plan says, apart from what is in memory: a row of a wrong length is in
+disagreement with everything that it is held to."""
+CONSEQUENCES = {
+    "P1": frozenset({"P2", "P3", "P4", "P6", "P10"}),
+    "P3": frozenset({"P4", "P6"}),
+}
+"""What becomes of a state that breaks a property: of a pool that is out of count, who is in a block
+and what, and who waits for one; of a block under a wrong name, what is read there."""
 RAISED = "engine_raises_nothing"
 """The sentence of whatever an engine raises."""
 _NAMES = re.compile(r"0x[0-9a-f]+|'[^']*'|\d+")
@@ -69,20 +80,29 @@ class Mark:
     """The other features that the program asks for, and whether it hits, chunks or preempts."""
 
     @property
+    def property_id(self) -> str:
+        """ "P1" ..., "" if no property names it."""
+        return self.saying.split(" ")[1]
+
+    @property
     def is_exception(self) -> bool:
         """Whether the engine raised."""
         return RAISED in self.saying
+
+    def is_akin(self, other: Mark) -> bool:
+        """Whether both say something of the shape of a plan."""
+        return {self.property_id, other.property_id} <= SHAPE
 
     def is_like(self, other: Mark) -> bool:
         """Whether both say the same after the same acts, and one by all the means of the other."""
         is_alike = self.saying == other.saying or (
             bool(self.acts) and self.is_exception and other.is_exception
         )
-        return (
-            self.acts == other.acts
-            and is_alike
-            and (self.means <= other.means or other.means <= self.means)
-        )
+        return self.acts == other.acts and is_alike and self.can_compare(other)
+
+    def can_compare(self, other: Mark) -> bool:
+        """Whether one uses all the means of the other."""
+        return self.means <= other.means or other.means <= self.means
 
 
 def saying(finding: Finding, raised_at: str = "") -> str:
@@ -99,6 +119,11 @@ def saying(finding: Finding, raised_at: str = "") -> str:
             return f"{name} {_masked(finding.message.partition(';')[0])}"
         case _:
             return f"{name} {_masked(finding.message)} {_masked(raised_at)}"
+
+
+def can_follow(later: str, state: str) -> bool:
+    """Whether what breaks one property may have to come of a state that breaks another."""
+    return later in CONSEQUENCES.get(state, ())
 
 
 def saying_of_loss(message: str) -> str:
@@ -163,18 +188,34 @@ class Symptoms:
     onward: frozenset[Mark] = frozenset()
     """If the run goes on as though nothing were wrong, to its end and a drain."""
     near: frozenset[Mark] = frozenset()
-    """With a bound or a feature of the config out of the way."""
+    """Instead of its own, with a bound or a feature of the config out of the way."""
+    length: int = 0
+    """Actions of the program."""
 
-    def is_symptom_of(self, cause: Symptoms) -> bool:
-        """Whether this shows what the other is known by, or the other shows this.
+    def comes_with(self, other: Symptoms) -> bool:
+        """Whether both come at the same event: each with the other, or as what has to come."""
+        mine = any(map(self.own.is_like, other.beside))
+        others = any(map(other.own.is_like, self.beside))
+        if not self.own.is_akin(other.own):
+            mine = mine and (others or can_follow(other.own.property_id, self.own.property_id))
+            return mine or (others and can_follow(self.own.property_id, other.own.property_id))
+        third = any(it.is_like(this) for it in self.beside for this in other.beside)
+        return mine or others or third
+
+    def comes_of(self, cause: Symptoms) -> bool:
+        """Whether the other goes on to this, or is this in another config or as long a program.
 
         A longer program often holds a shorter one's defect as well; so if this goes on to the
-        other, or comes out of the other by simplifying it, it must do just the same.
+        other it must do just the same, and what comes of the other cannot do without its means.
         """
         return (
-            any(cause.own.is_like(mark) for mark in self.beside | self.near)
-            or any(self.own.is_like(mark) for mark in cause.beside | cause.onward)
-            or cause.own in self.onward
+            any(map(cause.own.is_like, self.near))
+            or (self.length <= cause.length and any(map(cause.own.is_like, self.beside)))
+            or any(
+                self.own.is_like(mark) and cause.own.means <= self.own.means
+                for mark in cause.onward
+            )
+            or cause.own in self.onward - self.beside
             or self.own in cause.near
         )
 
@@ -197,7 +238,7 @@ def find_symptoms(
         except v.ConfigError:
             return None
 
-    played = _list_marks(play(program), program)
+    length, played = len(program.actions), _list_marks(play(program), program)
     own = next((mark for mark in played if mark.saying.startswith(saying(first))), None)
     if own is None:  # it does not come back
         return Symptoms(Mark(saying(first)))
@@ -205,12 +246,15 @@ def find_symptoms(
     played = _list_marks(play(program), program)
     own = next(mark for mark in played if mark.saying == own.saying)
 
-    near = (mark for it in _list_plainer(program) for mark in _list_marks(play(it), it))
+    plainer = [_list_marks(play(it), it) for it in _list_plainer(program)]
+    said = {mark.saying for mark in played}
+    near = [marks for marks in plainer if own.saying not in {mark.saying for mark in marks}]
     return Symptoms(
         own,
         beside=frozenset(played) - {own},
         onward=frozenset(_go_on(program, make_engine, profile)) - {own},
-        near=frozenset(near) - {own},
+        near=frozenset(it for marks in near for it in marks if it.saying not in said),
+        length=length,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from blockstep.conformance.protocol.findings import Finding
@@ -13,13 +14,6 @@ from blockstep.conformance.search.forgiving import Cause
 from blockstep.conformance.search.lookouts import Lookout
 from blockstep.conformance.search.options import CheckOptions
 from blockstep.conformance.search.shrink import Shrunk
-
-CONSEQUENCES = {
-    "P1": frozenset({"P2", "P3", "P4", "P6", "P10"}),
-    "P3": frozenset({"P4", "P6"}),
-}
-"""What becomes of a state that breaks a property: of a pool that is out of count, who is in a block
-and what, and who waits for one; of a block under a wrong name, what is read there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +42,8 @@ class Defect:
     """Sentences that other programs break for the same reason."""
     behind: str = ""
     """What ends the program before, where the state of the engine is judged."""
+    follows: frozenset[Mark] = frozenset()
+    """What is said of the state before, and this had to come of it."""
     raised_at: str = ""
     """Where the engine raised, if it did: function, file and line."""
     num_seen: int = 1
@@ -84,7 +80,6 @@ class Group:
     """Failures that are one defect, as far as can be said."""
 
     defects: list[Defect]
-    num_seen: int = 0
 
     @property
     def plainest(self) -> Defect:
@@ -93,24 +88,63 @@ class Group:
         alike = (it for it in self.defects if it.symptoms.own.saying == says)
         return min(alike, key=lambda it: (bool(it.behind), it.length))
 
-    def is_near(self, symptoms: Symptoms) -> int:
-        """How near these are to its own: 2, one of its failures again; 1, a symptom; 0, neither."""
-        if any(symptoms.own.is_like(defect.symptoms.own) for defect in self.defects):
-            return 2
-        return int(symptoms.is_symptom_of(self.plainest.symptoms))
+    @property
+    def plain(self) -> list[Defect]:
+        """Those that need no more than the plainest: a longer program holds other defects too."""
+        means = self.plainest.symptoms.own.means
+        return [it for it in self.defects if it.symptoms.own.means <= means]
 
     def conclude(self) -> Defect:
         """The plainest of them, with what the others say."""
         plainest = self.plainest
         names = dict.fromkeys(map(_place, self.defects))
         also = tuple(name for name in names if name != _place(plainest))
-        return replace(plainest, also=also, num_seen=self.num_seen)
+        return replace(plainest, also=also, num_seen=sum(it.num_seen for it in self.defects))
 
 
-def follows_from(state: Finding, later: Finding) -> bool:
-    """Whether what is said of a plan or an answer is what had to come of a wrong state."""
-    mine = later.property_id
-    return mine == state.property_id or mine in CONSEQUENCES.get(state.property_id, ())
+def gather(defects: Iterable[Defect]) -> list[Group]:
+    """The failures of each defect, in the order of what was seen first."""
+    alike = _join([Group([defect]) for defect in defects], _are_alike)
+    return _join(alike, _are_one)
+
+
+def _join(groups: list[Group], are_one: Callable[[Group, Group], bool]) -> list[Group]:
+    """The groups, where those that are one, or one with a third, are joined."""
+    joined: list[list[Group]] = []
+    for group in groups:
+        near = [others for others in joined if any(are_one(it, group) for it in others)]
+        if not near:
+            joined.append([group])
+            continue
+        for others in near[1:]:
+            near[0] += others
+            joined.remove(others)
+        near[0].append(group)
+    return [Group([defect for group in others for defect in group.defects]) for others in joined]
+
+
+def _are_alike(one: Group, other: Group) -> bool:
+    return any(
+        it.symptoms.own.is_like(this.symptoms.own) for it in one.defects for this in other.defects
+    )
+
+
+def _are_one(one: Group, other: Group) -> bool:
+    """Whether the failures of the one are symptoms of the other's."""
+    for it in one.defects:
+        for this in other.defects:
+            if _is_behind(it, this) or _is_behind(this, it):
+                return True
+            if it.symptoms.comes_with(this.symptoms):
+                return True
+    cause, symptom = sorted((one, other), key=lambda group: group.plainest.length)
+    return any(it.symptoms.comes_of(cause.plainest.symptoms) for it in symptom.plain)
+
+
+def _is_behind(defect: Defect, later: Defect) -> bool:
+    """Whether it is the wrong state that the other comes of; a reset may be by force or not."""
+    own = defect.symptoms.own
+    return any(own.saying == it.saying and own.can_compare(it) for it in later.follows)
 
 
 def name_of(finding: Finding) -> str:

@@ -21,7 +21,13 @@ from blockstep.conformance.draw.presets import SMALL, TINY
 from blockstep.conformance.engine import Capability, EngineFactory, Safety
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.search import digging
-from blockstep.conformance.search.distinct import Mark, Symptoms, saying, saying_of_loss
+from blockstep.conformance.search.distinct import (
+    Mark,
+    Symptoms,
+    can_follow,
+    saying,
+    saying_of_loss,
+)
 from blockstep.conformance.search.episodes import EPISODES_WITHOUT_EVENTS, EpisodeResult
 from blockstep.conformance.search.floor import require_wish
 from blockstep.conformance.search.forgiving import Cause, follow
@@ -30,7 +36,7 @@ from blockstep.conformance.search.found import (
     Group,
     HuntResult,
     describe_loss,
-    follows_from,
+    gather,
     name_of,
 )
 from blockstep.conformance.search.isolation import LostError
@@ -115,12 +121,14 @@ class Hunter:
             self._quirks = ()  # the specification's decisions are not asked for
         self._named: dict[tuple[Cause, ...], list[Defect]] = {}
         """Programs for one set of causes."""
+        self._failures: list[Defect] = []
+        """What nothing accounts for, in the order in which it was seen."""
         self._groups: list[Group] = []
-        """Programs that nothing accounts for."""
+        """The same, by what is one defect."""
         self._in_vain: Counter[str] = Counter()
         """Failures in a row that were shrunk and were nothing new, by what they said at first."""
-        self._last: dict[str, Group] = {}
-        """What failures that said this were taken for last."""
+        self._last: dict[str, int] = {}
+        """Which of the failures those that said this were taken for last."""
         self._num_lost = 0
         self._end = 0
         """Events after which the hunt ends."""
@@ -138,7 +146,7 @@ class Hunter:
             for defect in found
             if len(defect.causes) < 2 or not all((cause,) in alone for cause in defect.causes)
         ]
-        self.result.defects = found + [group.conclude() for group in self._groups]
+        self.result.defects = found + [group.conclude() for group in gather(self._failures)]
         for lookout in LOOKOUTS if self.options.episode is None else ():
             if can_take(lookout, self.ground.capabilities, self.ground.facts.equivalence):
                 self._look_out(lookout)
@@ -197,7 +205,7 @@ class Hunter:
         assert episode.first is not None
         said = saying(episode.first)
         if self._in_vain[said] >= PATIENCE:
-            self._count(said, self._last[said])
+            self._count_again(said)
             return False
         defect = self._describe(options, episode)
         try:
@@ -248,36 +256,31 @@ class Hunter:
     def _group(self, said: str, defect: Defect) -> None:
         """Put a failure to those that are the same defect, or by itself."""
         shown = self._show_state(defect)
-        if shown and all(finding.sentence != defect.first.sentence for finding in shown):
-            defect = replace(defect, behind=name_of(shown[0]))
-        group = self._find_group(defect, shown)
-        if group is None:
-            group = Group([])
-            self._groups.append(group)
+        if shown and all(finding.sentence != defect.first.sentence for finding, _ in shown):
+            defect = replace(defect, behind=name_of(shown[0][0]))
+        mine = defect.first.property_id
+        follows = {
+            mark
+            for finding, mark in shown
+            if mine == finding.property_id or can_follow(mine, finding.property_id)
+        }
+        self._failures.append(replace(defect, follows=frozenset(follows)))
+        self._last[said] = len(self._failures) - 1
+        groups = gather(self._failures)
+        if len(groups) > len(self._groups):
             self._in_vain[said] = 0
         else:
             self._in_vain[said] += 1
-        is_new = not group.defects
-        group.defects.append(defect)
-        self._count(said, group, is_new=is_new)
-
-    def _find_group(self, defect: Defect, shown: Sequence[Finding]) -> Group | None:
-        """Those that are the same defect, if there are any; `shown` is wrong with its state."""
-        groups = self._groups
-        nearest = max(groups, key=lambda it: it.is_near(defect.symptoms), default=None)
-        if nearest is not None and nearest.is_near(defect.symptoms):
-            return nearest
-        before = {saying(it) for it in shown if follows_from(it, defect.first)}
-        alike = (it for it in groups if any(saying(one.first) in before for one in it.defects))
-        return next(alike, None)
-
-    def _count(self, said: str, group: Group, *, is_new: bool = False) -> None:
-        self._last[said] = group
-        group.num_seen += 1
-        if not is_new:
             self.result.num_again[said] += 1
+        self._groups = groups
 
-    def _show_state(self, defect: Defect) -> Sequence[Finding]:
+    def _count_again(self, said: str) -> None:
+        """Count a failure that is not looked into."""
+        last = self._failures[self._last[said]]
+        self._failures[self._last[said]] = replace(last, num_seen=last.num_seen + 1)
+        self.result.num_again[said] += 1
+
+    def _show_state(self, defect: Defect) -> Sequence[tuple[Finding, Mark]]:
         """What ends a program that was found with the state hidden, where it is judged as well."""
         if not defect.options.hide_state or defect.shrunk is None:
             return ()
@@ -292,7 +295,7 @@ class Hunter:
         is_judged = self.ground.facts.equivalence == Safety().name
         if not is_judged or Capability.SNAPSHOT not in self.ground.capabilities:
             return False
-        for defect in [defect for group in self._groups for defect in group.defects]:
+        for defect in self._failures:
             if defect.shrunk is None:
                 continue
             hidden = replace(defect.options, hide_state=True)
@@ -300,7 +303,7 @@ class Hunter:
                 seen = self._call(digging.show, hidden, self.forgiven, defect.shrunk.program)
             except LostError:
                 continue
-            if all(finding.sentence != defect.first.sentence for finding in seen):
+            if all(finding.sentence != defect.first.sentence for finding, _ in seen):
                 return True
         return False
 

@@ -4,6 +4,7 @@
                vllm_build: how it is built      vllm_releases: what a release has and lacks
                vllm_spared: what it is not given    vllm_names: what a digest stands for
                vllm_leftovers: what would be passed over     vllm_fields: what becomes of a field
+               vllm_audit: what we say of it, asked of it once more
 
 One KV-cache group of full attention, and no worker: what a worker would answer comes in as events.
 With `async_scheduling` it is vLLM's `AsyncScheduler`; drafts then stay with the worker, and plans
@@ -34,6 +35,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
+from blockstep.conformance.engines.adapters.vllm_audit import Audit
 from blockstep.conformance.engines.adapters.vllm_leftovers import (
     NOTE,
     check_answer,
@@ -84,6 +86,7 @@ class VllmEngine:
     def __init__(self, config: v.Config) -> None:
         self.run = Run(config)
         self.scheduler = self.run.scheduler
+        self.audit = Audit(self.scheduler, self.run.lora_ids, self.separate_names)
 
     @property
     def judges(self) -> frozenset[v.RejectCode]:
@@ -145,7 +148,9 @@ class VllmEngine:
     def snapshot(self) -> v.Snapshot:
         """Its state in canonical form, read from its own fields."""
         check_state(self.run)
-        return read_snapshot(self.run)
+        shown = read_snapshot(self.run)
+        self.audit.check_state(shown)
+        return shown
 
     def _submit(self, request: v.Request) -> v.Ack:
         """Source: `add_request`."""
@@ -173,6 +178,7 @@ class VllmEngine:
         for name in preempted:
             run.known[name].num_preemptions += 1
         plan = read_plan(run, frame_id, output, preempted)
+        self.audit.check_plan(plan)
         run.planned = tuple(sorted(output.num_scheduled_tokens))
         for name in run.planned:
             request, known = requests[name], run.known[name]

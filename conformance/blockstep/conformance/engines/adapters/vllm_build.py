@@ -76,6 +76,8 @@ MODEL = {
 }
 """`config.json` of a two-layer Llama. The scheduler takes nothing from it but the model length."""
 
+HASH: Callable[[Any], bytes] = sha256
+"""What vLLM makes a digest of a block with."""
 Hasher: TypeAlias = Callable[[VllmRequest], list[bytes]]
 """vLLM's `block_hasher`: digests of the full blocks of a request that have none yet."""
 
@@ -140,7 +142,7 @@ def fit_keywords(function: Callable[..., Any], **keywords: Any) -> dict[str, Any
 def get_model_config() -> ModelConfig:
     """A two-layer Llama without weights or tokenizer; built once, since it takes a while."""
     # vLLM keeps the root of its hash chain in a global; without a root it hashes nothing.
-    init_none_hash(sha256)
+    init_none_hash(HASH)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
         return ModelConfig(
@@ -221,7 +223,7 @@ def build_hasher(config: Config) -> Hasher | None:
     """What names full blocks; None where vLLM has none."""
     if not config.enable_prefix_caching:
         return None
-    hasher: Hasher = get_request_block_hasher(config.block_size, sha256)
+    hasher: Hasher = get_request_block_hasher(config.block_size, HASH)
     return hasher
 
 

@@ -191,7 +191,10 @@ def event_leaves_alone_what_it_is_not_about(step: Step, _ledger: Ledger) -> Comp
 
 @sentence("P18", v.Submit, v.Drafts, v.GrammarReady, v.Abort)
 def event_leaves_other_requests_alone(step: Step, _ledger: Ledger) -> Complaints:
-    """Requests that an event does not name, or whose part in it was dropped, are as before."""
+    """Requests that an event does not name, or whose part in it was dropped, are as before.
+
+    Nobody comes by a signal; who comes by a submission is judged there.
+    """
     concerned: tuple[v.RequestId, ...] = ()
     may_change = ""
     if isinstance(step.event, v.GrammarReady):
@@ -206,13 +209,13 @@ def event_leaves_other_requests_alone(step: Step, _ledger: Ledger) -> Complaints
             continue
         if name not in concerned:
             yield unequal(f"{name!r} changed", f"request {name}", old, new)
-        elif (
-            may_change
-            and new is not None
-            and replace(old, **{may_change: getattr(new, may_change)}) != new
+        elif may_change and (
+            new is None or replace(old, **{may_change: getattr(new, may_change)}) != new
         ):
             what = f"{name!r} changed in more than it should"
             yield unequal(what, f"request {name}", old, new)
+    if may_change and len(step.after.requests) != len(step.before.requests):
+        yield Complaint("a request came, or is there twice")
 
 
 @sentence("P18", v.GrammarReady, v.SetPause)

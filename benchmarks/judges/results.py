@@ -1,0 +1,97 @@
+"""Results: what is kept of a campaign, as JSON of one line for each class and each survivor.
+
+A class stands where `benchmarks.mutation` has a module, so that what is said about survivors there
+is said about these as well (`benchmarks.mutation.survivors`).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any, Final
+
+from benchmarks._pages import get_commit
+from benchmarks.judges.campaign import Campaign, Played
+from benchmarks.judges.mutants import KINDS
+from benchmarks.mutation.survivors import Verdicts
+
+SCORE_MIN: Final = 0.97
+"""Of what can be told apart, over all classes."""
+
+
+def to_json(campaign: Campaign, command: str) -> dict[str, Any]:
+    """What is kept of a campaign: counts of the killed, and each survivor."""
+    plan = campaign.plan
+    run = {
+        "day": datetime.now(tz=UTC).date().isoformat(),
+        "command": command,
+        "device": f"{os.cpu_count()}-core {platform.machine()} machine, no GPU; "
+        f"{plan.jobs} process{'es' * (plan.jobs > 1)}",
+        "versions": {"python": platform.python_version(), "blockstep": version("blockstep")},
+        "commit": get_commit(),
+        "seed": plan.seed,
+        "tests": campaign.num_tests,
+        "programs": campaign.num_programs,
+        "seconds": round(campaign.seconds),
+    }
+    return {
+        "runs": [run],
+        "modules": [row for kind in KINDS if (row := _count(campaign, kind))["mutants"]],
+        "noticed": dict(_count_noticed(campaign).most_common()),
+        "survivors": [describe(one) for one in campaign.played if is_survivor(one)],
+    }
+
+
+def _count(campaign: Campaign, kind: str) -> dict[str, Any]:
+    played = [one for one in campaign.played if one.mutant.kind == kind]
+    made = [one for one in played if one.outcome.killed_by != "no change"]
+    killed = Counter(one.outcome.killed_by for one in made if one.outcome.killed_by)
+    return {
+        "module": kind,
+        "mutants": len(made),
+        "killed": dict(sorted(killed.items())),
+        "no_change": len(played) - len(made),
+        "found": campaign.found.get(kind, 0),
+    }
+
+
+def _count_noticed(campaign: Campaign) -> Counter[str]:
+    """How many mutants each test module noticed first, or the museum."""
+    killed = [one.outcome for one in campaign.played if not is_survivor(one)]
+    names = (one.detail.partition("::")[0].rpartition("/")[2] for one in killed)
+    short = ("the museum" if name.startswith("museum:") else name for name in names)
+    return Counter(name.removesuffix(".py") for name in short if name)
+
+
+def is_survivor(played: Played) -> bool:
+    """Whether nobody noticed it."""
+    return not played.outcome.killed_by
+
+
+def describe(played: Played) -> dict[str, Any]:
+    """A survivor as the results name it."""
+    mutant = played.mutant
+    named = {
+        "module": mutant.kind,
+        "function": mutant.name,
+        "file": mutant.module,
+        "change": played.change,
+    }
+    return named if played.outcome.num_trials else {**named, "reached": False}
+
+
+def is_good(verdicts: Verdicts) -> bool:
+    """Whether all is explained, by what is needed and fits, and the score suffices."""
+    is_clear = not (verdicts.unexplained or verdicts.idle or verdicts.overfull)
+    return is_clear and get_score(verdicts.results, verdicts) >= SCORE_MIN
+
+
+def get_score(results: Mapping[str, Any], verdicts: Verdicts) -> float:
+    """Noticed of what can be told apart, in all classes."""
+    scores = [verdicts.score(row["module"]) for row in results["modules"]]
+    told_apart = sum(one.told_apart for one in scores)
+    return sum(one.killed for one in scores) / told_apart if told_apart else 1.0

@@ -1,0 +1,197 @@
+"""Requests: what a client asks for, drawn so that prefixes meet and keys are put to the test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from blockstep.conformance.draw.presets import Draw, Swarm
+from blockstep.conformance.protocol.features import (
+    EMBEDS,
+    GRAMMAR,
+    KEYS,
+    MULTIMODAL,
+    PRIORITY,
+    STOPS,
+)
+from blockstep.spec import vocabulary as v
+
+Text: TypeAlias = tuple[v.Request, v.TokenIds]
+"""Whose it is, and what was known or guessed of it."""
+
+
+def draw_twin(
+    swarm: Swarm, draw: Draw, name: v.RequestId, index: int, texts: Sequence[Text]
+) -> v.Request:
+    """A request that goes on from a text of another, most often under the same keys.
+
+    Else one of its keys differs. Nothing computed for the other one may be read then.
+    """
+    other, text = texts[-1] if draw.chance(50) else draw.choice(texts)
+    if other.prompt_embeds:
+        text = other.prompt_token_ids  # no prompt has the embeddings of outputs
+    twin = draw_request(swarm, draw, name, index, going_on_from=text)
+    length = len(twin.prompt_token_ids)
+    kept = tuple(item for item in other.items if item.offset + item.length <= length)
+    keys: dict[str, Any] = {
+        "adapter": other.adapter,
+        "cache_salt": other.cache_salt,
+        "items": kept,
+        "prompt_embeds": (*other.prompt_embeds, 0)[:length],
+    }
+    if draw.chance(25):
+        changed = draw.choice([key for key, value in keys.items() if value] or ["adapter"])
+        keys[changed] = getattr(twin, changed)
+        if changed == "items":
+            keys["items"] = change_items(draw, kept, length)
+    if len(keys["prompt_embeds"]) < length:
+        keys["prompt_embeds"] = ()
+    return replace(twin, **keys)
+
+
+def draw_request(
+    swarm: Swarm,
+    draw: Draw,
+    name: v.RequestId,
+    index: int,
+    texts: Sequence[v.TokenIds] = (),
+    going_on_from: v.TokenIds = (),
+) -> v.Request:
+    """A request within the swarm's bounds, now and then beyond them.
+
+    Its prompt may be one of `texts` and a token, and is `going_on_from` and a token if that is any.
+    """
+    room = get_room(swarm, draw)
+    is_short = swarm.is_storm and not (
+        swarm.has_equals or (swarm.has_long_prompts and not index % 3)
+    )
+    most = 2 * swarm.config.block_size if is_short else room  # many fit, and then they grow
+    if going_on_from:
+        prompt = (*going_on_from[: max(room - 2, 1)], *draw.tokens(1, swarm.vocabulary_size))
+    else:
+        prompt = draw_prompt(swarm, draw, max(min(room - 1, most), 1), texts)
+    stops, keyed = swarm.has(STOPS), swarm.has(KEYS)
+    least, most = swarm.preset.max_output
+    max_tokens = draw.integer(least, max(min(most, room - len(prompt)), least))
+    if draw.chance(6):
+        max_tokens = swarm.config.max_model_len  # the model length will end it
+    token = draw.integer(0, swarm.vocabulary_size - 1)
+    priorities = swarm.has(PRIORITY) or swarm.config.policy is v.Policy.PRIORITY
+    return v.Request(
+        request_id=name,
+        prompt_token_ids=prompt,
+        max_tokens=max_tokens,
+        min_tokens=draw.choice((draw.integer(0, max_tokens), max_tokens))
+        if stops and draw.chance(30)
+        else 0,
+        eos_token_id=token if stops and draw.chance(30) else None,
+        stop_token_ids=among_others(draw.integer(0, swarm.vocabulary_size - 1), swarm, index)
+        if stops and draw.chance(20)
+        else (),
+        repetition_detection=draw_repetition(draw) if stops and draw.chance(30) else None,
+        priority=draw_priority(swarm, draw, index) if priorities else 0,
+        arrival_time=draw_arrival(swarm, draw, index),
+        adapter=draw.choice(("x", "y")) if keyed and draw.chance(30) else None,
+        cache_salt=draw.choice(("x", "y")) if keyed and draw.chance(30) else None,
+        items=draw_items(draw, len(prompt)) if swarm.has(MULTIMODAL) and draw.chance(30) else (),
+        prompt_embeds=draw_embeds(draw, len(prompt))
+        if swarm.has(EMBEDS) and draw.chance(40)
+        else (),
+        skip_reading_prefix_cache=draw.chance(5),
+        structured_output=swarm.has(GRAMMAR) and draw.chance(40),
+    )
+
+
+def among_others(stop: int, swarm: Swarm, index: int) -> v.TokenIds:
+    """A stop token before or, more often, after up to seven that are never sampled."""
+    others = range(swarm.vocabulary_size, swarm.vocabulary_size + index % 8)
+    return (*others, stop) if index % 3 else (stop, *others)
+
+
+def draw_repetition(draw: Draw) -> v.RepetitionDetection:
+    """Patterns of one to three tokens; single ones left out now and then, or they come first."""
+    least = draw.integer(1, 2)
+    return v.RepetitionDetection(draw.integer(least, 3), least, draw.integer(2, 3))
+
+
+def draw_arrival(swarm: Swarm, draw: Draw, index: int) -> int:
+    """When a request came: now and then together with another one."""
+    if swarm.has_equals:
+        return 0
+    return index // 2 if draw.chance(20) else index
+
+
+def draw_priority(swarm: Swarm, draw: Draw, index: int) -> int:
+    """Often the later the more urgent: then victims stand ahead of those who need their blocks."""
+    if swarm.has_equals:
+        return 0
+    if swarm.is_storm and draw.chance(70):
+        return -index
+    return 3 - index % 4 if draw.chance(60) else draw.integer(0, 2)
+
+
+def get_room(swarm: Swarm, draw: Draw) -> int:
+    """Prompt and output tokens that a request may come to; most of the time it can be served."""
+    config = swarm.config
+    if draw.chance(5):
+        return config.max_model_len + 2
+    slots = config.num_usable_blocks * config.block_size
+    reserve = config.num_speculative_tokens + config.num_lookahead_tokens - 1
+    if draw.chance(10):
+        reserve = draw.integer(-2, reserve)  # about to fit, or just not
+    return max(min(slots - reserve, config.max_model_len), 2)
+
+
+def draw_prompt(
+    swarm: Swarm, draw: Draw, limit: int, texts: Sequence[v.TokenIds] = ()
+) -> tuple[int, ...]:
+    """Part of a hot sequence and a tail of its own, lengths around block boundaries.
+
+    Or the text of an earlier request with its outputs, whose blocks may still be cached.
+    """
+    if texts and draw.chance(15):
+        said = draw.choice(texts)[: limit - 1]
+        return said + draw.tokens(1, swarm.vocabulary_size)
+    config = swarm.config
+    length = draw.integer(1, limit)
+    if draw.chance(60):
+        blocks = draw.integer(1, max(limit // config.block_size, 1))
+        length = min(max(blocks * config.block_size + draw.integer(-1, 1), 1), limit)
+    hot = draw.choice(swarm.hot_prefixes)
+    shared = length if draw.chance(50) else draw.integer(0, length)
+    prompt = hot[:shared]
+    return prompt + draw.tokens(length - len(prompt), swarm.vocabulary_size)
+
+
+def draw_items(draw: Draw, num_prompt: int) -> tuple[v.MultiModalItem, ...]:
+    """One or two images somewhere in the prompt."""
+    items: list[v.MultiModalItem] = []
+    start = 0
+    for _ in range(2 if draw.chance(40) else 1):
+        if start < num_prompt:
+            offset = draw.integer(start, num_prompt - 1)
+            length = draw.integer(1, num_prompt - offset)
+            items.append(v.MultiModalItem(draw.choice(("cat", "dog")), offset, length))
+            start = offset + length
+    return tuple(items)
+
+
+def change_items(
+    draw: Draw, items: tuple[v.MultiModalItem, ...], num_prompt: int
+) -> tuple[v.MultiModalItem, ...]:
+    """Other items at the same places, or the last one a place further on."""
+    last = items[-1] if items else None
+    if last is not None and last.offset + last.length < num_prompt and draw.chance(50):
+        return (*items[:-1], replace(last, offset=last.offset + 1))
+    return tuple(
+        replace(item, identifier="cat" if item.identifier == "dog" else "dog") for item in items
+    )
+
+
+def draw_embeds(draw: Draw, num_prompt: int) -> v.TokenIds:
+    """Embeddings of a prompt: all alike, or one of them another, so that prefixes are shared."""
+    embeds = [0] * num_prompt
+    if draw.chance(60):
+        embeds[draw.integer(0, num_prompt - 1)] = draw.integer(1, 2)
+    return tuple(embeds)

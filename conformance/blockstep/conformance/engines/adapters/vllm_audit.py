@@ -1,0 +1,173 @@
+"""What the adapter says of vLLM, held to vLLM's own functions, which neither of us wrote.
+
+Adapter and quirk are by one hand: where both misread a release alike, spec and snapshot are equal
+and wrong. So what the adapter shows is asked of the release once more, by another way:
+
+    key of a block ---> generate_block_hash_extra_keys, hash_block_tokens ---> its digest?
+    block tables, and what plans told of them ---> get_block_ids
+    what can be found ---> get_cached_block        free queue, queues ---> their own counts
+
+A key that leaves something out that the digest has, or has something that it leaves out, gives
+another digest. What the block really holds is for the worker to say, who compares it with the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    get_block_hash,
+    hash_block_tokens,
+)
+
+from blockstep.conformance.engine import EngineFault
+from blockstep.conformance.engines.adapters.vllm_build import HASH, build_embeds
+from blockstep.conformance.engines.adapters.vllm_names import get_lora_name
+from blockstep.spec import vocabulary as v
+
+
+class Audit:
+    """Of one run. What was right once is not asked again while it stays the same.
+
+    Args:
+        scheduler: The release's.
+        lora_ids: The number of each adapter, as requests were built with.
+        separate_names: See `VllmEngine.separate_names`.
+    """
+
+    def __init__(self, scheduler: Any, lora_ids: Mapping[str, int], separate_names: bool) -> None:
+        self.scheduler = scheduler
+        self.manager = scheduler.kv_cache_manager
+        self.pool = scheduler.kv_cache_manager.block_pool
+        self.lora_ids = lora_ids
+        self.separate_names = separate_names
+        self._digests: dict[v.BlockKey, bytes] = {}
+        self._right: list[tuple[v.BlockKey | None, bytes | None]]
+        self._right = [(None, None)] * len(self.pool.blocks)
+        """The key that each block was shown with, and what it carried, when compared last."""
+        self._tables: dict[v.RequestId, v.BlockTables] = {}
+        """As plans told them."""
+
+    def check_plan(self, plan: v.Plan) -> None:
+        """See that plans told each row the block table that it has.
+
+        Raises:
+            EngineFault: naming the row.
+        """
+        told = self._tables
+        for row in plan.new:
+            told[row.request_id] = row.block_ids
+        for more in plan.cached:
+            name, blocks = more.request_id, more.new_block_ids
+            if not more.resumed:
+                pairs = zip(told.get(name, ((),)), blocks, strict=True)
+                blocks = tuple(table + new for table, new in pairs)
+            told[name] = blocks
+        for any_row in plan.rows:
+            name = any_row.request_id
+            self._compare(f"the block table that plans told {name!r}", told[name], name)
+
+    def check_state(self, shown: v.Snapshot) -> None:
+        """See that a snapshot says what the release says of itself.
+
+        Raises:
+            EngineFault: naming what differs.
+        """
+        right, blocks = self._right, self.pool.blocks
+        for index, key in enumerate(shown.block_keys):
+            tagged, (known, carried) = blocks[index].block_hash, right[index]
+            if key is not known or tagged is not carried:
+                self._check_block(index, key, tagged, shown.cached)
+                right[index] = (key, tagged)
+        for request in shown.requests:
+            name = request.request_id
+            self._compare(f"the block table shown of {name!r}", request.block_tables, name)
+        scheduler, pool = self.scheduler, self.pool
+        waiting = len(shown.waiting) + len(shown.skipped_waiting)
+        for what, seen, own in (
+            ("blocks in the free queue", len(shown.free_queue), pool.get_num_free_blocks()),
+            ("keys in the cache", len(shown.cached), len(pool.cached_block_hash_to_block)),
+            ("running", len(shown.running), scheduler.get_request_counts()[0]),
+            ("waiting", waiting, scheduler.get_request_counts()[1]),
+            ("has ended", bool(shown.finished_req_ids), scheduler.has_finished_requests()),
+        ):
+            if seen != own:
+                raise EngineFault(f"{what}: {seen} in the snapshot, {own} says the scheduler")
+
+    def _check_block(
+        self,
+        index: int,
+        key: v.BlockKey | None,
+        tagged: Any,
+        cached: Mapping[v.BlockKey, tuple[int, ...]],
+    ) -> None:
+        """See that a block carries the digest of the key it is shown with, and is hit under it."""
+        if key is None or tagged is None:
+            if (key is None) is not (tagged is None):
+                raise EngineFault(
+                    f"block {index} is shown with key {key!r}, and carries {tagged!r}"
+                )
+            return
+        digest = get_block_hash(tagged)
+        if self._digest(key) != digest:
+            raise EngineFault(
+                f"block {index} is shown with {key!r}, and its digest is not of that: "
+                "the key names something else than vLLM hashed"
+            )
+        found = self.pool.get_cached_block(digest, [0])
+        if found is not None and found[0].block_id not in cached.get(key, ()):
+            raise EngineFault(
+                f"block {found[0].block_id} is hit under {key!r}; shown are {cached.get(key, ())}"
+            )
+
+    def _digest(self, key: v.BlockKey) -> bytes:
+        """The digest of what a key names, as the release hashes it."""
+        missing: list[v.BlockKey] = []
+        link: v.BlockKey | None = key
+        while link is not None and link not in self._digests:
+            missing.append(link)
+            link = link.parent
+        parent = None if link is None else self._digests[link]
+        for link in reversed(missing):
+            parent = self._digests[link] = self._hash(link, parent)
+        assert parent is not None
+        return parent
+
+    def _hash(self, key: v.BlockKey, parent: bytes | None) -> bytes:
+        """The digest of one block after its parent's: of a request that has nothing but what the
+        key names, each item as long as it takes to reach into the block."""
+        start, size = key.index * len(key.token_ids), len(key.token_ids)
+        items = [
+            SimpleNamespace(
+                identifier=identifier,
+                mm_position=SimpleNamespace(offset=start + offset, length=max(1, 1 - offset)),
+            )
+            for identifier, offset in key.items
+        ]
+        # Who sends embeddings sends one for each token of the prompt, so the first block has some.
+        has_embeds = bool(key.chain()[0].embeds)
+        lora = None
+        if key.adapter is not None:
+            lora = SimpleNamespace(
+                lora_name=get_lora_name(key.adapter, self.separate_names),
+                lora_int_id=self.lora_ids[key.adapter],
+                lora_path="-",
+            )
+        request: Any = SimpleNamespace(
+            mm_features=items,
+            lora_request=lora,
+            cache_salt=key.cache_salt,
+            prompt_embeds=build_embeds((0,) * start + key.embeds) if has_embeds else None,
+            _prompt_embeds_per_block_hashes={},
+        )
+        extras, _ = generate_block_hash_extra_keys(request, start, start + size, 0)
+        digest: bytes = hash_block_tokens(HASH, parent, key.token_ids, extras)
+        return digest
+
+    def _compare(self, what: str, tables: v.BlockTables, name: v.RequestId) -> None:
+        own = tuple(map(tuple, self.manager.get_block_ids(name)))
+        if tables != own:
+            raise EngineFault(f"{what} is {tables}, and vLLM's is {own}")

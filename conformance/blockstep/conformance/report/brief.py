@@ -1,0 +1,182 @@
+"""Brief: a finding in at most five lines, for logs and the annotations of a CI.
+
+Lines are as long as they need to be, and nobody wraps them: names and the line to reproduce are
+there to be copied. What was seen and the program are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from blockstep.conformance.explore.consume import Consumed
+from blockstep.conformance.explore.tables import tell_program
+from blockstep.conformance.explore.walk import Walked
+from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind, shown
+from blockstep.conformance.protocol.program import describe, describe_event, describe_request
+from blockstep.conformance.recorded.figures import ReplayReport
+from blockstep.conformance.recorded.validate import Validation
+from blockstep.conformance.report.arms import reproduce_arms, tell_difference
+from blockstep.conformance.report.failure import NOT_AGAIN, headline, reproduce
+from blockstep.conformance.report.hunt import hunt_summary, reproduce_defect, title_of
+from blockstep.conformance.report.wording import HEADLINES
+from blockstep.conformance.search.arms import ArmsResult
+from blockstep.conformance.search.check import CheckResult
+from blockstep.conformance.search.found import Defect, HuntResult, name_of
+from blockstep.conformance.search.options import CheckOptions
+
+CHARS_MAX = 160
+"""Of what was seen, and of a program."""
+LINES_MAX = 5
+"""Of a finding."""
+
+
+def tell(
+    head: str, finding: str, seen: str = "", program: Sequence[str] = (), again: str = ""
+) -> str:
+    """A finding in up to five lines, a trailing newline included.
+
+    Args:
+        head: What ended how, and where.
+        finding: The property and its sentence, or another name.
+        seen: What was seen instead.
+        program: What was done, a line each.
+        again: The command line that shows it again.
+    """
+    told = {"seen": cut(seen), "program": join(program), "reproduce": again}
+    lines = [head, f"  {'finding':<11}{finding}"]
+    lines += [f"  {label:<11}{text}" for label, text in told.items() if text]
+    return "\n".join(" ".join(line.splitlines()) for line in lines) + "\n"
+
+
+def cut(text: str) -> str:
+    """The text in a line, or as much of it as fits."""
+    return shown(" ".join(text.split()), CHARS_MAX)
+
+
+def join(lines: Iterable[str]) -> str:
+    """The lines of a program in one, or its first ones and how many more there are."""
+    told = [" ".join(line.split()) for line in lines]
+    text = "; ".join(told)
+    count = len(told)
+    while len(text) > CHARS_MAX and count > 1:
+        count -= 1
+        text = f"{'; '.join(told[:count])}; ... {len(told) - count} more"
+    return shown(text, CHARS_MAX)
+
+
+def brief_check(result: CheckResult) -> str:
+    """The first failure of a check."""
+    options, failure, loss = result.options, result.failure, result.loss
+    assert result.first is not None
+    episode = result.failed_episode or 0
+    if failure is None:
+        assert loss is not None
+        head = headline(options, loss.finding, len(loss.events))
+        again = reproduce(options, episode, loss)
+        return tell(head, name_of(loss.finding), loss.message, loss.events, again)
+    findings = failure.findings or (result.first,)
+    seen = tell_seen(findings[0]) + ("" if failure.findings else f"; {NOT_AGAIN}")
+    head = headline(options, findings[0], failure.num_events, failure.equivalence)
+    program = [describe(action) for action in failure.program.actions]
+    return tell(head, tell_names(findings), seen, program, reproduce(options, episode))
+
+
+def tell_names(findings: Sequence[Finding]) -> str:
+    """The first of some findings by its name, and how many more there are."""
+    more = f" and {len(findings) - 1} more" if len(findings) > 1 else ""
+    return f"{name_of(findings[0])}{more}"
+
+
+def tell_seen(finding: Finding) -> str:
+    """What was seen, and of what differs the first field."""
+    sides = "spec", "engine"
+    if finding.kind is not FindingKind.DIVERGENCE:
+        sides = "expected", "seen"
+    return f"{finding.message}{_tell_first(finding.differences, sides)}"
+
+
+def _tell_first(differences: Sequence[Difference], sides: tuple[str, str]) -> str:
+    if not differences:
+        return ""
+    first, more = differences[0], len(differences) - 1
+    left, right = (shown(text, CHARS_MAX // 4) for text in (first.expected, first.seen))
+    told = f"; {first.field}: {sides[0]} {left}, {sides[1]} {right}"
+    return f"{told} and {more} more" if more else told
+
+
+def brief_hunt(result: HuntResult) -> str:
+    """Each defect, after a line of all."""
+    told = [f"blockstep hunt: {hunt_summary(result)}\n"]
+    for number, defect in enumerate(result.defects, 1):
+        head = f"{number}. {title_of(defect, result)}"
+        again = reproduce_defect(defect, result)
+        told.append(
+            tell(head, name_of(defect.first), tell_seen(defect.first), _program_of(defect), again)
+        )
+    return "".join(told)
+
+
+def _program_of(defect: Defect) -> Sequence[str]:
+    if defect.shrunk is not None:
+        return [describe(action) for action in defect.shrunk.program.actions]
+    return () if defect.loss is None else defect.loss.events
+
+
+def brief_arms(result: ArmsResult, options: CheckOptions) -> str:
+    """A request that two configs answer differently, or what was raised."""
+    where = f"engine {options.engine}, preset {options.preset}, seed {options.seed}"
+    contrast, fault = result.contrast, result.fault
+    if fault is not None:
+        requests = [f"submit {describe_request(it)}" for it in fault.requests]
+        again = reproduce_arms(options, fault.episode)
+        name = f"fault in arm {fault.arm}" if fault.arm else "fault in no arm yet"
+        return tell(f"blockstep arms: FAULT ({where})", name, fault.message, requests, again)
+    assert contrast is not None
+    head = f"blockstep arms: {contrast.request_id} IS ANSWERED DIFFERENTLY ({where})"
+    requests = [f"submit {describe_request(it)}" for it in contrast.requests]
+    again = reproduce_arms(options, contrast.episode)
+    return tell(head, f"arm {contrast.arm}", tell_difference(contrast), requests, again)
+
+
+def brief_walked(walked: Walked, again: str) -> str:
+    """What a walk through a small world found first."""
+    program = tell_program(walked.path)
+    name = f"preset {walked.task.world.name}"
+    name = f"engine {walked.task.engine}, {name}" if walked.task.engine else name
+    if walked.cycle:
+        program += ["and then for ever", *tell_program(walked.cycle)]
+    first, *others = walked.found
+    head = f"blockstep explore: found after {len(walked.path)} events ({name})"
+    return tell(head, cut(first), "; ".join(map(str.strip, others)), program, again)
+
+
+def brief_consumed(file: Path, result: Consumed, again: str) -> str:
+    """The first step of a file of vectors at which an engine fails."""
+    kind = FindingKind.DIVERGENCE if result.finding is None else result.finding.kind
+    head = f"{file}: {HEADLINES[kind]} in program {result.program}, step {result.step}"
+    if result.finding is not None:
+        name, seen = name_of(result.finding), tell_seen(result.finding)
+    else:
+        name = f"{kind}: another answer or state than the vector's"
+        seen = _tell_first(result.differences, ("expected", "seen")).removeprefix("; ")
+    return tell(head, name, seen, [result.event], again)
+
+
+def brief_replay(report: ReplayReport, engine: str, again: str) -> str:
+    """What stopped a replay."""
+    finding = report.finding
+    assert finding is not None
+    event = () if report.finding_event is None else (describe_event(report.finding_event),)
+    head = f"blockstep replay: {HEADLINES[finding.kind]} at step {report.finding_step}"
+    told = f"{head} (engine {engine}, equivalence {report.equivalence})"
+    return tell(told, name_of(finding), tell_seen(finding), event, again)
+
+
+def brief_validation(path: Path, result: Validation, again: str) -> str:
+    """The first recorded step that is wrong."""
+    finding = result.finding
+    assert finding is not None
+    where = f"step {result.num_agreed + 1} of {result.num_steps} ({path.name})"
+    head = f"blockstep validate: {HEADLINES[finding.kind]} at {where}"
+    return tell(head, name_of(finding), tell_seen(finding), [result.event], again)

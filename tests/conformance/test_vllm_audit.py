@@ -1,0 +1,223 @@
+"""Where the adapter of vLLM lies, the release's own functions say so, though a quirk lies alike."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from blockstep.conformance.engine import EngineFault
+from blockstep.conformance.engines.adapters.vllm_releases import (
+    REFERENCE,
+    get_installed_version,
+    get_release_problem,
+)
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.findings import Finding
+from blockstep.conformance.protocol.program import Answer, Drain, Program
+from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.search.options import find_profile
+from blockstep.spec.profiles import Profile, Quirk
+from blockstep.spec.vocabulary import (
+    BlockKey,
+    CachedRow,
+    Config,
+    MultiModalItem,
+    Plan,
+    Request,
+    Schedule,
+    Snapshot,
+    Submit,
+)
+
+ADAPTERS = "blockstep.conformance.engines.adapters"
+PROBLEM = get_release_problem(get_installed_version())
+VERSION = (get_installed_version() or REFERENCE).split("+")[0]
+pytestmark = [
+    # Importing vLLM imports torch, which warns of itself.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)),
+]
+needs_reference = pytest.mark.skipif(VERSION != REFERENCE, reason=f"told of {REFERENCE}")
+
+CONFIG = Config(num_blocks=9, block_size=2)
+ITEM = MultiModalItem("cat", 1, 2)
+DOG = MultiModalItem("dog", 3, 1)
+RICH = Request("A", (1, 2, 3, 4, 5), 4, adapter="x", cache_salt="y", items=(ITEM, DOG))
+
+
+def take(name: str) -> Any:
+    """A module of the adapter. Not imported above: that imports vLLM."""
+    return importlib.import_module(f"{ADAPTERS}.{name}")
+
+
+# A key that is not what was hashed.
+
+KEYS: dict[str, Callable[[BlockKey], BlockKey]] = {
+    "no items": lambda key: rekey(key, items=()),
+    "one item only": lambda key: rekey(key, items=key.items[:1]),
+    "items in another order": lambda key: rekey(key, items=key.items[::-1]),
+    "another name of an item": lambda key: rekey(
+        key, items=tuple(("cow", at) for _, at in key.items)
+    ),
+    "no salt": lambda key: rekey(key, cache_salt=None),
+    "no adapter": lambda key: rekey(key, adapter=None),
+    "other tokens": lambda key: rekey(key, token_ids=key.token_ids[::-1]),
+    "another parent": lambda key: rekey(key, parent=None),
+}
+
+
+def rekey(key: BlockKey, **fields: Any) -> BlockKey:
+    names = ("parent", "token_ids", "adapter", "cache_salt", "items", "group", "embeds")
+    return BlockKey(**{name: getattr(key, name) for name in names} | fields)
+
+
+@pytest.mark.parametrize("lie", KEYS)
+def test_a_key_that_is_not_what_was_hashed_is_found(
+    lie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = take("vllm_names")
+    compute = names.compute_block_key
+    monkeypatch.setattr(names, "compute_block_key", lambda *a, **k: KEYS[lie](compute(*a, **k)))
+    engine = take("vllm").VllmEngine(CONFIG)
+    engine.apply(Submit(RICH))
+    engine.snapshot()
+    engine.apply(Schedule())
+    with pytest.raises(EngineFault, match="its digest is not of that"):
+        engine.snapshot()
+
+
+@needs_reference
+@pytest.mark.parametrize("start", [0, 2])
+def test_an_embedding_that_is_not_named_is_found(
+    start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = take("vllm_names")
+    compute = names.compute_block_key
+
+    def forget(release: Any, request: Request, parent: Any, tokens: Any, at: int, **k: Any) -> Any:
+        key = compute(release, request, parent, tokens, at, **k)
+        return rekey(key, embeds=()) if at == start else key
+
+    monkeypatch.setattr(names, "compute_block_key", forget)
+    engine = take("vllm").VllmEngine(CONFIG)
+    engine.apply(Submit(Request("A", (0, 0, 0, 0, 0), prompt_embeds=(5, 6, 7, 8, 9))))
+    engine.apply(Schedule())
+    with pytest.raises(EngineFault, match="its digest is not of that"):
+        engine.snapshot()
+
+
+def play(profile: Profile, request: Request) -> list[Finding]:
+    """Findings of a life of the request, and of its like."""
+    again = replace(request, request_id="B")
+    steps = (Schedule(), Answer()) * 3
+    actions = (Submit(request), *steps, Submit(again), *steps, Drain())
+    _, findings = run_program(Program(CONFIG, actions), load_engine("vllm"), profile)
+    return findings
+
+
+MISREAD = {
+    "where an item stands": (
+        {"has_offsets": False}, Quirk.ITEMS_NAMED_WITHOUT_PLACE, replace(RICH, items=(ITEM,)),
+    ),
+    "where an item ends": (
+        {"has_exact_ends": False}, Quirk.TOUCHING_ITEM_NAMES_AN_OUTPUT_BLOCK,
+        Request("A", (1, 2, 3, 4), 4, items=(MultiModalItem("cat", 2, 2),)),
+    ),
+}  # fmt: skip
+"""What may be misread of a release, and the quirk that is wrong alike."""
+
+
+@needs_reference
+@pytest.mark.parametrize("misread", MISREAD)
+def test_adapter_and_quirk_that_are_wrong_alike_are_found(
+    misread: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags, quirk, request = MISREAD[misread]
+    profile = find_profile(f"vllm-{REFERENCE}")
+    assert play(profile, request) == []
+    assert quirk not in profile.quirks
+    state, audit = take("vllm_state"), take("vllm_audit").Audit
+    digests = state.Digests
+    wrong = replace(profile, quirks=profile.quirks | {quirk})
+    monkeypatch.setattr(
+        state, "Digests", lambda release, size: digests(replace(release, **flags), size)
+    )
+    assert play(profile, request) != [], "the adapter alone is noticed"
+    (finding,) = play(wrong, request)
+    assert "its digest is not of that" in finding.message
+    monkeypatch.setattr(audit, "check_state", lambda *_: None)
+    assert play(wrong, request) == [], "nothing else would have said so"
+
+
+# A plan or a state that is not what the scheduler says.
+
+
+def drop_a_block(plan: Plan) -> Plan:
+    return replace(
+        plan, new=tuple(replace(row, block_ids=(row.block_ids[0][:-1],)) for row in plan.new)
+    )
+
+
+def repeat_a_block(plan: Plan) -> Plan:
+    """Only rows that are not new are told wrongly."""
+    return replace(plan, cached=tuple(map(repeat, plan.cached)))
+
+
+def repeat(row: CachedRow) -> CachedRow:
+    return replace(row, new_block_ids=((*row.new_block_ids[0], 1),))
+
+
+@pytest.mark.parametrize("lie", [drop_a_block, repeat_a_block])
+def test_a_block_table_that_is_told_wrongly_is_found(
+    lie: Callable[[Plan], Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = take("vllm")
+    read_plan = adapter.read_plan
+    monkeypatch.setattr(adapter, "read_plan", lambda *a: lie(read_plan(*a)))
+    program = Program(CONFIG, (Submit(RICH), *(Schedule(), Answer()) * 2))
+    _, findings = run_program(program, load_engine("vllm"), find_profile(f"vllm-{VERSION}"))
+    assert "the block table that plans told 'A' is" in findings[0].message
+
+
+STATES: dict[str, tuple[Callable[[Snapshot], Snapshot], str]] = {
+    "a key that nobody carries": (
+        lambda s: replace(s, block_keys=(*s.block_keys[:-1], BlockKey(None, (1, 2)))),
+        "block 8 is shown with key",
+    ),
+    "no key where there is one": (
+        lambda s: replace(s, block_keys=(None,) * 9), "block 1 is shown with key None",
+    ),
+    "a key that cannot be found": (
+        lambda s: replace(s, cached=dict.fromkeys(s.cached, (8,))), "block 1 is hit under",
+    ),
+    "a key too few in the map": (lambda s: replace(s, cached={}), "is hit under"),
+    "another table": (
+        lambda s: replace(s, requests=(replace(s.requests[0], block_tables=((1,),)),)),
+        "the block table shown of 'A' is",
+    ),
+    "a free block too few": (
+        lambda s: replace(s, free_queue=s.free_queue[1:]), "blocks in the free queue: 4",
+    ),
+    "nobody runs": (lambda s: replace(s, running=()), "running: 0 in the snapshot, 1 says"),
+    "one waits": (lambda s: replace(s, skipped_waiting=("A",)), "waiting: 1 in the snapshot, 0"),
+    "one has ended": (lambda s: replace(s, finished_req_ids=("B",)), "has ended: True in the"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", STATES)
+def test_a_state_that_is_shown_wrongly_is_found(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, (change, told) = take("vllm"), STATES[lie]
+    read_snapshot = adapter.read_snapshot
+    engine = adapter.VllmEngine(CONFIG)
+    engine.apply(Submit(RICH))
+    engine.snapshot()
+    engine.apply(Schedule())
+    monkeypatch.setattr(adapter, "read_snapshot", lambda run: change(read_snapshot(run)))
+    with pytest.raises(EngineFault, match=told):
+        engine.snapshot()
+    monkeypatch.undo()
+    engine.snapshot()

@@ -1,0 +1,350 @@
+"""Each judge is asked at each place where it should be, at each equivalence, and is heard.
+
+An engine is right but for one thing at one event, which one judge sees. At `exact` and `renamed`
+the comparison sees it too; that the judge says so as well is what is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from blockstep.conformance.engine import Deviation, EngineTraits, Renamed, Safety, SamePlans
+from blockstep.conformance.lockstep.driver import LockStep
+from blockstep.conformance.lockstep.runs import run_program
+from blockstep.conformance.protocol.findings import Finding, FindingKind
+from blockstep.conformance.protocol.program import Action, Answer, Drain, Hostile, Program
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.spec.vocabulary import (
+    Abort,
+    BlockKey,
+    Commit,
+    Config,
+    Event,
+    Observation,
+    OutputRow,
+    Outputs,
+    Plan,
+    Request,
+    Reset,
+    Schedule,
+    SetPause,
+    Snapshot,
+    Submit,
+)
+
+EXACT = EngineTraits()
+RENAMED = EngineTraits(equivalence=Renamed())
+PLAN = EngineTraits(equivalence=SamePlans(shows_blocks=True))
+SAFETY = EngineTraits(equivalence=Safety())
+SHOWN = {"exact": EXACT, "renamed": RENAMED, "safety": SAFETY}
+"""Equivalences at which states are looked at."""
+CONFIG = Config(num_blocks=9, block_size=2, max_model_len=16, max_num_batched_tokens=16)
+AHEAD = replace(CONFIG, max_frames_in_flight=2, async_scheduling=True)
+A = Submit(Request("A", (1, 2, 3), max_tokens=5))
+STEP: tuple[Action, ...] = (Schedule(), Answer())
+
+
+class Bent(SpecEngine):
+    """The specification, but for what it says or shows after the event number `at`."""
+
+    at = 0
+    num_events = 0
+
+    def bend_answer(self, answer: Any) -> Any:
+        return answer
+
+    def bend_state(self, shown: Snapshot) -> Any:
+        return shown
+
+    def apply(self, event: Event) -> Observation:
+        self.num_events += 1
+        answer: Observation = super().apply(event)
+        return self.bend_answer(answer) if self.num_events == self.at else answer
+
+    def snapshot(self) -> Any:
+        shown = super().snapshot()
+        return self.bend_state(shown) if self.num_events == self.at else shown
+
+
+def bend(traits: EngineTraits, at: int, **bends: Callable[[Any], Any]) -> Any:
+    """A factory of engines that say (`answer`) or show (`state`) something else after one event."""
+    methods = {
+        f"bend_{what}": lambda _self, value, change=change: change(value)
+        for what, change in bends.items()
+    }
+    return type("Engine", (Bent,), {"traits": traits, "at": at, **methods})
+
+
+def hear(config: Config, make_engine: Any, *actions: Action) -> list[str]:
+    """What is said in the end, by sentence; a divergence is none."""
+    _, findings = run_program(Program(config, actions), make_engine)
+    return [found.sentence for found in findings if found.kind is not FindingKind.DIVERGENCE]
+
+
+# The worker is asked of states.
+
+
+def publish(shown: Snapshot) -> Snapshot:
+    """The last block, which is free and was never written, can be hit."""
+    key = BlockKey(None, (9, 9))
+    return replace(
+        shown, block_keys=(*shown.block_keys[:-1], key), cached={**shown.cached, key: (8,)}
+    )
+
+
+def compute_more(shown: Snapshot) -> Snapshot:
+    (request,) = shown.requests
+    more = replace(request, num_computed_tokens=request.num_computed_tokens + 1)
+    return replace(shown, requests=(more,))
+
+
+PLACES: dict[str, tuple[Config, int]] = {
+    "a plan": (CONFIG, 2),
+    "a plan ahead": (AHEAD, 2),
+    "a commit ahead": (AHEAD, 3),
+}
+"""Where the worker may find a block published that it did not write, and at which event."""
+
+
+@pytest.mark.parametrize("equivalence", SHOWN)
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_published_is_asked_after(place: str, equivalence: str) -> None:
+    config, at = PLACES[place]
+    engine = bend(SHOWN[equivalence], at, state=publish)
+    assert "published_block_was_written" in hear(config, engine, A, *STEP)
+
+
+@pytest.mark.parametrize(("at", "event"), [(1, A), (3, STEP[1]), (4, Reset(False))])
+def test_at_safety_that_is_asked_after_every_event(at: int, event: Action) -> None:
+    program = (A, *STEP, event) if at == 4 else (A, *STEP)
+    engine = bend(SAFETY, at, state=publish)
+    assert hear(CONFIG, engine, *program)[0] == "published_block_was_written"
+
+
+@pytest.mark.parametrize("equivalence", SHOWN)
+@pytest.mark.parametrize("at", [2, 3])
+def test_what_the_state_says_of_a_request_is_asked_after_plans_and_commits(
+    at: int, equivalence: str
+) -> None:
+    engine = bend(SHOWN[equivalence], at, state=compute_more)
+    assert "plans_alone_rebuild_the_request" in hear(CONFIG, engine, A, *STEP)
+
+
+def exchange_a_block(shown: Snapshot) -> Snapshot:
+    """The table names another block, which is held instead of the one before."""
+    (request,) = shown.requests
+    (table,) = request.block_tables
+    gone, new = table[-1], shown.free_queue[-1]
+    counts = [*shown.ref_counts]
+    counts[gone], counts[new] = 0, 1
+    return replace(
+        shown,
+        requests=(replace(request, block_tables=((*table[:-1], new),)),),
+        ref_counts=tuple(counts),
+        free_queue=(*shown.free_queue[:-1], gone),
+    )
+
+
+@pytest.mark.parametrize(("at", "is_found"), [(2, True), (3, False)])
+def test_at_safety_tables_are_compared_that_a_plan_has_just_told(at: int, is_found: bool) -> None:
+    engine = bend(SAFETY, at, state=exchange_a_block)
+    said = hear(CONFIG, engine, A, *STEP)
+    assert ("plans_alone_rebuild_the_request" in said) == is_found
+
+
+# The worker is asked of answers, whether or not a state is shown.
+
+
+def run_too_far(answer: Any) -> Any:
+    """A row that says that a token more was computed."""
+    assert isinstance(answer, Plan)
+    rows = [replace(row, num_computed_tokens=row.num_computed_tokens + 1) for row in answer.cached]
+    return replace(answer, cached=tuple(rows))
+
+
+def give_strange_blocks(answer: Any) -> Any:
+    """Blocks that nobody has written."""
+    assert isinstance(answer, Plan)
+    rows = [replace(row, block_ids=((0,) * len(row.block_ids[0]),)) for row in answer.new]
+    return replace(answer, new=tuple(rows))
+
+
+class Hidden(Bent):
+    def snapshot(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("traits", [EXACT, RENAMED, PLAN, SAFETY])
+def test_the_worker_is_asked_of_plans_where_no_state_is_shown(traits: EngineTraits) -> None:
+    bent = bend(traits, 4, answer=run_too_far)
+    engine = type("Engine", (Hidden, bent), {})
+    sentence = "plan_counts_the_computed_tokens_of_the_worker"
+    assert hear(CONFIG, engine, A, *STEP, *STEP)[0] == sentence
+
+
+def test_blocks_are_not_compared_at_plan_and_the_worker_is_asked_all_the_same() -> None:
+    engine = bend(PLAN, 2, answer=give_strange_blocks)
+    _, findings = run_program(Program(CONFIG, (A, *STEP)), engine)
+    assert findings[0].sentence == "plan_names_real_blocks"
+    assert all(found.kind is not FindingKind.DIVERGENCE for found in findings)
+
+
+def test_who_ends_later_is_not_compared_at_plan_and_judged_all_the_same() -> None:
+    engine = bend(PLAN, 2, answer=lambda answer: replace(answer, ending_req_ids=("B",)))
+    assert hear(CONFIG, engine, A, Abort(("A",))) == ["abort_ends_exactly_the_unfinished_it_names"]
+
+
+# A worker that is not told of everything would accuse a right engine.
+
+
+@pytest.mark.parametrize("traits", [EXACT, RENAMED, PLAN, SAFETY])
+def test_the_worker_is_told_of_commits_and_resets(traits: EngineTraits) -> None:
+    engine = bend(traits, 0)
+    reset = Reset(reset_running_requests=True)
+    run, findings = run_program(Program(CONFIG, (A, *STEP, *STEP, reset, *STEP, Drain())), engine)
+    assert findings == []
+    assert run.live == {}
+    assert run.worker._hears_more_than_plans
+
+
+# Sentences are asked of states, and know what was before.
+
+
+def lose_a_block(shown: Snapshot) -> Snapshot:
+    return replace(shown, free_queue=shown.free_queue[1:])
+
+
+def lose_a_token(shown: Snapshot) -> Snapshot:
+    return replace(
+        shown, requests=tuple(replace(one, output_token_ids=()) for one in shown.requests)
+    )
+
+
+@pytest.mark.parametrize("equivalence", SHOWN)
+@pytest.mark.parametrize(
+    ("change", "at", "sentence"),
+    [
+        (lose_a_block, 2, "every_block_is_free_or_held"),
+        (lose_a_token, 5, "outputs_in_the_state_are_those_delivered"),
+    ],
+)
+def test_sentences_are_asked_of_states(
+    change: Callable[[Snapshot], Snapshot], at: int, sentence: str, equivalence: str
+) -> None:
+    engine = bend(SHOWN[equivalence], at, state=change)
+    assert sentence in hear(CONFIG, engine, A, *STEP, *STEP)
+
+
+# What nobody should send must come to nothing.
+
+STALE = Hostile(Commit(99, ()))
+TAKEN = bend(SAFETY, 3, answer=lambda _refused: Outputs((OutputRow("A", (7,)),)))
+
+
+def test_at_safety_a_stale_answer_that_is_taken_is_found() -> None:
+    assert hear(CONFIG, TAKEN, A, Schedule(), STALE) == ["stale_or_wrong_event_is_refused"]
+
+
+def test_at_safety_a_refusal_that_changes_the_state_is_found() -> None:
+    engine = bend(SAFETY, 3, state=lose_a_block)
+    assert hear(CONFIG, engine, A, Schedule(), STALE) == ["rejected_event_changes_nothing"]
+
+
+@pytest.mark.parametrize("passed_over", [None, Outputs()])
+def test_at_safety_it_may_be_refused_or_passed_over(passed_over: Outputs | None) -> None:
+    engine = bend(SAFETY, 3, answer=lambda refused: passed_over or refused)
+    assert hear(CONFIG, engine, A, Schedule(), STALE, Answer(), Drain()) == []
+
+
+# A state that is compared once more.
+
+
+def compare_at_last(bend_state: Callable[[Any], Any]) -> list[Finding]:
+    """What the last state says, where no other one is looked at."""
+    run = LockStep.start(CONFIG, bend(EXACT, 1, state=bend_state), compare_every=0)
+    assert run.compare_states() == [], "nothing has happened"
+    assert run.perform(A) == []
+    return run.compare_states()
+
+
+def test_a_state_that_is_compared_at_last_is_looked_at_like_the_others() -> None:
+    def fail(_shown: Snapshot) -> Snapshot:
+        raise ZeroDivisionError("inside the engine")
+
+    assert compare_at_last(lambda shown: shown) == []
+    (raised,) = compare_at_last(fail)
+    assert (raised.kind, raised.sentence) == (FindingKind.FAULT, "engine_raises_nothing")
+    (ill_typed,) = compare_at_last(lambda shown: replace(shown, running=["A"]))
+    assert (ill_typed.kind, "running" in str(ill_typed)) == (FindingKind.FAULT, True)
+    (diverged,) = compare_at_last(lose_a_block)
+    assert diverged.kind is FindingKind.DIVERGENCE
+
+
+# Where nobody is left to wait for it, a frame is answered.
+
+
+@pytest.mark.parametrize("plans_ahead", [False, True])
+def test_a_drain_answers_what_is_in_flight_by_the_order_of_the_engine(plans_ahead: bool) -> None:
+    traits = EngineTraits(equivalence=Safety(plans_ahead=plans_ahead))
+    program = Program(AHEAD, (A, Schedule(), Abort(("A",)), Drain()))
+    run, findings = run_program(program, bend(traits, 0))
+    assert (findings, run.live, run.plans) == ([], {}, [])
+    last = [Schedule if plans_ahead else SetPause, Commit]
+    assert [type(one.event) for one in run.exchanges][-2:] == last
+
+
+# What an adapter declares is excused wherever it is found.
+
+
+def excuse(*sentences: str, fields: tuple[str, ...] = ()) -> Deviation:
+    return Deviation("known", "it is known", Program(CONFIG, (A,)), sentences, fields)
+
+
+class Raises(Bent):
+    def bend_answer(self, answer: Any) -> Any:
+        raise ZeroDivisionError
+
+
+class Stands(SpecEngine):
+    """It plans nothing, and says so; no state is shown."""
+
+    def apply(self, event: Event) -> Observation:
+        return Plan(0) if isinstance(event, Schedule) else super().apply(event)
+
+    def snapshot(self) -> Any:
+        return None
+
+
+def declare(engine: type, traits: EngineTraits, deviation: Deviation, **fields: Any) -> Any:
+    told = replace(traits, deviations=(deviation,))
+    return type("Declared", (engine,), {"traits": told, **fields})
+
+
+WRONG_KIND = bend(SAFETY, 2, answer=lambda _plan: Outputs())
+DECLARED: dict[str, Any] = {
+    "it raises": declare(Raises, EXACT, excuse("engine_raises_nothing"), at=2),
+    "it raises at safety": declare(Raises, SAFETY, excuse("engine_raises_nothing"), at=2),
+    "it stands still at safety": declare(
+        Stands, SAFETY, excuse("every_request_ends_once_all_is_healed")
+    ),
+    "it answers with another kind": declare(
+        WRONG_KIND, SAFETY, excuse("answer_is_of_the_kind_of_the_event")
+    ),
+    "it takes what is stale": declare(TAKEN, SAFETY, excuse("stale_or_wrong_event_is_refused")),
+}
+
+
+@pytest.mark.parametrize("what", DECLARED)
+def test_what_is_declared_is_excused_wherever_it_is_found(what: str) -> None:
+    engine = DECLARED[what]
+    program = Program(CONFIG, (A, Schedule(), STALE, Answer(), Drain()))
+    run, findings = run_program(program, engine)
+    assert findings == []
+    assert run.excuses.counts == {"known": 1}
+    assert run.excuses.is_over
+    undeclared = type("Undeclared", (engine,), {"traits": replace(engine.traits, deviations=())})
+    assert run_program(program, undeclared)[1] != []

@@ -1,0 +1,41 @@
+"""Altered: values and records with one thing changed, whatever kind they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+
+def alter(value: Any) -> Any:
+    """Another value of the same kind."""
+    match value:
+        case bool():
+            return not value
+        case StrEnum():
+            return next(other for other in type(value) if other is not value)
+        case int():
+            return value + 1
+        case str():
+            return value + "1"
+        case tuple():
+            return (*value, *value[-1:]) if value else ("Z",)
+        case Mapping():
+            return {}
+    raise TypeError(f"no other value for {value!r}: say here what one is, or give the sample one")
+
+
+def alter_each(record: Any) -> Iterator[tuple[type, str, Any]]:
+    """Each field of a record, and of the records in it: whose it is, its name, and the record with
+    that field changed alone."""
+    for part in fields(record):
+        value = getattr(record, part.name)
+        inner = value if isinstance(value, tuple) and value and is_dataclass(value[0]) else ()
+        if is_dataclass(value):
+            for owner, name, other in alter_each(value):
+                yield owner, name, replace(record, **{part.name: other})
+        for owner, name, other in alter_each(inner[0]) if inner else ():
+            yield owner, name, replace(record, **{part.name: (other, *inner[1:])})
+        if not is_dataclass(value):  # another record differs in a field of its own
+            yield type(record), part.name, replace(record, **{part.name: alter(value)})
