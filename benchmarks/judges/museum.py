@@ -27,7 +27,7 @@ CLEAN = "clean"
 SHOWN, HIDDEN = "shown", "hidden"
 NUM_CLEAN = 12
 """Clean programs of each kind."""
-BUDGETS = {"tiny": 4_000, "small": 16_000}
+BUDGETS = {"tiny": 4_000, "small": 6_000}
 """Events for each exhibit, by preset; most that fall do so in a tenth of it."""
 
 

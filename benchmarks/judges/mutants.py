@@ -149,7 +149,8 @@ def find_mutants(source: Source, neutral: Mapping[str, str], fine: bool = False)
     if name.startswith(VOICES):
         found += _calls("voice", name, text, neutral)
     if is_wiring:
-        found += _calls("wiring", name, text, neutral)
+        asked = neutral if name.startswith(ANNOTATED) else NEUTRAL_OF
+        found += _calls("wiring", name, text, asked)
         found += _bounds(name, text)
         found += _ignored(name, text)
     if fine and name.startswith(FINE):

@@ -29,18 +29,10 @@ from benchmarks.mutation.runner import run_forked
 HOUSE = Path(__file__).resolve().parents[2]
 TESTS = HOUSE / "tests" / "conformance"
 MODULES = (
-    *(
-        "test_properties",
-        "test_sentences",
-        "test_voices",
-        "test_wiring",
-        "test_worker",
-        "test_driver",
-        "test_liveness",
-        "test_compare",
-    ),
-    *("test_equivalences", "test_dataplane", "test_witnesses", "test_deviations"),
-    *("test_claims", "test_ill_typed", "test_replay", "test_programs"),
+    *("test_properties", "test_sentences", "test_voices", "test_wiring", "test_worker"),
+    *("test_driver", "test_liveness", "test_compare", "test_equivalences", "test_dataplane"),
+    *("test_witnesses", "test_deviations", "test_claims", "test_ill_typed", "test_replay"),
+    "test_programs",
 )
 """Where judges are tested, and quickly."""
 TEST_SECONDS_MAX = 3.0

@@ -40,9 +40,10 @@ from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Answer, Drain, Program
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.renaming import TablePairs, rename_snapshot
+from blockstep.conformance.search.check import check
 from blockstep.conformance.search.episodes import run_episode
 from blockstep.conformance.search.floor import CANARIES, release_canary
-from blockstep.conformance.search.options import CheckOptions
+from blockstep.conformance.search.options import CheckOptions, ExitCode
 from blockstep.conformance.search.shrink import shrink
 from blockstep.impl.host import HostEngine
 from blockstep.impl.host.pool import BlockPool
@@ -163,6 +164,15 @@ def test_each_canary_is_caught() -> None:
         assert release_canary(CheckOptions(), canary), name
 
 
+def test_a_check_whose_canary_lives_is_worth_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = CheckOptions(preset="tiny", max_events=1)
+    assert check(options).canary_killed_after
+    monkeypatch.setitem(CANARIES, "exact", "host")
+    result = check(options)
+    assert result.canary_killed_after is None
+    assert result.exit_code is ExitCode.HARNESS
+
+
 def test_an_unknown_equivalence_is_refused_in_one_sentence() -> None:
     class Engine(SpecEngine):
         traits = EngineTraits(equivalence=Equivalence())
@@ -187,7 +197,7 @@ def test_as_many_of_the_museum_are_found_as_the_page_says(kind: str) -> None:
     traits, views = MUSEUM[kind]
     found = 0
     for name in EXHIBITS:
-        engine = held_to(build(name), traits, *views)  # type: ignore[arg-type]
+        engine = held_to(build(name), traits, *views)
         episodes = (play(engine, 4000, preset)[0] for preset in ("tiny", "small"))
         found += any(episode.first is not None for episode in episodes)
     row = re.search(rf"^\| `?{kind}`? \| (\d+) of {len(EXHIBITS)} \|$", PAGE, re.M)

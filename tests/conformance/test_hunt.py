@@ -338,10 +338,20 @@ def test_failures_are_gathered_however_they_come() -> None:
         assert sorted(len(group.defects) for group in groups) == [1, 3]
 
 
-def make_defect(symptoms: Symptoms) -> Defect:
+def test_what_is_seen_with_the_state_hidden_is_put_to_the_state_that_it_comes_of() -> None:
+    """Which may be found by a reset by force, but not by another act."""
+    leak = Mark("property P1 a_b")
+    hidden = Symptoms(Mark("property P2 c_d", frozenset({"aborts"})))
+    for acts, count in (("reset", 1), ("aborts", 2)):
+        seen = make_defect(hidden, replace(leak, acts=frozenset({acts})))
+        assert len(gather([make_defect(Symptoms(leak)), seen])) == count
+
+
+def make_defect(symptoms: Symptoms, *follows: Mark) -> Defect:
     _, property_id, sentence = symptoms.own.saying.split()
     finding = Finding(FindingKind.PROPERTY, property_id, sentence, "")
-    return Defect((), finding, CheckOptions(), 0, symptoms.length, 0, symptoms)
+    options = CheckOptions()
+    return Defect((), finding, options, 0, 0, 0, symptoms, follows=frozenset(follows))
 
 
 def test_what_a_program_can_do_without_is_no_means_of_it() -> None:

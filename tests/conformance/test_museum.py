@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,28 +12,40 @@ from typer.testing import CliRunner, Result
 
 from blockstep.conformance import museum
 from blockstep.conformance.command.main import app
+from blockstep.conformance.engine import Safety, get_traits
 from blockstep.conformance.judge.properties import PROPERTIES
+from blockstep.conformance.judge.properties.output import cut_at_stop
+from blockstep.conformance.judge.worker.worker import NextToken
 from blockstep.conformance.museum import EXHIBITS, Exhibit, build
 from blockstep.conformance.museum.exhibit import Defect, Page, collect
 from blockstep.conformance.museum.trial import (
     DIVERGENCE,
+    STANDINGS,
     SURVIVED,
     Fall,
     Trial,
     Tried,
     json_of,
+    load_as_foreign,
     museum_page,
     name_of,
     row_of,
     run_trial,
 )
 from blockstep.conformance.protocol.findings import Finding, FindingKind
-from blockstep.spec.vocabulary import Config
+from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.protocol.tokens import token_function
+from blockstep.conformance.search.arms import draw_workload, run_workload
+from blockstep.conformance.search.episodes import run_episode
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.spec.vocabulary import Config, Request, TokenIds
 
 NAMED = {entry.id for entry in PROPERTIES} | {"P10"}
 """What a finding may name. P10 is about whole runs: the driver speaks of it."""
 QUICK = ("leak-on-abort", "forward-frees", "row-of-victim-stays")
 IDLE = Exhibit("nothing-is-wrong", "nothing", "nowhere", ("P1",), Defect)
+SHOWN, HIDDEN = STANDINGS[1:]
+UNSEEN = [name for name, entry in EXHIBITS.items() if HIDDEN.tell_invisible(entry)]
 
 
 def blockstep(*args: object) -> Result:
@@ -167,7 +180,9 @@ def test_rows_show_the_seeds_side_by_side() -> None:
     assert row["shrunk to"] == "5 / -"
     assert tried.survived
     assert json_of(tried)["survived"]
-    assert "for each of the seeds 0 / 1" in museum_page([row], "blockstep", (0, 1))
+    page = museum_page([json_of(tried)], "blockstep museum run", (0, 1))
+    assert "for the seeds 0 / 1" in page
+    assert f"| nothing-is-wrong | nothing | nowhere | P1 a; {SURVIVED}: 1,020 / 300 |" in page
 
 
 @pytest.mark.parametrize(
@@ -181,3 +196,160 @@ def test_rows_show_the_seeds_side_by_side() -> None:
 )
 def test_killers_have_names(kind: FindingKind, property_id: str, name: str) -> None:
     assert name_of(Finding(kind, property_id, "words", "")) == name
+
+
+# Held to the properties alone.
+
+
+def test_at_safety_the_state_is_shown_or_hidden_and_the_page_has_a_column_for_each(
+    tmp_path: Path,
+) -> None:
+    names = ("museum", "run", "leak-on-abort", "forward-frees", "--seed", 0)
+    common = (*names, "--jobs", 1, "--budget", 2_000, "--no-shrink")
+    files = [tmp_path / f"{index}.json" for index in range(3)]
+    page = tmp_path / "museum.md"
+    safety = ("--equivalence", "safety")
+    shown = blockstep(*common, *safety, "--json", files[0])
+    assert shown.exit_code == 0, shown.output
+    assert "safety: 1 of 1 hunts killed" in shown.output
+    assert "1 exhibits passed over" in shown.output
+    hidden = blockstep(*common, *safety, "--hidden", "--json", files[1])
+    assert hidden.exit_code == 0, hidden.output
+    assert "safety, state hidden: 1 of 1 hunts killed" in hidden.output
+    rows = [json.loads(file.read_text()) for file in files[:2]]
+    assert [(row[0]["equivalence"], row[0]["state"]) for row in rows] == [
+        ("safety", "shown"),
+        ("safety", "hidden"),
+    ]
+    assert rows[0][0]["seeds"][0]["killed by"].startswith("P1 ")
+    assert not rows[1][0]["seeds"][0]["killed by"].startswith("P1 ")  # nobody sees it leak
+    assert rows[0][1]["survived"]
+    assert rows[0][1]["invisible"] == EXHIBITS["forward-frees"].invisible
+    both = [option for file in files[:2] for option in ("--beside", file)]
+    exact = blockstep(*common, *both, "--markdown", page, "--json", files[2])
+    assert exact.exit_code == 0, exact.output
+    text = page.read_text()
+    assert "| upstream | exact | safety | safety, state hidden |" in text
+    assert text.count("| invisible (policy: which free block is evicted first): not in ") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--hidden",), "the state is compared at exact"),
+        (("--equivalence", "plan"), "must be one of exact, safety"),
+        (("--beside", __file__), "name a file of `blockstep museum run --json`"),
+    ],
+)
+def test_what_cannot_be_asked_of_the_museum_is_a_usage_error(
+    options: tuple[str, ...], told: str
+) -> None:
+    result = blockstep("museum", "run", *options)
+    assert result.exit_code == 2
+    assert told in result.output.replace("\n", " ")
+
+
+def test_a_list_of_something_else_is_set_beside_nothing(tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text('[{"exhibit": "zombie-key"}]')
+    result = blockstep("museum", "run", "--beside", other)
+    assert result.exit_code == 2
+    assert "not a file of `blockstep museum run --json`" in result.output.replace("\n", " ")
+
+
+def test_what_survives_unlisted_and_what_is_found_though_listed_are_told(
+    with_survivor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = replace(EXHIBITS["leak-on-abort"], invisible="policy: none of it is")
+    exhibits = {**museum.EXHIBITS, "leak-on-abort": listed}
+    monkeypatch.setattr("blockstep.conformance.command.museum.EXHIBITS", exhibits)
+    options = ("--seed", 0, "--budget", 300, "--jobs", 1, "--equivalence", "safety", "--no-shrink")
+    result = blockstep("museum", "run", with_survivor, "leak-on-abort", *options)
+    assert result.exit_code == 5
+    assert f"blockstep: survived: {with_survivor}\n" in result.output
+    assert (
+        "found though listed as invisible (P1 every_block_is_free_or_held): leak" in result.output
+    )
+
+
+def test_what_only_the_state_tells_is_to_be_found_where_it_is_shown() -> None:
+    entry = EXHIBITS["stale-frame-rolls-back"]
+    assert [bool(standing.tell_invisible(entry)) for standing in STANDINGS] == [False, False, True]
+    result = run_trial([entry], Trial((0,), 30_000, standing=SHOWN, shrinks=False))
+    assert not result[0].problem
+
+
+def test_at_exact_nothing_is_invisible() -> None:
+    tried = Tried(EXHIBITS["forward-frees"], (Fall(0, SURVIVED, 300, 1.0, None),))
+    assert not tried.invisible
+    assert tried.problem == "survived"
+    assert not replace(tried, standing=HIDDEN).problem
+
+
+def play_unseen(name: str, num_events: int, seed: int, is_hidden: bool) -> None:
+    """All voices of the worker, P1 and liveness among what is judged: none finds anything."""
+    options = CheckOptions(f"museum:{name}", seed=seed, hide_state=is_hidden)
+    make_engine = load_as_foreign(options)
+    assert get_traits(make_engine).equivalence == Safety()
+    played, index = 0, 0
+    while played < num_events:
+        episode = run_episode(options, index, make_engine)
+        assert episode.first is None, (name, seed, index, episode.first)
+        assert episode.has_snapshot is not is_hidden
+        played, index = played + episode.num_events, index + 1
+
+
+def count_tokens_of_the_model(name: str, seed: int, num_workloads: int) -> int:
+    """Workloads are answered as the model would, whatever the scheduler does; tokens compared."""
+    make_engine, num_tokens = load_engine(f"museum:{name}"), 0
+    for index in range(num_workloads):
+        swarm, requests = draw_workload(CheckOptions(seed=seed), index)
+        answers = run_workload(make_engine, swarm, swarm.config, requests)
+        next_token = token_function(swarm.token_seed, swarm.vocabulary_size)
+        for request in requests:
+            if request.request_id in answers:
+                due = list_due(swarm.config, request, next_token)
+                assert answers[request.request_id].token_ids == due, (name, seed, index)
+                num_tokens += len(due)
+    return num_tokens
+
+
+def list_due(config: Config, request: Request, next_token: NextToken) -> TokenIds:
+    """What the model says to a request, up to its stop."""
+    said: list[int] = []
+    while True:
+        token = next_token([*request.prompt_token_ids, *said])
+        _, stop = cut_at_stop(config, request, said[:], (token,))
+        said.append(token)
+        if stop is not None:
+            return tuple(said)
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_is_invisible_breaks_nothing_that_anybody_sees(name: str) -> None:
+    if EXHIBITS[name].invisible:
+        play_unseen(name, 150, 1, is_hidden=False)
+    play_unseen(name, 250, 2, is_hidden=True)
+    assert count_tokens_of_the_model(name, 3, 3) > 10
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_is_invisible_breaks_nothing_in_many_events(name: str, seed: int) -> None:
+    if EXHIBITS[name].invisible:
+        play_unseen(name, 150_000, seed, is_hidden=False)
+    play_unseen(name, 150_000, seed, is_hidden=True)
+    assert count_tokens_of_the_model(name, seed, 300) > 1_000
+
+
+def test_a_changed_token_would_be_seen() -> None:
+    with pytest.raises(AssertionError):
+        count_tokens_of_the_model("lost-rollback", 0, 40)
+
+
+def test_what_is_invisible_says_what_it_is_a_matter_of() -> None:
+    assert UNSEEN
+    for name in UNSEEN:
+        assert re.match(r"(policy|efficiency|books): \w", HIDDEN.tell_invisible(EXHIBITS[name]))
+        assert "P1" not in EXHIBITS[name].properties  # a leak is never invisible

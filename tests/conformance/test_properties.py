@@ -44,6 +44,7 @@ from play_support.scenes import (
     delivering_to_the_preempted,
     drafted,
     drafted_ahead,
+    drafted_and_paused,
     drafted_in_pipeline,
     embedded,
     gap,
@@ -51,6 +52,7 @@ from play_support.scenes import (
     hitting,
     hitting_a_copy,
     idle,
+    idle_for_two,
     last_token_in_flight,
     one_of_three_aborted,
     passing_over,
@@ -63,6 +65,8 @@ from play_support.scenes import (
     preempting_ahead,
     preempting_by_priority,
     preempting_in_pipeline,
+    promoted,
+    promoted_already,
     publishing,
     publishing_at_the_end,
     refused,
@@ -834,6 +838,31 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
         lambda s: replace(s, observation=Rejected(RejectCode.UNKNOWN_FRAME)),
     ),
     # Complaints of one sentence.
+    (
+        "admission_leaves_room_for_the_whole_prompt",
+        hitting,
+        lambda s: before(s, free_queue=table_of(s, "B")[:2]),
+    ),
+    (
+        "plan_for_nobody_leaves_no_trace",
+        idle_for_two,
+        lambda s: after(s, waiting=s.after.waiting[::-1]),
+    ),
+    (
+        "request_without_a_row_stays_the_same",
+        promoted,
+        lambda s: changed(s, "A", num_preemptions=1),
+    ),
+    (
+        "request_without_a_row_stays_the_same",
+        promoted_already,
+        lambda s: changed(s, "A", status=Status.RUNNING),
+    ),
+    (
+        "request_without_a_row_stays_the_same",
+        drafted_and_paused,
+        lambda s: changed(s, "A", spec_token_ids=()),
+    ),
     (
         "request_without_a_row_stays_the_same",
         blocked,

@@ -64,7 +64,7 @@ from play_support.scenes import (
 
 from blockstep.conformance.engine import EngineTraits, Safety
 from blockstep.conformance.judge import answers
-from blockstep.conformance.judge.answers import JUDGED
+from blockstep.conformance.judge.answers import JUDGED, judge_answer
 from blockstep.conformance.judge.properties import (
     CHECKS_OF,
     PROPERTIES,
@@ -74,12 +74,14 @@ from blockstep.conformance.judge.properties import (
 )
 from blockstep.conformance.judge.worker.counting import CountingWorker
 from blockstep.conformance.lockstep.safety import SafetyRun
+from blockstep.conformance.protocol.findings import Difference, Finding
 from blockstep.impl.host import HostEngine
 from blockstep.impl.host.lineage import Lineage
 from blockstep.spec.vocabulary import (
     Abort,
     BlockKey,
     CachedRow,
+    Commit,
     Drafts,
     DraftsTaken,
     Event,
@@ -87,6 +89,7 @@ from blockstep.spec.vocabulary import (
     NewRow,
     Observation,
     OutputRow,
+    Outputs,
     PauseState,
     Plan,
     Policy,
@@ -970,3 +973,35 @@ def test_what_is_judged_at_safety_is_listed_by_name() -> None:
     source = Path(answers.__file__).read_text()
     said = set(re.findall(r'"([a-z]+(?:_[a-z]+){3,})"', source))
     assert said == {case[0] for case in [*OF_ANSWERS, WITHOUT_BLOCKS]}
+
+
+def judge_one(event: Event, answer: Observation, **fields: Any) -> list[Finding]:
+    """What is said of one answer, where A and C have not ended."""
+    config, live = replace(CONFIG, **fields), {"A": A, "C": C}
+    return [*judge_answer(config, live, {}, event, answer)]
+
+
+def test_a_row_may_run_up_to_the_length_of_the_model() -> None:
+    plan = Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),))
+    assert judge_one(Schedule(), plan, max_model_len=5) == []
+    (found,) = judge_one(Schedule(), plan, max_model_len=4)
+    assert found.sentence == "row_stays_within_max_model_len"
+
+
+def test_with_caching_off_nobody_has_a_hit() -> None:
+    plan = Plan(0, new=(NewRow(A, ((1, 2, 3),), 2, 3),))
+    assert judge_one(Schedule(), plan) == []
+    (found,) = judge_one(Schedule(), plan, enable_prefix_caching=False)
+    assert found.sentence == "hit_is_taken_only_where_one_may_be"
+
+
+def test_who_has_ended_or_sampled_nothing_is_told_of_no_token() -> None:
+    sampled = (RowTokens("ended", (4,)), RowTokens("A", ()), RowTokens("C", (4,)))
+    assert judge_one(Commit(0, sampled), Outputs((OutputRow("C", (4,)),))) == []
+
+
+def test_each_row_is_judged_whoever_stands_before_it() -> None:
+    rows = (OutputRow("nobody", (1,)), OutputRow("C", (4,), FinishReason.STOP, 4))
+    foreign, wrong = judge_one(Commit(0, (RowTokens("C", (4,)),)), Outputs(rows))
+    assert foreign.differences == (Difference("rows", "['C']", "['C', 'nobody']"),)
+    assert wrong.differences == (Difference("finish_reason", "None", "stop by token 4"),)

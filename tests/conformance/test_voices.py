@@ -84,6 +84,16 @@ def one_without_a_row_is_remapped() -> list[Finding]:
     return started().execute(Plan(1, remapped_req_ids=("A",)))
 
 
+@says("remapped_request_has_a_row")
+def one_that_is_resumed_is_remapped_too() -> list[Finding]:
+    worker = started()
+    assert worker.execute(Plan(1, preempted_req_ids=("A",))) == []
+    tokens = tuple(worker.views["A"].tokens)
+    row = cached("A", 0, 1, resumed=True, all_token_ids=tokens, num_scheduled_tokens=6)
+    row = replace(row, new_block_ids=((4, 5, 6),))
+    return worker.execute(Plan(2, cached=(row,), remapped_req_ids=("A",)))
+
+
 @says("new_row_is_new")
 def a_known_request_is_new_again() -> list[Finding]:
     return started().execute(Plan(1, new=(NewRow(A, ((4, 5, 6),), 0, 5),)))
@@ -300,6 +310,21 @@ def a_placeholder_stands_for_a_draft_of_before_a_preemption() -> list[Finding]:
     return worker.execute(Plan(1, cached=(row,)))
 
 
+@says(PLACEHOLDER)
+def a_worker_that_keeps_no_drafts_is_sent_a_placeholder() -> list[Finding]:
+    row = cached("A", 5, 1, num_scheduled_tokens=2, draft_token_ids=PLACEHOLDERS[:1])
+    worker = started(**DRAFTING)
+    return worker.execute(Plan(1, cached=(replace(row, new_block_ids=((4,),)),)))
+
+
+@says(PLACEHOLDER)
+def a_placeholder_comes_after_a_chunk_that_sampled_nothing() -> list[Finding]:
+    worker = make_worker(max_frames_in_flight=2, async_scheduling=True, **DRAFTING)
+    assert worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 2),))) == []
+    row = cached("A", 2, 0, num_scheduled_tokens=4, draft_token_ids=PLACEHOLDERS[:1])
+    return worker.execute(Plan(1, cached=(row,)))
+
+
 # What is in a slot that is read.
 
 
@@ -376,7 +401,7 @@ def two_write_one_block() -> list[Finding]:
 
 @says(SHARED)
 def one_writes_what_another_reads_elsewhere() -> list[Finding]:
-    rows = (NewRow(A, ((1, 2, 3),), 0, 5), NewRow(Request("B", (7,)), ((4, 1),), 0, 1))
+    rows = (NewRow(A, ((1, 2, 3),), 0, 5), NewRow(Request("B", (7,)), ((4, 9, 1),), 0, 1))
     return make_worker().execute(Plan(0, new=rows))
 
 
@@ -400,6 +425,13 @@ def a_block_is_published_before_it_is_full() -> list[Finding]:
     worker = started()
     text = tuple(worker.views["A"].tokens)
     return publish(worker, 3, BlockKey(BlockKey(FIRST, (3, 4)), text[4:6]))
+
+
+@says("published_block_holds_the_right_prefix")
+def the_second_of_two_blocks_is_published_under_another_text() -> list[Finding]:
+    worker = started()
+    keys = (None, FIRST, BlockKey(FIRST, (3, 9)), *EMPTY.block_keys[3:])
+    return worker.check_published(replace(EMPTY, block_keys=keys))
 
 
 @says("published_block_holds_the_right_prefix")
@@ -507,6 +539,22 @@ REBUILT = "plans_alone_rebuild_the_request"
 def a_stranger_runs_in_the_state() -> list[Finding]:
     worker = started()
     return worker.check_view(shown(worker, request_id="B"))
+
+
+@says(REBUILT)
+def one_that_runs_stands_behind_one_that_waits() -> list[Finding]:
+    worker = started()
+    wrong = shown(worker, num_computed_tokens=6)
+    waits = RequestSnapshot("0", Status.WAITING)
+    return worker.check_view(replace(wrong, requests=(waits, *wrong.requests)))
+
+
+@says(REBUILT)
+def drafts_that_are_rejected_in_flight_are_taken_back_in_the_state() -> list[Finding]:
+    worker = pipelined(**DRAFTING)
+    row = cached("A", 6, 2, num_scheduled_tokens=3, draft_token_ids=PLACEHOLDERS)
+    assert worker.execute(Plan(2, cached=(replace(row, new_block_ids=((4, 5),)),))) == []
+    return worker.check_view(shown(worker, num_computed_tokens=worker.views["A"].num_computed))
 
 
 @says(REBUILT)
@@ -625,3 +673,98 @@ def test_of_one_that_waits_neither_blocks_nor_counts_are_asked(status: Status) -
     worker = started()
     fields = {"status": status, "block_tables": ((),), "num_computed_tokens": 0}
     assert worker.check_view(shown(worker, **fields)) == []
+
+
+def test_every_wrong_request_of_a_state_is_told() -> None:
+    worker = started()
+    wrong = shown(worker, num_computed_tokens=6)
+    stranger = replace(wrong.requests[0], request_id="0")
+    findings = worker.check_view(replace(wrong, requests=(stranger, *wrong.requests)))
+    assert [found.sentence for found in findings] == ["running_request_is_known", REBUILT]
+
+
+def test_a_block_need_not_stay_published() -> None:
+    worker = started()
+    assert publish(worker, 1, FIRST) == []
+    assert worker.check_published(EMPTY) == []
+
+
+def test_tokens_are_the_same_only_to_their_first_one() -> None:
+    """That tells what is wrong with a slot: what shaped its KV beside the tokens, or the text."""
+    known = names.PrefixNames(2)
+
+    def name(*tokens: int, adapter: str | None = None) -> int:
+        chain: list[int] = []
+        known.extend(chain, known.root(adapter, None), tokens, {}, 0)
+        return chain[-1]
+
+    assert known.same_tokens(name(1, 2, 3), name(1, 2, 3, adapter="x"))
+    assert known.same_tokens(name(4), name(4, adapter="x"))
+    for left, right in (((9, 3), (8, 3)), ((2, 3), (1, 2, 3)), ((3,), (1, 2, 3))):
+        assert not known.same_tokens(name(*left), name(*right))
+        assert not known.same_tokens(name(*right), name(*left))
+        assert not known.same_tokens(name(*left), name(*right, adapter="x"))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "others"),
+    [
+        ((1, 2, 10), ["table_holds_the_scheduled_tokens"]),
+        ((0, 1, 2), ["table_holds_the_scheduled_tokens"]),
+        ((0, 1, 2, 3), []),
+    ],
+)
+def test_blocks_that_are_none_are_left_out(blocks: tuple[int, ...], others: list[str]) -> None:
+    findings = make_worker().execute(Plan(0, new=(NewRow(A, (blocks,), 0, 5),)))
+    assert [found.sentence for found in findings] == ["plan_names_real_blocks", *others]
+
+
+def test_another_text_that_is_sent_is_gone_on_with() -> None:
+    """So what is read for it is not what was written."""
+    row = cached("A", 5, 1, all_token_ids=(9, 2, 3, 4, 5, 6))
+    worker = started()
+    assert [found.sentence for found in worker.execute(Plan(1, cached=(row,)))] == [
+        "sent_tokens_are_those_of_the_worker",
+        "attended_slot_holds_the_right_prefix",
+    ]
+    assert worker.views["A"].tokens[:6] == [9, 2, 3, 4, 5, 6]
+
+
+def test_a_counting_worker_knows_a_name_that_comes_again_and_every_text() -> None:
+    counts = CountingWorker(CONFIG, len)
+    new = NewRow(A, (), 0, 5)
+    for frame in (0, 1):
+        assert counts.execute(Plan(frame, new=(new,))) == []
+        counts.commit(Commit(frame, counts.answer(frame)))
+    row = cached("A", 5, 0, new_block_ids=(), all_token_ids=(*A.prompt_token_ids, 99))
+    assert said(counts.execute(Plan(2, cached=(row,)))) == [
+        ("P26", "sent_tokens_are_those_of_the_worker")
+    ]
+
+
+# What was in flight when a request was resumed.
+
+
+def test_after_a_text_without_what_is_in_flight_the_plans_are_followed() -> None:
+    """It is told once; later rows are of the text that was sent."""
+    worker = started(max_frames_in_flight=3)
+    assert worker.execute(Plan(1, cached=(cached("A", 5, 1),))) == []
+    text = tuple(worker.views["A"].tokens[:6])
+    assert worker.execute(Plan(2, preempted_req_ids=("A",))) == []
+    assert "resumed_request_has_no_token_in_flight" in [
+        found.sentence for found in resume(worker, text, 2)
+    ]
+    worker.commit(Commit(1, worker.answer(1)))
+    worker.commit(Commit(9, worker.answer(9)))
+    assert worker.views["A"].tokens[:6] == list(text)
+    assert worker.execute(Plan(10, cached=(cached("A", 6, 2),))) == []
+
+
+def test_one_in_flight_may_be_resumed_without_its_tokens_and_is_accused_of_both() -> None:
+    worker = waiting_for_its_token()
+    assert worker.execute(Plan(2, preempted_req_ids=("A",))) == []
+    row = cached("A", 0, 1, resumed=True, new_block_ids=((4, 5, 6),), num_scheduled_tokens=5)
+    assert [found.sentence for found in worker.execute(Plan(3, cached=(row,)))][:2] == [
+        "resumed_request_has_no_token_in_flight",
+        "tokens_are_sent_after_a_gap",
+    ]

@@ -90,6 +90,13 @@ def test_without_commits_its_own_answer_counts_and_any_resumption_is_possible() 
     assert worker.execute(Plan(1, cached=(replace(row, all_token_ids=tokens),))) == []
 
 
+def test_a_commit_that_it_observes_counts_more_than_the_answer() -> None:
+    worker = make_worker()
+    worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),)))
+    assert worker.observe(Commit(0, (RowTokens("A", (42,)),)), Outputs()) == []
+    assert worker.views["A"].output_token_ids == (42,)
+
+
 def test_it_follows_the_exchanges_of_an_engine() -> None:
     worker = make_worker()
     plan = Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 5),))
@@ -266,6 +273,32 @@ def test_a_block_is_told_of_that_was_given_back_and_is_read_on() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "slot", "story"),
+    [
+        ((9, 8, 3, 4), 0, "'A' in plan 0; given back by 'A', which ended, says plan 1"),
+        ((1, 9, 3, 4), 1, "'B' in plan 1"),
+        ((1, 8, 3, 4), 2, "'A' in plan 0; given back by 'A', which ended, says plan 1"),
+    ],
+)
+def test_each_slot_of_a_block_has_its_own_writer(text: Any, slot: int, story: str) -> None:
+    """B has written one slot in the middle of a block of A, and nothing else of it."""
+    worker = started(Request("A", (1, 2, 3)), block_size=4)
+    other = NewRow(Request("B", (1, 8)), ((1,),), 1, 1)
+    assert worker.execute(Plan(1, new=(other,), finished_req_ids=("A",))) == []
+    findings = worker.execute(Plan(2, new=(NewRow(Request("C", text), ((1,),), 3, 1),)))
+    place = f"read by 'C' at position {slot} in plan 2"
+    assert note_of(findings) == f"{place}; written by {story}"
+
+
+def test_a_slot_written_in_a_later_plan_than_the_first_of_its_block_has_a_writer() -> None:
+    worker = started()
+    assert worker.execute(Plan(1, cached=(cached("A", 5, 1),))) == []
+    text = (1, 2, 3, 4, 9, 9, 9)
+    findings = worker.execute(Plan(2, new=(NewRow(Request("B", text), ((1, 2, 3, 5),), 6, 1),)))
+    assert note_of(findings) == "read by 'B' at position 4 in plan 2; written by 'A' in plan 0"
+
+
 def test_a_slot_that_nobody_wrote_has_no_history() -> None:
     worker = make_worker()
     findings = worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 4, 1),)))
@@ -311,8 +344,38 @@ def test_right_drafts_are_accepted_and_the_next_is_not(num_right: int) -> None:
     assert len(answer.token_ids) == num_right + 1
     assert answer.token_ids[:-1] == drafts[:num_right]
     # Rejected drafts are written over before they could be read.
-    following = cached("A", 6 + num_right, 2 + num_right)
-    assert worker.execute(Plan(2, cached=(following,))) == []
+    for step, blocks in enumerate([(), (6,), (), (7,)]):
+        worker.commit(Commit(1 + step, worker.answer(1 + step)))
+        following = cached("A", 6 + num_right + step, 2 + num_right + step)
+        row = replace(following, new_block_ids=(blocks,))
+        assert worker.execute(Plan(2 + step, cached=(row,))) == []
+    tokens, table = worker.views["A"].tokens, worker.views["A"].table
+    key: BlockKey | None = None
+    keys: list[BlockKey | None] = [None] * 10
+    for index in range(4):
+        key = BlockKey(key, tuple(tokens[2 * index : 2 * index + 2]))
+        keys[table[index]] = key
+    snapshot = HostEngine(CONFIG).snapshot()
+    assert worker.check_published(replace(snapshot, block_keys=tuple(keys))) == []
+
+
+def test_after_a_wrong_draft_no_other_is_right() -> None:
+    worker = started()
+    (right,) = worker.propose("A", 1, 1)
+    row = cached("A", 5, 1, num_scheduled_tokens=3, draft_token_ids=(right ^ 1, right))
+    assert worker.execute(Plan(1, cached=(replace(row, new_block_ids=((4,),)),))) == []
+    assert worker.answer(1) == (RowTokens("A", (right,)),)
+
+
+def test_fewer_drafts_may_be_committed_than_it_accepted() -> None:
+    worker = started()
+    row = cached("A", 5, 1, num_scheduled_tokens=3, draft_token_ids=worker.propose("A", 2, 2))
+    assert worker.execute(Plan(1, cached=(replace(row, new_block_ids=((4,),)),))) == []
+    (answer,) = worker.answer(1)
+    assert len(answer.token_ids) == 3
+    worker.commit(Commit(1, (RowTokens("A", answer.token_ids[:1]),)))
+    assert worker.views["A"].output_token_ids[1:] == answer.token_ids[:1]
+    assert worker.execute(Plan(2, cached=(cached("A", 6, 2),))) == []
 
 
 def test_rejected_drafts_that_are_not_rolled_back_are_noticed() -> None:
@@ -545,6 +608,16 @@ def test_how_many_placeholders_are_right_is_set_from_outside() -> None:
     row = cached("A", 5, 1, num_scheduled_tokens=3, draft_token_ids=(DRAFT_PLACEHOLDER,) * 2)
     worker.execute(Plan(1, cached=(replace(row, new_block_ids=((4,),)),)))
     assert len(worker.answer(1)[0].token_ids) == 3
+    following = replace(row, num_computed_tokens=8, num_output_tokens=5, new_block_ids=((5, 6),))
+    worker.commit(Commit(0, worker.answer(0)))
+    assert worker.execute(Plan(2, cached=(replace(following, num_output_tokens=4),))) == []
+    assert len(worker.answer(2)[0].token_ids) == 1, "by turns"
+    worker.commit(Commit(1, worker.answer(1)))
+    assert len(worker.views["A"].proposal) == 2
+    last = cached("A", 9, 7, num_scheduled_tokens=3, draft_token_ids=(DRAFT_PLACEHOLDER,) * 2)
+    worker.commit(Commit(2, worker.answer(2)))
+    worker.execute(Plan(3, cached=(replace(last, new_block_ids=((7,),)),)))
+    assert len(worker.answer(3)[0].token_ids) == 3, "and from the start"
 
 
 def test_a_placeholder_after_a_gap_stands_for_nothing() -> None:
@@ -599,6 +672,41 @@ def test_in_a_pipeline_nobody_is_resumed_before_its_token_is_known() -> None:
             worker.execute(Plan(3, cached=(row,)))
         )
         assert accused is not is_known
+
+
+def test_what_is_committed_does_not_change_a_text_that_has_gone_on() -> None:
+    worker = pipelined()
+    before = list(worker.views["A"].tokens)
+    worker.commit(Commit(0, (RowTokens("A", (before[5] ^ 1,)),)))
+    assert worker.views["A"].tokens == before
+
+
+def test_one_resumed_after_a_reset_goes_on_and_its_blocks_were_given_back() -> None:
+    worker = pipelined(spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
+    row = cached("A", 6, 2, num_scheduled_tokens=3, draft_token_ids=(DRAFT_PLACEHOLDER,) * 2)
+    assert worker.execute(Plan(2, cached=(replace(row, new_block_ids=((4, 5),)),))) == []
+    for frame in range(3):
+        worker.commit(Commit(frame, worker.answer(frame)))
+    worker.reset(forced=True)
+    text = tuple(worker.views["A"].tokens)
+    row = cached("A", 0, len(text) - 5, resumed=True, all_token_ids=text)
+    row = replace(row, new_block_ids=((6, 7, 8, 9),), num_scheduled_tokens=len(text))
+    assert worker.execute(Plan(3, cached=(row,))) == []
+    worker.commit(Commit(3, worker.answer(3)))
+    following = cached("A", len(text), len(text) - 4, new_block_ids=((1,),))
+    assert worker.execute(Plan(4, cached=(following,))) == []
+    reader = NewRow(Request("B", (1, 2, 3)), ((2, 3),), 2, 1)
+    told = note_of(worker.execute(Plan(5, new=(reader,))))
+    assert told.endswith("given back by 'A', which was preempted, says plan 3")
+
+
+@pytest.mark.parametrize("last", range(4, 10))
+def test_whatever_follows_who_reads_wrong_kv_says_something_else(last: int) -> None:
+    other = Request("B", (1, 2, 9, 9, last))
+    right, wrong = make_worker(), started()
+    right.execute(Plan(0, new=(NewRow(other, ((4, 5, 6),), 0, 5),)))
+    wrong.execute(Plan(1, new=(NewRow(other, ((1, 2, 4),), 4, 1),)))
+    assert wrong.answer(1)[0].token_ids != right.answer(0)[0].token_ids
 
 
 def test_who_reads_wrong_kv_goes_astray() -> None:

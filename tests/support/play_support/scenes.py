@@ -67,6 +67,10 @@ def idle() -> Play:
     return Play().do(SetPause(PauseState.PAUSED_ALL), Submit(A), Schedule())
 
 
+def idle_for_two() -> Play:
+    return Play().do(SetPause(PauseState.PAUSED_ALL), Submit(A), Submit(C), Schedule())
+
+
 def paused() -> Play:
     return Play().do(Submit(C)).run(1).do(SetPause(PauseState.PAUSED_NEW), Submit(A), Schedule())
 
@@ -143,6 +147,23 @@ def waiting_for_grammar() -> Play:
 
 def grammar_ready() -> Play:
     return waiting_for_grammar().do(GrammarReady("A"))
+
+
+def promoted() -> Play:
+    """A has its grammar, and no room yet."""
+    config = replace(CONFIG, num_blocks=5, max_model_len=8)
+    play = Play(config).do(Submit(request("B", 6, 6, 6, 6, 6))).run(1)
+    play.do(Submit(replace(A, structured_output=True)), GrammarReady("A"), Schedule())
+    assert play.step.new["A"].status is Status.WAITING
+    return play
+
+
+def promoted_already() -> Play:
+    return promoted().commit().do(Schedule())
+
+
+def drafted_and_paused() -> Play:
+    return drafted().do(SetPause(PauseState.PAUSED_ALL), Schedule())
 
 
 def skipping_the_unready() -> Play:

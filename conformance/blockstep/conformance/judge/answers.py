@@ -158,7 +158,7 @@ def judge_state(step: Step, ledger: Ledger) -> list[Finding]:
 def _judge_computed(step: Step) -> Iterator[Finding]:
     """P12: who has lost its blocks has nothing computed, whatever comes back of it."""
     for request in step.after.requests:
-        slots = sum(map(len, request.block_tables[:1])) * step.config.block_size
+        slots = max(map(len, request.block_tables), default=0) * step.config.block_size
         if not 0 <= request.num_computed_tokens <= slots:
             seen = str(request.num_computed_tokens)
             difference = Difference("num_computed_tokens", f"0 to {slots}", seen)

@@ -87,6 +87,8 @@ def judge_mistake(event: v.Event, seen: v.Observation) -> Iterator[Finding]:
     match event, seen:
         case (_, v.Rejected()) | (v.Commit(), v.Outputs(rows=())) | (v.GrammarReady(), v.Ack()):
             return
+        case v.Schedule(), v.Plan(frame_id=frame_id) if seen == v.Plan(frame_id):
+            return
         case v.Submit(), v.Ack() if v.event_problem(event) is None:
             return  # a name that is there already, once more
     what = f"the event was taken, and answered with {describe_observation(seen)}"

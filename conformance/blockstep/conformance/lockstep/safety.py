@@ -165,7 +165,7 @@ class SafetyRun(ScopedRun):
             return self.excuses.take([found], event, None, None)
         if isinstance(seen, v.Rejected) and isinstance(event, v.Submit) and not problem:
             self.skip(f"requests refused as {seen.code}")
-        if refused or not self._may_take(event, problem, seen):
+        if refused or (problem and not may_take(problem, event, self.plans, self.worker)):
             findings = self._judge_mistake(event, seen, after)
             return self.excuses.take(findings, event, None, None)
         if isinstance(event, v.Schedule):
@@ -188,19 +188,13 @@ class SafetyRun(ScopedRun):
             return self._list_timely(event.drafts) != event.drafts
         return problem is not None or isinstance(event, v.Submit)
 
-    def _may_take(self, event: v.Event, problem: v.RejectCode | None, seen: v.Observation) -> bool:
-        """Whether the answer to an event is one to go on from. An empty plan always is."""
-        if problem is None or (isinstance(seen, v.Plan) and not seen.rows):
-            return True
-        return may_take(problem, event, self.plans, self.worker)
-
     def _judge_mistake(
         self, event: v.Event, seen: v.Observation, after: v.Snapshot | None
     ) -> list[Finding]:
         """What is wrong with an event that must come to nothing: it was taken, or did something."""
         findings, before = [*judge_mistake(event, seen)], self.before
         self.before = after
-        if before is None or after is None or isinstance(seen, v.Ack):
+        if before is None or after is None or not isinstance(seen, v.Rejected | v.Outputs):
             return findings
         step = Step(self.config, self.num_events, event, seen, before, after)
         return findings + rejected_event_changes_nothing(step, self.ledger)

@@ -9,7 +9,7 @@ and was wrong is an exhibit of its own. The engine is loaded by name, as any for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from blockstep.conformance.engine import NO_TRAITS, EngineTraits
@@ -24,7 +24,6 @@ from blockstep.conformance.museum import (
 )
 from blockstep.conformance.museum.exhibit import Exhibit, collect
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.spec.vocabulary import Config
 
 __all__ = ["EXHIBITS", "Exhibit", "build"]
 
@@ -34,8 +33,8 @@ EXHIBITS: Mapping[str, Exhibit] = collect(page.PAGE for page in _PAGES)
 """All planted defects, by name."""
 
 
-def build(name: str, traits: EngineTraits = NO_TRAITS) -> Callable[[Config], Any]:
-    """The engine with the defect `name`, held to the spec as its traits say.
+def build(name: str, traits: EngineTraits = NO_TRAITS) -> type[Any]:
+    """The class of the engine with the defect `name`, held to the spec as its traits say.
 
     Raises:
         KeyError: no exhibit has the name.

@@ -39,6 +39,8 @@ class Exhibit:
     invisible: str = ""
     """Why no client and no worker can ever see it, if that is so: it is a matter of policy, speed
     or books. Then it is not to be found at `safety`, whatever is shown."""
+    invisible_if_hidden: str = ""
+    """Likewise, where only the state tells of it."""
 
 
 class Page:

@@ -175,7 +175,7 @@ class RejectedStayPromised(Defect):
     "a stale frame rolls the preempted back",
     "#48245",
     "P12 P14",
-    invisible="books: the count is set anew when its request is admitted again",
+    invisible_if_hidden="books: the count is set anew when its request is admitted again",
 )
 class StaleFrameRollsBack(Defect):
     """Nothing of it is computed any more, and its count falls below zero."""

@@ -42,7 +42,9 @@ class Standing:
 
     def tell_invisible(self, entry: Exhibit) -> str:
         """Why an exhibit is not to be found; "" if it must be."""
-        return "" if self.equivalence == EXACT else entry.invisible
+        if self.equivalence == EXACT:
+            return ""
+        return entry.invisible or (entry.invisible_if_hidden if self.is_hidden else "")
 
 
 STANDINGS = (Standing(), Standing(Safety.name), Standing(Safety.name, is_hidden=True))

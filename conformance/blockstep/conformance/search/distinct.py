@@ -98,11 +98,8 @@ class Mark:
         is_alike = self.saying == other.saying or (
             bool(self.acts) and self.is_exception and other.is_exception
         )
-        return self.acts == other.acts and is_alike and self.can_compare(other)
-
-    def can_compare(self, other: Mark) -> bool:
-        """Whether one uses all the means of the other."""
-        return self.means <= other.means or other.means <= self.means
+        can_compare = self.means <= other.means or other.means <= self.means
+        return self.acts == other.acts and is_alike and can_compare
 
 
 def saying(finding: Finding, raised_at: str = "") -> str:
@@ -328,6 +325,8 @@ def _go_on(program: Program, make_engine: EngineFactory, profile: Profile) -> It
 
 
 def _list_plainer(program: Program) -> Iterator[Program]:
-    """The programs without a feature or a bound of the config."""
+    """The programs without a feature or a bound of the config, in no smaller a pool."""
+    sizes = program.config.num_blocks, program.config.block_size
     for config in simpler_configs(program.config):
-        yield replace(program, config=config)
+        if (config.num_blocks, config.block_size) == sizes:
+            yield replace(program, config=config)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from blockstep.conformance.protocol.features import RESET
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.search.digging import Ground
 from blockstep.conformance.search.distinct import Mark, Symptoms, saying_of_loss
@@ -144,7 +145,8 @@ def _are_one(one: Group, other: Group) -> bool:
 def _is_behind(defect: Defect, later: Defect) -> bool:
     """Whether it is the wrong state that the other comes of; a reset may be by force or not."""
     own = defect.symptoms.own
-    return any(own.saying == it.saying and own.can_compare(it) for it in later.follows)
+    plain = replace(own, acts=own.acts - {RESET.name})
+    return any(plain.is_like(replace(it, acts=it.acts - {RESET.name})) for it in later.follows)
 
 
 def name_of(finding: Finding) -> str:

@@ -67,11 +67,7 @@ def _only_promoted(step: Step, ledger: Ledger, name: RequestId) -> bool:
 
 def _only_lost_drafts(step: Step, name: RequestId) -> bool:
     old, new = step.old[name], step.new[name]
-    return (
-        step.config.async_scheduling
-        and old.status is Status.RUNNING
-        and new == replace(old, spec_token_ids=())
-    )
+    return step.config.async_scheduling and new == replace(old, spec_token_ids=())
 
 
 @sentence("P7", Schedule)
@@ -116,12 +112,10 @@ def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Co
     A hit block that is free counts too: touching it takes it out of the free queue.
     """
     reserves = step.config.scheduler_reserve_full_isl
-    if not reserves or not step.admitted_rows or step.preempted:
+    if not reserves or not step.admitted_rows:
         return
     room = replay_schedule(step, ()).room
     for row in step.admitted_rows:
-        if row.request_id not in room:
-            continue
         known = ledger.lives[row.request_id].num_known
         num_free, num_free_hits = room[row.request_id]
         need = _need(step, known, len(row.hits)) + num_free_hits

@@ -19,7 +19,7 @@ class CountingWorker(Worker):
         super().__init__(config, next_token)
         self.kv = []  # no slot is ever written or read
 
-    def _start_new(self, row: v.NewRow) -> FrameRow | None:
+    def _start_new(self, row: v.NewRow) -> FrameRow:
         """An id may come again: who has ended need not be told."""
         self.views.pop(row.request_id, None)
         return super()._start_new(row)

@@ -101,8 +101,8 @@ class TaggedKV:
             return
         for index, block in enumerate(table):
             if block in writers and index not in written:
-                writer, position = writers[block]
-                if writer is row or position != index:
+                _, position = writers[block]
+                if position != index:  # as it is where the row itself writes it
                     self._complain_shared(writers[block], (row, index), block)
 
     def _read(self, row: FrameRow) -> None:

@@ -100,8 +100,6 @@ class PrefixNames:
 
     def same_tokens(self, left: Name, right: Name) -> bool:
         """Whether two different names stand for the same tokens: they differ in extra keys."""
-        if min(left, right) < 0:
-            return False
         while self._parents[left] >= 0 and self._parents[right] >= 0:
             if self._tokens[left] != self._tokens[right]:
                 return False

@@ -69,7 +69,7 @@ class Worker(TaggedKV):
                 self.give_back(request_id, gone.table, "ended")
         for request_id in plan.preempted_req_ids:
             self._preempt(request_id)
-        rows = [row for row in map(self._start_new, plan.new) if row is not None]
+        rows = [*map(self._start_new, plan.new)]
         rows += [row for row in map(self._start_cached, plan.cached) if row is not None]
         if plan.remapped_req_ids:
             self._check_remapped(plan)
@@ -130,7 +130,7 @@ class Worker(TaggedKV):
                 what = f"{request_id!r} has no row that tells its new block table"
                 self._complain("P26", "remapped_request_has_a_row", what)
 
-    def _start_new(self, row: v.NewRow) -> FrameRow | None:
+    def _start_new(self, row: v.NewRow) -> FrameRow:
         if row.request_id in self.views:
             self._complain("P26", "new_row_is_new", f"{row.request_id!r} is known already")
         view = RequestView(row.request, self.names)
