@@ -37,6 +37,7 @@ from play_support.scenes import (
     back_again_in_pipeline,
     blocked,
     chunked,
+    chunked_by_one,
     chunks_ahead,
     chunks_in_pipeline,
     committed,
@@ -51,6 +52,8 @@ from play_support.scenes import (
     grammar_ready,
     hitting,
     hitting_a_copy,
+    hitting_all,
+    hitting_before_a_head,
     idle,
     idle_for_two,
     last_token_in_flight,
@@ -838,6 +841,24 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
         lambda s: replace(s, observation=Rejected(RejectCode.UNKNOWN_FRAME)),
     ),
     # Complaints of one sentence.
+    *(
+        (
+            "hit_is_whole_blocks_and_leaves_a_token",
+            scene,
+            lambda s: with_row(s, "B", num_computed_tokens=4),
+        )
+        for scene in (hitting_all, hitting_before_a_head)
+    ),
+    (
+        "prompt_is_not_cut_without_chunking",
+        chunked_by_one,
+        lambda s: replace(s, config=replace(s.config, enable_chunked_prefill=False)),
+    ),
+    (
+        "counters_stay_within_what_is_known",
+        chunked,
+        lambda s: changed(s, "A", num_cached_blocks=(2,)),
+    ),
     (
         "admission_leaves_room_for_the_whole_prompt",
         hitting,
@@ -1187,6 +1208,15 @@ def test_a_state_that_makes_no_sense_is_a_finding_and_no_crash() -> None:
     play = admitted()
     findings = check_step(after(play.step, requests=()), play.ledger)
     assert any("makes no sense" in each.message for each in findings)
+
+
+def test_what_a_row_did_not_do_is_named() -> None:
+    play = admitted()
+    wrong = changed(play.step, "C", num_computed_tokens=1)
+    (found,) = CHECKS["row_advances_by_what_it_runs"](wrong, play.ledger)
+    assert [(row.field, row.expected, row.seen) for row in found.differences] == [
+        ("num_computed_tokens", "2", "1")
+    ]
 
 
 def test_an_output_row_for_nobody_is_accused() -> None:

@@ -42,6 +42,21 @@ def hitting() -> Play:
     return Play().do(Submit(A)).run(3).do(Submit(B), Schedule())
 
 
+def hitting_all() -> Play:
+    """All tokens of B are cached; the last of them must run."""
+    play = Play().do(Submit(A)).run(3).do(Submit(request("B", 1, 2, 3, 4)), Schedule())
+    assert play.step.plan.new[0].num_computed_tokens == 2
+    return play
+
+
+def hitting_before_a_head() -> Play:
+    """Two blocks of B are cached; the draft head needs the second once more."""
+    config = replace(CONFIG, spec_method=SpecMethod.EAGLE, num_speculative_tokens=1)
+    play = Play(config).do(Submit(A)).run(3).do(Submit(B), Schedule())
+    assert play.step.plan.new[0].num_computed_tokens == 2
+    return play
+
+
 def hitting_a_copy() -> Play:
     """Two blocks carry one key: what both computed in one step, in different chunks."""
     config = replace(CONFIG, long_prefill_token_threshold=1)
@@ -78,6 +93,10 @@ def paused() -> Play:
 def chunked() -> Play:
     config = replace(CONFIG, max_num_batched_tokens=3)
     return Play(config).do(Submit(A), Schedule())
+
+
+def chunked_by_one() -> Play:
+    return Play(replace(CONFIG, max_num_batched_tokens=4)).do(Submit(A), Schedule())
 
 
 def preempting(policy: Policy = Policy.FCFS) -> Play:

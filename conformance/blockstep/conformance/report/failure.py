@@ -152,6 +152,7 @@ def reproduce(options: CheckOptions, episode: int, loss: Loss | None = None) -> 
     """The command line that fails in the same way."""
     path = show_path(options)
     policy = f" --policy {options.policy}" if options.policy else ""
+    sentence = f" --sentence {options.sentence}" if options.sentence else ""
     patience = ""
     if loss is not None and loss.event_seconds is not None:
         patience = f" --event-seconds {loss.event_seconds:g}"
@@ -161,7 +162,7 @@ def reproduce(options: CheckOptions, episode: int, loss: Loss | None = None) -> 
         return f"blockstep check --engine {options.engine}{file}{patience}"
     return (
         f"blockstep check --engine {options.engine}{path} --preset {options.preset}{policy}"
-        f"{show_options(options)} --seed {options.seed} --episode {episode}{patience}"
+        f"{show_options(options)} --seed {options.seed} --episode {episode}{sentence}{patience}"
     )
 
 

@@ -123,7 +123,7 @@ def reproduce_defect(defect: Defect, result: HuntResult) -> str:
         quirks = follow(defect.forgiven).quirks
         profile = "+".join((STRICT.name, *sorted(quirks))) if quirks else STRICT.name
         return reproduce(replace(options, profile=profile), defect.episode, defect.loss)
-    shown = replace(options, profile=result.options.profile)
+    shown = replace(options, profile=result.options.profile, sentence=None)
     line = reproduce(shown, defect.episode, defect.loss)
     forgiven = (f" --forgive {shlex.quote(str(cause))}" for cause in sorted(defect.forgiven))
     return line.replace("blockstep check", "blockstep hunt", 1) + "".join(forgiven)

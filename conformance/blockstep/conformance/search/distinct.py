@@ -19,7 +19,7 @@ sentences and neither program comes near the other: a broken pool may end as any
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from blockstep.conformance.engine import EngineFactory
@@ -58,6 +58,15 @@ told so before the worker did."""
 SHAPE = frozenset({"P9", "P12", "P24", "P26"})
 """Properties of what a plan says, apart from what is in memory: a row of a wrong length is in
 disagreement with everything that it is held to."""
+MEMORY = frozenset(
+    {
+        "written_block_is_in_one_place",
+        "attended_slot_holds_the_right_prefix",
+        "attended_slot_is_of_the_same_adapter_salt_and_items",
+    }
+)
+"""Sentences of what the rows of a plan write and read, which a row of a wrong length need not
+break: it ends elsewhere than it should, in blocks that are as they were."""
 CONSEQUENCES = {
     "P1": frozenset({"P2", "P3", "P4", "P6", "P10"}),
     "P3": frozenset({"P4", "P6"}),
@@ -121,6 +130,18 @@ def saying(finding: Finding, raised_at: str = "") -> str:
 def can_follow(later: str, state: str) -> bool:
     """Whether what breaks one property may have to come of a state that breaks another."""
     return later in CONSEQUENCES.get(state, ())
+
+
+def list_masked(first: Finding, beside: Sequence[Finding]) -> list[Finding]:
+    """What is found beside a plan that is out of shape, and may be wrong by itself."""
+    if first.property_id not in SHAPE:
+        return []
+    named = {it.sentence: it for it in reversed(beside) if it.sentence in MEMORY}
+    return [
+        it
+        for it in named.values()
+        if not any(can_follow(it.property_id, other.property_id) for other in beside)
+    ]
 
 
 def saying_of_loss(message: str) -> str:

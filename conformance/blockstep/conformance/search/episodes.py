@@ -5,6 +5,7 @@ Everything follows from those three, so a failure is reproduced by naming them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from blockstep.conformance.draw.actions import SeededDraw, View, next_action
@@ -62,6 +63,8 @@ class EpisodeResult:
     program: Program | None = None
     """The program, if it failed; None if its engine did not live to say so."""
     first: Finding | None = None
+    beside: tuple[Finding, ...] = ()
+    """What else was wrong at the same event."""
     loss: Loss | None = None
     """What became of an engine that did not live; then `first` says so."""
 
@@ -139,6 +142,7 @@ def play_episode(
 def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -> EpisodeResult:
     """Play one episode and keep what a report needs of it."""
     run, program, findings = play_episode(options, index, make_engine)
+    first = get_wanted(findings, options.sentence)
     return EpisodeResult(
         index=index,
         num_events=run.num_events,
@@ -148,8 +152,15 @@ def run_episode(options: CheckOptions, index: int, make_engine: EngineFactory) -
         deviations=dict(run.excuses.counts),
         has_snapshot=Capability.SNAPSHOT in run.capabilities,
         program=program if findings else None,
-        first=findings[0] if findings else None,
+        first=first,
+        beside=tuple(finding for finding in findings if finding is not first),
     )
+
+
+def get_wanted(findings: Sequence[Finding], sentence: str | None) -> Finding | None:
+    """The first of what is wrong, or the first of this sentence if it is among it."""
+    alike = (finding for finding in findings if finding.sentence == sentence)
+    return next(iter((*alike, *findings)), None)
 
 
 def record_episode(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from blockstep.conformance.protocol.features import RESET
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.search.digging import Ground
-from blockstep.conformance.search.distinct import Mark, Symptoms, saying_of_loss
+from blockstep.conformance.search.distinct import SHAPE, Mark, Symptoms, saying_of_loss
 from blockstep.conformance.search.episodes import Loss
 from blockstep.conformance.search.forgiving import Cause
 from blockstep.conformance.search.lookouts import Lookout
@@ -45,6 +45,8 @@ class Defect:
     """What ends the program before, where the state of the engine is judged."""
     follows: frozenset[Mark] = frozenset()
     """What is said of the state before, and this had to come of it."""
+    is_masked: bool = False
+    """Whether it was seen beside a plan that is out of shape, which was found first."""
     raised_at: str = ""
     """Where the engine raised, if it did: function, file and line."""
     num_seen: int = 1
@@ -90,6 +92,11 @@ class Group:
         return min(alike, key=lambda it: (bool(it.behind), it.length))
 
     @property
+    def is_of_shape(self) -> bool:
+        """Whether it is of plans that are out of shape."""
+        return self.plainest.symptoms.own.property_id in SHAPE
+
+    @property
     def plain(self) -> list[Defect]:
         """Those that need no more than the plainest: a longer program holds other defects too."""
         means = self.plainest.symptoms.own.means
@@ -106,7 +113,15 @@ class Group:
 def gather(defects: Iterable[Defect]) -> list[Group]:
     """The failures of each defect, in the order of what was seen first."""
     alike = _join([Group([defect]) for defect in defects], _are_alike)
-    return _join(alike, _are_one)
+    plans = [it.symptoms for group in alike if group.is_of_shape for it in group.defects]
+
+    def are_one(one: Group, other: Group) -> bool:
+        for masked, mask in ((one, other), (other, one)):
+            if mask.is_of_shape and _is_told_apart(masked, plans):
+                return False
+        return _are_one(one, other)
+
+    return _join(alike, are_one)
 
 
 def _join(groups: list[Group], are_one: Callable[[Group, Group], bool]) -> list[Group]:
@@ -140,6 +155,18 @@ def _are_one(one: Group, other: Group) -> bool:
                 return True
     cause, symptom = sorted((one, other), key=lambda group: group.plainest.length)
     return any(it.symptoms.comes_of(cause.plainest.symptoms) for it in symptom.plain)
+
+
+def _is_told_apart(masked: Group, plans: Sequence[Symptoms]) -> bool:
+    """Whether a plan is as much out of shape by no greater means without what came beside one."""
+    return any(
+        plan.own.means <= it.symptoms.own.means
+        and any(map(plan.own.is_like, it.symptoms.beside))
+        and not any(map(it.symptoms.own.is_like, plan.beside | plan.onward | plan.near))
+        for it in masked.defects
+        if it.is_masked
+        for plan in plans
+    )
 
 
 def _is_behind(defect: Defect, later: Defect) -> bool:

@@ -25,6 +25,7 @@ from blockstep.conformance.search.distinct import (
     Mark,
     Symptoms,
     can_follow,
+    list_masked,
     saying,
     saying_of_loss,
 )
@@ -206,6 +207,7 @@ class Hunter:
         said = saying(episode.first)
         if self._in_vain[said] >= PATIENCE:
             self._count_again(said)
+            self._dig_masked(options, episode)
             return False
         defect = self._describe(options, episode)
         try:
@@ -218,6 +220,7 @@ class Hunter:
         if not dug.causes:
             assert dug.symptoms is not None
             self._group(said, replace(defect, symptoms=dug.symptoms))
+            self._dig_masked(options, episode)
             return False
         tried = self._named.setdefault(dug.causes, [])
         tried.append(defect)
@@ -227,6 +230,26 @@ class Hunter:
         if is_done:
             self.forgiven |= frozenset(dug.causes)
         return is_done
+
+    def _dig_masked(self, options: CheckOptions, episode: EpisodeResult) -> None:
+        """Shrink what else was wrong at the event, where it may be a defect by itself."""
+        assert episode.first is not None
+        for finding in list_masked(episode.first, episode.beside):
+            said = saying(finding)
+            if self._in_vain[said] >= PATIENCE:
+                self._count_again(said)
+                continue
+            wanted = replace(options, sentence=finding.sentence)
+            masked = replace(episode, first=finding)
+            defect = self._describe(wanted, masked)
+            try:
+                dug = self._call(digging.dig, options, self.forgiven, self._quirks, masked)
+            except LostError as lost:
+                self._lose(replace(defect, loss=lost.loss))
+                return
+            if dug.symptoms is not None and dug.first.sentence == finding.sentence:
+                dug_up = replace(defect, shrunk=dug.shrunk, symptoms=dug.symptoms)
+                self._group(said, replace(dug_up, first=dug.first, is_masked=True))
 
     def _describe(self, options: CheckOptions, episode: EpisodeResult) -> Defect:
         """A failure that nobody has looked into."""

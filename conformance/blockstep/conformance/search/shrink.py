@@ -152,7 +152,8 @@ class Shrinker:
             self._rename()
         except _Budget:
             pass
-        return conclude(self.best, self.run, self.findings, self._num_runs)
+        findings = sorted(self.findings, key=lambda it: get_symptom(it) != self._wanted)
+        return conclude(self.best, self.run, findings, self._num_runs)
 
     def _try(self, program: Program) -> bool:
         """Adopt `program` if it fails in the same way, and is one for this engine."""

@@ -214,7 +214,7 @@ def _after(stats: v.Stats, step: Step, ledger: Ledger) -> v.Stats:
     elif isinstance(step.event, v.Commit):
         for flight in ledger.frame_of(step):
             tokens = step.sampled.get(flight.request_id, ())
-            if flight.drafts and tokens and flight.request_id in ledger.lives:
+            if flight.drafts and flight.request_id in ledger.lives:
                 scheduled += len(flight.drafts)
                 accepted += len(tokens) - 1
     elif isinstance(step.event, v.Reset):
