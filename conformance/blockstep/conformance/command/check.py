@@ -156,9 +156,7 @@ def _require_sentence(name: str | None, program: Path | None) -> None:
         console.usage("--sentence: a program is shown as it is; leave --sentence or --program out")
     known = {check.sentence for entry in PROPERTIES for check in entry.checks} | SENTENCES.keys()
     if name not in known:
-        console.usage(
-            f"--sentence {name}: is none; blockstep explain sentences lists them"
-        )
+        console.usage(f"--sentence {name}: is none; blockstep explain sentences lists them")
 
 
 def _check(
