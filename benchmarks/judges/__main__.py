@@ -44,7 +44,7 @@ HOUSE = Path(__file__).resolve().parents[2]
 RESULTS = HOUSE / "benchmarks" / "results"
 PAGE = HOUSE / "docs" / "reference" / "judges.md"
 SURVIVORS = Path(__file__).with_name("survivors.toml")
-NUM_FINE = 300
+NUM_FINE = 150
 """Finer changes of the whole campaign."""
 
 

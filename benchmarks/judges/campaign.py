@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -121,7 +120,6 @@ def run_campaign(
         LookupError: there is none.
         UnsoundError: the unmutated judges do not pass their tests.
     """
-    started = time.perf_counter()
     sources = read_sources()
     campaign = Campaign(plan)
     mutants = find_mutants(sources, plan)
@@ -129,22 +127,39 @@ def run_campaign(
     campaign.found = dict(Counter(one.kind for one in everything))
     corpus: Corpus = make_corpus(plan.corpus, plan.seed, tell) if plan.museum else {}
 
+    def take(played: Played) -> None:
+        campaign.played.append(played)
+        on_played(played)
+
     def work(session: Session) -> None:
-        touched = {one.module for one in mutants}
-        changed = {name: source for name, source in sources.items() if name in touched}
-        tell("unmutated run", 0, 1)
-        trials = measure(session, corpus, changed, plan.jobs)
-        tell("unmutated run", 1, 1)
         campaign.num_tests, campaign.num_programs = len(session.items), len(corpus)
-        for played in _play_all(session, corpus, sources, mutants, trials, plan, journal, tell):
-            campaign.played.append(played)
-            on_played(played)
+        left = []
+        for mutant, outcome in _look_up(mutants, sources, plan, journal):
+            if outcome is None:
+                left.append(mutant)
+            else:
+                take(_describe(mutant, sources, outcome))
+        tell("mutants", len(campaign.played), len(mutants))
+        for played in _play_all(session, corpus, sources, left, plan, journal, tell):
+            take(played)
+            tell("mutants", len(campaign.played), len(mutants))
 
     open_session(work, plan.tests)
     order = {one.title: number for number, one in enumerate(mutants)}
     campaign.played.sort(key=lambda played: order[played.mutant.title])
-    campaign.seconds = time.perf_counter() - started
+    campaign.seconds = journal.seconds
     return campaign
+
+
+def _look_up(
+    mutants: Sequence[Mutant], sources: Mapping[str, Source], plan: Plan, journal: Journal
+) -> list[tuple[Mutant, Outcome | None]]:
+    """What the journal knows of each; None of what is to be played."""
+    known = dict(journal.split([_make_key(one, sources[one.module]) for one in mutants])[0])
+    outcomes = {index: _read(result) for index, result in known.items()}
+    if plan.again:
+        outcomes = {index: one for index, one in outcomes.items() if one.killed_by}
+    return [(one, outcomes.get(index)) for index, one in enumerate(mutants)]
 
 
 def _play_all(
@@ -152,32 +167,27 @@ def _play_all(
     corpus: Corpus,
     sources: Mapping[str, Source],
     mutants: Sequence[Mutant],
-    trials: Mapping[str, Trial],
     plan: Plan,
     journal: Journal,
     tell: Tell,
 ) -> Iterator[Played]:
-    keys = [_make_key(one, sources[one.module]) for one in mutants]
-    known, left = journal.split(keys)
-    if plan.again:
-        alive = [index for index, result in known if not _read(result).killed_by]
-        known = [(index, result) for index, result in known if index not in alive]
-        left = sorted([*left, *alive])
-    tell("mutants", len(known), len(mutants))
-    for index, result in known:
-        yield _describe(mutants[index], sources, _read(result))
+    """Measure what runs what, then play; nothing at all where nothing is left to play."""
+    if not mutants:
+        return
+    touched = {one.module for one in mutants}
+    changed = {name: source for name, source in sources.items() if name in touched}
+    tell("unmutated run", 0, 1)
+    trials = measure(session, corpus, changed, plan.jobs)
+    tell("unmutated run", 1, 1)
     works = [
-        partial(
-            _work, session, corpus, mutants[index], sources[mutants[index].module],
-            choose(mutants[index], trials, corpus),
-        )
-        for index in left
-    ]  # fmt: skip
-    for done, (number, result) in enumerate(run_forked(works, plan.jobs, WALL_SECONDS), 1):
-        index = left[number]
-        journal.note(keys[index], result)
-        yield _describe(mutants[index], sources, _read(result))
-        tell("mutants", len(known) + done, len(mutants))
+        partial(_work, session, corpus, one, sources[one.module], choose(one, trials, corpus))
+        for one in mutants
+    ]
+    journal.split([])  # what has passed up to now is no mutant's time
+    for index, result in run_forked(works, plan.jobs, WALL_SECONDS):
+        mutant = mutants[index]
+        journal.note(_make_key(mutant, sources[mutant.module]), result)
+        yield _describe(mutant, sources, _read(result))
 
 
 def _work(

@@ -27,33 +27,16 @@ import blockstep.conformance.judge
 from blockstep.spec import vocabulary as v
 
 WING = Path(blockstep.conformance.judge.__file__ or "").parents[1]
-PACKAGE = "blockstep.conformance"
 
 KINDS = ("sentence", "kind", "complaint", "wiring", "voice", "fine")
 SENTENCES = ("judge/properties/",)
 VOICES = ("judge/worker/", "judge/dataplane/worker.py")
 WIRING = (
-    "judge/answers.py",
-    "judge/properties/__init__.py",
-    "judge/properties/sentence.py",
-    *(
-        f"lockstep/{name}.py"
-        for name in (
-            *(
-                "driver",
-                "safety",
-                "liveness",
-                "plans",
-                "renamed",
-                "scoped",
-                "exchange",
-                "excuses",
-                "refusable",
-            ),
-        )
-    ),
-    "search/check.py",
+    *("judge/answers.py", "judge/properties/__init__.py", "judge/properties/sentence.py"),
+    *("lockstep/", "search/check.py"),
 )
+NO_JUDGES = ("lockstep/score.py", "lockstep/sides.py")
+"""What `blockstep score` does: it counts, and accuses nobody."""
 FINE = ("judge/properties/", "judge/answers.py", "judge/worker/", "lockstep/safety.py",
         "lockstep/liveness.py")  # fmt: skip
 """Where each class of mutants is looked for: how the modules begin."""
@@ -142,7 +125,7 @@ def find_mutants(source: Source, neutral: Mapping[str, str], fine: bool = False)
         return []
     text = Text(source.text)
     found: list[Mutant] = []
-    is_wiring = name in WIRING
+    is_wiring = name.startswith(WIRING) and name not in NO_JUDGES
     if name.startswith(SENTENCES):
         found += _sentences(name, text)
         found += [] if is_wiring else _calls("complaint", name, text, neutral)
@@ -309,6 +292,8 @@ def _is_of_another(node: ast.Call) -> bool:
     match node.func:
         case ast.Attribute(value=ast.Attribute(attr=owner)):
             return owner in NOT_JUDGES
+        case ast.Attribute(value=ast.Call(func=ast.Name(id="super"))):
+            return True
     return False
 
 

@@ -38,6 +38,9 @@ MODULES = (
 TEST_SECONDS_MAX = 3.0
 """A test that takes more processor time while its lines are noted is left out."""
 WALL_SECONDS = 600
+"""Of one mutant, whatever it does."""
+UNHARMED_SECONDS = 3600
+"""Of the run in which all is measured."""
 HANG_SECONDS = 8.0
 """Processor time of one test of a mutant, at least."""
 SLOWER_MAX = 10
@@ -140,7 +143,8 @@ def measure(
     Raises:
         UnsoundError: they do not come to an end.
     """
-    ((_, told),) = run_forked([partial(_trace, session, corpus, sources)], jobs, WALL_SECONDS)
+    work = partial(_trace, session, corpus, sources)
+    ((_, told),) = run_forked([work], jobs, UNHARMED_SECONDS)
     if not isinstance(told, dict):
         raise UnsoundError(f"the unmutated judges end early: {told}; run the tests first")
     for name in told["failed"]:
@@ -153,7 +157,7 @@ def measure(
 
 def _trace(session: Session, corpus: Corpus, sources: Mapping[str, Source]) -> dict[str, Any]:
     """Times and lines of all that is right and quick, and the names of what fails."""
-    _allow(WALL_SECONDS)
+    _allow(UNHARMED_SECONDS)
     signal.signal(signal.SIGPROF, _give_up)
     files = {source.file: name for name, source in sources.items()}
     trials, failed = {}, []

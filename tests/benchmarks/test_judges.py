@@ -330,3 +330,11 @@ def test_a_low_score_is_not_good() -> None:
 def test_a_command_is_said_without_the_files_that_it_wrote() -> None:
     said = say_command(["--fine", "300", "--journal", "a.jsonl", "--corpus", "b", "--jobs", "1"])
     assert said == "python -m benchmarks.judges --fine 300 --jobs 1"
+
+
+def test_the_page_is_made_from_the_last_results() -> None:
+    results = json.loads(max(RESULTS.glob("*-judges-*.json")).read_text())
+    verdicts = judge(results, read_explanations(SURVIVORS))
+    assert PAGE.read_text() == render_page(verdicts), "run `make judges ARGS=--page`"
+    assert is_good(verdicts)
+    assert len(PAGE.read_text().splitlines()) <= 150

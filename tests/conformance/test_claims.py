@@ -233,7 +233,7 @@ class AtSafety(SpecEngine):
 
 def test_a_check_that_met_too_little_says_what_and_what_to_do() -> None:
     result = check(CheckOptions(f"{__name__}:AtSafety", preset="tiny", max_events=1))
-    assert {"drafts_scheduled", "drafts_taken"} <= set(result.missing)
+    assert {"paused_all", "stop_repetition"} <= set(result.missing)
     assert result.exit_code is ExitCode.HARNESS
     assert verdict_word(result).endswith(
         "or name in out_of_reach of its traits what cannot come up)"

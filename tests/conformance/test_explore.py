@@ -51,7 +51,20 @@ from blockstep.spec.vocabulary import (
     Submit,
 )
 
-QUICK = ("loop", "equals", "endings", "pair", "tail", "whole", "seats", "shared", "rows", "embeds")
+QUICK = (
+    "loop",
+    "equals",
+    "endings",
+    "pair",
+    "tail",
+    "whole",
+    "seats",
+    "shared",
+    "rows",
+    "embeds",
+    "doubt",
+    "kinds",
+)
 """Worlds of a second at most."""
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "small-worlds.md"
 

@@ -171,7 +171,7 @@ def test_what_nothing_known_accounts_for_is_found_once_and_counted() -> None:
     [
         ("leak-on-abort", "every_block_is_free_or_held"),
         ("reset-keeps-keys", "published_block_was_written_since_the_reset"),
-        ("boundary-hit-credited", "engine_raises_nothing"),
+        ("take-before-touch", "written_block_is_in_one_place"),
     ],
 )
 def test_one_defect_is_told_once_however_it_shows(exhibit: str, name: str) -> None:

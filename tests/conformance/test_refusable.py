@@ -265,3 +265,17 @@ def test_drafts_in_time_must_be_taken_and_late_ones_may_be_refused() -> None:
     assert hearing(RefusesDrafts, DRAFTING, *timely)[1] == ["answer_is_of_the_kind_of_the_event"]
     late = (*RUNS, Answer(), Schedule(), Propose(((1, 1),)))
     assert hearing(RefusesDrafts, DRAFTING, *late)[1] == []
+
+
+def test_what_an_adapter_declines_or_cannot_read_is_not_given_to_be_refused() -> None:
+    def fit_request(request: Request, _config: Config) -> Request | None:
+        return request if request.prompt_token_ids[0] < 9 else None
+
+    class Choosy(AtSafety):
+        traits = EngineTraits(equivalence=Safety(fit_request=fit_request))
+
+    ill = (Request("bad", ()), Request("bad", (9,), 0), Request("bad", (1,), 0))
+    run, wrong = hearing(Choosy, CONFIG, *(Hostile(Submit(request)) for request in ill))
+    assert wrong == []
+    assert [one.event for one in run.exchanges] == [Submit(ill[2])]
+    assert run.skipped == {}

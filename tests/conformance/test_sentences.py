@@ -31,6 +31,7 @@ from play_support.play import (
 )
 from play_support.scenes import (
     DRAFTING,
+    LONG,
     aborted,
     admitted,
     ahead,
@@ -757,6 +758,12 @@ def test_a_sentence_speaks_alone_where_no_worker_does(case: Case) -> None:
     """`explore` judges without a worker; where there is one, it sees the same from its side."""
     assert play(case, hears_worker=False) == [case[0]]
     assert play(case) != [case[0]]
+
+
+def test_what_a_commit_publishes_is_looked_at_by_the_worker_too() -> None:
+    other = replace(LONG, prompt_token_ids=(9, 2, 3, 4, 5, 6))
+    said = play(("", publishing, naming(other), same))
+    assert "published_block_holds_the_right_prefix" in said
 
 
 def test_a_sentence_speaks_alone_in_a_release_that_takes_turns() -> None:

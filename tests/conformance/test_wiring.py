@@ -260,6 +260,38 @@ def test_at_safety_it_may_be_refused_or_passed_over(passed_over: Outputs | None)
     assert hear(CONFIG, engine, A, Schedule(), STALE, Answer(), Drain()) == []
 
 
+def keep(request: Request, _config: Config) -> Request:
+    return request
+
+
+def mend(request: Request, _config: Config) -> Request:
+    return replace(request, max_tokens=max(request.max_tokens, 1))
+
+
+def leave(request: Request, _config: Config) -> Request | None:
+    return request if request.max_tokens > 0 else None
+
+
+def fail(request: Request, _config: Config) -> Request:
+    if request.max_tokens < 1:
+        raise ValueError("no length")
+    return request
+
+
+@pytest.mark.parametrize(
+    ("fit_request", "is_given"), [(keep, True), (mend, False), (leave, False), (fail, False)]
+)
+def test_an_ill_formed_request_is_given_as_it_is_or_not_at_all(
+    fit_request: Any, is_given: bool
+) -> None:
+    """An adapter may mend it, not take it, or be unable to say: then it is not for the engine."""
+    bad = Submit(Request("B", (1,), max_tokens=0))
+    traits = EngineTraits(equivalence=Safety(fit_request=fit_request))
+    run, findings = run_program(Program(CONFIG, (A, Hostile(bad), Drain())), bend(traits, 0))
+    assert findings == []
+    assert (bad in [one.event for one in run.exchanges]) == is_given
+
+
 # A state that is compared once more.
 
 
@@ -272,11 +304,11 @@ def compare_at_last(bend_state: Callable[[Any], Any]) -> list[Finding]:
 
 
 def test_a_state_that_is_compared_at_last_is_looked_at_like_the_others() -> None:
-    def fail(_shown: Snapshot) -> Snapshot:
+    def break_down(_shown: Snapshot) -> Snapshot:
         raise ZeroDivisionError("inside the engine")
 
     assert compare_at_last(lambda shown: shown) == []
-    (raised,) = compare_at_last(fail)
+    (raised,) = compare_at_last(break_down)
     assert (raised.kind, raised.sentence) == (FindingKind.FAULT, "engine_raises_nothing")
     (ill_typed,) = compare_at_last(lambda shown: replace(shown, running=["A"]))
     assert (ill_typed.kind, "running" in str(ill_typed)) == (FindingKind.FAULT, True)

@@ -299,6 +299,19 @@ def test_a_slot_written_in_a_later_plan_than_the_first_of_its_block_has_a_writer
     assert note_of(findings) == "read by 'B' at position 4 in plan 2; written by 'A' in plan 0"
 
 
+def test_a_block_is_told_of_that_was_exchanged() -> None:
+    worker = started()
+    other = NewRow(Request("B", (1, 2)), ((4,),), 0, 2)
+    assert worker.execute(Plan(1, new=(other,), cached=(cached("A", 5, 1),))) == []
+    row = cached("A", 6, 2, new_block_ids=((4, 2, 3, 5),))
+    assert worker.execute(Plan(2, cached=(row,), remapped_req_ids=("A",))) == []
+    findings = worker.execute(Plan(3, new=(NewRow(Request("C", (9, 9, 9)), ((1, 6),), 2, 1),)))
+    assert note_of(findings) == (
+        "read by 'C' at position 0 in plan 3; written by 'A' in plan 0; "
+        "given back by 'A', which was remapped, says plan 2"
+    )
+
+
 def test_a_slot_that_nobody_wrote_has_no_history() -> None:
     worker = make_worker()
     findings = worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 4, 1),)))

@@ -20,7 +20,7 @@ from blockstep.impl import fastest
 from blockstep.impl.capabilities import list_needed
 from blockstep.impl.compiled import IS_COMPILED, CompiledEngine
 from blockstep.impl.host import HostEngine
-from blockstep.spec.vocabulary import Config, Policy, SpecMethod
+from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, Policy, SpecMethod
 
 PLAIN = Config(num_blocks=8)
 ASKED: dict[str, dict[str, Any]] = {
@@ -28,6 +28,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "drafts": {"spec_method": SpecMethod.NGRAM, "num_speculative_tokens": 1},
     "async": {"max_frames_in_flight": 2, "async_scheduling": True},
     "pipeline": {"max_frames_in_flight": 2},
+    "groups": {"groups": (KVGroup(GroupKind.FULL, 16),)},
 }
 SLOW = "it runs as Python: pip install 'blockstep[compiled]'"
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from blockstep.conformance.engine import ALL_CAPABILITIES
+from blockstep.impl.compiled import CompiledEngine
 from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     Abort,
@@ -16,6 +17,8 @@ from blockstep.spec.vocabulary import (
     Drafts,
     Event,
     GrammarReady,
+    GroupKind,
+    KVGroup,
     RejectCode,
     Rejected,
     Request,
@@ -165,5 +168,11 @@ def test_an_unknown_digest_is_refused() -> None:
         HostEngine(Config(num_blocks=2), digest="md5")
 
 
-def test_it_can_do_everything_that_conformance_asks_for() -> None:
-    assert HostEngine(Config(num_blocks=2)).capabilities() == ALL_CAPABILITIES
+def test_it_can_do_everything_that_conformance_asks_for_but_several_groups() -> None:
+    assert HostEngine(Config(num_blocks=2)).capabilities() == ALL_CAPABILITIES - {"groups"}
+
+
+@pytest.mark.parametrize("engine", [HostEngine, CompiledEngine])
+def test_several_groups_are_refused_and_not_taken_for_one(engine: type) -> None:
+    with pytest.raises(ConfigError, match=r"groups = .* has one KV-cache group; leave it out"):
+        engine(Config(num_blocks=2, groups=(KVGroup(GroupKind.FULL, 16),)))

@@ -55,6 +55,8 @@ class Capability(StrEnum):
     """It takes `max_frames_in_flight` above 1 without `async_scheduling`."""
     EMBEDS = "embeds"
     """It takes requests with `prompt_embeds`."""
+    GROUPS = "groups"
+    """It takes `groups`: several KV-cache groups, windows and chunks."""
     STATISTICS = "statistics"
     """Its counters mean what `Stats` says."""
     CACHE_STATISTICS = "cache statistics"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from blockstep.spec.vocabulary import Config, Policy, SpecMethod
+from blockstep.spec.vocabulary import Config, ConfigProblem, Policy, SpecMethod, config_problems
 
 HOST: Final = frozenset(
     (
@@ -28,9 +28,18 @@ HOST: Final = frozenset(
         "late drafts",
     )
 )
-"""Everything."""
+"""Everything, but for several KV-cache groups."""
 COMPILED: Final = HOST
-"""So far everything too."""
+"""So far the same."""
+
+
+def list_config_problems(config: Config) -> tuple[ConfigProblem, ...]:
+    """Every reason against a config, that of what none of our engines has included."""
+    problems = config_problems(config)
+    if problems or not config.groups:
+        return problems
+    rule, fix = "must be empty: this engine has one KV-cache group", "leave it out"
+    return (ConfigProblem("groups", config.groups, rule, fix),)
 
 
 def list_needed(config: Config) -> frozenset[str]:
@@ -41,5 +50,6 @@ def list_needed(config: Config) -> frozenset[str]:
         "drafts": config.spec_method is not SpecMethod.NONE,
         "async": config.async_scheduling,
         "pipeline": several and not config.async_scheduling,
+        "groups": bool(config.groups),
     }
     return frozenset(name for name, is_asked in asked.items() if is_asked)

@@ -6,6 +6,8 @@ contents can ever share a key (P6). A digest is an engine's way to be fast.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import BlockKey, Request, TokenIds
@@ -64,6 +66,21 @@ def extend_block_keys(request: RequestState, block_size: int, rules: Rules) -> t
         tokens = get_tokens(request, index * block_size, (index + 1) * block_size)
         keys.append(compute_block_key(asked, tokens, index, keys[-1] if keys else None, rules))
     return tuple(keys)
+
+
+def get_group_keys(
+    block_keys: Sequence[BlockKey], group: int, num_links: int, first: int, end: int
+) -> tuple[BlockKey, ...]:
+    """Keys of the blocks [first, end) of one KV group, each `num_links` links of the chain long.
+
+    The last link of a block names every token up to its end, and alone names the group, so that
+    several groups are not several chains. Source: vLLM 0.19.1 `BlockHashListWithBlockSize`,
+    `make_block_hash_with_group_id`; architecture D13; P6.
+    """
+    if group == 0 and num_links == 1:
+        return tuple(block_keys[first:end])
+    ends = range((first + 1) * num_links, end * num_links + 1, num_links)
+    return tuple([block_keys[last - 1].in_group(group) for last in ends])
 
 
 def get_request_behind_outputs(request: Request) -> Request:

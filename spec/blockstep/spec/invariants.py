@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain, pairwise
 
-from blockstep.spec.requests import NOTHING_HELD
+from blockstep.spec.hashing import get_group_keys
+from blockstep.spec.memory.groups import (
+    compute_max_held_blocks,
+    compute_max_reach,
+    compute_num_skipped_blocks,
+)
+from blockstep.spec.requests import NOTHING_HELD, count_drafts_in_flight, without_nulls
 from blockstep.spec.state import State
 from blockstep.spec.step.queues import get_rank
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Policy, RequestId, Status
@@ -18,12 +24,12 @@ from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Policy, RequestId, St
 def is_every_block_free_or_held(state: State) -> bool:
     """A block is queued exactly once with no holder, or not at all with all of its holders.
 
-    Source: P1.
+    The null block is neither, wherever it stands. Source: P1.
     """
     pool = state.pool
     holders = [0] * state.config.num_blocks
     for request in state.requests.values():
-        for block_id in chain.from_iterable(request.block_tables):
+        for block_id in chain.from_iterable(map(without_nulls, request.block_tables)):
             holders[block_id] += 1
     free = sorted(pool.free_queue)
     usable = range(NULL_BLOCK + 1, state.config.num_blocks)
@@ -41,7 +47,7 @@ def is_every_unpublished_block_held_once(state: State) -> bool:
         pool.ref_counts[block_id] == 1
         for request in state.requests.values()
         for holding in request.holdings
-        for block_id in holding.block_table[holding.num_cached_blocks :]
+        for block_id in without_nulls(holding.block_table[holding.num_cached_blocks :])
     )
 
 
@@ -59,15 +65,50 @@ def is_cache_map_exact(state: State) -> bool:
 
 def is_every_settled_block_keyed(state: State) -> bool:
     """The settled blocks of a table carry the keys of its request's tokens. Source: P3."""
+    hash_size, block_keys = state.config.block_size, state.pool.block_keys
+    for request in state.requests.values():
+        groups = zip(request.holdings, state.config.block_sizes, strict=True)
+        for group, (holding, block_size) in enumerate(groups):
+            num_settled = holding.num_cached_blocks
+            if num_settled > len(holding.block_table):
+                return False
+            settled = without_nulls(holding.block_table[:num_settled])
+            first, num_links = num_settled - len(settled), block_size // hash_size
+            keys = get_group_keys(request.block_keys, group, num_links, first, num_settled)
+            if tuple(block_keys[block_id] for block_id in settled) != keys:
+                return False
+    return True
+
+
+def is_every_attended_block_held(state: State) -> bool:
+    """Null blocks stand in front, and only for what no token still to be computed attends to.
+
+    Such a token may be the first draft in flight. Source: P1, P8.
+    """
+    for request in [state.requests[name] for name in state.running]:
+        num_computed = request.num_computed_tokens
+        num_certain = num_computed - count_drafts_in_flight(state.frames, request.request_id)
+        for group, table in zip(state.config.kv_groups, request.block_tables, strict=True):
+            num_null = len(table) - len(without_nulls(table))
+            if NULL_BLOCK in table[num_null:] or len(table) * group.block_size < num_computed:
+                return False
+            if num_null > compute_num_skipped_blocks(group, num_certain):
+                return False
+    return True
+
+
+def is_every_window_as_small_as_charged(state: State) -> bool:
+    """No request holds more of a group than its admission and its gate count on.
+
+    Source: P8, P11.
+    """
+    config = state.config
+    reach = compute_max_reach(config)
     return all(
-        holding.num_cached_blocks <= len(holding.block_table)
-        and tuple(
-            state.pool.block_keys[block_id]
-            for block_id in holding.block_table[: holding.num_cached_blocks]
-        )
-        == request.block_keys[: holding.num_cached_blocks]
+        len(without_nulls(table))
+        <= compute_max_held_blocks(group, len(table) * group.block_size, reach)
         for request in state.requests.values()
-        for holding in request.holdings
+        for group, table in zip(config.kv_groups, request.block_tables, strict=True)
     )
 
 
@@ -93,7 +134,7 @@ def is_token_accounting_sound(state: State) -> bool:
         <= request.num_computed_tokens
         <= request.num_known_tokens
         + (request.num_output_placeholders or drafts.get(request.request_id, 0))
-        and (request.status is Status.RUNNING or request.holdings == NOTHING_HELD)
+        and (request.status is Status.RUNNING or {*request.holdings} == {*NOTHING_HELD})
         and (all(request.block_tables) or request.num_computed_tokens == 0)
         for request in state.requests.values()
     )
@@ -146,6 +187,8 @@ INVARIANTS: tuple[Callable[[State], bool], ...] = (
     is_every_unpublished_block_held_once,
     is_cache_map_exact,
     is_every_settled_block_keyed,
+    is_every_attended_block_held,
+    is_every_window_as_small_as_charged,
     is_every_request_in_one_place,
     is_token_accounting_sound,
     is_every_placeholder_in_flight,

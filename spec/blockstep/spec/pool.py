@@ -18,7 +18,7 @@ from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockKey
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The blocks of one KV-cache group; fields are indexed by block id."""
+    """The blocks of all KV-cache groups; fields are indexed by block id."""
 
     ref_counts: tuple[int, ...]
     """Holders of each block; the null block's is always 0."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
     BlockId,
     BlockKey,
     BlockTables,
@@ -21,12 +23,13 @@ class Holding:
     """What a request holds of one KV group."""
 
     block_table: tuple[BlockId, ...] = ()
+    """Null blocks stand for its first ones once no token attends to them any more."""
     num_cached_blocks: int = 0
     """Leading blocks of the table whose key is settled (hit or published)."""
 
 
 NOTHING_HELD = (Holding(),)
-"""Before admission, and after preemption."""
+"""Of one KV group before admission, and after preemption."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,8 @@ class Hit:
 
     num_tokens: int
     block_tables: BlockTables
-    """Per group: the blocks to share."""
+    """Per group: null blocks for what is not attended any more, and the blocks to share behind
+    them. Empty where there is no hit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,12 @@ class RequestState:
         return tuple([holding.block_table for holding in self.holdings])
 
 
+def without_nulls(block_table: tuple[BlockId, ...]) -> tuple[BlockId, ...]:
+    """The blocks that a table holds: null blocks stand in front of them. Source: P1."""
+    num_null = block_table.count(NULL_BLOCK)
+    return block_table[num_null:] if num_null else block_table
+
+
 @dataclass(frozen=True, slots=True)
 class FrameRow:
     """What a frame in flight asks of one request."""
@@ -108,3 +118,13 @@ class Frame:
     frame_id: FrameId
     rows: tuple[FrameRow, ...]
     """In the order of scheduling, which is the order of commit."""
+
+
+def count_drafts_in_flight(frames: Sequence[Frame], request_id: RequestId) -> int:
+    """Drafts of a request that frames in flight may still reject. Source: P14."""
+    return sum(
+        len(row.draft_token_ids)
+        for frame in frames
+        for row in frame.rows
+        if row.request_id == request_id
+    )

@@ -47,8 +47,8 @@ class Rules:
     # memory
     free_blocks: Callable[[Pool, Sequence[BlockId]], Pool]
     """Give up a table: the order in which its blocks are queued."""
-    revoke_slots: Callable[[Pool, RequestState, int, Rules], Pool]
-    """Free what a preempted request holds, given the block size."""
+    revoke_slots: Callable[[Pool, RequestState, tuple[int, ...], Rules], Pool]
+    """Free what a preempted request holds, given the block size of each group."""
     reserves_full_isl: bool
     """Whether `scheduler_reserve_full_isl` is known."""
     get_num_lookahead_at_admission: Callable[[Config], int]

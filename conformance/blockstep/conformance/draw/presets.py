@@ -134,6 +134,11 @@ def draw_swarm(
     """
     config = draw_config(preset, draw, max_depth, wish)
     is_storm = draw.chance(40 if is_judged_alone else 20)
+    if is_storm and is_judged_alone and wish.decide(DRAFTS, draw.chance(50)):
+        # Slots for them come last in a table, so that who needs a block takes none with a key.
+        config = replace(
+            config, spec_method=SpecMethod.DRAFT_MODEL, num_speculative_tokens=draw.integer(1, 4)
+        )
     if is_storm:
         config = draw_storm(preset, config, draw, 9 if is_judged_alone else 3)
     is_priority = wish.decide(PRIORITY, config.policy is Policy.PRIORITY)

@@ -120,11 +120,12 @@ class Canonicaliser:
         if found is None:
             chain = key.chain()
             tokens = tuple(token for link in chain for token in link.token_ids)
-            extras = tuple(
+            extras: Form = tuple(
                 (link.adapter or "", link.cache_salt or "", link.items, link.embeds)
                 for link in chain
             )
-            found = self._contents[key] = (tokens, extras if any(map(any, extras)) else ())
+            extras = extras if any(map(any, extras)) else ()
+            found = self._contents[key] = (tokens, (*extras, key.group) if key.group else extras)
         return found
 
     def _rename_tokens(

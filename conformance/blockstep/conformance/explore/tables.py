@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from blockstep.conformance.explore.shard import MAX_STATES, Task
-from blockstep.conformance.explore.walk import PathStep, walk
+from blockstep.conformance.explore.walk import PathStep, get_obstacle, walk
 from blockstep.conformance.explore.world import World
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.program import describe, describe_event
@@ -125,6 +125,7 @@ def museum_rows(
         advance(name)
         task = Task(worlds[0], properties=False, engine=f"{MUSEUM}{name}", max_states=max_states)
         tasks = [replace(task, world=world) for world in worlds]
+        tasks = [task for task in tasks if get_obstacle(task) is None]
         shortest = find_shortest(name, tasks, jobs)
         rows.append(
             {

@@ -35,6 +35,9 @@ _RANKED: dict[str, Any] = {"policy": v.Policy.PRIORITY}
 _UNRESERVED: dict[str, Any] = {"scheduler_reserve_full_isl": False}
 _UNCACHED: dict[str, Any] = {"enable_prefix_caching": False}
 _AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}
+_WINDOW = v.KVGroup(v.GroupKind.SLIDING_WINDOW, 1, sliding_window=2)
+_FULL = v.KVGroup(v.GroupKind.FULL, 1)
+_CHUNKS = v.KVGroup(v.GroupKind.CHUNKED_LOCAL, 2, attention_chunk_size=4)
 _NGRAM: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 1}
 
 _TABLE = (
@@ -133,6 +136,16 @@ _TABLE = (
         v.Config(4, 2, 2, 2, 6, max_frames_in_flight=2, **_UNRESERVED, **_NGRAM),
         (_a(3, 2), _b(2, 3)),
         aborts=True, resets=(True,), expected=Counts(3_374, 20_404, 17_153, 21)),
+    World("window", "full attention and a window of two tokens: what is left, and what is hit",
+        v.Config(10, 1, 2, 3, 5, **_UNRESERVED, groups=(_FULL, _WINDOW)), (_a(3, 2), _b(2, 2)),
+        vocabulary=(0, 1), aborts=True, resets=(True,),
+        expected=Counts(10_862, 53_623, 34_211, 36)),
+    World("doubt", "a window, two plans in flight: a draft that may be rejected holds it back",
+        v.Config(6, 1, 1, 3, 7, **_AHEAD, **_NGRAM, groups=(_WINDOW,)), (_a(3, 4),),
+        vocabulary=(0, 1), aborts=True, expected=Counts(2_484, 7_817, 6_846, 27)),
+    World("kinds", "full attention, a window and chunks, in blocks of one token and of two",
+        v.Config(17, 1, 2, 3, 6, groups=(_WINDOW, _CHUNKS, _FULL)), (_a(5, 2), _b(4, 1)),
+        vocabulary=(0, 1), aborts=True, expected=Counts(2_472, 9_830, 7_708, 38)),
     World("tokens", "FCFS with caching: three tokens to sample, two of them alike, both resets",
         v.Config(5, 2, 3, 3, 6), (_a(3, 3), _b(2, 3)),
         vocabulary=(0, 1, 2), aborts=True, resets=_BOTH,

@@ -134,12 +134,21 @@ class SafetyRun(ScopedRun):
         """
         if self.excuses.is_over or self._is_early(event):
             return False
-        if isinstance(event, v.Submit) and problem not in ILL_FORMED:
+        if isinstance(event, v.Submit) and problem in ILL_FORMED:
+            return problem in self.judged and self._understands_ill(event.request)
+        if isinstance(event, v.Submit):
             if self._is_declined(event) or problem is v.RejectCode.REQUEST_IN_FLIGHT:
                 return False
             if self.scope.fit_request(event.request, self.config) != event.request:
                 return False
         return problem is None or problem in self.judged
+
+    def _understands_ill(self, request: v.Request) -> bool:
+        """Whether an adapter lets an ill-formed request through; it need not be able to read it."""
+        try:
+            return self.scope.fit_request(request, self.config) == request
+        except Exception:
+            return False
 
     def apply(self, event: v.Event) -> list[Finding]:
         """Give one event to the engine and check what can be checked without a reference."""

@@ -182,6 +182,13 @@ HOSTILE = Feature(
     situations=("rejected_", "drafts_dropped"),
     properties=("P7", "P18"),
 )
+GROUPS = Feature(
+    "groups",
+    "several KV-cache groups, each with a block table and a kind of attention of its own",
+    Capability.GROUPS,
+    config={"groups": ()},
+    properties=("P5",),
+)
 CACHING = Feature(
     "caching",
     "prefix caching: blocks are found again by what is in them",
@@ -196,7 +203,7 @@ CACHING = Feature(
 
 FEATURES: tuple[Feature, ...] = (
     *(PRIORITY, DRAFTS, ASYNC, PIPELINE, PAUSE, RESET, GRAMMAR, MULTIMODAL, EMBEDS, KEYS, STOPS),
-    *(ABORTS, HOSTILE, CACHING),
+    *(ABORTS, HOSTILE, GROUPS, CACHING),
 )
 """The table. Whoever lacks several is fitted in this order: without `async`, several frames in
 flight are a `pipeline`."""

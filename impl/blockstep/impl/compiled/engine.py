@@ -7,7 +7,7 @@ from typing import ClassVar, Final, assert_never
 import numpy as np
 
 from blockstep.impl.arrays import ArrayOutputs, ArrayPlan, SlotNames
-from blockstep.impl.capabilities import COMPILED
+from blockstep.impl.capabilities import COMPILED, list_config_problems
 from blockstep.impl.compiled.blocks import withdraw_all
 from blockstep.impl.compiled.frames import Frame, RowDrafts
 from blockstep.impl.compiled.jit import SLOW_BECAUSE, warn_if_slow
@@ -80,7 +80,6 @@ from blockstep.spec.vocabulary import (
     Stats,
     Submit,
     TokenIds,
-    config_problems,
     event_problem,
 )
 
@@ -104,14 +103,14 @@ class CompiledEngine:
         config: the constants of the run.
 
     Raises:
-        ConfigError: `config_problems` has something against the config.
+        ConfigError: `list_config_problems` has something against the config.
     """
 
     slow_because: ClassVar[str] = SLOW_BECAUSE
     """Why its times mean nothing here, in one sentence; empty if they do mean something."""
 
     def __init__(self, config: Config) -> None:
-        problems = config_problems(config)
+        problems = list_config_problems(config)
         if problems:
             raise ConfigError(problems)
         warn_if_slow()

@@ -120,7 +120,8 @@ def publish_verified(state: State, pool: Pool, request: RequestState) -> tuple[P
     if not state.rules.publishes_at_commit(state.config) or request.status is not Status.RUNNING:
         return pool, request
     num_verified = request.num_known_tokens - 1
-    return publish_slots(pool, request, num_verified // state.config.block_size)
+    nums_full = [num_verified // block_size for block_size in state.config.block_sizes]
+    return publish_slots(state.config, pool, request, nums_full)
 
 
 def publishes_at_commit(config: Config) -> bool:

@@ -8,12 +8,11 @@ from blockstep.spec.hashing import extend_block_keys
 from blockstep.spec.lives.endings import get_without_ended
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import (
-    compute_max_slots,
-    compute_num_blocks,
+    compute_max_blocks,
     is_servable,
     release_slots,
 )
-from blockstep.spec.requests import RequestState
+from blockstep.spec.requests import NOTHING_HELD, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.step.queues import is_blocked, process_append
 from blockstep.spec.vocabulary import (
@@ -48,14 +47,7 @@ def get_submit_problem(state: State, request: Request) -> Rejected | None:
         detail = f"{request_id!r}: prompt {num_prompt} + 1 output > max_model_len"
         return Rejected(RejectCode.PROMPT_TOO_LONG, f"{detail} {config.max_model_len}; shorten it")
     if not is_servable(config, request):
-        num_slots = compute_max_slots(
-            num_prompt,
-            request.max_tokens,
-            config.num_speculative_tokens,
-            config.num_lookahead_tokens,
-            config.max_model_len,
-        )
-        num_blocks = compute_num_blocks(num_slots, config.block_size)
+        num_blocks = compute_max_blocks(config, request)
         detail = f"{request_id!r} may need {num_blocks} blocks, the pool has"
         fix = "lower max_tokens or add blocks"
         return Rejected(RejectCode.NEVER_FITS, f"{detail} {config.num_usable_blocks}; {fix}")
@@ -73,7 +65,8 @@ def process_submit(state: State, request: Request) -> tuple[State, Ack] | Reject
         return problem
     # requests
     blocked = Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-    entry = RequestState(request, blocked if request.structured_output else Status.WAITING)
+    status = blocked if request.structured_output else Status.WAITING
+    entry = RequestState(request, status, holdings=NOTHING_HELD * len(state.config.block_sizes))
     if state.config.enable_prefix_caching:
         keys = extend_block_keys(entry, state.config.block_size, state.rules)
         entry = replace(entry, block_keys=keys)

@@ -1,13 +1,22 @@
-"""Prefix: the longest run of published blocks that a waiting request can share."""
+"""Prefix: the most computed tokens that a waiting request can share, by their published blocks.
+
+    | skipped |     attended      | one block more |        known        |
+    |  null   | published: shared |   given back   |      computed       |
+
+The skipped ones need not be there. One block more is there where the proposer needs hidden states.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 
+from blockstep.spec.hashing import get_group_keys
+from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.slots import NO_HIT
 from blockstep.spec.pool import Pool, find_block
 from blockstep.spec.requests import Hit, RequestState
-from blockstep.spec.vocabulary import BlockId, BlockKey, Config
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockKey, Config, KVGroup
 
 
 def compute_max_hit_blocks(num_known: int, block_size: int) -> int:
@@ -28,11 +37,73 @@ def get_prefix_hit(config: Config, pool: Pool, request: RequestState) -> Hit:
     """
     if not reads_prefix_cache(config, request):
         return NO_HIT
+    if config.groups:
+        return get_joint_hit(config, pool, request)
     max_blocks = compute_max_hit_blocks(request.num_known_tokens, config.block_size)
     hit = find_published(pool, request.block_keys[:max_blocks])
     if config.drops_last_hit_block:
         hit = hit[:-1]
     return Hit(len(hit) * config.block_size, (hit,))
+
+
+def get_joint_hit(config: Config, pool: Pool, request: RequestState) -> Hit:
+    """The greatest length that is a hit in every group, and what each group shares for it.
+
+    A length is whole blocks of every group, so that nobody writes into a shared one. Lengths that
+    suit one group are no run: a window may have kept what is further behind, and lost what comes
+    before. So the greatest is looked for among all, where upstream closes in on it by turns, and
+    stops below it at times. Source: vLLM 0.19.1 `HybridKVCacheCoordinator`; P5.
+    """
+    num_known, num_behind = request.num_known_tokens, int(config.drops_last_hit_block)
+    found = []
+    for index, group in enumerate(config.groups):
+        num_links = group.block_size // config.block_size
+        end = compute_max_hit_blocks(num_known, group.block_size)
+        keys = get_group_keys(request.block_keys, index, num_links, 0, end)
+        found.append([find_block(pool, key) for key in keys])
+    runs = [count_runs(blocks) for blocks in found]
+    unit = lcm(*config.block_sizes)
+    for num_tokens in range((num_known - 1) // unit * unit, 0, -unit):
+        if all(
+            is_valid_hit(group, run, num_tokens, num_behind)
+            for group, run in zip(config.groups, runs, strict=True)
+        ):
+            tables = [
+                get_hit_table(group, blocks, num_tokens)
+                for group, blocks in zip(config.groups, found, strict=True)
+            ]
+            return Hit(num_tokens, tuple(tables))
+    return NO_HIT
+
+
+def count_runs(found: Sequence[BlockId | None]) -> tuple[int, ...]:
+    """Of each index: how many published blocks in a row end before it. Source: P5."""
+    runs = [0]
+    for block_id in found:
+        runs.append(0 if block_id is None else runs[-1] + 1)
+    return tuple(runs)
+
+
+def is_valid_hit(group: KVGroup, runs: Sequence[int], num_tokens: int, num_behind: int) -> bool:
+    """Whether every block of one group with an attended token is published, and those behind.
+
+    Source: vLLM 0.19.1 `find_longest_cache_hit` of each kind, as to which blocks are needed; P5.
+    """
+    first = compute_num_skipped_blocks(group, num_tokens)
+    end = num_tokens // group.block_size + num_behind
+    return end < len(runs) and runs[end] >= end - first
+
+
+def get_hit_table(
+    group: KVGroup, found: Sequence[BlockId | None], num_tokens: int
+) -> tuple[BlockId, ...]:
+    """The table of one group behind a hit: null blocks for what is skipped, then what is shared.
+
+    Source: vLLM 0.19.1 `allocate_new_computed_blocks`; P5, P8.
+    """
+    first = compute_num_skipped_blocks(group, num_tokens)
+    shared = [b for b in found[first : num_tokens // group.block_size] if b is not None]
+    return ((NULL_BLOCK,) * first) + tuple(shared)
 
 
 def find_published(pool: Pool, keys: Sequence[BlockKey]) -> tuple[BlockId, ...]:

@@ -5,13 +5,22 @@
     |       published       |  published up to known tokens  |
 
 `computed` is non-empty for running requests only and `hit` for waiting ones only; `external`
-belongs to KV connectors, which are not specified yet.
+belongs to KV connectors, which are not specified yet. Each KV group has a table of its own, in
+blocks of its own size; all of them take from one pool, and get what they need or nobody does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from operator import ge
 
+from blockstep.spec.hashing import get_group_keys
+from blockstep.spec.memory.groups import (
+    compute_max_held_blocks,
+    compute_max_reach,
+    compute_num_skipped_blocks,
+)
 from blockstep.spec.pool import (
     Pool,
     allocate_blocks,
@@ -21,11 +30,11 @@ from blockstep.spec.pool import (
     touch_blocks,
     withdraw_blocks,
 )
-from blockstep.spec.requests import NOTHING_HELD, Hit, Holding, RequestState
+from blockstep.spec.requests import Hit, Holding, RequestState, without_nulls
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import BlockId, BlockTables, Config, Request
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockTables, Config, Request
 
-NO_HIT = Hit(0, ((),) * len(NOTHING_HELD))
+NO_HIT = Hit(0, ())
 
 
 def compute_num_blocks(num_tokens: int, block_size: int) -> int:
@@ -80,8 +89,8 @@ def compute_max_slots(
     return min(longest + num_lookahead, max_model_len)
 
 
-def is_servable(config: Config, request: Request) -> bool:
-    """Whether the empty pool can hold the request at its longest. Source: upstream #52520; P11."""
+def compute_max_blocks(config: Config, request: Request) -> int:
+    """Blocks that a request needs at most, in all groups. Source: upstream #52520, #39734; P11."""
     num_slots = compute_max_slots(
         len(request.prompt_token_ids),
         request.max_tokens,
@@ -89,7 +98,15 @@ def is_servable(config: Config, request: Request) -> bool:
         config.num_lookahead_tokens,
         config.max_model_len,
     )
-    return compute_num_blocks(num_slots, config.block_size) <= config.num_usable_blocks
+    if not config.groups:
+        return compute_num_blocks(num_slots, config.block_size)
+    reach = compute_max_reach(config)
+    return sum(compute_max_held_blocks(group, num_slots, reach) for group in config.groups)
+
+
+def is_servable(config: Config, request: Request) -> bool:
+    """Whether the empty pool can hold the request at its longest. Source: upstream #52520; P11."""
+    return compute_max_blocks(config, request) <= config.num_usable_blocks
 
 
 def count_needed_blocks(
@@ -97,17 +114,17 @@ def count_needed_blocks(
 ) -> int:
     """Free blocks that one group needs for `num_slots`, beside those held and those hit.
 
-    A hit on a free block uses up a free block, too. Source: seed 001 "Phase 2"; upstream #11562;
-    P8.
+    A hit on a free block uses up a free block, too; a null block is none. Source: seed 001 "Phase
+    2"; upstream #11562; P8.
     """
     num_new_blocks = compute_num_new_blocks(num_slots, block_size, num_held + len(hit))
-    return num_new_blocks + count_free(pool, hit)
+    return num_new_blocks + count_free(pool, without_nulls(hit)) if hit else num_new_blocks
 
 
 def can_hold(
     pool: Pool,
     num_slots: int,
-    block_size: int,
+    block_sizes: tuple[int, ...],
     holdings: tuple[Holding, ...],
     hit_tables: BlockTables,
 ) -> bool:
@@ -118,9 +135,28 @@ def can_hold(
     num_needed = sum(
         [
             count_needed_blocks(pool, num_slots, block_size, len(holding.block_table), hit)
-            for holding, hit in zip(holdings, hit_tables, strict=True)
+            for block_size, holding, hit in zip(block_sizes, holdings, hit_tables, strict=True)
         ]
     )
+    return num_needed <= get_num_free_blocks(pool)
+
+
+def can_finish(config: Config, pool: Pool, request: RequestState, hit: Hit) -> bool:
+    """Whether the free blocks suffice for all known tokens of a waiting request, behind its hit.
+
+    A group is charged with what it holds of them at most: while a window moves on, what it leaves
+    is free again. Upstream charges all of them (#39734). Source: seed 001 "Full ISL reservation";
+    P8, P11.
+    """
+    num_slots = min(request.num_known_tokens, config.max_model_len)
+    hit_tables = hit.block_tables or ((),) * len(request.holdings)
+    if not config.groups:
+        return can_hold(pool, num_slots, config.block_sizes, request.holdings, hit_tables)
+    reach = compute_max_reach(config)
+    num_needed = 0
+    for group, block_ids in zip(config.groups, hit_tables, strict=True):
+        num_all = count_needed_blocks(pool, num_slots, group.block_size, 0, block_ids)
+        num_needed += min(num_all, compute_max_held_blocks(group, num_slots, reach))
     return num_needed <= get_num_free_blocks(pool)
 
 
@@ -141,25 +177,29 @@ def allocate_slots(
     """
     num_computed = request.num_computed_tokens + hit.num_tokens
     num_slots = compute_num_slots(num_computed, num_new, num_lookahead, config.max_model_len)
+    block_sizes = config.block_sizes
+    hit_tables = hit.block_tables or ((),) * len(block_sizes)
     # refuse
-    if not can_hold(pool, num_slots, config.block_size, request.holdings, hit.block_tables):
+    if not can_hold(pool, num_slots, block_sizes, request.holdings, hit_tables):
         return None
     # pool
     for block_ids in hit.block_tables:
-        pool = touch_blocks(pool, block_ids)
+        pool = touch_blocks(pool, without_nulls(block_ids))
     holdings = []
-    for holding, block_ids in zip(request.holdings, hit.block_tables, strict=True):
-        pool, after = extend_holding(pool, holding, block_ids, num_slots, config.block_size)
+    for holding, block_ids, size in zip(request.holdings, hit_tables, block_sizes, strict=True):
+        pool, after = extend_holding(pool, holding, block_ids, num_slots, size)
         holdings.append(after)
     # requests
     if holdings != [*request.holdings]:
         request = replace(request, holdings=tuple(holdings))
     if not config.enable_prefix_caching:
         return pool, request
-    num_full = compute_num_publishable_blocks(
-        num_computed, num_new, request.num_known_tokens, config.block_size
-    )
-    return publish_slots(pool, request, num_full)
+    num_known = request.num_known_tokens
+    nums_full = [
+        compute_num_publishable_blocks(num_computed, num_new, num_known, size)
+        for size in block_sizes
+    ]
+    return publish_slots(config, pool, request, nums_full)
 
 
 def extend_holding(
@@ -177,38 +217,71 @@ def extend_holding(
     return pool, Holding(table + new_blocks, holding.num_cached_blocks + len(hit))
 
 
-def publish_slots(pool: Pool, request: RequestState, num_full: int) -> tuple[Pool, RequestState]:
-    """Make the first `num_full` blocks of each table findable, as far as they are not yet.
+def publish_slots(
+    config: Config, pool: Pool, request: RequestState, nums_full: Sequence[int]
+) -> tuple[Pool, RequestState]:
+    """Make the first blocks of each table findable, so many per group, if they are not yet.
 
+    A block that was skipped before its tokens were known is gone.
     Source: seed 001 "Phase 5: commit to the prefix cache"; P3, P4.
     """
-    if all(holding.num_cached_blocks >= num_full for holding in request.holdings):
+    settled = [holding.num_cached_blocks for holding in request.holdings]
+    if all(map(ge, settled, nums_full)):
         return pool, request
     holdings = []
-    for holding in request.holdings:
-        fresh = slice(holding.num_cached_blocks, num_full)
-        pool = publish_blocks(pool, holding.block_table[fresh], request.block_keys[fresh])
-        num_cached_blocks = max(holding.num_cached_blocks, num_full)
-        holdings.append(Holding(holding.block_table, num_cached_blocks))
+    for group, (holding, num_full) in enumerate(zip(request.holdings, nums_full, strict=True)):
+        fresh = holding.block_table[settled[group] : num_full]
+        block_ids = without_nulls(fresh)
+        first = settled[group] + len(fresh) - len(block_ids)
+        num_links = config.block_sizes[group] // config.block_size
+        keys = get_group_keys(request.block_keys, group, num_links, first, num_full)
+        pool = publish_blocks(pool, block_ids, keys)
+        holdings.append(Holding(holding.block_table, max(settled[group], num_full)))
+    return pool, replace(request, holdings=tuple(holdings))
+
+
+def skip_slots(
+    config: Config, pool: Pool, request: RequestState, num_in_doubt: int, rules: Rules
+) -> tuple[Pool, RequestState]:
+    """Free the blocks that no token of a running request attends to any more.
+
+    It comes before the request asks for slots, and whether or not it gets them: those blocks are of
+    no use to it. A null block takes the place of each, so that no other one moves; the last is
+    queued first. `num_in_doubt` computed tokens are drafts in flight: if they are rejected, the
+    request goes on where the first of them is, and reads the window before it.
+    Source: vLLM 0.19.1 `remove_skipped_blocks`, which forgets the doubt; P1, P8, P14.
+    """
+    num_certain = request.num_computed_tokens - num_in_doubt
+    holdings = []
+    for group, holding in zip(config.groups, request.holdings, strict=True):
+        table = holding.block_table
+        num_null = table.count(NULL_BLOCK)
+        num_skipped = min(compute_num_skipped_blocks(group, num_certain), len(table))
+        if num_skipped > num_null:
+            pool = rules.free_blocks(pool, table[num_null:num_skipped])
+            table = (NULL_BLOCK,) * num_skipped + table[num_skipped:]
+        holdings.append(Holding(table, holding.num_cached_blocks))
     return pool, replace(request, holdings=tuple(holdings))
 
 
 def release_slots(pool: Pool, request: RequestState, rules: Rules) -> Pool:
     """Free every block that a request holds. Source: seed 001 "Deallocation"; P1."""
     for holding in request.holdings:
-        pool = rules.free_blocks(pool, holding.block_table)
+        pool = rules.free_blocks(pool, without_nulls(holding.block_table))
     return pool
 
 
-def revoke_slots(pool: Pool, request: RequestState, block_size: int, rules: Rules) -> Pool:
+def revoke_slots(
+    pool: Pool, request: RequestState, block_sizes: tuple[int, ...], rules: Rules
+) -> Pool:
     """Free every block of a request that is preempted, unpublishing what will not be computed.
 
     A request that was planned earlier in this very step has published blocks which now nobody
     will write. Upstream leaves those keys behind, and a later hit reads garbage (#43569); here
     they are withdrawn. Blocks computed before this step keep their keys. Source: P4.
     """
-    num_written = request.num_computed_tokens // block_size
-    for holding in request.holdings:
+    for holding, block_size in zip(request.holdings, block_sizes, strict=True):
+        num_written = request.num_computed_tokens // block_size
         unwritten = holding.block_table[num_written : holding.num_cached_blocks]
         pool = withdraw_blocks(pool, unwritten)
     return release_slots(pool, request, rules)

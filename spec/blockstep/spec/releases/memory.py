@@ -29,8 +29,10 @@ def _with_unnamed_first(rules: Rules) -> Rules:
 def unwritten_keys_stay(rules: Rules, _config: Config) -> Rules:
     """A victim's keys stay published although the step that fills their blocks lost it."""
 
-    def revoke_slots(pool: Pool, request: RequestState, block_size: int, rules: Rules) -> Pool:
-        del block_size
+    def revoke_slots(
+        pool: Pool, request: RequestState, block_sizes: tuple[int, ...], rules: Rules
+    ) -> Pool:
+        del block_sizes
         return release_slots(pool, request, rules)
 
     return replace(rules, revoke_slots=revoke_slots)

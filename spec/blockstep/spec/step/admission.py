@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
-from blockstep.spec.memory.slots import allocate_slots, can_hold
+from blockstep.spec.memory.slots import allocate_slots, can_finish
 from blockstep.spec.requests import Frame, Hit, RequestState
 from blockstep.spec.step.queues import is_blocked, process_prepend, select_queue
 from blockstep.spec.step.share import compute_num_drafts, compute_share
@@ -114,12 +114,9 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     )
     if num_new == 0:
         return Verdict.PASSED_OVER if rules.passes_over_too_long else Verdict.NO_ROOM
-    if config.scheduler_reserve_full_isl and rules.reserves_full_isl:
-        num_slots = min(num_known, config.max_model_len)
-        if not can_hold(
-            step.pool, num_slots, config.block_size, request.holdings, hit.block_tables
-        ):
-            return Verdict.NO_ROOM
+    is_reserved = config.scheduler_reserve_full_isl and rules.reserves_full_isl
+    if is_reserved and not can_finish(config, step.pool, request, hit):
+        return Verdict.NO_ROOM
     num_lookahead = rules.get_num_lookahead_at_admission(config)
     granted = allocate_slots(config, step.pool, request, num_new, num_lookahead, hit)
     if granted is None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from blockstep.spec.memory.slots import allocate_slots
+from blockstep.spec.memory.slots import allocate_slots, skip_slots
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import NOTHING_HELD, RequestState
+from blockstep.spec.requests import NOTHING_HELD, RequestState, count_drafts_in_flight
 from blockstep.spec.step.queues import process_prepend, select_victim
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import RequestId, Status
@@ -28,6 +28,10 @@ def process_claim(
     """
     config, rules = step.state.config, step.state.rules
     request = step.requests[step.running[index]]
+    if config.groups:
+        num_in_doubt = count_drafts_in_flight(step.state.frames, request.request_id)
+        step.pool, request = skip_slots(config, step.pool, request, num_in_doubt, rules)
+        step.requests[request.request_id] = request
     while True:
         granted = allocate_slots(config, step.pool, request, num_new, config.num_lookahead_tokens)
         if granted is not None:
@@ -66,7 +70,7 @@ def process_preemption(step: Step, victim_index: int) -> RequestId:
     step.preempted.append(victim_id)
     # pool, requests
     victim = step.requests[victim_id]
-    step.pool = rules.revoke_slots(step.pool, victim, config.block_size, rules)
+    step.pool = rules.revoke_slots(step.pool, victim, config.block_sizes, rules)
     step.requests[victim_id] = rules.get_preempted(victim)
     step.stats = replace(step.stats, preemptions=step.stats.preemptions + 1)
     process_prepend(config.policy, step.waiting, victim_id, step.requests)
@@ -85,6 +89,6 @@ def get_preempted(request: RequestState) -> RequestState:
         status=Status.PREEMPTED,
         num_computed_tokens=0,
         spec_token_ids=(),
-        holdings=NOTHING_HELD,
+        holdings=NOTHING_HELD * len(request.holdings),
         num_preemptions=request.num_preemptions + 1,
     )

@@ -5,7 +5,13 @@ spec (architecture D3), so whatever stands here cannot be checked by comparing t
 Defaults are part of the format: a trace written before a field existed reads as if it had it.
 """
 
-from blockstep.spec.vocabulary.config import Config, Policy, SpecMethod
+from blockstep.spec.vocabulary.config import (
+    Config,
+    GroupKind,
+    KVGroup,
+    Policy,
+    SpecMethod,
+)
 from blockstep.spec.vocabulary.events import (
     EVENT_TYPES,
     Abort,
@@ -81,6 +87,8 @@ __all__ = [
     "FinishReason",
     "FrameId",
     "GrammarReady",
+    "GroupKind",
+    "KVGroup",
     "MultiModalItem",
     "NewRow",
     "Observation",

@@ -25,6 +25,30 @@ class SpecMethod(StrEnum):
     """A head fed with hidden states: lookahead slots, and the last hit block is recomputed."""
 
 
+class GroupKind(StrEnum):
+    """Which tokens a token attends to, in the layers whose KV a group holds."""
+
+    FULL = "full"
+    """All before it, and itself."""
+    SLIDING_WINDOW = "sliding_window"
+    """The last `sliding_window`, itself included."""
+    CHUNKED_LOCAL = "chunked_local"
+    """Those of its own chunk: chunks of `attention_chunk_size` tokens stand side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that attend alike, and so hold their KV in blocks of one table per request."""
+
+    kind: GroupKind
+    block_size: int
+    """Token slots per block: a multiple of the config's `block_size`."""
+    sliding_window: int = 0
+    """Tokens; 0 for every other kind."""
+    attention_chunk_size: int = 0
+    """Tokens; 0 for every other kind."""
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """What never changes during a run. Names are vLLM's; units come last in a name."""
@@ -32,7 +56,8 @@ class Config:
     num_blocks: int
     """KV-cache blocks in the pool, the null block (id 0) included."""
     block_size: int = 16
-    """Token slots per block."""
+    """Token slots per block. With `groups` it is the smallest of theirs, by which blocks are named:
+    the key of a larger one is that of the last tokens in it."""
     max_num_seqs: int = 256
     """Requests running at once, at most."""
     max_num_batched_tokens: int = 2048
@@ -59,6 +84,21 @@ class Config:
 
     What it will sample is then promised by placeholders, and drafts stay with the worker: a plan
     says how many, not which (seed 001, "Async scheduling skip-ahead")."""
+    groups: tuple[KVGroup, ...] = ()
+    """KV-cache groups, which take blocks of equal bytes from one pool; a request has a block table
+    for each. Empty: one group under full attention, of `block_size`."""
+
+    @property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """`groups`, or the one that there is without."""
+        return self.groups or (KVGroup(GroupKind.FULL, self.block_size),)
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Token slots per block of each KV-cache group."""
+        if not self.groups:
+            return (self.block_size,)
+        return tuple([group.block_size for group in self.groups])
 
     @property
     def num_usable_blocks(self) -> int:

@@ -39,14 +39,15 @@ class BlockKey:
     parent: BlockKey | None
     """The key of the block before it; None for the first block."""
     token_ids: TokenIds
-    """The tokens of this block, exactly block-size many."""
+    """The last tokens of this block, exactly `Config.block_size` many; in a group of larger blocks
+    its first ones are the parents'."""
     adapter: str | None
     cache_salt: str | None
     """Only in the first block's key; the chain carries it on."""
     items: tuple[tuple[str, int], ...]
     """Of each item that overlaps: identifier, and its offset relative to the block's first slot."""
     group: int
-    """KV-cache group."""
+    """KV-cache group of the block. Parents name none (0): all groups share one chain."""
     embeds: TokenIds
     """Of each prompt position in the block that the client sent an embedding for: which one."""
 
@@ -132,8 +133,16 @@ class BlockKey:
 
     @property
     def index(self) -> int:
-        """Position of the block in its block table, from 0."""
+        """Position of its last `Config.block_size` tokens, from 0: in a group of such blocks, that
+        of the block in its table."""
         return len(self.chain()) - 1
+
+    def in_group(self, group: int) -> BlockKey:
+        """The key of the same tokens in this KV-cache group."""
+        if group == self.group:
+            return self
+        names = (self.token_ids, self.adapter, self.cache_salt, self.items)
+        return BlockKey(self.parent, *names, group, self.embeds)
 
     def chain(self) -> list[BlockKey]:
         """The keys from the first block to this one."""

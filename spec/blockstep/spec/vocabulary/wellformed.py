@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from blockstep.spec.vocabulary.config import Config, Policy, SpecMethod
+from blockstep.spec.vocabulary.config import Config, GroupKind, KVGroup, Policy, SpecMethod
 from blockstep.spec.vocabulary.events import (
     Abort,
     Commit,
@@ -94,8 +94,14 @@ def config_problems(config: object) -> tuple[ConfigProblem, ...]:
         "must be a SpecMethod",
         "use SpecMethod.NONE",
     )
+    rule = "must be a tuple of KVGroup"
+    is_known = isinstance(config.groups, tuple) and all(
+        isinstance(group, KVGroup) for group in config.groups
+    )
+    expect(is_known, "groups", rule, "build some, or leave it out for one group")
     if found:
         return tuple(found)
+    found += _group_problems(config)
     expect(
         (config.spec_method is SpecMethod.NONE) == (config.num_speculative_tokens == 0),
         "num_speculative_tokens",
@@ -115,6 +121,41 @@ def config_problems(config: object) -> tuple[ConfigProblem, ...]:
         "set max_frames_in_flight to 2 or more, or leave async_scheduling out",
     )
     return tuple(found)
+
+
+def _group_problems(config: Config) -> list[ConfigProblem]:
+    """Every reason against the KV groups, each of them a `KVGroup`."""
+    found: list[ConfigProblem] = []
+    for index, group in enumerate(config.groups):
+        rule, fix = _group_rule(group)
+        if rule:
+            found.append(ConfigProblem(f"groups[{index}]", group, rule, fix))
+    sizes = [group.block_size for group in config.groups]
+    if found or not sizes:
+        return found
+    if any(size % config.block_size for size in sizes) or config.block_size not in sizes:
+        rule = f"must be the smallest block size of a group and divide every one: {sizes}"
+        fix = "name blocks by the smallest"
+        found.append(ConfigProblem("block_size", config.block_size, rule, fix))
+    return found
+
+
+def _group_rule(group: KVGroup) -> tuple[str, str]:
+    """The rule that a KV group breaks, and the fix; twice "" for a good one."""
+    if not isinstance(group.kind, GroupKind):
+        return "its kind must be a GroupKind", "use GroupKind.FULL"
+    if not is_count(group.block_size, 1):
+        return f"its block_size must be an int from 1 to {MAX_INT}", "use at least 1"
+    for name, kind in (
+        ("sliding_window", GroupKind.SLIDING_WINDOW),
+        ("attention_chunk_size", GroupKind.CHUNKED_LOCAL),
+    ):
+        size = getattr(group, name)
+        if group.kind is kind and not is_count(size, 1):
+            return f"its {name} must be an int from 1 to {MAX_INT}", "use at least 1"
+        if group.kind is not kind and not (type(size) is int and size == 0):
+            return f"only a group of kind {kind} has a {name}", f"leave {name} out"
+    return "", ""
 
 
 def event_problem(event: object) -> Rejected | None:

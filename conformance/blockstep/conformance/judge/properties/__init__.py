@@ -151,7 +151,7 @@ def check_step(
     else:
         kind = type(step.event)
         due = ANSWER_TYPES.get(kind)
-        if due is None or type(step.observation) is not due:
+        if type(step.observation) is not due:
             what = f"{kind.__name__} was answered with {type(step.observation).__name__}"
             return [violated("P18", "answer_is_of_the_kind_of_the_event", what)]
     findings = [] if worker is None else _tell(step, worker)

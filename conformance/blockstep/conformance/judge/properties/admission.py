@@ -99,7 +99,7 @@ def row_gains_exactly_the_blocks_it_needs(step: Step, _ledger: Ledger) -> Compla
             held = len(step.old[row.request_id].block_tables[0])
             need = running_blocks(config, row.end, held)
         else:
-            need = blocks_for(config, min(row.end, config.max_model_len)) - len(row.hits)
+            need = blocks_for(config, row.end) - len(row.hits)
         if len(row.gained) != need:
             what = f"{row.request_id!r} runs positions {row.first} to {row.end - 1}"
             yield unequal(what, "blocks gained", need, len(row.gained))
@@ -125,8 +125,7 @@ def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Co
 
 
 def _need(step: Step, num_tokens: int, num_hits: int) -> int:
-    config = step.config
-    return max(blocks_for(config, min(num_tokens, config.max_model_len)) - num_hits, 0)
+    return blocks_for(step.config, num_tokens) - num_hits
 
 
 @sentence("P15", Schedule)
@@ -145,11 +144,9 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
     rows = {row.request_id: row for row in step.running_rows}
     for name in step.before.running:
         if name in victims:
-            if name == victims[-1]:
-                # It may have preempted itself, which stops the phase. If not, who comes after it
-                # was not visited because the budget was gone; that much is let pass.
-                return
-            continue
+            # The last of them, which may have preempted itself: that stops the phase. If not, who
+            # comes after it was not visited because the budget was gone; that much is let pass.
+            return
         expected = max(min(share_of(ledger, step.old[name]), left), 0)
         seen = rows[name].num_scheduled if name in rows else 0
         if seen < expected:

@@ -95,15 +95,12 @@ class TaggedKV:
     def _check_exclusive(self, row: FrameRow, writers: dict[BlockId, tuple[FrameRow, int]]) -> None:
         """A written block is in no other table, except as a hit at the same position."""
         size, table = self.config.block_size, row.view.table
-        written = range(row.first // size, -(-row.end // size))
-        others = table[: written.start] + table[written.stop :]
+        others = table[: row.first // size] + table[-(-row.end // size) :]
         if writers.keys().isdisjoint(others):
             return
         for index, block in enumerate(table):
-            if block in writers and index not in written:
-                _, position = writers[block]
-                if position != index:  # as it is where the row itself writes it
-                    self._complain_shared(writers[block], (row, index), block)
+            if block in writers and writers[block][1] != index:
+                self._complain_shared(writers[block], (row, index), block)
 
     def _read(self, row: FrameRow) -> None:
         """Every position up to the last scheduled one must hold what this request expects."""

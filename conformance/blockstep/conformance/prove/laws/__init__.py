@@ -16,6 +16,7 @@ from blockstep.conformance.prove.laws import (
     allocation,
     counts,
     drafts,
+    groups,
     host,
     output,
     pool,
@@ -26,7 +27,7 @@ from blockstep.conformance.prove.laws import (
     step,
 )
 
-_AMOUNTS = (counts, slots, publishing, allocation, drafts, promises)
+_AMOUNTS = (counts, slots, publishing, allocation, groups, drafts, promises)
 _BLOCKS_AND_STEPS = (pool, preemption, step, admission, output, host)
 ROOMS: Final = tuple(module.ROOM for module in (*_AMOUNTS, *_BLOCKS_AND_STEPS))
 LAWS: Final[Mapping[str, Law]] = MappingProxyType(

@@ -59,7 +59,7 @@ def refused_admission_is_counted_as_a_query(
     return verdict
 
 
-@instead_in(admission_room, "can_hold")
+@instead_in(admission_room, "can_finish")
 def gate_looks_at_nothing() -> bool:
     """Admission checks only the first chunk."""
     return True

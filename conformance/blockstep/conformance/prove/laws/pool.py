@@ -275,7 +275,7 @@ def check_preemption_withdraws_exactly_the_keys_that_nobody_will_write(
     """Blocks 2 and 3 are published for this step: a block is kept if it was full before."""
     assert 1 <= block_size and 0 <= num_computed < 2 * block_size and 1 <= second
     request = h.build_runner("a", 1, num_computed, (2, 3), num_settled=2)
-    pool = revoke_slots(build(1, second, 1), request, block_size, STRICT_RULES)
+    pool = revoke_slots(build(1, second, 1), request, (block_size,), STRICT_RULES)
     assert find_block(pool, h.key_of(2)) == (2 if num_computed >= block_size else None)
     assert find_block(pool, h.key_of(3)) is None
     assert pool.free_queue == (*QUEUE, 3, *((2,) if second == 1 else ()))

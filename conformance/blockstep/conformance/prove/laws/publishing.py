@@ -157,7 +157,7 @@ def check_host_withdraws_the_same_keys_from_a_victim(
     assert num_computed < 8192 and 0 <= num_settled <= 3
     request = h.build_runner("a", 1, num_computed, (1, 2, 3), num_settled)
     pool = h.build_pool((0, 1, 1, 1, 0, 0), (4, 5), published=(1, 2, 3)[:num_settled])
-    after = revoke_slots(pool, request, block_size, STRICT_RULES)
+    after = revoke_slots(pool, request, (block_size,), STRICT_RULES)
     host = build_host(h.build_config(block_size), request)
     host.prefix = Published((1, 2, 3)[:num_settled])
     host._withdraw_unwritten(0)

@@ -1,0 +1,315 @@
+"""Groups: what a window leaves, what it holds, and the hit of several. PYTEST_DONT_REWRITE.
+
+Windows and block sizes are symbolic; a hit is looked for among three blocks of each group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.conformance.prove import harness as h
+from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.spec.hashing import get_group_keys
+from blockstep.spec.maps import FrozenMap
+from blockstep.spec.memory.groups import (
+    compute_max_held_blocks,
+    compute_num_skipped_blocks,
+    compute_num_skipped_tokens,
+)
+from blockstep.spec.memory.prefix import get_joint_hit, get_prefix_hit, is_valid_hit
+from blockstep.spec.memory.slots import (
+    allocate_slots,
+    compute_num_blocks,
+    count_needed_blocks,
+    skip_slots,
+)
+from blockstep.spec.pool import Pool
+from blockstep.spec.requests import Hit, Holding, RequestState
+from blockstep.spec.strict import STRICT_RULES
+from blockstep.spec.vocabulary import BlockId, BlockKey, Config, GroupKind, KVGroup
+
+ROOM = Room("groups")
+FULL, WINDOW, CHUNK = GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL
+FIRST = BlockKey(None, (0,))
+CHAIN = (FIRST, BlockKey(FIRST, (1,)))
+CHUNKS = KVGroup(CHUNK, 4, attention_chunk_size=6)
+Skipped = tuple[Pool, RequestState]
+
+
+def window(num_tokens: int, block_size: int) -> KVGroup:
+    """A group of windows."""
+    return KVGroup(WINDOW, block_size, sliding_window=num_tokens)
+
+
+def build_config(*groups: KVGroup, block_size: int = 4, num_blocks: int = 8) -> Config:
+    """A config of these groups, with caching."""
+    return Config(num_blocks, block_size, groups=groups)
+
+
+# Mistakes.
+
+
+@instead(compute_num_skipped_tokens)
+def window_is_left_a_token_early(right: Right[int], group: KVGroup, num_computed: int) -> int:
+    """The token itself is not counted among those of its window."""
+    return right() + (group.kind is WINDOW and num_computed >= group.sliding_window)
+
+
+@instead(compute_num_skipped_tokens)
+def window_is_left_a_token_late(right: Right[int], num_computed: int) -> int:
+    """As of the last computed token, not of the next one."""
+    return right(num_computed=max(num_computed - 1, 0))
+
+
+@instead(compute_num_skipped_tokens)
+def chunk_is_left_before_it_is_full(group: KVGroup, num_computed: int) -> int:
+    """Rounded up: the chunk that the next token belongs to is gone."""
+    size = group.attention_chunk_size
+    return -(-num_computed // size) * size
+
+
+@instead(compute_num_skipped_blocks)
+def last_partly_skipped_block_is_left(group: KVGroup, num_computed: int) -> int:
+    """Rounded up."""
+    return compute_num_blocks(compute_num_skipped_tokens(group, num_computed), group.block_size)
+
+
+@instead(compute_max_held_blocks)
+def window_begins_on_a_block_boundary(group: KVGroup, num_slots: int, max_reach: int) -> int:
+    """Wherever it begins, it is taken for whole blocks."""
+    num_tokens = group.sliding_window + group.attention_chunk_size - 1 + max_reach
+    return min(
+        compute_num_blocks(num_slots, group.block_size),
+        compute_num_blocks(num_tokens, group.block_size),
+    )
+
+
+@instead(compute_max_held_blocks, theirs="#39734")
+def window_is_charged_the_whole_request(group: KVGroup, num_slots: int) -> int:
+    """As if nothing were ever left."""
+    return compute_num_blocks(num_slots, group.block_size)
+
+
+@instead(skip_slots, theirs="not found upstream")
+def drafts_in_flight_count_as_computed(right: Right[Skipped]) -> Skipped:
+    """The window moves on as if all of them were accepted."""
+    return right(num_in_doubt=0)
+
+
+@instead(skip_slots)
+def first_block_of_those_left_is_queued_first(
+    right: Right[Skipped], pool: Pool, request: RequestState
+) -> Skipped:
+    """The head of a prompt, which is asked for most, is evicted before the rest."""
+    after, skipped = right()
+    num_left = len(after.free_queue) - len(pool.free_queue)
+    num_kept = len(after.free_queue) - num_left
+    queue = after.free_queue[:num_kept] + after.free_queue[num_kept:][::-1]
+    return replace(after, free_queue=queue), skipped
+
+
+@instead(count_needed_blocks)
+def null_blocks_cost_a_block_each(right: Right[int], pool: Pool, hit: tuple[BlockId, ...]) -> int:
+    """The null block has no holder, so it looks free."""
+    return right() + sum(block_id == 0 for block_id in hit)
+
+
+@instead(get_joint_hit)
+def window_is_asked_about_the_longest_hit_only(right: Right[Hit], request: RequestState) -> Hit:
+    """If it has not what the greatest length needs, there is no hit."""
+    hit = right()
+    num_most = (request.num_known_tokens - 1) // 4 * 4
+    return hit if hit.num_tokens == num_most else Hit(0, ())
+
+
+@instead(is_valid_hit)
+def window_is_hit_by_its_last_block(right: Right[bool], group: KVGroup) -> bool:
+    """One published block before the hit is enough."""
+    return right(group=replace(group, sliding_window=min(group.sliding_window, 2)))
+
+
+@instead(is_valid_hit)
+def window_must_have_all_that_it_skips(right: Right[bool]) -> bool:
+    """As under full attention: what nobody reads is missed."""
+    return right(group=KVGroup(FULL, 4))
+
+
+@instead(get_group_keys)
+def larger_block_is_named_by_its_first_tokens(
+    block_keys: tuple[BlockKey, ...], group: int, num_links: int, first: int, end: int
+) -> tuple[BlockKey, ...]:
+    """Two blocks that begin alike are one."""
+    return tuple([block_keys[i * num_links].in_group(group) for i in range(first, end)])
+
+
+# What is left.
+
+
+@ROOM.law("P8", (5, 9, 3), window_is_left_a_token_early, window_is_left_a_token_late)
+def check_token_behind_a_window_is_skipped_and_no_other(
+    position: int, num_computed: int, num_tokens: int
+) -> None:
+    """The next token reads itself and those before it, as many as the window has in all."""
+    assert 0 <= position < num_computed and 1 <= num_tokens
+    num_skipped = compute_num_skipped_tokens(window(num_tokens, 1), num_computed)
+    assert (position < num_skipped) == (num_computed - position >= num_tokens)
+
+
+@ROOM.law("P8", (5, 9, 8), chunk_is_left_before_it_is_full)
+def check_token_of_an_earlier_chunk_is_skipped_and_no_other(
+    position: int, num_computed: int, size: int
+) -> None:
+    """The next token reads those of its own chunk."""
+    assert 0 <= position <= num_computed and 1 <= size
+    group = KVGroup(CHUNK, 1, attention_chunk_size=size)
+    num_skipped = compute_num_skipped_tokens(group, num_computed)
+    assert (position < num_skipped) == (position // size < num_computed // size)
+
+
+@ROOM.law("P8", (9, 20, 3, 4), last_partly_skipped_block_is_left)
+def check_block_is_skipped_when_all_of_its_tokens_are(
+    position: int, num_computed: int, num_tokens: int, block_size: int
+) -> None:
+    """A block with one token that is read stays."""
+    assert 0 <= position < num_computed and 1 <= num_tokens and 1 <= block_size
+    group = window(num_tokens, block_size)
+    num_skipped = compute_num_skipped_tokens(group, num_computed)
+    is_held = position // block_size >= compute_num_skipped_blocks(group, num_computed)
+    assert is_held == ((position // block_size + 1) * block_size > num_skipped)
+
+
+# What is held.
+
+
+@ROOM.law("P8 P11", (9, 4, 3, 4, 4), window_begins_on_a_block_boundary)
+def check_window_holds_no_more_blocks_than_it_is_charged(
+    num_computed: int, num_ahead: int, num_tokens: int, reach: int, block_size: int
+) -> None:
+    """Wherever the request is, however many slots it has been given from there on."""
+    assert 0 <= num_computed and 1 <= num_ahead <= reach and 1 <= num_tokens and 1 <= block_size
+    group = window(num_tokens, block_size)
+    num_slots = num_computed + num_ahead
+    num_left = compute_num_skipped_blocks(group, num_computed)
+    num_held = compute_num_blocks(num_slots, block_size) - num_left
+    assert num_held <= compute_max_held_blocks(group, num_slots, reach)
+
+
+@ROOM.law("P8 P11", (11, 4, 4), window_begins_on_a_block_boundary)
+def check_chunks_hold_no_more_blocks_than_they_are_charged(
+    num_computed: int, num_ahead: int, reach: int
+) -> None:
+    """Chunks of six tokens in blocks of four: every second one begins within a block."""
+    assert 0 <= num_computed and 1 <= num_ahead <= reach
+    num_slots = num_computed + num_ahead
+    num_left = compute_num_skipped_blocks(CHUNKS, num_computed)
+    num_held = compute_num_blocks(num_slots, 4) - num_left
+    assert num_held <= compute_max_held_blocks(CHUNKS, num_slots, reach)
+
+
+@ROOM.law("P11 P15", (90, 3, 4, 4), window_is_charged_the_whole_request)
+def check_charge_of_a_window_does_not_grow_with_the_request(
+    num_slots: int, num_tokens: int, reach: int, block_size: int
+) -> None:
+    """It is the window and the reach of a step, and a block for where they begin."""
+    assert 1 <= num_slots and 1 <= num_tokens and 1 <= reach and 1 <= block_size
+    charged = compute_max_held_blocks(window(num_tokens, block_size), num_slots, reach)
+    assert charged <= compute_num_blocks(num_tokens - 1 + reach, block_size) + 1
+    assert charged <= compute_num_blocks(num_slots, block_size)
+
+
+@ROOM.law(
+    "P1 P8",
+    (20, 2, 3, 8),
+    drafts_in_flight_count_as_computed,
+    first_block_of_those_left_is_queued_first,
+    last_partly_skipped_block_is_left,
+)
+def check_blocks_behind_the_first_draft_are_freed_from_the_last_to_the_first(
+    num_computed: int, num_in_doubt: int, num_tokens: int, block_size: int
+) -> None:
+    """What a rejected draft would have to read again is still there."""
+    assert 1 <= block_size and 0 <= num_in_doubt <= num_computed <= 3 * block_size
+    assert 1 <= num_tokens and num_computed < 8192
+    config = build_config(window(num_tokens, block_size), block_size=block_size, num_blocks=6)
+    request = h.build_runner("a", 1, num_computed, (1, 2, 3), 3)
+    pool = h.build_pool((0, 1, 1, 1, 0, 0), (4, 5), published=(1, 2, 3))
+    after, skipped = skip_slots(config, pool, request, num_in_doubt, STRICT_RULES)
+    next_token = num_computed - num_in_doubt
+    num_left = max(next_token - num_tokens + 1, 0) // block_size
+    assert skipped.holdings == (Holding((0,) * num_left + (1, 2, 3)[num_left:], 3),)
+    assert after.free_queue == (4, 5, *(3, 2, 1)[3 - num_left :])
+
+
+# What several share.
+
+
+@ROOM.law("P1 P8", (30, 16), null_blocks_cost_a_block_each)
+def check_groups_are_granted_what_they_need_together_or_nothing(
+    num_new: int, block_size: int
+) -> None:
+    """A hit of two blocks: one group shares both, of which one is free; the other the last."""
+    assert 1 <= block_size and 1 <= num_new and 2 * block_size + num_new < 8192
+    groups = (KVGroup(FULL, block_size), window(2, block_size))
+    config = replace(
+        build_config(*groups, block_size=block_size, num_blocks=10), enable_prefix_caching=False
+    )
+    pool = h.build_pool((0, 1, 0, 0, 0, 0, 0, 0, 0, 0), (3, 2, 4, 5, 6, 7, 8, 9), (1, 2, 3))
+    request = replace(h.build_request("a", 1), holdings=(Holding(), Holding()))
+    hit = Hit(2 * block_size, ((1, 2), (0, 3)))
+    granted = allocate_slots(config, pool, request, num_new, hit=hit)
+    num_each = compute_num_blocks(num_new, block_size)
+    assert (granted is None) == (num_each > 3)
+    if granted is not None:
+        taken, after = granted
+        assert after.block_tables == (
+            (1, 2, *range(4, 4 + num_each)),
+            (0, 3, *range(4 + num_each, 4 + 2 * num_each)),
+        )
+        assert len(taken.free_queue) == 6 - 2 * num_each
+
+
+def build_published(num_full: int, first: int, end: int) -> Pool:
+    """Of a chain of two: so many leading blocks of the first group, [first, end) of the other."""
+    published = {CHAIN[index]: (1 + index,) for index in range(2) if index < num_full}
+    published |= {
+        CHAIN[index].in_group(1): (4 + index,) for index in range(2) if first <= index < end
+    }
+    return Pool((0,) * 8, (None,) * 8, tuple(range(1, 8)), FrozenMap(published))
+
+
+@ROOM.law(
+    "P5",
+    (9, 2, 1, 2, 5),
+    window_is_asked_about_the_longest_hit_only,
+    window_is_hit_by_its_last_block,
+    window_must_have_all_that_it_skips,
+    is_slow=True,
+)
+def check_hit_is_the_greatest_length_that_is_valid_for_both_groups(
+    num_known: int, num_full: int, first: int, end: int, num_tokens: int
+) -> None:
+    """Of blocks of four tokens, and windows of any number."""
+    assert 1 <= num_known <= 9 and 0 <= num_full <= 2 and 0 <= first <= end <= 2 and 1 <= num_tokens
+    config = build_config(KVGroup(FULL, 4), window(num_tokens, 4))
+    request = replace(h.build_request("a", num_known), block_keys=CHAIN)
+    hit = get_prefix_hit(config, build_published(num_full, first, end), request)
+    greatest = 0
+    for length in (4, 8):
+        num_left = max(length - num_tokens + 1, 0) // 4
+        has_window = num_left * 4 == length or (first <= num_left and length <= end * 4)
+        if length < num_known and length <= num_full * 4 and has_window:
+            greatest = length
+    assert hit.num_tokens == greatest
+
+
+@ROOM.law("P5 P6", (2, 0, 3), larger_block_is_named_by_its_first_tokens)
+def check_larger_block_is_named_by_its_last_tokens_and_its_group(
+    num_links: int, first: int, end: int
+) -> None:
+    """Of a chain of six keys."""
+    assert 1 <= num_links <= 3 and 0 <= first <= end and end * num_links <= 6
+    keys = tuple([BlockKey(None, (index,)) for index in range(6)])
+    named = get_group_keys(keys, 1, num_links, first, end)
+    assert len(named) == end - first
+    for index, key in enumerate(named):
+        assert key == keys[(first + index + 1) * num_links - 1].in_group(1)

@@ -1,0 +1,71 @@
+"""Groups: what each kind of attention still reads, and so has to be held.
+
+    | skipped |     attended     |  new  | lookahead |        before a token at position c
+    |  null   |       held       |     allocate      |
+
+Which tokens are skipped is all that a kind decides; the rest follows from it.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import assert_never
+
+from blockstep.spec.vocabulary import Config, GroupKind, KVGroup
+
+
+def compute_num_skipped_tokens(group: KVGroup, num_computed: int) -> int:
+    """Leading tokens to which no token from position `num_computed` on attends.
+
+    Source: vLLM 0.19.1 `get_num_skipped_tokens`.
+    """
+    match group.kind:
+        case GroupKind.FULL:
+            return 0
+        case GroupKind.SLIDING_WINDOW:
+            return max(num_computed - group.sliding_window + 1, 0)
+        case GroupKind.CHUNKED_LOCAL:
+            return num_computed // group.attention_chunk_size * group.attention_chunk_size
+        case _:
+            assert_never(group.kind)
+
+
+def compute_num_skipped_blocks(group: KVGroup, num_computed: int) -> int:
+    """Leading blocks of which no token is attended. Source: vLLM 0.19.1 `remove_skipped_blocks`."""
+    return compute_num_skipped_tokens(group, num_computed) // group.block_size
+
+
+def compute_max_reach(config: Config) -> int:
+    """Slots of one request, at most, from the first token that it may still have to compute on.
+
+    A row of a step, the lookahead behind it, and drafts in flight before it: until they are
+    verified a request may have to go back to the first of them. Source: P8, P14.
+    """
+    budget, threshold = config.max_num_batched_tokens, config.long_prefill_token_threshold
+    num_row = min(budget, threshold) if threshold else budget
+    num_frames = config.max_frames_in_flight - 1 if config.async_scheduling else 0
+    num_in_doubt = num_frames * min(config.num_speculative_tokens, num_row - 1)
+    return num_in_doubt + num_row + config.num_lookahead_tokens
+
+
+def compute_max_held_blocks(group: KVGroup, num_slots: int, max_reach: int) -> int:
+    """Blocks that a request of `num_slots` holds of one group at most, however it is chunked.
+
+    Under full attention all of them; else what a window and the reach of a step touch, wherever
+    they begin. Upstream charges a window the whole request, and so never admits some (#39734).
+    Source: vLLM 0.19.1 `max_memory_usage_bytes` of each kind, without what cannot happen; P8, P11.
+    """
+    size = group.block_size
+    num_all = -(-num_slots // size)
+    match group.kind:
+        case GroupKind.FULL:
+            return num_all
+        case GroupKind.SLIDING_WINDOW:
+            num_tokens, offset = group.sliding_window - 1 + max_reach, size - 1
+        case GroupKind.CHUNKED_LOCAL:
+            num_tokens = group.attention_chunk_size - 1 + max_reach
+            offset = size - gcd(group.attention_chunk_size, size)
+        case _:
+            assert_never(group.kind)
+    # What is attended begins so far into a block at most: a window anywhere, a chunk not.
+    return min(num_all, -(-(offset + num_tokens) // size))

@@ -1,0 +1,437 @@
+"""Several KV groups, by hand: what a window lets go, what a gate charges, whom it spares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import cast
+
+import pytest
+from groups_support import FULL, WINDOW, attends, chunks, full, window
+
+from blockstep.spec import Config, Oracle, Policy, Rejected, Request, SpecMethod, Submit
+from blockstep.spec.hashing import extend_block_keys
+from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec.memory.groups import compute_max_held_blocks, compute_max_reach
+from blockstep.spec.memory.slots import compute_max_blocks, publish_slots, revoke_slots
+from blockstep.spec.pool import create_pool
+from blockstep.spec.state import State
+from blockstep.spec.strict import STRICT_RULES
+from blockstep.spec.vocabulary import (
+    BlockTables,
+    GroupKind,
+    KVGroup,
+    Plan,
+    RejectCode,
+    config_problems,
+)
+
+
+def tables(oracle: Oracle, name: str) -> BlockTables:
+    return oracle.state.requests[name].block_tables
+
+
+def step(oracle: Oracle, token: int = 7) -> Plan:
+    """One step, committed: who samples, samples this token."""
+    plan = oracle.schedule()
+    if plan.rows:
+        (frame,) = oracle.state.frames
+        oracle.commit(plan, {row.request_id: [token] * row.samples for row in frame.rows})
+    assert get_broken_invariants(oracle.state) == ()
+    return plan
+
+
+def changed(state: State, name: str, **changes: object) -> State:
+    """The state with another value in one field of one request."""
+    request = replace(state.requests[name], **changes)  # type: ignore[arg-type]
+    requests = state.requests.to_dict() | {name: request}
+    return replace(state, requests=type(state.requests)(requests))
+
+
+class TestFullAndWindow:
+    """Blocks of two tokens, a window of three, four tokens a step; eleven blocks to take."""
+
+    config = Config(12, 2, max_num_batched_tokens=4, groups=(full(2), window(2, 3)))
+
+    def start(self, num_prompt: int = 9) -> Oracle:
+        oracle = Oracle(self.config)
+        oracle.submit(Request("A", tuple(range(num_prompt)), max_tokens=2))
+        return oracle
+
+    def test_each_group_has_a_table_in_the_order_of_the_groups(self) -> None:
+        oracle = self.start()
+        plan = step(oracle)
+        assert plan.new[0].block_ids == tables(oracle, "A") == ((1, 2), (3, 4))
+        assert oracle.num_free_blocks == 7
+
+    def test_what_the_window_left_is_null_and_free_before_the_step_takes_a_block(self) -> None:
+        """Before token 4 it reads 2 and 3; before token 8 it reads 6 and 7."""
+        oracle = self.start()
+        step(oracle)
+        plan = step(oracle)
+        assert tables(oracle, "A") == ((1, 2, 5, 6), (0, 4, 7, 8))
+        assert plan.cached[0].new_block_ids == ((5, 6), (7, 8))
+        assert oracle.state.pool.free_queue == (9, 10, 11, 3)
+        step(oracle)
+        assert tables(oracle, "A") == ((1, 2, 5, 6, 9), (0, 0, 0, 8, 10))
+        assert oracle.state.pool.free_queue == (11, 3, 7, 4)
+
+    def test_a_block_that_was_left_is_still_found(self) -> None:
+        oracle = self.start()
+        for _ in range(4):
+            step(oracle)
+        assert not oracle.state.requests
+        assert oracle.state.pool.free_queue == (11, 3, 7, 4, 9, 6, 5, 2, 1, 10, 8)
+        assert oracle.peek(Request("B", tuple(range(9)))) == 8
+        oracle.submit(Request("B", tuple(range(9)), max_tokens=2))
+        step(oracle)
+        assert tables(oracle, "B") == ((1, 2, 5, 6, 11), (0, 0, 0, 8, 3))
+        assert oracle.state.requests["B"].num_cached_tokens == 8
+
+    def test_each_group_publishes_for_itself(self) -> None:
+        oracle = self.start()
+        step(oracle)
+        cached = oracle.state.pool.cached
+        assert [(key.index, key.group, cached[key]) for key in cached] == [
+            (0, 0, (1,)), (1, 0, (2,)), (0, 1, (3,)), (1, 1, (4,)),
+        ]  # fmt: skip
+
+    def test_a_preempted_request_holds_nothing_and_resumes_from_its_hit(self) -> None:
+        oracle = self.start()
+        step(oracle)
+        step(oracle)
+        assert oracle.reset(reset_running_requests=True)
+        assert oracle.num_free_blocks == 11
+        assert tables(oracle, "A") == ((), ())
+        assert step(oracle).cached[0].resumed
+
+    def test_hits_of_all_groups_are_pinned_before_any_group_takes_a_block(self) -> None:
+        """The window's hit is next in the queue: the full group must not take it (B01)."""
+        oracle = Oracle(replace(self.config, groups=(full(2), window(2, 3)), num_blocks=9))
+        oracle.submit(Request("A", (0, 1, 2), max_tokens=1))
+        step(oracle)
+        queue = oracle.state.pool.free_queue
+        shared = oracle.state.pool.cached
+        (in_full,), (in_window,) = shared.values()
+        assert {in_full, in_window} < set(queue)
+        state = replace(
+            oracle.state,
+            pool=replace(
+                oracle.state.pool,
+                free_queue=tuple(
+                    sorted(queue, key=lambda block_id: (block_id != in_window, block_id))
+                ),
+            ),
+        )
+        oracle.state = state
+        oracle.submit(Request("B", (0, 1, 5), max_tokens=2))
+        step(oracle)
+        taken = [block_id for table in tables(oracle, "B") for block_id in table]
+        assert taken[0] == in_full
+        assert taken[2] == in_window
+        assert len(set(taken)) == 4
+
+
+def test_tables_of_unequal_blocks_are_of_unequal_length() -> None:
+    config = Config(22, 1, max_num_batched_tokens=8, groups=(full(1), window(2, 3), chunks(4, 8)))
+    oracle = Oracle(config)
+    oracle.submit(Request("A", tuple(range(10)), max_tokens=3))
+    step(oracle)
+    assert tables(oracle, "A") == (tuple(range(1, 9)), (9, 10, 11, 12), (13, 14))
+    step(oracle)
+    assert tables(oracle, "A") == ((*range(1, 9), 15, 16), (0, 0, 0, 12, 17), (0, 0, 18))
+    assert oracle.state.pool.free_queue == (19, 20, 21, 11, 10, 9, 14, 13)
+    assert [holding.num_cached_blocks for holding in oracle.state.requests["A"].holdings] == [
+        10, 5, 2,
+    ]  # fmt: skip
+
+
+def test_what_a_window_leaves_spares_a_victim() -> None:
+    """The third step needs a block, and none is free but the one that the window leaves."""
+    config = Config(9, 2, max_num_batched_tokens=4, scheduler_reserve_full_isl=False,
+                    groups=(window(2, 2), full(4)))  # fmt: skip
+    oracle = Oracle(config)
+    oracle.submit(Request("A", (0,) * 9, max_tokens=1))
+    oracle.submit(Request("B", (1, 1), max_tokens=8))
+    step(oracle)
+    step(oracle)
+    assert step(oracle).preempted_req_ids == ()
+
+
+def test_a_window_is_left_even_by_who_then_has_to_go() -> None:
+    """It frees what it does not read before anybody is preempted: that is queued first."""
+    config = Config(10, 2, max_num_batched_tokens=4, enable_prefix_caching=False,
+                    scheduler_reserve_full_isl=False, groups=(full(2), window(2, 3)))  # fmt: skip
+    oracle = Oracle(config)
+    oracle.submit(Request("A", (0,) * 9, max_tokens=1))
+    step(oracle)
+    assert tables(oracle, "A") == ((1, 2), (3, 4))
+    pool = oracle.state.pool
+    taken = tuple(n + (block_id in range(5, 9)) for block_id, n in enumerate(pool.ref_counts))
+    pool = replace(pool, free_queue=(9,), ref_counts=taken)  # somebody else has 5 to 8
+    oracle.state = replace(oracle.state, pool=pool)
+    plan = oracle.schedule()
+    assert plan.preempted_req_ids == ("A",)
+    assert oracle.state.pool.free_queue == (9, 3, 2, 1, 4)
+
+
+def test_drafts_in_flight_hold_the_window_back() -> None:
+    """Two drafts are on their way: if they are rejected, the next row starts before them."""
+    config = Config(
+        20, 1, max_num_batched_tokens=8, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2,
+        max_frames_in_flight=2, async_scheduling=True, groups=(window(1, 2),),
+    )  # fmt: skip
+    oracle = Oracle(config)
+    oracle.submit(Request("A", (0, 1, 2, 3), max_tokens=9))
+    first = oracle.schedule()
+    assert tables(oracle, "A") == ((1, 2, 3, 4),)
+    second = oracle.schedule()
+    assert second.cached[0].num_computed_tokens == 4
+    assert tables(oracle, "A") == ((0, 0, 0, 4, 5, 6, 7),)
+    oracle.commit(first, {"A": [9]})
+    third = oracle.schedule()
+    assert third.cached[0].num_computed_tokens == 7  # if both drafts are accepted
+    assert tables(oracle, "A") == ((0, 0, 0, 0, 5, 6, 7, 8, 9, 10),)  # it may go on at 5
+    oracle.commit(second, {"A": [9]})
+    assert oracle.state.requests["A"].num_computed_tokens == 8
+    oracle.commit(third, {"A": [9]})
+    assert oracle.state.requests["A"].num_computed_tokens == 6
+    assert oracle.schedule().cached[0].num_computed_tokens == 6
+    assert tables(oracle, "A")[0][:6] == (0, 0, 0, 0, 0, 6)
+    assert get_broken_invariants(oracle.state) == ()
+
+
+def test_a_block_that_is_left_before_its_token_is_known_is_never_published() -> None:
+    """Three plans ahead, each token reads itself alone: the null blocks get no key."""
+    config = Config(9, 1, max_frames_in_flight=3, async_scheduling=True, groups=(window(1, 1),))
+    oracle = Oracle(config)
+    oracle.submit(Request("A", (0, 1), max_tokens=4))
+    plans = [oracle.schedule() for _ in range(3)]
+    assert tables(oracle, "A") == ((0, 0, 0, 3),)
+    known = replace(oracle.state.requests["A"], output_token_ids=(7, 7))
+    keys = extend_block_keys(known, 1, STRICT_RULES)
+    pool, _ = publish_slots(config, oracle.state.pool, replace(known, block_keys=keys), [4])
+    assert pool.cached[keys[3]] == (3,)
+    assert keys[2] not in pool.cached
+    for plan in plans:
+        oracle.commit(plan, {"A": [7]})
+        assert get_broken_invariants(oracle.state) == ()
+    assert [key.index for key in oracle.state.pool.cached] == [1, 3]
+
+
+def test_a_victim_takes_back_what_it_published_in_blocks_of_each_size() -> None:
+    """Two of its four tokens were computed: of the larger blocks that is one."""
+    oracle = Oracle(Config(9, 1, groups=(full(1), full(2))))
+    oracle.submit(Request("A", (0, 1, 2, 3), max_tokens=2))
+    oracle.schedule()
+    victim = replace(oracle.state.requests["A"], num_computed_tokens=2)
+    pool = revoke_slots(oracle.state.pool, victim, (1, 2), STRICT_RULES)
+    assert [(key.group, key.index) for key in pool.cached] == [(0, 0), (0, 1), (1, 1)]
+    assert len(pool.free_queue) == 8
+
+
+class TestWhatAWindowIsCharged:
+    """#39734: the gate and the check at submission count what a window holds, not the prompt."""
+
+    config = Config(13, 1, max_num_batched_tokens=2, groups=(window(1, 3), chunks(2, 4)))
+
+    def test_a_prompt_of_twenty_tokens_fits_where_all_of_it_never_would(self) -> None:
+        """Two tokens of the window and two of the step; of chunks two blocks, and a third for a
+        row that begins with the last token of one: that it never does with all of the budget."""
+        oracle = Oracle(self.config)
+        request = Request("A", (0,) * 20, max_tokens=4)
+        assert compute_max_blocks(self.config, request) == 4 + 3
+        oracle.submit(request)
+        assert step(oracle).new
+        held = []
+        while oracle.state.requests:
+            step(oracle)
+            held.append(oracle.state.config.num_usable_blocks - oracle.num_free_blocks)
+        assert max(held) == 6
+
+    def test_with_a_block_less_it_is_refused_at_once(self) -> None:
+        oracle = Oracle(replace(self.config, num_blocks=7))
+        refused = oracle.apply(Submit(Request("A", (0,) * 20)))
+        assert isinstance(refused, Rejected)
+        assert refused.code is RejectCode.NEVER_FITS
+        assert refused.detail == (
+            "'A' may need 7 blocks, the pool has 6; lower max_tokens or add blocks"
+        )
+
+    @pytest.mark.parametrize(("num_usable", "status"), [(10, "waiting"), (11, "running")])
+    def test_the_gate_lets_in_who_can_finish_beside_those_that_run(
+        self, num_usable: int, status: str
+    ) -> None:
+        """Behind its prompt the first holds three blocks of the window and one of its chunk."""
+        oracle = Oracle(replace(self.config, num_blocks=num_usable + 1))
+        oracle.submit(Request("A", (0,) * 4, max_tokens=20))
+        oracle.submit(Request("B", (1,) * 20, max_tokens=4))
+        for _ in range(3):
+            step(oracle)
+        assert tables(oracle, "A")[0].count(0) == 2
+        assert tables(oracle, "A")[1] == (0, 0, 8)
+        assert oracle.state.requests["B"].status == status
+
+
+@pytest.mark.parametrize(
+    "group",
+    [window(s, w) for s in (1, 2, 3, 4) for w in range(1, 8)]
+    + [chunks(s, k) for s in (1, 2, 3, 4) for k in range(1, 8)],
+)
+def test_the_most_that_a_group_holds_is_reached_and_never_passed(group: KVGroup) -> None:
+    """Of every place where a request can be, and every number of slots from there on."""
+    size = group.block_size
+    for reach in range(1, 6):
+        held = [
+            len(
+                {
+                    p // size
+                    for p in range(c + reach)
+                    if p >= c or any(attends(group, r, p) for r in range(c, c + 9))
+                }
+            )
+            for c in range(40)
+        ]
+        assert max(held) == compute_max_held_blocks(group, 99, reach)
+        assert compute_max_held_blocks(group, size, reach) == 1
+
+
+def test_the_reach_of_a_request_is_a_row_its_lookahead_and_the_drafts_in_flight() -> None:
+    config = Config(9, max_num_batched_tokens=10, groups=(full(16),))
+    assert compute_max_reach(config) == 10
+    assert compute_max_reach(replace(config, long_prefill_token_threshold=4)) == 4
+    assert compute_max_reach(replace(config, long_prefill_token_threshold=40)) == 10
+    drafts = replace(config, spec_method=SpecMethod.EAGLE, num_speculative_tokens=3)
+    assert compute_max_reach(drafts) == 13
+    assert compute_max_reach(replace(drafts, max_frames_in_flight=3)) == 13
+    ahead = replace(drafts, max_frames_in_flight=3, async_scheduling=True)
+    assert compute_max_reach(ahead) == 19
+    assert compute_max_reach(replace(ahead, max_num_batched_tokens=2)) == 2 + 3 + 2
+
+
+@pytest.mark.parametrize("method", [SpecMethod.NONE, SpecMethod.EAGLE])
+@pytest.mark.parametrize("policy", list(Policy))
+def test_one_full_group_is_as_none(policy: Policy, method: SpecMethod) -> None:
+    num_drafts = 0 if method is SpecMethod.NONE else 2
+    config = Config(8, 2, max_num_batched_tokens=5, policy=policy, max_model_len=12,
+                    spec_method=method, num_speculative_tokens=num_drafts,
+                    scheduler_reserve_full_isl=False)  # fmt: skip
+    sides = [Oracle(config), Oracle(replace(config, groups=(full(2),)))]
+    for number, length in product(range(4), (3, 5, 4)):
+        name = f"r{number}{length}"
+        request = Request(name, (number % 2,) * length, max_tokens=6, priority=length)
+        answers = [side.apply(Submit(request)) for side in sides]
+        assert answers[0] == answers[1]
+        for _ in range(1 + number % 2):
+            plans = [side.schedule() for side in sides]
+            assert plans[0] == plans[1]
+            if not plans[0].rows:
+                continue
+            for side in sides:
+                (frame,) = side.state.frames
+                side.commit(plans[0], {row.request_id: [1] * row.samples for row in frame.rows})
+                if num_drafts:
+                    side.propose({name: [1] * num_drafts for name in side.state.running})
+            assert sides[0].snapshot() == sides[1].snapshot()
+    assert sides[0].state.stats.preemptions
+    assert sides[0].state.stats.prefix_cache_hits or num_drafts
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"groups": [full(2)]}, "must be a tuple of KVGroup"),
+        ({"groups": (2,)}, "must be a tuple of KVGroup"),
+        ({"groups": (KVGroup(cast("GroupKind", "full"), 2),)}, "its kind must be a GroupKind"),
+        ({"groups": (full(0),)}, "its block_size must be an int from 1"),
+        ({"groups": (full(True),)}, "its block_size must be an int from 1"),
+        ({"groups": (KVGroup(WINDOW, 2),)}, "its sliding_window must be an int from 1"),
+        ({"groups": (KVGroup(FULL, 2, 3),)}, "only a group of kind sliding_window has a sliding"),
+        ({"groups": (KVGroup(WINDOW, 2, 3, 4),)}, "only a group of kind chunked_local has a"),
+        ({"groups": (full(2), full(3))}, "divide every one: [2, 3]; name blocks by the smallest"),
+        ({"groups": (full(4),)}, "must be the smallest block size of a group"),
+        ({"groups": (full(2), full(4)), "block_size": 1}, "must be the smallest block size"),
+    ],
+)
+def test_a_config_with_bad_groups_is_refused_in_a_sentence(
+    changes: dict[str, object], message: str
+) -> None:
+    config = replace(Config(9, 2), **changes)  # type: ignore[arg-type]
+    (problem,) = config_problems(config)
+    assert message in str(problem)
+
+
+def test_groups_of_one_kind_may_differ_in_size() -> None:
+    assert config_problems(Config(9, 2, groups=(window(2, 3), window(4, 9), full(6)))) == ()
+
+
+class TestInvariants:
+    """Each of them can fail."""
+
+    def start(self) -> State:
+        oracle = Oracle(TestFullAndWindow.config)
+        oracle.submit(Request("A", tuple(range(9)), max_tokens=2))
+        step(oracle)
+        step(oracle)
+        return oracle.state
+
+    @pytest.mark.parametrize(
+        ("table", "is_broken"),
+        [((0, 4, 7, 8), False), ((0, 0, 7, 8), False), ((0, 0, 0, 8), False), ((0, 0, 0, 0), True),
+         ((0, 4, 0, 8), True), ((0, 4, 7), True)],
+    )  # fmt: skip
+    def test_of_what_is_read_nothing_is_null(self, table: tuple[int, ...], is_broken: bool) -> None:
+        state = self.start()
+        held = state.requests["A"].holdings
+        after = changed(state, "A", holdings=(held[0], replace(held[1], block_table=table)))
+        assert ("is_every_attended_block_held" in get_broken_invariants(after)) == is_broken
+
+    def test_a_full_group_has_no_null_block(self) -> None:
+        state = self.start()
+        held = state.requests["A"].holdings
+        after = changed(state, "A", holdings=(replace(held[0], block_table=(0, 2, 5, 6)), held[1]))
+        assert "is_every_attended_block_held" in get_broken_invariants(after)
+
+    def test_what_the_first_draft_in_flight_reads_is_not_null(self) -> None:
+        config = Config(
+            20, 1, max_num_batched_tokens=8, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2,
+            max_frames_in_flight=2, async_scheduling=True, groups=(window(1, 2),),
+        )  # fmt: skip
+        oracle = Oracle(config)
+        oracle.submit(Request("A", (0, 1, 2, 3), max_tokens=9))
+        oracle.schedule()
+        oracle.schedule()
+        (held,) = oracle.state.requests["A"].holdings
+        assert oracle.state.requests["A"].num_computed_tokens == 7
+        for num_null, is_broken in ((4, False), (5, True)):
+            table = (0,) * num_null + held.block_table[num_null:]
+            after = changed(oracle.state, "A", holdings=(replace(held, block_table=table),))
+            assert ("is_every_attended_block_held" in get_broken_invariants(after)) == is_broken
+
+    def test_a_window_that_grows_is_found(self) -> None:
+        """Of seven tokens, three of the window and four of a step, there are four blocks."""
+        state = self.start()
+        held = state.requests["A"].holdings
+        grown = replace(held[1], block_table=(3, 4, 7, 8))
+        after = changed(state, "A", holdings=(held[0], grown))
+        assert "is_every_window_as_small_as_charged" not in get_broken_invariants(after)
+        grown = replace(held[1], block_table=(3, 4, 7, 8, 9))
+        after = changed(state, "A", holdings=(held[0], grown))
+        assert "is_every_window_as_small_as_charged" in get_broken_invariants(after)
+
+    def test_a_null_block_with_a_holder_is_found(self) -> None:
+        state = self.start()
+        pool = replace(state.pool, ref_counts=(1, *state.pool.ref_counts[1:]))
+        assert "is_every_block_free_or_held" in get_broken_invariants(replace(state, pool=pool))
+
+    def test_a_block_under_the_key_of_another_group_is_found(self) -> None:
+        state = self.start()
+        keys = list(state.pool.block_keys)
+        keys[7] = keys[5]
+        pool = replace(state.pool, block_keys=tuple(keys))
+        assert "is_every_settled_block_keyed" in get_broken_invariants(replace(state, pool=pool))
+
+
+def test_kinds_are_all_of_a_pool_with_one_null_block() -> None:
+    assert create_pool(3).free_queue == (1, 2)
+    assert [kind.value for kind in GroupKind] == ["full", "sliding_window", "chunked_local"]

@@ -1,0 +1,200 @@
+"""Random walks with several KV groups: nothing read is missing, and the estimate is what is taken.
+
+Unlike the worked examples, these know no rule of a kind but which token attends to which.
+"""
+
+from itertools import chain
+from random import Random
+
+import pytest
+from groups_support import attends, chunks, full, window
+
+from blockstep.spec import Config, Oracle, Policy, Request, SpecMethod, State
+from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec.memory import slots
+from blockstep.spec.pool import Pool, get_num_free_blocks
+from blockstep.spec.requests import Hit, RequestState
+from blockstep.spec.step import admission, preemption
+from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, NULL_BLOCK, Plan
+
+MIXES = (
+    (full(2), window(2, 3)),
+    (window(1, 4), full(2)),
+    (full(1), window(2, 5), chunks(4, 8)),
+    (window(2, 1), chunks(2, 3)),
+    (chunks(2, 6), full(4), window(4, 3)),
+    (window(3, 7),),
+)
+METHODS = (SpecMethod.NONE, SpecMethod.NGRAM, SpecMethod.EAGLE)
+
+
+def draw_config(random: Random) -> Config:
+    groups = random.choice(MIXES)
+    method = random.choice(METHODS)
+    depth = random.choice((1, 1, 2, 3))
+    return Config(
+        num_blocks=random.randint(8, 30),
+        block_size=min(group.block_size for group in groups),
+        max_num_seqs=3,
+        max_num_batched_tokens=random.randint(1, 10),
+        max_model_len=24,
+        policy=random.choice(tuple(Policy)),
+        enable_prefix_caching=random.random() < 0.8,
+        long_prefill_token_threshold=random.choice((0, 0, 2, 5)),
+        scheduler_reserve_full_isl=random.random() < 0.7,
+        spec_method=method,
+        num_speculative_tokens=0 if method is SpecMethod.NONE else random.randint(1, 3),
+        max_frames_in_flight=depth,
+        async_scheduling=depth > 1 and random.random() < 0.7,
+        groups=groups,
+    )
+
+
+class Walk:
+    """A run of drawn events, which checks each plan before the worker would carry it out."""
+
+    def __init__(self, seed: int, config: Config | None = None) -> None:
+        self.random = Random(seed)
+        self.oracle = Oracle(config or draw_config(self.random))
+        self.plans: list[Plan] = []
+        self.num_nulls = self.num_hits = self.num_preempted = 0
+
+    def submit(self, number: int) -> None:
+        random = self.random
+        prompt = tuple(random.choice((0, 0, 0, 1)) for _ in range(random.randint(1, 16)))
+        request = Request(f"r{number}", prompt, random.randint(1, 6), priority=random.randint(0, 2))
+        if not slots.is_servable(self.oracle.state.config, request):
+            return
+        self.oracle.submit(request)
+
+    def schedule(self) -> None:
+        before = self.oracle.state
+        if len(before.frames) == before.config.max_frames_in_flight:
+            return
+        plan = self.oracle.schedule()
+        if plan.rows:
+            self.plans.append(plan)
+        self.check_reads(before, plan)
+        self.num_preempted += len(plan.preempted_req_ids)
+
+    def check_reads(self, before: State, plan: Plan) -> None:
+        """Every position that a row may read is held; and what none will read is null."""
+        config = before.config
+        for row in plan.rows:
+            start, end = row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens
+            in_flight = [r for f in before.frames for r in f.rows if r.request_id == row.request_id]
+            first = start - sum(len(r.draft_token_ids) for r in in_flight)
+            tables = self.oracle.state.requests[row.request_id].block_tables
+            for group, table in zip(config.groups, tables, strict=True):
+                size = group.block_size
+                assert len(table) * size >= end
+                for index in range(-(-end // size)):
+                    block = range(index * size, (index + 1) * size)
+                    is_read = any(attends(group, r, p) for r in range(first, end) for p in block)
+                    is_written = block.stop > first
+                    assert (table[index] != NULL_BLOCK) == (is_read or is_written)
+                self.num_nulls += NULL_BLOCK in table
+            self.num_hits += row in plan.new and start > 0
+
+    def commit(self) -> None:
+        if not self.plans:
+            return
+        plan, random = self.plans.pop(0), self.random
+        frame = self.oracle.state.frames[0]
+        sampled = {}
+        for row in frame.rows:
+            num_accepted = random.randint(0, len(row.draft_token_ids))
+            drafts = [0 if d == DRAFT_PLACEHOLDER else d for d in row.draft_token_ids]
+            token = random.choice((0, 0, 0, 1))
+            sampled[row.request_id] = [*drafts[:num_accepted], token] if row.samples else []
+        self.oracle.commit(plan, sampled)
+
+    def propose(self) -> None:
+        config, random = self.oracle.state.config, self.random
+        if config.spec_method is SpecMethod.NONE or config.async_scheduling:
+            return
+        most = config.num_speculative_tokens
+        names = self.oracle.state.running
+        self.oracle.propose({name: [0] * random.randint(1, most) for name in names})
+
+    def run(self, num_events: int) -> None:
+        random = self.random
+        for number in range(num_events):
+            match random.choices(
+                ("submit", "schedule", "commit", "propose", "abort", "reset"),
+                (20, 50, 45, 20, 3, 1),
+            )[0]:
+                case "submit":
+                    if len(self.oracle.state.requests) < 6:
+                        self.submit(number)
+                case "schedule":
+                    self.schedule()
+                case "commit":
+                    self.commit()
+                case "propose":
+                    self.propose()
+                case "abort" if self.oracle.state.requests:
+                    self.oracle.abort(random.choice(sorted(self.oracle.state.requests)))
+                case "reset":
+                    self.oracle.reset(reset_running_requests=random.random() < 0.5)
+            assert get_broken_invariants(self.oracle.state) == ()
+        self.drain()
+
+    def drain(self) -> None:
+        """Whoever was taken in can be served, and then everything is free again."""
+        for _ in range(2000):
+            if not self.oracle.state.requests:
+                break
+            self.schedule()
+            self.commit()
+        assert not self.oracle.state.requests
+        assert self.oracle.num_free_blocks == self.oracle.state.config.num_usable_blocks
+
+
+@pytest.fixture
+def _estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every grant takes exactly the blocks that were asked for before it, or there were fewer."""
+
+    def allocate_slots(
+        config: Config,
+        pool: Pool,
+        request: RequestState,
+        num_new: int,
+        num_lookahead: int = 0,
+        hit: Hit = slots.NO_HIT,
+    ) -> tuple[Pool, RequestState] | None:
+        granted = slots.allocate_slots(config, pool, request, num_new, num_lookahead, hit)
+        num_computed = request.num_computed_tokens + hit.num_tokens
+        num_slots = min(num_computed + num_new + num_lookahead, config.max_model_len)
+        tables = hit.block_tables or ((),) * len(config.groups)
+        num_needed = 0
+        for group, held, shared in zip(config.groups, request.block_tables, tables, strict=True):
+            num_blocks = -(-num_slots // group.block_size)
+            num_needed += max(num_blocks - len(held) - len(shared), 0)
+        # Each once, whatever the number of groups that share it.
+        revived = {b for b in chain.from_iterable(tables) if b and pool.ref_counts[b] == 0}
+        num_needed += len(revived)
+        num_free = get_num_free_blocks(pool)
+        assert (granted is None) == (num_needed > num_free)
+        if granted is not None:
+            assert get_num_free_blocks(granted[0]) == num_free - num_needed
+        return granted
+
+    monkeypatch.setattr(admission, "allocate_slots", allocate_slots)
+    monkeypatch.setattr(preemption, "allocate_slots", allocate_slots)
+
+
+@pytest.mark.usefixtures("_estimates")
+@pytest.mark.parametrize("part", range(3))
+def test_nothing_read_is_missing_and_the_estimate_is_what_is_taken(part: int) -> None:
+    walks = [Walk(seed) for seed in range(part * 25, part * 25 + 25)]
+    for walk in walks:
+        walk.run(60)
+    assert all(sum(map(count, walks)) > 0 for count in COUNTS)
+
+
+COUNTS = (
+    lambda walk: walk.num_nulls,
+    lambda walk: walk.num_hits,
+    lambda walk: walk.num_preempted,
+)
