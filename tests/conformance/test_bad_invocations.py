@@ -102,6 +102,8 @@ INVOCATIONS = {
         --corpus /no/such | there is no such folder
         --corpus empty | empty
         --program EMPTY --episode 1 | give one of them
+        --sentence no_such | blockstep explain sentences
+        --sentence table_holds_the_scheduled_tokens --program EMPTY | leave --sentence
         --save /no/such/x.json | there is no folder
     """,
     "hunt": """

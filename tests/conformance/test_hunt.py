@@ -32,6 +32,7 @@ from blockstep.conformance.protocol.program import Answer, Program
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.report.hunt import hunt_to_json, render_hunt, render_hunt_page
 from blockstep.conformance.search import distinct
+from blockstep.conformance.search.check import InProcess, check
 from blockstep.conformance.search.distinct import Mark, Symptoms
 from blockstep.conformance.search.forgiving import (
     Cause,
@@ -50,8 +51,10 @@ from blockstep.spec.vocabulary import (
     Abort,
     Config,
     Event,
+    NewRow,
     Observation,
     Outputs,
+    Plan,
     Policy,
     RejectCode,
     Rejected,
@@ -269,6 +272,57 @@ def test_what_stands_behind_a_wrong_state_shows_when_the_state_is_hidden() -> No
     assert "--hide-state" in render_hunt(result).splitlines()[-1]
 
 
+class Lengthens(SpecEngine):
+    """Who has a hit gets a token too many: the plan is out of shape."""
+
+    traits = EngineTraits(equivalence=Safety())
+
+    def apply(self, event: Event) -> Observation:
+        seen = super().apply(event)
+        if not isinstance(seen, Plan):
+            return seen
+        return replace(seen, new=tuple(self.lengthen(row, seen) for row in seen.new))
+
+    def lengthen(self, row: NewRow, plan: Plan) -> NewRow:
+        more = min(row.num_computed_tokens, 1)
+        return replace(row, num_scheduled_tokens=row.num_scheduled_tokens + more)
+
+
+class Shares(Lengthens):
+    """And it writes to the last block of whoever is first in the plan, which no other row does."""
+
+    def lengthen(self, row: NewRow, plan: Plan) -> NewRow:
+        longer, first = super().lengthen(row, plan), plan.new[0]
+        if longer == row or row is first:
+            return longer
+        return replace(longer, block_ids=(*row.block_ids[:-1], first.block_ids[-1]))
+
+
+@pytest.mark.parametrize(
+    ("engine", "found"),
+    [
+        (Lengthens, [("P24", None)]),
+        (Shares, [("P24", None), ("P3", "attended_slot_holds_the_right_prefix")]),
+    ],
+)
+def test_what_a_plan_out_of_shape_masks_is_told_by_itself(
+    engine: type[Lengthens], found: list[tuple[str, str | None]]
+) -> None:
+    """Its sentence never comes first, and the line to reproduce it asks for it."""
+    result = hunt(CheckOptions(max_events=800), call_here(hide_state(engine)), scopes=["tiny"])
+    seen = [(defect.first.property_id, defect.options.sentence) for defect in result.defects]
+    assert seen == found
+    told: Any = hunt_to_json(result)["defects"]
+    for defect, line in zip(result.defects, told, strict=True):
+        wanted = defect.options.sentence
+        assert line["findings"][0]["sentence"] == defect.first.sentence
+        assert line["reproduce"].endswith(f"--sentence {wanted}") == (wanted is not None)
+        options = replace(defect.options, episode=defect.episode)
+        again = check(options, place=InProcess(lambda _options: hide_state(engine)))
+        assert again.failure is not None
+        assert again.failure.findings[0].sentence == defect.first.sentence
+
+
 # What is one defect.
 
 
@@ -345,6 +399,33 @@ def test_what_is_seen_with_the_state_hidden_is_put_to_the_state_that_it_comes_of
     for acts, count in (("reset", 1), ("aborts", 2)):
         seen = make_defect(hidden, replace(leak, acts=frozenset({acts})))
         assert len(gather([make_defect(Symptoms(leak)), seen])) == count
+
+
+def test_what_comes_beside_every_plan_out_of_shape_is_one_with_it() -> None:
+    """Only a plan without it, by no greater means, tells it apart; then nothing joins the two."""
+    hits = frozenset({"hits"})
+    shape, table = (Mark(f"property {it} a_b", means=hits) for it in ("P24", "P26"))
+    shared = Mark("property P2 c_d", means=hits)
+    masked = replace(make_defect(Symptoms(shared, frozenset({shape, table}))), is_masked=True)
+    with_it = [
+        make_defect(Symptoms(shape, frozenset({table, shared}))),
+        make_defect(Symptoms(table, frozenset({shape, shared}))),
+    ]
+    assert len(gather([*with_it, masked])) == 1
+    greater = Mark("property P24 a_b", means=frozenset({"hits", "preempts"}))
+    assert len(gather([*with_it, masked, make_defect(Symptoms(greater))])) == 1
+    assert len(gather([*with_it, masked, make_defect(Symptoms(shape))])) == 2
+
+
+def test_what_may_come_of_a_wrong_state_is_not_dug_out() -> None:
+    def make(property_id: str, sentence: str) -> Finding:
+        return Finding(FindingKind.PROPERTY, property_id, sentence, "")
+
+    shape, count = make("P24", "a_b"), make("P1", "every_block_is_free_or_held")
+    shared = make("P2", "written_block_is_in_one_place")
+    assert distinct.list_masked(shape, [make("P26", "c_d"), shared]) == [shared]
+    assert distinct.list_masked(shape, [shared, count]) == []
+    assert distinct.list_masked(count, [shared]) == []
 
 
 def make_defect(symptoms: Symptoms, *follows: Mark) -> Defect:

@@ -10,9 +10,11 @@ from rich.console import Console
 
 from blockstep.conformance.command import console, options, programs
 from blockstep.conformance.draw.presets import MAX_DEPTH, PRESETS
+from blockstep.conformance.judge.properties import PROPERTIES
 from blockstep.conformance.protocol.registry import MUSEUM
 from blockstep.conformance.recorded.episodes import write_episode
 from blockstep.conformance.report.jsonform import check_to_json
+from blockstep.conformance.report.sentences import SENTENCES
 from blockstep.conformance.search.check import CheckResult, check
 from blockstep.conformance.search.isolation import (
     BUILD_SECONDS,
@@ -45,6 +47,10 @@ HideStateOption = Annotated[
     typer.Option(
         "--hide-state", help="Judge plans and answers alone: the engine is not asked for its state."
     ),
+]
+SentenceOption = Annotated[
+    str | None,
+    typer.Option(help="Where several sentences are broken at once, show a program for this one."),
 ]
 InProcessOption = Annotated[
     bool,
@@ -90,6 +96,7 @@ def check_command(
     save: programs.SaveOption = None,
     event_seconds: EventSecondsOption = EVENT_SECONDS,
     hide_state: HideStateOption = False,
+    sentence: SentenceOption = None,
     in_process: InProcessOption = False,
     brief: options.Brief = False,
     json_path: options.Json = None,
@@ -103,6 +110,7 @@ def check_command(
     options.require_profile(profile)
     programs.require_one(program, corpus, episode)
     _require_sense(event_seconds, record, episode)
+    _require_sentence(sentence, program)
     max_events, max_seconds = options.require_budget(budget)
     wanted = CheckOptions(
         engine=engine,
@@ -112,6 +120,7 @@ def check_command(
         max_events=max_events,
         max_seconds=max_seconds,
         episode=episode,
+        sentence=sentence,
         jobs=1 if in_process else options.count_jobs(jobs),
         max_depth=depth,
         profile=profile,
@@ -138,6 +147,16 @@ def _require_sense(event_seconds: float, record: Path | None, episode: int | Non
         console.usage("--record: needs --episode, for a trace is one run")
     if not event_seconds > 0:
         console.usage(f"--event-seconds {event_seconds:g}: must be above 0")
+
+
+def _require_sentence(name: str | None, program: Path | None) -> None:
+    if name is None:
+        return
+    if program is not None:
+        console.usage("--sentence: a program is shown as it is; leave --sentence or --program out")
+    known = {check.sentence for entry in PROPERTIES for check in entry.checks} | SENTENCES.keys()
+    if name not in known:
+        console.usage(f"--sentence {name}: is none; blockstep explain sentences lists them")
 
 
 def _check(
