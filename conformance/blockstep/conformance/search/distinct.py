@@ -110,6 +110,10 @@ class Mark:
         can_compare = self.means <= other.means or other.means <= self.means
         return self.acts == other.acts and is_alike and can_compare
 
+    def is_same(self, other: Mark) -> bool:
+        """Whether both say the same after the same acts, by the same means."""
+        return self.means == other.means and self.is_like(other)
+
 
 def saying(finding: Finding, raised_at: str = "") -> str:
     """What a finding says, without numbers and names; of a fault where it was raised."""
@@ -233,7 +237,7 @@ class Symptoms:
                 self.own.is_like(mark) and cause.own.means <= self.own.means
                 for mark in cause.onward
             )
-            or cause.own in self.onward - self.beside
+            or any(map(cause.own.is_same, self.onward - self.beside))
             or self.own in cause.near
         )
 
