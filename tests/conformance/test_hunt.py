@@ -436,6 +436,9 @@ def test_what_may_come_of_a_wrong_state_is_not_dug_out() -> None:
     assert distinct.list_masked(shape, [make("P26", "c_d"), shared]) == [shared]
     assert distinct.list_masked(shape, [shared, count]) == []
     assert distinct.list_masked(count, [shared]) == []
+    twice = make("P26", "request_has_one_row")
+    assert distinct.list_masked(twice, [shared]) == []
+    assert distinct.list_masked(shape, [twice, shared]) == []
 
 
 def make_defect(symptoms: Symptoms, *follows: Mark) -> Defect:

@@ -58,6 +58,10 @@ told so before the worker did."""
 SHAPE = frozenset({"P9", "P12", "P24", "P26"})
 """Properties of what a plan says, apart from what is in memory: a row of a wrong length is in
 disagreement with everything that it is held to."""
+LENGTH = frozenset({"P9", "P24"})
+"""Those of them that say how long a row, or a plan, may be."""
+NOBODYS = frozenset({"request_has_one_row", "row_is_of_an_unfinished_request"})
+"""Sentences of a row that should not be: it is wrong in all that it reads and writes."""
 MEMORY = frozenset(
     {
         "written_block_is_in_one_place",
@@ -137,8 +141,8 @@ def can_follow(later: str, state: str) -> bool:
 
 
 def list_masked(first: Finding, beside: Sequence[Finding]) -> list[Finding]:
-    """What is found beside a plan that is out of shape, and may be wrong by itself."""
-    if first.property_id not in SHAPE:
+    """What is found beside a row that is too long, and may be wrong by itself."""
+    if first.property_id not in LENGTH or any(it.sentence in NOBODYS for it in beside):
         return []
     named = {it.sentence: it for it in reversed(beside) if it.sentence in MEMORY}
     return [
