@@ -433,7 +433,9 @@ def test_what_may_come_of_a_wrong_state_is_not_dug_out() -> None:
 
     shape, count = make("P24", "a_b"), make("P1", "every_block_is_free_or_held")
     shared = make("P2", "written_block_is_in_one_place")
-    assert distinct.list_masked(shape, [make("P26", "c_d"), shared]) == [shared]
+    assert distinct.list_masked(
+        shape, [make("P26", "table_holds_the_scheduled_tokens"), shared]
+    ) == [shared]
     assert distinct.list_masked(shape, [shared, count]) == []
     assert distinct.list_masked(count, [shared]) == []
     twice = make("P26", "request_has_one_row")

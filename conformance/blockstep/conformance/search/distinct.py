@@ -60,8 +60,9 @@ SHAPE = frozenset({"P9", "P12", "P24", "P26"})
 disagreement with everything that it is held to."""
 LENGTH = frozenset({"P9", "P24"})
 """Those of them that say how long a row, or a plan, may be."""
-NOBODYS = frozenset({"request_has_one_row", "row_is_of_an_unfinished_request"})
-"""Sentences of a row that should not be: it is wrong in all that it reads and writes."""
+OF_LENGTH = frozenset({"table_holds_the_scheduled_tokens", "plans_alone_rebuild_the_request"})
+"""Sentences that such a row breaks of P26. By another one the row should not be, or begins
+elsewhere: then it is wrong in all that it reads and writes."""
 MEMORY = frozenset(
     {
         "written_block_is_in_one_place",
@@ -142,7 +143,8 @@ def can_follow(later: str, state: str) -> bool:
 
 def list_masked(first: Finding, beside: Sequence[Finding]) -> list[Finding]:
     """What is found beside a row that is too long, and may be wrong by itself."""
-    if first.property_id not in LENGTH or any(it.sentence in NOBODYS for it in beside):
+    shapes = (it for it in beside if it.property_id in SHAPE - LENGTH)
+    if first.property_id not in LENGTH or any(it.sentence not in OF_LENGTH for it in shapes):
         return []
     named = {it.sentence: it for it in reversed(beside) if it.sentence in MEMORY}
     return [
