@@ -353,6 +353,16 @@ def test_a_symptom_is_what_comes_of_the_other_and_not_what_holds_it_by_chance() 
     assert not Symptoms(symptom).comes_of(Symptoms(cause))
 
 
+def test_what_goes_on_to_be_raised_after_an_act_is_one_with_it_wherever_that_is() -> None:
+    aborts, frames = frozenset({"aborts"}), frozenset({"several frames"})
+    saying = "fault  engine_raises_nothing the engine raised KeyError {}"
+    here, there = (Mark(saying.format(place), aborts, frames) for place in ("free", "lock"))
+    freed = Symptoms(Mark("property P3 a_b", aborts, frames), onward=frozenset({there}))
+    assert freed.comes_of(Symptoms(here))
+    assert not freed.comes_of(Symptoms(replace(here, acts=frozenset({"reset"}))))
+    assert not freed.comes_of(Symptoms(replace(here, means=frozenset())))
+
+
 def test_what_comes_of_a_defect_cannot_do_without_its_means() -> None:
     """Two meet in one program: a victim's token is lost, and a whole prompt is hit."""
     lost = Mark("property P13 a_b", means=frozenset({"hits", "preempts"}))
@@ -423,9 +433,14 @@ def test_what_may_come_of_a_wrong_state_is_not_dug_out() -> None:
 
     shape, count = make("P24", "a_b"), make("P1", "every_block_is_free_or_held")
     shared = make("P2", "written_block_is_in_one_place")
-    assert distinct.list_masked(shape, [make("P26", "c_d"), shared]) == [shared]
+    assert distinct.list_masked(
+        shape, [make("P26", "table_holds_the_scheduled_tokens"), shared]
+    ) == [shared]
     assert distinct.list_masked(shape, [shared, count]) == []
     assert distinct.list_masked(count, [shared]) == []
+    twice = make("P26", "request_has_one_row")
+    assert distinct.list_masked(twice, [shared]) == []
+    assert distinct.list_masked(shape, [twice, shared]) == []
 
 
 def make_defect(symptoms: Symptoms, *follows: Mark) -> Defect:

@@ -110,7 +110,6 @@ def check_command(
     options.require_profile(profile)
     programs.require_one(program, corpus, episode)
     _require_sense(event_seconds, record, episode)
-    _require_sentence(sentence, program)
     max_events, max_seconds = options.require_budget(budget)
     wanted = CheckOptions(
         engine=engine,
@@ -120,7 +119,7 @@ def check_command(
         max_events=max_events,
         max_seconds=max_seconds,
         episode=episode,
-        sentence=sentence,
+        sentence=_require_sentence(sentence, program),
         jobs=1 if in_process else options.count_jobs(jobs),
         max_depth=depth,
         profile=profile,
@@ -149,14 +148,13 @@ def _require_sense(event_seconds: float, record: Path | None, episode: int | Non
         console.usage(f"--event-seconds {event_seconds:g}: must be above 0")
 
 
-def _require_sentence(name: str | None, program: Path | None) -> None:
-    if name is None:
-        return
-    if program is not None:
+def _require_sentence(name: str | None, program: Path | None) -> str | None:
+    if name is not None and program is not None:
         console.usage("--sentence: a program is shown as it is; leave --sentence or --program out")
     known = {check.sentence for entry in PROPERTIES for check in entry.checks} | SENTENCES.keys()
-    if name not in known:
+    if name is not None and name not in known:
         console.usage(f"--sentence {name}: is none; blockstep explain sentences lists them")
+    return name
 
 
 def _check(

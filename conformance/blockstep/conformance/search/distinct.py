@@ -58,6 +58,11 @@ told so before the worker did."""
 SHAPE = frozenset({"P9", "P12", "P24", "P26"})
 """Properties of what a plan says, apart from what is in memory: a row of a wrong length is in
 disagreement with everything that it is held to."""
+LENGTH = frozenset({"P9", "P24"})
+"""Those of them that say how long a row, or a plan, may be."""
+OF_LENGTH = frozenset({"table_holds_the_scheduled_tokens", "plans_alone_rebuild_the_request"})
+"""Sentences that such a row breaks of P26. By another one the row should not be, or begins
+elsewhere: then it is wrong in all that it reads and writes."""
 MEMORY = frozenset(
     {
         "written_block_is_in_one_place",
@@ -110,6 +115,10 @@ class Mark:
         can_compare = self.means <= other.means or other.means <= self.means
         return self.acts == other.acts and is_alike and can_compare
 
+    def is_same(self, other: Mark) -> bool:
+        """Whether both say the same after the same acts, by the same means."""
+        return self.means == other.means and self.is_like(other)
+
 
 def saying(finding: Finding, raised_at: str = "") -> str:
     """What a finding says, without numbers and names; of a fault where it was raised."""
@@ -133,8 +142,9 @@ def can_follow(later: str, state: str) -> bool:
 
 
 def list_masked(first: Finding, beside: Sequence[Finding]) -> list[Finding]:
-    """What is found beside a plan that is out of shape, and may be wrong by itself."""
-    if first.property_id not in SHAPE:
+    """What is found beside a row that is too long, and may be wrong by itself."""
+    shapes = (it for it in beside if it.property_id in SHAPE - LENGTH)
+    if first.property_id not in LENGTH or any(it.sentence not in OF_LENGTH for it in shapes):
         return []
     named = {it.sentence: it for it in reversed(beside) if it.sentence in MEMORY}
     return [
@@ -233,7 +243,7 @@ class Symptoms:
                 self.own.is_like(mark) and cause.own.means <= self.own.means
                 for mark in cause.onward
             )
-            or cause.own in self.onward - self.beside
+            or any(map(cause.own.is_same, self.onward - self.beside))
             or self.own in cause.near
         )
 
