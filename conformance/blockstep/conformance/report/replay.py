@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
-from enum import StrEnum
 
 from rich.console import Console
 from rich.table import Table
 
+from blockstep.conformance.protocol.codec import get_fields, to_plain
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.protocol.program import describe_event
 from blockstep.conformance.recorded.figures import ReplayReport, get_ratio
@@ -84,8 +83,7 @@ def _lines(report: ReplayReport) -> Iterator[tuple[str, str, str]]:
 def replay_to_json(report: ReplayReport) -> dict[str, object]:
     """The report in JSON types, with stable keys (docs/reference/json.md)."""
     plain: dict[str, object] = {"format": "blockstep-replay", "version": 1}
-    for spec in fields(report):
-        plain[spec.name] = getattr(report, spec.name)
+    plain |= get_fields(report)
     plain["config"] = _plain_fields(report.config)
     plain["pace"] = _plain_fields(report.pace)
     plain["requests_refused"] = dict(sorted(report.requests_refused.items()))
@@ -98,8 +96,7 @@ def replay_to_json(report: ReplayReport) -> dict[str, object]:
 
 
 def _plain_fields(value: Config | Pace) -> dict[str, object]:
-    plain = {spec.name: getattr(value, spec.name) for spec in fields(value)}
-    return {name: str(v) if isinstance(v, StrEnum) else v for name, v in plain.items()}
+    return {name: to_plain(part) for name, part in get_fields(value).items()}
 
 
 def _plain_finding(finding: Finding) -> dict[str, object]:
