@@ -26,7 +26,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from benchmarks.judges.page import render_page
 from benchmarks.judges.playing import MODULES, UnsoundError
 from benchmarks.judges.results import SCORE_MIN, get_score, is_good, to_json
 from benchmarks.mutation.journal import Journal
-from benchmarks.mutation.results import dump
+from benchmarks.mutation.results import dump, say_command
 from benchmarks.mutation.survivors import Verdicts, judge, read_explanations
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (LookupError, UnsoundError) as error:
         print(f"judges: {error}", file=sys.stderr)
         return 2
-    results = to_json(campaign, say_command(sys.argv[1:]))
+    results = to_json(campaign, say_command("benchmarks.judges", sys.argv[1:]))
     file = args.json
     if file is None and is_whole and plan.fine != 0:
         day = results["runs"][0]["day"]
@@ -99,14 +98,6 @@ def make_plan(args: argparse.Namespace) -> Plan:
         corpus=args.corpus,
         again=args.again,
     )
-
-
-def say_command(arguments: Sequence[str]) -> str:
-    """The command without the files that it wrote, which change no result."""
-    files = {"--journal", "--json", "--corpus"}
-    pairs = pairwise(["", *arguments])
-    said = [word for before, word in pairs if word not in files and before not in files]
-    return " ".join(["python -m benchmarks.judges", *said])
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -177,11 +168,8 @@ def report(verdicts: Verdicts) -> int:
         print(f"{row['module']:<10} {shares}  {score.killed:>4} of {score.mutants:<4} {parts}")
     for one in verdicts.unexplained:
         print(f"UNEXPLAINED {one['module']} {one['function']}\n  {one['change']}")
-    for said in verdicts.idle:
-        print(f"EXPLAINS NOTHING {said.what or said.why}")
-    for said in verdicts.overfull:
-        what = f"{verdicts.count(said)}, at most {said.most}: {said.what or said.why}"
-        print(f"EXPLAINS TOO MUCH {what}")
+    for line in verdicts.list_misfits():
+        print(line)
     told = f"{len(results['survivors'])} survivors, {len(verdicts.unexplained)} unexplained"
     print(f"{told}; told apart {get_score(results, verdicts):.1%}, wanted {SCORE_MIN:.0%}")
     return 0 if is_good(verdicts) else 1

@@ -16,9 +16,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from benchmarks.mutation.results import (
     find_changed,
     find_unplayed,
     put_into,
+    say_command,
     to_json,
 )
 from benchmarks.mutation.survivors import (
@@ -156,18 +156,7 @@ def play(
             return any(explanation.is_about(survivor) for explanation in known)
 
         campaign = run_campaign(sources, plan, is_settled, tell, journal)
-    return to_json(campaign, say_command(sys.argv[1:]))
-
-
-def say_command(arguments: Sequence[str]) -> str:
-    """The command without the files that it wrote, which change no result."""
-    files = {"--journal", "--json"}
-    said = [
-        word
-        for before, word in pairwise(["", *arguments])
-        if word not in files and before not in files
-    ]
-    return " ".join(["python -m benchmarks.mutation", *said])
+    return to_json(campaign, say_command("benchmarks.mutation", sys.argv[1:]))
 
 
 def report(verdicts: Verdicts, page: str) -> int:
@@ -182,10 +171,8 @@ def report(verdicts: Verdicts, page: str) -> int:
     for survivor in verdicts.unexplained:
         where = f"{survivor['module']}:{survivor['line']} {survivor['function']}"
         print(f"UNEXPLAINED {where}\n  {survivor['change']}")
-    for one in verdicts.idle:
-        print(f"EXPLAINS NOTHING {one.what or one.why}")
-    for one in verdicts.overfull:
-        print(f"EXPLAINS TOO MUCH {verdicts.count(one)}, at most {one.most}: {one.what or one.why}")
+    for line in verdicts.list_misfits():
+        print(line)
     print(
         f"{len(results['survivors'])} survivors: {len(verdicts.unexplained)} unexplained, ", end=""
     )

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import pairwise
 from typing import Any
 
 from benchmarks._pages import get_commit
@@ -105,6 +106,17 @@ def find_unplayed(modules: Sequence[Mapping[str, Any]]) -> list[str]:
     """Those that could be played and are not among the results."""
     played = {module["module"] for module in modules}
     return [source.module for source in find_sources() if source.module not in played]
+
+
+def say_command(module: str, arguments: Sequence[str]) -> str:
+    """The command without the files that it wrote, which change no result."""
+    files = {"--journal", "--json", "--corpus"}
+    said = [
+        word
+        for before, word in pairwise(["", *arguments])
+        if word not in files and before not in files
+    ]
+    return " ".join([f"python -m {module}", *said])
 
 
 def count_voices(campaign: Campaign) -> dict[str, int]:

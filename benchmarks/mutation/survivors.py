@@ -131,6 +131,15 @@ class Verdicts:
         """Survivors that this explains."""
         return sum(one is said for _, one in self.explained)
 
+    def list_misfits(self) -> list[str]:
+        """A line for each explanation that explains nothing, or more than it may."""
+        nothing = [f"EXPLAINS NOTHING {said.what or said.why}" for said in self.idle]
+        too_much = [
+            f"EXPLAINS TOO MUCH {self.count(said)}, at most {said.most}: {said.what or said.why}"
+            for said in self.overfull
+        ]
+        return nothing + too_much
+
     def score(self, place: str) -> Score:
         """The score of a module, or of a wing."""
         modules = [one for one in self.results["modules"] if is_in(one["module"], place)]

@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import Any
 
 import pytest
-from benchmarks.judges.__main__ import PAGE, RESULTS, SURVIVORS, say_command
+from benchmarks.judges.__main__ import PAGE, RESULTS, SURVIVORS
 from benchmarks.judges.campaign import Plan, find_mutants
 from benchmarks.judges.changes import find_changes
 from benchmarks.judges.listed import find_listed, get_lists, get_sentences
@@ -33,6 +33,7 @@ from benchmarks.judges.page import render_page
 from benchmarks.judges.patching import CannotPatchError, Reach, plant
 from benchmarks.judges.playing import Trial, choose
 from benchmarks.judges.results import get_score, is_good
+from benchmarks.mutation.results import say_command
 from benchmarks.mutation.runner import run_forked
 from benchmarks.mutation.survivors import Explanation, judge, read_explanations
 
@@ -329,7 +330,8 @@ def test_a_low_score_is_not_good() -> None:
 
 
 def test_a_command_is_said_without_the_files_that_it_wrote() -> None:
-    said = say_command(["--fine", "300", "--journal", "a.jsonl", "--corpus", "b", "--jobs", "1"])
+    arguments = ["--fine", "300", "--journal", "a.jsonl", "--corpus", "b", "--jobs", "1"]
+    said = say_command("benchmarks.judges", arguments)
     assert said == "python -m benchmarks.judges --fine 300 --jobs 1"
 
 

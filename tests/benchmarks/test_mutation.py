@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.mutation.__main__ import say_command
 from benchmarks.mutation.campaign import (
     Plan,
     get_stages,
@@ -37,7 +36,7 @@ from benchmarks.mutation.mutants import (
     mark_change,
 )
 from benchmarks.mutation.page import render_page
-from benchmarks.mutation.results import dump, find_changed, find_unplayed, put_into
+from benchmarks.mutation.results import dump, find_changed, find_unplayed, put_into, say_command
 from benchmarks.mutation.runner import Outcome, Stage, forget, play_mutant, run_forked
 from benchmarks.mutation.survivors import Explanation, judge, read_explanations
 
@@ -307,7 +306,8 @@ def test_what_was_played_is_remembered(tmp_path: Path) -> None:
 
 
 def test_a_command_is_said_without_the_files_that_it_wrote() -> None:
-    said = say_command(["--only", "spec/", "--journal", "a.jsonl", "--jobs", "1", "--json", "b"])
+    arguments = ["--only", "spec/", "--journal", "a.jsonl", "--jobs", "1", "--json", "b"]
+    said = say_command("benchmarks.mutation", arguments)
     assert said == "python -m benchmarks.mutation --only spec/ --jobs 1"
 
 
