@@ -6,17 +6,18 @@ whole features off: a rare situation needs others to be absent, not only to be r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Protocol, TypeVar
 
+from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.groups import draw_groups
 from blockstep.conformance.protocol.features import (
     ABORTS,
     ASYNC,
     CACHING,
     DRAFTS,
     FEATURES,
+    GROUPS,
     NO_WISH,
     PAUSE,
     PIPELINE,
@@ -27,28 +28,6 @@ from blockstep.conformance.protocol.features import (
     Wish,
 )
 from blockstep.spec.vocabulary import Config, Policy, SpecMethod
-
-T = TypeVar("T")
-
-
-class Draw(Protocol):
-    """Where decisions come from: a seeded generator, or Hypothesis."""
-
-    def integer(self, low: int, high: int) -> int:
-        """An int between `low` and `high`, both included."""
-        ...
-
-    def choice(self, options: Sequence[T]) -> T:
-        """One of `options`, of which there is at least one."""
-        ...
-
-    def chance(self, percent: int) -> bool:
-        """True in about `percent` of a hundred cases."""
-        ...
-
-    def tokens(self, count: int, vocabulary_size: int) -> tuple[int, ...]:
-        """So many token ids below `vocabulary_size`."""
-        ...
 
 
 class Habit(StrEnum):
@@ -130,6 +109,8 @@ def draw_swarm(
 ) -> Swarm:
     """Draw a swarm; `policy` fixes the policy, `max_depth` bounds the frames in flight.
 
+    Several KV groups are drawn last, where they are wished for.
+
     Where an engine is judged alone wrong memory shows only to who reads it: more swarms are storms.
     """
     config = draw_config(preset, draw, max_depth, wish)
@@ -151,7 +132,7 @@ def draw_swarm(
     habits = frozenset(habit for habit in Habit if draw.chance(60))
     vocabulary_size = draw.choice((2, 3, 5, 50))
     length = config.max_model_len
-    return Swarm(
+    swarm = Swarm(
         preset=preset,
         config=config,
         features=frozenset(features),
@@ -164,7 +145,11 @@ def draw_swarm(
         is_storm=is_storm,
         has_long_prompts=is_storm and is_judged_alone,
         has_equals=is_storm and is_judged_alone and draw.chance(25),
-    ).fit(config)
+    )
+    if GROUPS.name in wish.always:
+        swarm = replace(swarm, features=swarm.features | {GROUPS.name})
+        config = draw_groups(config, draw, is_storm)
+    return swarm.fit(config)
 
 
 def draw_storm(preset: Preset, config: Config, draw: Draw, longest_row: int = 3) -> Config:

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from blockstep.conformance.draw.actions import SeededDraw, View, next_action
-from blockstep.conformance.draw.presets import PRESETS, Draw, Swarm, draw_swarm
+from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.presets import PRESETS, Swarm, draw_swarm
 from blockstep.conformance.engine import (
     Capability,
     EngineFactory,

@@ -13,7 +13,7 @@ from hypothesis import note, strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from blockstep.conformance.draw.actions import ACTIONS, SeededDraw, View, is_enabled
-from blockstep.conformance.draw.presets import Draw
+from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.protocol.findings import Finding
