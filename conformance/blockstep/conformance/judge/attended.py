@@ -27,6 +27,19 @@ def first_attended(group: KVGroup, position: int) -> int:
             assert_never(group.kind)
 
 
+def most_attended_before(group: KVGroup) -> int | None:
+    """How many tokens before itself a token attends to at most; None for all of them."""
+    match group.kind:
+        case GroupKind.FULL:
+            return None
+        case GroupKind.SLIDING_WINDOW:
+            return group.sliding_window - 1
+        case GroupKind.CHUNKED_LOCAL:
+            return group.attention_chunk_size - 1
+        case _:
+            assert_never(group.kind)
+
+
 def count_unattended(group: KVGroup, position: int) -> int:
     """Leading blocks of a table that no token from `position` on attends to."""
     return first_attended(group, position) // group.block_size
