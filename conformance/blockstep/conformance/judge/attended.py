@@ -9,9 +9,10 @@ is what they judge.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import assert_never
 
-from blockstep.spec.vocabulary import GroupKind, KVGroup
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, GroupKind, KVGroup
 
 
 def first_attended(group: KVGroup, position: int) -> int:
@@ -43,3 +44,9 @@ def most_attended_before(group: KVGroup) -> int | None:
 def count_unattended(group: KVGroup, position: int) -> int:
     """Leading blocks of a table that no token from `position` on attends to."""
     return first_attended(group, position) // group.block_size
+
+
+def without_given_back(told: Sequence[BlockId], shown: Sequence[BlockId]) -> tuple[BlockId, ...]:
+    """A table as plans told it, with the null blocks of a state: no plan tells of them."""
+    nulls = {index for index, block in enumerate(shown) if block == NULL_BLOCK}
+    return tuple([NULL_BLOCK if index in nulls else block for index, block in enumerate(told)])

@@ -154,7 +154,7 @@ def unattended_ends(step: Step, ledger: Ledger, name: v.RequestId) -> list[int]:
 
 
 def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -> QueueReplay:
-    """Take and give back blocks as the plan says; the step hides no rollback.
+    """Take and give back blocks as plan and states say; the step hides no rollback.
 
     A running request first gives back what it attends to no more. Who then lacks blocks has others
     preempted until there are enough, or until it is preempted itself.
@@ -170,15 +170,21 @@ def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) 
     return replay
 
 
+def _ends_of_nulls(step: Step, name: v.RequestId) -> list[int]:
+    """Per group: one past the last null block of a request's table after the step."""
+    return [
+        max((index for index, block in enumerate(table, 1) if block == v.NULL_BLOCK), default=0)
+        for table in step.new[name].block_tables
+    ]
+
+
 def _replay_running(
     replay: QueueReplay, step: Step, ledger: Ledger, victims: Sequence[v.RequestId]
 ) -> None:
     queue, holders, left = replay.final, Holders(step.before), list(victims)
     for row in step.running_rows:
         if step.config.groups:
-            queue += holders.give_back(
-                row.request_id, unattended_ends(step, ledger, row.request_id)
-            )
+            queue += holders.give_back(row.request_id, _ends_of_nulls(step, row.request_id))
         while left and len(queue) < len(row.gained):
             queue += holders.free(left.pop(0))
         _replay_row(replay, row)
