@@ -61,8 +61,7 @@ PLAIN = {
 """The same of a request."""
 ALWAYS_DONE = {Submit, Schedule, Commit, Answer, Drain}
 NAMES = list(BY_NAME)
-WITH_CAPABILITY = [n for n in NAMES if BY_NAME[n].capability and n != GROUPS.name]
-"""Nobody is given several KV groups unasked."""
+WITH_CAPABILITY = [name for name in NAMES if BY_NAME[name].capability]
 
 
 def test_the_table_accounts_for_every_field_and_every_action() -> None:

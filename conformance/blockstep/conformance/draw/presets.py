@@ -6,6 +6,7 @@ whole features off: a rare situation needs others to be absent, not only to be r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -64,6 +65,8 @@ DEPTHS = (1, 1, 1, 2, 2, 3, 4)
 """Frames in flight, at most: what a config is drawn from. Some defects need three (#47900)."""
 MAX_DEPTH = max(DEPTHS)
 PROPOSERS = tuple(method for method in SpecMethod if method is not SpecMethod.NONE)
+GROUPED_ONE_IN = 4
+"""Of so many runs one has several KV groups, if its engine takes them."""
 SWITCHED = tuple(feature for feature in FEATURES if feature.request or feature.actions)
 """Features that a swarm switches on or off, whatever its config."""
 PRESETS = {preset.name: preset for preset in (TINY, SMALL, REAL)}
@@ -106,10 +109,12 @@ def draw_swarm(
     max_depth: int = MAX_DEPTH,
     wish: Wish = NO_WISH,
     is_judged_alone: bool = False,
+    takes_groups: Callable[[], bool] = lambda: False,
 ) -> Swarm:
     """Draw a swarm; `policy` fixes the policy, `max_depth` bounds the frames in flight.
 
-    Several KV groups are drawn last, where they are wished for.
+    Several KV groups are drawn last, where they are wished for or the engine takes them: whoever
+    lacks them is given what it would be given if there were none.
 
     Where an engine is judged alone wrong memory shows only to who reads it: more swarms are storms.
     """
@@ -132,12 +137,13 @@ def draw_swarm(
     habits = frozenset(habit for habit in Habit if draw.chance(60))
     vocabulary_size = draw.choice((2, 3, 5, 50))
     length = config.max_model_len
+    token_seed = draw.integer(0, 2**30)
     swarm = Swarm(
         preset=preset,
         config=config,
         features=frozenset(features),
         habits=habits,
-        token_seed=draw.integer(0, 2**30),
+        token_seed=token_seed,
         hot_prefixes=tuple(
             draw.tokens(min(length, 256), vocabulary_size) for _ in range(preset.num_hot_prefixes)
         ),
@@ -146,9 +152,10 @@ def draw_swarm(
         has_long_prompts=is_storm and is_judged_alone,
         has_equals=is_storm and is_judged_alone and draw.chance(25),
     )
-    if GROUPS.name in wish.always:
+    if wish.decide(GROUPS, token_seed % GROUPED_ONE_IN == 1):
         swarm = replace(swarm, features=swarm.features | {GROUPS.name})
-        config = draw_groups(config, draw, is_storm)
+        if GROUPS.name in wish.always or takes_groups():
+            config = draw_groups(config, draw, is_storm)
     return swarm.fit(config)
 
 

@@ -66,7 +66,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Draw a swarm and build both sides."""
         make_engine = type(self).make_engine
         options = fit_depth(self.options, make_engine)
-        swarm = draw_options(options, HypothesisDraw(data))
+        swarm = draw_options(options, HypothesisDraw(data), make_engine)
         self.run, self.view = start_run(swarm, make_engine, options)
         note(f"config {self.run.config}")
 

@@ -24,7 +24,7 @@ from blockstep.spec.vocabulary import (
 )
 
 GROUPED = {
-    "groups_of_three_kinds": "a plan had a row, with full attention, a window and chunks",
+    "groups_of_three_kinds": "a plan had a row, with groups of three kinds or more",
     "groups_larger_block_filled": "a block of more tokens than the smallest was published",
     "groups_window_slid": "a window moved on, and gave back a block behind it",
     "groups_chunk_left": "a request began a chunk, and gave back a block of one before",
@@ -43,13 +43,12 @@ GROUPED = {
     "groups_resumed_behind_nulls": "a preempted request came back with null blocks in front",
     "groups_ended_with_nulls": "a request ended that had given back blocks",
 }
-KINDS = len(GroupKind)
 
 
 def of_groups(step: Step, ledger: Ledger) -> Iterator[str]:
     """What a plan shows of several groups."""
     config = step.config
-    if step.rows and len({group.kind for group in config.groups}) == KINDS:
+    if step.rows and len({group.kind for group in config.groups}) > 2:
         yield "groups_of_three_kinds"
     sizes = config.block_sizes
     for key in step.after.cached.keys() - step.before.cached.keys():
