@@ -95,11 +95,11 @@ def test_a_table_may_be_remapped_before_a_plan_tells_of_it() -> None:
     run, _ = run_program(program, SpecEngine)
     state = run.spec.snapshot()
     assert run.worker.check_view(state) == []
-    run.worker.views["A"].table = [5, 6]
+    run.worker.views["A"].tables = [[5, 6]]
     assert run.worker.check_view(state)
     assert run.worker.check_view(state, ("A",))
     assert run.worker.check_view(state, ()) == []
-    run.worker.views["A"].table = [5, 6, 7]
+    run.worker.views["A"].tables = [[5, 6, 7]]
     assert run.worker.check_view(state, ())
 
 

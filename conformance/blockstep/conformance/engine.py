@@ -61,6 +61,8 @@ class Capability(StrEnum):
     """Its counters mean what `Stats` says."""
     CACHE_STATISTICS = "cache statistics"
     """Those of the prefix cache and of drafts do, even if it has none for preemptions."""
+    COMMON_PREFIX = "common prefix"
+    """Its plans tell `num_common_prefix_blocks`."""
     LATE_DRAFTS = "late drafts"
     """It drops drafts that come when their request cannot take them (P24). Without it, and without
     REJECTION, an engine is only given drafts that the spec attaches."""
