@@ -80,11 +80,15 @@ def fit_depth(options: CheckOptions, make_engine: EngineFactory) -> CheckOptions
     return replace(options, max_depth=min(depth, options.max_depth))
 
 
-def fit_config(config: Config, make_engine: EngineFactory) -> tuple[Config, tuple[Capability, ...]]:
-    """The nearest config that the engine can be given, and the capabilities that it lacks."""
-    weaker = get_traits(make_engine).equivalence
+def fit_config(config: Config, make_engine: EngineFactory) -> tuple[Config, tuple[str, ...]]:
+    """The nearest config that the engine can be given, and what it lacks: capabilities, or what
+    its adapter says of the config."""
+    traits = get_traits(make_engine)
+    weaker = traits.equivalence
     config = config if weaker is None else weaker.fit_config(config)
-    return fit(config, find_lacking(get_capabilities(make_engine)))
+    fitting, missing = fit(config, find_lacking(get_capabilities(make_engine)))
+    fitting, reason = traits.fit_config(fitting)
+    return fitting, missing if reason is None else (*missing, reason)
 
 
 def list_changes(config: Config, fitting: Config) -> list[str]:
