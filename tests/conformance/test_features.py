@@ -197,7 +197,7 @@ def test_an_engine_is_never_given_what_it_lacks(name: str) -> None:
 def test_several_groups_are_taken_from_who_lacks_them() -> None:
     config = Config(num_blocks=8, groups=(KVGroup(GroupKind.FULL, 16),))
     assert fit(config, (GROUPS,)) == (Config(num_blocks=8), (Capability.GROUPS,))
-    for engine in ("host", "compiled", "fastest", "host-kernels"):
+    for engine in ("compiled", "fastest"):
         assert GROUPS in find_lacking(load_engine(engine)(Config(num_blocks=8)).capabilities())
 
 

@@ -109,7 +109,7 @@ def draw_swarm(
     max_depth: int = MAX_DEPTH,
     wish: Wish = NO_WISH,
     is_judged_alone: bool = False,
-    takes_groups: Callable[[], bool] = lambda: False,
+    takes_groups: Callable[[], bool] = lambda: True,
 ) -> Swarm:
     """Draw a swarm; `policy` fixes the policy, `max_depth` bounds the frames in flight.
 
