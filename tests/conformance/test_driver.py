@@ -327,6 +327,24 @@ def test_counters_are_compared_as_far_as_an_engine_has_them(
     assert ("stats" in str([found.differences for found in findings])) == is_found
 
 
+@pytest.mark.parametrize("has", [True, False])
+def test_hints_are_compared_of_an_engine_that_claims_them(has: bool) -> None:
+    class Engine(Twisted):
+        def bend_answer(self, event: Event, answer: Observation) -> Any:
+            if not isinstance(answer, Plan):
+                return answer
+            return replace(answer, num_common_prefix_blocks=(7,))
+
+        def capabilities(self) -> frozenset[str]:
+            return ALL_CAPABILITIES - ({"common prefix"} if not has else set())
+
+    run = LockStep.start(CONFIG, Engine)
+    assert run.perform(Submit(Request("A", (1, 2, 3)))) == []
+    findings = run.perform(Schedule())
+    told = [row.field for found in findings for row in found.differences]
+    assert told == ["num_common_prefix_blocks"] * has
+
+
 def test_a_run_goes_on_behind_a_quirk_and_counts_what_it_reached() -> None:
     """A reset drops tokens that the worker has sampled; it follows the plan that says so."""
     quirks = {Quirk.RESET_DROPS_TOKENS, Quirk.RESET_NAMES_ITS_VICTIMS}

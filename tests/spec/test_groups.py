@@ -7,7 +7,19 @@ from itertools import product
 from typing import cast
 
 import pytest
-from groups_support import FULL, WINDOW, attends, chunks, full, window
+from groups_support import (
+    ALIGN,
+    ALL,
+    FULL,
+    NONE,
+    RECURRENT,
+    WINDOW,
+    attends,
+    chunks,
+    full,
+    recurrent,
+    window,
+)
 
 from blockstep.spec import Config, Oracle, Policy, Rejected, Request, SpecMethod, Submit
 from blockstep.spec.hashing import extend_block_keys
@@ -21,6 +33,7 @@ from blockstep.spec.vocabulary import (
     BlockTables,
     GroupKind,
     KVGroup,
+    MambaCacheMode,
     Plan,
     RejectCode,
     config_problems,
@@ -351,6 +364,38 @@ def test_one_full_group_is_as_none(policy: Policy, method: SpecMethod) -> None:
         ({"groups": (full(2), full(3))}, "divide every one: [2, 3]; name blocks by the smallest"),
         ({"groups": (full(4),)}, "must be the smallest block size of a group"),
         ({"groups": (full(2), full(4)), "block_size": 1}, "must be the smallest block size"),
+        ({"groups": (KVGroup(FULL, 2, mamba_cache_mode=ALL),)}, "only a group of kind recurrent"),
+        ({"groups": (KVGroup(FULL, 2, num_speculative_blocks=1),)}, "only a group of kind recurre"),
+        (
+            {"groups": (KVGroup(RECURRENT, 2, mamba_cache_mode=cast("MambaCacheMode", "all")),)},
+            "its mamba_cache_mode must be a MambaCacheMode",
+        ),
+        ({"groups": (recurrent(2, ALL, -1),)}, "its num_speculative_blocks must be an int from 0"),
+        ({"groups": (recurrent(2, NONE),)}, "none exactly when prefix caching is off"),
+        (
+            {"groups": (recurrent(2, ALIGN),), "enable_prefix_caching": False},
+            "none exactly when prefix caching is off",
+        ),
+        (
+            {"groups": (recurrent(2, NONE),), "enable_prefix_caching": False},
+            "its one state lies in its first block",
+        ),
+        (
+            {
+                "groups": (recurrent(2, ALIGN),),
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": 8192,
+            },
+            "chunks can end where blocks do with chunked prefill only",
+        ),
+        (
+            {
+                "groups": (recurrent(2, ALIGN, 1),),
+                "spec_method": SpecMethod.NGRAM,
+                "num_speculative_tokens": 2,
+            },
+            "its num_speculative_blocks must be a state for each of num_speculative_tokens; use 2",
+        ),
     ],
 )
 def test_a_config_with_bad_groups_is_refused_in_a_sentence(
@@ -359,6 +404,68 @@ def test_a_config_with_bad_groups_is_refused_in_a_sentence(
     config = replace(Config(9, 2), **changes)  # type: ignore[arg-type]
     (problem,) = config_problems(config)
     assert message in str(problem)
+
+
+def test_recurrent_groups_of_two_modes_are_refused_by_name() -> None:
+    groups = (full(2), recurrent(2, ALL), recurrent(2, ALIGN))
+    problems = config_problems(Config(9, 2, groups=groups))
+    assert [problem.field for problem in problems] == ["groups[1]", "groups[2]"]
+    assert {problem.rule for problem in problems} == {
+        "all recurrent groups have one mamba_cache_mode"
+    }
+
+
+def test_a_recurrent_group_is_well_formed_in_each_mode() -> None:
+    for mode in (ALL, ALIGN):
+        assert config_problems(Config(9, 2, groups=(full(2), recurrent(4, mode, 3)))) == ()
+    groups = (full(2), recurrent(8192, NONE))
+    assert config_problems(Config(9, 2, enable_prefix_caching=False, groups=groups)) == ()
+
+
+class TestCommonPrefix:
+    """Blocks that all running requests begin with, by their tables."""
+
+    config = Config(32, 2, max_model_len=32, groups=(full(2), window(2, 3), full(4)))
+
+    def start(self, config: Config) -> Oracle:
+        """A runs behind its prompt of nine tokens; B shares eight of them, C six."""
+        oracle = Oracle(config)
+        oracle.submit(Request("A", (1, 2, 3, 4, 5, 6, 7, 8, 9), max_tokens=9))
+        plan = oracle.schedule()
+        assert plan.num_common_prefix_blocks[0] == 5 * config.enable_prefix_caching
+        oracle.commit(plan, {"A": [0]})
+        oracle.submit(Request("B", (1, 2, 3, 4, 5, 6, 7, 8, 8), max_tokens=9))
+        oracle.submit(Request("C", (1, 2, 3, 4, 5, 6, 6), max_tokens=9))
+        return oracle
+
+    def test_it_is_that_of_all_who_run_in_each_group_under_full_attention(self) -> None:
+        oracle = self.start(self.config)
+        plan = oracle.schedule()
+        assert plan.num_common_prefix_blocks == (2, 0, 1), "a hit is whole blocks of four"
+        oracle.commit(plan, {row.request_id: [0] for row in plan.rows})
+        oracle.abort("C")
+        assert oracle.schedule().num_common_prefix_blocks == (4, 0, 2)
+
+    def test_who_runs_counts_though_the_step_has_no_row_of_it(self) -> None:
+        oracle = self.start(replace(self.config, max_frames_in_flight=3))
+        plan = oracle.schedule()
+        assert {row.request_id for row in plan.rows} == {"A", "B", "C"}
+        oracle.submit(Request("D", (9, 9), max_tokens=2))
+        behind = oracle.schedule()
+        assert [row.request_id for row in behind.rows] == ["D"]
+        assert behind.num_common_prefix_blocks == (0, 0, 0)
+
+    def test_without_caching_and_where_nobody_runs_there_is_none(self) -> None:
+        assert Oracle(self.config).schedule().num_common_prefix_blocks == (0, 0, 0)
+        oracle = self.start(replace(self.config, enable_prefix_caching=False))
+        assert oracle.schedule().num_common_prefix_blocks == (0, 0, 0)
+
+    def test_one_group_has_it_too(self) -> None:
+        oracle = self.start(replace(self.config, groups=()))
+        assert oracle.schedule().num_common_prefix_blocks == (3,)
+
+    def test_two_plans_are_equal_without_it(self) -> None:
+        assert Plan(0, num_common_prefix_blocks=(3,)) == Plan(0)
 
 
 def test_groups_of_one_kind_may_differ_in_size() -> None:
@@ -434,4 +541,6 @@ class TestInvariants:
 
 def test_kinds_are_all_of_a_pool_with_one_null_block() -> None:
     assert create_pool(3).free_queue == (1, 2)
-    assert [kind.value for kind in GroupKind] == ["full", "sliding_window", "chunked_local"]
+    assert [kind.value for kind in GroupKind] == [
+        *("full", "sliding_window", "chunked_local", "recurrent")
+    ]

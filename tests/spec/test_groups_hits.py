@@ -19,7 +19,7 @@ from blockstep.spec.memory.prefix import get_prefix_hit
 from blockstep.spec.pool import Pool, create_pool, publish_blocks
 from blockstep.spec.requests import Hit, RequestState
 from blockstep.spec.strict import STRICT_RULES
-from blockstep.spec.vocabulary import NULL_BLOCK, BlockKey, GroupKind, KVGroup
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockKey, KVGroup
 
 Published = frozenset[tuple[int, int]]
 """(group, index) of each block of the prompt that is published."""
@@ -135,7 +135,7 @@ def worlds(draw: st.DrawFn) -> tuple[Config, Published, int]:
     groups = []
     for ratio in (1, *sizes):
         size = ratio * unit
-        kind = draw(st.sampled_from(tuple(GroupKind)))
+        kind = draw(st.sampled_from((FULL, WINDOW, CHUNK)))
         extent = draw(st.integers(1, 12))
         groups.append(
             {FULL: full(size), WINDOW: window(size, extent), CHUNK: chunks(size, extent)}[kind]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from blockstep.spec.vocabulary import GroupKind, KVGroup
+from blockstep.spec.vocabulary import GroupKind, KVGroup, MambaCacheMode
 
 FULL, WINDOW, CHUNK = GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL
+RECURRENT = GroupKind.RECURRENT
+NONE, ALL, ALIGN = MambaCacheMode.NONE, MambaCacheMode.ALL, MambaCacheMode.ALIGN
 
 
 def full(block_size: int) -> KVGroup:
@@ -17,6 +19,12 @@ def window(block_size: int, num_tokens: int) -> KVGroup:
 
 def chunks(block_size: int, num_tokens: int) -> KVGroup:
     return KVGroup(CHUNK, block_size, attention_chunk_size=num_tokens)
+
+
+def recurrent(block_size: int, mode: MambaCacheMode = ALIGN, num_speculative: int = 0) -> KVGroup:
+    return KVGroup(
+        RECURRENT, block_size, mamba_cache_mode=mode, num_speculative_blocks=num_speculative
+    )
 
 
 def attends(group: KVGroup, reader: int, position: int) -> bool:

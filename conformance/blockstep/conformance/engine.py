@@ -61,6 +61,8 @@ class Capability(StrEnum):
     """Its counters mean what `Stats` says."""
     CACHE_STATISTICS = "cache statistics"
     """Those of the prefix cache and of drafts do, even if it has none for preemptions."""
+    COMMON_PREFIX = "common prefix"
+    """Its plans tell `num_common_prefix_blocks`."""
     LATE_DRAFTS = "late drafts"
     """It drops drafts that come when their request cannot take them (P24). Without it, and without
     REJECTION, an engine is only given drafts that the spec attaches."""
@@ -275,6 +277,9 @@ class EngineTraits:
 
     equivalence: Equivalence | None = None
     """By what they are held to the spec; None: `exact`."""
+    fit_config: Callable[[Config], tuple[Config, str | None]] = lambda config: (config, None)
+    """The nearest config that they can be built with, and why it is another one; None if it is
+    not. For what follows from no capability: they have each of two features, and not both."""
     make_worker: Callable[..., Any] | None = None
     """From a config and a token function to the worker that runs their plans; None: `Worker`."""
     max_depth: int | None = None

@@ -194,7 +194,8 @@ def differ(
         names = pair_states(expected, after)
         seen = rename_plan(seen, names) if isinstance(seen, v.Plan) else seen
         after = rename_snapshot(expected, after)
-    differences = observation_differences(observation, seen)
+    with_hints = Capability.COMMON_PREFIX in capabilities
+    differences = observation_differences(observation, seen, with_hints)
     if after is not None:
         if Capability.STATISTICS not in capabilities:
             after = replace(after, stats=expected.stats)

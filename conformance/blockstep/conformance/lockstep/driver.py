@@ -362,7 +362,8 @@ class LockStep(Client):
     def _diverge(
         self, event: v.Event, expected: v.Observation, seen: object, after: v.Snapshot | None
     ) -> Iterator[Finding]:
-        differences = observation_differences(expected, seen)
+        with_hints = Capability.COMMON_PREFIX in self.capabilities
+        differences = observation_differences(expected, seen, with_hints)
         if after is not None:
             self.num_compared += 1
             differences += snapshot_differences(self.spec.snapshot(), after)

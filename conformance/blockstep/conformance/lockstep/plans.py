@@ -38,7 +38,12 @@ NOT_COMPARED: Mapping[type, Mapping[str, Any]] = {
     v.NewRow: {"block_ids": ()},
     # What is sent again, and counted for the worker, is held to by the worker.
     v.CachedRow: {"new_block_ids": (), "all_token_ids": None, "num_output_tokens": 0},
-    v.Plan: {"finished_req_ids": (), "remapped_req_ids": ()},
+    v.Plan: {
+        "finished_req_ids": (),
+        "remapped_req_ids": (),
+        "num_common_prefix_blocks": (),
+        "new_block_ids_to_zero": (),
+    },
     # How long a hit was is a policy; when an aborted request ends, the engine's own affair.
     v.OutputRow: {"num_cached_tokens": 0},
     v.Aborted: {"ending_req_ids": ()},

@@ -10,24 +10,41 @@ from blockstep.spec.vocabulary import (
     BlockId,
     BlockKey,
     Observation,
+    Plan,
     Rejected,
     RequestSnapshot,
     Snapshot,
 )
 
 ABSENT = "-"
-NOT_COMPARED: Mapping[type, Mapping[str, str]] = {Rejected: {"detail": "wording is free"}}
+NOT_COMPARED: Mapping[type, Mapping[str, str]] = {
+    Rejected: {"detail": "wording is free"},
+    Plan: {"num_common_prefix_blocks": "a hint, compared of an engine that claims it"},
+}
 """Fields of states and answers that are not compared, by type, and why. All others are: a field
 is left out by `compare=False` where it is declared, and nowhere else."""
 
 
-def observation_differences(spec: Observation, engine: object) -> tuple[Difference, ...]:
-    """Where the engine's answer to one event differs from the spec's; empty if nowhere."""
+def observation_differences(
+    spec: Observation, engine: object, with_hints: bool = False
+) -> tuple[Difference, ...]:
+    """Where the engine's answer to one event differs from the spec's; empty if nowhere.
+
+    `with_hints`: the engine claims `Capability.COMMON_PREFIX`, so that what it tells is compared.
+    """
     if spec == engine:
-        return ()
+        return _hint_differences(spec, engine) if with_hints else ()
     if type(spec) is not type(engine):
         return (Difference("observation", _short(spec), _short(engine)),)
-    return tuple(_field_differences("", spec, engine))
+    found = tuple(_field_differences("", spec, engine))
+    return (*found, *_hint_differences(spec, engine)) if with_hints else found
+
+
+def _hint_differences(spec: Observation, engine: object) -> tuple[Difference, ...]:
+    if not (isinstance(spec, Plan) and isinstance(engine, Plan)):
+        return ()
+    mine, theirs = spec.num_common_prefix_blocks, engine.num_common_prefix_blocks
+    return tuple(_value("num_common_prefix_blocks", mine, theirs))
 
 
 def snapshot_differences(spec: Snapshot, engine: Snapshot) -> tuple[Difference, ...]:
@@ -125,6 +142,7 @@ def _field_differences(name: str, mine: object, theirs: object) -> list[Differen
         parts = [
             (part.name, getattr(mine, part.name), getattr(theirs, part.name))
             for part in fields(mine)
+            if part.compare
         ]
     elif (
         isinstance(mine, tuple)

@@ -64,6 +64,7 @@ def rename_plan(plan: Plan, names: Names) -> Plan:
         cached=tuple(
             replace(row, new_block_ids=names.rename(row.new_block_ids)) for row in plan.cached
         ),
+        new_block_ids_to_zero=names.rename((plan.new_block_ids_to_zero,))[0],
     )
 
 

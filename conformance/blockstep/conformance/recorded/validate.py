@@ -91,10 +91,11 @@ def validate(path: Path) -> Validation:
 
 def _judge_exactly(trace: Trace) -> Callable[[TraceStep], Finding | None]:
     """What says where the spec answers otherwise."""
-    spec = SpecEngine(trace.config)
+    spec, with_hints = SpecEngine(trace.config), _tells_hints(trace)
 
     def judge(step: TraceStep) -> Finding | None:
-        differences = observation_differences(spec.apply(step.event), step.observation)
+        expected = spec.apply(step.event)
+        differences = observation_differences(expected, step.observation, with_hints)
         if not differences:
             return None
         message = f"spec and trace differ in {len(differences)} fields"
@@ -105,11 +106,19 @@ def _judge_exactly(trace: Trace) -> Callable[[TraceStep], Finding | None]:
     return judge
 
 
+def _tells_hints(trace: Trace) -> bool:
+    """Whether plans of the trace carry hints, which an engine may leave out."""
+    answers = (step.observation for step in trace.steps)
+    return any(isinstance(seen, v.Plan) and seen.num_common_prefix_blocks for seen in answers)
+
+
 class _StandIn:
     """Answers as the trace does. It claims whatever can be claimed, for all of it was tried."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_hints: bool) -> None:
         self.answer: v.Observation = v.Ack()
+        lacking = {Capability.SNAPSHOT} | (set() if with_hints else {Capability.COMMON_PREFIX})
+        self._capabilities = ALL_CAPABILITIES - lacking
 
     def apply(self, _event: v.Event) -> v.Observation:
         return self.answer
@@ -118,7 +127,7 @@ class _StandIn:
         """A trace has no states."""
 
     def capabilities(self) -> frozenset[str]:
-        return ALL_CAPABILITIES - {Capability.SNAPSHOT}
+        return self._capabilities
 
 
 class _Retold(Worker):
@@ -158,7 +167,7 @@ def _judge_run(
     trace: Trace, left_out: Counter[str], excused: Counter[str]
 ) -> Callable[[TraceStep], Finding | None]:
     """What says where a trace breaks what its equivalence asks, but for what it declares."""
-    stand_in, scope = _StandIn(), _get_equivalence(trace)
+    stand_in, scope = _StandIn(_tells_hints(trace)), _get_equivalence(trace)
     shows_blocks = not isinstance(scope, SamePlans) or scope.shows_blocks
     worker = partial(_Retold if shows_blocks else _RetoldCounting, trace)
 

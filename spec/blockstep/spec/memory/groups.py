@@ -26,6 +26,8 @@ def compute_num_skipped_tokens(group: KVGroup, num_computed: int) -> int:
             return max(num_computed - group.sliding_window + 1, 0)
         case GroupKind.CHUNKED_LOCAL:
             return num_computed // group.attention_chunk_size * group.attention_chunk_size
+        case GroupKind.RECURRENT:
+            return max(num_computed - 1, 0)
         case _:
             assert_never(group.kind)
 
@@ -65,6 +67,8 @@ def compute_max_held_blocks(group: KVGroup, num_slots: int, max_reach: int) -> i
         case GroupKind.CHUNKED_LOCAL:
             num_tokens = group.attention_chunk_size - 1 + max_reach
             offset = size - gcd(group.attention_chunk_size, size)
+        case GroupKind.RECURRENT:
+            return num_all + group.num_speculative_blocks
         case _:
             assert_never(group.kind)
     # What is attended begins so far into a block at most: a window anywhere, a chunk not.

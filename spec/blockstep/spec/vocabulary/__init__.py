@@ -9,6 +9,7 @@ from blockstep.spec.vocabulary.config import (
     Config,
     GroupKind,
     KVGroup,
+    MambaCacheMode,
     Policy,
     SpecMethod,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "GrammarReady",
     "GroupKind",
     "KVGroup",
+    "MambaCacheMode",
     "MultiModalItem",
     "NewRow",
     "Observation",

@@ -34,6 +34,21 @@ class GroupKind(StrEnum):
     """The last `sliding_window`, itself included."""
     CHUNKED_LOCAL = "chunked_local"
     """Those of its own chunk: chunks of `attention_chunk_size` tokens stand side by side."""
+    RECURRENT = "recurrent"
+    """None: a layer goes on from the state behind the token before (Mamba, linear attention). A
+    block holds the state at one boundary, the end of the block or where the request stands."""
+
+
+class MambaCacheMode(StrEnum):
+    """At which boundaries a recurrent group keeps states."""
+
+    NONE = "none"
+    """At none: one state, written over and over. For a run without prefix caching."""
+    ALL = "all"
+    """At the end of each block: the kernel saves those that it passes."""
+    ALIGN = "align"
+    """At the end of each chunk of a prompt, and chunks end where blocks do: the kernel saves the
+    state that it ends with, and the worker copies it on from block to block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +62,11 @@ class KVGroup:
     """Tokens; 0 for every other kind."""
     attention_chunk_size: int = 0
     """Tokens; 0 for every other kind."""
+    mamba_cache_mode: MambaCacheMode = MambaCacheMode.NONE
+    """Of a recurrent group; `none` for every other kind."""
+    num_speculative_blocks: int = 0
+    """Blocks of a recurrent group for states behind drafts, one for each that may be rejected; 0
+    for every other kind."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from blockstep.spec.vocabulary.request import (
     DRAFT_PLACEHOLDER,
+    BlockId,
     BlockTables,
     FinishReason,
     FrameId,
@@ -129,6 +130,16 @@ class Plan:
     Blocks of theirs were exchanged for others that hold the same (a duplicate was freed, say). A
     worker replaces the table, as it does for one that resumes, and computes nothing again. Always
     empty here: a block that is held stays where it is."""
+    num_common_prefix_blocks: tuple[int, ...] = field(default=(), compare=False)
+    """Per group: leading blocks that stand in the table of every running request, whatever else
+    holds them, so that a worker may attend to them once for all rows (P26). 0 for a group that is
+    not under full attention, without prefix caching, and where nobody runs.
+
+    A hint: an engine may leave it out, and two plans are equal without it."""
+    new_block_ids_to_zero: tuple[BlockId, ...] = ()
+    """Blocks to be zeroed before the step: what it takes newly for attention from a pool that
+    serves recurrent groups too, by group. A state left in one may read as NaN, and a kernel reads
+    whole blocks. Empty where no group is recurrent."""
 
     @property
     def rows(self) -> tuple[NewRow | CachedRow, ...]:

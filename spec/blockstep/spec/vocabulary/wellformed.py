@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from blockstep.spec.vocabulary.config import Config, GroupKind, KVGroup, Policy, SpecMethod
+from blockstep.spec.vocabulary.config import (
+    Config,
+    GroupKind,
+    KVGroup,
+    MambaCacheMode,
+    Policy,
+    SpecMethod,
+)
 from blockstep.spec.vocabulary.events import (
     Abort,
     Commit,
@@ -133,6 +140,10 @@ def _group_problems(config: Config) -> list[ConfigProblem]:
     sizes = [group.block_size for group in config.groups]
     if found or not sizes:
         return found
+    for index, group in enumerate(config.groups):
+        rule, fix = _recurrent_rule(config, group)
+        if rule:
+            found.append(ConfigProblem(f"groups[{index}]", group, rule, fix))
     if any(size % config.block_size for size in sizes) or config.block_size not in sizes:
         rule = f"must be the smallest block size of a group and divide every one: {sizes}"
         fix = "name blocks by the smallest"
@@ -155,6 +166,39 @@ def _group_rule(group: KVGroup) -> tuple[str, str]:
             return f"its {name} must be an int from 1 to {MAX_INT}", "use at least 1"
         if group.kind is not kind and not (type(size) is int and size == 0):
             return f"only a group of kind {kind} has a {name}", f"leave {name} out"
+    if not isinstance(group.mamba_cache_mode, MambaCacheMode):
+        return "its mamba_cache_mode must be a MambaCacheMode", "use MambaCacheMode.NONE"
+    if not is_count(group.num_speculative_blocks):
+        return f"its num_speculative_blocks must be an int from 0 to {MAX_INT}", "use at least 0"
+    is_plain = group.mamba_cache_mode is MambaCacheMode.NONE and not group.num_speculative_blocks
+    if group.kind is not GroupKind.RECURRENT and not is_plain:
+        rule = "only a group of kind recurrent has a mamba_cache_mode and num_speculative_blocks"
+        return rule, "leave both out"
+    return "", ""
+
+
+def _recurrent_rule(config: Config, group: KVGroup) -> tuple[str, str]:
+    """The rule of recurrent groups that a config breaks by one, and the fix; twice "" for none.
+
+    Sources: vLLM 0.19.1 `MambaModelConfig` (modes), `MambaBase.get_kv_cache_spec` (drafts).
+    """
+    if group.kind is not GroupKind.RECURRENT:
+        return "", ""
+    mode = group.mamba_cache_mode
+    recurrent = [other for other in config.groups if other.kind is GroupKind.RECURRENT]
+    if any(other.mamba_cache_mode is not mode for other in recurrent):
+        return "all recurrent groups have one mamba_cache_mode", "give them the same"
+    if config.enable_prefix_caching == (mode is MambaCacheMode.NONE):
+        rule = "its mamba_cache_mode must be none exactly when prefix caching is off"
+        return rule, "use all or align with caching, none without"
+    if mode is MambaCacheMode.NONE and group.block_size < config.max_model_len:
+        rule = "its one state lies in its first block, so block_size is no less than max_model_len"
+        return rule, "raise its block_size"
+    if mode is MambaCacheMode.ALIGN and not config.enable_chunked_prefill:
+        return "chunks can end where blocks do with chunked prefill only", "enable it"
+    if group.num_speculative_blocks < config.num_speculative_tokens:
+        rule = "its num_speculative_blocks must be a state for each of num_speculative_tokens"
+        return rule, f"use {config.num_speculative_tokens}"
     return "", ""
 
 

@@ -40,8 +40,11 @@ from blockstep.spec.vocabulary import (
 TRACE_FORMAT = "blockstep-trace"
 TRACE_VERSION = 1
 
-LEFT_OUT_WHEN_EMPTY = ("remapped_req_ids", "ending_req_ids")
-"""Fields that came after traces were written, and that the specification leaves empty."""
+LEFT_OUT_WHEN_EMPTY = (
+    *("remapped_req_ids", "ending_req_ids"),
+    *("num_common_prefix_blocks", "new_block_ids_to_zero"),
+)
+"""Fields that came after traces were written, and that most answers leave empty."""
 
 OBSERVATION_TYPES: tuple[type, ...] = get_args(Observation)
 _EVENTS = {cls.__name__: cls for cls in EVENT_TYPES}
