@@ -81,7 +81,7 @@ def of_row(step: Step, life: Life, row: PlannedRow) -> Iterator[str]:
         yield "drafts_trimmed"
     if row.kind is RowKind.RUNNING and row.gained:
         held = len(step.old[row.request_id].block_tables[0])
-        if blocks_for(config, row.end) <= held:
+        if blocks_for(row.end, config.block_size) <= held:
             yield "block_for_lookahead_only"
 
 

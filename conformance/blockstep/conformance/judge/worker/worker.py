@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Sequence
 from itertools import chain
 from typing import TypeAlias
 
-from blockstep.conformance.judge.attended import count_unattended
+from blockstep.conformance.judge.attended import without_given_back
 from blockstep.conformance.judge.worker.kv import TaggedKV
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
 from blockstep.conformance.protocol.findings import Difference, Finding, shown
@@ -410,16 +410,9 @@ class Worker(TaggedKV):
         return self._findings
 
     def _tables_seen(self, view: RequestView, request: v.RequestSnapshot) -> v.BlockTables:
-        """Its tables, with null blocks where the state has some and it attends to nothing more."""
-        if not self.config.groups:
-            return (tuple(view.table),)
-        tables = [tuple(table) for table in view.tables]
-        pairs = zip(self.groups, request.block_tables, strict=False)
-        for index, (group, shown_table) in enumerate(pairs):
-            end = count_unattended(group, view.num_computed)
-            left = [
-                v.NULL_BLOCK if shown_block == v.NULL_BLOCK else block
-                for block, shown_block in zip(tables[index][:end], shown_table, strict=False)
-            ]
-            tables[index] = (*left, *tables[index][len(left) :])
-        return tuple(tables)
+        """Its tables, with null blocks where the state has some: of those no plan tells."""
+        tables = tuple([tuple(table) for table in view.tables])
+        if not self.config.groups or len(tables) != len(request.block_tables):
+            return tables
+        pairs = zip(tables, request.block_tables, strict=True)
+        return tuple([without_given_back(*pair) for pair in pairs])
