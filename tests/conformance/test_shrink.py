@@ -127,8 +127,8 @@ class WrongAtNulls(SpecEngine):
         return answer
 
 
-class WrongWithChunks(WrongAtNulls):
-    """Wrong only beside full attention, in blocks of another size."""
+class WrongInSmaller(WrongAtNulls):
+    """Wrong only beside full attention in blocks of another size."""
 
     def apply(self, event: Event) -> Observation:
         answer, config = super(WrongAtNulls, self).apply(event), self.state.config
@@ -140,7 +140,7 @@ class WrongWithChunks(WrongAtNulls):
 def test_of_several_groups_those_are_left_that_matter() -> None:
     for engine, groups in (
         (WrongAtNulls, (KVGroup(GroupKind.SLIDING_WINDOW, 1, sliding_window=1),)),
-        (WrongWithChunks, (FULL, KVGroup(GroupKind.FULL, 1))),
+        (WrongInSmaller, (FULL, KVGroup(GroupKind.FULL, 2))),
     ):
         program = Program(GROUPED, LONG)
         _, findings = run_program(program, engine)

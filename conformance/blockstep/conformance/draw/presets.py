@@ -109,7 +109,7 @@ def draw_swarm(
     max_depth: int = MAX_DEPTH,
     wish: Wish = NO_WISH,
     is_judged_alone: bool = False,
-    takes_groups: Callable[[], bool] = lambda: False,
+    takes_groups: Callable[[], bool] = lambda: True,
 ) -> Swarm:
     """Draw a swarm; `policy` fixes the policy, `max_depth` bounds the frames in flight.
 
@@ -152,7 +152,7 @@ def draw_swarm(
         has_long_prompts=is_storm and is_judged_alone,
         has_equals=is_storm and is_judged_alone and draw.chance(25),
     )
-    if wish.decide(GROUPS, token_seed % GROUPED_ONE_IN == 1):
+    if wish.decide(GROUPS, token_seed % GROUPED_ONE_IN == GROUPED_ONE_IN - 1):
         swarm = replace(swarm, features=swarm.features | {GROUPS.name})
         if GROUPS.name in wish.always or takes_groups():
             config = draw_groups(config, draw, is_storm)

@@ -110,6 +110,7 @@ class VllmEngine:
         has = {
             Capability.REJECTION: False,
             Capability.STATISTICS: False,
+            Capability.COMMON_PREFIX: RELEASE.has_common_prefix,
             Capability.CACHE_STATISTICS: not self.spare_counters,
             Capability.LATE_DRAFTS: not self.spare_late_drafts,
             Capability.PAUSE: RELEASE.has_pause,

@@ -183,18 +183,6 @@ def _check_finished(run: Run, finished: Iterable[v.RequestId]) -> None:
 
 def _check_hints(run: Run, output: SchedulerOutput) -> None:
     """Flags and numbers that follow from the rows."""
-    counts = output.num_common_prefix_blocks
-    if len(counts) not in (0, len(run.managers)):  # newer releases tell it only if it is asked for
-        raise EngineFault(
-            f"num_common_prefix_blocks is {counts}; there are {len(run.managers)} KV-cache groups"
-        )
-    for count, manager in zip(counts, run.managers, strict=False):
-        tables = [manager.req_to_blocks.get(name, ()) for name in output.num_scheduled_tokens]
-        shared = {tuple(block.block_id for block in table[:count]) for table in tables}
-        if len(shared) > 1 or any(len(blocks) < count for blocks in shared):
-            raise EngineFault(
-                f"num_common_prefix_blocks is {count}; the tables of the rows begin with {shared}"
-            )
     has_grammar = any(
         run.known[name].request.structured_output for name in output.num_scheduled_tokens
     )

@@ -23,6 +23,8 @@ def read_plan(
         cached=_read_cached_rows(run, output),
         finished_req_ids=tuple(sorted(output.finished_req_ids)),
         preempted_req_ids=tuple(sorted(preempted)),
+        num_common_prefix_blocks=tuple(output.num_common_prefix_blocks),
+        new_block_ids_to_zero=tuple(getattr(output, "new_block_ids_to_zero", None) or ()),
     )
 
 

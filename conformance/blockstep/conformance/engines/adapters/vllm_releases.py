@@ -104,6 +104,8 @@ class Release:
     has_mixed_groups: bool = False
     """Whether KV-cache groups may be of any kinds and block sizes, in any order; the first releases
     find hits of full attention and one other kind, of one block size, side by side."""
+    has_common_prefix: bool = True
+    """Whether plans tell the blocks that all who run have in common."""
     has_equal_groups: bool = False
     """Whether several groups may all be equal."""
 
@@ -170,7 +172,7 @@ def _build_table() -> Mapping[str, Release]:
         has_all_items=True,
         has_tagged_names=True,
     )
-    r0330 = replace(r0310, version="0.33.0", has_equal_groups=True)
+    r0330 = replace(r0310, version="0.33.0", has_equal_groups=True, has_common_prefix=False)
     table = (
         *(r0110, r0111, r0120, r0150, r0160, r0170, r0180, r0190),
         *(r0200, r0220, r0240, r0250, r0270, r0280, r0290, r0310, r0330),

@@ -31,7 +31,6 @@ GROUPED = {
     "groups_block_in_doubt": "a block was kept because drafts in flight may yet be rejected",
     "groups_hit_behind_nulls": "a hit had null blocks in front",
     "groups_hit_in_several": "a hit shared blocks of several groups",
-    "groups_hit_before_a_block_behind": "a draft head needed a block behind the hit in each group",
     "groups_hit_cut_by_a_window": "full attention alone could have hit more than was hit",
     "groups_hit_cut_by_full_attention": "a window or chunks alone could have hit more",
     "groups_free_hit_beside_new_blocks": "a group hit a free block, and another took new ones",
@@ -120,8 +119,6 @@ def _of_admission(step: Step, ledger: Ledger, row: PlannedRow) -> Iterator[str]:
         yield "groups_resumed_behind_nulls"
     if sum(map(bool, shared)) > 1:
         yield "groups_hit_in_several"
-    if row.first and config.drops_last_hit_block and len(config.groups) > 1:
-        yield "groups_hit_before_a_block_behind"
     references = step.before.ref_counts
     for index, table in enumerate(shared):
         others = (*row.gained_tables[:index], *row.gained_tables[index + 1 :])
