@@ -16,6 +16,7 @@ from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.slots import NO_HIT
 from blockstep.spec.pool import Pool, find_block
 from blockstep.spec.requests import Hit, RequestState
+from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockKey, Config, KVGroup
 
 
@@ -29,7 +30,7 @@ def compute_max_hit_blocks(num_known: int, block_size: int) -> int:
     return (num_known - 1) // block_size
 
 
-def get_prefix_hit(config: Config, pool: Pool, request: RequestState) -> Hit:
+def get_prefix_hit(config: Config, pool: Pool, request: RequestState, rules: Rules) -> Hit:
     """The longest published prefix of the request's known tokens, in every group.
 
     With a proposer that needs hidden states the last hit block is given back, to be computed
@@ -38,7 +39,7 @@ def get_prefix_hit(config: Config, pool: Pool, request: RequestState) -> Hit:
     if not reads_prefix_cache(config, request):
         return NO_HIT
     if config.groups:
-        return get_joint_hit(config, pool, request)
+        return rules.get_joint_hit(config, pool, request)
     max_blocks = compute_max_hit_blocks(request.num_known_tokens, config.block_size)
     hit = find_published(pool, request.block_keys[:max_blocks])
     if config.drops_last_hit_block:

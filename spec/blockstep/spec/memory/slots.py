@@ -32,7 +32,7 @@ from blockstep.spec.pool import (
 )
 from blockstep.spec.requests import Hit, Holding, RequestState, without_nulls
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockTables, Config, Request
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockTables, Config, KVGroup, Request
 
 NO_HIT = Hit(0, ())
 
@@ -141,23 +141,32 @@ def can_hold(
     return num_needed <= get_num_free_blocks(pool)
 
 
-def can_finish(config: Config, pool: Pool, request: RequestState, hit: Hit) -> bool:
+def can_finish(config: Config, pool: Pool, request: RequestState, hit: Hit, rules: Rules) -> bool:
     """Whether the free blocks suffice for all known tokens of a waiting request, behind its hit.
 
-    A group is charged with what it holds of them at most: while a window moves on, what it leaves
-    is free again. Upstream charges all of them (#39734). Source: seed 001 "Full ISL reservation";
-    P8, P11.
+    Source: seed 001 "Full ISL reservation"; P8, P11.
     """
     num_slots = min(request.num_known_tokens, config.max_model_len)
     hit_tables = hit.block_tables or ((),) * len(request.holdings)
     if not config.groups:
         return can_hold(pool, num_slots, config.block_sizes, request.holdings, hit_tables)
-    reach = compute_max_reach(config)
-    num_needed = 0
-    for group, block_ids in zip(config.groups, hit_tables, strict=True):
-        num_all = count_needed_blocks(pool, num_slots, group.block_size, 0, block_ids)
-        num_needed += min(num_all, compute_max_held_blocks(group, num_slots, reach))
+    num_needed = sum(
+        rules.count_reserved_blocks(config, pool, group, num_slots, block_ids)
+        for group, block_ids in zip(config.groups, hit_tables, strict=True)
+    )
     return num_needed <= get_num_free_blocks(pool)
+
+
+def count_reserved_blocks(
+    config: Config, pool: Pool, group: KVGroup, num_slots: int, hit: tuple[BlockId, ...]
+) -> int:
+    """Free blocks that a waiting request wants of one group for so many slots, behind its hit.
+
+    What it holds of them at most: while a window moves on, what it leaves is free again. Upstream
+    charges all of them (#39734). Source: seed 001 "Full ISL reservation"; P8, P11.
+    """
+    num_all = count_needed_blocks(pool, num_slots, group.block_size, 0, hit)
+    return min(num_all, compute_max_held_blocks(group, num_slots, compute_max_reach(config)))
 
 
 def allocate_slots(

@@ -96,7 +96,7 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     """
     config, rules = step.state.config, step.state.rules
     # refuse
-    hit = get_prefix_hit(config, step.pool, request)
+    hit = get_prefix_hit(config, step.pool, request, rules)
     num_known = request.num_known_tokens
     running = (step.requests[row.request_id] for row in step.rows if row.status is Status.RUNNING)
     num_padding = rules.get_num_padding(
@@ -115,7 +115,7 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     if num_new == 0:
         return Verdict.PASSED_OVER if rules.passes_over_too_long else Verdict.NO_ROOM
     is_reserved = config.scheduler_reserve_full_isl and rules.reserves_full_isl
-    if is_reserved and not can_finish(config, step.pool, request, hit):
+    if is_reserved and not can_finish(config, step.pool, request, hit, rules):
         return Verdict.NO_ROOM
     num_lookahead = rules.get_num_lookahead_at_admission(config)
     granted = allocate_slots(config, step.pool, request, num_new, num_lookahead, hit)
