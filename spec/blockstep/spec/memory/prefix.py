@@ -8,7 +8,7 @@ The skipped ones need not be there. One block more is there where the proposer n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import lcm
 
 from blockstep.spec.hashing import get_group_keys
@@ -16,7 +16,7 @@ from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.slots import NO_HIT
 from blockstep.spec.pool import Pool, find_block
 from blockstep.spec.requests import Hit, RequestState
-from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockKey, Config, KVGroup
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockKey, Config, GroupKind, KVGroup
 
 
 def compute_max_hit_blocks(num_known: int, block_size: int) -> int:
@@ -29,16 +29,22 @@ def compute_max_hit_blocks(num_known: int, block_size: int) -> int:
     return (num_known - 1) // block_size
 
 
-def get_prefix_hit(config: Config, pool: Pool, request: RequestState) -> Hit:
+def get_prefix_hit(
+    config: Config,
+    pool: Pool,
+    request: RequestState,
+    unwritten: Collection[BlockId] = (),
+) -> Hit:
     """The longest published prefix of the request's known tokens, in every group.
 
     With a proposer that needs hidden states the last hit block is given back, to be computed
-    again. Source: seed 001 "find_longest_cache_hit()"; seed 003 section 1.1; P5.
+    again. `unwritten`: states that the very step writes which would read them.
+    Source: seed 001 "find_longest_cache_hit()"; seed 003 section 1.1; P4, P5.
     """
     if not reads_prefix_cache(config, request):
         return NO_HIT
     if config.groups:
-        return get_joint_hit(config, pool, request)
+        return get_joint_hit(config, pool, request, unwritten)
     max_blocks = compute_max_hit_blocks(request.num_known_tokens, config.block_size)
     hit = find_published(pool, request.block_keys[:max_blocks])
     if config.drops_last_hit_block:
@@ -46,7 +52,12 @@ def get_prefix_hit(config: Config, pool: Pool, request: RequestState) -> Hit:
     return Hit(len(hit) * config.block_size, (hit,))
 
 
-def get_joint_hit(config: Config, pool: Pool, request: RequestState) -> Hit:
+def get_joint_hit(
+    config: Config,
+    pool: Pool,
+    request: RequestState,
+    unwritten: Collection[BlockId] = (),
+) -> Hit:
     """The greatest length that is a hit in every group, and what each group shares for it.
 
     A length is whole blocks of every group, so that nobody writes into a shared one. Lengths that
@@ -60,7 +71,8 @@ def get_joint_hit(config: Config, pool: Pool, request: RequestState) -> Hit:
         num_links = group.block_size // config.block_size
         end = compute_max_hit_blocks(num_known, group.block_size)
         keys = get_group_keys(request.block_keys, index, num_links, 0, end)
-        found.append([find_block(pool, key) for key in keys])
+        blocks = [find_block(pool, key) for key in keys]
+        found.append([None if block_id in unwritten else block_id for block_id in blocks])
     runs = [count_runs(blocks) for blocks in found]
     unit = lcm(*config.block_sizes)
     for num_tokens in range((num_known - 1) // unit * unit, 0, -unit):
@@ -87,10 +99,14 @@ def count_runs(found: Sequence[BlockId | None]) -> tuple[int, ...]:
 def is_valid_hit(group: KVGroup, runs: Sequence[int], num_tokens: int, num_behind: int) -> bool:
     """Whether every block of one group with an attended token is published, and those behind.
 
+    A proposer's KV of a token follows from the next one, too, so it is right in a block only if
+    what comes behind is the same. A state follows from what is before it.
     Source: vLLM 0.19.1 `find_longest_cache_hit` of each kind, as to which blocks are needed; P5.
     """
     first = compute_num_skipped_blocks(group, num_tokens)
-    end = num_tokens // group.block_size + num_behind
+    end = num_tokens // group.block_size
+    if group.kind is not GroupKind.RECURRENT:
+        end += num_behind
     return end < len(runs) and runs[end] >= end - first
 
 
