@@ -142,7 +142,7 @@ def test_every_arm_makes_a_valid_config() -> None:
     from blockstep.conformance.search.arms import draw_workload
 
     for episode in range(50):
-        swarm, _ = draw_workload(CheckOptions(), episode)
+        swarm, _ = draw_workload(CheckOptions(), episode, SpecEngine)
         for arm in ARMS:
             changed = arm.change(swarm.config)
             assert changed != swarm.config

@@ -61,9 +61,7 @@ PLAIN = {
 """The same of a request."""
 ALWAYS_DONE = {Submit, Schedule, Commit, Answer, Drain}
 NAMES = list(BY_NAME)
-DRAWN = [name for name in NAMES if name != GROUPS.name]
-"""Several KV groups are in worlds only."""
-WITH_CAPABILITY = [name for name in DRAWN if BY_NAME[name].capability]
+WITH_CAPABILITY = [name for name in NAMES if BY_NAME[name].capability]
 
 
 def test_the_table_accounts_for_every_field_and_every_action() -> None:
@@ -131,7 +129,7 @@ def test_what_nobody_wants_is_never_drawn(name: str) -> None:
     assert all(config_problems(config) == () for config, _ in runs)
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_wanted_is_in_every_config_or_in_most_runs(name: str) -> None:
     feature = BY_NAME[name]
     runs = draw_some(Wish(always=frozenset({name})))
@@ -142,7 +140,7 @@ def test_what_is_wanted_is_in_every_config_or_in_most_runs(name: str) -> None:
     assert sum(is_in(feature, *run) for run in runs) > min(plain, 30)
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_taken_away_leaves_a_valid_rest(name: str) -> None:
     feature = BY_NAME[name]
     for index in range(60):
@@ -199,7 +197,7 @@ def test_an_engine_is_never_given_what_it_lacks(name: str) -> None:
 def test_several_groups_are_taken_from_who_lacks_them() -> None:
     config = Config(num_blocks=8, groups=(KVGroup(GroupKind.FULL, 16),))
     assert fit(config, (GROUPS,)) == (Config(num_blocks=8), (Capability.GROUPS,))
-    for engine in ("host", "compiled", "fastest", "host-kernels"):
+    for engine in ("compiled", "fastest"):
         assert GROUPS in find_lacking(load_engine(engine)(Config(num_blocks=8)).capabilities())
 
 
@@ -219,7 +217,6 @@ def test_features_are_named_one_by_one_or_with_commas() -> None:
             {"with_features": ("drafts",), "without_features": ("pause", "drafts")},
             "feature 'drafts': cannot be both with and without; the features are priority, ",
         ),
-        ({"with_features": ("groups",)}, "feature 'groups': no run has it, only worlds: blockstep"),
         ({"with_features": ("pipeline", "async")}, "features 'async' and 'pipeline': no run has"),
         ({"with_features": ("async",), "max_depth": 1}, "feature 'async': needs 2 plans"),
         ({"with_features": ("priority",), "policy": Policy.FCFS}, "cannot be with policy fcfs"),

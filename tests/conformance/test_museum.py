@@ -303,7 +303,7 @@ def count_tokens_of_the_model(name: str, seed: int, num_workloads: int) -> int:
     """Workloads are answered as the model would, whatever the scheduler does; tokens compared."""
     make_engine, num_tokens = load_engine(f"museum:{name}"), 0
     for index in range(num_workloads):
-        swarm, requests = draw_workload(CheckOptions(seed=seed), index)
+        swarm, requests = draw_workload(CheckOptions(seed=seed), index, make_engine)
         answers = run_workload(make_engine, swarm, swarm.config, requests)
         next_token = token_function(swarm.token_seed, swarm.vocabulary_size)
         for request in requests:

@@ -469,7 +469,7 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
     (
         "nobody_is_preempted_while_blocks_suffice",
         preempting,
-        lambda s: after(s, free_queue=tuple(range(1, 7))),
+        lambda s: before(s, free_queue=tuple(range(1, 7))),
     ),
     ("every_request_stands_in_one_queue", submitted, lambda s: after(s, waiting=("A",))),
     (

@@ -75,22 +75,22 @@ def shift_slots(inputs: Inputs, rows: Sequence[BatchRow]) -> Inputs:
 
 def shift_one_slot(inputs: Inputs, rows: Sequence[BatchRow]) -> Inputs:
     slots = inputs.slot_mapping.clone()
-    slots[-1] -= 1
+    slots[:, -1] -= 1
     return replace(inputs, slot_mapping=slots)
 
 
 def forget_to_write(inputs: Inputs, rows: Sequence[BatchRow]) -> Inputs:
     slots = inputs.slot_mapping.clone()
-    slots[0] = -1
+    slots[:, 0] = -1
     return replace(inputs, slot_mapping=slots)
 
 
 def swap_tables(inputs: Inputs, rows: Sequence[BatchRow]) -> Inputs:
-    return replace(inputs, block_tables=inputs.block_tables.flip(0))
+    return replace(inputs, block_tables=inputs.block_tables.flip(1))
 
 
 def read_too_far(inputs: Inputs, rows: Sequence[BatchRow]) -> Inputs:
-    size = inputs.block_tables.shape[1] * 4
+    size = inputs.block_tables.shape[2] * 4
     return replace(inputs, seq_lens=(inputs.seq_lens + 1).clamp(max=size))
 
 
@@ -145,10 +145,10 @@ def test_a_stale_table_falls(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyP
 
     def stale(self: Batch, cached: CachedRow) -> Any:
         row = self.rows[cached.request_id]
-        before = self.block_tables[row.index].copy()
+        before = self.block_tables[:, row.index].copy()
         made = start(self, cached)
         if cached.resumed:
-            self.block_tables[row.index] = before
+            self.block_tables[:, row.index] = before
         return made
 
     monkeypatch.setattr(Batch, "_start_cached", stale)

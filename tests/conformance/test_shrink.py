@@ -13,6 +13,8 @@ from blockstep.conformance.search.shrink import shrink
 from blockstep.spec.vocabulary import (
     Config,
     Event,
+    GroupKind,
+    KVGroup,
     Observation,
     OutputRow,
     Outputs,
@@ -105,3 +107,50 @@ def test_nor_are_more_frames_in_flight_than_it_can_have() -> None:
     _, findings = run_program(program, Shallow)
     shrink(program, Shallow, findings[0])
     assert max(Shallow.depths) <= 2
+
+
+FULL = KVGroup(GroupKind.FULL, 4)
+CHUNKS = KVGroup(GroupKind.CHUNKED_LOCAL, 2, attention_chunk_size=8)
+WINDOW = KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=5)
+GROUPED = replace(CONFIG, num_blocks=65, max_num_batched_tokens=4, groups=(FULL, CHUNKS, WINDOW))
+LONG = (Submit(Request("A", tuple(range(12)), 4)), *(Schedule(), Answer()) * 5)
+
+
+class WrongAtNulls(SpecEngine):
+    """Wrong as soon as a block is skipped."""
+
+    def apply(self, event: Event) -> Observation:
+        answer = super().apply(event)
+        tables = [t for r in self.snapshot().requests for t in r.block_tables]
+        if isinstance(answer, Plan) and any(0 in table for table in tables):
+            return replace(answer, preempted_req_ids=("Z",))
+        return answer
+
+
+class WrongInSmaller(WrongAtNulls):
+    """Wrong only beside full attention in blocks of another size."""
+
+    def apply(self, event: Event) -> Observation:
+        answer, config = super(WrongAtNulls, self).apply(event), self.state.config
+        if isinstance(answer, Plan) and FULL in config.groups and config.block_size < 4:
+            return replace(answer, preempted_req_ids=("Z",))
+        return answer
+
+
+def test_of_several_groups_those_are_left_that_matter() -> None:
+    for engine, groups in (
+        (WrongAtNulls, (KVGroup(GroupKind.SLIDING_WINDOW, 1, sliding_window=1),)),
+        (WrongInSmaller, (FULL, KVGroup(GroupKind.FULL, 2))),
+    ):
+        program = Program(GROUPED, LONG)
+        _, findings = run_program(program, engine)
+        (first,) = [found for found in findings if found.sentence == "engine_equals_spec"]
+        shrunk = shrink(program, engine, first)
+        assert shrunk.program.config.groups == groups
+        assert len(shrunk.program.actions) <= 4
+
+
+def test_where_groups_do_not_matter_there_is_one() -> None:
+    program = Program(replace(GROUPED, async_scheduling=False), LONG)
+    _, findings = run_program(program, WrongDeeper)
+    assert shrink(program, WrongDeeper, findings[0]).program.config.groups == ()

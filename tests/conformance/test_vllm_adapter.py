@@ -215,9 +215,8 @@ def test_it_is_an_engine_that_says_what_it_lacks() -> None:
         "async": RELEASE.has_async,
     }
     has["cache statistics"] = RELEASE.has_sound_counters
-    lacks = {"rejection", "statistics", "late drafts", "groups", "common prefix"} | {
-        name for name in has if not has[name]
-    }
+    has["common prefix"] = RELEASE.has_common_prefix
+    lacks = {"rejection", "statistics", "late drafts"} | {name for name in has if not has[name]}
     assert ALL_CAPABILITIES - engine.capabilities() == lacks
     assert ("async" in get_capabilities(load_engine("vllm"))) == RELEASE.has_async
 

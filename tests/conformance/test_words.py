@@ -95,11 +95,11 @@ def test_a_table_may_be_remapped_before_a_plan_tells_of_it() -> None:
     run, _ = run_program(program, SpecEngine)
     state = run.spec.snapshot()
     assert run.worker.check_view(state) == []
-    run.worker.views["A"].table = [5, 6]
+    run.worker.views["A"].tables = [[5, 6]]
     assert run.worker.check_view(state)
     assert run.worker.check_view(state, ("A",))
     assert run.worker.check_view(state, ()) == []
-    run.worker.views["A"].table = [5, 6, 7]
+    run.worker.views["A"].tables = [[5, 6, 7]]
     assert run.worker.check_view(state, ())
 
 
@@ -110,8 +110,8 @@ def test_judges_know_a_remapped_row() -> None:
     plan = Plan(1, cached=(decode("A", 3, 4, 5),), remapped_req_ids=("A",))
     step = Step(CONFIG, 4, Schedule(), plan, before, before)
     (row,) = step.rows
-    assert row == PlannedRow("A", RowKind.RUNNING, 4, 1, (5,), (3, 4), is_remapped=True)
-    assert step.table_of(row) == (3, 4, 5)
+    assert row == PlannedRow("A", RowKind.RUNNING, 4, 1, ((5,),), ((3, 4),), is_remapped=True)
+    assert step.tables_of(row) == ((3, 4, 5),)
     assert step.all_gained == {5}
 
 

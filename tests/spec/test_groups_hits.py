@@ -71,7 +71,7 @@ def build(
 def check(config: Config, published: Published, num_known: int) -> Hit:
     """The hit is the greatest valid one, and shares just what is read: the rest is null."""
     pool, request, places = build(config, published, num_known)
-    hit = get_prefix_hit(config, pool, request)
+    hit = get_prefix_hit(config, pool, request, STRICT_RULES)
     assert hit.num_tokens == get_greatest(config, published, num_known)
     if not hit.num_tokens:
         return hit

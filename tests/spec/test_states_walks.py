@@ -15,6 +15,7 @@ from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.memory import slots
 from blockstep.spec.vocabulary import (
     BlockId,
+    BlockKey,
     KVGroup,
     MambaCacheMode,
     NewRow,
@@ -218,7 +219,7 @@ class Walk:
             if key is None or groups[key.group].kind is not RECURRENT:
                 continue
             named: TokenIds = ()
-            link = key
+            link: BlockKey | None = key
             while link is not None:
                 named = link.token_ids + named
                 link = link.parent

@@ -277,6 +277,9 @@ class EngineTraits:
 
     equivalence: Equivalence | None = None
     """By what they are held to the spec; None: `exact`."""
+    fit_config: Callable[[Config], tuple[Config, str | None]] = lambda config: (config, None)
+    """The nearest config that they can be built with, and why it is another one; None if it is
+    not. For what follows from no capability: they have each of two features, and not both."""
     make_worker: Callable[..., Any] | None = None
     """From a config and a token function to the worker that runs their plans; None: `Worker`."""
     max_depth: int | None = None

@@ -17,14 +17,18 @@ from blockstep.spec.vocabulary import (
 )
 
 
-def most_blocks(config: Config, request: Request) -> int:
-    """Blocks that it needs at its longest, lookahead included (P11; upstream #52520)."""
+def most_slots(config: Config, request: Request) -> int:
+    """Slots that it needs at its longest, lookahead included (P11)."""
     longest = len(request.prompt_token_ids) + request.max_tokens - 1
     if request.max_tokens > 1:  # drafts follow an output, and the last one ends the request
         longest += config.num_speculative_tokens
     written = min(longest, config.max_model_len - 1)
-    extent = min(written + config.num_lookahead_tokens, config.max_model_len)
-    return -(-extent // config.block_size)
+    return min(written + config.num_lookahead_tokens, config.max_model_len)
+
+
+def most_blocks(config: Config, request: Request) -> int:
+    """Blocks that it needs at its longest, where there is one KV group (P11; upstream #52520)."""
+    return -(-most_slots(config, request) // config.block_size)
 
 
 def submit_problem(

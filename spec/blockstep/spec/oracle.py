@@ -143,7 +143,7 @@ class Oracle:
         known = RequestState(
             request, Status.WAITING, block_keys=extend_block_keys(entry, config.block_size, rules)
         )
-        return get_prefix_hit(config, self.state.pool, known).num_tokens
+        return get_prefix_hit(config, self.state.pool, known, rules).num_tokens
 
     @property
     def num_running(self) -> int:

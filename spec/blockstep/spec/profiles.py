@@ -50,6 +50,11 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.STOP_TOKENS_IGNORE_MIN_TOKENS,
                 Quirk.LENGTH_COMES_BEFORE_STOP,
                 Quirk.TOO_LONG_IS_PASSED_OVER,
+                Quirk.HEAD_GIVES_BACK_BY_TURNS,
+                Quirk.CHUNK_BEGINS_IN_A_NULL_BLOCK,
+                Quirk.NARROW_WINDOW_WANTS_A_BLOCK,
+                Quirk.WINDOWS_RESERVE_EVERYTHING,
+                Quirk.WINDOWS_FORGET_DOUBT,
             }
         ),
         frozenset(),
@@ -69,10 +74,11 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
         frozenset(),
         frozenset({Quirk.PASSED_OVER_COME_BACK_REVERSED, Quirk.DRAFTS_OUTLIVE_PREEMPTION}),
     ),
+    ("0.17.1", frozenset({Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT}), frozenset()),
     ("0.18.0", frozenset(), frozenset({Quirk.ONE_WAITING_QUEUE})),
     (
         "0.19.0",
-        frozenset(),
+        frozenset({Quirk.WINDOW_HIT_CUT_BLINDLY}),
         frozenset(
             {
                 Quirk.ITEMS_NAMED_WITHOUT_PLACE,

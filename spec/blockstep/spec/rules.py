@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Frame, RequestState
+from blockstep.spec.requests import Frame, Hit, RequestState
 from blockstep.spec.vocabulary import (
     BlockId,
     Config,
     FinishReason,
+    KVGroup,
     Request,
     RequestId,
     TokenIds,
@@ -54,6 +55,14 @@ class Rules:
     get_num_lookahead_at_admission: Callable[[Config], int]
     publishes_at_commit: Callable[[Config], bool]
     """Whether a commit publishes the blocks that it fills."""
+
+    # groups
+    get_joint_hit: Callable[[Config, Pool, RequestState], Hit]
+    """What a waiting request shares, where there are KV groups."""
+    count_reserved_blocks: Callable[[Config, Pool, KVGroup, int, tuple[BlockId, ...]], int]
+    """Free blocks of one group that the gate wants: (.., slots, its hit)."""
+    get_num_in_doubt: Callable[[Sequence[Frame], RequestId], int]
+    """Computed tokens that a request may have to compute again, and so reads a window before."""
 
     # order
     get_victim_rank: Callable[[RequestState], tuple[int | str, ...]]

@@ -9,8 +9,10 @@ from blockstep.spec.hashing import get_item_keys, get_request_behind_outputs
 from blockstep.spec.lives.commit import publishes_at_commit
 from blockstep.spec.lives.control import get_frames_after_reset, get_reset_request
 from blockstep.spec.lives.endings import compute_stop
-from blockstep.spec.memory.slots import revoke_slots
+from blockstep.spec.memory.prefix import get_joint_hit
+from blockstep.spec.memory.slots import count_reserved_blocks, revoke_slots
 from blockstep.spec.pool import free_blocks
+from blockstep.spec.requests import count_drafts_in_flight
 from blockstep.spec.rules import Rules
 from blockstep.spec.step.admission import (
     get_num_cached_tokens,
@@ -45,6 +47,9 @@ STRICT_RULES: Final = Rules(
     reserves_full_isl=True,
     get_num_lookahead_at_admission=get_num_lookahead_at_admission,
     publishes_at_commit=publishes_at_commit,
+    get_joint_hit=get_joint_hit,
+    count_reserved_blocks=count_reserved_blocks,
+    get_num_in_doubt=count_drafts_in_flight,
     get_victim_rank=get_rank,
     compute_next_index=compute_next_index,
     goes_on_after_self_victim=goes_on_after_self_victim,

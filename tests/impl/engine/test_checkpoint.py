@@ -38,6 +38,8 @@ def say(folder: Path, **settings: Any) -> list[tuple[int, ...]]:
         ("qwen2", {"max_window_layers": 0, "sliding_window": 3}),
         ("qwen3", {"attention_bias": True}),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"head_dim": 32, "num_key_value_heads": 1}),
     ],
 )
 def test_every_shape_of_a_family_is_computed_as_transformers_does(
@@ -249,12 +251,30 @@ def test_a_wrong_field_of_the_config_is_named(
             'max_window_layers = "1": must be an int',
         ),
         ({"sliding_window": 0}, "sliding_window = 0: must be an int of at least 1"),
+        (
+            {"layer_types": ["sliding_attention", "chunked_attention"]},
+            "must name sliding_attention or full_attention for 2 layers",
+        ),
     ],
 )
 def test_a_wrong_window_is_named(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     folder = save_model(build_model("qwen2"), tmp_path)
     change_config(folder, **fields)
     with pytest.raises(CheckpointError, match=message):
+        LLM(folder)
+
+
+def test_all_layers_of_mistral_have_the_window_or_none(tmp_path: Path) -> None:
+    folder = save_model(build_model("mistral"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    del config["sliding_window"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert LLM(folder).model_config.sliding_windows == (4096, 4096)
+    change_config(folder, layer_types=["full_attention", "sliding_attention"])
+    with pytest.raises(CheckpointError, match="must name sliding_attention for 2 layers"):
+        LLM(folder)
+    change_config(folder, sliding_window=None)
+    with pytest.raises(CheckpointError, match="must name full_attention for 2 layers"):
         LLM(folder)
 
 

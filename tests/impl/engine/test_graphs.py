@@ -44,9 +44,9 @@ def test_padding_reads_the_null_block_and_writes_nothing(qwen3: Checkpoint) -> N
     assert graphs.fits(inputs)
     graphs._fill(inputs, 4)
     buffers = graphs.buffers
-    assert buffers.slot_mapping[:4].tolist() == [*inputs.slot_mapping.tolist(), -1, -1]
+    assert buffers.slot_mapping[0, :4].tolist() == [*inputs.slot_mapping[0].tolist(), -1, -1]
     assert buffers.seq_lens[:4].tolist() == [6, 3, 1, 1]
-    assert buffers.block_tables[2:4].unique().tolist() == [0]
+    assert buffers.block_tables[:, 2:4].unique().tolist() == [0]
     assert buffers.token_ids[:4].tolist() == [*inputs.token_ids.tolist(), 0, 0]
     padded = Model.forward(model, take_rows(buffers, 4))
     alone = Model.forward(model, inputs)

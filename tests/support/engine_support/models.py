@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -59,6 +61,7 @@ FAMILIES = {
         2,
     ),
     "qwen3": Family(Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}, 3),
+    "mistral": Family(MistralConfig, MistralForCausalLM, {"sliding_window": 9}, 4),
 }
 
 

@@ -12,7 +12,8 @@ from itertools import accumulate
 from random import Random
 from typing import Protocol, TypeAlias, TypeVar
 
-from blockstep.conformance.draw.presets import Draw, Habit, Swarm
+from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.presets import Habit, Swarm
 from blockstep.conformance.draw.requests import Text, draw_request, draw_twin
 from blockstep.conformance.protocol.features import (
     ABORTS,

@@ -6,17 +6,19 @@ whole features off: a rare situation needs others to be absent, not only to be r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Protocol, TypeVar
 
+from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.groups import draw_groups
 from blockstep.conformance.protocol.features import (
     ABORTS,
     ASYNC,
     CACHING,
     DRAFTS,
     FEATURES,
+    GROUPS,
     NO_WISH,
     PAUSE,
     PIPELINE,
@@ -27,28 +29,6 @@ from blockstep.conformance.protocol.features import (
     Wish,
 )
 from blockstep.spec.vocabulary import Config, Policy, SpecMethod
-
-T = TypeVar("T")
-
-
-class Draw(Protocol):
-    """Where decisions come from: a seeded generator, or Hypothesis."""
-
-    def integer(self, low: int, high: int) -> int:
-        """An int between `low` and `high`, both included."""
-        ...
-
-    def choice(self, options: Sequence[T]) -> T:
-        """One of `options`, of which there is at least one."""
-        ...
-
-    def chance(self, percent: int) -> bool:
-        """True in about `percent` of a hundred cases."""
-        ...
-
-    def tokens(self, count: int, vocabulary_size: int) -> tuple[int, ...]:
-        """So many token ids below `vocabulary_size`."""
-        ...
 
 
 class Habit(StrEnum):
@@ -85,6 +65,8 @@ DEPTHS = (1, 1, 1, 2, 2, 3, 4)
 """Frames in flight, at most: what a config is drawn from. Some defects need three (#47900)."""
 MAX_DEPTH = max(DEPTHS)
 PROPOSERS = tuple(method for method in SpecMethod if method is not SpecMethod.NONE)
+GROUPED_ONE_IN = 4
+"""Of so many runs one has several KV groups, if its engine takes them."""
 SWITCHED = tuple(feature for feature in FEATURES if feature.request or feature.actions)
 """Features that a swarm switches on or off, whatever its config."""
 PRESETS = {preset.name: preset for preset in (TINY, SMALL, REAL)}
@@ -127,8 +109,12 @@ def draw_swarm(
     max_depth: int = MAX_DEPTH,
     wish: Wish = NO_WISH,
     is_judged_alone: bool = False,
+    takes_groups: Callable[[], bool] = lambda: True,
 ) -> Swarm:
     """Draw a swarm; `policy` fixes the policy, `max_depth` bounds the frames in flight.
+
+    Several KV groups are drawn last, where they are wished for or the engine takes them: whoever
+    lacks them is given what it would be given if there were none.
 
     Where an engine is judged alone wrong memory shows only to who reads it: more swarms are storms.
     """
@@ -151,12 +137,13 @@ def draw_swarm(
     habits = frozenset(habit for habit in Habit if draw.chance(60))
     vocabulary_size = draw.choice((2, 3, 5, 50))
     length = config.max_model_len
-    return Swarm(
+    token_seed = draw.integer(0, 2**30)
+    swarm = Swarm(
         preset=preset,
         config=config,
         features=frozenset(features),
         habits=habits,
-        token_seed=draw.integer(0, 2**30),
+        token_seed=token_seed,
         hot_prefixes=tuple(
             draw.tokens(min(length, 256), vocabulary_size) for _ in range(preset.num_hot_prefixes)
         ),
@@ -164,7 +151,12 @@ def draw_swarm(
         is_storm=is_storm,
         has_long_prompts=is_storm and is_judged_alone,
         has_equals=is_storm and is_judged_alone and draw.chance(25),
-    ).fit(config)
+    )
+    if wish.decide(GROUPS, token_seed % GROUPED_ONE_IN == GROUPED_ONE_IN - 1):
+        swarm = replace(swarm, features=swarm.features | {GROUPS.name})
+        if GROUPS.name in wish.always or takes_groups():
+            config = draw_groups(config, draw, is_storm)
+    return swarm.fit(config)
 
 
 def draw_storm(preset: Preset, config: Config, draw: Draw, longest_row: int = 3) -> Config:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from blockstep.conformance.draw.presets import Draw, Swarm
+from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.groups import count_slots, list_boundaries
+from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.protocol.features import (
     EMBEDS,
     GRAMMAR,
@@ -136,7 +138,7 @@ def get_room(swarm: Swarm, draw: Draw) -> int:
     config = swarm.config
     if draw.chance(5):
         return config.max_model_len + 2
-    slots = config.num_usable_blocks * config.block_size
+    slots = count_slots(config)
     reserve = config.num_speculative_tokens + config.num_lookahead_tokens - 1
     if draw.chance(10):
         reserve = draw.integer(-2, reserve)  # about to fit, or just not
@@ -156,8 +158,11 @@ def draw_prompt(
     config = swarm.config
     length = draw.integer(1, limit)
     if draw.chance(60):
-        blocks = draw.integer(1, max(limit // config.block_size, 1))
-        length = min(max(blocks * config.block_size + draw.integer(-1, 1), 1), limit)
+        size = config.block_size
+        if config.groups:
+            size = draw.choice(list_boundaries(config))
+        blocks = draw.integer(1, max(limit // size, 1))
+        length = min(max(blocks * size + draw.integer(-1, 1), 1), limit)
     hot = draw.choice(swarm.hot_prefixes)
     shared = length if draw.chance(50) else draw.integer(0, length)
     prompt = hot[:shared]

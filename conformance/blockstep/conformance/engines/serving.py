@@ -10,6 +10,7 @@ Three things are held together, and the first that disagrees ends the run:
 - every forward pass, to that worker. A tagged shadow of each paged cache remembers for every slot
   which prefix was written there, by the very slot mapping that the kernels got; every slot that
   attention reads through the block tables it got must hold the prefix that is read for (P3, P4).
+  With several KV groups each has its slots and tables; a block is of the group that wrote it last.
 
 A model engine is not imported here: it hands in what has the attributes of `ServedPass`.
 """
@@ -17,9 +18,11 @@ A model engine is not imported here: it hands in what has the attributes of `Ser
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from itertools import pairwise
+from typing import Any, Protocol
 
 from blockstep.conformance.engine import EngineFactory
+from blockstep.conformance.judge.attended import first_attended
 from blockstep.conformance.judge.worker import Worker
 from blockstep.conformance.judge.worker.names import NEVER_WRITTEN, Name
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
@@ -51,12 +54,12 @@ class ServedInputs(Protocol):
 
     @property
     def slot_mapping(self) -> ArrayLike:
-        """[num_tokens]: block id * block size + offset, where each token's KV was written."""
+        """[num_groups, num_tokens]: block id * block size + offset, where each token's KV went."""
         ...
 
     @property
     def block_tables(self) -> ArrayLike:
-        """[num_seqs, max_blocks]"""
+        """[num_groups, num_seqs, max_blocks]"""
         ...
 
     @property
@@ -166,8 +169,11 @@ class ServingChecker:
         self._expect_nothing(self.worker.report(served))
         for one in served.passes:
             self.num_passes += 1
-            self.num_slots_written += len(_ints(one.inputs.slot_mapping))
-            self.num_slots_read += sum(_ints(one.inputs.seq_lens))
+            ends, starts = _ints(one.inputs.seq_lens), _ints(one.inputs.query_start_loc)
+            for group in self.worker.groups:
+                self.num_slots_written += starts[-1]
+                for end, (start, stop) in zip(ends, pairwise(starts), strict=True):
+                    self.num_slots_read += end - first_attended(group, end - stop + start)
 
     def describe(self) -> str:
         """What was held to the specification, on one line."""
@@ -190,16 +196,37 @@ class ServingChecker:
             raise CheckFailedError(findings, self.run.num_events)
 
 
+class Shadow:
+    """What each slot of a model's cache holds."""
+
+    def __init__(self, config: v.Config) -> None:
+        self.block_sizes = config.block_sizes
+        self.names: list[list[Name]] = [
+            [NEVER_WRITTEN] * (config.num_blocks * size) for size in config.block_sizes
+        ]
+        """By group and slot, if the block is of that group."""
+        self.owners = [-1 if config.groups else 0] * config.num_blocks
+        """By block: the group that wrote it last."""
+
+    def write(self, group: int, slot: int, name: Name) -> None:
+        """Tag a slot; with its first one a group takes a block over, and finds nothing in it."""
+        names, size = self.names[group], self.block_sizes[group]
+        if not 0 <= slot < len(names):
+            return
+        block = slot // size
+        if self.owners[block] != group:
+            self.owners[block] = group
+            names[block * size : (block + 1) * size] = [NEVER_WRITTEN] * size
+        names[slot] = name
+
+
 class ServingWorker(Worker):
     """The worker, sampling what a model sampled; and the tagged shadows of the model's caches."""
 
     def __init__(self, config: v.Config) -> None:
         super().__init__(config, _nobody_asks)
-        num_slots = config.num_blocks * config.block_size
-        self.shadows: dict[bool, list[Name]] = {
-            is_draft: [NEVER_WRITTEN] * num_slots for is_draft in (False, True)
-        }
-        """For the draft model and for the model: what each slot of its cache holds."""
+        self.shadows = {is_draft: Shadow(config) for is_draft in (False, True)}
+        """For the draft model and for the model."""
 
     def _finish(self, row: FrameRow) -> None:
         """When a plan is dispatched its samples are not known yet; `report` brings them."""
@@ -246,58 +273,78 @@ class ServingWorker(Worker):
 
     def _check_pass(self, one: ServedPass, rows: Mapping[v.RequestId, FrameRow]) -> None:
         """Every token is written where its request has its slot, then read where it was written."""
-        inputs = one.inputs
+        inputs, shadow = one.inputs, self.shadows[one.is_draft]
         tokens, positions = _ints(inputs.token_ids), _ints(inputs.positions)
-        slots, starts = _ints(inputs.slot_mapping), _ints(inputs.query_start_loc)
-        shadow = self.shadows[one.is_draft]
+        slots, starts = _rows(inputs.slot_mapping), _ints(inputs.query_start_loc)
         for number, name in enumerate(one.request_ids):
             view = rows[name].view
             for at in range(starts[number], starts[number + 1]):
-                if positions[at] < min(len(view.chain), len(view.table) * self.config.block_size):
-                    self._write_slot(shadow, view, tokens[at], positions[at], slots[at])
+                if positions[at] < min(len(view.chain), self._count_slots(view)):
+                    written = [own[at] for own in slots]
+                    self._run_token(shadow, view, tokens[at], positions[at], written)
                 else:
                     what = f"{name!r}: ran at {positions[at]}"
                     self._complain("P26", "token_has_a_position_of_its_request", what)
-        tables = inputs.block_tables.tolist()
-        assert isinstance(tables, list)
+        tables = _rows(inputs.block_tables)
         for number, end in enumerate(_ints(inputs.seq_lens)):
-            self._read_slots(shadow, rows[one.request_ids[number]].view, tables[number], end)
+            view = rows[one.request_ids[number]].view
+            first = end - starts[number + 1] + starts[number]
+            for group in range(len(self.groups)):
+                self._read_slots(shadow, view, group, tables[group][number], range(first, end))
 
-    def _write_slot(
-        self, shadow: list[Name], view: RequestView, token: int, position: int, slot: int
+    def _run_token(
+        self, shadow: Shadow, view: RequestView, token: int, position: int, slots: Sequence[int]
     ) -> None:
-        """Tag the slot that was really written; complain if token or slot are not the plan's."""
-        name, size = view.request.request_id, self.config.block_size
-        expected_slot = view.table[position // size] * size + position % size
-        expected = view.chain[position]
-        if slot != expected_slot:
-            what = f"{name!r}: position {position} was written elsewhere"
-            difference = Difference("slot", str(expected_slot), str(slot))
-            self._complain("P3", "token_is_written_to_its_slot", what, difference)
+        """Tag the slots that were really written; complain if they or the token are not its."""
+        name, expected = view.request.request_id, view.chain[position]
+        for group, slot in enumerate(slots):
+            size = self.block_sizes[group]
+            expected_slot = view.tables[group][position // size] * size + position % size
+            if slot != expected_slot:
+                what = f"{name!r}: position {position} was written elsewhere"
+                difference = Difference("slot", str(expected_slot), str(slot))
+                self._complain("P3", "token_is_written_to_its_slot", what, difference)
+            shadow.write(group, slot, expected)
         if token != self.names.token_of(expected):
             property_id = "P24" if position >= view.num_prompt else "P26"
             what = f"{name!r}: another token ran at position {position}"
             difference = Difference("token", str(self.names.token_of(expected)), str(token))
             self._complain(property_id, "model_runs_the_tokens_of_the_plan", what, difference)
-        if 0 <= slot < len(shadow):
-            shadow[slot] = expected
 
     def _read_slots(
-        self, shadow: list[Name], view: RequestView, table: Sequence[int], end: int
+        self, shadow: Shadow, view: RequestView, group: int, table: Sequence[int], ran: range
     ) -> None:
-        """Complain about the first slot that is read and holds something else."""
-        size = self.config.block_size
-        for position, expected in enumerate(view.chain[:end]):
-            index = position // size
-            slot = table[index] * size + position % size if index < len(table) else 0
-            if shadow[slot] != expected:
-                note = f"read by {view.request.request_id!r} at position {position}"
-                place = divmod(slot, size)
-                self._complain_slot("attended_slot", place, expected, shadow[slot], note)
+        """Complain about the first slot that a run of tokens reads and that holds another thing."""
+        size, names = self.block_sizes[group], shadow.names[group]
+        first = first_attended(self.groups[group], ran.start)
+        for position, expected in enumerate(view.chain[first : ran.stop], first):
+            index, offset = divmod(position, size)
+            block = table[index] if index < len(table) else v.NULL_BLOCK
+            note = f"read by {view.request.request_id!r} at position {position}"
+            seen = names[block * size + offset]
+            owner = shadow.owners[block]
+            if owner not in (-1, group):
+                what = "the KV is of the layers of another group"
+                difference = Difference(
+                    f"kv[{block}]", f"of group {group}", f"of group {owner}", note
+                )
+                self._complain(
+                    "P3", "attended_slot_is_of_the_group_that_reads_it", what, difference
+                )
+                return
+            if seen != expected:
+                self._complain_slot("attended_slot", (block, offset), expected, seen, note)
                 return
 
 
 def _ints(array: ArrayLike) -> list[int]:
+    values = array.tolist()
+    assert isinstance(values, list)
+    return values
+
+
+def _rows(array: ArrayLike) -> list[Any]:
+    """Its outermost lists: one for each KV group."""
     values = array.tolist()
     assert isinstance(values, list)
     return values

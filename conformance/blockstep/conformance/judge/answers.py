@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from blockstep.conformance.judge.properties import Ledger, Sentence, Step, budgets, output, pool
+from blockstep.conformance.judge.properties import (
+    Ledger,
+    Sentence,
+    Step,
+    budgets,
+    output,
+    pool,
+    tables,
+)
 from blockstep.conformance.judge.properties.output import cut_at_stop
 from blockstep.conformance.judge.properties.sentence import judge
 from blockstep.conformance.protocol.findings import Difference, Finding, violated
@@ -29,6 +37,8 @@ JUDGED: tuple[Sentence, ...] = (
     pool.nothing_is_cached_without_caching,
     # P4: a block that is still written to cannot be hit.
     pool.block_still_to_be_written_is_not_published,
+    # P5: what a token attends to must be there when it is computed.
+    tables.attended_blocks_are_held,
     # P9: a pause is a command.
     budgets.paused_scheduler_admits_nobody,
     # P13: the state holds what was delivered, and no one else has ended.
@@ -158,7 +168,8 @@ def judge_state(step: Step, ledger: Ledger) -> list[Finding]:
 def _judge_computed(step: Step) -> Iterator[Finding]:
     """P12: who has lost its blocks has nothing computed, whatever comes back of it."""
     for request in step.after.requests:
-        slots = max(map(len, request.block_tables), default=0) * step.config.block_size
+        held = zip(request.block_tables, step.block_sizes, strict=False)
+        slots = min([len(table) * size for table, size in held], default=0)
         if not 0 <= request.num_computed_tokens <= slots:
             seen = str(request.num_computed_tokens)
             difference = Difference("num_computed_tokens", f"0 to {slots}", seen)

@@ -187,7 +187,8 @@ GROUPS = Feature(
     "several KV-cache groups, each with a block table and a kind of attention of its own",
     Capability.GROUPS,
     config={"groups": ()},
-    properties=("P5",),
+    situations=("groups_",),
+    properties=("P5", "P8"),
 )
 CACHING = Feature(
     "caching",

@@ -176,7 +176,7 @@ def compare_arms(
     result = ArmsResult({arm.name: 0 for arm in arms}, not_tried=not_tried)
     changing: set[str] = set()
     for episode in range(num_episodes):
-        swarm, requests = draw_workload(options, episode)
+        swarm, requests = draw_workload(options, episode, make_engine)
         swarm, requests = _fit_workload(make_engine, swarm, requests)
         name, config = "", swarm.config
         try:
@@ -231,10 +231,12 @@ def usable_arms(make_engine: EngineFactory) -> tuple[list[Arm], tuple[str, ...]]
     return [arm for arm in ARMS if arm.name not in missing], missing
 
 
-def draw_workload(options: CheckOptions, episode: int) -> tuple[Swarm, tuple[v.Request, ...]]:
-    """A config and requests; everything follows from preset, seed and episode."""
+def draw_workload(
+    options: CheckOptions, episode: int, make_engine: EngineFactory
+) -> tuple[Swarm, tuple[v.Request, ...]]:
+    """A config and requests; everything follows from preset, seed, episode and what is taken."""
     draw = SeededDraw(f"arms/{options.preset}/{options.seed}/{episode}")
-    swarm = draw_options(options, draw)
+    swarm = draw_options(options, draw, make_engine)
     # Every drawn config must still be one when an arm has changed it.
     config = replace(swarm.config, enable_chunked_prefill=True)
     swarm = replace(swarm, config=config, features=swarm.features - {GRAMMAR.name})

@@ -38,7 +38,7 @@ from blockstep.conformance.protocol.features import (
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Action, Answer, Drain, Program, Propose
 from blockstep.conformance.search.forgiving import ForgivenEngine
-from blockstep.conformance.search.shrink import simpler_configs
+from blockstep.conformance.search.simpler import simpler_configs
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import Profile
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from blockstep.conformance.draw.actions import SeededDraw, View, next_action
-from blockstep.conformance.draw.presets import PRESETS, Draw, Swarm, draw_swarm
+from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.presets import PRESETS, Swarm, draw_swarm
 from blockstep.conformance.engine import (
     Capability,
     EngineFactory,
@@ -19,7 +20,7 @@ from blockstep.conformance.engine import (
 )
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.runs import get_start
-from blockstep.conformance.protocol.features import find_lacking, fit
+from blockstep.conformance.protocol.features import GROUPS, find_lacking, fit
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Action, Drain, Program
 from blockstep.conformance.search.options import CheckOptions, find_profile, get_wish, load
@@ -79,11 +80,15 @@ def fit_depth(options: CheckOptions, make_engine: EngineFactory) -> CheckOptions
     return replace(options, max_depth=min(depth, options.max_depth))
 
 
-def fit_config(config: Config, make_engine: EngineFactory) -> tuple[Config, tuple[Capability, ...]]:
-    """The nearest config that the engine can be given, and the capabilities that it lacks."""
-    weaker = get_traits(make_engine).equivalence
+def fit_config(config: Config, make_engine: EngineFactory) -> tuple[Config, tuple[str, ...]]:
+    """The nearest config that the engine can be given, and what it lacks: capabilities, or what
+    its adapter says of the config."""
+    traits = get_traits(make_engine)
+    weaker = traits.equivalence
     config = config if weaker is None else weaker.fit_config(config)
-    return fit(config, find_lacking(get_capabilities(make_engine)))
+    fitting, missing = fit(config, find_lacking(get_capabilities(make_engine)))
+    fitting, reason = traits.fit_config(fitting)
+    return fitting, missing if reason is None else (*missing, reason)
 
 
 def list_changes(config: Config, fitting: Config) -> list[str]:
@@ -107,14 +112,25 @@ def start_run(
     )
     for capability in missing:
         run.skip(capability)
+    if swarm.has(GROUPS) and not swarm.config.groups:
+        run.skip(Capability.GROUPS)
     seeks_aborts = run.equivalence == Safety.name and Capability.ABORT in run.capabilities
     return run, View(swarm.fit(config), run, seeks_aborts=seeks_aborts)
 
 
-def draw_options(options: CheckOptions, draw: Draw, is_judged_alone: bool = False) -> Swarm:
+def draw_options(
+    options: CheckOptions, draw: Draw, make_engine: EngineFactory, is_judged_alone: bool = False
+) -> Swarm:
     """A swarm as the options want it."""
-    preset, wish = PRESETS[options.preset], get_wish(options)
-    return draw_swarm(preset, draw, options.policy, options.max_depth, wish, is_judged_alone)
+    return draw_swarm(
+        PRESETS[options.preset],
+        draw,
+        options.policy,
+        options.max_depth,
+        get_wish(options),
+        is_judged_alone,
+        lambda: Capability.GROUPS in get_capabilities(make_engine),
+    )
 
 
 def play_episode(
@@ -123,7 +139,7 @@ def play_episode(
     """Play one episode to its end, or to its first findings."""
     draw = SeededDraw(f"{options.preset}/{options.seed}/{index}")
     is_judged_alone = isinstance(get_traits(make_engine).equivalence, Safety)
-    swarm = draw_options(options, draw, is_judged_alone)
+    swarm = draw_options(options, draw, make_engine, is_judged_alone)
     run, view = start_run(swarm, make_engine, options, keep_exchanges)
     actions: list[Action] = []
     findings: list[Finding] = []

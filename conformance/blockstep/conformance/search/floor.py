@@ -24,6 +24,7 @@ from blockstep.conformance.judge.witnesses.plans import PREEMPTION
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import (
     BY_NAME,
+    GROUPS,
     PRIORITY,
     SEVERAL_AT_ONCE,
     UsageError,
@@ -140,13 +141,21 @@ SMALL_ONLY = {
     *("rejected_never_fits", "rejected_not_structured", "rejected_prompt_too_long"),
     *("rejected_pipeline_full_async", "published_by_the_last_commit", "stop_model_length"),
     *("admission_blocked_by_max_num_seqs", "same_tokens_other_items"),
+    *("groups_block_in_doubt", "groups_last_block_to_another", "groups_admitted_past_its_room"),
+    *("groups_preempted_with_nulls", "groups_preempted_about_to_slide"),
 }
 """Rare where pools are large: required at small scopes only."""
 RARE_AT_TINY = {
     *("abort_of_shared_block", "abort_preempted", "drafts_lost_by_preemption"),
-    *("drafts_some_accepted", "running_left_out_by_budget"),
+    *("drafts_some_accepted", "running_left_out_by_budget", "groups_block_in_doubt"),
 }
 """Where requests are two or three tokens long, seen a few times in 60,000 events."""
+RARE_UNLESS_WANTED = {
+    *("groups_block_in_doubt", "groups_hit_cut_by_a_window", "groups_admitted_past_its_room"),
+    *("groups_preempted_with_nulls", "groups_preempted_about_to_slide"),
+    "groups_resumed_behind_nulls",
+}
+"""Required where every run has several KV groups: one in four does otherwise."""
 
 
 def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> tuple[str, ...]:
@@ -162,6 +171,8 @@ def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> 
     deepest = {"four_frames_in_flight"} if options.max_depth < MAX_DEPTH else set()
     rare = {TINY.name: RARE_AT_TINY, REAL.name: SMALL_ONLY}.get(options.preset, set())
     left_out = NOT_REQUIRED | deepest | rare
+    if GROUPS.name not in wish.always:
+        left_out |= RARE_UNLESS_WANTED
     return tuple(
         name
         for name in WITNESSES

@@ -13,7 +13,7 @@ from hypothesis import note, strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from blockstep.conformance.draw.actions import ACTIONS, SeededDraw, View, is_enabled
-from blockstep.conformance.draw.presets import Draw
+from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.protocol.findings import Finding
@@ -66,7 +66,7 @@ class EngineMachine(RuleBasedStateMachine):
         """Draw a swarm and build both sides."""
         make_engine = type(self).make_engine
         options = fit_depth(self.options, make_engine)
-        swarm = draw_options(options, HypothesisDraw(data))
+        swarm = draw_options(options, HypothesisDraw(data), make_engine)
         self.run, self.view = start_run(swarm, make_engine, options)
         note(f"config {self.run.config}")
 

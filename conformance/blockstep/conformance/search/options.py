@@ -9,7 +9,6 @@ from enum import IntEnum
 from blockstep.conformance.draw.presets import MAX_DEPTH
 from blockstep.conformance.engine import EngineFactory
 from blockstep.conformance.protocol.features import (
-    GROUPS,
     PRIORITY,
     SEVERAL_AT_ONCE,
     UsageError,
@@ -88,10 +87,6 @@ def get_wish(options: CheckOptions) -> Wish:
         UsageError: a name is in no row of the table, or no run can be as the options say.
     """
     wish = make_wish(options.with_features, options.without_features)
-    if GROUPS.name in wish.always:
-        raise UsageError(
-            f"feature {GROUPS.name!r}: no run has it, only worlds: blockstep explore --with groups"
-        )
     if options.max_depth == 1:
         for name in sorted(wish.always & SEVERAL_AT_ONCE):
             raise UsageError(f"feature {name!r}: needs 2 plans in flight or more, not depth 1")

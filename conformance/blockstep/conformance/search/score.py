@@ -249,7 +249,7 @@ def play_scored(
 ) -> tuple[ScoreRun, Program, list[Finding]]:
     """Draw one program while both sides play it."""
     draw = SeededDraw(f"{options.preset}/{options.seed}/{index}")
-    swarm = draw_options(options, draw)
+    swarm = draw_options(options, draw, make_engine)
     config, missing = fit_config(swarm.config, make_engine)
     profile = find_profile(options.profile)
     run = ScoreRun.start(config, make_engine, swarm.token_seed, swarm.vocabulary_size, profile)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from typing import Protocol, TypeAlias
@@ -26,6 +26,12 @@ from blockstep.conformance.protocol.program import (
     Program,
     Propose,
     describe_observation,
+)
+from blockstep.conformance.search.simpler import (
+    cut_prompt,
+    halved,
+    simpler_actions,
+    simpler_configs,
 )
 from blockstep.spec import vocabulary as v
 from blockstep.spec.profiles import STRICT, Profile
@@ -270,14 +276,15 @@ class Shrinker:
 
     def _without_blocks(self, index: int, num_blocks: int) -> bool:
         action, config = self.best.actions[index], self.best.config
-        if not isinstance(action, v.Submit) or config.num_blocks - num_blocks < 2:
+        total = config.num_blocks - num_blocks * len(config.kv_groups)
+        if not isinstance(action, v.Submit) or total < 2:
             return False
         left = len(action.request.prompt_token_ids) - num_blocks * config.block_size
         if left < 1:
             return False
         shorter = v.Submit(cut_prompt(action.request, left))
         actions = (*self.best.actions[:index], shorter, *self.best.actions[index + 1 :])
-        smaller = replace(config, num_blocks=config.num_blocks - num_blocks)
+        smaller = replace(config, num_blocks=total)
         return self._try(replace(self.best, config=smaller, actions=actions))
 
     def _simplify_requests(self) -> None:
@@ -336,106 +343,6 @@ def _renamed(action: Action, names: dict[v.RequestId, v.RequestId]) -> Action:
             return v.GrammarReady(names.get(request_id, request_id))
         case _:
             return action
-
-
-def halved(program: Program) -> Program:
-    """The program with half the tokens: in blocks, prompts and budgets."""
-    config = program.config
-
-    def half(number: int) -> int:
-        return (number + 1) // 2
-
-    smaller = replace(
-        config,
-        block_size=half(config.block_size),
-        max_num_batched_tokens=half(config.max_num_batched_tokens),
-        long_prefill_token_threshold=half(config.long_prefill_token_threshold),
-    )
-    actions = tuple(
-        v.Submit(cut_prompt(action.request, half(len(action.request.prompt_token_ids))))
-        if isinstance(action, v.Submit)
-        else action
-        for action in program.actions
-    )
-    return replace(program, config=smaller, actions=actions)
-
-
-def cut_prompt(request: v.Request, length: int) -> v.Request:
-    """The request with the first so many tokens of its prompt, and the items that lie in them."""
-    return replace(
-        request,
-        prompt_token_ids=request.prompt_token_ids[:length],
-        prompt_embeds=request.prompt_embeds[:length],
-        items=tuple(item for item in request.items if item.offset + item.length <= length),
-    )
-
-
-def simpler_actions(action: Action) -> Iterator[Action]:
-    """Variants of an action with less in it, the simplest first."""
-    match action:
-        case v.Submit(request=request):
-            yield from map(v.Submit, simpler_requests(request))
-        case v.Abort(request_ids=request_ids) if len(request_ids) > 1:
-            yield from (v.Abort((name,)) for name in request_ids)
-        case Propose(counts=counts):
-            if len(counts) > 1:
-                yield from (Propose((count,)) for count in counts)
-            elif counts and counts[0] > (1, 0):
-                number, right = counts[0]
-                yield Propose(((1, min(right, 1)),))
-                yield Propose(((number, 0),)) if right else Propose(((number - 1, right),))
-        case _:
-            return
-
-
-def simpler_requests(request: v.Request) -> Iterator[v.Request]:
-    """The request with a field at its default, fewer tokens, or plainer ones."""
-    plain = v.Request(request.request_id, request.prompt_token_ids)
-    for field in fields(v.Request):
-        value = getattr(request, field.name)
-        default = getattr(plain, field.name)
-        if field.name != "max_tokens" and value != default:
-            yield replace(request, **{field.name: default})
-    prompt = request.prompt_token_ids
-    for length in sorted({1, len(prompt) // 2, len(prompt) - 1}):
-        if 0 < length < len(prompt):
-            yield cut_prompt(request, length)
-    for count in sorted({1, request.max_tokens // 2, request.max_tokens - 1}):
-        if 0 < count < request.max_tokens:
-            yield replace(request, max_tokens=count)
-    if any(prompt):
-        yield replace(request, prompt_token_ids=(0,) * len(prompt))
-        counted = tuple(range(len(prompt)))
-        if prompt > counted:
-            yield replace(request, prompt_token_ids=counted)
-
-
-def simpler_configs(config: v.Config) -> Iterator[v.Config]:
-    """The config with one feature switched off, or one bound out of the way."""
-    plain = {
-        "long_prefill_token_threshold": 0,
-        "enable_chunked_prefill": True,
-        "scheduler_reserve_full_isl": True,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "max_model_len": 64,
-    }
-    for feature in FEATURES:
-        if feature.is_asked_by(config):
-            yield feature.take_from(config)
-    for name, value in plain.items():
-        if getattr(config, name) != value:
-            yield replace(config, **{name: value})  # type: ignore[arg-type]
-    for depth in range(1, config.max_frames_in_flight):
-        is_async = config.async_scheduling and depth > 1
-        yield replace(config, max_frames_in_flight=depth, async_scheduling=is_async)
-    if config.spec_method is not v.SpecMethod.NONE:
-        yield replace(config, num_speculative_tokens=1)
-    for block_size in (1, 2):
-        if block_size < config.block_size:
-            yield replace(config, block_size=block_size)
-    for num_blocks in range(2, min(config.num_blocks, 12)):
-        yield replace(config, num_blocks=num_blocks)
 
 
 def shrink(

@@ -1,7 +1,7 @@
 """Batch: what the worker knows of every request, kept between steps and changed by plans alone.
 
     token_ids     [row, position]   prompt and outputs, then drafts of the step
-    block_tables  [row, index]      blocks of the request
+    block_tables  [group, row, index]      blocks of the request, a table per KV group
     known tokens  |------------- num_known -------------|
     KV exists     |------- num_computed -------|
 
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from blockstep.impl.engine.model import Inputs
 from blockstep.impl.engine.params import SamplingParams
@@ -51,6 +52,7 @@ class BatchRow:
     num_known: int
     num_computed: int = 0
     num_blocks: int = 0
+    """In each of its tables: all have blocks of one size, so all are equally long."""
     proposal: TokenIds = ()
     """Drafts for its next row, where they stay with the worker."""
 
@@ -93,7 +95,9 @@ class Batch:
         """Positions of a row: drafts may lie past the last token that is ever kept."""
         self.max_blocks = -(-self.width // config.block_size)
         self.token_ids: np.ndarray = np.zeros((NUM_ROWS_FIRST, self.width), dtype=np.int32)
-        self.block_tables: np.ndarray = np.zeros((NUM_ROWS_FIRST, self.max_blocks), dtype=np.int32)
+        self.block_tables: np.ndarray = np.zeros(
+            (len(config.kv_groups), NUM_ROWS_FIRST, self.max_blocks), dtype=np.int32
+        )
         self._free = list(range(NUM_ROWS_FIRST - 1, -1, -1))
 
     def apply(
@@ -141,20 +145,17 @@ class Batch:
         counts = ends - starts
         max_seq_len = int(ends.max())
         num_blocks = -(-max_seq_len // self.config.block_size)
-        tables = to_device(self.block_tables[index, :num_blocks], self.device)
-        positions, slot_mapping, query_start_loc, seq_lens = prepare_step(
-            tables,
-            to_device(starts, self.device),
-            to_device(counts, self.device),
-            self.config.block_size,
-            num_tokens=int(counts.sum()),
-        )
+        tables = to_device(self.block_tables[:, :, :num_blocks].take(index, 1), self.device)
+        on_device = to_device(starts, self.device), to_device(counts, self.device)
+        size, num_tokens = self.config.block_size, int(counts.sum())
+        steps = [prepare_step(own, *on_device, size, num_tokens=num_tokens) for own in tables]
+        positions, _, query_start_loc, seq_lens = steps[0]
         before = np.cumsum(counts) - counts
         flat = np.arange(len(positions)) + np.repeat(index * self.width + starts - before, counts)
         return Inputs(
             token_ids=to_device(self.token_ids.reshape(-1)[flat].astype(np.int64), self.device),
             positions=positions,
-            slot_mapping=slot_mapping,
+            slot_mapping=torch.stack([step.slot_mapping for step in steps]),
             block_tables=tables,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
@@ -190,9 +191,9 @@ class Batch:
         return StepRow(row, first, end, drafts, samples=end >= row.num_known)
 
     def _append_blocks(self, row: BatchRow, tables: BlockTables) -> None:
-        (blocks,) = tables
-        end = row.num_blocks + len(blocks)
-        self.block_tables[row.index, row.num_blocks : end] = blocks
+        end = row.num_blocks + len(tables[0])
+        for group, blocks in enumerate(tables):
+            self.block_tables[group, row.index, row.num_blocks : end] = blocks
         row.num_blocks = end
 
     def _take_index(self) -> int:
@@ -201,7 +202,7 @@ class Batch:
             num_rows = len(self.token_ids)
             self.token_ids = np.concatenate((self.token_ids, np.zeros_like(self.token_ids)))
             self.block_tables = np.concatenate(
-                (self.block_tables, np.zeros_like(self.block_tables))
+                (self.block_tables, np.zeros_like(self.block_tables)), axis=1
             )
             self._free.extend(range(2 * num_rows - 1, num_rows - 1, -1))
         return self._free.pop()

@@ -1,8 +1,9 @@
 """Cache: the KV of all layers in one block of memory, allotted once and never moved.
 
-    kv [num_layers, 2 (keys, values), num_blocks, block_size, num_kv_heads, head_size]
+    kv [num_stacked, 2 (keys, values), num_blocks, block_size, num_kv_heads, head_size]
     slot = block_id * block_size + offset        block 0 is the null block: nobody's
 
+A block holds as many layers as a group of them has: all, where there is one group (see `groups`).
 A draft model keeps its KV in a cache of its own under the same block ids, so one block costs what
 it takes in both. Source: seed 002 "Physical Memory Layout of a Single Block", "The Free Pool".
 """
@@ -15,6 +16,7 @@ import torch
 
 from blockstep.impl.engine.config import ModelConfig
 from blockstep.impl.engine.errors import SettingsError
+from blockstep.impl.engine.groups import LayerGroup, count_stacked
 
 
 def compute_block_bytes(
@@ -24,13 +26,22 @@ def compute_block_bytes(
     return block_size * num_kv_heads * head_size * 2 * dtype_bytes * num_layers
 
 
-def get_block_bytes(models: Sequence[ModelConfig], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block in the caches of all models that share block ids."""
+def get_block_bytes(
+    models: Sequence[ModelConfig],
+    groups: Sequence[LayerGroup],
+    block_size: int,
+    dtype: torch.dtype,
+) -> int:
+    """Bytes of one block in the caches of all models that share block ids, and so `groups`."""
     return sum(
         compute_block_bytes(
-            model.num_layers, model.num_kv_heads, model.head_size, block_size, dtype.itemsize
+            count_stacked(groups, place),
+            model.num_kv_heads,
+            model.head_size,
+            block_size,
+            dtype.itemsize,
         )
-        for model in models
+        for place, model in enumerate(models)
     )
 
 
@@ -50,29 +61,40 @@ def compute_num_blocks(memory_bytes: int, block_bytes: int) -> int:
 
 
 class PagedCache:
-    """The KV cache of one model."""
+    """The KV cache of one model. `groups` names its layers, of each group those of this model."""
 
     def __init__(
         self,
         model: ModelConfig,
+        groups: Sequence[Sequence[int]],
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: str,
     ) -> None:
+        num_stacked = max(map(len, groups))
         shape = (
-            model.num_layers, 2, num_blocks, block_size, model.num_kv_heads, model.head_size,
+            num_stacked, 2, num_blocks, block_size, model.num_kv_heads, model.head_size,
         )  # fmt: skip
         try:
             kv = torch.zeros(shape, dtype=dtype, device=device)
         except (RuntimeError, MemoryError) as error:
-            size = get_block_bytes([model], block_size, dtype) * num_blocks
+            size = num_blocks * compute_block_bytes(
+                num_stacked, model.num_kv_heads, model.head_size, block_size, dtype.itemsize
+            )
             raise SettingsError(
                 f"num_blocks = {num_blocks}: the machine has no {size} bytes for the cache; "
                 "give fewer blocks, or less as kv_cache_bytes"
             ) from error
         self.block_size = block_size
+        places = {
+            number: (group, place)
+            for group, numbers in enumerate(groups)
+            for place, number in enumerate(numbers)
+        }
+        self.group_of_layer = tuple(places[number][0] for number in range(model.num_layers))
         self.layers: tuple[tuple[torch.Tensor, torch.Tensor], ...] = tuple(
-            (layer[0], layer[1]) for layer in kv
+            (kv[place][0], kv[place][1])
+            for _, place in (places[number] for number in range(model.num_layers))
         )
         """Keys and values of each layer: views [num_blocks, block_size, num_kv_heads, head_size]"""

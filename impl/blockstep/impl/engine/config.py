@@ -1,6 +1,6 @@
 """Config: the shape of a model, read from `config.json` and `generation_config.json`.
 
-Three families share one shape and differ in the few fields of `FAMILIES`. The names of fields are
+Four families share one shape and differ in the few fields of `FAMILIES`. The names of fields are
 those of the files; what is not understood is refused, never passed over: a checkpoint computed with
 a wrong formula gives plausible nonsense.
 """
@@ -15,7 +15,7 @@ from blockstep.impl.engine.fields import Fields, read_json
 from blockstep.impl.engine.rope import Rope, get_rope
 from blockstep.kernels.arguments import HEAD_SIZES
 
-FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -82,7 +82,7 @@ def load_config(folder: Path) -> ModelConfig:
         raise fields.error("quantization_config", "quantised weights are not supported")
     if fields.get("hidden_act", "silu") != "silu":
         raise fields.error("hidden_act", "must be 'silu'")
-    is_llama, is_qwen2 = architecture == FAMILIES[0], architecture == FAMILIES[1]
+    is_llama, is_qwen2, is_qwen3, is_mistral = (architecture == name for name in FAMILIES)
     hidden_size, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -90,8 +90,9 @@ def load_config(folder: Path) -> ModelConfig:
     head_size = fields.count("head_dim", 0 if hidden_size % num_heads else hidden_size // num_heads)
     if head_size not in HEAD_SIZES:
         raise fields.error("head_dim", f"heads of {head_size} are not supported; {HEAD_SIZES} are")
-    bias = fields.flag("attention_bias")
-    max_position_embeddings = fields.count("max_position_embeddings", 2048 if is_llama else 32768)
+    bias = not is_mistral and fields.flag("attention_bias")
+    longest = 2048 if is_llama else 131072 if is_mistral else 32768
+    max_position_embeddings = fields.count("max_position_embeddings", longest)
     rope = get_rope(fields, head_size, max_position_embeddings)
     return ModelConfig(
         architecture=architecture,
@@ -105,31 +106,40 @@ def load_config(folder: Path) -> ModelConfig:
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         max_model_len=rope.max_model_len,
         rope=rope,
-        sliding_windows=_get_sliding_windows(fields, is_llama),
+        sliding_windows=_get_sliding_windows(fields, is_llama, is_mistral),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         qkv_bias=is_qwen2 or bias,
         o_bias=bias and not is_qwen2,
         mlp_bias=is_llama and fields.flag("mlp_bias"),
-        qk_norm=architecture == FAMILIES[2],
+        qk_norm=is_qwen3,
         dtype=_get_dtype(fields),
         eos_token_ids=_get_eos(folder, fields),
     )
 
 
-def _get_sliding_windows(fields: Fields, is_llama: bool) -> tuple[int | None, ...]:
-    """Window per layer. Older files of Qwen say from which layer on, newer ones say each layer."""
+def _get_sliding_windows(
+    fields: Fields, is_llama: bool, is_mistral: bool
+) -> tuple[int | None, ...]:
+    """Window per layer: of none or all (Mistral), or of some.
+
+    Older files of Qwen say from which layer on, newer ones say each layer.
+    """
     num_layers = fields.count("num_hidden_layers")
     window = None
-    if fields.flag("use_sliding_window", is_llama):
+    if is_mistral or fields.flag("use_sliding_window", is_llama):
         given = fields.data.get("sliding_window", None if is_llama else 4096)
         window = None if given is None else fields.count("sliding_window", 4096)
     if is_llama and window is not None:
         raise fields.error("sliding_window", "is not supported for this architecture")
-    first = num_layers if window is None else fields.count("max_window_layers", 28, least=0)
+    first = num_layers
+    if window is not None:
+        first = 0 if is_mistral else fields.count("max_window_layers", 28, least=0)
     kinds = fields.get("layer_types") or [
         "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
     ]
-    known = ("sliding_attention", "full_attention")[window is None :]
+    known = ["full_attention"]
+    if window is not None:
+        known = ["sliding_attention"] + ([] if is_mistral else known)
     if (
         not isinstance(kinds, list)
         or len(kinds) != num_layers

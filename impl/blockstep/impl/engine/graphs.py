@@ -32,8 +32,8 @@ def take_rows(inputs: Inputs, size: int) -> Inputs:
         inputs,
         token_ids=inputs.token_ids[:size],
         positions=inputs.positions[:size],
-        slot_mapping=inputs.slot_mapping[:size],
-        block_tables=inputs.block_tables[:size],
+        slot_mapping=inputs.slot_mapping[:, :size],
+        block_tables=inputs.block_tables[:, :size],
         query_start_loc=inputs.query_start_loc[: size + 1],
         seq_lens=inputs.seq_lens[:size],
     )
@@ -54,6 +54,7 @@ class GraphedModel(Model):
         cache: PagedCache,
         num_positions: int,
         max_num_seqs: int,
+        num_groups: int = 1,
     ) -> None:
         super().__init__(config, weights, cache, num_positions)
         self.sizes = get_graph_sizes(max_num_seqs)
@@ -66,8 +67,10 @@ class GraphedModel(Model):
         self.buffers = Inputs(
             token_ids=zeros(largest),
             positions=zeros(largest),
-            slot_mapping=zeros(largest),
-            block_tables=zeros(largest, -(-num_positions // cache.block_size), dtype=torch.int32),
+            slot_mapping=zeros(num_groups, largest),
+            block_tables=zeros(
+                num_groups, largest, -(-num_positions // cache.block_size), dtype=torch.int32
+            ),
             query_start_loc=torch.arange(largest + 1, dtype=torch.int32, device=device),
             seq_lens=zeros(largest, dtype=torch.int32),
             max_query_len=1,
@@ -100,10 +103,11 @@ class GraphedModel(Model):
             ("token_ids", 0), ("positions", 0), ("slot_mapping", -1), ("seq_lens", 1),
         ):  # fmt: skip
             buffer = getattr(buffers, name)
-            buffer[:num_seqs].copy_(getattr(inputs, name))
-            buffer[num_seqs:size].fill_(padding)
-        buffers.block_tables[:num_seqs, : inputs.block_tables.shape[1]].copy_(inputs.block_tables)
-        buffers.block_tables[num_seqs:size].zero_()
+            buffer[..., :num_seqs].copy_(getattr(inputs, name))
+            buffer[..., num_seqs:size].fill_(padding)
+        num_blocks = inputs.block_tables.shape[2]
+        buffers.block_tables[:, :num_seqs, :num_blocks].copy_(inputs.block_tables)
+        buffers.block_tables[:, num_seqs:size].zero_()
 
     def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """Record a pass over the first `size` rows of the buffers.

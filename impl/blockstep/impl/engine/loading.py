@@ -1,6 +1,6 @@
 """Loading: from a folder and settings to a runner, with everything checked before it is allotted.
 
-config.json -> weights -> bytes per block -> blocks -> Config of the scheduler -> caches -> runner
+config.json -> groups -> bytes per block -> blocks -> Config of the scheduler -> caches -> runner
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from blockstep.impl.capabilities import HOST
 from blockstep.impl.engine.cache import PagedCache, compute_num_blocks, get_block_bytes
 from blockstep.impl.engine.checkpoint import ModelWeights, load_weights
 from blockstep.impl.engine.config import DTYPES, ModelConfig, load_config
 from blockstep.impl.engine.errors import SettingsError
 from blockstep.impl.engine.graphs import GraphedModel
+from blockstep.impl.engine.groups import LayerGroup, get_kv_groups, group_layers
 from blockstep.impl.engine.model import Model
 from blockstep.impl.engine.runner import Runner
 from blockstep.impl.engine.speculation import DraftModelProposer, NgramProposer, Proposer
@@ -48,6 +50,8 @@ class Settings:
     """Tokens of prompt and output, at most; None: as many as model and cache allow."""
     policy: Policy = Policy.FCFS
     enable_prefix_caching: bool = True
+    disable_hybrid_kv_cache_manager: bool = False
+    """True: one block table for all layers; those with a window keep the KV of all tokens."""
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     scheduler_reserve_full_isl: bool = True
@@ -107,37 +111,38 @@ def load_engine(folder: Path, settings: Settings) -> Loaded:
             f"draft_model: has {draft_config.vocab_size} tokens and the model "
             f"{model_config.vocab_size}; use one with the same tokenizer"
         )
-    get_config(settings, models, dtype, device)  # what can't be is said before gigabytes are read
+    groups = get_groups(settings, models)
+    # What cannot be is said before gigabytes are read.
+    get_config(settings, models, groups, dtype, device)
     weights = load_weights(folder, model_config, dtype, device)
     draft_weights = None
     if draft_config is not None and draft_folder is not None:
         draft_weights = load_weights(draft_folder, draft_config, dtype, device)
-    config = get_config(settings, models, dtype, device)  # of the memory that weights leave
+    config = get_config(settings, models, groups, dtype, device)  # of the memory that is left
 
-    def build(shape: ModelConfig, its_weights: ModelWeights) -> Model:
-        cache = PagedCache(shape, config.num_blocks, config.block_size, dtype, device)
+    def build(place: int, its_weights: ModelWeights) -> Model:
+        shape, layers = models[place], [group.layers[place] for group in groups]
+        cache = PagedCache(shape, layers, config.num_blocks, config.block_size, dtype, device)
         if device == "cpu":
             return Model(shape, its_weights, cache, config.max_model_len)
-        return GraphedModel(shape, its_weights, cache, config.max_model_len, config.max_num_seqs)
+        return GraphedModel(
+            shape, its_weights, cache, config.max_model_len, config.max_num_seqs, len(groups)
+        )
 
     proposer: Proposer | None = None
     if settings.spec_method is SpecMethod.NGRAM:
         proposer = NgramProposer(config.num_speculative_tokens)
-    elif draft_config is not None and draft_weights is not None:
-        draft = build(draft_config, draft_weights)
-        proposer = DraftModelProposer(draft, config.num_speculative_tokens)
-    runner = Runner(config, build(model_config, weights), proposer, device)
+    elif draft_weights is not None:
+        proposer = DraftModelProposer(build(1, draft_weights), config.num_speculative_tokens)
+    runner = Runner(config, build(0, weights), proposer, device)
     return Loaded(config, model_config, load_tokenizer(folder), runner)
 
 
-def get_config(
-    settings: Settings, models: list[ModelConfig], dtype: torch.dtype, device: str
-) -> Config:
-    """The scheduler's constants: blocks from memory, and lengths that models and cache allow.
+def get_groups(settings: Settings, models: list[ModelConfig]) -> tuple[LayerGroup, ...]:
+    """Which layers share block tables.
 
     Raises:
-        SettingsError: fewer than two blocks, a length past the models', or what `config_problems`
-            has against the rest.
+        SettingsError: a length past the models'.
     """
     trained = min(model.max_model_len for model in models)
     if settings.max_model_len is not None and settings.max_model_len > trained:
@@ -145,15 +150,32 @@ def get_config(
             f"max_model_len = {settings.max_model_len}: the model was made for {trained} "
             "positions; give no more"
         )
+    one_for_all = settings.disable_hybrid_kv_cache_manager or "groups" not in HOST
+    return group_layers(models, settings.max_model_len or trained, one_for_all=one_for_all)
+
+
+def get_config(
+    settings: Settings,
+    models: list[ModelConfig],
+    groups: tuple[LayerGroup, ...],
+    dtype: torch.dtype,
+    device: str,
+) -> Config:
+    """The scheduler's constants: blocks from memory, and lengths that models and cache allow.
+
+    Raises:
+        SettingsError: fewer than two blocks, or what `config_problems` has against the rest.
+    """
+    trained = min(model.max_model_len for model in models)
     longest = settings.max_model_len or trained
     num_blocks = settings.num_blocks
     if num_blocks is None:
-        block_bytes = get_block_bytes(models, settings.block_size, dtype)
+        block_bytes = get_block_bytes(models, groups, settings.block_size, dtype)
         num_blocks = compute_num_blocks(_get_cache_bytes(settings, device), block_bytes)
         if settings.kv_cache_bytes is None:
-            most = settings.max_num_seqs * -(-longest // settings.block_size) + 1
-            num_blocks = max(min(num_blocks, most), 2)
-    capacity = (num_blocks - 1) * settings.block_size
+            per_request = len(groups) * -(-longest // settings.block_size)
+            num_blocks = max(min(num_blocks, settings.max_num_seqs * per_request + 1), 2)
+    capacity = (num_blocks - 1) // len(groups) * settings.block_size
     config = Config(
         num_blocks=num_blocks,
         block_size=settings.block_size,
@@ -169,6 +191,7 @@ def get_config(
         num_speculative_tokens=settings.num_speculative_tokens,
         max_frames_in_flight=settings.max_frames_in_flight,
         async_scheduling=settings.max_frames_in_flight > 1,
+        groups=get_kv_groups(groups, settings.block_size),
     )
     problems = config_problems(config)
     if problems:

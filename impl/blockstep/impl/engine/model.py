@@ -30,9 +30,9 @@ class Inputs:
     positions: torch.Tensor
     """[num_tokens] int64"""
     slot_mapping: torch.Tensor
-    """[num_tokens] int64: where each token's KV goes; -1 for nowhere."""
+    """[num_groups, num_tokens] int64: where each token's KV goes, in each group; -1 for nowhere."""
     block_tables: torch.Tensor
-    """[num_seqs, max_blocks] int32"""
+    """[num_groups, num_seqs, max_blocks] int32; what a window has left behind is not read."""
     query_start_loc: torch.Tensor
     """[num_seqs + 1] int32: where each request's tokens begin, and the end."""
     seq_lens: torch.Tensor
@@ -65,10 +65,14 @@ class Model:
         config, weights = self.config, self.weights
         cos = self.cos[inputs.positions].unsqueeze(1)
         sin = self.sin[inputs.positions].unsqueeze(1)
+        slots, tables = inputs.slot_mapping.unbind(), inputs.block_tables.unbind()
         hidden = weights.embedding[inputs.token_ids]
         for number, layer in enumerate(weights.layers):
+            group = self.cache.group_of_layer[number]
             normed = self._norm(hidden, layer.input_norm)
-            attended = self._attend(normed, layer, number, cos, sin, inputs)
+            attended = self._attend(
+                normed, layer, number, cos, sin, slots[group], tables[group], inputs
+            )
             hidden += F.linear(attended, layer.o, layer.o_bias)
             normed = self._norm(hidden, layer.post_norm)
             gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).split(
@@ -88,9 +92,11 @@ class Model:
         number: int,
         cos: torch.Tensor,
         sin: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        block_tables: torch.Tensor,
         inputs: Inputs,
     ) -> torch.Tensor:
-        """Attention of one layer, [num_tokens, q_size]."""
+        """Attention of one layer, [num_tokens, q_size], with the slots and tables of its group."""
         config = self.config
         heads = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(normed), -1, config.head_size)
         split = config.num_heads + config.num_kv_heads
@@ -102,12 +108,12 @@ class Model:
         turned = apply_rope(turned, cos, sin)
         query, key = turned[:, : config.num_heads], turned[:, config.num_heads :]
         key_cache, value_cache = self.cache.layers[number]
-        reshape_and_cache(key, value, key_cache, value_cache, inputs.slot_mapping)
+        reshape_and_cache(key, value, key_cache, value_cache, slot_mapping)
         attended = paged_attention(
             query,
             key_cache,
             value_cache,
-            inputs.block_tables,
+            block_tables,
             inputs.query_start_loc,
             inputs.seq_lens,
             scale=self.scale,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from blockstep.impl.host.groups import GroupHits, GroupMemory
 from blockstep.impl.host.promises import Promises
 from blockstep.impl.host.queues import RequestQueue
 from blockstep.impl.host.step import Step
@@ -48,6 +49,8 @@ class WaitingPhase(Promises):
 
     def _try_admit(self, slot: int, queue: RequestQueue, step: Step) -> bool:
         """Admit the head of `queue`, or change nothing at all and return False (P7)."""
+        if self.groups is not None:
+            return self._try_admit_to_groups(self.groups, slot, queue, step)
         hits = self._find_hits(slot)
         num_hit = len(hits) * self.block_size
         num_scheduled = self._tokens_to_admit(slot, num_hit, step.budget)
@@ -64,6 +67,32 @@ class WaitingPhase(Promises):
         queue.pop()
         self._admit(slot, hits, needed, num_scheduled, step)
         return True
+
+    def _try_admit_to_groups(
+        self, groups: GroupMemory, slot: int, queue: RequestQueue, step: Step
+    ) -> bool:
+        """The same where there are several tables."""
+        hits = self._find_group_hits(groups, slot)
+        num_scheduled = self._tokens_to_admit(slot, hits.num_tokens, step.budget)
+        if num_scheduled <= 0:
+            return False
+        free, free_hits = self.pool.num_free, self.pool.count_free(hits.shared())
+        num_known, reserves = self.table.num_known[slot], self.config.scheduler_reserve_full_isl
+        if reserves and groups.count_for_gate(hits, num_known) > free:
+            return False
+        num_tokens = hits.num_tokens + num_scheduled
+        if groups.count_to_admit(hits, num_tokens) + free_hits > free:
+            return False
+        queue.pop()
+        groups.adopt(self.table.holdings[slot], hits)
+        groups.take(self.table.holdings[slot], min(num_tokens, self.max_model_len))
+        self._start(slot, hits.num_tokens, num_scheduled, step)
+        return True
+
+    def _find_group_hits(self, groups: GroupMemory, slot: int) -> GroupHits:
+        if not self._asks_cache(slot):
+            return groups.no_hits
+        return groups.find_hits(self.table.lineages[slot], self.table.num_known[slot])
 
     def _asks_cache(self, slot: int) -> bool:
         skips = self.table.requests[slot].skip_reading_prefix_cache
@@ -106,7 +135,11 @@ class WaitingPhase(Promises):
         holding.blocks += hits
         holding.num_cached = len(hits)
         holding.blocks += self.pool.take(needed)
-        num_hit = len(hits) * self.block_size
+        self._start(slot, len(hits) * self.block_size, num_scheduled, step)
+
+    def _start(self, slot: int, num_hit: int, num_scheduled: int, step: Step) -> None:
+        """It has blocks for its first step, and runs behind its hit."""
+        table = self.table
         table.num_computed[slot] = num_hit
         self._publish(slot, num_hit, num_scheduled)
         resumed = table.statuses[slot] is Status.PREEMPTED

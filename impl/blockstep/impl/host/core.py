@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import ClassVar
 
-from blockstep.impl.capabilities import list_config_problems
 from blockstep.impl.host.digests import Digest, find_digest
+from blockstep.impl.host.groups import GroupMemory
 from blockstep.impl.host.pool import BlockPool
 from blockstep.impl.host.prefix import PrefixMap
 from blockstep.impl.host.queues import make_queue
@@ -22,6 +22,7 @@ from blockstep.spec.vocabulary import (
     Stats,
     Status,
     TokenIds,
+    config_problems,
 )
 
 
@@ -29,15 +30,16 @@ class Core:
     """What all phases share. Requests are named by their slot in `table`.
 
     Raises:
-        ConfigError: `list_config_problems` has something against the config.
+        ConfigError: `config_problems` has something against the config.
         ValueError: no digest has the name given.
     """
 
     pool_type: ClassVar[type[BlockPool]] = BlockPool
     prefix_type: ClassVar[type[PrefixMap]] = PrefixMap
+    groups_type: ClassVar[type[GroupMemory]] = GroupMemory
 
     def __init__(self, config: Config, digest: str | Digest = "sha256") -> None:
-        problems = list_config_problems(config)
+        problems = config_problems(config)
         if problems:
             raise ConfigError(problems)
         self.config = config
@@ -54,7 +56,9 @@ class Core:
         without asynchronous scheduling, where an event hands drafts in."""
         self.prefix = self.prefix_type(config.num_blocks, verify=not self.digest.cryptographic)
         self.pool = self.pool_type(config.num_blocks, self.prefix)
-        self.table = RequestTable()
+        self.groups = self.groups_type(config, self.pool, self.prefix) if config.groups else None
+        """Their memory, where a config names groups; None for the one that there is without."""
+        self.table = RequestTable(len(config.kv_groups))
         self._no_new_blocks: BlockTables = ((),) * self.table.num_groups
         self.waiting = make_queue(config.policy, self.table.rank_of)
         self.skipped_waiting = make_queue(config.policy, self.table.rank_of)
@@ -102,7 +106,13 @@ class Core:
         table = self.table
         written = num_computed + num_scheduled
         known = table.num_known[slot]
-        full = (written if written < known else known) // self.block_size
+        if written > known:
+            written = known
+        if self.groups is not None:
+            if self.config.enable_prefix_caching:
+                self.groups.publish(table.holdings[slot], table.lineages[slot], written)
+            return
+        full = written // self.block_size
         for holding in table.holdings[slot]:
             if full > holding.num_cached and self.config.enable_prefix_caching:
                 for index in range(holding.num_cached, full):
@@ -132,6 +142,9 @@ class Core:
         P4; upstream #43569, where such a block stays findable without its KV.
         """
         table = self.table
+        if self.groups is not None:
+            self.groups.withdraw(table.holdings[slot], table.num_computed[slot])
+            return
         first = table.num_computed[slot] // self.block_size
         for holding in table.holdings[slot]:
             for block in holding.blocks[first:]:
@@ -141,6 +154,9 @@ class Core:
         self.waiting.prepend((slot,))
 
     def _free_blocks(self, slot: int) -> None:
+        if self.groups is not None:
+            self.groups.free(self.table.holdings[slot])
+            return
         for holding in self.table.holdings[slot]:
             self.pool.free(holding.blocks)
             del holding.blocks[:]

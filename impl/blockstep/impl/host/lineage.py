@@ -26,6 +26,7 @@ class Lineage:
         "_digests",
         "_ends",
         "_every",
+        "_group_keys",
         "_keys",
         "request",
         "tokens",
@@ -39,6 +40,7 @@ class Lineage:
         self._digest = digest
         self._digests: list[bytes] = []
         self._keys: list[BlockKey] = []
+        self._group_keys: dict[tuple[int, int], BlockKey] = {}
         self._every = pack_extras(request.adapter)
         self._ends = [item.offset + item.length for item in request.items]
 
@@ -59,12 +61,17 @@ class Lineage:
             self._extend_digests(index + 1)
         return self._digests[index]
 
-    def key_of(self, index: int) -> BlockKey:
+    def key_of(self, index: int, group: int = 0) -> BlockKey:
         """The structural key of block `index`, which must be full; the same object each time."""
         keys = self._keys
         while index >= len(keys):
             keys.append(self._build_key(len(keys)))
-        return keys[index]
+        if group == 0:
+            return keys[index]
+        key = self._group_keys.get((index, group))
+        if key is None:
+            key = self._group_keys[index, group] = keys[index].in_group(group)
+        return key
 
     def adopt_keys(self, other: Lineage, count: int) -> None:
         """Share the keys that `other` built of its first `count` blocks, which are equal to ours.

@@ -28,13 +28,20 @@ class PrefixMap:
         self._lineages: list[Lineage | None] = [None] * num_blocks
         self._digests = [b""] * num_blocks
         self._indices = [0] * num_blocks
+        self._groups = [0] * num_blocks
 
-    def publish(self, block: BlockId, lineage: Lineage, index: int) -> None:
-        """From now on `block` is found as block `index` of `lineage`."""
+    def publish(self, block: BlockId, lineage: Lineage, index: int, group: int = 0) -> None:
+        """From now on `block` is found as block `index` of `lineage`, in this KV-cache group.
+
+        In a group of larger blocks `index` is that of the last one in it which has a name.
+        """
         digest = lineage.digest_of(index)
+        if group:
+            digest = _name_in_group(digest, group)
         self._lineages[block] = lineage
         self._digests[block] = digest
         self._indices[block] = index
+        self._groups[block] = group
         if self._buckets.setdefault(digest, block) != block:
             self._publish_beside(block, digest)
 
@@ -76,6 +83,17 @@ class PrefixMap:
             self._share_keys(lineage, found)
         return found
 
+    def find(self, lineage: Lineage, index: int, group: int) -> BlockId | None:
+        """The block that is hit for block `index` of `lineage` in a KV-cache group, if any."""
+        digest = lineage.digest_of(index)
+        bucket = self._buckets.get(_name_in_group(digest, group) if group else digest)
+        if bucket is None:
+            return None
+        if self._verify:
+            blocks = _blocks_in(bucket)
+            return next((b for b in blocks if self.holds(b, lineage, index, group)), None)
+        return bucket if isinstance(bucket, int) else self._choose(bucket)
+
     def _choose(self, blocks: list[BlockId]) -> BlockId:
         """Which of several blocks with one content is hit: the one published first."""
         return blocks[0]
@@ -84,30 +102,27 @@ class PrefixMap:
         """The same where equal digests may stand for different contents."""
         found: list[BlockId] = []
         for index in range(limit):
-            bucket = self._buckets.get(lineage.digest_of(index))
-            if bucket is None:
-                break
-            holders = (b for b in _blocks_in(bucket) if self.holds(b, lineage, index))
-            block = next(holders, None)
+            block = self.find(lineage, index, group=0)
             if block is None:
                 break
             found.append(block)
         return found
 
-    def holds(self, block: BlockId, lineage: Lineage, index: int) -> bool:
+    def holds(self, block: BlockId, lineage: Lineage, index: int, group: int = 0) -> bool:
         """Whether `block` is published with exactly the content of block `index` of `lineage`."""
         other = self._lineages[block]
         return (
             other is not None
             and self._indices[block] == index
+            and self._groups[block] == group
             and lineage.agrees_with(other, index)
         )
 
     def keys(self) -> list[BlockKey | None]:
         """What each block carries, by block id; None where it is not published."""
-        indices = self._indices
+        indices, groups = self._indices, self._groups
         return [
-            None if lineage is None else lineage.key_of(indices[block])
+            None if lineage is None else lineage.key_of(indices[block], groups[block])
             for block, lineage in enumerate(self._lineages)
         ]
 
@@ -130,9 +145,18 @@ class PrefixMap:
             bucket.append(block)
 
     def _share_keys(self, lineage: Lineage, found: list[BlockId]) -> None:
-        source = self._lineages[found[-1]]
+        self.share_keys(lineage, found[-1])
+
+    def share_keys(self, lineage: Lineage, block: BlockId) -> None:
+        """Let `lineage` have the very keys that name the content up to the end of `block`."""
+        source = self._lineages[block]
         if source is not None:
-            lineage.adopt_keys(source, len(found))
+            lineage.adopt_keys(source, self._indices[block] + 1)
+
+
+def _name_in_group(digest: bytes, group: int) -> bytes:
+    """Longer than any digest alone, so that none of them is it."""
+    return digest + group.to_bytes(4, "little")
 
 
 def _blocks_in(bucket: BlockId | list[BlockId]) -> Sequence[BlockId]:

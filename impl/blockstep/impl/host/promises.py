@@ -49,6 +49,13 @@ class Promises(Core):
         request_id = self.table.requests[slot].request_id
         return any(frame.get(request_id) is not None for frame in self.frames.values())
 
+    def _count_drafts_in_flight(self, slot: int) -> int:
+        """Drafts that frames in flight verify, and of which a commit may reject all."""
+        if not self.draft_placeholders or not self.table.num_output_placeholders[slot]:
+            return 0
+        request_id = self.table.requests[slot].request_id
+        return sum(len(frame.get(request_id) or ()) for frame in self.frames.values())
+
     def _promise_outputs(
         self, frame_id: FrameId, frame: Mapping[RequestId, TokenIds | None]
     ) -> None:

@@ -24,12 +24,14 @@ class RunningPhase(Promises):
             if num_scheduled <= 0:
                 position += 1
                 continue
+            if self.groups is not None:
+                self.groups.leave(table.holdings[slot], self._first_in_doubt(slot))
             needed = self._blocks_needed(slot, num_scheduled)
             if needed > pool.num_free:
                 position = self._make_room(slot, needed, position, step)
                 if position < 0:
                     return
-            taken = self._take_blocks(slot, needed) if needed else _NOTHING
+            taken = self._take_blocks(slot, needed, num_scheduled) if needed else _NOTHING
             self._publish(slot, table.num_computed[slot], num_scheduled)
             drafts: TokenIds = _NOTHING
             if table.spec_token_ids[slot]:
@@ -38,15 +40,21 @@ class RunningPhase(Promises):
             step.budget -= num_scheduled
             position += 1
 
-    def _take_blocks(self, slot: int, needed: int) -> BlockTables:
-        """An equal part for each group, as its tables are equally long; group by group."""
+    def _take_blocks(self, slot: int, needed: int, num_scheduled: int) -> BlockTables:
+        """Append the blocks needed to its tables."""
         holdings = self.table.holdings[slot]
-        tables = []
-        for holding in holdings:
-            taken = self.pool.take(needed // len(holdings))
-            holding.blocks += taken
-            tables.append(tuple(taken))
-        return tuple(tables)
+        if self.groups is not None:
+            return self.groups.take(holdings, self._num_slots(slot, num_scheduled))
+        taken = self.pool.take(needed)
+        holdings[0].blocks += taken
+        return (tuple(taken),)
+
+    def _first_in_doubt(self, slot: int) -> int:
+        """The first token that it may have to compute again: behind it are drafts in flight.
+
+        If they are rejected the next step starts there, and its window must still be held (P1).
+        """
+        return self.table.num_computed[slot] - self._count_drafts_in_flight(slot)
 
     def _tokens_to_run(self, slot: int, budget: int) -> int:
         """Tokens of a running request in this step, drafts included; none if not positive.
@@ -69,15 +77,16 @@ class RunningPhase(Promises):
 
     def _blocks_needed(self, slot: int, num_scheduled: int) -> int:
         """New blocks of all groups for the scheduled tokens and the lookahead after them (P8)."""
-        table = self.table
-        end = table.num_computed[slot] + num_scheduled + self.num_lookahead_tokens
-        if end > self.max_model_len:
-            end = self.max_model_len
-        extent, needed = -(-end // self.block_size), 0
-        for holding in table.holdings[slot]:
-            if extent > len(holding.blocks):
-                needed += extent - len(holding.blocks)
-        return needed
+        end = self._num_slots(slot, num_scheduled)
+        if self.groups is not None:
+            return self.groups.count_missing(self.table.holdings[slot], end)
+        needed = -(-end // self.block_size) - len(self.table.holdings[slot][0].blocks)
+        return needed if needed > 0 else 0
+
+    def _num_slots(self, slot: int, num_scheduled: int) -> int:
+        """Slots that its tables must have: those of scheduled tokens, and the lookahead."""
+        end = self.table.num_computed[slot] + num_scheduled + self.num_lookahead_tokens
+        return end if end < self.max_model_len else self.max_model_len
 
     def _make_room(self, slot: int, needed: int, position: int, step: Step) -> int:
         """Preempt until `needed` blocks are free for `slot`, at `position` of `running`.

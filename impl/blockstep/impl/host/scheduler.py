@@ -10,7 +10,7 @@ from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.planning import Planning
 from blockstep.impl.host.results import Results
 from blockstep.impl.host.view import take_snapshot
-from blockstep.impl.refusals import grammar_problem, most_blocks, submit_problem
+from blockstep.impl.refusals import grammar_problem, most_blocks, most_slots, submit_problem
 from blockstep.spec.vocabulary import (
     Abort,
     Aborted,
@@ -107,6 +107,8 @@ class HostEngine(Planning, Results, Proposals):
         )
 
     def _most_blocks(self, request: Request) -> int:
+        if self.groups is not None:
+            return self.groups.count_most(most_slots(self.config, request))
         return most_blocks(self.config, request)
 
     def _set_grammar_ready(self, request_id: RequestId) -> Ack | Rejected:

@@ -17,6 +17,8 @@ class Holding:
     """Its block table."""
     num_cached: int = 0
     """Its first blocks that are settled: published, or hit."""
+    num_left: int = 0
+    """Its first places that are null: blocks that no token reads any more."""
 
 
 class RequestTable:

@@ -8,7 +8,7 @@ The skipped ones need not be there. One block more is there where the proposer n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from math import lcm
 
 from blockstep.spec.hashing import get_group_keys
@@ -16,6 +16,7 @@ from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.slots import NO_HIT
 from blockstep.spec.pool import Pool, find_block
 from blockstep.spec.requests import Hit, RequestState
+from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockKey, Config, GroupKind, KVGroup
 
 
@@ -29,22 +30,16 @@ def compute_max_hit_blocks(num_known: int, block_size: int) -> int:
     return (num_known - 1) // block_size
 
 
-def get_prefix_hit(
-    config: Config,
-    pool: Pool,
-    request: RequestState,
-    unwritten: Collection[BlockId] = (),
-) -> Hit:
+def get_prefix_hit(config: Config, pool: Pool, request: RequestState, rules: Rules) -> Hit:
     """The longest published prefix of the request's known tokens, in every group.
 
     With a proposer that needs hidden states the last hit block is given back, to be computed
-    again. `unwritten`: states that the very step writes which would read them.
-    Source: seed 001 "find_longest_cache_hit()"; seed 003 section 1.1; P4, P5.
+    again. Source: seed 001 "find_longest_cache_hit()"; seed 003 section 1.1; P5.
     """
     if not reads_prefix_cache(config, request):
         return NO_HIT
     if config.groups:
-        return get_joint_hit(config, pool, request, unwritten)
+        return rules.get_joint_hit(config, pool, request)
     max_blocks = compute_max_hit_blocks(request.num_known_tokens, config.block_size)
     hit = find_published(pool, request.block_keys[:max_blocks])
     if config.drops_last_hit_block:
@@ -52,12 +47,7 @@ def get_prefix_hit(
     return Hit(len(hit) * config.block_size, (hit,))
 
 
-def get_joint_hit(
-    config: Config,
-    pool: Pool,
-    request: RequestState,
-    unwritten: Collection[BlockId] = (),
-) -> Hit:
+def get_joint_hit(config: Config, pool: Pool, request: RequestState) -> Hit:
     """The greatest length that is a hit in every group, and what each group shares for it.
 
     A length is whole blocks of every group, so that nobody writes into a shared one. Lengths that
@@ -71,8 +61,7 @@ def get_joint_hit(
         num_links = group.block_size // config.block_size
         end = compute_max_hit_blocks(num_known, group.block_size)
         keys = get_group_keys(request.block_keys, index, num_links, 0, end)
-        blocks = [find_block(pool, key) for key in keys]
-        found.append([None if block_id in unwritten else block_id for block_id in blocks])
+        found.append([find_block(pool, key) for key in keys])
     runs = [count_runs(blocks) for blocks in found]
     unit = lcm(*config.block_sizes)
     for num_tokens in range((num_known - 1) // unit * unit, 0, -unit):

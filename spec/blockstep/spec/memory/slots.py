@@ -181,24 +181,34 @@ def can_hold(
     return num_needed <= get_num_free_blocks(pool)
 
 
-def can_finish(config: Config, pool: Pool, request: RequestState, hit: Hit) -> bool:
+def can_finish(config: Config, pool: Pool, request: RequestState, hit: Hit, rules: Rules) -> bool:
     """Whether the free blocks suffice for all known tokens of a waiting request, behind its hit.
 
-    A group is charged with what it holds of them at most: while a window moves on, what it leaves
-    is free again. Upstream charges all of them (#39734). Source: seed 001 "Full ISL reservation";
-    P8, P11.
+    Source: seed 001 "Full ISL reservation"; P8, P11.
     """
     num_slots = min(request.num_known_tokens, config.max_model_len)
     hit_tables = hit.block_tables or ((),) * len(request.holdings)
     if not config.groups:
         return can_hold(config, pool, num_slots, num_slots, request.holdings, hit_tables)
-    reach, doubt = compute_max_reach(config), compute_max_doubt(config)
-    num_needed = 0
-    for group, block_ids in zip(config.groups, hit_tables, strict=True):
-        num_all = count_needed_blocks(pool, num_slots, group.block_size, 0, block_ids)
-        num_all += group.num_speculative_blocks
-        num_needed += min(num_all, compute_max_held_blocks(group, num_slots, reach, doubt))
+    num_needed = sum(
+        rules.count_reserved_blocks(config, pool, group, num_slots, block_ids)
+        for group, block_ids in zip(config.groups, hit_tables, strict=True)
+    )
     return num_needed <= get_num_free_blocks(pool)
+
+
+def count_reserved_blocks(
+    config: Config, pool: Pool, group: KVGroup, num_slots: int, hit: tuple[BlockId, ...]
+) -> int:
+    """Free blocks that a waiting request wants of one group for so many slots, behind its hit.
+
+    What it holds of them at most: while a window moves on, what it leaves is free again. Upstream
+    charges all of them (#39734). Source: seed 001 "Full ISL reservation"; P8, P11.
+    """
+    num_all = count_needed_blocks(pool, num_slots, group.block_size, 0, hit)
+    num_all += group.num_speculative_blocks
+    reach, doubt = compute_max_reach(config), compute_max_doubt(config)
+    return min(num_all, compute_max_held_blocks(group, num_slots, reach, doubt))
 
 
 def allocate_slots(

@@ -46,6 +46,13 @@ class Quirk(StrEnum):
     HIT_IS_COMPANY_ENOUGH = "hit_is_company_enough"
     DRAFTS_PUBLISH_AT_COMMIT = "drafts_publish_at_commit"
     RESUMED_BEFORE_ITS_TOKEN = "resumed_before_its_token"  # noqa: S105 - a token of a language model
+    HEAD_GIVES_BACK_BY_TURNS = "head_gives_back_by_turns"
+    WINDOW_HIT_CUT_BLINDLY = "window_hit_cut_blindly"
+    CHUNK_BEGINS_IN_A_NULL_BLOCK = "chunk_begins_in_a_null_block"
+    NARROW_WINDOW_WANTS_A_BLOCK = "narrow_window_wants_a_block"
+    ONLY_THE_FIRST_FULL_GROUP_IS_CUT = "only_the_first_full_group_is_cut"
+    WINDOWS_RESERVE_EVERYTHING = "windows_reserve_everything"
+    WINDOWS_FORGET_DOUBT = "windows_forget_doubt"
 
 
 @dataclass(frozen=True, slots=True)

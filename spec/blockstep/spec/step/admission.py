@@ -8,13 +8,13 @@ from typing import TypeAlias
 
 from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
 from blockstep.spec.memory.slots import allocate_slots, can_finish
-from blockstep.spec.requests import Frame, Hit, RequestState
+from blockstep.spec.pool import Pool, withdraw_blocks
+from blockstep.spec.requests import Frame, Hit, RequestState, without_nulls
 from blockstep.spec.step.queues import is_blocked, process_prepend, select_queue
 from blockstep.spec.step.share import compute_num_drafts, compute_share, get_aligned_share
 from blockstep.spec.step.work import Scheduled, Step, Verdict
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
-    NULL_BLOCK,
     BlockId,
     Config,
     GroupKind,
@@ -104,7 +104,7 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     """
     config, rules = step.state.config, step.state.rules
     # refuse
-    hit = get_prefix_hit(config, step.pool, request, get_unwritten_states(step))
+    hit = get_prefix_hit(config, get_findable_pool(step), request, rules)
     num_known = request.num_known_tokens
     running = (step.requests[row.request_id] for row in step.rows if row.status is Status.RUNNING)
     num_padding = rules.get_num_padding(
@@ -125,7 +125,7 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     if num_new == 0:
         return Verdict.PASSED_OVER if rules.passes_over_too_long else Verdict.NO_ROOM
     is_reserved = config.scheduler_reserve_full_isl and rules.reserves_full_isl
-    if is_reserved and not can_finish(config, step.pool, request, hit):
+    if is_reserved and not can_finish(config, step.pool, request, hit, rules):
         return Verdict.NO_ROOM
     num_lookahead = rules.get_num_lookahead_at_admission(config)
     granted = allocate_slots(config, step.pool, request, num_new, num_lookahead, hit)
@@ -138,27 +138,22 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     return Verdict.ADMITTED
 
 
-def get_unwritten_states(step: Step) -> frozenset[BlockId]:
-    """States that this very step writes: KV of a layer is written before any row of it is read, a
-    state is not.
+def get_findable_pool(step: Step) -> Pool:
+    """The pool without the states that this very step writes: it would read them before.
 
-    Those of frames in flight are there, for those run before. Upstream has whoever would hit one
-    wait, and all behind it; here the hit is what is there. Source: vLLM 0.19.1
-    `cached_blocks_this_step`; upstream #56525; P4, P15.
+    KV of a layer is written before any row reads of it; states are read first. Those of frames in
+    flight are there, for those frames run before. Upstream has whoever would hit one wait, and all
+    behind it; here the hit is what is there.
+    Source: vLLM 0.19.1 `cached_blocks_this_step`; upstream #56525; P4, P15.
     """
-    groups = [
-        (index, group.block_size)
-        for index, group in enumerate(step.state.config.groups)
-        if group.kind is GroupKind.RECURRENT
-    ]
-    return frozenset(
-        block_id
-        for index, size in groups
-        for row in step.rows
-        for block_id in step.requests[row.request_id].block_tables[index][
-            row.num_computed // size :
-        ]
-    ) - {NULL_BLOCK}
+    unwritten: list[BlockId] = []
+    for index, group in enumerate(step.state.config.groups):
+        if group.kind is not GroupKind.RECURRENT:
+            continue
+        for row in step.rows:
+            table = step.requests[row.request_id].block_tables[index]
+            unwritten += without_nulls(table[row.num_computed // group.block_size :])
+    return withdraw_blocks(step.pool, unwritten) if unwritten else step.pool
 
 
 def process_entrance(

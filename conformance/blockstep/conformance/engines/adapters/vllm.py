@@ -2,14 +2,15 @@
 
     events --> vllm (this module) --> scheduler --> vllm_plans, vllm_state --> answers, snapshots
                vllm_build: how it is built      vllm_releases: what a release has and lacks
+               vllm_groups: the mixes of KV-cache groups that a release takes
                vllm_spared: what it is not given    vllm_names: what a digest stands for
                vllm_leftovers: what would be passed over     vllm_fields: what becomes of a field
                vllm_audit: what we say of it, asked of it once more
 
-One KV-cache group of full attention, and no worker: what a worker would answer comes in as events.
-With `async_scheduling` it is vLLM's `AsyncScheduler`; drafts then stay with the worker, and plans
-carry placeholders for them. Nothing is patched, and answers are translated without repair. Three
-things are done to what goes in:
+There is no worker: what a worker would answer comes in as events. With `async_scheduling` it is
+vLLM's `AsyncScheduler`; drafts then stay with the worker, and plans carry placeholders for them.
+Nothing is patched, and answers are translated without repair. Three things are done to what goes
+in:
 
 * adapters are renamed, so that they cannot be taken for salts (`VllmEngine.separate_names`);
 * several ids are aborted one at a time, because `finish_requests` goes through a set of strings,
@@ -21,6 +22,8 @@ no counter of preemptions.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 # First, because it says what to do where vLLM cannot be imported.
 from blockstep.conformance.engines.adapters.vllm_build import (
@@ -36,6 +39,7 @@ from vllm.v1.request import RequestStatus
 
 from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
 from blockstep.conformance.engines.adapters.vllm_audit import Audit
+from blockstep.conformance.engines.adapters.vllm_groups import fit_groups
 from blockstep.conformance.engines.adapters.vllm_leftovers import (
     NOTE,
     check_answer,
@@ -76,6 +80,7 @@ class VllmEngine:
     planned with them later at a position for which nobody proposed them."""
 
     traits = EngineTraits(
+        fit_config=partial(fit_groups, RELEASE),
         max_depth=2,  # as many plans in flight as vLLM has without pipeline parallelism
         out_of_reach=list_out_of_reach(),
         workarounds=WORKAROUNDS,
@@ -105,7 +110,7 @@ class VllmEngine:
         has = {
             Capability.REJECTION: False,
             Capability.STATISTICS: False,
-            Capability.GROUPS: False,
+            Capability.COMMON_PREFIX: RELEASE.has_common_prefix,
             Capability.CACHE_STATISTICS: not self.spare_counters,
             Capability.LATE_DRAFTS: not self.spare_late_drafts,
             Capability.PAUSE: RELEASE.has_pause,

@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
-    get_block_hash,
     hash_block_tokens,
+    make_block_hash_with_group_id,
 )
 
 from blockstep.conformance.engine import EngineFault
@@ -44,6 +45,8 @@ class Audit:
         self.pool = scheduler.kv_cache_manager.block_pool
         self.lora_ids = lora_ids
         self.separate_names = separate_names
+        groups = scheduler.kv_cache_config.kv_cache_groups
+        self.sizes = [group.kv_cache_spec.block_size for group in groups]
         self._digests: dict[v.BlockKey, bytes] = {}
         self._right: list[tuple[v.BlockKey | None, bytes | None]]
         self._right = [(None, None)] * len(self.pool.blocks)
@@ -63,12 +66,15 @@ class Audit:
         for more in plan.cached:
             name, blocks = more.request_id, more.new_block_ids
             if not more.resumed:
-                pairs = zip(told.get(name, ((),)), blocks, strict=True)
+                pairs = zip(told.get(name, ((),) * len(blocks)), blocks, strict=True)
                 blocks = tuple(table + new for table, new in pairs)
             told[name] = blocks
         for any_row in plan.rows:
             name = any_row.request_id
-            self._compare(f"the block table that plans told {name!r}", told[name], name)
+            tables = self._get_tables(name)
+            # No plan says which blocks are attended no more; there its own table has null blocks.
+            seen_tables = tuple(map(self._forget, told[name], tables))
+            _compare(f"the block table that plans told {name!r}", seen_tables, tables)
 
     def check_state(self, shown: v.Snapshot) -> None:
         """See that a snapshot says what the release says of itself.
@@ -84,7 +90,8 @@ class Audit:
                 right[index] = (key, tagged)
         for request in shown.requests:
             name = request.request_id
-            self._compare(f"the block table shown of {name!r}", request.block_tables, name)
+            tables = self._get_tables(name)
+            _compare(f"the block table shown of {name!r}", request.block_tables, tables)
         scheduler, pool = self.scheduler, self.pool
         waiting = len(shown.waiting) + len(shown.skipped_waiting)
         for what, seen, own in (
@@ -111,17 +118,31 @@ class Audit:
                     f"block {index} is shown with key {key!r}, and carries {tagged!r}"
                 )
             return
-        digest = get_block_hash(tagged)
-        if self._digest(key) != digest:
+        name = self._name(key)
+        if name is None or make_block_hash_with_group_id(name, key.group) != tagged:
             raise EngineFault(
                 f"block {index} is shown with {key!r}, and its digest is not of that: "
                 "the key names something else than vLLM hashed"
             )
-        found = self.pool.get_cached_block(digest, [0])
+        found = self.pool.get_cached_block(name, [key.group])
         if found is not None and found[0].block_id not in cached.get(key, ()):
             raise EngineFault(
                 f"block {found[0].block_id} is hit under {key!r}; shown are {cached.get(key, ())}"
             )
+
+    def _name(self, key: v.BlockKey) -> bytes | None:
+        """What the release names a block by: a digest, or what it makes of several; None if the
+        key is of no whole block of its group."""
+        size, block_size = len(key.token_ids), self.sizes[key.group]
+        key = key.in_group(0)
+        if size == block_size:
+            return self._digest(key)
+        chain = key.chain()
+        if len(chain) * size % block_size:
+            return None
+        digests = list(map(self._digest, chain[-(block_size // size) :]))
+        name: bytes = kv_cache_utils.BlockHashListWithBlockSize(digests, size, block_size)[0]
+        return name
 
     def _digest(self, key: v.BlockKey) -> bytes:
         """The digest of what a key names, as the release hashes it."""
@@ -167,7 +188,18 @@ class Audit:
         digest: bytes = hash_block_tokens(HASH, parent, key.token_ids, extras)
         return digest
 
-    def _compare(self, what: str, tables: v.BlockTables, name: v.RequestId) -> None:
-        own = tuple(map(tuple, self.manager.get_block_ids(name)))
-        if tables != own:
-            raise EngineFault(f"{what} is {tables}, and vLLM's is {own}")
+    def _get_tables(self, name: v.RequestId) -> v.BlockTables:
+        return tuple(map(tuple, self.manager.get_block_ids(name)))
+
+    def _forget(
+        self, told: tuple[v.BlockId, ...], own: tuple[v.BlockId, ...]
+    ) -> tuple[v.BlockId, ...]:
+        """A table that was told, with null blocks where the release has them in its own."""
+        null = self.pool.null_block.block_id
+        pairs = zip(told, own, strict=False)
+        return tuple(null if now == null else b for b, now in pairs) + told[len(own) :]
+
+
+def _compare(what: str, tables: v.BlockTables, own: v.BlockTables) -> None:
+    if tables != own:
+        raise EngineFault(f"{what} is {tables}, and vLLM's is {own}")

@@ -24,12 +24,14 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from math import lcm
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from blockstep.conformance.engines.adapters.vllm_groups import require_groups
 from blockstep.conformance.engines.adapters.vllm_names import get_lora_name
 from blockstep.conformance.engines.adapters.vllm_releases import require_release
-from blockstep.spec.vocabulary import Config, Request, SpecMethod, TokenIds
+from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, Request, SpecMethod, TokenIds
 
 RELEASE = require_release()
 
@@ -48,7 +50,14 @@ try:
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheSpec,
+        SlidingWindowSpec,
+    )
     from vllm.v1.request import Request as VllmRequest
     from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
@@ -151,25 +160,57 @@ def get_model_config() -> ModelConfig:
 
 
 def build_scheduler(config: Config) -> Scheduler:
-    """The scheduler of vLLM for `config`: one group of full attention.
+    """The scheduler of vLLM for `config`.
 
     It is the asynchronous one where several frames may be in flight, as in vLLM itself
     (`SchedulerConfig.get_scheduler_cls`).
+
+    Raises:
+        ConfigError: the release has no such mix of groups.
     """
-    layer = FullAttentionSpec(
-        block_size=config.block_size, num_kv_heads=1, head_size=1, dtype=torch.float16
-    )
+    require_groups(RELEASE, config)
     vllm_config = build_vllm_config(config)
     make_scheduler = AsyncScheduler if config.async_scheduling else Scheduler
+    # Where it is told by which size blocks are named, the other one is that of every hit.
+    is_told_both = "hash_block_size" in inspect.signature(Scheduler).parameters
     keywords = fit_keywords(
         Scheduler,
         vllm_config=vllm_config,
-        kv_cache_config=KVCacheConfig(config.num_blocks, [], [KVCacheGroupSpec(["layer"], layer)]),
+        kv_cache_config=KVCacheConfig(config.num_blocks, [], build_groups(config)),
         structured_output_manager=StructuredOutputManager(vllm_config),
-        block_size=config.block_size,
+        block_size=lcm(*config.block_sizes) if is_told_both else config.block_size,
+        hash_block_size=config.block_size,
         log_stats=True,
     )
     return make_scheduler(**keywords)
+
+
+def build_groups(config: Config) -> list[KVCacheGroupSpec]:
+    """The KV-cache groups of `config`, each of one layer.
+
+    Blocks are of equal bytes, as in vLLM: the larger ones are of fewer heads. It finds hits of
+    groups with equal specs together, so equal groups of ours stay equal.
+    """
+    unit = lcm(*config.block_sizes)
+    return [
+        KVCacheGroupSpec([f"layer.{index}"], _build_layer(group, unit // group.block_size))
+        for index, group in enumerate(config.kv_groups)
+    ]
+
+
+def _build_layer(group: KVGroup, num_heads: int) -> KVCacheSpec:
+    """What a layer of a group keeps of each token."""
+    kinds: dict[GroupKind, tuple[type[KVCacheSpec], dict[str, int]]] = {
+        GroupKind.FULL: (FullAttentionSpec, {}),
+        GroupKind.SLIDING_WINDOW: (SlidingWindowSpec, {"sliding_window": group.sliding_window}),
+        GroupKind.CHUNKED_LOCAL: (
+            ChunkedLocalAttentionSpec,
+            {"attention_chunk_size": group.attention_chunk_size},
+        ),
+    }
+    kind, sizes = kinds[group.kind]
+    shape = {"block_size": group.block_size, "num_kv_heads": num_heads, "head_size": 1}
+    return kind(**shape, dtype=torch.float16, **sizes)
 
 
 def build_vllm_config(config: Config) -> VllmConfig:

@@ -18,6 +18,7 @@ READ: Mapping[str, frozenset[str]] = MappingProxyType(
                 *("finished_req_ids", "preempted_req_ids", "num_common_prefix_blocks"),
                 *("structured_output_request_ids", "has_structured_output_requests"),
                 *("pending_structured_output_tokens", "num_spec_tokens_to_schedule"),
+                "new_block_ids_to_zero",
                 "skip_drafts",  # a hint to who proposes drafts: it may propose all the same
             }
         ),
@@ -60,8 +61,8 @@ UNUSED: Mapping[str, frozenset[str]] = MappingProxyType(
                 *("scheduled_encoder_input_stats", "grammar_bitmask", "num_invalid_spec_tokens"),
                 *("kv_connector_metadata", "kv_connector_block_state", "has_sync_kv_loads"),
                 *("ec_connector_metadata", "ec_manager_metadata", "partial_tail_offloads"),
-                *("aux_output_connector_metadata", "new_block_ids_to_zero"),
-                *("kv_cache_block_copies", "block_table_updates"),
+                *("aux_output_connector_metadata", "kv_cache_block_copies"),
+                "block_table_updates",
             }
         ),
         "NewRequestData": frozenset(

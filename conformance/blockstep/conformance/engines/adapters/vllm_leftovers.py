@@ -107,10 +107,11 @@ def check_state(run: Run) -> None:
         EngineFault: naming the field.
     """
     scheduler = run.scheduler
-    (manager,) = scheduler.kv_cache_manager.coordinator.single_type_managers
-    tables = (name for name, blocks in manager.req_to_blocks.items() if blocks)
-    _check_known("req_to_blocks", tables, scheduler.requests, "who is gone")
-    _check_known("num_cached_block", manager.num_cached_block, scheduler.requests, "who is gone")
+    for manager in run.managers:
+        tables = (name for name, blocks in manager.req_to_blocks.items() if blocks)
+        settled = manager.num_cached_block
+        _check_known("req_to_blocks", tables, scheduler.requests, "who is gone")
+        _check_known("num_cached_block", settled, scheduler.requests, "who is gone")
     pool = scheduler.kv_cache_manager.block_pool
     free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
     _check_once("free_block_queue", free)
@@ -182,14 +183,6 @@ def _check_finished(run: Run, finished: Iterable[v.RequestId]) -> None:
 
 def _check_hints(run: Run, output: SchedulerOutput) -> None:
     """Flags and numbers that follow from the rows."""
-    (manager,) = run.scheduler.kv_cache_manager.coordinator.single_type_managers
-    for count in output.num_common_prefix_blocks:
-        tables = [manager.req_to_blocks.get(name, ()) for name in output.num_scheduled_tokens]
-        shared = {tuple(block.block_id for block in table[:count]) for table in tables}
-        if len(shared) > 1 or any(len(blocks) < count for blocks in shared):
-            raise EngineFault(
-                f"num_common_prefix_blocks is {count}; the tables of the rows begin with {shared}"
-            )
     has_grammar = any(
         run.known[name].request.structured_output for name in output.num_scheduled_tokens
     )

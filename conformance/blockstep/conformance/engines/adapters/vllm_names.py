@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import pairwise
 
+from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.engines.adapters.vllm_releases import Release
 from blockstep.spec.vocabulary import BlockKey, FrameId, Request, TokenIds
 
 ADAPTER_PREFIX = "adapter:"
+DIGEST_SIZE = sha256().digest_size
+"""Bytes of a digest."""
 
 
 def get_lora_name(adapter: str, separate_names: bool) -> str:
@@ -62,6 +67,21 @@ class Digests:
             first = self.key_of.setdefault(digests[index], key)
             if first != key:
                 self.collisions.append((first, key))
+
+    def read(self, name: bytes, group: int) -> BlockKey:
+        """The key of a block of a group, named by the digest of the last tokens in it.
+
+        A larger block may be named by the digests of all its tokens, one after the other.
+
+        Raises:
+            EngineFault: the digests are not those of one prompt, one behind the other.
+        """
+        starts = range(0, len(name), DIGEST_SIZE)
+        links = [self.key_of[name[start : start + DIGEST_SIZE]] for start in starts]
+        for before, link in pairwise(links):
+            if link.parent != before:
+                raise EngineFault(f"one block is named by {before!r} and by {link!r} behind it")
+        return links[-1].in_group(group)
 
 
 def compute_block_key(

@@ -23,6 +23,8 @@ def read_plan(
         cached=_read_cached_rows(run, output),
         finished_req_ids=tuple(sorted(output.finished_req_ids)),
         preempted_req_ids=tuple(sorted(preempted)),
+        num_common_prefix_blocks=tuple(output.num_common_prefix_blocks),
+        new_block_ids_to_zero=tuple(getattr(output, "new_block_ids_to_zero", None) or ()),
     )
 
 
@@ -53,6 +55,7 @@ def _read_cached_rows(run: Run, output: SchedulerOutput) -> tuple[v.CachedRow, .
     """Source: `CachedRequestData`, with parallel lists where we have rows."""
     rows = []
     cached = output.scheduled_cached_reqs
+    no_blocks = ((),) * len(run.managers)
     for index, name in enumerate(cached.req_ids):
         block_ids = cached.new_block_ids[index]
         start, drafts = cached.num_computed_tokens[index], _get_drafts(output, name)
@@ -68,7 +71,7 @@ def _read_cached_rows(run: Run, output: SchedulerOutput) -> tuple[v.CachedRow, .
             v.CachedRow(
                 request_id=name,
                 resumed=resumed,
-                new_block_ids=((),) if block_ids is None else tuple(map(tuple, block_ids)),
+                new_block_ids=no_blocks if block_ids is None else tuple(map(tuple, block_ids)),
                 all_token_ids=None if token_ids is None else tuple(token_ids),
                 num_computed_tokens=start,
                 num_output_tokens=num_outputs,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request as VllmRequest
@@ -27,8 +27,12 @@ class Run:
     def __init__(self, config: v.Config) -> None:
         self.config = config
         self.scheduler = build_scheduler(config)
+        self.managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        """Of the block tables of each KV-cache group."""
         self.hasher = build_hasher(config)
         self.digests = Digests(RELEASE, config.block_size)
+        self.key_of: dict[bytes, v.BlockKey] = {}
+        """What blocks carry, with the key that it stands for."""
         self.known: dict[v.RequestId, Known] = {}
         """The latest request of an id."""
         self.frames: dict[v.FrameId, SchedulerOutput] = {}
@@ -50,6 +54,14 @@ class Run:
             request.all_token_ids,
             has_output=request.num_output_tokens > 0,
         )
+
+    def get_key(self, carried: bytes) -> v.BlockKey:
+        """The key of a block that carries this: a digest, or several, and its group."""
+        key = self.key_of.get(carried)
+        if key is None:
+            key = self.digests.read(get_block_hash(carried), get_group_id(carried))
+            self.key_of[carried] = key
+        return key
 
     def get_skipped(self) -> tuple[VllmRequest, ...]:
         """The queue of what was passed over, where there is one."""
@@ -74,7 +86,7 @@ def add_counts(
 
 def read_snapshot(run: Run) -> v.Snapshot:
     """Its whole state."""
-    scheduler, key_of = run.scheduler, run.digests.key_of
+    scheduler = run.scheduler
     pool: BlockPool = scheduler.kv_cache_manager.block_pool
     free_queue = tuple(block.block_id for block in pool.free_block_queue.get_all_free_blocks())
     if len(free_queue) != pool.get_num_free_blocks():
@@ -95,10 +107,10 @@ def read_snapshot(run: Run) -> v.Snapshot:
         ref_counts=tuple(0 if block.is_null else block.ref_cnt for block in pool.blocks),
         free_queue=free_queue,
         block_keys=tuple(
-            None if block.block_hash is None else key_of[get_block_hash(block.block_hash)]
+            None if block.block_hash is None else run.get_key(block.block_hash)
             for block in pool.blocks
         ),
-        cached=_read_cached(pool, key_of),
+        cached=_read_cached(pool, run.get_key),
         frames_in_flight=tuple(run.frames),
         next_frame_id=run.next_frame_id,
         finished_req_ids=tuple(sorted(scheduler.finished_req_ids)),
@@ -112,7 +124,6 @@ def read_snapshot(run: Run) -> v.Snapshot:
 def _read_request(run: Run, request: VllmRequest) -> v.RequestSnapshot:
     name = request.request_id
     known, structured = run.known[name], request.structured_output_request
-    (manager,) = run.scheduler.kv_cache_manager.coordinator.single_type_managers
     return v.RequestSnapshot(
         request_id=name,
         status=STATUSES.get(request.status.name) or v.Status(request.status.name.lower()),
@@ -123,8 +134,11 @@ def _read_request(run: Run, request: VllmRequest) -> v.RequestSnapshot:
         is_prefill_chunk=request.is_prefill_chunk
         if RELEASE.has_chunk_flag
         else known.is_prefill_chunk,
-        block_tables=(tuple(block.block_id for block in manager.req_to_blocks.get(name, ())),),
-        num_cached_blocks=(manager.num_cached_block.get(name, 0),),
+        block_tables=tuple(
+            tuple(block.block_id for block in manager.req_to_blocks.get(name, ()))
+            for manager in run.managers
+        ),
+        num_cached_blocks=tuple(manager.num_cached_block.get(name, 0) for manager in run.managers),
         num_cached_tokens=known.num_cached_tokens
         if RELEASE.has_prefill_stats
         else request.num_cached_tokens,
@@ -149,11 +163,11 @@ def _get_placeholders(run: Run, request: VllmRequest) -> int:
 
 
 def _read_cached(
-    pool: BlockPool, key_of: Mapping[bytes, v.BlockKey]
+    pool: BlockPool, get_key: Callable[[bytes], v.BlockKey]
 ) -> Mapping[v.BlockKey, tuple[v.BlockId, ...]]:
     """Source: `BlockHashToBlockMap`: one block, or a map of blocks by id, for each digest."""
     found: dict[v.BlockKey, tuple[v.BlockId, ...]] = {}
-    for digest, held in pool.cached_block_hash_to_block._cache.items():
+    for carried, held in pool.cached_block_hash_to_block._cache.items():
         blocks = held.values() if isinstance(held, dict) else (held,)
-        found[key_of[get_block_hash(digest)]] = tuple(block.block_id for block in blocks)
+        found[get_key(carried)] = tuple(block.block_id for block in blocks)
     return found

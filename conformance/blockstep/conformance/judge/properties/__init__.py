@@ -22,6 +22,7 @@ from blockstep.conformance.judge.properties import (
     output,
     pool,
     refusals,
+    tables,
 )
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import Sentence, judge
@@ -52,7 +53,7 @@ class Property:
     checks: tuple[Sentence, ...]
 
 
-_FAMILIES = (pool, refusals, budgets, output, messages, admission, order, hits)
+_FAMILIES = (pool, refusals, budgets, output, messages, admission, order, hits, tables)
 """In the order in which sentences of one property speak."""
 _SENTENCES = [
     found for family in _FAMILIES for found in vars(family).values() if isinstance(found, Sentence)

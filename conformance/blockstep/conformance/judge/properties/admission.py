@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from blockstep.conformance.judge.properties.amounts import (
     admitted_share,
+    blocks_behind,
     blocks_for,
+    charge_at_most,
     ends_in_flight,
-    running_blocks,
+    most_held,
+    running_slots,
     share_of,
 )
-from blockstep.conformance.judge.properties.hits import hits_now
+from blockstep.conformance.judge.properties.hits import hit_now
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import (
     freed_blocks,
@@ -19,15 +24,21 @@ from blockstep.conformance.judge.properties.queue_replay import (
     in_policy_order,
     is_passed_over,
     replay_schedule,
+    unattended_ends,
     victims_of,
 )
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
 from blockstep.conformance.judge.properties.step import RowKind, Step
 from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    BlockId,
+    BlockTables,
+    Config,
     PauseState,
     Policy,
     RequestId,
     Schedule,
+    Snapshot,
     Status,
 )
 
@@ -95,37 +106,53 @@ def row_gains_exactly_the_blocks_it_needs(step: Step, _ledger: Ledger) -> Compla
     """
     config = step.config
     for row in step.rows:
+        tables, slots = row.hit_tables, row.end
         if row.kind is RowKind.RUNNING:
-            held = len(step.old[row.request_id].block_tables[0])
-            need = running_blocks(config, row.end, held)
-        else:
-            need = blocks_for(config, row.end) - len(row.hits)
-        if len(row.gained) != need:
+            tables = step.old[row.request_id].block_tables
+            slots = running_slots(config, row.end)
+        held = zip(step.block_sizes, tables, strict=True)
+        need = [max(blocks_for(slots, size) - len(table), 0) for size, table in held]
+        gained = [*map(len, row.gained_tables)]
+        if gained != need:
             what = f"{row.request_id!r} runs positions {row.first} to {row.end - 1}"
-            yield unequal(what, "blocks gained", need, len(row.gained))
+            yield unequal(what, "blocks gained", *_counts(need, gained))
+
+
+def _counts(*counts: list[int]) -> list[int | list[int]]:
+    """Counts of blocks per KV group; with one group, its count."""
+    return [count[0] if len(count) == 1 else count for count in counts]
 
 
 @sentence("P8", Schedule)
 def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Complaints:
     """Under `scheduler_reserve_full_isl` all known tokens fit the blocks free at admission.
 
-    A hit block that is free counts too: touching it takes it out of the free queue.
+    A hit block that is free counts too: touching it takes it out of the free queue. What will be
+    given back on the way, because nobody attends to it any more, does not.
     """
     reserves = step.config.scheduler_reserve_full_isl
     if not reserves or not step.admitted_rows:
         return
-    room = replay_schedule(step, ()).room
+    room = replay_schedule(step, ledger, ()).room
     for row in step.admitted_rows:
         known = ledger.lives[row.request_id].num_known
         num_free, num_free_hits = room[row.request_id]
-        need = _need(step, known, len(row.hits)) + num_free_hits
+        need = num_free_hits + _reserve(step.config, row.first, known, row.hit_tables)
         if need > num_free:
             what = f"{row.request_id!r} was admitted though its {known} tokens do not fit"
             yield unequal(what, "free blocks", f">= {need}", num_free)
 
 
-def _need(step: Step, num_tokens: int, num_hits: int) -> int:
-    return blocks_for(step.config, num_tokens) - num_hits
+def _reserve(config: Config, first: int, end: int, hit_tables: BlockTables) -> int:
+    """Blocks that are taken and held at once behind a hit, at least, to compute [first, end).
+
+    Where not all is attended to, it is no less than what is held beside the hit at any time.
+    """
+    if not config.groups:
+        return blocks_behind(config, end, hit_tables)
+    return most_held(config, first, end) - sum(
+        1 for block in chain(*hit_tables) if block != NULL_BLOCK
+    )
 
 
 @sentence("P15", Schedule)
@@ -179,7 +206,7 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Comp
     behind the last row that gained any. Left out are steps in which the last victim may have
     preempted itself, and plans that hide no row.
     """
-    victims = victims_of(step, ledger)
+    victims, config = victims_of(step, ledger), step.config
     if not hides_a_rollback(step, victims):
         return
     place = step.place
@@ -190,7 +217,10 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Comp
     # Blocks to be had before the last preemption, at most: what a victim took in this very step
     # it gave back as well.
     room = len(step.before.free_queue) + len(freed_blocks(step.before, victims[:-1]))
-    left = step.config.max_num_batched_tokens
+    if config.groups:  # and what rows gave back because they attend to it no more
+        for name in step.before.running:
+            room += sum(unattended_ends(step, ledger, name))
+    left = config.max_num_batched_tokens
     for name in step.before.running:
         if name in victims:
             continue
@@ -236,19 +266,34 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
     if name is None:
         return ()
     life = ledger.lives[name]
-    hits = hits_now(step, ledger, life)
-    share = admitted_share(config, life.num_known, len(hits) * config.block_size)
+    num_hit, hits = hit_now(step, ledger, life)
+    share = admitted_share(config, life.num_known, num_hit)
     if not config.enable_chunked_prefill and share > left:
         return ()
-    end = len(hits) * config.block_size + min(share, left)
-    need = _need(step, end, len(hits))
+    nums_free = [count_free(after, table) for table in hits]
+    need = blocks_behind(config, num_hit + min(share, left), hits) + sum(nums_free)
     if config.scheduler_reserve_full_isl:
-        need = max(need, _need(step, life.num_known, len(hits)))
-    need += sum(1 for block in hits if after.ref_counts[block] == 0)
+        need = max(need, _charge(config, life.num_known, hits, nums_free))
     if need > len(after.free_queue):
         return ()
     what = f"{name!r} was left waiting with {left} tokens of budget"
     return [unequal(what, "free blocks", f"< {need}", len(after.free_queue))]
+
+
+def count_free(snapshot: Snapshot, table: Iterable[BlockId]) -> int:
+    """Blocks of a table that nobody holds."""
+    return sum(1 for block in table if block != NULL_BLOCK and not snapshot.ref_counts[block])
+
+
+def _charge(
+    config: Config, num_known: int, hits: Sequence[Sequence[BlockId]], nums_free: Sequence[int]
+) -> int:
+    """Blocks that all known tokens of a request may be charged behind its hit, at most."""
+    charged = 0
+    for group, table, num_free in zip(config.kv_groups, hits, nums_free, strict=True):
+        num_new = blocks_for(num_known, group.block_size) - len(table)
+        charged += charge_at_most(config, group, num_new + num_free)
+    return charged
 
 
 def next_in_line(step: Step, ledger: Ledger) -> RequestId | None:
@@ -262,19 +307,18 @@ def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> Comp
     """Without the last preemption of a step, somebody would have lacked blocks.
 
     Judged under FCFS, where all that a victim held is seen. Who lacked blocks was either given
-    them, and then fewer are free than the last victim gave; or was the last victim itself.
+    them, and then there were fewer without the last victim's; or was the last victim itself.
     """
     victims = victims_of(step, ledger)
     if not victims or step.config.policy is not Policy.FCFS:
         return ()
+    free = replay_schedule(step, ledger, victims).room_of_the_last
     last = step.old[victims[-1]]
     own_end = last.num_computed_tokens + share_of(ledger, last)
-    given = len(freed_blocks(step.before, victims)) - len(freed_blocks(step.before, victims[:-1]))
-    own_need = running_blocks(step.config, own_end, len(last.block_tables[0]))
-    free = len(step.after.free_queue)
-    if free - given < own_need:
+    slots = running_slots(step.config, own_end)
+    if free is None or free < blocks_behind(step.config, slots, last.block_tables):
         return ()
-    return [Complaint(f"{last.request_id!r} was preempted, with {free - given} blocks free")]
+    return [Complaint(f"{last.request_id!r} was preempted, with {free} blocks free")]
 
 
 @sentence("P26", Schedule)

@@ -9,13 +9,91 @@ gets no row while it is promised any.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
+from blockstep.conformance.judge.attended import count_unattended, most_attended_before
 from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.spec.vocabulary import Config, Request, RequestSnapshot
+from blockstep.spec.vocabulary import BlockId, Config, KVGroup, Request, RequestSnapshot
 
 
-def blocks_for(config: Config, num_tokens: int) -> int:
+def blocks_for(num_tokens: int, block_size: int) -> int:
     """Blocks that hold so many tokens."""
-    return -(-num_tokens // config.block_size)
+    return -(-num_tokens // block_size)
+
+
+def blocks_behind(
+    config: Config, num_tokens: int, tables: Sequence[Sequence[BlockId | None]]
+) -> int:
+    """Blocks that hold so many tokens in each group, behind tables of its blocks: all together."""
+    pairs = zip(config.block_sizes, tables, strict=True)
+    return sum([max(blocks_for(num_tokens, size) - len(table), 0) for size, table in pairs])
+
+
+def longest_row(config: Config) -> int:
+    """Tokens of one request in one step, at most."""
+    budget, threshold = config.max_num_batched_tokens, config.long_prefill_token_threshold
+    return min(budget, threshold) if threshold else budget
+
+
+@lru_cache(maxsize=4096)
+def most_held(config: Config, first: int, end: int) -> int:
+    """Blocks that a request holds at once in all groups, at most, to compute [first, end) in rows.
+
+    A row may begin anywhere, for what others left it of the budget. It holds what its first token
+    attends to, and room for all of its own.
+    """
+    row = longest_row(config)
+    return max(
+        sum(
+            blocks_for(min(start + row, end), group.block_size) - count_unattended(group, start)
+            for group in config.kv_groups
+        )
+        for start in range(first, end)
+    )
+
+
+def charge_at_most(config: Config, group: KVGroup, num_blocks: int) -> int:
+    """What may be charged for `num_blocks` of a group: those that a step touches, not all.
+
+    That is what is attended to before a row, which may begin anywhere in a block, the row, drafts
+    in flight before it and the proposer's lookahead behind it.
+    """
+    num_before = most_attended_before(group)
+    if num_before is None:
+        return num_blocks
+    num_ahead = config.max_frames_in_flight - 1 if config.async_scheduling else 0
+    reach = longest_row(config) + num_ahead * config.num_speculative_tokens
+    num_touched = num_before + reach + config.num_lookahead_tokens
+    return min(num_blocks, blocks_for(group.block_size - 1 + num_touched, group.block_size))
+
+
+def least_need(config: Config, request: Request) -> int:
+    """Blocks without which a request cannot be served, in all groups.
+
+    Under full attention those of its longest extent. Under others also what one needs that
+    computes all of it again, and where it is longest what its last token attends to.
+    """
+    extent = longest_extent(config, request)
+    if not config.groups:
+        return blocks_for(extent, config.block_size)
+    tokens = len(request.prompt_token_ids) + request.max_tokens - 1
+    last = min(tokens, config.max_model_len - 1)
+    end = min(last - 1 + longest_row(config) + config.num_lookahead_tokens, extent)
+    at_the_end = sum(
+        blocks_for(end, group.block_size) - count_unattended(group, last - 1)
+        for group in config.groups
+    )
+    return max(most_held(config, 0, last), at_the_end)
+
+
+def most_need(config: Config, request: Request) -> int:
+    """Blocks with which nobody may say that a request is too large, in all groups."""
+    extent = longest_extent(config, request)
+    return sum(
+        charge_at_most(config, group, blocks_for(extent, group.block_size))
+        for group in config.kv_groups
+    )
 
 
 def longest_extent(config: Config, request: Request) -> int:
@@ -53,10 +131,9 @@ def share_of(ledger: Ledger, request: RequestSnapshot) -> int:
     return min(admitted_share(config, due, computed), config.max_model_len - 1 - computed)
 
 
-def running_blocks(config: Config, end: int, num_held: int) -> int:
-    """Blocks that a running request lacks to run up to `end`, lookahead included."""
-    slots = min(end + config.num_lookahead_tokens, config.max_model_len)
-    return max(blocks_for(config, slots) - num_held, 0)
+def running_slots(config: Config, end: int) -> int:
+    """Slots that a running request needs to run up to `end`, lookahead included."""
+    return min(end + config.num_lookahead_tokens, config.max_model_len)
 
 
 def admitted_share(config: Config, num_known: int, num_hit_tokens: int) -> int:

@@ -79,8 +79,7 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
     Placeholders are what frames in flight promise, also to one preempted meanwhile. No block is
     settled that is not computed and known.
     """
-    config = step.config
-    size = config.block_size
+    config, sizes = step.config, step.block_sizes
     promised = ledger.promised_after(step)
     for request in step.after.requests:
         life = ledger.lives.get(request.request_id)
@@ -94,12 +93,13 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
         most = known + owed - 1
         # All others are, once a row that samples is dispatched.
         least = most if owed and request.status is v.Status.RUNNING else 0
-        settled = request.num_cached_blocks[0]
+        filled = min(computed, known)
+        held = [*zip(request.block_tables, request.num_cached_blocks, sizes, strict=True)]
         if (
             not least <= computed <= most
             or request.num_output_placeholders != (owed if config.async_scheduling else 0)
-            or len(request.block_tables[0]) * size < computed
-            or not 0 <= settled <= min(computed, known) // size
+            or min([len(table) * size for table, _, size in held]) < computed
+            or not all(0 <= settled <= filled // size for _, settled, size in held)
         ):
             what = (
                 f"the counters of {request.request_id!r} cannot be: {known} tokens known, "
@@ -111,14 +111,21 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
 @sentence("P12", v.Schedule, v.Commit, v.Abort, v.Reset)
 def only_running_requests_hold_anything(step: Step, _ledger: Ledger) -> Complaints:
     """Who waits has no block, no computed token and no draft."""
+    no_tables, nothing_settled = nothing_held(step)
     for request in step.after.requests:
         if request.status is not v.Status.RUNNING and (
-            request.block_tables != ((),)
+            request.block_tables != no_tables
             or request.num_computed_tokens
-            or request.num_cached_blocks != (0,)
+            or request.num_cached_blocks != nothing_settled
             or request.spec_token_ids
         ):
             yield Complaint(f"{request.request_id!r} is {request.status} and holds {request}")
+
+
+def nothing_held(step: Step) -> tuple[v.BlockTables, tuple[int, ...]]:
+    """Tables and counts of settled blocks of who holds nothing, one for each KV group."""
+    num_groups = len(step.block_sizes)
+    return ((),) * num_groups, (0,) * num_groups
 
 
 _MOVED_BY_A_ROW = (
@@ -147,8 +154,9 @@ def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Complaints:
                     yield _moved(row, name, one, other)
         if row.kind is RowKind.RUNNING and old.num_computed_tokens != row.first:
             yield _moved(row, "num_computed_tokens before", old.num_computed_tokens, row.first)
-        if not step.config.enable_prefix_caching and new.num_cached_blocks != (0,):
-            yield _moved(row, "num_cached_blocks", (0,), new.num_cached_blocks)
+        if not step.config.enable_prefix_caching and any(new.num_cached_blocks):
+            nothing_settled = nothing_held(step)[1]
+            yield _moved(row, "num_cached_blocks", nothing_settled, new.num_cached_blocks)
 
 
 def _moved(row: PlannedRow, name: str, due: object, seen: object) -> Complaint:
@@ -185,7 +193,10 @@ def submitted_request_starts_from_nothing(step: Step, _ledger: Ledger) -> Compla
     request = step.event.request
     grammar, waiting = v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, v.Status.WAITING
     status = grammar if request.structured_output else waiting
-    expected = v.RequestSnapshot(request.request_id, status)
+    no_tables, nothing_settled = nothing_held(step)
+    expected = v.RequestSnapshot(
+        request.request_id, status, block_tables=no_tables, num_cached_blocks=nothing_settled
+    )
     seen = step.new.get(request.request_id)
     if seen != expected:
         what = f"{request.request_id!r} was accepted"

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from math import lcm
+from typing import TypeAlias
+
+from blockstep.conformance.judge.attended import count_unattended
 from blockstep.conformance.judge.properties.ledger import Ledger, Life
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.spec.vocabulary import Schedule
+from blockstep.conformance.judge.worker.names import Name
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Config, Schedule
 
 
 def may_ask_the_cache(step: Step, life: Life) -> bool:
@@ -19,16 +25,17 @@ def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Compla
 
     With a draft head the block after the hit is recomputed too, so it must be there.
     """
-    size = step.config.block_size
+    sizes = step.config.block_sizes
+    unit, num_behind = lcm(*sizes), int(step.config.drops_last_hit_block)
     for row in step.admitted_rows:
         life = ledger.lives[row.request_id]
-        most = (life.num_known - 1) // size * size if may_ask_the_cache(step, life) else 0
-        if step.config.drops_last_hit_block:
-            most = max(most - size, 0)
-        if row.first % size or not 0 <= row.first <= most:
+        most = 0
+        if may_ask_the_cache(step, life):
+            most = min([((life.num_known - 1) // size - num_behind) * size for size in sizes])
+        if row.first % unit or not 0 <= row.first <= max(most, 0):
             yield Complaint(
                 f"{row.request_id!r} has a hit of {row.first} tokens; "
-                f"it knows {life.num_known}, and a block is {size}"
+                f"it knows {life.num_known}, and a block is {unit}"
             )
 
 
@@ -38,21 +45,72 @@ def hit_is_the_longest_there_is(step: Step, ledger: Ledger) -> Complaints:
 
     Blocks that a row of this step took are left out: when they were evicted is not seen.
     """
-    if not step.admitted_rows or not step.before.cached:
+    if not step.admitted_rows or not (step.before.cached or step.config.groups):
         return
     for row in step.admitted_rows:
         life = ledger.lives[row.request_id]
         if not may_ask_the_cache(step, life):
             continue
-        most = (life.num_known - 1) // step.config.block_size
-        length = 0
-        while length < most and _lasting(step, ledger, life.block_name(length)):
-            length += 1
-        if step.config.drops_last_hit_block and length:
-            length -= 1
-        if len(row.hits) < length:
+        length, _ = longest_hit(step.config, life, lambda *at: _lasting(step, ledger, *at))
+        if row.first < length:
             what = f"{row.request_id!r} took a shorter hit than was there"
-            yield unequal(what, "hit blocks", length, len(row.hits))
+            yield unequal(what, "hit tokens", length, row.first)
+
+
+Find: TypeAlias = Callable[[Name, int], Sequence[BlockId]]
+"""The blocks of a name in a KV group, the oldest first."""
+
+
+def longest_hit(config: Config, life: Life, find: Find) -> tuple[int, list[list[BlockId]]]:
+    """The greatest length that is a hit in every group, tokens, and what each group shares for it.
+
+    It is whole blocks of each. In each, every block must be there that a token behind it attends
+    to, and with a draft head the next one too: it is computed again.
+    """
+    if not config.groups:
+        return _longest_prefix(config, life, find)
+    unit = lcm(*config.block_sizes)
+    for length in range((life.num_known - 1) // unit * unit, 0, -unit):
+        tables = []
+        for at in range(len(config.groups)):
+            table = _table_behind(config, life, find, at, length)
+            if table is None:
+                break
+            tables.append(table)
+        else:
+            return length, tables
+    return 0, [[] for _ in config.groups]
+
+
+def _longest_prefix(config: Config, life: Life, find: Find) -> tuple[int, list[list[BlockId]]]:
+    """Where all before a token is attended to, the first block that is missing ends the search."""
+    hits: list[BlockId] = []
+    for index in range((life.num_known - 1) // config.block_size):
+        blocks = find(life.block_name(index), 0)
+        if not blocks:
+            break
+        hits.append(blocks[0])
+    if config.drops_last_hit_block and hits:
+        hits.pop()
+    return len(hits) * config.block_size, [hits]
+
+
+def _table_behind(
+    config: Config, life: Life, find: Find, at: int, length: int
+) -> list[BlockId] | None:
+    """What a group shares for a hit of so many tokens; None if something is missing."""
+    group = config.groups[at]
+    first, end = count_unattended(group, length), length // group.block_size
+    behind = end + config.drops_last_hit_block
+    if behind * group.block_size >= life.num_known:
+        return None
+    table = [NULL_BLOCK] * first
+    for index in range(first, behind):
+        blocks = find(life.block_name(index, group.block_size), at)
+        if not blocks:
+            return None
+        table.append(blocks[0])
+    return table[:end]
 
 
 @sentence("P16", Schedule)
@@ -65,36 +123,34 @@ def hit_takes_the_oldest_copy(step: Step, ledger: Ledger) -> Complaints:
         return
     for row in step.admitted_rows:
         life = ledger.lives[row.request_id]
-        for index, block in enumerate(row.hits):
-            name = life.block_name(index)
-            oldest = ledger.named_blocks(step.before).get(name, (block,))[0]
-            if oldest != block and oldest in _lasting(step, ledger, name):
-                what = f"{row.request_id!r} hit another copy than the oldest"
-                yield unequal(what, f"block table[{index}]", oldest, block)
+        for group, table in enumerate(row.hit_tables):
+            named, size = ledger.named_blocks(step.before, group), step.block_sizes[group]
+            for index, block in enumerate(table):
+                name = life.block_name(index, size)
+                oldest = named.get(name, (block,))[0]
+                if block and oldest != block and oldest in _lasting(step, ledger, name, group):
+                    what = f"{row.request_id!r} hit another copy than the oldest"
+                    yield unequal(what, f"block table[{index}]", oldest, block)
 
 
-def _lasting(step: Step, ledger: Ledger, name: int) -> list[int]:
+def _lasting(step: Step, ledger: Ledger, name: Name, group: int) -> list[BlockId]:
     """Blocks that carried a name throughout the step."""
     before, after = step.before.block_keys, step.after.block_keys
     gained = step.all_gained
     return [
         block
-        for block in ledger.named_blocks(step.before).get(name, ())
+        for block in ledger.named_blocks(step.before, group).get(name, ())
         if block not in gained and after[block] is not None and after[block] == before[block]
     ]
 
 
-def hits_now(step: Step, ledger: Ledger, life: Life) -> list[int]:
-    """The longest prefix hit in the state after the step."""
-    hits: list[int] = []
-    if not may_ask_the_cache(step, life) or not step.after.cached:
-        return hits
-    named = ledger.named_blocks(step.after)
-    for index in range((life.num_known - 1) // step.config.block_size):
-        blocks = named.get(life.block_name(index))
-        if not blocks:
-            break
-        hits.append(blocks[0])
-    if step.config.drops_last_hit_block and hits:
-        hits.pop()
-    return hits
+def hit_now(step: Step, ledger: Ledger, life: Life) -> tuple[int, list[list[BlockId]]]:
+    """The longest prefix hit in the state after the step: tokens, and a table for each group."""
+    config, after = step.config, step.after
+    if not may_ask_the_cache(step, life) or not (after.cached or config.groups):
+        return 0, [[] for _ in config.kv_groups]
+
+    def find(name: Name, group: int) -> Sequence[BlockId]:
+        return ledger.named_blocks(after, group).get(name, ())
+
+    return longest_hit(config, life, find)

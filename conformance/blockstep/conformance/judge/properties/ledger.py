@@ -6,6 +6,7 @@ step may do with what it says was still open: drafts attached, frames in flight,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -58,23 +59,26 @@ class Life(NamedText):
         """Its place under the priority policy: lower goes first."""
         return order_of(self.request)
 
-    def block_name(self, index: int) -> Name:
-        """The name of the full block at `index` of its table, all of whose tokens are known."""
-        end = (index + 1) * self.names.block_size
+    def block_name(self, index: int, size: int = 0) -> Name:
+        """The name of the full block at `index` of its table, all of whose tokens are known.
+
+        `size`: its slots, where there are others than those of `Config.block_size`.
+        """
+        end = (index + 1) * (size or self.names.block_size)
         start = len(self.chain)
         if start < end:
             tokens = self.tokens[start:end]
             self.names.extend(self.chain, self.root, tokens, self.extras, start)
         return self.chain[end - 1]
 
-    def block_name_with(self, delivered: v.TokenIds, index: int) -> Name:
+    def block_name_with(self, delivered: v.TokenIds, index: int, size: int) -> Name:
         """Likewise with outputs that a step delivers, which are not recorded yet."""
         count = len(self.tokens)
-        if (index + 1) * self.names.block_size <= count:
-            return self.block_name(index)
+        if (index + 1) * size <= count:
+            return self.block_name(index, size)
         self.tokens.extend(delivered)
         try:
-            return self.block_name(index)
+            return self.block_name(index, size)
         finally:
             del self.tokens[count:], self.chain[count:]
 
@@ -122,10 +126,12 @@ class Ledger:
     """Events that brought somebody on or changed who competes: tokens delivered, a request
     submitted or ended, a grammar compiled, a reset."""
     names: PrefixNames = field(init=False)
-    _named: tuple[object, dict[Name, tuple[v.BlockId, ...]]] = field(default=(None, {}), repr=False)
+    _named: tuple[object, list[dict[Name, tuple[v.BlockId, ...]]]] = field(
+        default=(None, []), repr=False
+    )
 
     def __post_init__(self) -> None:
-        self.names = PrefixNames(self.config.block_size)
+        self.names = PrefixNames(self.config.block_size, len(self.config.kv_groups))
 
     def in_flight(self, request_id: v.RequestId) -> bool:
         """Whether a frame in flight has a row of this id."""
@@ -135,13 +141,34 @@ class Ledger:
         """The rows of the frame that a commit answers; () for an unknown one."""
         return self.frames.get(step.commit.frame_id, ())
 
-    def named_blocks(self, snapshot: v.Snapshot) -> dict[Name, tuple[v.BlockId, ...]]:
-        """The cache map of a snapshot by names instead of keys. The last one asked for is kept."""
+    def named_blocks(
+        self, snapshot: v.Snapshot, group: int = 0
+    ) -> dict[Name, tuple[v.BlockId, ...]]:
+        """The cache map of a snapshot for one KV group, by the names of its blocks' last slots.
+
+        The last snapshot asked for is kept.
+        """
         if self._named[0] is not snapshot:
             of_key = self.names.of_key
-            named = {of_key(key)[-1]: blocks for key, blocks in snapshot.cached.items()}
+            named: list[dict[Name, tuple[v.BlockId, ...]]] = [{} for _ in self.config.kv_groups]
+            for key, blocks in snapshot.cached.items():
+                named[key.group if self.config.groups else 0][of_key(key)[-1]] = blocks
             self._named = (snapshot, named)
-        return self._named[1]
+        return self._named[1][group]
+
+    def count_drafts_in_flight(self, step: Step | None = None) -> Counter[v.RequestId]:
+        """Of the computed tokens of each request, how many may yet be rejected.
+
+        Before `step`, or after one that is not recorded yet.
+        """
+        answered = step.event.frame_id if step and isinstance(step.event, v.Commit) else None
+        count: Counter[v.RequestId] = Counter()
+        for frame_id, rows in self.frames.items():
+            if frame_id != answered:
+                count.update({row.request_id: len(row.drafts) for row in rows})
+        if step and isinstance(step.event, v.Schedule):
+            count.update({row.request_id: len(row.drafts) for row in step.rows})
+        return count
 
     def flight_row(self, row: PlannedRow) -> FlightRow:
         """What is in flight once `row` is dispatched."""

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from blockstep.conformance.judge.properties.ledger import Ledger, order_of
 from blockstep.conformance.judge.properties.queue_replay import (
+    Holders,
     freed_blocks,
     hides_a_rollback,
     in_policy_order,
     is_passed_over,
     passed_over,
     replay_schedule,
+    unattended_ends,
     victims_of,
 )
 from blockstep.conformance.judge.properties.sentence import (
@@ -161,7 +163,7 @@ def new_blocks_come_from_the_head_of_the_free_queue(step: Step, ledger: Ledger) 
     victims = victims_of(step, ledger)
     if hides_a_rollback(step, victims):
         return ()
-    replay = replay_schedule(step, victims)
+    replay = replay_schedule(step, ledger, victims)
     if replay.wrong:
         return [
             unequal(f"{name!r} took block {block} out of turn", "block", head, block)
@@ -180,18 +182,26 @@ def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     victims = victims_of(step, ledger)
     if not victims:
         return ()
-    freed = _freed_by_last(step, victims)
+    freed = _freed_by_last(step, ledger, victims)
     queue = list(step.after.free_queue)
+    if step.config.groups:  # behind them stands what others gave back for want of attention
+        queue = [block for block in queue if block in freed]
     length = min(len(freed), len(queue))
     return differing(
         "end of free_queue", freed[len(freed) - length :], queue[-length:] if length else []
     )
 
 
-def _freed_by_last(step: Step, victims: Sequence[v.RequestId]) -> list[int]:
-    """What the last victim alone gave back, of the blocks that it held before the step."""
-    before_it = freed_blocks(step.before, victims[:-1])
-    return freed_blocks(step.before, victims)[len(before_it) :]
+def _freed_by_last(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -> list[v.BlockId]:
+    """What the last victim alone gave back, of the blocks that it held before the step.
+
+    Without those that it attends to no more: when it gave them back is not seen.
+    """
+    holders = Holders(step.before)
+    for name in victims[:-1]:
+        holders.free(name)
+    holders.give_back(victims[-1], unattended_ends(step, ledger, victims[-1]))
+    return holders.free(victims[-1])
 
 
 @sentence("P16", v.Commit, v.Abort, v.Reset)

@@ -5,7 +5,7 @@ Each speaks of the state after a step; what a step may change is in `order` and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import NamedTuple
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
@@ -24,17 +24,20 @@ def pool_keeps_its_size(step: Step, _ledger: Ledger) -> Complaints:
 def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
     """Its ref count is the number of its holders; free ones are in the free queue, once.
 
-    The null block is neither: nobody holds it, and it is not in the queue.
+    The null block is neither: nobody holds it, and it is not in the queue. In a table it stands for
+    a block that is attended to no more; with one KV group there is none.
     """
     after, num_blocks = step.after, step.config.num_blocks
+    least = v.NULL_BLOCK if step.config.groups else 1
     holders = [0] * num_blocks
     for request in after.requests:
         for table in request.block_tables:
             for block in table:
-                if not 0 < block < num_blocks:
+                if not least <= block < num_blocks:
                     what = f"{request.request_id!r} holds block {block}, of {num_blocks}"
                     return [Complaint(what)]
                 holders[block] += 1
+    holders[v.NULL_BLOCK] = 0
     if tuple(holders) != after.ref_counts:
         return [
             unequal(
@@ -73,15 +76,17 @@ def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> Co
 
 
 def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapshot, v.BlockId]]:
-    size = step.config.block_size
     found = []
     for request in step.after.requests:
-        table = request.block_tables[0]
         life = ledger.lives.get(request.request_id)
-        if table and life is not None:
-            known = life.num_prompt + len(request.output_token_ids)
-            first = min(request.num_computed_tokens, known) // size
-            found += [(request, block) for block in table[first:]]
+        if life is None:
+            continue
+        known = life.num_prompt + len(request.output_token_ids)
+        filled = min(request.num_computed_tokens, known)
+        for table, size in zip(request.block_tables, step.block_sizes, strict=False):
+            blocks = table[filled // size :]
+            # A frame in flight may have filled one that nobody attends to any more.
+            found += [(request, block) for block in blocks if block != v.NULL_BLOCK]
     return found
 
 
@@ -121,31 +126,56 @@ def computed_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
     if not step.config.enable_prefix_caching:
         return
     for row in step.rows:
-        first, end = _published(step, ledger, row)
-        name = row.request_id
-        yield from _unsettled(step, name, step.table_of(row)[first:end], end, step.new[name])
+        ends = []
+        for stretch in _published(step, ledger, row):
+            yield from _unpublished(step, stretch)
+            ends.append(stretch.end)
+        yield from _unsettled(row.request_id, tuple(ends), step.new[row.request_id])
 
 
-def _unsettled(
-    step: Step, name: str, blocks: Iterable[v.BlockId], end: int, new: v.RequestSnapshot | None
-) -> Complaints:
-    """What is not published of these blocks, the last ones of `end` that `new` has settled."""
-    for block in blocks:
-        if step.after.block_keys[block] is None:
-            yield Complaint(f"{name!r} filled block {block}, which has no key")
-    if new is not None and new.num_cached_blocks != (end,):
+class Stretch(NamedTuple):
+    """Blocks that stand side by side in one table of a request."""
+
+    request_id: v.RequestId
+    group: int
+    first: int
+    """Index of the first of them."""
+    blocks: tuple[v.BlockId, ...]
+
+    @property
+    def end(self) -> int:
+        """One past the index of the last."""
+        return self.first + len(self.blocks)
+
+
+def _unpublished(step: Step, stretch: Stretch) -> Complaints:
+    """What carries no key. What is attended to no more, and so was given back, need not."""
+    for block in stretch.blocks:
+        if step.after.block_keys[block] is None and block != v.NULL_BLOCK:
+            yield Complaint(f"{stretch.request_id!r} filled block {block}, which has no key")
+
+
+def _unsettled(name: str, ends: tuple[int, ...], new: v.RequestSnapshot | None) -> Complaints:
+    """Whether a request has settled other blocks than those up to `ends`, one for each group."""
+    if new is not None and new.num_cached_blocks != ends:
         what = f"{name!r} has settled the wrong number of blocks"
-        yield unequal(what, "num_cached_blocks", (end,), new.num_cached_blocks)
+        yield unequal(what, "num_cached_blocks", ends, new.num_cached_blocks)
 
 
-def _published(step: Step, ledger: Ledger, row: PlannedRow) -> tuple[int, int]:
-    """The part of a row's table that this step publishes."""
-    size = step.config.block_size
-    end = min(row.end, ledger.lives[row.request_id].num_known) // size
-    if row.kind is not RowKind.RUNNING:
-        return len(row.hits), max(end, len(row.hits))
-    first = step.old[row.request_id].num_cached_blocks[0]
-    return first, max(first, end)
+def _published(step: Step, ledger: Ledger, row: PlannedRow) -> list[Stretch]:
+    """The part of each of a row's tables that this step publishes, as the state shows it."""
+    name = row.request_id
+    filled = min(row.end, ledger.lives[name].num_known)
+    settled = [len(table) for table in row.hit_tables]
+    if row.kind is RowKind.RUNNING:
+        settled = [*step.old[name].num_cached_blocks]
+    found = []
+    tables = step.new[name].block_tables
+    for group, (first, size, table) in enumerate(
+        zip(settled, step.block_sizes, tables, strict=True)
+    ):
+        found.append(Stretch(name, group, first, table[first : max(filled // size, first)]))
+    return found
 
 
 @sentence("P4", v.Schedule)
@@ -165,13 +195,13 @@ def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
         return ()
     allowed: set[v.BlockId] = set()
     for row in step.rows:
-        first, end = _published(step, ledger, row)
-        allowed.update(step.new[row.request_id].block_tables[0][first:end])
+        for stretch in _published(step, ledger, row):
+            allowed.update(stretch.blocks)
     for name in step.preempted:
         old_request = step.old[name]
-        known = ledger.lives[name].num_known
-        filled = min(old_request.num_computed_tokens, known) // step.config.block_size
-        allowed.update(old_request.block_tables[0][:filled])
+        filled = min(old_request.num_computed_tokens, ledger.lives[name].num_known)
+        for table, size in zip(old_request.block_tables, step.block_sizes, strict=True):
+            allowed.update(table[: filled // size])
     return [
         Complaint(f"block {block} got a key, but no row fills it in this step")
         for block in changed
@@ -179,10 +209,8 @@ def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
     ]
 
 
-def verified_blocks(
-    step: Step, ledger: Ledger
-) -> list[tuple[v.RequestId, int, tuple[v.BlockId, ...]]]:
-    """What a commit publishes: whose, from which index of its table on, which blocks.
+def verified_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
+    """What a commit publishes, for each group of each request.
 
     The blocks of a request that runs and sampled, also if it ends by that, up to the one with its
     last token: that one is not computed yet.
@@ -195,10 +223,11 @@ def verified_blocks(
         old, tokens = step.old.get(flight.request_id), step.delivered.get(flight.request_id)
         if old is None or old.status is not v.Status.RUNNING or not tokens:
             continue
-        known = ledger.lives[flight.request_id].num_known + len(tokens)
-        first = old.num_cached_blocks[0]
-        blocks = old.block_tables[0][first : max((known - 1) // config.block_size, first)]
-        found.append((flight.request_id, first, blocks))
+        filled = ledger.lives[flight.request_id].num_known + len(tokens) - 1
+        held = zip(old.num_cached_blocks, step.block_sizes, old.block_tables, strict=True)
+        for group, (first, size, table) in enumerate(held):
+            blocks = table[first : max(filled // size, first)]
+            found.append(Stretch(flight.request_id, group, first, blocks))
     return found
 
 
@@ -209,8 +238,13 @@ def verified_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
     When to publish is a policy, as for `computed_full_blocks_are_published`: here a plan runs
     ahead of the tokens, so those are known only now.
     """
-    for name, first, blocks in verified_blocks(step, ledger):
-        yield from _unsettled(step, name, blocks, first + len(blocks), step.new.get(name))
+    ends: dict[v.RequestId, tuple[int, ...]] = {}
+    for stretch in verified_blocks(step, ledger):
+        yield from _unpublished(step, stretch)
+        name = stretch.request_id
+        ends[name] = (*ends.get(name, ()), stretch.end)
+    for name, settled in ends.items():
+        yield from _unsettled(name, settled, step.new.get(name))
 
 
 @sentence("P4", v.Commit)
@@ -225,8 +259,8 @@ def only_verified_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
     ):
         return
     cached, published = dict(step.before.cached), set()
-    for _, _, blocks in verified_blocks(step, ledger):
-        for block in blocks:
+    for stretch in verified_blocks(step, ledger):
+        for block in stretch.blocks:
             key = after[block]
             if before[block] is None and key is not None:
                 published.add(block)
@@ -265,28 +299,28 @@ def _misnamed(step: Step, ledger: Ledger) -> list[tuple[str, v.BlockId, int, int
     The others were right before, and `only_computed_blocks_are_published` says that they still are.
     """
     found = []
-    for name, first, blocks in _touched(step, ledger):
-        life = ledger.lives[name]
+    for name, group, first, blocks in _touched(step, ledger):
+        life, size = ledger.lives[name], step.block_sizes[group]
         delivered = step.delivered[name] if isinstance(step.event, v.Commit) else ()
         for index, block in enumerate(blocks, first):
             key = step.after.block_keys[block]
-            if key is not None:
-                expected = life.block_name_with(delivered, index)
+            if key is not None and block != v.NULL_BLOCK:
+                expected = life.block_name_with(delivered, index, size)
                 seen = ledger.names.of_key(key)[-1]
-                if expected != seen:
+                if expected != seen or key.group != group:
                     found.append((name, block, expected, seen))
     return found
 
 
-def _touched(step: Step, ledger: Ledger) -> list[tuple[str, int, tuple[v.BlockId, ...]]]:
-    """Whose full blocks a step may have published: from which index on, and which."""
+def _touched(step: Step, ledger: Ledger) -> list[Stretch]:
+    """The full blocks that a step may have published."""
     if isinstance(step.event, v.Commit):
         return verified_blocks(step, ledger)
     found = []
     for row in step.rows:
-        name, first = row.request_id, 0
-        if row.kind is RowKind.RUNNING:
-            first = step.old[name].num_cached_blocks[0]
-        full = ledger.lives[name].num_known // step.config.block_size
-        found.append((name, first, step.new[name].block_tables[0][first:full]))
+        name, known = row.request_id, ledger.lives[row.request_id].num_known
+        for group, table in enumerate(step.new[name].block_tables):
+            first = step.old[name].num_cached_blocks[group] if row.kind is RowKind.RUNNING else 0
+            full = known // step.block_sizes[group]
+            found.append(Stretch(name, group, first, table[first:full]))
     return found

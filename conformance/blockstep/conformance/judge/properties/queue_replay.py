@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from blockstep.conformance.judge.attended import count_unattended
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import PlannedRow, Step
 from blockstep.spec import vocabulary as v
@@ -27,6 +28,8 @@ class QueueReplay:
     """Taken out of turn: by whom, which block, and which one was at the head."""
     room: dict[v.RequestId, tuple[int, int]] = field(default_factory=dict)
     """Of each admitted row: free blocks before it was admitted, and free ones among its hits."""
+    room_of_the_last: int | None = None
+    """Free blocks when the last victim had to give way to itself; None if to another one."""
 
 
 def victims_of(step: Step, ledger: Ledger) -> list[v.RequestId]:
@@ -105,29 +108,94 @@ def hides_a_rollback(step: Step, victims: Sequence[v.RequestId]) -> bool:
 
 def freed_blocks(before: v.Snapshot, names: Sequence[v.RequestId]) -> list[v.BlockId]:
     """Blocks that become free when these requests free theirs, in order of joining the queue."""
-    counts = list(before.ref_counts)
-    tables = {request.request_id: request.block_tables for request in before.requests}
-    freed = []
-    for name in names:
-        for table in tables[name]:
-            for block in reversed(table):
+    holders = Holders(before)
+    return [block for name in names for block in holders.free(name)]
+
+
+class Holders:
+    """Who holds which blocks, while requests give some back."""
+
+    def __init__(self, before: v.Snapshot) -> None:
+        self._counts = list(before.ref_counts)
+        self._tables = {request.request_id: request.block_tables for request in before.requests}
+
+    def free(self, name: v.RequestId) -> list[v.BlockId]:
+        """All that a request holds: what becomes free of it, the last block of each table first."""
+        freed = [self._drop(table) for table in self._tables[name]]
+        self._tables[name] = ()
+        return [block for blocks in freed for block in blocks]
+
+    def give_back(self, name: v.RequestId, ends: Sequence[int]) -> list[v.BlockId]:
+        """Likewise the first blocks of its tables, up to an index in each."""
+        tables = self._tables[name]
+        freed = [self._drop(table[:end]) for table, end in zip(tables, ends, strict=True)]
+        self._tables[name] = tuple(table[end:] for table, end in zip(tables, ends, strict=True))
+        return [block for blocks in freed for block in blocks]
+
+    def _drop(self, blocks: Sequence[v.BlockId]) -> list[v.BlockId]:
+        freed, counts = [], self._counts
+        for block in reversed(blocks):
+            if block != v.NULL_BLOCK:
                 counts[block] -= 1
                 if counts[block] == 0:
                     freed.append(block)
-    return freed
+        return freed
 
 
-def replay_schedule(step: Step, victims: Sequence[v.RequestId]) -> QueueReplay:
-    """Take and give back blocks as the plan says; the step hides no rollback."""
-    queue = list(step.before.free_queue)
-    if victims:
-        # Whether freed before or after a block is taken: one end gives, the other receives.
-        queue += freed_blocks(step.before, victims)
-    replay = QueueReplay(queue)
-    if any(row.hits or row.gained for row in step.rows):
-        for row in step.rows:
+def unattended_ends(step: Step, ledger: Ledger, name: v.RequestId) -> list[int]:
+    """Per group: up to which index of its table a running request attends to nothing more.
+
+    Drafts in flight may be rejected: then it goes on where the first of them is.
+    """
+    if not step.config.groups:
+        return [0]
+    certain = step.old[name].num_computed_tokens - ledger.count_drafts_in_flight()[name]
+    return [count_unattended(group, certain) for group in step.config.groups]
+
+
+def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -> QueueReplay:
+    """Take and give back blocks as plan and states say; the step hides no rollback.
+
+    A running request first gives back what it attends to no more. Who then lacks blocks has others
+    preempted until there are enough, or until it is preempted itself.
+    """
+    replay = QueueReplay(list(step.before.free_queue))
+    if victims or step.config.groups:
+        _replay_running(replay, step, ledger, victims)
+    elif any(row.hits or row.gained for row in step.rows):
+        for row in step.running_rows:
             _replay_row(replay, row)
+    for row in step.admitted_rows:
+        _replay_row(replay, row)
     return replay
+
+
+def _ends_of_nulls(step: Step, name: v.RequestId) -> list[int]:
+    """Per group: one past the last null block of a request's table after the step."""
+    return [
+        max((index for index, block in enumerate(table, 1) if block == v.NULL_BLOCK), default=0)
+        for table in step.new[name].block_tables
+    ]
+
+
+def _replay_running(
+    replay: QueueReplay, step: Step, ledger: Ledger, victims: Sequence[v.RequestId]
+) -> None:
+    queue, holders, left = replay.final, Holders(step.before), list(victims)
+    for row in step.running_rows:
+        if step.config.groups:
+            queue += holders.give_back(row.request_id, _ends_of_nulls(step, row.request_id))
+        while left and len(queue) < len(row.gained):
+            queue += holders.free(left.pop(0))
+        _replay_row(replay, row)
+    if left:
+        last = left[-1]
+        if step.config.groups:
+            queue += holders.give_back(last, unattended_ends(step, ledger, last))
+        for name in left[:-1]:
+            queue += holders.free(name)
+        replay.room_of_the_last = len(queue)
+        queue += holders.free(last)
 
 
 def _replay_row(replay: QueueReplay, row: PlannedRow) -> None:

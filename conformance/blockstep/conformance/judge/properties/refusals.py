@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from blockstep.conformance.judge.properties.amounts import blocks_for, longest_extent
+from blockstep.conformance.judge.properties.amounts import least_need, most_need
 from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
 from blockstep.conformance.judge.properties.sentence import (
     Complaint,
@@ -57,6 +57,8 @@ def request_is_refused_for_its_size_only_if_it_never_fits(step: Step, ledger: Le
     assert isinstance(step.observation, v.Rejected)
     code = step.observation.code
     if code not in _FOR_SIZE or code is due_refusal(step.config, step.event, ledger):
+        return ()
+    if code is v.RejectCode.NEVER_FITS and _may_be_too_large(step.config, step.event):
         return ()
     return [Complaint(f"refused as {code}, which is not so")]
 
@@ -116,9 +118,18 @@ def due_refusal(config: v.Config, event: object, ledger: Ledger) -> v.RejectCode
 def _never_served(config: v.Config, request: v.Request) -> v.RejectCode | None:
     if len(request.prompt_token_ids) >= config.max_model_len:
         return v.RejectCode.PROMPT_TOO_LONG
-    if blocks_for(config, longest_extent(config, request)) > config.num_usable_blocks:
+    if least_need(config, request) > config.num_usable_blocks:
         return v.RejectCode.NEVER_FITS
     return None
+
+
+def _may_be_too_large(config: v.Config, event: v.Event) -> bool:
+    """Whether windows make it a matter of counting if a request fits: with luck it would."""
+    return (
+        bool(config.groups)
+        and isinstance(event, v.Submit)
+        and most_need(config, event.request) > config.num_usable_blocks
+    )
 
 
 def _answers(config: v.Config, sampled: Sequence[v.RowTokens], frame: Sequence[FlightRow]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from itertools import chain
 
 from blockstep.spec import vocabulary as v
 
@@ -30,13 +31,26 @@ class PlannedRow:
     first: int
     """Computed tokens before the step: position of the first token that runs."""
     num_scheduled: int
-    gained: tuple[v.BlockId, ...]
-    """Running: blocks appended. Admitted: blocks after the hits."""
-    hits: tuple[v.BlockId, ...]
-    """Blocks of the prefix hit; none for a running row that is not remapped."""
+    gained_tables: v.BlockTables
+    """Per KV group. Running: blocks appended. Admitted: blocks after the hits."""
+    hit_tables: v.BlockTables
+    """Per KV group: the part of its table that the prefix hit fills, null blocks for what is not
+    attended to any more; empty for a running row that is not remapped."""
     drafts: v.TokenIds = ()
     is_remapped: bool = False
     """Running, with another block table: `hits` and `gained` are the whole of it."""
+
+    @property
+    def gained(self) -> tuple[v.BlockId, ...]:
+        """Blocks gained, in the order of groups."""
+        tables = self.gained_tables
+        return tables[0] if len(tables) == 1 else tuple(chain(*tables))
+
+    @property
+    def hits(self) -> tuple[v.BlockId, ...]:
+        """Blocks hit, in the order of groups."""
+        tables = self.hit_tables
+        return tables[0] if len(tables) == 1 else tuple(filter(None, chain(*tables)))
 
     @property
     def end(self) -> int:
@@ -134,20 +148,30 @@ class Step:
         return rows
 
     def _row(self, row: v.NewRow | v.CachedRow, kind: RowKind) -> PlannedRow:
-        blocks = row.block_ids[0] if isinstance(row, v.NewRow) else row.new_block_ids[0]
+        tables = row.block_ids if isinstance(row, v.NewRow) else row.new_block_ids
         first, count = row.num_computed_tokens, row.num_scheduled_tokens
         name, drafts = row.request_id, row.draft_token_ids
         is_remapped = kind is RowKind.RUNNING and name in self.plan.remapped_req_ids
-        is_whole = is_remapped or kind is not RowKind.RUNNING
-        num_hits = first // self.config.block_size if is_whole else 0
-        gained, hits = blocks[num_hits:], blocks[:num_hits]
+        num_hits = first if is_remapped or kind is not RowKind.RUNNING else 0
+        pairs = [
+            (table[: num_hits // size], table[num_hits // size :])
+            for table, size in zip(tables, self.block_sizes, strict=True)
+        ]
+        hits, gained = tuple([pair[0] for pair in pairs]), tuple([pair[1] for pair in pairs])
         return PlannedRow(name, kind, first, count, gained, hits, drafts, is_remapped)
 
-    def table_of(self, row: PlannedRow) -> tuple[v.BlockId, ...]:
-        """The block table that a plan gives the request of a row."""
+    @cached_property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Token slots per block of each KV group."""
+        return self.config.block_sizes
+
+    def tables_of(self, row: PlannedRow) -> v.BlockTables:
+        """The block tables that a plan gives the request of a row, nothing given back."""
+        tables = row.hit_tables
         if row.kind is RowKind.RUNNING and not row.is_remapped:
-            return self.old[row.request_id].block_tables[0] + row.gained
-        return row.hits + row.gained
+            tables = self.old[row.request_id].block_tables
+        pairs = zip(tables, row.gained_tables, strict=True)
+        return tuple([table + gained for table, gained in pairs])
 
     @cached_property
     def rows(self) -> list[PlannedRow]:

@@ -13,6 +13,7 @@ from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.witnesses.admission import ADMISSION, of_admission, of_waiting
 from blockstep.conformance.judge.witnesses.commits import COMMITS, of_commit, of_drafts
 from blockstep.conformance.judge.witnesses.frames import FRAMES, of_frames
+from blockstep.conformance.judge.witnesses.groups import GROUPED, of_ends, of_groups
 from blockstep.conformance.judge.witnesses.plans import (
     PLANS,
     PREEMPTION,
@@ -25,7 +26,7 @@ from blockstep.spec import vocabulary as v
 
 REFUSALS = {f"rejected_{code}": f"an event was refused as {code}" for code in v.RejectCode}
 WITNESSES: Mapping[str, str] = (
-    ADMISSION | PLANS | PREEMPTION | COMMITS | SIGNALS | FRAMES | REFUSALS
+    ADMISSION | PLANS | PREEMPTION | COMMITS | SIGNALS | FRAMES | GROUPED | REFUSALS
 )
 """All situations, by name, with what they mean."""
 
@@ -51,8 +52,12 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield from of_preemption(step, ledger)
             if step.config.max_frames_in_flight > 1:
                 yield from of_frames(step, ledger)
+            if step.config.groups:
+                yield from of_groups(step, ledger)
         case v.Commit(), v.Outputs(rows=rows):
             yield from of_commit(step, ledger, rows)
+            if step.config.groups:
+                yield from of_ends(step)
         case v.Drafts(), v.DraftsTaken():
             yield from of_drafts(step, ledger)
         case v.Abort(), v.Aborted():

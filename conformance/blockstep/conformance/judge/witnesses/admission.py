@@ -59,7 +59,7 @@ def of_admission(step: Step, ledger: Ledger, row: PlannedRow) -> Iterator[str]:
 
 def _of_hit(step: Step, ledger: Ledger, row: PlannedRow) -> Iterator[str]:
     life, before = ledger.lives[row.request_id], step.before
-    size = step.config.block_size
+    size = step.block_sizes[0]
     if row.hits:
         yield "prefix_hit"
     for block in row.hits:
@@ -73,15 +73,15 @@ def _of_hit(step: Step, ledger: Ledger, row: PlannedRow) -> Iterator[str]:
         return
     cached = ledger.named_blocks(before)
     if not may_ask_the_cache(step, life):
-        if life.num_known > size and life.block_name(0) in cached:
+        if life.num_known > size and life.block_name(0, size) in cached:
             yield "reading_skipped"
         return
-    following = (len(row.hits) + 1) * size
-    if following <= life.num_known and life.block_name(len(row.hits)) in cached:
+    following = row.first + size
+    if following <= life.num_known and life.block_name(row.first // size, size) in cached:
         if following == life.num_known:
             yield "full_prompt_hit_recomputes_last_block"
-        elif step.config.drops_last_hit_block:
-            yield "head_drop"
+        elif step.config.drops_last_hit_block and (row.first or not step.config.groups):
+            yield "head_drop"  # of several groups another may have had nothing to give back
 
 
 def _kept_apart(step: Step, ledger: Ledger, life: Life) -> Iterator[str]:
@@ -92,7 +92,7 @@ def _kept_apart(step: Step, ledger: Ledger, life: Life) -> Iterator[str]:
         if other is life or told.prompt_token_ids[:size] != request.prompt_token_ids[:size]:
             continue
         new = step.new.get(told.request_id)
-        if new is None or not new.block_tables[0]:
+        if new is None or not any(new.block_tables):
             continue
         if told.adapter != request.adapter:
             yield "same_tokens_other_adapter"

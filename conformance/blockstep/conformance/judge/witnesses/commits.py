@@ -62,9 +62,10 @@ def of_commit(step: Step, ledger: Ledger, rows: tuple[v.OutputRow, ...]) -> Iter
                 is_stale = step.commit.frame_id >= ledger.first_frame_since_reset
                 yield from _of_output(step, life, answer, tokens, is_stale)
 
-    for name, _, blocks in verified_blocks(step, ledger):
-        if blocks:
-            yield "published_by_commit" if name in step.new else "published_by_the_last_commit"
+    for stretch in verified_blocks(step, ledger):
+        if stretch.blocks:
+            lives = stretch.request_id in step.new
+            yield "published_by_commit" if lives else "published_by_the_last_commit"
 
 
 def _of_output(
@@ -103,7 +104,8 @@ def _of_acceptance(step: Step, flight: FlightRow, tokens: v.TokenIds) -> Iterato
         yield "drafts_all_accepted"
     else:
         yield "drafts_some_accepted" if accepted else "drafts_none_accepted"
-    if blocks_for(config, flight.end - count + accepted) < blocks_for(config, flight.end):
+    size = config.block_size
+    if blocks_for(flight.end - count + accepted, size) < blocks_for(flight.end, size):
         yield "rollback_over_a_block_boundary"
 
 

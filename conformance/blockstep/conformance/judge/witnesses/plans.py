@@ -80,8 +80,10 @@ def of_row(step: Step, life: Life, row: PlannedRow) -> Iterator[str]:
     if len(row.drafts) < len(life.drafts):
         yield "drafts_trimmed"
     if row.kind is RowKind.RUNNING and row.gained:
-        held = len(step.old[row.request_id].block_tables[0])
-        if blocks_for(config, row.end) <= held:
+        held = zip(
+            step.block_sizes, step.old[row.request_id].block_tables, row.gained_tables, strict=True
+        )
+        if any(gained and blocks_for(row.end, size) <= len(table) for size, table, gained in held):
             yield "block_for_lookahead_only"
 
 

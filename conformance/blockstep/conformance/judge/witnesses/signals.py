@@ -39,7 +39,7 @@ def of_abort(step: Step, ledger: Ledger) -> Iterator[str]:
             yield "abort_stale"
         if num_frames(ledger, name) > 1:
             yield "abort_with_two_frames_in_flight"
-        if any(ref_counts[block] > 1 for block in old.block_tables[0]):
+        if any(ref_counts[block] > 1 for table in old.block_tables for block in table):
             yield "abort_of_shared_block"
 
 

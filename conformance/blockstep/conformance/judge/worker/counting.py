@@ -8,7 +8,7 @@ like any other (D6).
 from __future__ import annotations
 
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
-from blockstep.conformance.judge.worker.worker import NextToken, Worker
+from blockstep.conformance.judge.worker.worker import NextToken, Tables, Worker
 from blockstep.spec import vocabulary as v
 
 
@@ -24,7 +24,7 @@ class CountingWorker(Worker):
         self.views.pop(row.request_id, None)
         return super()._start_new(row)
 
-    def _blocks(self, request_id: v.RequestId, tables: v.BlockTables) -> list[v.BlockId]:
+    def _blocks(self, request_id: v.RequestId, tables: v.BlockTables) -> Tables:
         """None; a plan that names some was said to name none."""
         if tables:
             what = (
@@ -32,7 +32,7 @@ class CountingWorker(Worker):
                 "give (), or set shows_blocks"
             )
             self._complain("P26", "plan_shows_no_blocks", what)
-        return []
+        return [[] for _ in self.groups]
 
     def _count_slots(self, view: RequestView) -> int:
         """More than a row can run: the pool is not shown."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
+from blockstep.conformance.judge.attended import count_unattended, first_attended
 from blockstep.conformance.judge.worker.names import BEFORE_RESET, NEVER_WRITTEN, Name, PrefixNames
 from blockstep.conformance.judge.worker.view import FrameRow
 from blockstep.conformance.protocol.findings import Difference, Finding, violated
-from blockstep.spec.vocabulary import BlockId, Config, FrameId, RequestId, Snapshot
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Config, FrameId, RequestId, Snapshot
 
+Place: TypeAlias = tuple[FrameRow, int, int]
+"""Who writes a block, in which group, and at which index of that table."""
 Write: TypeAlias = tuple[int, int, RequestId, FrameId]
 """First slot and one past the last, who wrote them, and in which plan."""
 
@@ -23,11 +26,15 @@ class TaggedKV:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.names = PrefixNames(config.block_size)
+        self.groups = config.kv_groups
+        self.block_sizes = config.block_sizes
+        self.names = PrefixNames(config.block_size, len(self.groups))
         self.kv: list[list[Name]] = [
             [NEVER_WRITTEN] * config.block_size for _ in range(config.num_blocks)
         ]
         """The name of what each slot holds, by block id and slot."""
+        self._owners = [-1 if config.groups else 0] * config.num_blocks
+        """By block: the group that wrote it last, and laid out its slots."""
         self._checked: list[object] = [None] * config.num_blocks
         """The key for which a block was found right, until the block is written again."""
         self._findings: list[Finding] = []
@@ -38,10 +45,13 @@ class TaggedKV:
         self._returns: dict[BlockId, tuple[RequestId, str, FrameId]] = {}
         """Who gave a block back last, why, and which plan told of it."""
 
-    def give_back(self, request_id: RequestId, table: Iterable[BlockId], why: str) -> None:
-        """A plan told that a request holds these blocks no more."""
-        for block in table:
-            self._returns[block] = (request_id, why, self.frame_id)
+    def give_back(
+        self, request_id: RequestId, tables: Iterable[Iterable[BlockId]], why: str
+    ) -> None:
+        """A plan told that a request holds the blocks of these tables no more."""
+        for table in tables:
+            for block in table:
+                self._returns[block] = (request_id, why, self.frame_id)
 
     def forget(self) -> None:
         """Nothing written so far may be read again."""
@@ -56,7 +66,12 @@ class TaggedKV:
         for block, key in enumerate(snapshot.block_keys):
             if key is None or checked[block] is key:
                 continue
-            expected = self.names.of_key(key)
+            group = key.group if self.config.groups else 0
+            if self._owners[block] != group:
+                self._complain_owner("published_block", block, group, repr(key))
+                continue
+            num_links = self.block_sizes[group] // self.config.block_size
+            expected = self.names.of_block(key, num_links)
             if self.kv[block] == expected:
                 checked[block] = key
                 continue
@@ -66,65 +81,112 @@ class TaggedKV:
         return self._findings
 
     def _write(self, rows: list[FrameRow]) -> None:
-        """Every row writes its slots, in plan order."""
-        size, kv, checked = self.config.block_size, self.kv, self._checked
-        writers: dict[BlockId, tuple[FrameRow, int]] = {}
-        writes, frame_id = self._writes, self.frame_id
+        """Every row writes its slots in every group, in plan order."""
+        writers: dict[BlockId, Place] = {}
         for row in rows:
-            view, position, end = row.view, row.first, row.end
-            name = view.request.request_id
-            view.name_positions(end, row.drafts)
-            chain, table = view.chain, view.table
-            while position < end:
-                index = position // size
-                slot = position - index * size
-                stop = min(end, (index + 1) * size)
-                block = table[index]
-                kv[block][slot : slot + stop - position] = chain[position:stop]
-                checked[block] = None
-                if slot == 0:
-                    writes[block] = []
-                writes[block].append((slot, slot + stop - position, name, frame_id))
-                if block in writers:
-                    self._complain_shared(writers[block], (row, index), block)
-                writers[block] = (row, index)
-                position = stop
+            row.view.name_positions(row.end, row.drafts)
+            for group in range(len(self.groups)):
+                self._write_table(row, group, writers)
         for row in rows:
             self._check_exclusive(row, writers)
 
-    def _check_exclusive(self, row: FrameRow, writers: dict[BlockId, tuple[FrameRow, int]]) -> None:
-        """A written block is in no other table, except as a hit at the same position."""
-        size, table = self.config.block_size, row.view.table
-        others = table[: row.first // size] + table[-(-row.end // size) :]
-        if writers.keys().isdisjoint(others):
-            return
-        for index, block in enumerate(table):
-            if block in writers and writers[block][1] != index:
-                self._complain_shared(writers[block], (row, index), block)
+    def _write_table(self, row: FrameRow, group: int, writers: dict[BlockId, Place]) -> None:
+        size, kv, checked = self.block_sizes[group], self.kv, self._checked
+        writes, frame_id, owners = self._writes, self.frame_id, self._owners
+        view, position, end = row.view, row.first, row.end
+        name, chain, table = view.request.request_id, view.chain, view.tables[group]
+        while position < end:
+            index = position // size
+            slot = position - index * size
+            stop = min(end, (index + 1) * size)
+            block = table[index]
+            if owners[block] != group and not self._take_over(block, group, row):
+                position = stop
+                continue
+            kv[block][slot : slot + stop - position] = chain[position:stop]
+            checked[block] = None
+            if slot == 0:
+                writes[block] = []
+            writes[block].append((slot, slot + stop - position, name, frame_id))
+            if block in writers:
+                self._complain_shared(writers[block], (row, group, index), block)
+            writers[block] = (row, group, index)
+            position = stop
+
+    def _take_over(self, block: BlockId, group: int, row: FrameRow) -> bool:
+        """Let a block be of another group from now on: nothing in it is of any use to it.
+
+        False for the null block, which stays empty.
+        """
+        if block == NULL_BLOCK:
+            name, first, end = row.view.request.request_id, row.first, row.end - 1
+            what = f"{name!r} lacks a block of group {group} for positions {first} to {end}"
+            self._complain("P1", "null_block_is_never_written", what)
+            return False
+        self._owners[block] = group
+        self.kv[block] = [NEVER_WRITTEN] * self.block_sizes[group]
+        self._writes[block] = []
+        return True
+
+    def _check_exclusive(self, row: FrameRow, writers: dict[BlockId, Place]) -> None:
+        """A written block is in no other table, except as a hit at the same position.
+
+        What is no longer attended to may be anybody's.
+        """
+        for at, (group, table) in enumerate(zip(self.groups, row.view.tables, strict=True)):
+            size, first = group.block_size, count_unattended(group, row.first)
+            others = table[first : row.first // size] + table[-(-row.end // size) :]
+            if len(self.groups) == 1 and writers.keys().isdisjoint(others):
+                return
+            for index, block in enumerate(table[first:], first):
+                if block in writers and writers[block][1:] != (at, index):
+                    self._complain_shared(writers[block], (row, at, index), block)
 
     def _read(self, row: FrameRow) -> None:
-        """Every position up to the last scheduled one must hold what this request expects."""
-        view, size, kv = row.view, self.config.block_size, self.kv
-        full, rest = divmod(row.end, size)
-        table = view.table
-        is_right = [kv[block] for block in table[:full]] == view.pages[:full]
-        if is_right and rest:
-            is_right = kv[table[full]][:rest] == view.chain[full * size : row.end]
-        if not is_right:
-            row.is_astray = True
-            self._complain_read(row)
+        """Every position that the row attends to must hold what its request expects."""
+        view, kv, owners = row.view, self.kv, self._owners
+        for at, (group, table) in enumerate(zip(self.groups, view.tables, strict=True)):
+            size = group.block_size
+            first, (full, rest) = count_unattended(group, row.first), divmod(row.end, size)
+            is_right = [kv[block] for block in table[first:full]] == view.pages[size][first:full]
+            if is_right and rest:
+                is_right = kv[table[full]][:rest] == view.chain[full * size : row.end]
+            if is_right and self.config.groups:
+                is_right = all(owners[block] == at for block in table[first : full + (rest > 0)])
+            if not is_right:
+                self._check_slots(row, at)
 
-    def _complain_read(self, row: FrameRow) -> None:
-        """Name the first attended slot that holds something else."""
-        view, size = row.view, self.config.block_size
-        for position, expected in enumerate(view.chain[: row.end]):
-            block, slot = view.table[position // size], position % size
-            seen = self.kv[block][slot]
-            if seen != expected:
-                reader = view.request.request_id
-                note = f"read by {reader!r} at position {position} in plan {self.frame_id}"
+    def _check_slots(self, row: FrameRow, at: int) -> None:
+        """Name the first attended slot that holds something else, if there is one."""
+        view, group = row.view, self.groups[at]
+        size, table = group.block_size, view.tables[at]
+        first = first_attended(group, row.first)
+        for position, expected in enumerate(view.chain[first : row.end], first):
+            block, slot = table[position // size], position % size
+            reader = view.request.request_id
+            note = f"read by {reader!r} at position {position} in plan {self.frame_id}"
+            if self._owners[block] != at:
+                self._complain_owner("attended_slot", block, at, note)
+            elif self.kv[block][slot] != expected:
+                seen = self.kv[block][slot]
                 self._complain_slot("attended_slot", (block, slot), expected, seen, note)
-                return
+            else:
+                continue
+            row.is_astray = True
+            return
+
+    def _complain_owner(self, what: str, block: BlockId, group: int, note: str) -> None:
+        """A block is not of the group whose layers read it."""
+        seen, blame = f"of group {self._owners[block]}", ("P3", "is_of_the_group_that_reads_it")
+        message = "the KV is of the layers of another group"
+        if block == NULL_BLOCK:
+            blame, seen = ("P5", "is_in_a_block_that_is_held"), "no block"
+            message = "the KV was given up, or never there"
+        elif self._owners[block] < 0:
+            blame, seen = ("P4", "was_written"), "never written"
+            message = "the slot was never written"
+        difference = Difference(f"kv[{block}]", f"of group {group}", seen, note)
+        self._complain(blame[0], f"{what}_{blame[1]}", message, difference)
 
     def _complain_slot(
         self, what: str, place: tuple[BlockId, int], expected: Name, seen: Name, note: str
@@ -143,11 +205,11 @@ class TaggedKV:
         difference = Difference(f"kv[{place[0]}][{place[1]}]", show(expected), show(seen), note)
         self._complain(blame[0], f"{what}_{blame[1]}", blame[2], difference)
 
-    def _complain_shared(
-        self, writer: tuple[FrameRow, int], other: tuple[FrameRow, int], block: BlockId
-    ) -> None:
+    def _complain_shared(self, writer: Place, other: Place, block: BlockId) -> None:
         places = " and ".join(
-            f"{row.view.request.request_id!r} at index {index}" for row, index in (writer, other)
+            f"{row.view.request.request_id!r} at index {index}"
+            + f" of group {group}" * bool(self.config.groups)
+            for row, group, index in (writer, other)
         )
         what = f"block {block} is of {places}"
         told = "; ".join([what, *self._tell_return(block)])

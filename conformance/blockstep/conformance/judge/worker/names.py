@@ -35,8 +35,9 @@ MEMO_SIZE_MAX = 200_000
 class PrefixNames:
     """Gives names out. Names compare with each other only within one object."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, num_groups: int = 1) -> None:
         self.block_size = block_size
+        self._groups = range(num_groups)
         self._roots: dict[object, Name] = {}
         self._children: dict[tuple[object, ...], Name] = {}
         self._parents: list[Name] = []
@@ -94,6 +95,15 @@ class PrefixNames:
             self._memo[id(link)] = (link, slots)
         return slots
 
+    def of_block(self, key: BlockKey, num_links: int) -> list[Name]:
+        """The names of the slots of a block that a chain of so many keys names, `key` the last."""
+        if num_links == 1:
+            return self.of_key(key)
+        links = key.chain()
+        if len(links) % num_links:
+            return self._odd(key, num_links)
+        return [name for link in links[-num_links:] for name in self.of_key(link)]
+
     def token_of(self, name: Name) -> int:
         """The last token of a prefix."""
         return self._tokens[name]
@@ -149,7 +159,8 @@ class PrefixNames:
         if (
             len(key.token_ids) != size
             or len(key.embeds) > size
-            or key.group != 0
+            or key.group not in self._groups
+            or (parent is not None and parent.group != 0)
             or (parent is not None and key.cache_salt is not None)
             or (parent is not None and parent.adapter != key.adapter)
         ):
@@ -159,9 +170,9 @@ class PrefixNames:
         self.extend(slots, root, key.token_ids, extras, 0)
         return slots
 
-    def _odd(self, key: BlockKey) -> list[Name]:
+    def _odd(self, key: BlockKey, num_links: int = 1) -> list[Name]:
         """Names for a key that no content can have, so that it equals nothing else."""
-        return [self._root(("odd", key, slot)) for slot in range(self.block_size)]
+        return [self._root(("odd", key, slot)) for slot in range(self.block_size * num_links)]
 
 
 def extras_of(request: Request, block_size: int) -> dict[int, Extra]:

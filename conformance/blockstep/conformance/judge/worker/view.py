@@ -6,20 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from blockstep.conformance.judge.worker.names import Name, NamedText, PrefixNames
-from blockstep.spec.vocabulary import Request, TokenIds
+from blockstep.spec.vocabulary import BlockId, Request, TokenIds
 
 
 class RequestView(NamedText):
     """One request as the worker sees it."""
 
     __slots__ = (
-        "block_size", "is_preempted", "may_resume", "num_computed", "num_promised", "num_rejected",
-        "num_unreported", "pages", "proposal", "table",
+        "is_preempted", "may_resume", "num_computed", "num_promised", "num_rejected",
+        "num_unreported", "pages", "proposal", "tables",
     )  # fmt: skip
 
-    def __init__(self, request: Request, names: PrefixNames) -> None:
+    def __init__(
+        self, request: Request, names: PrefixNames, block_sizes: Sequence[int] | None = None
+    ) -> None:
         super().__init__(request, names)
-        self.block_size = names.block_size
+        sizes = block_sizes or (names.block_size,)
         self.num_computed = 0
         """Tokens whose KV exists once every plan so far has run."""
         self.num_unreported = 0
@@ -30,13 +32,19 @@ class RequestView(NamedText):
         """Drafts rejected in those frames: so many positions is the scheduler ahead."""
         self.proposal: TokenIds = ()
         """Its drafts after the last plan, if it sampled in it and the scheduler is asynchronous."""
-        self.table: list[int] = []
-        self.pages: list[list[Name]] = []
-        """`chain` cut into full blocks."""
+        self.tables: list[list[BlockId]] = [[] for _ in sizes]
+        """Per KV group. What it no longer attends to may be another's by now: no plan tells."""
+        self.pages: dict[int, list[list[Name]]] = {size: [] for size in sizes}
+        """`chain` cut into full blocks, by their size."""
         self.is_preempted = False
         """A plan said so: it holds no block until it is resumed."""
         self.may_resume = False
         """A forced reset may have preempted it, of which no plan tells."""
+
+    @property
+    def table(self) -> list[BlockId]:
+        """The table of its first KV group."""
+        return self.tables[0]
 
     @property
     def reported_token_ids(self) -> list[int]:
@@ -55,7 +63,7 @@ class RequestView(NamedText):
 
     def name_positions(self, end: int, drafts: TokenIds) -> None:
         """Know the names of positions [0, `end`), `drafts` following the known tokens."""
-        chain, size = self.chain, self.block_size
+        chain = self.chain
         start = len(chain)
         if start < end:
             known = len(self.tokens)
@@ -65,13 +73,15 @@ class RequestView(NamedText):
                 )
             if end > known:
                 self.names.extend(chain, self.root, drafts[: end - known], self.extras, known)
-        for page in range(len(self.pages), end // size):
-            self.pages.append(chain[page * size : (page + 1) * size])
+        for size, pages in self.pages.items():
+            for page in range(len(pages), end // size):
+                pages.append(chain[page * size : (page + 1) * size])
 
     def cut_names(self, end: int) -> None:
         """Forget the names of positions from `end` on: those tokens are not known any more."""
         del self.chain[end:]
-        del self.pages[end // self.block_size :]
+        for size, pages in self.pages.items():
+            del pages[end // size :]
 
 
 @dataclass(slots=True)

@@ -10,8 +10,10 @@ of the scheduler by what the frames in flight have sampled, and by the drafts th
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from itertools import chain
 from typing import TypeAlias
 
+from blockstep.conformance.judge.attended import without_given_back
 from blockstep.conformance.judge.worker.kv import TaggedKV
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
 from blockstep.conformance.protocol.findings import Difference, Finding, shown
@@ -19,6 +21,8 @@ from blockstep.spec import vocabulary as v
 
 NextToken: TypeAlias = Callable[[Sequence[int]], int]
 """Which token truly follows a text. Deterministic: what a request must get is unique."""
+Tables: TypeAlias = list[list[v.BlockId]]
+"""Per KV group, positions in order."""
 
 
 class Worker(TaggedKV):
@@ -66,7 +70,7 @@ class Worker(TaggedKV):
         for request_id in plan.finished_req_ids:
             gone = self.views.pop(request_id, None)
             if gone is not None:
-                self.give_back(request_id, gone.table, "ended")
+                self.give_back(request_id, gone.tables, "ended")
         for request_id in plan.preempted_req_ids:
             self._preempt(request_id)
         rows = [*map(self._start_new, plan.new)]
@@ -117,9 +121,9 @@ class Worker(TaggedKV):
             what = f"{request_id!r} is not known here"
             self._complain("P26", "preempted_request_was_known", what)
             return
-        self.give_back(request_id, view.table, "was preempted")
+        self.give_back(request_id, view.tables, "was preempted")
         view.is_preempted = True
-        view.table = []
+        view.tables = [[] for _ in view.tables]
         view.num_computed = 0
 
     def _check_remapped(self, plan: v.Plan) -> None:
@@ -133,9 +137,9 @@ class Worker(TaggedKV):
     def _start_new(self, row: v.NewRow) -> FrameRow:
         if row.request_id in self.views:
             self._complain("P26", "new_row_is_new", f"{row.request_id!r} is known already")
-        view = RequestView(row.request, self.names)
+        view = RequestView(row.request, self.names, self.block_sizes)
         self.views[row.request_id] = view
-        view.table = self._blocks(row.request_id, row.block_ids)
+        view.tables = self._blocks(row.request_id, row.block_ids)
         view.num_computed = row.num_computed_tokens
         return self._start(row.request_id, view, row.num_scheduled_tokens, self._fill_in(row, view))
 
@@ -162,9 +166,9 @@ class Worker(TaggedKV):
         That is complained of already. Their answers will not be delivered, so they are left with
         the old view; otherwise no later row of the request would be what the plan means by it.
         """
-        fresh = RequestView(view.request, self.names)
+        fresh = RequestView(view.request, self.names, self.block_sizes)
         fresh.replace_tokens(tokens)
-        fresh.table, fresh.num_computed = view.table, view.num_computed
+        fresh.tables, fresh.num_computed = view.tables, view.num_computed
         self.views[view.request.request_id] = fresh
         return fresh
 
@@ -182,7 +186,7 @@ class Worker(TaggedKV):
             return (*proposal, *drafts)[: len(drafts)]
         return proposal[: len(drafts)]
 
-    def _resume(self, row: v.CachedRow, view: RequestView, blocks: list[v.BlockId]) -> None:
+    def _resume(self, row: v.CachedRow, view: RequestView, blocks: Tables) -> None:
         may_resume = view.is_preempted or view.may_resume or not self._hears_more_than_plans
         if not may_resume:
             what = f"{row.request_id!r} was running"
@@ -190,14 +194,14 @@ class Worker(TaggedKV):
         if view.num_unreported:
             what = f"{row.request_id!r}: {view.num_unreported} of its tokens are not reported yet"
             self._complain("P13", "resumed_request_has_no_token_in_flight", what)
-        self.give_back(row.request_id, view.table, "was preempted")  # by a reset: no plan told
+        self.give_back(row.request_id, view.tables, "was preempted")  # by a reset: no plan told
         view.is_preempted = view.may_resume = False
-        view.table = blocks
+        view.tables = blocks
         view.num_computed = row.num_computed_tokens
         view.num_rejected = 0
         view.proposal = ()  # for the position at which it was preempted
 
-    def _continue(self, row: v.CachedRow, view: RequestView, blocks: list[v.BlockId]) -> None:
+    def _continue(self, row: v.CachedRow, view: RequestView, blocks: Tables) -> None:
         if view.is_preempted:
             what = f"{row.request_id!r} holds no block here"
             self._complain("P26", "preempted_request_returns_resumed", what)
@@ -205,10 +209,12 @@ class Worker(TaggedKV):
             what = f"{row.request_id!r} runs again before its token in flight is known"
             self._complain("P13", "row_waits_for_the_token_of_its_request", what)
         if row.request_id in self._remapped:
-            self.give_back(row.request_id, set(view.table) - set(blocks), "was remapped")
-            view.table = blocks  # the content is the same: whoever reads it will see
+            gone = set(chain(*view.tables)) - set(chain(*blocks))
+            self.give_back(row.request_id, [gone], "was remapped")
+            view.tables = blocks  # the content is the same: whoever reads it will see
         else:
-            view.table.extend(blocks)
+            for table, gained in zip(view.tables, blocks, strict=True):
+                table.extend(gained)
         expected = view.num_computed + view.num_rejected
         if row.num_computed_tokens != expected:
             what = f"{row.request_id!r}: {row.num_computed_tokens} computed in the plan"
@@ -242,14 +248,27 @@ class Worker(TaggedKV):
             )
             self._complain("P26", "plan_counts_the_outputs_of_the_worker", what, difference)
 
-    def _blocks(self, request_id: v.RequestId, tables: v.BlockTables) -> list[v.BlockId]:
-        if len(tables) != 1:
+    def _blocks(self, request_id: v.RequestId, tables: v.BlockTables) -> Tables:
+        """Per group: the blocks that a plan names."""
+        if len(tables) != len(self.groups):
             what = f"{request_id!r}: {len(tables)} tables"
             self._complain("P26", "plan_has_one_table_per_group", what)
-        blocks = list(tables[0]) if tables else []
-        if any(not 0 < block < self.config.num_blocks for block in blocks):
+            missing = len(self.groups) - len(tables)
+            tables = (*tables, *[()] * missing)[: len(self.groups)]
+        return [
+            self._real_blocks(request_id, group, table)
+            for group, table in zip(self.groups, tables, strict=True)
+        ]
+
+    def _real_blocks(
+        self, request_id: v.RequestId, group: v.KVGroup, table: tuple[v.BlockId, ...]
+    ) -> list[v.BlockId]:
+        """Those of them that there are. A null block may stand only where not all is attended."""
+        least = 1 if group.kind is v.GroupKind.FULL else v.NULL_BLOCK
+        blocks = list(table)
+        if any(not least <= block < self.config.num_blocks for block in blocks):
             self._complain("P1", "plan_names_real_blocks", f"{request_id!r} gets blocks {blocks}")
-            blocks = [block for block in blocks if 0 < block < self.config.num_blocks]
+            blocks = [block for block in blocks if least <= block < self.config.num_blocks]
         return blocks
 
     def _start(
@@ -276,8 +295,9 @@ class Worker(TaggedKV):
         return FrameRow(view, first, end, drafts, samples=end >= known, num_known=known)
 
     def _count_slots(self, view: RequestView) -> int:
-        """Tokens that its block table has room for."""
-        return len(view.table) * self.config.block_size
+        """Tokens that each of its block tables has room for."""
+        sizes = self.block_sizes
+        return min([len(table) * size for table, size in zip(view.tables, sizes, strict=True)])
 
     # Answers.
 
@@ -372,12 +392,12 @@ class Worker(TaggedKV):
                 pairs.append(("num_output_placeholders", promised, view.num_promised))
             if request.status is v.Status.RUNNING:
                 computed = view.num_computed + view.num_rejected
-                table: tuple[v.BlockId, ...] = tuple(view.table)
+                tables = self._tables_seen(view, request)
                 if told is not None and request.request_id not in told:
-                    is_as_long = [len(table)] == [*map(len, request.block_tables)]
-                    table = request.block_tables[0] if is_as_long else table
+                    is_as_long = [*map(len, tables)] == [*map(len, request.block_tables)]
+                    tables = request.block_tables if is_as_long else tables
                 pairs += (
-                    ("block_tables", request.block_tables, (table,)),
+                    ("block_tables", request.block_tables, tables),
                     ("num_computed_tokens", request.num_computed_tokens, computed),
                 )
             for name, state, seen in pairs:
@@ -388,3 +408,11 @@ class Worker(TaggedKV):
                     )
                     self._complain("P26", "plans_alone_rebuild_the_request", what, difference)
         return self._findings
+
+    def _tables_seen(self, view: RequestView, request: v.RequestSnapshot) -> v.BlockTables:
+        """Its tables, with null blocks where the state has some: of those no plan tells."""
+        tables = tuple([tuple(table) for table in view.tables])
+        if not self.config.groups or len(tables) != len(request.block_tables):
+            return tables
+        pairs = zip(tables, request.block_tables, strict=True)
+        return tuple([without_given_back(*pair) for pair in pairs])

@@ -292,7 +292,7 @@ def check_hit_is_the_greatest_length_that_is_valid_for_both_groups(
     assert 1 <= num_known <= 9 and 0 <= num_full <= 2 and 0 <= first <= end <= 2 and 1 <= num_tokens
     config = build_config(KVGroup(FULL, 4), window(num_tokens, 4))
     request = replace(h.build_request("a", num_known), block_keys=CHAIN)
-    hit = get_prefix_hit(config, build_published(num_full, first, end), request)
+    hit = get_prefix_hit(config, build_published(num_full, first, end), request, STRICT_RULES)
     greatest = 0
     for length in (4, 8):
         num_left = max(length - num_tokens + 1, 0) // 4

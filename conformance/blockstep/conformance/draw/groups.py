@@ -1,0 +1,90 @@
+"""Groups: several KV-cache groups for a config, in a pool that is as short for them as it was.
+
+Blocks of some are larger than those of others; windows and chunks end inside of blocks, prompts
+and steps, or beyond all of them. A request holds blocks of every group, so the pool has room for
+the shortest request at least, and at most for as many tokens as it had with one group.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import replace
+from functools import lru_cache
+
+from blockstep.conformance.draw.decisions import Draw
+from blockstep.spec.memory.groups import compute_max_held_blocks, compute_max_reach
+from blockstep.spec.vocabulary import Config, GroupKind, KVGroup
+
+FULL, WINDOW, CHUNKS = GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL
+MIXES: tuple[tuple[GroupKind, ...], ...] = (
+    *((FULL, WINDOW), (FULL, WINDOW), (FULL, WINDOW), (WINDOW, FULL)),
+    *((WINDOW,), (CHUNKS,), (FULL, CHUNKS), (CHUNKS, FULL)),
+    *((WINDOW, WINDOW), (WINDOW, CHUNKS), (FULL, FULL)),
+    *((FULL, WINDOW, WINDOW), (FULL, WINDOW, CHUNKS), (WINDOW, CHUNKS, FULL)),
+    (FULL, WINDOW, FULL, WINDOW),
+)
+"""Kinds of attention side by side, in the order of their groups; the commonest several times."""
+SIZES = (1, 1, 1, 2, 2, 3, 4)
+"""Token slots of a block, in those of the smallest."""
+
+
+def draw_groups(config: Config, draw: Draw, is_storm: bool = False) -> Config:
+    """The config with several groups, and with blocks for them.
+
+    The largest pool holds every token in every group that one group had room for; in a storm there
+    is at most half of what that adds.
+    """
+    kinds = draw.choice(MIXES)
+    sizes = [1] * len(kinds)
+    if draw.chance(50):
+        sizes = [draw.choice(SIZES) for _ in kinds]
+        sizes[draw.integer(0, len(sizes) - 1)] = 1  # blocks are named by the smallest
+    groups = tuple(
+        _draw_group(kind, size * config.block_size, config, draw)
+        for kind, size in zip(kinds, sizes, strict=True)
+    )
+    config = replace(config, groups=groups)
+    num_tokens = config.num_usable_blocks * config.block_size
+    shortest = 2 + config.num_speculative_tokens + config.num_lookahead_tokens
+    least = max(config.num_usable_blocks, count_held_blocks(config, shortest))
+    most = max(least, sum(-(-num_tokens // group.block_size) for group in groups))
+    if is_storm:
+        most = (least + most) // 2
+    return replace(config, num_blocks=1 + draw.integer(least, most))
+
+
+def _draw_group(kind: GroupKind, block_size: int, config: Config, draw: Draw) -> KVGroup:
+    if kind is FULL:
+        return KVGroup(kind, block_size)
+    longest = draw.choice((block_size + 1, 3 * block_size, config.max_model_len + 2))
+    num_tokens = draw.integer(1, longest)
+    if draw.chance(60 if kind is CHUNKS else 30):
+        num_tokens += -num_tokens % block_size
+    if kind is WINDOW:
+        return KVGroup(kind, block_size, sliding_window=num_tokens)
+    return KVGroup(kind, block_size, attention_chunk_size=num_tokens)
+
+
+def count_held_blocks(config: Config, num_slots: int) -> int:
+    """Blocks of all groups that a request of so many slots holds at most."""
+    reach = compute_max_reach(config)
+    return sum(compute_max_held_blocks(group, num_slots, reach) for group in config.groups)
+
+
+@lru_cache(maxsize=8)
+def count_slots(config: Config) -> int:
+    """Slots of the longest request that the empty pool can hold, in every group."""
+    if not config.groups:
+        return config.num_usable_blocks * config.block_size
+    lengths = range(config.max_model_len + 1)
+    held = config.num_usable_blocks
+    return bisect_right(lengths, held, key=lambda length: count_held_blocks(config, length)) - 1
+
+
+def list_boundaries(config: Config) -> list[int]:
+    """Tokens after which something ends: a block of a group, a window, a chunk."""
+    spans = [
+        (group.block_size, group.sliding_window, group.attention_chunk_size)
+        for group in config.kv_groups
+    ]
+    return sorted({length for span in spans for length in span if length})

@@ -1,0 +1,89 @@
+"""Which mixes of KV-cache groups a release of vLLM takes, and the nearest one that it does.
+
+Its own configuration never builds the others: where it meets one, it treats every group as full
+attention, which is another config. Nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.conformance.engines.adapters.vllm_releases import Release
+from blockstep.spec.vocabulary import Config, ConfigError, ConfigProblem, GroupKind, SpecMethod
+
+ALL_EQUAL = "groups that are all equal: the release wants two that differ"
+CHUNKS_WITH_A_HEAD = "chunked-local groups with a draft head: the release asserts that it has none"
+CHUNKS_OF_ANOTHER_SIZE = "chunked-local groups beside other block sizes: the release wants one size"
+SEVERAL_SIZES = "groups of several block sizes: the release wants one size"
+OTHER_MIXES = (
+    "other groups than of full attention and, all before or all behind them, of one other kind"
+)
+
+
+def find_problem(release: Release, config: Config) -> str | None:
+    """Why the release cannot be built with the groups of `config`, or raises later; or None.
+
+    All of it is about hits: without prefix caching every release takes every mix.
+    Source: `HybridKVCacheCoordinator`, and what its managers assert.
+    """
+    groups = config.groups
+    if not config.enable_prefix_caching or not groups:
+        return None
+    has_chunks = any(group.kind is GroupKind.CHUNKED_LOCAL for group in groups)
+    has_sizes = len(set(config.block_sizes)) > 1
+    if has_chunks and config.drops_last_hit_block:
+        return CHUNKS_WITH_A_HEAD
+    if has_sizes and not release.has_mixed_groups:
+        return SEVERAL_SIZES
+    if has_sizes and has_chunks:
+        return CHUNKS_OF_ANOTHER_SIZE
+    if len(groups) == 1:
+        return None
+    if not release.has_mixed_groups:
+        return None if config == _arrange(config) else OTHER_MIXES
+    return ALL_EQUAL if len(set(groups)) == 1 and not release.has_equal_groups else None
+
+
+def fit_groups(release: Release, config: Config) -> tuple[Config, str | None]:
+    """The nearest config whose groups the release takes, and why it is another one, or None."""
+    first = reason = find_problem(release, config)
+    while reason is not None:
+        config = _mend(config, reason)
+        reason = find_problem(release, config)
+    return config, first
+
+
+def require_groups(release: Release, config: Config) -> None:
+    """See that the release can be built with the groups of `config`. Raises ConfigError."""
+    reason = find_problem(release, config)
+    if reason is not None:
+        rule = f"is no mix for vLLM {release.version}: {reason}"
+        fitting = fit_groups(release, config)[0]
+        fix = f"use {fitting.groups!r}, or no prefix caching"
+        if fitting.groups == config.groups:
+            fix = f"use {fitting.spec_method}, or no prefix caching"
+        raise ConfigError([ConfigProblem("groups", config.groups, rule, fix)])
+
+
+def _mend(config: Config, reason: str) -> Config:
+    """The config without what `reason` names."""
+    if reason == CHUNKS_WITH_A_HEAD:
+        return replace(config, spec_method=SpecMethod.NGRAM)
+    if reason in (SEVERAL_SIZES, CHUNKS_OF_ANOTHER_SIZE):
+        size = config.block_size
+        return replace(config, groups=tuple([replace(g, block_size=size) for g in config.groups]))
+    return _arrange(config) if reason == OTHER_MIXES else replace(config, groups=config.groups[:1])
+
+
+def _arrange(config: Config) -> Config:
+    """The config with groups of full attention side by side, and with those of one other kind.
+
+    Where there are none of either, one group is left.
+    """
+    full = [group for group in config.groups if group.kind is GroupKind.FULL]
+    others = [group for group in config.groups if group.kind is not GroupKind.FULL]
+    if not full or not others:
+        return replace(config, groups=config.groups[:1])
+    alike = [group for group in others if group == others[0]]
+    is_full_first = config.groups[0].kind is GroupKind.FULL
+    return replace(config, groups=tuple(full + alike if is_full_first else alike + full))

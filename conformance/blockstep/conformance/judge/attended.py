@@ -1,0 +1,59 @@
+"""Attended: which tokens a token attends to, by the kind of attention of its KV-cache group.
+
+    | not attended any more |       attended       |        from a token at `position` on
+    0                     first                 position
+
+All that the judges know of a kind stands here. They ask nobody else: what a scheduler thinks of it
+is what they judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, GroupKind, KVGroup
+
+
+def first_attended(group: KVGroup, position: int) -> int:
+    """The first position that a token at `position`, or any behind it, attends to.
+
+    Behind the one before it stands the state from which a recurrent layer goes on.
+    """
+    match group.kind:
+        case GroupKind.FULL:
+            return 0
+        case GroupKind.SLIDING_WINDOW:
+            return max(position - (group.sliding_window - 1), 0)
+        case GroupKind.CHUNKED_LOCAL:
+            return position - position % group.attention_chunk_size
+        case GroupKind.RECURRENT:
+            return max(position - 1, 0)
+        case _:
+            assert_never(group.kind)
+
+
+def most_attended_before(group: KVGroup) -> int | None:
+    """How many tokens before itself a token attends to at most; None for all of them."""
+    match group.kind:
+        case GroupKind.FULL:
+            return None
+        case GroupKind.SLIDING_WINDOW:
+            return group.sliding_window - 1
+        case GroupKind.CHUNKED_LOCAL:
+            return group.attention_chunk_size - 1
+        case GroupKind.RECURRENT:
+            return 1
+        case _:
+            assert_never(group.kind)
+
+
+def count_unattended(group: KVGroup, position: int) -> int:
+    """Leading blocks of a table that no token from `position` on attends to."""
+    return first_attended(group, position) // group.block_size
+
+
+def without_given_back(told: Sequence[BlockId], shown: Sequence[BlockId]) -> tuple[BlockId, ...]:
+    """A table as plans told it, with the null blocks of a state: no plan tells of them."""
+    nulls = {index for index, block in enumerate(shown) if block == NULL_BLOCK}
+    return tuple([NULL_BLOCK if index in nulls else block for index, block in enumerate(told)])

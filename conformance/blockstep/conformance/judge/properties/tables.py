@@ -1,0 +1,63 @@
+"""Tables (P5, P8): where not all is attended to, what a request holds is what it attends to.
+
+    | attended to no more |       attended to       |          before a token at `certain`
+    |     null blocks     |          held           |
+
+`certain` is where a request goes on if every draft in flight is rejected.
+"""
+
+from __future__ import annotations
+
+from blockstep.conformance.judge.attended import count_unattended
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.queue_replay import unattended_ends
+from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence
+from blockstep.conformance.judge.properties.step import RowKind, Step
+from blockstep.spec import vocabulary as v
+
+
+@sentence("P5", v.Schedule, v.Commit)
+def attended_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
+    """A null block stands only for what no token attends to that may still be computed.
+
+    Also if every draft in flight is rejected. What of a row's own step is attended to is said by
+    the worker, which reads it.
+    """
+    if not step.config.groups:
+        return
+    in_doubt = ledger.count_drafts_in_flight(step)
+    for request in step.after.requests:
+        certain = request.num_computed_tokens - in_doubt[request.request_id]
+        for at, (group, table) in enumerate(
+            zip(step.config.groups, request.block_tables, strict=True)
+        ):
+            end = count_unattended(group, certain)
+            if v.NULL_BLOCK in table[end:]:
+                index = table.index(v.NULL_BLOCK, end)
+                yield Complaint(
+                    f"{request.request_id!r} goes on at position {certain} at the earliest, and "
+                    f"has no block at index {index} of group {at}, which it attends to"
+                )
+
+
+@sentence("P8", v.Schedule)
+def row_has_given_back_what_it_attends_to_no_more(step: Step, ledger: Ledger) -> Complaints:
+    """Who gets a row holds no block that none of its tokens attends to.
+
+    When to give back is a policy: an engine could wait. It is pinned because admissions count on
+    it, and the order of eviction depends on it.
+    """
+    if not step.config.groups:
+        return
+    for row in step.rows:
+        ends = [count_unattended(group, row.first) for group in step.config.groups]
+        if row.kind is RowKind.RUNNING:
+            ends = unattended_ends(step, ledger, row.request_id)
+        tables = step.new[row.request_id].block_tables
+        for at, (end, table) in enumerate(zip(ends, tables, strict=True)):
+            kept = [block for block in table[:end] if block != v.NULL_BLOCK]
+            if kept:
+                yield Complaint(
+                    f"{row.request_id!r} runs from position {row.first} on and keeps blocks {kept} "
+                    f"of group {at}, which it attends to no more"
+                )

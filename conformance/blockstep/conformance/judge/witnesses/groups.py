@@ -1,0 +1,158 @@
+"""Situations that there are only with several KV groups, or with one of windows or chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import lcm
+
+from blockstep.conformance.judge.attended import count_unattended
+from blockstep.conformance.judge.properties.hits import longest_hit, may_ask_the_cache
+from blockstep.conformance.judge.properties.ledger import Ledger, Life
+from blockstep.conformance.judge.properties.queue_replay import victims_of
+from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
+from blockstep.conformance.judge.worker.names import Name
+from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    BlockId,
+    BlockTables,
+    Config,
+    GroupKind,
+    RequestId,
+    RequestSnapshot,
+)
+
+GROUPED = {
+    "groups_of_three_kinds": "a plan had a row, with groups of three kinds or more",
+    "groups_larger_block_filled": "a block of more tokens than the smallest was published",
+    "groups_window_slid": "a window moved on, and gave back a block behind it",
+    "groups_chunk_left": "a request began a chunk, and gave back a block of one before",
+    "groups_block_in_doubt": "a block was kept because drafts in flight may yet be rejected",
+    "groups_hit_behind_nulls": "a hit had null blocks in front",
+    "groups_hit_in_several": "a hit shared blocks of several groups",
+    "groups_hit_cut_by_a_window": "full attention alone could have hit more than was hit",
+    "groups_hit_cut_by_full_attention": "a window or chunks alone could have hit more",
+    "groups_free_hit_beside_new_blocks": "a group hit a free block, and another took new ones",
+    "groups_evicted_by_another": "a group took a block that could still have been hit in another",
+    "groups_last_block_to_another": "a group but the first took blocks, and then none was free",
+    "groups_admitted_past_its_room": "the gate let in one whose tokens do not fit at the same time",
+    "groups_preempted_with_nulls": "a request was preempted that had given back blocks",
+    "groups_preempted_about_to_slide": "a request was preempted with blocks that it had done with",
+    "groups_resumed_behind_nulls": "a preempted request came back with null blocks in front",
+    "groups_ended_with_nulls": "a request ended that had given back blocks",
+}
+
+
+def of_groups(step: Step, ledger: Ledger) -> Iterator[str]:
+    """What a plan shows of several groups."""
+    config = step.config
+    if step.rows and len({group.kind for group in config.groups}) > 2:
+        yield "groups_of_three_kinds"
+    sizes = config.block_sizes
+    for key in step.after.cached.keys() - step.before.cached.keys():
+        if sizes[key.group] > config.block_size:
+            yield "groups_larger_block_filled"
+    yield from _of_sliding(step, ledger)
+    for row in step.rows:
+        yield from _of_gains(step, row)
+    for row in step.admitted_rows:
+        yield from _of_admission(step, ledger, row)
+    for name in victims_of(step, ledger) if step.plan.preempted_req_ids else ():
+        old = step.old[name]
+        if count_nulls(old.block_tables):
+            yield "groups_preempted_with_nulls"
+        if any(_list_done_with(config, old, ledger.count_drafts_in_flight()[name])):
+            yield "groups_preempted_about_to_slide"
+
+
+def of_ends(step: Step) -> Iterator[str]:
+    """Whom a commit or an abort ends, with null blocks in a table."""
+    for name in step.ended:
+        if name in step.old and count_nulls(step.old[name].block_tables):
+            yield "groups_ended_with_nulls"
+
+
+def count_nulls(tables: BlockTables) -> int:
+    """Null blocks of a request, in all groups."""
+    return sum([table.count(NULL_BLOCK) for table in tables])
+
+
+def _list_done_with(config: Config, request: RequestSnapshot, num_in_doubt: int) -> Iterator[int]:
+    """Of each group: blocks that no token of a running request attends to, and that it holds."""
+    certain = request.num_computed_tokens - num_in_doubt
+    for group, table in zip(config.groups, request.block_tables, strict=True):
+        yield min(count_unattended(group, certain), len(table)) - table.count(NULL_BLOCK)
+
+
+def _of_sliding(step: Step, ledger: Ledger) -> Iterator[str]:
+    in_doubt = ledger.count_drafts_in_flight()
+    running: dict[RequestId, int] = {row.request_id: row.first for row in step.running_rows}
+    for name, first in running.items():
+        tables = zip(step.old[name].block_tables, step.new[name].block_tables, strict=True)
+        for group, (old, new) in zip(step.config.groups, tables, strict=True):
+            num_null = new.count(NULL_BLOCK)
+            if num_null > old.count(NULL_BLOCK):
+                is_window = group.kind is GroupKind.SLIDING_WINDOW
+                yield "groups_window_slid" if is_window else "groups_chunk_left"
+            if in_doubt[name] and num_null < min(count_unattended(group, first), len(old)):
+                yield "groups_block_in_doubt"
+
+
+def _of_gains(step: Step, row: PlannedRow) -> Iterator[str]:
+    before = step.before.block_keys
+    for index, gained in enumerate(row.gained_tables):
+        keys = [before[block] for block in gained]
+        if any(key is not None and key.group != index for key in keys):
+            yield "groups_evicted_by_another"
+    if any(row.gained_tables[1:]) and not step.after.free_queue:
+        yield "groups_last_block_to_another"
+
+
+def _of_admission(step: Step, ledger: Ledger, row: PlannedRow) -> Iterator[str]:
+    life, config = ledger.lives[row.request_id], step.config
+    shared = [[block for block in table if block] for table in row.hit_tables]
+    has_nulls = count_nulls(row.hit_tables) > 0
+    if has_nulls:
+        yield "groups_hit_behind_nulls"
+    if has_nulls and row.kind is RowKind.RESUMED:
+        yield "groups_resumed_behind_nulls"
+    if sum(map(bool, shared)) > 1:
+        yield "groups_hit_in_several"
+    references = step.before.ref_counts
+    for index, table in enumerate(shared):
+        others = (*row.gained_tables[:index], *row.gained_tables[index + 1 :])
+        if any(not references[block] for block in table) and any(others):
+            yield "groups_free_hit_beside_new_blocks"
+    if may_ask_the_cache(step, life):
+        yield from _of_cuts(step, ledger, life, row.first)
+    num_all = sum([-(-life.num_known // size) for size in config.block_sizes])
+    num_left = num_all - sum(map(len, row.hit_tables))
+    slid = sum([count_nulls(step.new[name].block_tables) for name in step.before.running])
+    if config.scheduler_reserve_full_isl and num_left > len(step.before.free_queue) + slid:
+        yield "groups_admitted_past_its_room"
+
+
+def _of_cuts(step: Step, ledger: Ledger, life: Life, num_hit: int) -> Iterator[str]:
+    """Which groups could have hit more than all of them together."""
+    unit, cut = lcm(*step.config.block_sizes), set()
+    for index, group in enumerate(step.config.groups):
+        named = ledger.named_blocks(step.before, index)
+
+        def find(
+            name: Name, _group: int, named: dict[Name, tuple[BlockId, ...]] = named
+        ) -> Sequence[BlockId]:
+            return named.get(name, ())
+
+        if named and longest_hit(_alone(step.config, index), life, find)[0] >= num_hit + unit:
+            cut.add(group.kind is GroupKind.FULL)
+    if True in cut:
+        yield "groups_hit_cut_by_a_window"
+    if False in cut:
+        yield "groups_hit_cut_by_full_attention"
+
+
+@lru_cache(maxsize=32)
+def _alone(config: Config, index: int) -> Config:
+    """The config with one of its groups."""
+    return replace(config, groups=config.groups[index : index + 1])

@@ -1,0 +1,158 @@
+"""Simpler: variants of configs, requests and actions with less in them, the simplest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+from blockstep.conformance.protocol.features import FEATURES
+from blockstep.conformance.protocol.program import Action, Program, Propose
+from blockstep.spec import vocabulary as v
+
+
+def halved(program: Program) -> Program:
+    """The program with half the tokens: in blocks, windows, chunks, prompts and budgets."""
+    config = program.config
+
+    def half(number: int) -> int:
+        return (number + 1) // 2
+
+    smaller = replace(
+        with_block_size(config, half(config.block_size)),
+        max_num_batched_tokens=half(config.max_num_batched_tokens),
+        long_prefill_token_threshold=half(config.long_prefill_token_threshold),
+    )
+    groups = tuple(
+        replace(
+            group,
+            sliding_window=half(group.sliding_window),
+            attention_chunk_size=half(group.attention_chunk_size),
+        )
+        for group in smaller.groups
+    )
+    actions = tuple(
+        v.Submit(cut_prompt(action.request, half(len(action.request.prompt_token_ids))))
+        if isinstance(action, v.Submit)
+        else action
+        for action in program.actions
+    )
+    return replace(program, config=replace(smaller, groups=groups), actions=actions)
+
+
+def cut_prompt(request: v.Request, length: int) -> v.Request:
+    """The request with the first so many tokens of its prompt, and the items that lie in them."""
+    return replace(
+        request,
+        prompt_token_ids=request.prompt_token_ids[:length],
+        prompt_embeds=request.prompt_embeds[:length],
+        items=tuple(item for item in request.items if item.offset + item.length <= length),
+    )
+
+
+def simpler_actions(action: Action) -> Iterator[Action]:
+    """Variants of an action with less in it, the simplest first."""
+    match action:
+        case v.Submit(request=request):
+            yield from map(v.Submit, simpler_requests(request))
+        case v.Abort(request_ids=request_ids) if len(request_ids) > 1:
+            yield from (v.Abort((name,)) for name in request_ids)
+        case Propose(counts=counts):
+            if len(counts) > 1:
+                yield from (Propose((count,)) for count in counts)
+            elif counts and counts[0] > (1, 0):
+                number, right = counts[0]
+                yield Propose(((1, min(right, 1)),))
+                yield Propose(((number, 0),)) if right else Propose(((number - 1, right),))
+        case _:
+            return
+
+
+def simpler_requests(request: v.Request) -> Iterator[v.Request]:
+    """The request with a field at its default, fewer tokens, or plainer ones."""
+    plain = v.Request(request.request_id, request.prompt_token_ids)
+    for field in fields(v.Request):
+        value = getattr(request, field.name)
+        default = getattr(plain, field.name)
+        if field.name != "max_tokens" and value != default:
+            yield replace(request, **{field.name: default})
+    prompt = request.prompt_token_ids
+    for length in sorted({1, len(prompt) // 2, len(prompt) - 1}):
+        if 0 < length < len(prompt):
+            yield cut_prompt(request, length)
+    for count in sorted({1, request.max_tokens // 2, request.max_tokens - 1}):
+        if 0 < count < request.max_tokens:
+            yield replace(request, max_tokens=count)
+    if any(prompt):
+        yield replace(request, prompt_token_ids=(0,) * len(prompt))
+        counted = tuple(range(len(prompt)))
+        if prompt > counted:
+            yield replace(request, prompt_token_ids=counted)
+
+
+def simpler_configs(config: v.Config) -> Iterator[v.Config]:
+    """The config with one feature switched off, or one bound out of the way."""
+    plain = {
+        "long_prefill_token_threshold": 0,
+        "enable_chunked_prefill": True,
+        "scheduler_reserve_full_isl": True,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 64,
+    }
+    for feature in FEATURES:
+        if feature.is_asked_by(config):
+            yield feature.take_from(config)
+    yield from simpler_groups(config)
+    for name, value in plain.items():
+        if getattr(config, name) != value:
+            yield replace(config, **{name: value})  # type: ignore[arg-type]
+    for depth in range(1, config.max_frames_in_flight):
+        is_async = config.async_scheduling and depth > 1
+        yield replace(config, max_frames_in_flight=depth, async_scheduling=is_async)
+    if config.spec_method is not v.SpecMethod.NONE:
+        yield replace(config, num_speculative_tokens=1)
+    for block_size in (1, 2):
+        if block_size < config.block_size:
+            yield with_block_size(config, block_size)
+    for num_blocks in range(2, min(config.num_blocks, 12)):
+        yield replace(config, num_blocks=num_blocks)
+
+
+def with_block_size(config: v.Config, block_size: int) -> v.Config:
+    """The config with other blocks, those of every group in proportion."""
+    groups = tuple(
+        replace(group, block_size=group.block_size // config.block_size * block_size)
+        for group in config.groups
+    )
+    return replace(config, block_size=block_size, groups=groups)
+
+
+def simpler_groups(config: v.Config) -> Iterator[v.Config]:
+    """The config with a KV group less, or with one of a plainer kind, size or reach."""
+    groups = config.groups
+    for index in range(len(groups)) if len(groups) > 1 else ():
+        left = (*groups[:index], *groups[index + 1 :])
+        size = min(group.block_size for group in left)
+        if all(group.block_size % size == 0 for group in left):
+            yield replace(config, groups=left, block_size=size)
+    for index, group in enumerate(groups):
+        for simpler in _simpler_group(group, config.block_size):
+            others = (*groups[:index], simpler, *groups[index + 1 :])
+            if config.block_size in [other.block_size for other in others]:
+                yield replace(config, groups=others)
+
+
+def _simpler_group(group: v.KVGroup, least_size: int) -> Iterator[v.KVGroup]:
+    """A group under full attention, with the smallest blocks, or that reaches less far back."""
+    if group.kind is not v.GroupKind.FULL:
+        yield v.KVGroup(v.GroupKind.FULL, group.block_size)
+    if group.kind is v.GroupKind.CHUNKED_LOCAL:
+        span = group.attention_chunk_size
+        yield v.KVGroup(v.GroupKind.SLIDING_WINDOW, group.block_size, sliding_window=span)
+    if group.block_size > least_size:
+        yield replace(group, block_size=least_size)
+    for name in ("sliding_window", "attention_chunk_size"):
+        span = getattr(group, name)
+        for shorter in sorted({1, 2, span // 2, span - 1}):
+            if 0 < shorter < span:
+                yield replace(group, **{name: shorter})

@@ -1,0 +1,77 @@
+"""Groups: layers that attend alike share block tables, and groups share their memory.
+
+    layer     0     1     2     3     4     5
+    window    all   7     7     all   7     7
+    group     0     1     2     0     1     2      as many layers in each group: two
+    memory    [0]   [0]   [0]   [1]   [1]   [1]    layer 0, 1 and 2 keep KV in one tensor
+
+A block belongs to one group at a time, so layers of different groups never meet in it. Groups of
+equal size waste nothing: a block costs as many layers as the largest group has. Source: rows of
+vLLM's `kv_cache_utils`; G1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blockstep.impl.engine.config import ModelConfig
+from blockstep.spec.vocabulary import GroupKind, KVGroup
+
+UNEVEN = 1.5
+"""The commonest kind has fewer than so many times the layers of the rarest: one group each."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers whose KV lies in blocks of one table per request."""
+
+    sliding_window: int | None
+    """Tokens that a token attends to, itself included; None for all."""
+    layers: tuple[tuple[int, ...], ...]
+    """Numbers of its layers, per model."""
+
+    def get_kv_group(self, block_size: int) -> KVGroup:
+        """What the scheduler has to know of it."""
+        if self.sliding_window is None:
+            return KVGroup(GroupKind.FULL, block_size)
+        return KVGroup(GroupKind.SLIDING_WINDOW, block_size, sliding_window=self.sliding_window)
+
+
+def group_layers(
+    models: Sequence[ModelConfig], max_model_len: int, *, one_for_all: bool = False
+) -> tuple[LayerGroup, ...]:
+    """The groups of a model, and of a draft model behind it, which shares its tables.
+
+    Kinds come in the order of their first layer. The model's own layers decide how large a group
+    is: as many layers as its rarest kind has, or its commonest where that has hardly more. A window
+    as long as any text is none. `one_for_all`: nobody forgets a token, all keep their KV as if
+    under full attention.
+    """
+    numbers: dict[int | None, list[list[int]]] = {}
+    for place, model in enumerate(models):
+        for number, window in enumerate(model.sliding_windows):
+            is_full = one_for_all or window is None or window >= max_model_len
+            kind = None if is_full else window
+            numbers.setdefault(kind, [[] for _ in models])[place].append(number)
+    counts = [len(own) for own, *_ in numbers.values() if own]
+    size = max(counts) if max(counts) < UNEVEN * min(counts) else min(counts)
+    groups = []
+    for kind, per_model in numbers.items():
+        num_groups = max(-(-len(per_model[0]) // size), 1)
+        for first in range(num_groups):
+            layers = tuple(tuple(own[first::num_groups]) for own in per_model)
+            groups.append(LayerGroup(kind, layers))
+    return tuple(groups)
+
+
+def count_stacked(groups: Sequence[LayerGroup], model: int) -> int:
+    """Layers of one model that a block has to hold: those of its largest group."""
+    return max(len(group.layers[model]) for group in groups)
+
+
+def get_kv_groups(groups: Sequence[LayerGroup], block_size: int) -> tuple[KVGroup, ...]:
+    """`Config.groups`: empty for a single group under full attention."""
+    if len(groups) == 1 and groups[0].sliding_window is None:
+        return ()
+    return tuple(group.get_kv_group(block_size) for group in groups)

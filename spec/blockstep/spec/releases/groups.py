@@ -1,0 +1,277 @@
+"""Groups: what a release makes of several KV groups, of windows and of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import TypeAlias
+
+from blockstep.spec.hashing import get_group_keys
+from blockstep.spec.memory.groups import compute_num_skipped_blocks
+from blockstep.spec.memory.prefix import compute_max_hit_blocks, count_runs, is_valid_hit
+from blockstep.spec.memory.slots import count_needed_blocks
+from blockstep.spec.pool import Pool, find_block
+from blockstep.spec.releases.quirk import Quirk, QuirkStory
+from blockstep.spec.requests import Frame, Hit, RequestState
+from blockstep.spec.rules import Rules
+from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    BlockId,
+    Config,
+    GroupKind,
+    KVGroup,
+    RequestId,
+)
+
+Range: TypeAlias = tuple[int, int]
+"""Of a table: the index of the first block that is no null block, and of the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Groups that are equal, and so are asked at once: a block counts where all of them have it."""
+
+    group: KVGroup
+    found: dict[int, list[BlockId | None]]
+    """By index of the group: the published block at each place, or None."""
+    runs: tuple[int, ...]
+    """Of each place: how many blocks in a row end before it that all of them have."""
+
+    def get_runs(self, num_tokens: int) -> tuple[int, ...]:
+        """Those of the first `num_tokens`."""
+        return self.runs[: num_tokens // self.group.block_size + 1]
+
+
+def get_alike(config: Config, pool: Pool, request: RequestState) -> list[Alike]:
+    """The groups of one request by what they are: full attention first, then as they come.
+
+    Source: vLLM 0.19.1 `verify_and_split_kv_cache_groups`, when run.
+    """
+    kinds = sorted(dict.fromkeys(config.groups), key=lambda group: group.kind is not GroupKind.FULL)
+    alike = []
+    for kind in kinds:
+        end = compute_max_hit_blocks(request.num_known_tokens, kind.block_size)
+        num_links = kind.block_size // config.block_size
+        found: dict[int, list[BlockId | None]] = {}
+        for index, group in enumerate(config.groups):
+            if group == kind:
+                keys = get_group_keys(request.block_keys, index, num_links, 0, end)
+                found[index] = [find_block(pool, key) for key in keys]
+        places = zip(*found.values(), strict=True)
+        common = [None if None in blocks else blocks[0] for blocks in places]
+        alike.append(Alike(kind, found, count_runs(common)))
+    return alike
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How a release looks for a hit: with these quirks, in whole units of all groups."""
+
+    quirks: frozenset[str]
+    unit: int
+    """Tokens."""
+    num_behind: int
+    """Blocks more that a draft head gives back."""
+
+    def look_up(self, one: Alike, limit: int, last: int) -> Range:
+        """What groups share for the longest hit of their own within `limit` tokens.
+
+        The block behind it, which a draft head gives back, may end at `last`.
+        """
+        runs = one.get_runs(limit if Quirk.HEAD_GIVES_BACK_BY_TURNS in self.quirks else last)
+        for num_tokens in range(limit // self.unit * self.unit, 0, -self.unit):
+            found = self.get_range(one.group, runs, num_tokens, limit)
+            if found is not None:
+                return found
+        return 0, 0
+
+    def get_range(
+        self, group: KVGroup, runs: Sequence[int], num_tokens: int, limit: int
+    ) -> Range | None:
+        """What a group shares for a hit of `num_tokens`; None if it is no hit.
+
+        Source: vLLM 0.19.1 `find_longest_cache_hit` of each kind, when run.
+        """
+        size, end = group.block_size, num_tokens // group.block_size
+        if group.kind is GroupKind.SLIDING_WINDOW:
+            if Quirk.WINDOW_HIT_CUT_BLINDLY in self.quirks and self.num_behind:
+                num_wanted = -(-(group.sliding_window - 1) // size) + 1
+                top = (num_tokens + self.unit) // size
+                is_found = top < len(runs) and runs[top] >= min(num_wanted, top)
+                return (max(top - num_wanted, 0), end) if is_found else None
+            is_wanted = Quirk.NARROW_WINDOW_WANTS_A_BLOCK in self.quirks and not self.num_behind
+            if is_wanted and not runs[end]:
+                return None
+        if group.kind is GroupKind.CHUNKED_LOCAL:
+            chunk = -(-num_tokens // group.attention_chunk_size) * group.attention_chunk_size
+            is_begun = chunk < num_tokens + size and chunk <= limit
+            if Quirk.CHUNK_BEGINS_IN_A_NULL_BLOCK in self.quirks and is_begun:
+                return end, end
+        if is_valid_hit(group, runs, num_tokens, self.num_behind):
+            return compute_num_skipped_blocks(group, num_tokens), end
+        return None
+
+    def find_by_turns(self, alike: Sequence[Alike], last: int) -> list[Range]:
+        """What groups share once each in its turn, within what those before it left, has enough.
+
+        Full attention has one turn; and so has any other beside only one kind of it.
+        Source: vLLM 0.19.1 `HybridKVCacheCoordinator.find_longest_cache_hit`, when run.
+        """
+        is_full = [one.group.kind is GroupKind.FULL for one in alike]
+        has_one_turn = len(alike) == 1 or (len(alike) == 2 and is_full[0])
+        ranges: list[Range] = []
+        limit = length = last
+        for one in alike:
+            ranges.append(self.look_up(one, length, last))
+            length = ranges[-1][1] * one.group.block_size
+        while length < limit and not has_one_turn:
+            limit = length
+            for number, one in enumerate(alike):
+                if not is_full[number]:
+                    ranges[number] = self.look_up(one, length, last)
+                    length = ranges[number][1] * one.group.block_size
+        return ranges
+
+    def find(self, config: Config, pool: Pool, request: RequestState) -> Hit:
+        """The hit, and the table of each group behind it."""
+        alike = get_alike(config, pool, request)
+        ranges = self.find_by_turns(alike, request.num_known_tokens - 1)
+        num_tokens = ranges[-1][1] * alike[-1].group.block_size
+        tables: dict[int, tuple[BlockId, ...]] = {}
+        for number, one in enumerate(alike):
+            end = num_tokens // one.group.block_size
+            is_whole = number > 0 and one.group.kind is GroupKind.FULL
+            if is_whole and Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT in self.quirks:
+                end = ranges[number][1]
+            first = max(ranges[number][0], compute_num_skipped_blocks(one.group, num_tokens))
+            for index, blocks in one.found.items():
+                held = [block_id for block_id in blocks[first:end] if block_id is not None]
+                tables[index] = (NULL_BLOCK,) * min(first, end) + tuple(held)
+        return Hit(num_tokens, tuple(tables[index] for index in range(len(config.groups))))
+
+
+def _search(rules: Rules, config: Config) -> Rules:
+    """The rules where a hit is looked for as the quirks among them have it."""
+    search = Search(rules.quirks, lcm(*config.block_sizes), int(config.drops_last_hit_block))
+    return replace(rules, get_joint_hit=search.find)
+
+
+def head_gives_back_by_turns(rules: Rules, config: Config) -> Rules:
+    """Groups shorten a hit in turns, and each turn gives back a block to the draft head."""
+    return _search(rules, config)
+
+
+def window_hit_cut_blindly(rules: Rules, config: Config) -> Rules:
+    """A window's hit is cut to whole blocks of every group, whatever is before the cut."""
+    return _search(rules, config)
+
+
+def chunk_begins_in_a_null_block(rules: Rules, config: Config) -> Rules:
+    """A block that a chunk begins in counts as skipped."""
+    return _search(rules, config)
+
+
+def narrow_window_wants_a_block(rules: Rules, config: Config) -> Rules:
+    """A window of one token, which reads nothing before it, has no hit without a block."""
+    return _search(rules, config)
+
+
+def only_the_first_full_group_is_cut(rules: Rules, config: Config) -> Rules:
+    """Full groups of another block size keep what they found beyond the hit."""
+    return _search(rules, config)
+
+
+def windows_reserve_everything(rules: Rules, _config: Config) -> Rules:
+    """The gate charges a window the whole request."""
+
+    def count_reserved_blocks(
+        config: Config, pool: Pool, group: KVGroup, num_slots: int, hit: tuple[BlockId, ...]
+    ) -> int:
+        del config
+        return count_needed_blocks(pool, num_slots, group.block_size, 0, hit)
+
+    return replace(rules, count_reserved_blocks=count_reserved_blocks)
+
+
+def windows_forget_doubt(rules: Rules, _config: Config) -> Rules:
+    """A window moves on as if all drafts in flight were accepted."""
+
+    def get_num_in_doubt(frames: Sequence[Frame], request_id: RequestId) -> int:
+        del frames, request_id
+        return 0
+
+    return replace(rules, get_num_in_doubt=get_num_in_doubt)
+
+
+STORIES = (
+    QuirkStory(
+        Quirk.HEAD_GIVES_BACK_BY_TURNS,
+        head_gives_back_by_turns,
+        "groups shorten a hit in turns, and each turn gives back a block to the draft head",
+        ("P5",),
+        "#32802 (named in its source)",
+        "0.19.1",
+        "a draft head, blocks of 1, full attention and a window of 2; 6 tokens are cached: 4 of "
+        "them are hit, not 5; with a second window none",
+    ),
+    QuirkStory(
+        Quirk.WINDOW_HIT_CUT_BLINDLY,
+        window_hit_cut_blindly,
+        "a window's hit is cut to whole blocks of every group, whatever is before the cut",
+        ("P5",),
+        "not found upstream",
+        "0.19.1",
+        "a draft head, full attention in blocks of 4 and a window of 2 in blocks of 1, of which "
+        "only the last 2 of 8 are cached: 4 tokens are hit, and the window reads a null block",
+    ),
+    QuirkStory(
+        Quirk.CHUNK_BEGINS_IN_A_NULL_BLOCK,
+        chunk_begins_in_a_null_block,
+        "a block that a chunk begins in counts as skipped",
+        ("P5",),
+        "not found upstream",
+        "0.19.1",
+        "chunks of 3 in blocks of 2, nothing cached, a prompt of 5 tokens: 2 are hit, and the "
+        "third reads a null block",
+    ),
+    QuirkStory(
+        Quirk.NARROW_WINDOW_WANTS_A_BLOCK,
+        narrow_window_wants_a_block,
+        "a window of one token, which reads nothing before it, has no hit without a block",
+        ("P5",),
+        "not found upstream",
+        "0.19.1",
+        "blocks of 1, full attention and a window of 1; the window's blocks were evicted: no hit",
+    ),
+    QuirkStory(
+        Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,
+        only_the_first_full_group_is_cut,
+        "full groups of another block size keep what they found beyond the hit",
+        ("P5",),
+        "not found upstream",
+        "0.19.1",
+        "full attention in blocks of 1 and of 2, and a window that has nothing cached: no token "
+        "is hit, and the request shares blocks of the second group",
+    ),
+    QuirkStory(
+        Quirk.WINDOWS_RESERVE_EVERYTHING,
+        windows_reserve_everything,
+        "the gate charges a window the whole request",
+        ("P11", "P15"),
+        "#39734",
+        "0.19.1",
+        "blocks of 1, a budget of 1, a window of 2, 4 blocks: a prompt of 5 tokens, which never "
+        "holds more than 3 blocks, is never admitted",
+    ),
+    QuirkStory(
+        Quirk.WINDOWS_FORGET_DOUBT,
+        windows_forget_doubt,
+        "a window moves on as if all drafts in flight were accepted",
+        ("P8", "P14"),
+        "not found upstream",
+        "0.19.1",
+        "asynchronous, one draft, blocks of 1, a window of 2: a draft in flight is rejected, and "
+        "the token computed instead reads a null block",
+    ),
+)

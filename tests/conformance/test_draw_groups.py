@@ -1,0 +1,118 @@
+"""Draws of several KV groups: every config makes sense, requests fit, and blocks stay short."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from blockstep.conformance.draw.actions import SeededDraw
+from blockstep.conformance.draw.groups import (
+    count_held_blocks,
+    count_slots,
+    draw_groups,
+    list_boundaries,
+)
+from blockstep.conformance.draw.presets import PRESETS, Swarm, draw_swarm
+from blockstep.conformance.draw.requests import draw_request
+from blockstep.conformance.protocol.features import GROUPS, Wish
+from blockstep.spec.memory.slots import is_servable
+from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, config_problems
+
+FULL, WINDOW, CHUNKS = GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL
+ALWAYS = Wish(always=frozenset({GROUPS.name}))
+
+
+def draw_some(preset: str, count: int = 150) -> list[Swarm]:
+    return [
+        draw_swarm(PRESETS[preset], SeededDraw(f"groups/{index}"), wish=ALWAYS)
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_config_is_one_and_most_requests_can_be_served(preset: str) -> None:
+    servable = 0
+    for number, swarm in enumerate(draw_some(preset)):
+        assert swarm.has(GROUPS)
+        assert swarm.config.groups
+        assert config_problems(swarm.config) == ()
+        draw = SeededDraw(f"requests/{number}")
+        for index in range(4):
+            request = draw_request(swarm, draw, "A", index)
+            servable += is_servable(swarm.config, request)
+    assert servable > 0.85 * 4 * 150
+
+
+@pytest.mark.parametrize("preset", ["tiny", "small"])
+def test_pools_are_short_for_what_they_may_hold(preset: str) -> None:
+    swarms = draw_some(preset)
+    everything = sum(
+        swarm.config.num_usable_blocks
+        < count_held_blocks(swarm.config, swarm.config.max_model_len)
+        * min(swarm.config.max_num_seqs, 3)
+        for swarm in swarms
+    )
+    assert everything > 100
+
+
+def test_all_that_may_differ_between_groups_does() -> None:
+    seen: Counter[str] = Counter()
+    for swarm in draw_some("small", 300):
+        config, groups = swarm.config, swarm.config.groups
+        kinds = {group.kind for group in groups}
+        windows = [group for group in groups if group.kind is WINDOW]
+        chunks = [group for group in groups if group.kind is CHUNKS]
+        seen["three kinds"] += len(kinds) == 3
+        seen["one group"] += len(groups) == 1
+        seen["no full attention"] += FULL not in kinds
+        seen["full attention first"] += groups[0].kind is FULL
+        seen["full attention last"] += groups[-1].kind is FULL and len(groups) > 1
+        seen["unequal blocks"] += len(set(config.block_sizes)) > 1
+        seen["a storm"] += swarm.is_storm
+        seen["drafts"] += config.num_speculative_tokens > 0
+        seen["several frames"] += config.max_frames_in_flight > 1
+        seen["without caching"] += not config.enable_prefix_caching
+        for window in windows:
+            seen["window inside a block"] += window.sliding_window < window.block_size
+            seen["window that ends in a block"] += window.sliding_window % window.block_size > 0
+            seen["window that never slides"] += window.sliding_window >= config.max_model_len
+            seen["window shorter than a step"] += (
+                window.sliding_window < config.max_num_batched_tokens
+            )
+        for chunk in chunks:
+            size = chunk.attention_chunk_size
+            seen["chunks of whole blocks"] += size % chunk.block_size == 0
+            seen["chunks that end in a block"] += size % chunk.block_size > 0
+    assert min(seen.values()) >= 10, seen
+
+
+def test_slots_are_those_of_the_longest_request_that_fits() -> None:
+    config = Config(num_blocks=9, block_size=4)
+    assert count_slots(config) == 32
+    full, window = KVGroup(FULL, 4), KVGroup(WINDOW, 4, sliding_window=5)
+    config = replace(config, groups=(full, window), max_num_batched_tokens=4)
+    # A window of five and a step of four lie in three blocks at most, so full attention has five.
+    assert count_slots(config) == 20
+    assert count_held_blocks(config, 20) == 8
+    assert count_held_blocks(config, 21) == 9
+
+
+def test_boundaries_are_of_blocks_windows_and_chunks() -> None:
+    groups = (
+        *(KVGroup(FULL, 8), KVGroup(WINDOW, 4, sliding_window=5)),
+        KVGroup(CHUNKS, 4, attention_chunk_size=16),
+    )
+    assert list_boundaries(Config(num_blocks=9, block_size=4, groups=groups)) == [4, 5, 8, 16]
+    assert list_boundaries(Config(num_blocks=9, block_size=4)) == [4]
+
+
+def test_the_pool_grows_and_never_past_every_token_in_every_group() -> None:
+    config = Config(num_blocks=11, block_size=2, max_model_len=20, max_num_batched_tokens=8)
+    for is_storm in (False, True):
+        for seed in range(100):
+            grouped = draw_groups(config, SeededDraw(f"pool/{seed}"), is_storm)
+            added = grouped.num_usable_blocks - 10
+            room = sum(-(-20 // group.block_size) for group in grouped.groups) - 10
+            assert 0 <= added <= max(room // 2 if is_storm else room, 0)

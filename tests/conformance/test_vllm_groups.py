@@ -1,0 +1,376 @@
+"""KV-cache groups of vLLM: the mixes that a release takes, and its tables beside ours."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import pytest
+
+from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
+from blockstep.conformance.engines.adapters import vllm_groups
+from blockstep.conformance.engines.adapters.vllm_groups import (
+    find_problem,
+    fit_groups,
+    require_groups,
+)
+from blockstep.conformance.engines.adapters.vllm_names import DIGEST_SIZE, Digests, Known
+from blockstep.conformance.engines.adapters.vllm_releases import (
+    REFERENCE,
+    Release,
+    get_installed_version,
+    get_release,
+    get_release_problem,
+)
+from blockstep.conformance.protocol.compare import observation_differences
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.search.episodes import fit_config
+from blockstep.conformance.search.options import find_profile
+from blockstep.spec.vocabulary import (
+    Abort,
+    BlockKey,
+    Commit,
+    Config,
+    ConfigError,
+    Event,
+    GroupKind,
+    KVGroup,
+    Observation,
+    Plan,
+    Rejected,
+    Request,
+    RowTokens,
+    Schedule,
+    Snapshot,
+    SpecMethod,
+    Submit,
+    config_problems,
+)
+
+ADAPTER = "blockstep.conformance.engines.adapters.vllm"
+PROBLEM = get_release_problem(get_installed_version())
+VERSION = (get_installed_version() or REFERENCE).split("+")[0]
+# Importing vLLM imports torch, which warns of itself.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+needs_vllm = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+needs_reference = pytest.mark.skipif(
+    PROBLEM is not None or VERSION != REFERENCE, reason=f"tells what vLLM {REFERENCE} does"
+)
+
+FULL = KVGroup(GroupKind.FULL, 2)
+WINDOW = KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=3)
+CHUNKS = KVGroup(GroupKind.CHUNKED_LOCAL, 2, attention_chunk_size=4)
+LARGE = replace(FULL, block_size=4)
+LARGE_WINDOW = replace(WINDOW, block_size=4)
+EAGLE = {"spec_method": SpecMethod.EAGLE, "num_speculative_tokens": 1}
+
+
+def known(version: str) -> Release:
+    """What is known of a release."""
+    release = get_release(version)
+    assert release is not None
+    return release
+
+
+OLDEST, OURS, NEWEST = map(known, ("0.11.0", REFERENCE, "0.33.0"))
+
+
+def build(*groups: KVGroup, **fields: Any) -> Config:
+    return Config(num_blocks=30, block_size=2, groups=groups, **fields)
+
+
+# Without vLLM.
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        build(),
+        build(WINDOW),
+        build(CHUNKS),
+        build(FULL, WINDOW, **EAGLE),
+        build(FULL, CHUNKS),
+        build(WINDOW, WINDOW, FULL),
+        build(FULL, WINDOW, CHUNKS, LARGE, enable_prefix_caching=False, **EAGLE),
+        build(FULL, FULL, enable_prefix_caching=False),
+    ],
+)
+@pytest.mark.parametrize("release", [OLDEST, OURS, NEWEST], ids=lambda one: one.version)
+def test_every_release_takes_these(release: Release, config: Config) -> None:
+    assert find_problem(release, config) is None
+    assert fit_groups(release, config) == (config, None)
+    require_groups(release, config)
+
+
+@pytest.mark.parametrize(
+    ("version", "config", "reason", "fitting"),
+    [
+        (REFERENCE, build(CHUNKS, **EAGLE), "CHUNKS_WITH_A_HEAD", (CHUNKS,)),
+        (REFERENCE, build(LARGE, CHUNKS), "CHUNKS_OF_ANOTHER_SIZE", (FULL, CHUNKS)),
+        (REFERENCE, build(WINDOW, WINDOW), "ALL_EQUAL", (WINDOW,)),
+        ("0.33.0", build(FULL, WINDOW, CHUNKS, **EAGLE), "CHUNKS_WITH_A_HEAD", None),
+        ("0.11.0", build(FULL, LARGE_WINDOW), "SEVERAL_SIZES", (FULL, WINDOW)),
+        ("0.11.0", build(LARGE, FULL), "SEVERAL_SIZES", (FULL,)),
+        ("0.11.0", build(FULL, WINDOW, CHUNKS), "OTHER_MIXES", (FULL, WINDOW)),
+        ("0.11.0", build(WINDOW, FULL, WINDOW), "OTHER_MIXES", (WINDOW, WINDOW, FULL)),
+        ("0.11.0", build(FULL, WINDOW, FULL), "OTHER_MIXES", (FULL, FULL, WINDOW)),
+        ("0.11.0", build(WINDOW, CHUNKS), "OTHER_MIXES", (WINDOW,)),
+        ("0.11.0", build(FULL, FULL), "OTHER_MIXES", (FULL,)),
+    ],
+)
+def test_of_other_mixes_a_release_is_given_the_nearest(
+    version: str, config: Config, reason: str, fitting: tuple[KVGroup, ...] | None
+) -> None:
+    release, said = known(version), getattr(vllm_groups, reason)
+    assert find_problem(release, config) == said
+    found, why = fit_groups(release, config)
+    assert why == said
+    assert found.groups == (config.groups if fitting is None else fitting)
+    assert config_problems(found) == ()
+    assert find_problem(release, found) is None
+    with pytest.raises(ConfigError, match=f"no mix for vLLM {version}: {said.split(':')[0]}"):
+        require_groups(release, config)
+
+
+def test_newer_releases_take_what_older_ones_do_not() -> None:
+    mixed, equal = build(WINDOW, FULL, LARGE_WINDOW), build(FULL, FULL)
+    assert [find_problem(one, mixed) is None for one in (OLDEST, OURS, NEWEST)] == [
+        False,
+        True,
+        True,
+    ]
+    assert [find_problem(one, equal) is None for one in (OLDEST, OURS, NEWEST)] == [
+        False, False, True,
+    ]  # fmt: skip
+
+
+def test_an_engine_is_given_a_config_that_its_adapter_fits() -> None:
+    def make(config: Config) -> SpecEngine:
+        return SpecEngine(config)
+
+    make.traits = EngineTraits(fit_config=partial(fit_groups, OURS))  # type: ignore[attr-defined]
+    config = build(CHUNKS, FULL, **EAGLE)
+    fitting, missing = fit_config(config, make)
+    assert fitting == replace(config, spec_method=SpecMethod.NGRAM)
+    assert missing == (vllm_groups.CHUNKS_WITH_A_HEAD,)
+    assert fit_config(fitting, make) == (fitting, ())
+
+
+def test_a_block_is_named_by_its_last_digest_or_by_all_of_them() -> None:
+    digests = Digests(OURS, 2)
+    names = [bytes([n]) * DIGEST_SIZE for n in range(3)]
+    digests.learn(Known(Request("A", tuple(range(6)))), names, range(6), has_output=False)
+    keys = [digests.key_of[name] for name in names]
+    assert digests.read(names[1], 0) is keys[1]
+    assert digests.read(names[1], 2) == keys[1].in_group(2)
+    assert digests.read(names[0] + names[1], 1) == keys[1].in_group(1)
+    with pytest.raises(EngineFault, match="one block is named by"):
+        digests.read(names[0] + names[2], 1)
+
+
+# With vLLM.
+
+
+class Pair:
+    """vLLM beside the specification under its profile, compared after every event."""
+
+    def __init__(self, config: Config) -> None:
+        self.engine = importlib.import_module(ADAPTER).VllmEngine(config)
+        self.spec = SpecEngine(config, find_profile(f"vllm-{VERSION}"))
+
+    def apply(self, event: Event) -> Observation | None:
+        """Its answer; None where the specification refuses the event, or the adapter declines."""
+        if self.engine.declines(event) is not None:
+            return None
+        expected = self.spec.apply(event)
+        if isinstance(expected, Rejected):
+            return None
+        seen = self.engine.apply(event)
+        hints = Capability.COMMON_PREFIX in self.engine.capabilities()
+        assert observation_differences(expected, seen, hints) == ()
+        shown, mine = self.engine.snapshot(), self.spec.snapshot()
+        assert replace(shown, stats=mine.stats) == mine
+        return cast("Observation", seen)
+
+    def step(self, *sampled: int) -> Plan:
+        """A plan, and its answer: to each row that samples the next of these tokens."""
+        plan = self.apply(Schedule())
+        assert isinstance(plan, Plan)
+        tokens = iter(sampled)
+        frames = self.spec.state.frames
+        if frames:
+            rows = tuple(
+                RowTokens(row.request_id, (next(tokens),) if row.samples else ())
+                for row in frames[0].rows
+            )
+            self.apply(Commit(plan.frame_id, rows))
+        return plan
+
+    @property
+    def state(self) -> Snapshot:
+        """As vLLM shows it."""
+        shown: Snapshot = self.engine.snapshot()
+        return shown
+
+
+@needs_reference
+def test_each_group_has_a_table_and_null_blocks_for_what_a_window_has_left() -> None:
+    pair = Pair(build(FULL, WINDOW, enable_prefix_caching=False))
+    pair.apply(Submit(Request("A", tuple(range(6)), max_tokens=4)))
+    (row,) = pair.step(7).new
+    assert row.block_ids == ((1, 2, 3), (4, 5, 6))
+    assert pair.step(8).cached[0].new_block_ids == ((7,), (8,))
+    assert pair.state.requests[0].block_tables == ((1, 2, 3, 7), (0, 0, 6, 8))
+    assert pair.step(9).cached[0].new_block_ids == ((), ())
+
+
+@needs_vllm
+def test_chunks_leave_their_blocks_when_a_new_one_begins() -> None:
+    pair = Pair(build(FULL, CHUNKS, enable_prefix_caching=False))
+    pair.apply(Submit(Request("A", tuple(range(7)), max_tokens=4)))
+    for token, skipped in ((7, 0), (8, 2), (9, 4)):
+        pair.step(token)
+        assert pair.state.requests[0].block_tables[1].count(0) == skipped
+
+
+@needs_reference
+def test_blocks_are_hit_in_every_group_by_keys_of_their_own() -> None:
+    pair = Pair(build(FULL, LARGE, WINDOW))
+    for name in "AB":
+        pair.apply(Submit(Request(name, tuple(range(9)), max_tokens=1)))
+        plan = pair.step(9)
+        assert plan.new[0].num_computed_tokens == (0 if name == "A" else 8)
+    assert plan.new[0].block_ids == ((1, 2, 3, 4, 14), (6, 7, 15), (0, 0, 0, 12, 16))
+    keys = {key.group: key for key in pair.state.cached if len(key.chain()) == 4}
+    assert keys.keys() == {0, 1, 2}
+    assert all(key.in_group(0) == keys[0] for key in keys.values())
+    numbers = [pair.state.cached[keys[group]] for group in range(3)]
+    assert numbers == [(4,), (7,), (12,)]
+
+
+@needs_vllm
+def test_any_mix_is_followed_without_prefix_caching() -> None:
+    num_events = sum(play_at_random(seed, enable_prefix_caching=False) for seed in range(40))
+    assert num_events > 1000
+
+
+def play_at_random(seed: int, **fields: Any) -> int:
+    """Events of a run in which groups, requests and their order are drawn; one frame, no drafts."""
+    draw = random.Random(seed)
+    groups = tuple(draw_group(draw) for _ in range(draw.randint(1, 3)))
+    config = Config(
+        num_blocks=draw.randint(8, 40),
+        block_size=1,
+        max_num_batched_tokens=draw.randint(2, 12),
+        max_model_len=16,
+        scheduler_reserve_full_isl=False,
+        groups=(*groups, KVGroup(GroupKind.FULL, 1)),
+        **fields,
+    )
+    pair = Pair(config)
+    for number in range(25):
+        if draw.random() < 0.4:
+            prompt = tuple(range(draw.randint(1, 12)))
+            pair.apply(Submit(Request(f"r{number}", prompt, max_tokens=draw.randint(1, 6))))
+        if draw.random() < 0.1 and pair.state.running:
+            pair.apply(Abort(pair.state.running[-1:]))
+        pair.step(*[7] * 9)
+    return 3 * 25
+
+
+def draw_group(draw: random.Random) -> KVGroup:
+    size, reach = draw.randint(1, 3), draw.randint(1, 6)
+    return draw.choice(
+        [
+            KVGroup(GroupKind.FULL, size),
+            KVGroup(GroupKind.SLIDING_WINDOW, size, sliding_window=reach),
+            KVGroup(GroupKind.CHUNKED_LOCAL, size, attention_chunk_size=reach),
+        ]
+    )
+
+
+@needs_vllm
+def test_a_mix_that_the_release_has_not_is_refused_in_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=f"no mix for vLLM {VERSION}") as caught:
+        importlib.import_module(ADAPTER).VllmEngine(build(CHUNKS, **EAGLE))
+    (problem,) = caught.value.problems
+    assert "use ngram, or no prefix caching" in str(problem)
+
+
+# What is told wrongly of a group.
+
+
+def rekey(snapshot_key: BlockKey) -> BlockKey:
+    """The key of the same tokens in the other group."""
+    return snapshot_key.in_group(1 - snapshot_key.group)
+
+
+@needs_reference
+@pytest.mark.parametrize("lie", ["group", "size"])
+def test_a_key_of_another_group_or_of_another_size_is_found(
+    lie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = importlib.import_module(f"{ADAPTER}_names")
+    read = names.Digests.read
+
+    def read_wrongly(self: Any, name: bytes, group: int) -> BlockKey:
+        key: BlockKey = read(self, name, group)
+        if lie == "group":
+            return rekey(key)
+        return key if group == 0 or key.parent is None else key.parent.in_group(group)
+
+    monkeypatch.setattr(names.Digests, "read", read_wrongly)
+    engine = importlib.import_module(ADAPTER).VllmEngine(build(FULL, LARGE))
+    engine.apply(Submit(Request("A", tuple(range(9)))))
+    engine.apply(Schedule())
+    with pytest.raises(EngineFault, match="its digest is not of that"):
+        engine.snapshot()
+
+
+@needs_vllm
+@pytest.mark.parametrize("lie", ["swapped", "short", "null"])
+def test_a_table_that_is_told_to_another_group_is_found(
+    lie: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = importlib.import_module(ADAPTER)
+    read_plan = adapter.read_plan
+
+    def tell_wrongly(*arguments: Any) -> Plan:
+        plan: Plan = read_plan(*arguments)
+        (row,) = plan.new
+        first, second = row.block_ids
+        told = {
+            "swapped": (second, first),
+            "short": (first, second[:-1]),
+            "null": (first, (0, *second[1:])),
+        }
+        return replace(plan, new=(replace(row, block_ids=told[lie]),))
+
+    monkeypatch.setattr(adapter, "read_plan", tell_wrongly)
+    engine = adapter.VllmEngine(build(FULL, WINDOW))
+    engine.apply(Submit(Request("A", tuple(range(7)))))
+    with pytest.raises(EngineFault, match="the block table that plans told 'A' is"):
+        engine.apply(Schedule())
+
+
+@needs_reference
+def test_what_all_have_in_common_is_told_of_each_group() -> None:
+    pair = Pair(build(FULL, LARGE, WINDOW))
+    for name in "AB":
+        pair.apply(Submit(Request(name, tuple(range(9)), max_tokens=9)))
+        plan = pair.step(9, 9)
+    assert plan.num_common_prefix_blocks == (4, 2, 0)
+
+
+@needs_vllm
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_table_of_somebody_who_is_gone_is_found_in_any_group(group: int) -> None:
+    engine = importlib.import_module(ADAPTER).VllmEngine(build(FULL, WINDOW))
+    engine.snapshot()
+    manager = engine.run.managers[group]
+    manager.num_cached_block["gone"] = 1
+    with pytest.raises(EngineFault, match="num_cached_block names 'gone', who is gone"):
+        engine.snapshot()

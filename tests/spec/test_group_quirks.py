@@ -1,0 +1,132 @@
+"""Quirks of several KV groups: what a release hits, reserves and leaves, beside what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+from groups_support import chunks, full, window
+
+from blockstep.spec import Config, Oracle, Request, SpecMethod, Status
+from blockstep.spec.hashing import extend_block_keys, get_group_keys
+from blockstep.spec.memory.prefix import get_prefix_hit
+from blockstep.spec.pool import create_pool, publish_blocks
+from blockstep.spec.profiles import Profile, Quirk
+from blockstep.spec.releases import get_rules
+from blockstep.spec.requests import RequestState
+from blockstep.spec.strict import STRICT_RULES
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockTables, KVGroup
+
+Found = tuple[int, BlockTables]
+NO_HIT: Found = (0, ())
+ALL = tuple(range(9))
+
+
+def find(
+    quirks: Iterable[Quirk],
+    groups: tuple[KVGroup, ...],
+    num_known: int,
+    lost: Iterable[tuple[int, int]] = (),
+    has_head: bool = False,
+) -> Found:
+    """What a prompt finds of which every full block is published, but for those (group, index).
+
+    Tokens, and the table of each group; the block at an index of a group has the id of both,
+    100 * group + index + 1, so that they are told apart.
+    """
+    size = min(group.block_size for group in groups)
+    config = Config(num_blocks=400, block_size=size, groups=groups)
+    if has_head:
+        config = replace(config, spec_method=SpecMethod.EAGLE, num_speculative_tokens=1)
+    known = RequestState(Request("A", tuple(range(num_known))), Status.WAITING)
+    keys = extend_block_keys(known, size, STRICT_RULES)
+    known = RequestState(known.request, Status.WAITING, block_keys=keys)
+    pool = create_pool(config.num_blocks)
+    for number, group in enumerate(groups):
+        num_full = num_known // group.block_size
+        for index in range(num_full):
+            if (number, index) not in lost:
+                num_links = group.block_size // size
+                key = get_group_keys(keys, number, num_links, index, index + 1)
+                pool = publish_blocks(pool, (100 * number + index + 1,), key)
+    hit = get_prefix_hit(config, pool, known, get_rules(frozenset(quirks), config))
+    return hit.num_tokens, hit.block_tables
+
+
+def test_head_gives_back_by_turns() -> None:
+    """Upstream #32802: with a second window the head gets back one block after the other."""
+    two, three = (full(1), window(1, 2)), (full(1), window(1, 2), window(1, 3))
+    assert find((), two, 7, has_head=True)[0] == 5
+    assert find([Quirk.HEAD_GIVES_BACK_BY_TURNS], two, 7, has_head=True) == (
+        4,
+        ((1, 2, 3, 4), (NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 104)),
+    )
+    assert find((), three, 7, has_head=True)[0] == 5
+    assert find([Quirk.HEAD_GIVES_BACK_BY_TURNS], three, 7, has_head=True) == (0, ((), (), ()))
+    for groups in (two, three):
+        assert find([Quirk.HEAD_GIVES_BACK_BY_TURNS], groups, 7) == find((), groups, 7), (
+            "without a head"
+        )
+
+
+def test_a_window_hit_is_cut_blindly() -> None:
+    """The fifth token attends to the fourth, which is in the last null block."""
+    groups = (full(2), window(1, 2))
+    right = (4, ((1, 2), (NULL_BLOCK, NULL_BLOCK, NULL_BLOCK, 104)))
+    assert find((), groups, 7, has_head=True) == right
+    quirks = [Quirk.WINDOW_HIT_CUT_BLINDLY]
+    assert find(quirks, groups, 7, has_head=True) == (4, ((1, 2), (NULL_BLOCK,) * 4))
+    alike = (full(2), window(2, 2))
+    assert find(quirks, alike, 7, has_head=True) == find((), alike, 7, has_head=True)
+
+
+def test_a_chunk_begins_in_a_null_block() -> None:
+    """Nothing is cached; the third token attends to the first two, which nobody computed."""
+    lost = [(0, 0), (0, 1)]
+    assert find((), (chunks(2, 3),), 5, lost) == NO_HIT
+    quirks = [Quirk.CHUNK_BEGINS_IN_A_NULL_BLOCK]
+    assert find(quirks, (chunks(2, 3),), 5, lost) == (2, ((NULL_BLOCK,),))
+    assert find(quirks, (chunks(2, 4),), 5, lost) == find((), (chunks(2, 4),), 5, lost)
+
+
+def test_a_narrow_window_wants_a_block() -> None:
+    groups, lost = (full(1), window(1, 1)), [(1, index) for index in ALL]
+    assert find((), groups, 5, lost) == (4, ((1, 2, 3, 4), (NULL_BLOCK,) * 4))
+    quirks = [Quirk.NARROW_WINDOW_WANTS_A_BLOCK]
+    assert find(quirks, groups, 5, lost) == (0, ((), ()))
+    assert find(quirks, groups, 5, lost[:3]) == (4, ((1, 2, 3, 4), (NULL_BLOCK,) * 4))
+
+
+def test_only_the_first_full_group_is_cut() -> None:
+    groups, lost = (full(1), full(2), window(1, 2)), [(2, index) for index in ALL]
+    assert find((), groups, 9, lost) == NO_HIT
+    quirks = [Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT]
+    assert find(quirks, groups, 9, lost) == (0, ((), (101, 102, 103, 104), ()))
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, 1), (True, 0)])
+def test_windows_reserve_everything(quirk: bool, expected: int) -> None:
+    """Upstream #39734: it holds two blocks of the three at most, and waits for ever."""
+    config = Config(4, 1, max_num_batched_tokens=1, max_model_len=6, groups=(window(1, 2),))
+    quirks = {Quirk.WINDOWS_RESERVE_EVERYTHING} if quirk else set()
+    oracle = Oracle(config, Profile("some", frozenset(quirks)))
+    oracle.submit(Request("A", (1, 2, 3, 4, 5), max_tokens=1))
+    assert len(oracle.schedule().rows) == expected
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, 2), (True, 3)])
+def test_windows_forget_doubt(quirk: bool, expected: int) -> None:
+    """Its draft in flight may be rejected: the next token then attends to what is null."""
+    config = Config(
+        9, 1, max_model_len=9, max_frames_in_flight=3, async_scheduling=True,
+        spec_method=SpecMethod.NGRAM, num_speculative_tokens=1, groups=(window(1, 2),),
+    )  # fmt: skip
+    quirks = {Quirk.WINDOWS_FORGET_DOUBT} if quirk else set()
+    oracle = Oracle(config, Profile("some", frozenset(quirks)))
+    oracle.submit(Request("A", (1, 2), max_tokens=6))
+    oracle.schedule()  # the prompt
+    oracle.schedule()  # what it samples, and a draft
+    oracle.schedule()  # and so on
+    (table,) = oracle.state.requests["A"].block_tables
+    assert table.count(NULL_BLOCK) == expected
