@@ -30,7 +30,7 @@ def _item(name: str, offset: int) -> v.MultiModalItem:
     return v.MultiModalItem(name, offset, 1)
 
 
-def _group(kind: str, block_size: int, **more: int) -> v.KVGroup:
+def _group(kind: str, block_size: int, **more: Any) -> v.KVGroup:
     return v.KVGroup(v.GroupKind(kind), block_size, **more)
 
 
