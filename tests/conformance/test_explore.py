@@ -64,6 +64,12 @@ QUICK = (
     "embeds",
     "doubt",
     "kinds",
+    "charged",
+    "ragged",
+    "heads",
+    "narrow",
+    "uncut",
+    "doubts",
 )
 """Worlds of a second at most."""
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "small-worlds.md"
