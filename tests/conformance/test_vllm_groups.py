@@ -330,6 +330,22 @@ def test_a_key_of_another_group_or_of_another_size_is_found(
         engine.snapshot()
 
 
+@pytest.mark.skipif(PROBLEM is not None or VERSION != "0.33.0", reason="tells what it keeps")
+def test_a_part_of_a_block_is_named_by_as_many_tokens_as_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = importlib.import_module(ADAPTER).VllmEngine(build(WINDOW, LARGE, **EAGLE))
+    engine.apply(Submit(Request("A", tuple(range(11)))))
+    engine.apply(Schedule())
+    keys = [key for key in engine.snapshot().block_keys if key is not None and key.group == 1]
+    assert [len(key.chain()) for key in keys] == [2, 4, 5]
+    longest = next(key for key in keys if len(key.chain()) == 5)
+    carried = next(name for name, key in engine.run.key_of.items() if key is longest)
+    monkeypatch.setitem(engine.run.key_of, carried, longest.parent.in_group(1))
+    with pytest.raises(EngineFault, match="its digest is not of that"):
+        engine.snapshot()
+
+
 @needs_vllm
 @pytest.mark.parametrize("lie", ["swapped", "short", "null"])
 def test_a_table_that_is_told_to_another_group_is_found(
