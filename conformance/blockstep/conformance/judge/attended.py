@@ -16,7 +16,10 @@ from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, GroupKind, KVGroup
 
 
 def first_attended(group: KVGroup, position: int) -> int:
-    """The first position that a token at `position`, or any behind it, attends to."""
+    """The first position that a token at `position`, or any behind it, attends to.
+
+    Behind the one before it stands the state from which a recurrent layer goes on.
+    """
     match group.kind:
         case GroupKind.FULL:
             return 0
@@ -24,6 +27,8 @@ def first_attended(group: KVGroup, position: int) -> int:
             return max(position - (group.sliding_window - 1), 0)
         case GroupKind.CHUNKED_LOCAL:
             return position - position % group.attention_chunk_size
+        case GroupKind.RECURRENT:
+            return max(position - 1, 0)
         case _:
             assert_never(group.kind)
 
@@ -37,6 +42,8 @@ def most_attended_before(group: KVGroup) -> int | None:
             return group.sliding_window - 1
         case GroupKind.CHUNKED_LOCAL:
             return group.attention_chunk_size - 1
+        case GroupKind.RECURRENT:
+            return 1
         case _:
             assert_never(group.kind)
 
