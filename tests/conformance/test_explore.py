@@ -64,6 +64,10 @@ QUICK = (
     "embeds",
     "doubt",
     "kinds",
+    "states",
+    "marks",
+    "copies",
+    "rewritten",
 )
 """Worlds of a second at most."""
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "small-worlds.md"
