@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 from play_support.altered import alter_each
+from play_support.grouped import going_on, told_of_its_token
 from play_support.play import (
     CONFIG,
     A,
@@ -227,6 +228,12 @@ def publishing_once_more(step: Step) -> Step:
     """A block that nobody verified is under a key of the cache map too, where it never was."""
     key, blocks = next(iter(step.after.cached.items()))
     return after(step, cached={**step.after.cached, key: (*blocks, step.after.free_queue[0])})
+
+
+def giving_back_one_more(step: Step) -> Step:
+    """A has given back a block that it attends to."""
+    full, window = step.new["A"].block_tables
+    return changed(step, "A", block_tables=(full, (0, 0, *window[2:])))
 
 
 CASES: list[tuple[str, Callable[[], Play], Bend]] = [
@@ -1062,6 +1069,13 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
         lambda s: changed(s, "A", spec_token_ids=(1,)),
     ),
     ("ended_are_kept_for_the_next_plan", committed, lambda s: after(s, finished_req_ids=())),
+    ("attended_blocks_are_held", going_on, giving_back_one_more),
+    ("attended_blocks_are_held", told_of_its_token, giving_back_one_more),
+    (
+        "row_has_given_back_what_it_attends_to_no_more",
+        going_on,
+        lambda s: changed(s, "A", block_tables=s.old["A"].block_tables),
+    ),
 ]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
+from play_support.grouped import FULL, WINDOW, attending_as, going_on
 from play_support.play import (
     CONFIG,
     A,
@@ -63,7 +64,7 @@ from play_support.scenes import (
     taking_turns,
 )
 
-from blockstep.conformance.engine import EngineTraits, Safety
+from blockstep.conformance.engine import EngineFactory, EngineTraits, Safety
 from blockstep.conformance.judge import answers
 from blockstep.conformance.judge.answers import JUDGED, judge_answer
 from blockstep.conformance.judge.properties import (
@@ -76,13 +77,13 @@ from blockstep.conformance.judge.properties import (
 from blockstep.conformance.judge.worker.counting import CountingWorker
 from blockstep.conformance.lockstep.safety import SafetyRun
 from blockstep.conformance.protocol.findings import Difference, Finding
-from blockstep.impl.host import HostEngine
 from blockstep.impl.host.lineage import Lineage
 from blockstep.spec.vocabulary import (
     Abort,
     BlockKey,
     CachedRow,
     Commit,
+    Config,
     Drafts,
     DraftsTaken,
     Event,
@@ -399,6 +400,12 @@ def uncached() -> Play:
     return Play(replace(CONFIG, enable_prefix_caching=False)).do(Submit(A), Schedule())
 
 
+GIVEN_UP: Case = (
+    "attended_blocks_are_held",
+    going_on,
+    attending_as(FULL, replace(WINDOW, sliding_window=1)),
+    same,
+)
 AT_EITHER: list[Case] = [
     (
         "pool_keeps_its_size",
@@ -424,6 +431,13 @@ AT_EITHER: list[Case] = [
 
 ALONE: list[Case] = [
     *AT_EITHER,
+    GIVEN_UP,
+    (
+        "row_has_given_back_what_it_attends_to_no_more",
+        going_on,
+        attending_as(FULL, replace(WINDOW, sliding_window=8)),
+        same,
+    ),
     (
         "nothing_is_cached_without_caching",
         first_plan_without_caching,
@@ -783,7 +797,7 @@ def test_every_sentence_speaks_alone_somewhere() -> None:
     """A sentence that never does says nothing of its own: merge it, or plant what only it sees."""
     names = [case[0] for case in ALONE + BESIDE_THE_WORKER] + [IN_A_RELEASE]
     assert sorted(names) == sorted(SENTENCES)
-    assert len(SENTENCES) == 85
+    assert len(SENTENCES) == 87
 
 
 def test_up_to_block_ids_all_are_asked_but_three() -> None:
@@ -803,23 +817,34 @@ OF_THE_FREE_QUEUE = {
 # At safety.
 
 
-class Shown(HostEngine):
-    """A host engine whose last step is bent."""
+class Bent:
+    """An engine whose last step is bent."""
 
     traits = EngineTraits(equivalence=Safety())
     bend: Bend = staticmethod(same)
 
+    def __init__(self, make_engine: EngineFactory, config: Config) -> None:
+        self.config, self.engine = config, make_engine(config)
+        self.shown: Snapshot | None = self.engine.snapshot()
+
     def apply(self, event: Event) -> Observation:
-        before = super().snapshot()
-        answer = super().apply(event)
-        self.step = self.bend(Step(self.config, 0, event, answer, before, super().snapshot()))
-        return self.step.observation
+        before = self.engine.snapshot()
+        answer = self.engine.apply(event)
+        after = self.engine.snapshot()
+        assert before is not None
+        assert after is not None
+        step = self.bend(Step(self.config, 0, event, answer, before, after))
+        self.shown = step.after
+        return step.observation
 
-    def snapshot(self) -> Snapshot:
-        return self.step.after if hasattr(self, "step") else super().snapshot()
+    def snapshot(self) -> Snapshot | None:
+        return self.shown
+
+    def capabilities(self) -> frozenset[str]:
+        return self.engine.capabilities()
 
 
-class Hidden(Shown):
+class Hidden(Bent):
     """Its plans name no blocks, and its state is not shown."""
 
     traits = EngineTraits(equivalence=Safety(), make_worker=CountingWorker)
@@ -832,21 +857,27 @@ class Hidden(Shown):
         cached = [replace(row, new_block_ids=()) for row in answer.cached]
         return replace(answer, new=tuple(new), cached=tuple(cached))
 
-    def snapshot(self) -> None:  # type: ignore[override]
+    def snapshot(self) -> None:
         return None
 
 
-def play_at_safety(case: Case, make_engine: type[Shown] = Shown) -> list[str]:
+def play_at_safety(case: Case, wrap: type[Bent] = Bent) -> list[str]:
     """The sentences that speak of the last step of a run at safety, in order."""
     _, scene, plant, bend = case
     play = scene()
-    run = SafetyRun.start(play.config, make_engine, token_seed=1)
+
+    class Wrapped(wrap):  # type: ignore[valid-type, misc]
+        def __init__(self, config: Config) -> None:
+            super().__init__(play.make_engine, config)
+
+    run = SafetyRun.start(play.config, Wrapped, token_seed=1)
     run.worker.acceptance = play.worker.acceptance
     *events, last = play.events
     for event in events:
         assert run.apply(event) == []
-    plant(run.engine)
-    run.engine.bend = bend  # type: ignore[attr-defined]
+    assert isinstance(run.engine, Bent)
+    plant(run.engine.engine)
+    run.engine.bend = bend
     return list(dict.fromkeys(each.sentence for each in run.apply(last)))
 
 
@@ -886,6 +917,7 @@ AT_SAFETY: list[Case] = [
         answering("pool._evict", None),
         same,
     ),
+    GIVEN_UP,
     ("paused_scheduler_admits_nobody", paused, admitting_in_the_end, same),
     (
         "finished_request_is_forgotten_and_others_stay",

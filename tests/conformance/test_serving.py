@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def serve(checkpoint: Checkpoint, name: str, num_prompts: int = 64) -> LLM:
-    settings = dict(STORMS[name].settings)
+    settings = STORMS[name].get_settings(checkpoint.family)
     if settings.get("spec_method") is SpecMethod.DRAFT_MODEL:
         settings["draft_model"] = checkpoint.draft_folder
     llm = LLM(checkpoint.folder, check=ServingChecker, **settings)

@@ -35,6 +35,8 @@ from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     BlockKey,
     Commit,
+    GroupKind,
+    KVGroup,
     MultiModalItem,
     NewRow,
     Plan,
@@ -323,6 +325,84 @@ def a_placeholder_comes_after_a_chunk_that_sampled_nothing() -> list[Finding]:
     assert worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3),), 0, 2),))) == []
     row = cached("A", 2, 0, num_scheduled_tokens=4, draft_token_ids=PLACEHOLDERS[:1])
     return worker.execute(Plan(1, cached=(row,)))
+
+
+# What there is of a KV group.
+
+WINDOW = KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=3)
+GROUPED: dict[str, Any] = {"groups": (KVGroup(GroupKind.FULL, 2), WINDOW)}
+
+
+def in_groups(*tables: tuple[int, ...]) -> Worker:
+    """A has run its prompt in a block table of each group."""
+    worker = make_worker(**GROUPED)
+    assert worker.execute(Plan(0, new=(NewRow(A, tables, 0, 5),))) == []
+    worker.commit(Commit(0, worker.answer(0)))
+    return worker
+
+
+@says("attended_position_has_a_block")
+def a_null_block_stands_where_a_row_writes() -> list[Finding]:
+    row = NewRow(Request("B", (1, 2, 3)), ((1, 2), (0, 3)), 0, 2)
+    return make_worker(**GROUPED).execute(Plan(0, new=(row,)))
+
+
+@says("attended_position_has_a_block")
+def a_hit_has_a_null_block_where_it_is_attended_to() -> list[Finding]:
+    """At position 4 the window begins at 2."""
+    row = NewRow(Request("B", (1, 2, 3, 4, 9)), ((1, 2, 7), (0, 0, 8)), 4, 1)
+    return in_groups((1, 2, 3), (4, 5, 6)).execute(Plan(1, new=(row,)))
+
+
+@says("attended_slot_is_of_the_group_that_reads_it")
+def a_window_reads_what_the_full_group_wrote() -> list[Finding]:
+    row = NewRow(Request("B", (1, 2, 3, 4, 9)), ((1, 2, 7), (0, 2, 8)), 4, 1)
+    return in_groups((1, 2, 3), (4, 5, 6)).execute(Plan(1, new=(row,)))
+
+
+@says("attended_slot_was_written")
+def a_window_reads_a_block_that_no_group_wrote() -> list[Finding]:
+    row = NewRow(Request("B", (1, 2, 3, 4, 9)), ((1, 2, 7), (0, 9, 8)), 4, 1)
+    return in_groups((1, 2, 3), (4, 5, 6)).execute(Plan(1, new=(row,)))
+
+
+@says("attended_slot_was_written")
+def a_block_is_read_that_changed_its_group_and_was_not_written_since() -> list[Finding]:
+    """In block 2 the window has written its second slot, and reads the first."""
+    worker = in_groups((1, 2, 3), (4, 5, 6))
+    worker.execute(Plan(1, finished_req_ids=("A",)))
+    row = NewRow(Request("B", (1, 2, 3, 4)), ((1, 7), (2, 3)), 1, 3)
+    return worker.execute(Plan(2, new=(row,)))
+
+
+@says("published_block_is_of_the_group_that_reads_it")
+def a_block_can_be_found_in_another_group_than_wrote_it() -> list[Finding]:
+    return publish(in_groups((1, 2, 3), (4, 5, 6)), 1, FIRST.in_group(1))
+
+
+@says("plan_names_real_blocks")
+def a_null_block_stands_where_all_is_attended_to() -> list[Finding]:
+    row = NewRow(Request("B", (1, 2)), ((0, 1), (2,)), 0, 2)
+    return make_worker(**GROUPED).execute(Plan(0, new=(row,)))
+
+
+def test_a_block_of_two_groups_is_of_nobody() -> None:
+    row = NewRow(Request("B", (1, 2)), ((1,), (1,)), 0, 2)
+    findings = make_worker(**GROUPED).execute(Plan(0, new=(row,)))
+    assert (
+        findings[0].message
+        == "block 1 is of 'B' at index 0 of group 0 and 'B' at index 0 of group 1"
+    )
+    assert {found.property_id for found in findings} == {"P2", "P3"}
+
+
+def test_what_is_attended_to_no_more_may_be_anybodys() -> None:
+    """No plan tells that A gave block 4 back: its table here names it to the end."""
+    worker = in_groups((1, 2, 3), (4, 5, 6))
+    new = NewRow(Request("B", (7, 8)), ((7,), (4,)), 0, 2)
+    row = cached("A", 5, 1, new_block_ids=((), ()))
+    assert worker.execute(Plan(1, new=(new,), cached=(row,))) == []
+    assert worker.views["A"].tables == [[1, 2, 3], [4, 5, 6]]
 
 
 # What is in a slot that is read.
@@ -646,7 +726,7 @@ def test_each_thing_that_a_slot_can_hold_wrongly_is_said_of_both() -> None:
     """Their sentences are made of two halves, so no line stands for one of them."""
     both = {name for name in SENTENCES if name.startswith(("attended_slot_", "published_block_"))}
     assert both <= {sentence for sentence, _, _ in CASES}
-    assert len(both) == 2 * 4
+    assert len(both) == 2 * 5
 
 
 # What a voice rests on.

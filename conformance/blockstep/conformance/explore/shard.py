@@ -222,9 +222,7 @@ class Shard:
     def _probe(self, moment: Moment) -> Hits:
         """What was looked for in a transition, a line each."""
         task, memo = self._task, self._memo
-        # The properties speak of one KV group: where there are several, invariants judge alone.
-        is_judged = task.properties and not task.world.config.groups
-        lines = probe.broken_properties(memo, moment) if is_judged else []
+        lines = probe.broken_properties(memo, moment) if task.properties else []
         if task.witness and task.witness in probe.get_witnesses(memo, moment):
             lines.append(task.witness)
         return lines if task.quirk is None else lines + probe.compare_with(task.quirk, moment)

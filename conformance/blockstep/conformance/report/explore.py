@@ -55,8 +55,7 @@ def render_walked(walked: Walked) -> str:
             f"{name}: stopped after {size}: the next level would pass --max-states "
             f"{task.max_states:,}; raise it if the memory allows (250 bytes a state)\n"
         )
-    judged = "invariant" if task.world.config.groups else "property"  # see `Shard._probe`
-    said = [f"every {judged} holds in every state, no cycle without progress"]
+    said = ["every property holds in every state, no cycle without progress"]
     said = said if task.properties else []
     if walked.equivalence == Safety.name:
         said = ["no property that is judged at safety is broken, and from each all requests end"]

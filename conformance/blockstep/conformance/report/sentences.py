@@ -17,6 +17,7 @@ _KV = {
         "P6",
         "was written for the same adapter, salt, items and embeddings",
     ),
+    "is_of_the_group_that_reads_it": ("P3", "was written last by the KV group that reads it"),
 }
 """What is true of a slot, by the end of the sentence."""
 
@@ -197,7 +198,7 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
     ),
     "plan_has_one_table_per_group": (
         "P26",
-        "A row has a block table for each KV group: one, as in `((3, 1),)`.",
+        "A row has a block table for each KV group; where there is one, it is `((3, 1),)`.",
     ),
     "plan_shows_no_blocks": (
         "P26",
@@ -228,6 +229,14 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         (
             "What the engine's state says of a running request (outputs, table, computed "
             "tokens) is what the worker knows from the plans."
+        ),
+    ),
+    # several KV groups
+    "attended_position_has_a_block": (
+        "P5",
+        (
+            "Each position that a row attends to in a KV group has a block in its table there, no "
+            "null block: what it goes on from is valid for every group."
         ),
     ),
     # real memory

@@ -10,7 +10,13 @@ from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
 from blockstep.conformance.judge.attended import count_unattended, first_attended
-from blockstep.conformance.judge.worker.names import BEFORE_RESET, NEVER_WRITTEN, Name, PrefixNames
+from blockstep.conformance.judge.worker.names import (
+    BEFORE_RESET,
+    NEVER_WRITTEN,
+    OF_ANOTHER_GROUP,
+    Name,
+    PrefixNames,
+)
 from blockstep.conformance.judge.worker.view import FrameRow
 from blockstep.conformance.protocol.findings import Difference, Finding, violated
 from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Config, FrameId, RequestId, Snapshot
@@ -66,16 +72,14 @@ class TaggedKV:
         for block, key in enumerate(snapshot.block_keys):
             if key is None or checked[block] is key:
                 continue
-            group = key.group if self.config.groups else 0
-            if self._owners[block] != group:
-                self._complain_owner("published_block", block, group, repr(key))
-                continue
+            group = key.group if key.group in range(len(self.groups)) else 0
             num_links = self.block_sizes[group] // self.config.block_size
             expected = self.names.of_block(key, num_links)
-            if self.kv[block] == expected:
+            if self._owners[block] == group and self.kv[block] == expected:
                 checked[block] = key
                 continue
-            pairs = enumerate(zip(expected, self.kv[block], strict=True))
+            held = [self._seen(block, slot, group) for slot in range(len(expected))]
+            pairs = enumerate(zip(expected, held, strict=True))
             slot, (name, seen) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
             self._complain_slot("published_block", (block, slot), name, seen, repr(key))
         return self._findings
@@ -100,7 +104,7 @@ class TaggedKV:
             slot = position - index * size
             stop = min(end, (index + 1) * size)
             block = table[index]
-            if owners[block] != group and not self._take_over(block, group, row):
+            if owners[block] != group and not self._take_over(block, group):
                 position = stop
                 continue
             kv[block][slot : slot + stop - position] = chain[position:stop]
@@ -113,15 +117,12 @@ class TaggedKV:
             writers[block] = (row, group, index)
             position = stop
 
-    def _take_over(self, block: BlockId, group: int, row: FrameRow) -> bool:
+    def _take_over(self, block: BlockId, group: int) -> bool:
         """Let a block be of another group from now on: nothing in it is of any use to it.
 
-        False for the null block, which stays empty.
+        False for the null block, which stays empty: who wants to write there also reads there.
         """
         if block == NULL_BLOCK:
-            name, first, end = row.view.request.request_id, row.first, row.end - 1
-            what = f"{name!r} lacks a block of group {group} for positions {first} to {end}"
-            self._complain("P1", "null_block_is_never_written", what)
             return False
         self._owners[block] = group
         self.kv[block] = [NEVER_WRITTEN] * self.block_sizes[group]
@@ -163,30 +164,25 @@ class TaggedKV:
         first = first_attended(group, row.first)
         for position, expected in enumerate(view.chain[first : row.end], first):
             block, slot = table[position // size], position % size
+            seen = self._seen(block, slot, at)
+            if seen == expected:
+                continue
             reader = view.request.request_id
             note = f"read by {reader!r} at position {position} in plan {self.frame_id}"
-            if self._owners[block] != at:
-                self._complain_owner("attended_slot", block, at, note)
-            elif self.kv[block][slot] != expected:
-                seen = self.kv[block][slot]
-                self._complain_slot("attended_slot", (block, slot), expected, seen, note)
+            if block == NULL_BLOCK:
+                what = f"group {at} has no block {note}"
+                self._complain("P5", "attended_position_has_a_block", what)
             else:
-                continue
+                self._complain_slot("attended_slot", (block, slot), expected, seen, note)
             row.is_astray = True
             return
 
-    def _complain_owner(self, what: str, block: BlockId, group: int, note: str) -> None:
-        """A block is not of the group whose layers read it."""
-        seen, blame = f"of group {self._owners[block]}", ("P3", "is_of_the_group_that_reads_it")
-        message = "the KV is of the layers of another group"
-        if block == NULL_BLOCK:
-            blame, seen = ("P5", "is_in_a_block_that_is_held"), "no block"
-            message = "the KV was given up, or never there"
-        elif self._owners[block] < 0:
-            blame, seen = ("P4", "was_written"), "never written"
-            message = "the slot was never written"
-        difference = Difference(f"kv[{block}]", f"of group {group}", seen, note)
-        self._complain(blame[0], f"{what}_{blame[1]}", message, difference)
+    def _seen(self, block: BlockId, slot: int, group: int) -> Name:
+        """What a slot holds for those who read a block as one of this group."""
+        owner = self._owners[block]
+        if owner != group:
+            return NEVER_WRITTEN if owner < 0 else OF_ANOTHER_GROUP
+        return self.kv[block][slot]
 
     def _complain_slot(
         self, what: str, place: tuple[BlockId, int], expected: Name, seen: Name, note: str
@@ -198,6 +194,8 @@ class TaggedKV:
             blame = "P4", "was_written", "the slot was never written"
         elif seen == BEFORE_RESET:
             blame = "P25", "was_written_since_the_reset", "the KV is from before the reset"
+        elif seen == OF_ANOTHER_GROUP:
+            blame = "P3", "is_of_the_group_that_reads_it", "the KV is of another group's layers"
         elif self.names.same_tokens(expected, seen):
             message = "the tokens are the same, adapter, salt, items or embeddings are not"
             blame = "P6", "is_of_the_same_adapter_salt_and_items", message

@@ -29,6 +29,8 @@ BEFORE_RESET: Name = -2
 
 GARBLED: Name = -3
 """Held by a slot of real memory in which no name can be read."""
+OF_ANOTHER_GROUP: Name = -4
+"""Held by a slot for those who read a block that another KV group has written."""
 MEMO_SIZE_MAX = 200_000
 
 
@@ -124,6 +126,8 @@ class PrefixNames:
             return "never written"
         if name == BEFORE_RESET:
             return "written before the last reset"
+        if name == OF_ANOTHER_GROUP:
+            return "KV of another group"
         if name == GARBLED:
             return "garbled"
         tokens: list[str] = []
