@@ -70,6 +70,10 @@ QUICK = (
     "narrow",
     "uncut",
     "doubts",
+    "states",
+    "marks",
+    "copies",
+    "rewritten",
 )
 """Worlds of a second at most."""
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "small-worlds.md"

@@ -41,7 +41,19 @@ _UNCACHED: dict[str, Any] = {"enable_prefix_caching": False}
 _AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}
 _WINDOW = v.KVGroup(v.GroupKind.SLIDING_WINDOW, 1, sliding_window=2)
 _FULL = v.KVGroup(v.GroupKind.FULL, 1)
+_FULL_OF_2 = v.KVGroup(v.GroupKind.FULL, 2)
 _CHUNKS = v.KVGroup(v.GroupKind.CHUNKED_LOCAL, 2, attention_chunk_size=4)
+
+
+def _states(block_size: int, mode: v.MambaCacheMode, num_speculative: int = 0) -> v.KVGroup:
+    return v.KVGroup(
+        v.GroupKind.RECURRENT,
+        block_size,
+        mamba_cache_mode=mode,
+        num_speculative_blocks=num_speculative,
+    )
+
+
 _NGRAM: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 1}
 
 _TABLE = (
@@ -169,6 +181,22 @@ _TABLE = (
     World("kinds", "full attention, a window and chunks, in blocks of one token and of two",
         v.Config(17, 1, 2, 3, 6, groups=(_WINDOW, _CHUNKS, _FULL)), (_a(5, 2), _b(4, 1)),
         vocabulary=(0, 1), aborts=True, expected=Counts(2_472, 9_830, 7_708, 38)),
+    World("states", "full attention and states that chunks end at, in blocks of two tokens",
+        v.Config(8, 2, 2, 3, 7, **_UNRESERVED,
+                 groups=(_FULL_OF_2, _states(2, v.MambaCacheMode.ALIGN))),
+        (_a(5, 2), _b(4, 1)), aborts=True, expected=Counts(3_220, 11_891, 10_133, 29)),
+    World("marks", "full attention and a state behind each token, drafts",
+        v.Config(13, 1, 2, 3, 5, **_NGRAM, groups=(_FULL, _states(1, v.MambaCacheMode.ALL, 1))),
+        (_a(3, 2), _b(2, 1)), aborts=True, expected=Counts(3_337, 16_274, 10_398, 26)),
+    World("copies", "states in larger blocks than the rest, two plans in flight, drafts",
+        v.Config(9, 2, 1, 4, 8, **_AHEAD, **_NGRAM,
+                 groups=(_FULL_OF_2, _states(4, v.MambaCacheMode.ALIGN, 1))), (_a(3, 5),),
+        vocabulary=(0, 1), aborts=True, expected=Counts(1_355, 5_052, 4_241, 20)),
+    World("rewritten", "no caching, so one state that is written over, drafts",
+        v.Config(7, 2, 2, 3, 4, **_UNCACHED, **_NGRAM,
+                 groups=(_states(4, v.MambaCacheMode.NONE, 1), _FULL_OF_2)),
+        (_a(1, 3), _b(2, 2)),
+        vocabulary=(0, 1), aborts=True, expected=Counts(580, 4_029, 2_074, 12)),
     World("tokens", "FCFS with caching: three tokens to sample, two of them alike, both resets",
         v.Config(5, 2, 3, 3, 6), (_a(3, 3), _b(2, 3)),
         vocabulary=(0, 1, 2), aborts=True, resets=_BOTH,
