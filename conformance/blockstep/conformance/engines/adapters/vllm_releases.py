@@ -104,6 +104,11 @@ class Release:
     has_mixed_groups: bool = False
     """Whether KV-cache groups may be of any kinds and block sizes, in any order; the first releases
     find hits of full attention and one other kind, of one block size, side by side."""
+    keeps_doubtful_blocks: bool = False
+    """Whether a window keeps what it reads if drafts in flight are rejected."""
+    has_group_gate: bool = False
+    """Whether a window is reserved for by what it holds at a time, not for a whole prompt
+    (#39734)."""
     has_recurrent_groups: bool = False
     """Whether recurrent groups are followed."""
     has_partial_hits: bool = False
@@ -186,6 +191,8 @@ def _build_table() -> Mapping[str, Release]:
         r0310,
         version="0.33.0",
         has_equal_groups=True,
+        keeps_doubtful_blocks=True,
+        has_group_gate=True,
         has_partial_hits=True,
         has_common_prefix=False,
     )
