@@ -160,7 +160,8 @@ KINDS: dict[str, dict[str, int]] = {
     "draft": {"max_query_len": 2, "max_seq_len": 8192},
 }  # fmt: skip
 BOTH: dict[str, Any] = {"sliding_window": 64, "soft_cap": 30.0}
-RULES: list[dict[str, Any]] = [{}, {"sliding_window": 64}, {"soft_cap": 30.0}, BOTH]
+CHUNKS: dict[str, Any] = {"attention_chunk_size": 64}
+RULES: list[dict[str, Any]] = [{}, {"sliding_window": 64}, {"soft_cap": 30.0}, BOTH, CHUNKS]
 
 
 def list_attention(*, every: bool) -> Iterator[Call]:
