@@ -134,7 +134,8 @@ def attention_kernel(
         keys of the tile   first ... | split 0 | split 1 | ... | last query's own
         within a split     TILE keys at a time, gathered slot by slot through the block table
 
-    `window` is the size of a chunk, with `CHUNKS`. `scale` holds log2(e) and the scale of the keys; softmax is computed in base 2.
+    `scale` holds log2(e) and the scale of the keys; softmax is computed in base 2. With `CHUNKS`
+    `window` is the size of a chunk.
     """
     tile, split = tl.program_id(0), tl.program_id(2)
     parts: tl.constexpr = (GROUP + PART - 1) // PART
@@ -324,12 +325,14 @@ def launch_paged_attention(
     attention_kernel[(num_tiles, num_groups, num_splits)](
         out, partial, partial_log, query, key_cache, value_cache, block_tables, query_start_loc,
         seq_lens, num_seqs, num_splits, rules.scale * rules.k_scale * LOG2_E,
-        rules.sliding_window or rules.chunk_size or 0, (rules.soft_cap or 0.0) * LOG2_E, rules.v_scale,
+        rules.sliding_window or rules.chunk_size or 0, (rules.soft_cap or 0.0) * LOG2_E,
+        rules.v_scale,
         *query.stride()[:2], *out.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
         block_tables.stride(0), GROUP=group, PART=tiling.part, HEAD_SIZE=head_size, SIZE=size,
         BLOCK_SIZE=block_size, BLOCK_Q=block_q, BLOCK_M=tiling.block_m, TILE=tiling.tile,
         ONE_TILE=one_tile, SPLIT=num_splits > 1, WINDOW=rules.sliding_window is not None,
-        CHUNKS=rules.chunk_size is not None, SOFT_CAP=rules.soft_cap is not None, COMPUTE=compute, PRECISION=tiling.precision,
+        CHUNKS=rules.chunk_size is not None, SOFT_CAP=rules.soft_cap is not None,
+        COMPUTE=compute, PRECISION=tiling.precision,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.registers_max,
         FAR=far,
     )  # fmt: skip

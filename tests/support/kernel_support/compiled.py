@@ -177,6 +177,7 @@ def list_attention(*, every: bool) -> Iterator[Call]:
         yield from attention_calls(dtypes, [64, 128, 256], groups, RULES, list(KINDS))
     else:
         yield from attention_calls([(BRAIN, None)], [128], [8], [BOTH], list(KINDS))
+        yield from attention_calls([(BRAIN, None)], [128], [8], [CHUNKS], ["split"])
         yield from attention_calls([(BRAIN, None)], [128], [64], [{}], ["draft"])
         yield from attention_calls([(BRAIN, None)], [256], [7], [{}], ["drafts"])
         yield from attention_calls([(SINGLE, None)], [128], [71], [{}], ["split"])
