@@ -21,7 +21,15 @@ from blockstep.conformance.draw.presets import PRESETS, draw_swarm
 from blockstep.conformance.engine import Capability, EngineTraits, Safety
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.lines import TraceError
-from blockstep.conformance.protocol.program import Action, Answer, Hostile, Program, Propose
+from blockstep.conformance.protocol.program import (
+    Action,
+    Answer,
+    Hostile,
+    Program,
+    Propose,
+    describe_config,
+    describe_observation,
+)
 from blockstep.conformance.protocol.program_file import (
     parse_program,
     read_program,
@@ -29,9 +37,12 @@ from blockstep.conformance.protocol.program_file import (
 )
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.report.as_test import write_test
+from blockstep.conformance.report.moment import describe_state
 from blockstep.conformance.search.episodes import play_episode
 from blockstep.conformance.search.options import CheckOptions
+from blockstep.spec import Oracle
 from blockstep.spec import vocabulary as v
+from blockstep.spec.snapshots import get_snapshot
 
 HERE = Path("it.json")
 PROGRAM = Program(
@@ -260,7 +271,7 @@ class Watched(Sync):
 
 class Narrow(SpecEngine):
     traits = EngineTraits(
-        equivalence=Safety(fit_config=lambda config: replace(config, block_size=1))
+        equivalence=Safety(fit_config=lambda config: replace(config, block_size=1, groups=()))
     )
 
 
@@ -364,3 +375,35 @@ class Mortal(SpecEngine):
     assert again.output.splitlines()[-1].strip() == (
         f"reproduce  blockstep check --engine mortal:Mortal --program {path}"
     )
+
+
+GROUPED = v.Config(
+    num_blocks=30,
+    block_size=2,
+    max_num_batched_tokens=8,
+    groups=(
+        v.KVGroup(v.GroupKind.SLIDING_WINDOW, 2, sliding_window=3),
+        v.KVGroup(v.GroupKind.FULL, 4),
+    ),
+)
+
+
+def test_several_groups_are_told_plainly() -> None:
+    told = describe_config(GROUPED)
+    assert told.endswith("groups=sliding_window(block_size=2,sliding_window=3)+full(block_size=4)")
+    oracle = Oracle(GROUPED)
+    oracle.submit(v.Request("A", tuple(range(9)), max_tokens=2))
+    oracle.commit(oracle.schedule(), {})
+    plan = oracle.schedule()
+    assert describe_observation(plan) == "plan 1: A runs, position 8, blocks 7 | 8"
+    state = describe_state(get_snapshot(oracle.state))
+    assert "blocks [0 0 0 4 7 | 5 6 8]" in state
+    assert "#1[2,3] group 1" in state, "the key of a larger block is of its last tokens"
+
+
+def test_a_program_with_several_groups_is_read_as_it_was_written() -> None:
+    program = Program(GROUPED, (v.Schedule(),))
+    assert parse_program(write_program(program), HERE) == program
+    namespace: dict[str, Any] = {}
+    exec(write_test(program), namespace)
+    assert namespace["PROGRAM"] == program

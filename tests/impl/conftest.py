@@ -82,7 +82,8 @@ class Session:
 def check_state(state: Snapshot) -> None:
     """P1 and P3, and that each request is in exactly one place."""
     blocks = range(1, len(state.ref_counts))
-    holders = Counter(block for r in state.requests for block in r.block_tables[0])
+    tables = [table for r in state.requests for table in r.block_tables]
+    holders = Counter(block for table in tables for block in table)
     assert state.ref_counts == (0, *(holders[block] for block in blocks))
     assert sorted(state.free_queue) == [block for block in blocks if not holders[block]]
     found = {block: key for key, ids in state.cached.items() for block in ids}

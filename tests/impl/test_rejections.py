@@ -19,6 +19,7 @@ from blockstep.spec.vocabulary import (
     GrammarReady,
     GroupKind,
     KVGroup,
+    MambaCacheMode,
     RejectCode,
     Rejected,
     Request,
@@ -168,11 +169,21 @@ def test_an_unknown_digest_is_refused() -> None:
         HostEngine(Config(num_blocks=2), digest="md5")
 
 
-def test_it_can_do_everything_that_conformance_asks_for_but_several_groups() -> None:
-    assert HostEngine(Config(num_blocks=2)).capabilities() == ALL_CAPABILITIES - {"groups"}
+def test_the_host_can_do_everything_that_conformance_asks_for() -> None:
+    config = Config(num_blocks=2)
+    assert HostEngine(config).capabilities() == ALL_CAPABILITIES
+    lacking = {"groups", "common prefix"}
+    assert CompiledEngine(config).capabilities() == ALL_CAPABILITIES - lacking
 
 
-@pytest.mark.parametrize("engine", [HostEngine, CompiledEngine])
-def test_several_groups_are_refused_and_not_taken_for_one(engine: type) -> None:
+def test_several_groups_are_refused_and_not_taken_for_one() -> None:
     with pytest.raises(ConfigError, match=r"groups = .* has one KV-cache group; leave it out"):
-        engine(Config(num_blocks=2, groups=(KVGroup(GroupKind.FULL, 16),)))
+        CompiledEngine(Config(num_blocks=2, groups=(KVGroup(GroupKind.FULL, 16),)))
+
+
+def test_states_are_refused_and_not_taken_for_full_attention() -> None:
+    group = KVGroup(GroupKind.RECURRENT, 16, mamba_cache_mode=MambaCacheMode.ALIGN)
+    with pytest.raises(
+        ConfigError, match=r"groups\[0\] = .* must not be recurrent.*; leave it out"
+    ):
+        HostEngine(Config(num_blocks=2, groups=(group,)))

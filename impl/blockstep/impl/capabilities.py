@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from blockstep.spec.vocabulary import Config, ConfigProblem, Policy, SpecMethod, config_problems
+from blockstep.spec.vocabulary import (
+    Config,
+    ConfigProblem,
+    GroupKind,
+    Policy,
+    SpecMethod,
+    config_problems,
+)
 
 HOST: Final = frozenset(
     (
@@ -27,11 +34,12 @@ HOST: Final = frozenset(
         "cache statistics",
         "late drafts",
         "groups",
+        "common prefix",
     )
 )
 """Everything."""
-COMPILED: Final = HOST - {"groups"}
-"""The same, for one KV-cache group."""
+COMPILED: Final = HOST - {"groups", "common prefix"}
+"""The same for one KV-cache group, without its hint to the worker."""
 
 
 def list_config_problems(config: Config) -> tuple[ConfigProblem, ...]:
@@ -41,6 +49,19 @@ def list_config_problems(config: Config) -> tuple[ConfigProblem, ...]:
         return problems
     rule, fix = "must be empty: this engine has one KV-cache group", "leave it out"
     return (ConfigProblem("groups", config.groups, rule, fix),)
+
+
+def list_host_problems(config: Config) -> tuple[ConfigProblem, ...]:
+    """Every reason against a config for the host engine."""
+    problems = config_problems(config)
+    if problems:
+        return problems
+    rule, fix = "must not be recurrent: this engine has no groups of states", "leave it out"
+    return tuple(
+        ConfigProblem(f"groups[{index}]", group, rule, fix)
+        for index, group in enumerate(config.groups)
+        if group.kind is GroupKind.RECURRENT
+    )
 
 
 def list_needed(config: Config) -> frozenset[str]:

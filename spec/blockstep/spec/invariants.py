@@ -11,6 +11,7 @@ from itertools import chain, pairwise
 
 from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.memory.groups import (
+    compute_max_doubt,
     compute_max_held_blocks,
     compute_max_reach,
     compute_num_skipped_blocks,
@@ -18,7 +19,7 @@ from blockstep.spec.memory.groups import (
 from blockstep.spec.requests import NOTHING_HELD, count_drafts_in_flight, without_nulls
 from blockstep.spec.state import State
 from blockstep.spec.step.queues import get_rank
-from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Policy, RequestId, Status
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, GroupKind, Policy, RequestId, Status
 
 
 def is_every_block_free_or_held(state: State) -> bool:
@@ -72,27 +73,32 @@ def is_every_settled_block_keyed(state: State) -> bool:
             num_settled = holding.num_cached_blocks
             if num_settled > len(holding.block_table):
                 return False
-            settled = without_nulls(holding.block_table[:num_settled])
-            first, num_links = num_settled - len(settled), block_size // hash_size
-            keys = get_group_keys(request.block_keys, group, num_links, first, num_settled)
-            if tuple(block_keys[block_id] for block_id in settled) != keys:
+            num_links = block_size // hash_size
+            keys = get_group_keys(request.block_keys, group, num_links, 0, num_settled)
+            settled = zip(holding.block_table, keys, strict=False)
+            if any(b != NULL_BLOCK and block_keys[b] != key for b, key in settled):
                 return False
     return True
 
 
 def is_every_attended_block_held(state: State) -> bool:
-    """Null blocks stand in front, and only for what no token still to be computed attends to.
+    """Null blocks stand only for what no token still to be computed attends to.
 
-    Such a token may be the first draft in flight. Source: P1, P8.
+    Such a token may be the first draft in flight. They stand in front, but in a recurrent group,
+    whose states of drafts move on. There attended is what the next row may go on from, and the
+    blocks for states behind drafts. Source: P1, P8.
     """
     for request in [state.requests[name] for name in state.running]:
         num_computed = request.num_computed_tokens
         num_certain = num_computed - count_drafts_in_flight(state.frames, request.request_id)
         for group, table in zip(state.config.kv_groups, request.block_tables, strict=True):
-            num_null = len(table) - len(without_nulls(table))
-            if NULL_BLOCK in table[num_null:] or len(table) * group.block_size < num_computed:
+            num_blocks = len(table) - group.num_speculative_blocks
+            is_gap_free = group.kind is not GroupKind.RECURRENT
+            if is_gap_free and NULL_BLOCK in table[table.count(NULL_BLOCK) :]:
                 return False
-            if num_null > compute_num_skipped_blocks(group, num_certain):
+            if NULL_BLOCK in table[compute_num_skipped_blocks(group, num_certain) :]:
+                return False
+            if num_blocks * group.block_size < num_computed:
                 return False
     return True
 
@@ -103,10 +109,15 @@ def is_every_window_as_small_as_charged(state: State) -> bool:
     Source: P8, P11.
     """
     config = state.config
-    reach = compute_max_reach(config)
+    reach, doubt = compute_max_reach(config), compute_max_doubt(config)
     return all(
         len(without_nulls(table))
-        <= compute_max_held_blocks(group, len(table) * group.block_size, reach)
+        <= compute_max_held_blocks(
+            group,
+            (len(table) - group.num_speculative_blocks) * group.block_size,
+            reach,
+            doubt,
+        )
         for request in state.requests.values()
         for group, table in zip(config.kv_groups, request.block_tables, strict=True)
     )

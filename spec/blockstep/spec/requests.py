@@ -94,9 +94,12 @@ class RequestState:
 
 
 def without_nulls(block_table: tuple[BlockId, ...]) -> tuple[BlockId, ...]:
-    """The blocks that a table holds: null blocks stand in front of them. Source: P1."""
+    """The blocks that a table holds: null blocks mostly stand in front of them. Source: P1."""
     num_null = block_table.count(NULL_BLOCK)
-    return block_table[num_null:] if num_null else block_table
+    held = block_table[num_null:] if num_null else block_table
+    if num_null and NULL_BLOCK in held:
+        return tuple([block_id for block_id in block_table if block_id != NULL_BLOCK])
+    return held
 
 
 @dataclass(frozen=True, slots=True)

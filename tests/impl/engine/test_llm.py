@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from engine_support.models import MAX_TOKENS, Checkpoint, build_model, save_model
-from engine_support.storms import NUM_BLOCKS_MIN, SMALL
 
 from blockstep.impl.engine import (
     LLM,
@@ -371,18 +370,6 @@ def test_a_prompt_longer_than_the_model_is_refused(qwen3: Checkpoint) -> None:
     llm = LLM(qwen3.folder, max_model_len=16)
     with pytest.raises(RequestError, match=r"prompt of 16 tokens: .*max_model_len"):
         llm.generate(list(range(2, 18)), EIGHT)
-
-
-def test_one_block_less_than_the_smallest_pool_serves_not_everybody(
-    qwen3: Checkpoint, prompts: list[list[int]]
-) -> None:
-    longest = max(prompts, key=len)
-    params = SamplingParams(max_tokens=MAX_TOKENS)
-    drafts: dict[str, Any] = {"spec_method": "ngram", "num_speculative_tokens": 3}
-    LLM(qwen3.folder, **SMALL, **drafts).generate(longest, params)
-    less = LLM(qwen3.folder, **{**SMALL, "num_blocks": NUM_BLOCKS_MIN - 1}, **drafts)
-    with pytest.raises(RequestError, match="block"):
-        less.generate(longest, params)
 
 
 def test_a_bad_prompt_takes_the_others_back(qwen3: Checkpoint) -> None:

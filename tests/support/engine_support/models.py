@@ -181,16 +181,18 @@ def make_prompts() -> list[list[int]]:
 class Checkpoint:
     """A tiny model on disk, beside a worse one that can draft for it."""
 
+    family: str
     model: Any
     folder: Path
     draft_folder: Path
     expected: Expected
 
 
-def make_checkpoint(family: str, folder: Path) -> Checkpoint:
+def make_checkpoint(family: str, folder: Path, **changes: Any) -> Checkpoint:
     """Everything that tests need of a family."""
-    model = build_model(family)
+    model = build_model(family, **changes)
     return Checkpoint(
+        family,
         model,
         save_model(model, folder / "model"),
         save_perturbed(model, folder / "draft"),

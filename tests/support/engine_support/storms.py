@@ -26,6 +26,13 @@ class Storm:
     settings: dict[str, Any] = field(default_factory=dict)
     reaches: tuple[str, ...] = ()
 
+    windows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What differs for families with windows, where each KV group has blocks of its own."""
+
+    def get_settings(self, family: str) -> dict[str, Any]:
+        """Settings for a family. A small pool is the smallest one that serves every prompt."""
+        return {**self.settings, **self.windows.get(family, {})}
+
     def get_missing(self, stats: Stats) -> list[str]:
         """Situations that were not reached."""
         reached = {
@@ -37,20 +44,34 @@ class Storm:
         return [name for name in self.reaches if not reached[name]]
 
 
+def blocks(qwen2: int, mistral: int, **more: Any) -> dict[str, dict[str, Any]]:
+    """The smallest pools: of a full table beside a window's, and of a window's alone."""
+    return {"qwen2": {"num_blocks": qwen2}, "mistral": {"num_blocks": mistral, **more}}
+
+
+UNGATED = blocks(25, 8, scheduler_reserve_full_isl=False)
+"""Who is let in by what its windows hold at most is rarely preempted."""
+
 STORMS = {
     "plain": Storm({}, ("hit",)),
     "no-cache": Storm({"enable_prefix_caching": False}),
     "chunked": Storm(
         {"max_num_batched_tokens": 24, "long_prefill_token_threshold": 7, "block_size": 4}, ("hit",)
     ),
-    "small-pool": Storm({**SMALL, "max_num_batched_tokens": 16}, ("hit", "preemption")),
-    "ngram": Storm({**SMALL, **NGRAM}, ("hit", "preemption", "accepted", "rejected")),
-    "draft-model": Storm({**SMALL, **DRAFT}, ("hit", "preemption", "accepted", "rejected")),
-    "async": Storm({**SMALL, **ASYNC, "max_num_batched_tokens": 16}, ("hit", "preemption")),
+    "small-pool": Storm({**SMALL, "max_num_batched_tokens": 16}, ("hit", "preemption"), UNGATED),
+    "ngram": Storm(
+        {**SMALL, **NGRAM}, ("hit", "preemption", "accepted", "rejected"), blocks(35, 18)
+    ),
+    "draft-model": Storm(
+        {**SMALL, **DRAFT}, ("hit", "preemption", "accepted", "rejected"), blocks(37, 19)
+    ),
+    "async": Storm(
+        {**SMALL, **ASYNC, "max_num_batched_tokens": 16}, ("hit", "preemption"), UNGATED
+    ),
     "async-ngram": Storm(
-        {**SMALL, **ASYNC, **NGRAM}, ("hit", "preemption", "accepted", "rejected")
+        {**SMALL, **ASYNC, **NGRAM}, ("hit", "preemption", "accepted", "rejected"), blocks(35, 18)
     ),
     "async-draft-model": Storm(
-        {**SMALL, **ASYNC, **DRAFT}, ("hit", "preemption", "accepted", "rejected")
+        {**SMALL, **ASYNC, **DRAFT}, ("hit", "preemption", "accepted", "rejected"), blocks(37, 19)
     ),
 }

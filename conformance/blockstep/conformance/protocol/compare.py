@@ -74,6 +74,7 @@ def name_key(key: BlockKey | None) -> str:
     if key is None:
         return ABSENT
     extras = [key.adapter and f"adapter {key.adapter}", key.cache_salt and f"salt {key.cache_salt}"]
+    extras += [f"group {key.group}"] if key.group else []
     extras += [f"{identifier}@{offset}" for identifier, offset in key.items]
     extras += ["embeds " + ",".join(map(str, key.embeds))] if key.embeds else []
     tokens = ",".join(map(str, key.token_ids[:6])) + ("..." if len(key.token_ids) > 6 else "")

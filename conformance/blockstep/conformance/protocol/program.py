@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from blockstep.conformance.protocol.codec import get_changed
 from blockstep.conformance.protocol.findings import say, shown
 from blockstep.spec import vocabulary as v
 
@@ -137,9 +138,22 @@ def describe_config(config: v.Config) -> str:
     parts = [f"num_blocks={config.num_blocks}"]
     for name in v.Config.__dataclass_fields__:
         value = getattr(config, name)
-        if name != "num_blocks" and value != getattr(plain, name):
+        if name == "groups" and value:
+            parts.append(f"groups={'+'.join(map(describe_group, value))}")
+        elif name != "num_blocks" and value != getattr(plain, name):
             parts.append(f"{name}={value}")
     return "\n            ".join(textwrap.wrap(" ".join(parts), WIDTH - 12))
+
+
+def describe_group(group: v.KVGroup) -> str:
+    """Its kind, and in brackets its sizes and whatever else is not a default."""
+    fields = {name: part for name, part in get_changed(group).items() if name != "kind"}
+    return f"{group.kind}({','.join(f'{name}={part}' for name, part in fields.items())})"
+
+
+def describe_tables(tables: v.BlockTables) -> str:
+    """Block ids; a bar stands between those of two KV groups."""
+    return " | ".join(" ".join(map(str, table)) for table in tables)
 
 
 def describe_request(request: v.Request) -> str:
@@ -214,7 +228,7 @@ def _planned(row: v.NewRow | v.CachedRow) -> str:
     else:
         kind, tables = "resumed" if row.resumed else "runs", row.new_block_ids
     drafts = len(row.draft_token_ids)
-    blocks = " ".join(str(block_id) for table in tables for block_id in table)
+    blocks = describe_tables(tables) if any(tables) else ""
     positions = f"position {first}" if first == last else f"positions {first}-{last}"
     return (
         f"{row.request_id} {kind}, {positions}"

@@ -13,6 +13,7 @@ from blockstep.conformance.protocol.program import (
     describe_config,
     describe_event,
     describe_observation,
+    describe_tables,
 )
 from blockstep.conformance.protocol.program_file import SUFFIX, read_program
 from blockstep.conformance.protocol.registry import SpecEngine
@@ -99,7 +100,7 @@ def describe_state(snapshot: Snapshot) -> str:
 
 
 def _describe_request(request: RequestSnapshot) -> str:
-    table = " ".join(str(block_id) for table in request.block_tables for block_id in table)
+    table = describe_tables(request.block_tables) if any(request.block_tables) else ""
     drafts = f", drafts {list(request.spec_token_ids)}" if request.spec_token_ids else ""
     preempted = f", preempted {request.num_preemptions} times" if request.num_preemptions else ""
     return (

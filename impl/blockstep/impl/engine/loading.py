@@ -5,14 +5,14 @@ config.json -> groups -> bytes per block -> blocks -> Config of the scheduler ->
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 
-from blockstep.impl.capabilities import HOST
 from blockstep.impl.engine.cache import PagedCache, compute_num_blocks, get_block_bytes
 from blockstep.impl.engine.checkpoint import ModelWeights, load_weights
 from blockstep.impl.engine.config import DTYPES, ModelConfig, load_config
@@ -23,6 +23,7 @@ from blockstep.impl.engine.model import Model
 from blockstep.impl.engine.runner import Runner
 from blockstep.impl.engine.speculation import DraftModelProposer, NgramProposer, Proposer
 from blockstep.impl.engine.text import load_tokenizer
+from blockstep.impl.host.kinds import make_groups
 from blockstep.spec.vocabulary import Config, Policy, SpecMethod, config_problems
 
 CPU_CACHE_BYTES = 1 << 30
@@ -150,7 +151,7 @@ def get_groups(settings: Settings, models: list[ModelConfig]) -> tuple[LayerGrou
             f"max_model_len = {settings.max_model_len}: the model was made for {trained} "
             "positions; give no more"
         )
-    one_for_all = settings.disable_hybrid_kv_cache_manager or "groups" not in HOST
+    one_for_all = settings.disable_hybrid_kv_cache_manager
     return group_layers(models, settings.max_model_len or trained, one_for_all=one_for_all)
 
 
@@ -167,24 +168,14 @@ def get_config(
         SettingsError: fewer than two blocks, or what `config_problems` has against the rest.
     """
     trained = min(model.max_model_len for model in models)
-    longest = settings.max_model_len or trained
-    num_blocks = settings.num_blocks
-    if num_blocks is None:
-        block_bytes = get_block_bytes(models, groups, settings.block_size, dtype)
-        num_blocks = compute_num_blocks(_get_cache_bytes(settings, device), block_bytes)
-        if settings.kv_cache_bytes is None:
-            per_request = len(groups) * -(-longest // settings.block_size)
-            num_blocks = max(min(num_blocks, settings.max_num_seqs * per_request + 1), 2)
-    capacity = (num_blocks - 1) // len(groups) * settings.block_size
     config = Config(
-        num_blocks=num_blocks,
+        num_blocks=settings.num_blocks or 2,
         block_size=settings.block_size,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_model_len=settings.max_model_len or max(min(trained, capacity), 2),
+        max_model_len=settings.max_model_len or max(trained, 2),
         policy=settings.policy,
         enable_prefix_caching=settings.enable_prefix_caching,
-        enable_chunked_prefill=settings.enable_chunked_prefill,
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
         scheduler_reserve_full_isl=settings.scheduler_reserve_full_isl,
         spec_method=settings.spec_method,
@@ -193,10 +184,35 @@ def get_config(
         async_scheduling=settings.max_frames_in_flight > 1,
         groups=get_kv_groups(groups, settings.block_size),
     )
+    _expect_no_problem(config)
+    kinds = make_groups(config)
+
+    def count_held(num_tokens: int) -> int:
+        return sum(kind.count_held(num_tokens) for kind in kinds)
+
+    num_blocks = settings.num_blocks
+    if num_blocks is None:
+        block_bytes = get_block_bytes(models, groups, settings.block_size, dtype)
+        num_blocks = compute_num_blocks(_get_cache_bytes(settings, device), block_bytes)
+        if settings.kv_cache_bytes is None:
+            most = settings.max_num_seqs * count_held(config.max_model_len) + 1
+            num_blocks = max(min(num_blocks, most), 2)
+    # The longest text whose blocks the pool has, at whichever moment it has most of them.
+    capacity = bisect_right(range(trained + 1), num_blocks - 1, key=count_held) - 1
+    config = replace(
+        config,
+        num_blocks=num_blocks,
+        max_model_len=settings.max_model_len or max(capacity, 2),
+        enable_chunked_prefill=settings.enable_chunked_prefill,
+    )
+    _expect_no_problem(config)
+    return config
+
+
+def _expect_no_problem(config: Config) -> None:
     problems = config_problems(config)
     if problems:
         raise SettingsError("\n".join(map(str, problems)))
-    return config
 
 
 def _get_cache_bytes(settings: Settings, device: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import ClassVar
 
+from blockstep.impl.capabilities import list_host_problems
 from blockstep.impl.host.digests import Digest, find_digest
 from blockstep.impl.host.groups import GroupMemory
 from blockstep.impl.host.pool import BlockPool
@@ -17,12 +18,12 @@ from blockstep.spec.vocabulary import (
     Config,
     ConfigError,
     FrameId,
+    GroupKind,
     PauseState,
     RequestId,
     Stats,
     Status,
     TokenIds,
-    config_problems,
 )
 
 
@@ -30,7 +31,7 @@ class Core:
     """What all phases share. Requests are named by their slot in `table`.
 
     Raises:
-        ConfigError: `config_problems` has something against the config.
+        ConfigError: `list_host_problems` has something against the config.
         ValueError: no digest has the name given.
     """
 
@@ -39,7 +40,7 @@ class Core:
     groups_type: ClassVar[type[GroupMemory]] = GroupMemory
 
     def __init__(self, config: Config, digest: str | Digest = "sha256") -> None:
-        problems = config_problems(config)
+        problems = list_host_problems(config)
         if problems:
             raise ConfigError(problems)
         self.config = config
@@ -60,6 +61,12 @@ class Core:
         """Their memory, where a config names groups; None for the one that there is without."""
         self.table = RequestTable(len(config.kv_groups))
         self._no_new_blocks: BlockTables = ((),) * self.table.num_groups
+        self._is_whole = [g.kind is GroupKind.FULL for g in config.kv_groups]
+        """Whether a group is under full attention."""
+        self._common_prefix = (0,) * self.table.num_groups
+        """What the last plan said of it, as of `_common_moment`."""
+        self._common_moment = (0, 0)
+        """Running requests, and moves of the pool."""
         self.waiting = make_queue(config.policy, self.table.rank_of)
         self.skipped_waiting = make_queue(config.policy, self.table.rank_of)
         self.running: list[int] = []

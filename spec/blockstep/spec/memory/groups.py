@@ -11,6 +11,7 @@ from __future__ import annotations
 from math import gcd
 from typing import assert_never
 
+from blockstep.spec.memory.states import compute_max_held_states
 from blockstep.spec.vocabulary import Config, GroupKind, KVGroup
 
 
@@ -45,12 +46,20 @@ def compute_max_reach(config: Config) -> int:
     """
     budget, threshold = config.max_num_batched_tokens, config.long_prefill_token_threshold
     num_row = min(budget, threshold) if threshold else budget
+    return compute_max_doubt(config) + num_row + config.num_lookahead_tokens
+
+
+def compute_max_doubt(config: Config) -> int:
+    """Computed tokens of one request, at most, that are drafts in flight. Source: P14."""
+    budget, threshold = config.max_num_batched_tokens, config.long_prefill_token_threshold
+    num_row = min(budget, threshold) if threshold else budget
     num_frames = config.max_frames_in_flight - 1 if config.async_scheduling else 0
-    num_in_doubt = num_frames * min(config.num_speculative_tokens, num_row - 1)
-    return num_in_doubt + num_row + config.num_lookahead_tokens
+    return num_frames * min(config.num_speculative_tokens, num_row - 1)
 
 
-def compute_max_held_blocks(group: KVGroup, num_slots: int, max_reach: int) -> int:
+def compute_max_held_blocks(
+    group: KVGroup, num_slots: int, max_reach: int, max_doubt: int = 0
+) -> int:
     """Blocks that a request of `num_slots` holds of one group at most, however it is chunked.
 
     Under full attention all of them; else what a window and the reach of a step touch, wherever
@@ -68,7 +77,7 @@ def compute_max_held_blocks(group: KVGroup, num_slots: int, max_reach: int) -> i
             num_tokens = group.attention_chunk_size - 1 + max_reach
             offset = size - gcd(group.attention_chunk_size, size)
         case GroupKind.RECURRENT:
-            return num_all + group.num_speculative_blocks
+            return compute_max_held_states(group, num_all, max_reach, max_doubt)
         case _:
             assert_never(group.kind)
     # What is attended begins so far into a block at most: a window anywhere, a chunk not.

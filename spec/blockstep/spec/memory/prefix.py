@@ -17,7 +17,7 @@ from blockstep.spec.memory.slots import NO_HIT
 from blockstep.spec.pool import Pool, find_block
 from blockstep.spec.requests import Hit, RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockKey, Config, KVGroup
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockKey, Config, GroupKind, KVGroup
 
 
 def compute_max_hit_blocks(num_known: int, block_size: int) -> int:
@@ -88,10 +88,14 @@ def count_runs(found: Sequence[BlockId | None]) -> tuple[int, ...]:
 def is_valid_hit(group: KVGroup, runs: Sequence[int], num_tokens: int, num_behind: int) -> bool:
     """Whether every block of one group with an attended token is published, and those behind.
 
+    A proposer's KV of a token follows from the next one, too, so it is right in a block only if
+    what comes behind is the same. A state follows from what is before it.
     Source: vLLM 0.19.1 `find_longest_cache_hit` of each kind, as to which blocks are needed; P5.
     """
     first = compute_num_skipped_blocks(group, num_tokens)
-    end = num_tokens // group.block_size + num_behind
+    end = num_tokens // group.block_size
+    if group.kind is not GroupKind.RECURRENT:
+        end += num_behind
     return end < len(runs) and runs[end] >= end - first
 
 

@@ -17,9 +17,16 @@ from operator import ge
 
 from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.memory.groups import (
+    compute_max_doubt,
     compute_max_held_blocks,
     compute_max_reach,
     compute_num_skipped_blocks,
+)
+from blockstep.spec.memory.states import (
+    compute_num_certain,
+    compute_num_new_states,
+    compute_num_state_blocks,
+    get_extended_states,
 )
 from blockstep.spec.pool import (
     Pool,
@@ -32,7 +39,15 @@ from blockstep.spec.pool import (
 )
 from blockstep.spec.requests import Hit, Holding, RequestState, without_nulls
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockTables, Config, KVGroup, Request
+from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    BlockId,
+    BlockTables,
+    Config,
+    GroupKind,
+    KVGroup,
+    Request,
+)
 
 NO_HIT = Hit(0, ())
 
@@ -100,8 +115,8 @@ def compute_max_blocks(config: Config, request: Request) -> int:
     )
     if not config.groups:
         return compute_num_blocks(num_slots, config.block_size)
-    reach = compute_max_reach(config)
-    return sum(compute_max_held_blocks(group, num_slots, reach) for group in config.groups)
+    reach, doubt = compute_max_reach(config), compute_max_doubt(config)
+    return sum([compute_max_held_blocks(group, num_slots, reach, doubt) for group in config.groups])
 
 
 def is_servable(config: Config, request: Request) -> bool:
@@ -121,10 +136,30 @@ def count_needed_blocks(
     return num_new_blocks + count_free(pool, without_nulls(hit)) if hit else num_new_blocks
 
 
-def can_hold(
+def count_needed(
     pool: Pool,
+    group: KVGroup,
+    num_tokens: int,
     num_slots: int,
-    block_sizes: tuple[int, ...],
+    num_held: int,
+    hit: tuple[BlockId, ...],
+) -> int:
+    """Free blocks that one group of several needs for a step that ends at `num_tokens`.
+
+    Source: vLLM 0.19.1 `get_num_blocks_to_allocate` of each kind; P8.
+    """
+    if group.kind is not GroupKind.RECURRENT:
+        return count_needed_blocks(pool, num_slots, group.block_size, num_held, hit)
+    num_blocks = compute_num_state_blocks(group, num_tokens, num_slots)
+    num_new_blocks = compute_num_new_states(group, num_blocks, num_held, len(hit))
+    return num_new_blocks + count_free(pool, without_nulls(hit))
+
+
+def can_hold(
+    config: Config,
+    pool: Pool,
+    num_tokens: int,
+    num_slots: int,
     holdings: tuple[Holding, ...],
     hit_tables: BlockTables,
 ) -> bool:
@@ -132,12 +167,17 @@ def can_hold(
 
     Source: seed 001 "Phase 2"; P8.
     """
-    num_needed = sum(
-        [
-            count_needed_blocks(pool, num_slots, block_size, len(holding.block_table), hit)
-            for block_size, holding, hit in zip(block_sizes, holdings, hit_tables, strict=True)
-        ]
-    )
+    if not config.groups:
+        (holding,), (hit,) = holdings, hit_tables
+        num_held = len(holding.block_table)
+        num_needed = count_needed_blocks(pool, num_slots, config.block_size, num_held, hit)
+    else:
+        num_needed = sum(
+            [
+                count_needed(pool, group, num_tokens, num_slots, len(holding.block_table), hit)
+                for group, holding, hit in zip(config.groups, holdings, hit_tables, strict=True)
+            ]
+        )
     return num_needed <= get_num_free_blocks(pool)
 
 
@@ -149,7 +189,7 @@ def can_finish(config: Config, pool: Pool, request: RequestState, hit: Hit, rule
     num_slots = min(request.num_known_tokens, config.max_model_len)
     hit_tables = hit.block_tables or ((),) * len(request.holdings)
     if not config.groups:
-        return can_hold(pool, num_slots, config.block_sizes, request.holdings, hit_tables)
+        return can_hold(config, pool, num_slots, num_slots, request.holdings, hit_tables)
     num_needed = sum(
         rules.count_reserved_blocks(config, pool, group, num_slots, block_ids)
         for group, block_ids in zip(config.groups, hit_tables, strict=True)
@@ -166,7 +206,9 @@ def count_reserved_blocks(
     charges all of them (#39734). Source: seed 001 "Full ISL reservation"; P8, P11.
     """
     num_all = count_needed_blocks(pool, num_slots, group.block_size, 0, hit)
-    return min(num_all, compute_max_held_blocks(group, num_slots, compute_max_reach(config)))
+    num_all += group.num_speculative_blocks
+    reach, doubt = compute_max_reach(config), compute_max_doubt(config)
+    return min(num_all, compute_max_held_blocks(group, num_slots, reach, doubt))
 
 
 def allocate_slots(
@@ -185,18 +227,23 @@ def allocate_slots(
     Source: seed 001 "allocate_slots() -- The Block Allocation Pipeline"; P4, P7, P8.
     """
     num_computed = request.num_computed_tokens + hit.num_tokens
+    num_tokens = num_computed + num_new
     num_slots = compute_num_slots(num_computed, num_new, num_lookahead, config.max_model_len)
     block_sizes = config.block_sizes
     hit_tables = hit.block_tables or ((),) * len(block_sizes)
     # refuse
-    if not can_hold(pool, num_slots, block_sizes, request.holdings, hit_tables):
+    if not can_hold(config, pool, num_tokens, num_slots, request.holdings, hit_tables):
         return None
     # pool
     for block_ids in hit.block_tables:
         pool = touch_blocks(pool, without_nulls(block_ids))
     holdings = []
-    for holding, block_ids, size in zip(request.holdings, hit_tables, block_sizes, strict=True):
-        pool, after = extend_holding(pool, holding, block_ids, num_slots, size)
+    for index, (holding, block_ids) in enumerate(zip(request.holdings, hit_tables, strict=True)):
+        if config.groups and config.groups[index].kind is GroupKind.RECURRENT:
+            num_blocks = compute_num_state_blocks(config.groups[index], num_tokens, num_slots)
+            pool, after = extend_states(pool, config.groups[index], holding, block_ids, num_blocks)
+        else:
+            pool, after = extend_holding(pool, holding, block_ids, num_slots, block_sizes[index])
         holdings.append(after)
     # requests
     if holdings != [*request.holdings]:
@@ -224,6 +271,21 @@ def extend_holding(
         return pool, holding
     pool, new_blocks = allocate_blocks(pool, num_new_blocks)
     return pool, Holding(table + new_blocks, holding.num_cached_blocks + len(hit))
+
+
+def extend_states(
+    pool: Pool, group: KVGroup, holding: Holding, hit: tuple[BlockId, ...], num_blocks: int
+) -> tuple[Pool, Holding]:
+    """A recurrent group's table with its hit, and with new blocks until it has `num_blocks`.
+
+    Source: vLLM 0.19.1 `MambaManager.allocate_new_blocks`; P8.
+    """
+    num_held = len(holding.block_table)
+    num_new_blocks = compute_num_new_states(group, num_blocks, num_held, len(hit))
+    pool, new_blocks = allocate_blocks(pool, num_new_blocks)
+    table = holding.block_table + hit
+    table = get_extended_states(group, table, num_held > 0, num_blocks, new_blocks)
+    return pool, Holding(table, holding.num_cached_blocks + len(hit))
 
 
 def publish_slots(
@@ -260,14 +322,14 @@ def skip_slots(
     request goes on where the first of them is, and reads the window before it.
     Source: vLLM 0.19.1 `remove_skipped_blocks`, which forgets the doubt; P1, P8, P14.
     """
-    num_certain = request.num_computed_tokens - num_in_doubt
     holdings = []
     for group, holding in zip(config.groups, request.holdings, strict=True):
         table = holding.block_table
-        num_null = table.count(NULL_BLOCK)
+        num_certain = compute_num_certain(group, request.num_computed_tokens, num_in_doubt)
         num_skipped = min(compute_num_skipped_blocks(group, num_certain), len(table))
-        if num_skipped > num_null:
-            pool = rules.free_blocks(pool, table[num_null:num_skipped])
+        left = without_nulls(table[:num_skipped])
+        if left:
+            pool = rules.free_blocks(pool, left)
             table = (NULL_BLOCK,) * num_skipped + table[num_skipped:]
         holdings.append(Holding(table, holding.num_cached_blocks))
     return pool, replace(request, holdings=tuple(holdings))

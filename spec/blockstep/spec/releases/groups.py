@@ -248,7 +248,7 @@ STORIES = (
         Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,
         only_the_first_full_group_is_cut,
         "full groups of another block size keep what they found beyond the hit",
-        ("P5",),
+        ("P4", "P5"),
         "not found upstream",
         "0.19.1",
         "full attention in blocks of 1 and of 2, and a window that has nothing cached: no token "
@@ -258,7 +258,7 @@ STORIES = (
         Quirk.WINDOWS_RESERVE_EVERYTHING,
         windows_reserve_everything,
         "the gate charges a window the whole request",
-        ("P11", "P15"),
+        ("P10", "P11", "P15"),
         "#39734",
         "0.19.1",
         "blocks of 1, a budget of 1, a window of 2, 4 blocks: a prompt of 5 tokens, which never "
@@ -268,7 +268,7 @@ STORIES = (
         Quirk.WINDOWS_FORGET_DOUBT,
         windows_forget_doubt,
         "a window moves on as if all drafts in flight were accepted",
-        ("P8", "P14"),
+        ("P5", "P14"),
         "not found upstream",
         "0.19.1",
         "asynchronous, one draft, blocks of 1, a window of 2: a draft in flight is rejected, and "

@@ -8,11 +8,19 @@ from typing import TypeAlias
 
 from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
 from blockstep.spec.memory.slots import allocate_slots, can_finish
-from blockstep.spec.requests import Frame, Hit, RequestState
+from blockstep.spec.pool import Pool, withdraw_blocks
+from blockstep.spec.requests import Frame, Hit, RequestState, without_nulls
 from blockstep.spec.step.queues import is_blocked, process_prepend, select_queue
-from blockstep.spec.step.share import compute_num_drafts, compute_share
+from blockstep.spec.step.share import compute_num_drafts, compute_share, get_aligned_share
 from blockstep.spec.step.work import Scheduled, Step, Verdict
-from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, Config, RequestId, Status
+from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
+    BlockId,
+    Config,
+    GroupKind,
+    RequestId,
+    Status,
+)
 
 
 def process_waiting_phase(step: Step) -> None:
@@ -96,7 +104,7 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     """
     config, rules = step.state.config, step.state.rules
     # refuse
-    hit = get_prefix_hit(config, step.pool, request, rules)
+    hit = get_prefix_hit(config, get_findable_pool(step), request, rules)
     num_known = request.num_known_tokens
     running = (step.requests[row.request_id] for row in step.rows if row.status is Status.RUNNING)
     num_padding = rules.get_num_padding(
@@ -112,6 +120,8 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
         end=num_known + num_padding,
         is_whole=not config.enable_chunked_prefill,
     )
+    if config.groups:
+        num_new = get_aligned_share(config, request, hit.num_tokens, num_new)
     if num_new == 0:
         return Verdict.PASSED_OVER if rules.passes_over_too_long else Verdict.NO_ROOM
     is_reserved = config.scheduler_reserve_full_isl and rules.reserves_full_isl
@@ -126,6 +136,24 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     # requests
     process_entrance(step, request, after, hit, num_new)
     return Verdict.ADMITTED
+
+
+def get_findable_pool(step: Step) -> Pool:
+    """The pool without the states that this very step writes: it would read them before.
+
+    KV of a layer is written before any row reads of it; states are read first. Those of frames in
+    flight are there, for those frames run before. Upstream has whoever would hit one wait, and all
+    behind it; here the hit is what is there.
+    Source: vLLM 0.19.1 `cached_blocks_this_step`; upstream #56525; P4, P15.
+    """
+    unwritten: list[BlockId] = []
+    for index, group in enumerate(step.state.config.groups):
+        if group.kind is not GroupKind.RECURRENT:
+            continue
+        for row in step.rows:
+            table = step.requests[row.request_id].block_tables[index]
+            unwritten += without_nulls(table[row.num_computed // group.block_size :])
+    return withdraw_blocks(step.pool, unwritten) if unwritten else step.pool
 
 
 def process_entrance(

@@ -55,7 +55,28 @@ def get_plan(step: Step) -> Plan:
         finished_req_ids=step.state.finished_req_ids,
         preempted_req_ids=tuple(sorted({*step.preempted, *step.state.reset_req_ids})),
         num_common_prefix_blocks=get_num_common_prefix_blocks(step),
+        new_block_ids_to_zero=get_blocks_to_zero(step),
     )
+
+
+def get_blocks_to_zero(step: Step) -> tuple[BlockId, ...]:
+    """Blocks that the step takes newly for attention, where recurrent groups take from the pool.
+
+    By group, in the order of the rows. A hit is none of them. Upstream has those under full
+    attention zeroed only. Source: vLLM 0.19.1 `take_new_block_ids`; P3.
+    """
+    groups = step.state.config.groups
+    if not any(group.kind is GroupKind.RECURRENT for group in groups):
+        return ()
+    taken: list[BlockId] = []
+    for index, group in enumerate(groups):
+        if group.kind is GroupKind.RECURRENT:
+            continue
+        for row in step.rows:
+            is_admitted = row.status is not Status.RUNNING
+            num_hit = row.num_computed // group.block_size if is_admitted else 0
+            taken += row.new_blocks[index][num_hit:]
+    return tuple(taken)
 
 
 def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:

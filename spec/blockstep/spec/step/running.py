@@ -7,7 +7,12 @@ from dataclasses import replace
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.step.preemption import process_claim
-from blockstep.spec.step.share import compute_num_drafts, compute_share, is_past_max_tokens
+from blockstep.spec.step.share import (
+    compute_num_drafts,
+    compute_share,
+    get_aligned_share,
+    is_past_max_tokens,
+)
 from blockstep.spec.step.work import Scheduled, Step
 from blockstep.spec.vocabulary import Config
 
@@ -54,13 +59,14 @@ def get_num_running_tokens(step: Step, request: RequestState) -> int:
     num_prompt = len(asked.prompt_token_ids)
     if is_past_max_tokens(num_computed, num_placeholders, num_prompt, asked.max_tokens):
         return 0
-    return compute_share(
+    num_new = compute_share(
         request.num_known_tokens + num_placeholders + len(request.spec_token_ids),
         num_computed,
         step.state.rules.get_threshold(config, len(step.requests)),
         step.budget.num_tokens,
         end=config.max_model_len - 1,
     )
+    return get_aligned_share(config, request, num_computed, num_new) if config.groups else num_new
 
 
 def process_grant(

@@ -4,12 +4,16 @@
     a step of n tokens            |-- computed c --|---- n ----|
     drafts in it                                   |- c+n-k -|
 
-Arithmetic only: the running and the waiting phase ask the same functions.
+The running and the waiting phase ask the same functions.
 """
 
 from __future__ import annotations
 
-from blockstep.spec.vocabulary import Config
+from collections.abc import Sequence
+from math import lcm
+
+from blockstep.spec.requests import RequestState
+from blockstep.spec.vocabulary import Config, GroupKind, MambaCacheMode
 
 
 def compute_share(
@@ -33,6 +37,43 @@ def compute_share(
     if is_whole and num_new > budget:
         return 0
     return min(num_new, budget)
+
+
+def get_aligned_share(
+    config: Config, request: RequestState, num_computed: int, num_new: int
+) -> int:
+    """Tokens of a row once its prompt is cut where states are kept. Source: P5, P10."""
+    groups = config.groups
+    aligned = [g.block_size for g in groups if g.mamba_cache_mode is MambaCacheMode.ALIGN]
+    num_prompt, num_known = len(request.request.prompt_token_ids), request.num_known_tokens
+    # From there on it decodes, or goes on to once it is resumed.
+    if not aligned or num_new <= 0 or num_computed >= max(num_prompt, num_known - 1):
+        return num_new
+    attended = [g.block_size for g in groups if g.kind is not GroupKind.RECURRENT]
+    num_behind = max(attended, default=0) if config.drops_last_hit_block else 0
+    end, unit = num_computed + num_new, lcm(*config.block_sizes)
+    last = max(num_known - num_behind, 0) // unit * unit
+    return compute_aligned_end(num_computed, end, last, unit, aligned) - num_computed
+
+
+def compute_aligned_end(
+    num_computed: int, end: int, last: int, unit: int, block_sizes: Sequence[int]
+) -> int:
+    """Where a chunk of a prompt ends that could reach `end`, so that it leaves its state in time.
+
+    `last` is the last boundary that a later request could hit, `unit` apart from the one before.
+    Up to there a chunk is whole units; less than one goes on all the same, as far as it can, and
+    the next chunks up to the end of the block: none takes a block of `block_sizes` on past its end.
+    Upstream rounds what is less to nothing, for ever where it is all that a step allows (#40707).
+    Source: vLLM 0.19.1 `_mamba_block_aligned_split`; P3, P10.
+    """
+    block_ends = [-(-num_computed // size) * size for size in block_sizes if num_computed % size]
+    if block_ends:
+        return min(end, *block_ends)
+    if num_computed < last < end:
+        return last
+    rounded = end // unit * unit
+    return rounded if end < last and rounded > num_computed else end
 
 
 def compute_num_drafts(num_computed: int, num_scheduled: int, num_known: int) -> int:

@@ -196,6 +196,9 @@ def _recurrent_rule(config: Config, group: KVGroup) -> tuple[str, str]:
         return rule, "raise its block_size"
     if mode is MambaCacheMode.ALIGN and not config.enable_chunked_prefill:
         return "chunks can end where blocks do with chunked prefill only", "enable it"
+    if mode is MambaCacheMode.ALIGN and group.num_speculative_blocks >= group.block_size:
+        rule = "with align a step among drafts ends one block at most, so it has fewer of them"
+        return rule, "use a block_size above num_speculative_blocks"
     if group.num_speculative_blocks < config.num_speculative_tokens:
         rule = "its num_speculative_blocks must be a state for each of num_speculative_tokens"
         return rule, f"use {config.num_speculative_tokens}"

@@ -104,6 +104,11 @@ class Release:
     has_mixed_groups: bool = False
     """Whether KV-cache groups may be of any kinds and block sizes, in any order; the first releases
     find hits of full attention and one other kind, of one block size, side by side."""
+    has_recurrent_groups: bool = False
+    """Whether recurrent groups are followed."""
+    has_partial_hits: bool = False
+    """Whether recurrent groups keep states at the ends of chunks alone (no mode `all`), and a hit
+    may end inside of a larger block beside them, which is then copied."""
     has_common_prefix: bool = True
     """Whether plans tell the blocks that all who run have in common."""
     has_equal_groups: bool = False
@@ -150,7 +155,12 @@ def _build_table() -> Mapping[str, Release]:
     )
     r0180 = replace(r0170, version="0.18.0", packages=SINCE_0_18, has_skipped_waiting=True)
     r0190 = replace(
-        r0180, version="0.19.0", has_offsets=True, has_exact_ends=True, has_mixed_groups=True
+        r0180,
+        version="0.19.0",
+        has_offsets=True,
+        has_exact_ends=True,
+        has_mixed_groups=True,
+        has_recurrent_groups=True,
     )
     r0200 = replace(r0190, version="0.20.0", has_prefill_stats=True)
     r0220 = replace(r0200, version="0.22.0", environment=(("VLLM_USE_V2_MODEL_RUNNER", "0"),))
@@ -172,7 +182,13 @@ def _build_table() -> Mapping[str, Release]:
         has_all_items=True,
         has_tagged_names=True,
     )
-    r0330 = replace(r0310, version="0.33.0", has_equal_groups=True, has_common_prefix=False)
+    r0330 = replace(
+        r0310,
+        version="0.33.0",
+        has_equal_groups=True,
+        has_partial_hits=True,
+        has_common_prefix=False,
+    )
     table = (
         *(r0110, r0111, r0120, r0150, r0160, r0170, r0180, r0190),
         *(r0200, r0220, r0240, r0250, r0270, r0280, r0290, r0310, r0330),

@@ -1,0 +1,91 @@
+"""States: what a recurrent group holds of a request, and how its table grows.
+
+    |  left  | last | skipped |  running  | behind drafts |        a chunk, `align`
+    |  null  | read |  null   |  written  | one for each  |
+    |  left  | last |      written        | behind drafts |        a chunk, `all`
+
+A block is named by its end, and holds the state there; the last one with known tokens holds the
+state where the request stands. A row reads the state behind the token before it, and leaves that
+behind its last known token in the block of its last one; that behind its n-th draft, n blocks on.
+A step that is planned later runs later, so what a frame in flight writes is there for the next.
+"""
+
+from __future__ import annotations
+
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, GroupKind, KVGroup, MambaCacheMode
+
+
+def compute_num_state_blocks(group: KVGroup, num_tokens: int, num_slots: int) -> int:
+    """Length of a table behind a step that ends at `num_tokens`, lookahead at `num_slots`.
+
+    A proposer has no states, so its lookahead has none; but only `align` counts blocks by it.
+    Source: vLLM 0.19.1 `MambaManager.allocate_new_blocks`; P8.
+    """
+    is_aligned = group.mamba_cache_mode is MambaCacheMode.ALIGN
+    num_ahead = num_tokens if is_aligned else num_slots
+    return -(-num_ahead // group.block_size) + group.num_speculative_blocks
+
+
+def compute_num_new_states(group: KVGroup, num_blocks: int, num_held: int, num_hit: int) -> int:
+    """Blocks to take for a table of `num_blocks`, of which `num_held` or `num_hit` are there.
+
+    With `align` a chunk writes one state, however long it is, and those behind drafts, which are
+    taken along. Upstream reckons with one block where it takes two (#46892), and stops where
+    rejected drafts have left more than enough. Source: vLLM 0.19.1
+    `MambaManager.get_num_blocks_to_allocate`; P8.
+    """
+    num_missing = max(num_blocks - num_held - num_hit, 0)
+    if group.mamba_cache_mode is not MambaCacheMode.ALIGN:
+        return num_missing
+    return min(num_missing, 1 if num_held else 1 + group.num_speculative_blocks)
+
+
+def get_extended_states(
+    group: KVGroup,
+    table: tuple[BlockId, ...],
+    is_running: bool,
+    num_blocks: int,
+    new_blocks: tuple[BlockId, ...],
+) -> tuple[BlockId, ...]:
+    """A table with new blocks until it has `num_blocks`; `is_running`: it ends in those of drafts.
+
+    With `align` those that now stand before the block to be written are moved behind it, and null
+    blocks fill the gap. Source: vLLM 0.19.1 `MambaManager.allocate_new_blocks`; P2, P8.
+    """
+    if group.mamba_cache_mode is not MambaCacheMode.ALIGN or not new_blocks:
+        return table + new_blocks
+    num_kept = len(table) - group.num_speculative_blocks * is_running
+    gap = num_blocks - 1 - group.num_speculative_blocks - num_kept
+    of_drafts = table[num_kept:]
+    moved = (NULL_BLOCK,) * gap + of_drafts[gap:] + of_drafts[:gap]
+    return table[:num_kept] + moved + new_blocks
+
+
+def compute_num_certain(group: KVGroup, num_computed: int, num_in_doubt: int) -> int:
+    """Computed tokens that a group may count on, when so many of them are drafts in flight.
+
+    As many less as it has states behind drafts: a boundary among drafts accepted just now becomes
+    findable before its block is left.
+    Source: vLLM 0.19.1 `MambaManager.remove_skipped_blocks`; P14.
+    """
+    if group.kind is GroupKind.RECURRENT:
+        num_in_doubt = max(num_in_doubt, group.num_speculative_blocks)
+    return max(num_computed - num_in_doubt, 0)
+
+
+def compute_max_held_states(group: KVGroup, num_all: int, max_reach: int, max_doubt: int) -> int:
+    """Blocks that a request holds of a recurrent group at most, if its tokens fill `num_all`.
+
+    Source: vLLM 0.19.1 `MambaSpec.max_memory_usage_bytes`, which forgets that a step among drafts
+    may touch one block more; P8, P11.
+    """
+    size, num_speculative = group.block_size, group.num_speculative_blocks
+    num_behind = 1 + max(num_speculative, max_doubt)
+    match group.mamba_cache_mode:
+        case MambaCacheMode.NONE:
+            num_touched = num_all
+        case MambaCacheMode.ALL:
+            num_touched = -(-(size - 1 + num_behind + max_reach - max_doubt) // size)
+        case MambaCacheMode.ALIGN:
+            num_touched = -(-(size - 1 + num_behind + 1 + num_speculative) // size)
+    return min(num_all, num_touched) + num_speculative
