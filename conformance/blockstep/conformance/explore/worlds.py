@@ -30,6 +30,10 @@ def _item(name: str, offset: int) -> v.MultiModalItem:
     return v.MultiModalItem(name, offset, 1)
 
 
+def _group(kind: str, block_size: int, **more: Any) -> v.KVGroup:
+    return v.KVGroup(v.GroupKind(kind), block_size, **more)
+
+
 _a, _b, _c = (partial(_request, name) for name in "ABC")
 _RANKED: dict[str, Any] = {"policy": v.Policy.PRIORITY}
 _UNRESERVED: dict[str, Any] = {"scheduler_reserve_full_isl": False}
@@ -127,6 +131,25 @@ _TABLE = (
         v.Config(5, 2, 2, 4, 6, spec_method=v.SpecMethod.EAGLE, num_speculative_tokens=1),
         (_a(3, 3), _b(2, 3)),
         vocabulary=(0, 1), aborts=True, expected=Counts(5_885, 39_078, 19_498, 22)),
+    World("charged", "a window of two tokens, and a prompt that is longer than the pool",
+        v.Config(4, 1, 1, 1, 6, groups=(_WINDOW,)), (_a(5, 1),), expected=Counts(20, 25, 55, 16)),
+    World("ragged", "chunks of five tokens, which begin and end inside blocks of three",
+        v.Config(4, 3, 1, 1, 7, groups=(_group("chunked_local", 3, attention_chunk_size=5),)),
+        (_a(6, 1),), expected=Counts(26, 31, 76, 22)),
+    World("heads", "drafts of a head, full attention and a window in blocks of two sizes",
+        v.Config(24, 1, 1, 1, 11, spec_method=v.SpecMethod.EAGLE, num_speculative_tokens=1,
+                 groups=(_group("full", 3), _group("sliding_window", 1, sliding_window=3))),
+        (_a(10, 1),), expected=Counts(51, 102, 158, 44)),
+    World("narrow", "a window of one token, which needs nothing before it, beside full attention",
+        v.Config(9, 1, 1, 4, 6, groups=(_FULL, _group("sliding_window", 1, sliding_window=1))),
+        (_a(4, 1), _b(2, 1, token=1)), expected=Counts(389, 681, 1_131, 33)),
+    World("uncut", "full attention in blocks of two sizes, and a window that lost its own",
+        v.Config(11, 1, 1, 1, 6, groups=(_WINDOW, _FULL, _group("full", 2))),
+        (_a(4, 1), _b(2, 1, token=1)), expected=Counts(121, 198, 410, 18)),
+    World("doubts", "a window, two plans in flight: of two drafts in each some may be rejected",
+        v.Config(8, 1, 1, 3, 7, **_AHEAD, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2,
+                 groups=(_WINDOW,)),
+        (_a(2, 4),), expected=Counts(202, 387, 647, 18)),
     World("edge", "an item that ends where the blocks of the outputs begin",
         v.Config(5, 1, 1, 2, 4), (_a(1, 3, items=(_item("z", 0),)),),
         expected=Counts(20, 25, 59, 16)),
