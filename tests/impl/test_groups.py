@@ -19,6 +19,7 @@ from blockstep.spec.vocabulary import (
     Ack,
     Config,
     KVGroup,
+    Plan,
     RejectCode,
     Rejected,
     Request,
@@ -219,7 +220,11 @@ def compare_with_the_specification(seed: int, num_events: int) -> Counter[str]:
     seen: Counter[str] = Counter()
     for _ in range(num_events):
         event = draw_event(draw, host)
-        assert host.apply(event) == oracle.apply(event), seed
+        answer, due = host.apply(event), oracle.apply(event)
+        assert answer == due, seed
+        if isinstance(answer, Plan) and isinstance(due, Plan):
+            assert answer.num_common_prefix_blocks == due.num_common_prefix_blocks, seed
+            seen["common"] += sum(due.num_common_prefix_blocks) > 0 and len(due.rows) > 1
         state = host.snapshot()
         assert state == oracle.snapshot(), seed
         tables = [table for request in state.requests for table in request.block_tables]
@@ -234,6 +239,7 @@ def compare_many(seeds: range, num_events: int) -> None:
     for seed in seeds:
         seen += compare_with_the_specification(seed, num_events)
     assert min(seen[name] for name in ("nulls", "hits", "preemptions", "accepted")) > len(seeds)
+    assert seen["common"] > 0.1 * len(seeds)
 
 
 def test_the_specification_gives_the_same_run() -> None:
@@ -267,3 +273,26 @@ def test_what_a_request_holds_at_most_is_charged_when_it_is_submitted() -> None:
         assert host.apply(Submit(Request("a", tuple(range(30)), max_tokens=2))) == answer
         host.apply(Schedule())
         assert host.apply(Abort(("a",))) is not None
+
+
+def test_a_plan_tells_what_the_tables_of_all_who_run_begin_with(session: OpenSession) -> None:
+    s = open_with(session, full(2), window(2, 3), full(4), num_blocks=60)
+    assert s.plan().num_common_prefix_blocks == (0, 0, 0), "nobody runs"
+    s.submit("a", range(7), max_tokens=9)
+    assert s.step(a=(0,))[0].num_common_prefix_blocks == (4, 0, 2)
+    s.submit("b", (*range(6), 9), max_tokens=9)
+    assert s.step(a=(0,), b=(0,))[0].num_common_prefix_blocks == (2, 0, 1)
+    s.submit("c", range(100, 103), max_tokens=9)
+    assert s.step(a=(0,), b=(0,), c=(0,))[0].num_common_prefix_blocks == (0, 0, 0)
+    s.apply(Abort(("c",)))
+    assert s.step(a=(0,), b=(0,))[0].num_common_prefix_blocks == (2, 0, 1)
+    s.apply(Abort(("a",)))
+    for num_blocks in (5, 6, 6):
+        plan, _ = s.step(b=(0,))
+        assert plan.num_common_prefix_blocks == (num_blocks, 0, 3), "one shares all with itself"
+
+
+def test_without_caching_there_is_no_common_prefix(session: OpenSession) -> None:
+    s = session(num_blocks=9, block_size=2, enable_prefix_caching=False)
+    s.submit("a", range(4), max_tokens=9)
+    assert s.plan().num_common_prefix_blocks == (0,)

@@ -34,11 +34,12 @@ HOST: Final = frozenset(
         "cache statistics",
         "late drafts",
         "groups",
+        "common prefix",
     )
 )
 """Everything."""
-COMPILED: Final = HOST - {"groups"}
-"""The same, for one KV-cache group."""
+COMPILED: Final = HOST - {"groups", "common prefix"}
+"""The same for one KV-cache group, without its hint to the worker."""
 
 
 def list_config_problems(config: Config) -> tuple[ConfigProblem, ...]:

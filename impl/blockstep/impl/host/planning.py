@@ -64,7 +64,41 @@ class Planning(RunningPhase, WaitingPhase):
         finished = tuple(sorted(self.finished_req_ids))
         self.finished_req_ids.clear()
         preempted = tuple(sorted(step.preempted_req_ids))
-        return Plan(frame_id, tuple(new), tuple(cached), finished, preempted)
+        common = self._count_common_prefix()
+        return Plan(
+            frame_id,
+            tuple(new),
+            tuple(cached),
+            finished,
+            preempted,
+            num_common_prefix_blocks=common,
+        )
+
+    def _count_common_prefix(self) -> tuple[int, ...]:
+        """Per group: leading blocks in the tables of all who run (P26).
+
+        Several share no block that is taken later, so nothing changes before somebody holds a hit
+        or lets go; one shares with itself whatever it takes.
+        """
+        if not self.config.enable_prefix_caching:
+            return self._common_prefix
+        moment = (len(self.running), self.pool.num_moves)
+        if moment != self._common_moment or moment[0] == 1:
+            self._common_moment = moment
+            self._common_prefix = tuple(map(self._count_common_blocks, range(len(self._is_whole))))
+        return self._common_prefix
+
+    def _count_common_blocks(self, group: int) -> int:
+        """Of one group. Nobody but who runs holds blocks, and each of them a block once, so that
+        one with as many holders as run is in all tables."""
+        if not self._is_whole[group] or not self.running:
+            return 0
+        blocks = self.table.holdings[self.running[0]][group].blocks
+        num_running, refs = len(self.running), self.pool.ref_counts
+        if num_running == 1:
+            return len(blocks)
+        differing = (i for i, block in enumerate(blocks) if refs[block] != num_running)
+        return next(differing, len(blocks))
 
     def _advance(self, slot: int, num_scheduled: int, frame_id: int) -> bool:
         """Count the scheduled tokens as computed; whether the row will sample."""

@@ -27,6 +27,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1
         self.ref_counts = [0] * num_blocks
+        self.num_moves = 0
+        """How often somebody has begun or ceased to hold a block that others may hold too."""
         self._queue = [*range(1, num_blocks), *bytes(num_blocks + 1)]
         self._place = [0, *range(num_blocks - 1)]
         """Where a free block stands in the queue."""
@@ -56,6 +58,7 @@ class BlockPool:
     def touch(self, blocks: Sequence[BlockId]) -> None:
         """Hold each block once more; one that nobody held leaves the middle of the free queue."""
         refs = self.ref_counts
+        self.num_moves += 1
         for block in blocks:
             if refs[block] == 0:
                 self._unlink(block)
@@ -64,6 +67,7 @@ class BlockPool:
     def free(self, table: Sequence[BlockId]) -> None:
         """Let go of a block table, last block first, so that its prefix is evicted last."""
         refs = self.ref_counts
+        self.num_moves += 1
         for block in reversed(table):
             refs[block] -= 1
             if refs[block] == 0:

@@ -289,8 +289,10 @@ def _charge(
     config: Config, num_known: int, hits: Sequence[Sequence[BlockId]], nums_free: Sequence[int]
 ) -> int:
     """Blocks that all known tokens of a request may be charged behind its hit, at most."""
+    if not config.groups:
+        return blocks_behind(config, num_known, hits) + sum(nums_free)
     charged = 0
-    for group, table, num_free in zip(config.kv_groups, hits, nums_free, strict=True):
+    for group, table, num_free in zip(config.groups, hits, nums_free, strict=True):
         num_new = blocks_for(num_known, group.block_size) - len(table)
         charged += charge_at_most(config, group, num_new + num_free)
     return charged

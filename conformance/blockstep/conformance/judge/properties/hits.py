@@ -148,7 +148,7 @@ def hit_now(step: Step, ledger: Ledger, life: Life) -> tuple[int, list[list[Bloc
     """The longest prefix hit in the state after the step: tokens, and a table for each group."""
     config, after = step.config, step.after
     if not may_ask_the_cache(step, life) or not (after.cached or config.groups):
-        return 0, [[] for _ in config.kv_groups]
+        return 0, [[] for _ in config.block_sizes]
 
     def find(name: Name, group: int) -> Sequence[BlockId]:
         return ledger.named_blocks(after, group).get(name, ())

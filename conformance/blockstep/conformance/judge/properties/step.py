@@ -6,7 +6,7 @@ A step is judged on its own facts. What an engine was told and has answered befo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import chain
@@ -68,6 +68,11 @@ class Step:
     observation: v.Observation
     before: v.Snapshot
     after: v.Snapshot
+    block_sizes: tuple[int, ...] = field(init=False, repr=False)
+    """Token slots per block of each KV group."""
+
+    def __post_init__(self) -> None:
+        self.block_sizes = self.config.block_sizes
 
     @cached_property
     def old(self) -> dict[v.RequestId, v.RequestSnapshot]:
@@ -152,18 +157,13 @@ class Step:
         first, count = row.num_computed_tokens, row.num_scheduled_tokens
         name, drafts = row.request_id, row.draft_token_ids
         is_remapped = kind is RowKind.RUNNING and name in self.plan.remapped_req_ids
-        num_hits = first if is_remapped or kind is not RowKind.RUNNING else 0
-        pairs = [
-            (table[: num_hits // size], table[num_hits // size :])
-            for table, size in zip(tables, self.block_sizes, strict=True)
-        ]
-        hits, gained = tuple([pair[0] for pair in pairs]), tuple([pair[1] for pair in pairs])
+        if kind is RowKind.RUNNING and not is_remapped:
+            no_hits: v.BlockTables = ((),) * len(tables)
+            return PlannedRow(name, kind, first, count, tables, no_hits, drafts)
+        held = [*zip(tables, self.block_sizes, strict=True)]
+        hits = tuple([table[: first // size] for table, size in held])
+        gained = tuple([table[first // size :] for table, size in held])
         return PlannedRow(name, kind, first, count, gained, hits, drafts, is_remapped)
-
-    @cached_property
-    def block_sizes(self) -> tuple[int, ...]:
-        """Token slots per block of each KV group."""
-        return self.config.block_sizes
 
     def tables_of(self, row: PlannedRow) -> v.BlockTables:
         """The block tables that a plan gives the request of a row, nothing given back."""

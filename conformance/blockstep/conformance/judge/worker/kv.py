@@ -19,7 +19,15 @@ from blockstep.conformance.judge.worker.names import (
 )
 from blockstep.conformance.judge.worker.view import FrameRow
 from blockstep.conformance.protocol.findings import Difference, Finding, violated
-from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Config, FrameId, RequestId, Snapshot
+from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    BlockId,
+    Config,
+    FrameId,
+    KVGroup,
+    RequestId,
+    Snapshot,
+)
 
 Place: TypeAlias = tuple[FrameRow, int, int]
 """Who writes a block, in which group, and at which index of that table."""
@@ -135,7 +143,7 @@ class TaggedKV:
         What is no longer attended to may be anybody's.
         """
         for at, (group, table) in enumerate(zip(self.groups, row.view.tables, strict=True)):
-            size, first = group.block_size, count_unattended(group, row.first)
+            size, first = group.block_size, self._count_unattended(group, row.first)
             others = table[first : row.first // size] + table[-(-row.end // size) :]
             if len(self.groups) == 1 and writers.keys().isdisjoint(others):
                 return
@@ -148,7 +156,7 @@ class TaggedKV:
         view, kv, owners = row.view, self.kv, self._owners
         for at, (group, table) in enumerate(zip(self.groups, view.tables, strict=True)):
             size = group.block_size
-            first, (full, rest) = count_unattended(group, row.first), divmod(row.end, size)
+            first, (full, rest) = self._count_unattended(group, row.first), divmod(row.end, size)
             is_right = [kv[block] for block in table[first:full]] == view.pages[size][first:full]
             if is_right and rest:
                 is_right = kv[table[full]][:rest] == view.chain[full * size : row.end]
@@ -156,6 +164,10 @@ class TaggedKV:
                 is_right = all(owners[block] == at for block in table[first : full + (rest > 0)])
             if not is_right:
                 self._check_slots(row, at)
+
+    def _count_unattended(self, group: KVGroup, position: int) -> int:
+        """Leading blocks that no token from a position on attends to; with one group none."""
+        return count_unattended(group, position) if self.config.groups else 0
 
     def _check_slots(self, row: FrameRow, at: int) -> None:
         """Name the first attended slot that holds something else, if there is one."""

@@ -297,6 +297,8 @@ class Worker(TaggedKV):
     def _count_slots(self, view: RequestView) -> int:
         """Tokens that each of its block tables has room for."""
         sizes = self.block_sizes
+        if len(sizes) == 1:
+            return len(view.table) * sizes[0]
         return min([len(table) * size for table, size in zip(view.tables, sizes, strict=True)])
 
     # Answers.
@@ -411,8 +413,10 @@ class Worker(TaggedKV):
 
     def _tables_seen(self, view: RequestView, request: v.RequestSnapshot) -> v.BlockTables:
         """Its tables, with null blocks where the state has some: of those no plan tells."""
+        if not self.config.groups:
+            return (tuple(view.table),)
         tables = tuple([tuple(table) for table in view.tables])
-        if not self.config.groups or len(tables) != len(request.block_tables):
+        if len(tables) != len(request.block_tables):
             return tables
         pairs = zip(tables, request.block_tables, strict=True)
         return tuple([without_given_back(*pair) for pair in pairs])
