@@ -64,6 +64,16 @@ QUICK = (
     "embeds",
     "doubt",
     "kinds",
+    "charged",
+    "ragged",
+    "heads",
+    "narrow",
+    "uncut",
+    "doubts",
+    "states",
+    "marks",
+    "copies",
+    "rewritten",
 )
 """Worlds of a second at most."""
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "small-worlds.md"

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from blockstep.conformance import museum
 from blockstep.conformance.command.main import app
-from blockstep.conformance.engine import Safety, get_traits
+from blockstep.conformance.engine import Capability, Safety, get_traits
 from blockstep.conformance.judge.properties import PROPERTIES
 from blockstep.conformance.judge.properties.output import cut_at_stop
 from blockstep.conformance.judge.worker.worker import NextToken
@@ -38,7 +38,7 @@ from blockstep.conformance.protocol.tokens import token_function
 from blockstep.conformance.search.arms import draw_workload, run_workload
 from blockstep.conformance.search.episodes import run_episode
 from blockstep.conformance.search.options import CheckOptions
-from blockstep.spec.vocabulary import Config, Request, TokenIds
+from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, Request, TokenIds
 
 NAMED = {entry.id for entry in PROPERTIES} | {"P10"}
 """What a finding may name. P10 is about whole runs: the driver speaks of it."""
@@ -77,7 +77,10 @@ def test_every_exhibit_says_where_it_is_from_and_what_kills_it(name: str) -> Non
 @pytest.mark.parametrize("name", EXHIBITS)
 def test_every_exhibit_can_be_built_and_runs(name: str) -> None:
     config = Config(num_blocks=8)
+    if EXHIBITS[name].takes_groups:
+        config = replace(config, groups=(KVGroup(GroupKind.FULL, 16),))
     engine = build(name)(config)
+    assert (Capability.GROUPS in engine.capabilities()) is EXHIBITS[name].takes_groups
     assert engine.snapshot() is not None
     kinds = {type(engine), *map(type, vars(engine).values())}
     assert any(EXHIBITS[name].defect in kind.__mro__ for kind in kinds)

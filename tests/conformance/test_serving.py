@@ -38,6 +38,12 @@ def serve(checkpoint: Checkpoint, name: str, num_prompts: int = 64) -> LLM:
     return llm
 
 
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A layer with a window, and one without: two KV groups."""
+    return make_checkpoint("qwen2", tmp_path_factory.mktemp("qwen2"))
+
+
 SLOWEST = "async-draft-model"
 """Runs beside the others in `make soak`; either half of it is a storm of its own."""
 
@@ -54,6 +60,27 @@ def test_a_clean_engine_shows_nothing(checkpoint: Checkpoint, name: str) -> None
     counts = checker.counts()
     assert min(counts.values()) > 10
     assert f"{counts['num_slots_read']:,} read as tagged" in checker.describe()
+
+
+@pytest.mark.parametrize(
+    ("name", "num_prompts"),
+    [
+        ("async-ngram", 16),
+        ("draft-model", 8),
+        *(pytest.param(name, 64, marks=pytest.mark.soak) for name in STORMS),
+    ],
+)
+def test_a_clean_engine_with_windows_shows_nothing(
+    windows: Checkpoint, name: str, num_prompts: int
+) -> None:
+    llm = serve(windows, name, num_prompts)
+    assert len(llm.config.groups) == 2
+    checker = llm.observer
+    assert isinstance(checker, ServingChecker)
+    counts = checker.counts()
+    # Each token is written in both groups, and read in one of them within its window only.
+    assert counts["num_slots_written"] % 2 == 0
+    assert llm.get_stats().preemptions > 0 or num_prompts == 64
 
 
 # Planted defects. Each changes what one part really does; the plan and the specification stay.
@@ -120,6 +147,54 @@ def test_a_defect_of_the_inputs_falls(
     report = render_served(caught.value.findings, caught.value.num_events)
     assert "blockstep generate: VIOLATION at event" in report
     assert sentence in report
+
+
+def swap_the_tables_of_groups(inputs: Inputs, rows: Sequence[BatchRow]) -> Inputs:
+    return replace(inputs, block_tables=inputs.block_tables.flip(0))
+
+
+def swap_the_slots_of_groups(inputs: Inputs, rows: Sequence[BatchRow]) -> Inputs:
+    return replace(inputs, slot_mapping=inputs.slot_mapping.flip(0))
+
+
+def write_one_group(inputs: Inputs, rows: Sequence[BatchRow]) -> Inputs:
+    slots = inputs.slot_mapping.clone()
+    slots[1] = -1
+    return replace(inputs, slot_mapping=slots)
+
+
+def null_what_a_window_left(inputs: Inputs, num_more: int) -> Inputs:
+    """The blocks before the window of the first token, and more behind them, are null blocks."""
+    tables, size = inputs.block_tables.clone(), 4
+    counts = inputs.query_start_loc.diff()
+    for row, first in enumerate((inputs.seq_lens - counts).tolist()):
+        tables[1, row, : max(first - 6, 0) // size + num_more] = 0
+    return replace(inputs, block_tables=tables)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (swap_the_tables_of_groups, "attended_slot_is_of_the_group_that_reads_it"),
+        (swap_the_slots_of_groups, "token_is_written_to_its_slot"),
+        (write_one_group, "token_is_written_to_its_slot"),
+        (lambda inputs, _: null_what_a_window_left(inputs, 1), "attended_slot_was_written"),
+    ],
+)
+def test_a_defect_of_the_groups_falls(
+    windows: Checkpoint, monkeypatch: pytest.MonkeyPatch, change: Change, sentence: str
+) -> None:
+    plant_inputs(monkeypatch, change)
+    with pytest.raises(CheckFailedError, match=sentence):
+        serve(windows, "small-pool", 8)
+
+
+def test_a_null_block_where_nothing_is_attended_is_nobodys_loss(
+    windows: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twin of the defect: what the window has left behind may be any block."""
+    plant_inputs(monkeypatch, lambda inputs, _: null_what_a_window_left(inputs, 0))
+    serve(windows, "small-pool", 8)
 
 
 def test_a_defect_of_the_draft_models_cache_falls(

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from groups_support import chunks, full, window
 
 from blockstep.conformance.engine import (
     ALL_CAPABILITIES,
@@ -367,6 +368,20 @@ PADDING = Config(
 )
 """In which a release may admit a request with drafts that nobody proposed."""
 
+HEADED = Config(
+    num_blocks=60,
+    block_size=1,
+    max_model_len=16,
+    spec_method=SpecMethod.EAGLE,
+    num_speculative_tokens=1,
+)
+
+
+def once(name: str, num_tokens: int, token: int = 0) -> tuple[Action, ...]:
+    """A prompt of equal tokens comes, and ends with the plan that it is in."""
+    return Submit(Request(name, (token,) * num_tokens, max_tokens=1)), Schedule(), Answer()
+
+
 SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
     Quirk.MIN_TOKENS_MASK_LENGTH: (
         Config(num_blocks=9, block_size=1, max_model_len=4, enable_prefix_caching=False),
@@ -584,6 +599,41 @@ SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
             Submit(Request("A", (1, 2, 3, 4), max_tokens=8)), Schedule(), Answer(),
             Propose(((1, 1),)), Schedule(), Answer(),
         ),
+    ),
+    Quirk.HEAD_GIVES_BACK_BY_TURNS: (
+        replace(HEADED, groups=(full(1), window(1, 2))), (*once("A", 7), *once("B", 7)),
+    ),
+    Quirk.WINDOW_HIT_CUT_BLINDLY: (
+        replace(HEADED, groups=(full(2), window(1, 2))), (*once("A", 9), *once("B", 9)),
+    ),
+    Quirk.CHUNK_BEGINS_IN_A_NULL_BLOCK: (
+        Config(num_blocks=9, block_size=2, max_model_len=8, groups=(chunks(2, 3),)), once("A", 5),
+    ),
+    Quirk.NARROW_WINDOW_WANTS_A_BLOCK: (
+        Config(num_blocks=9, block_size=1, max_model_len=6, groups=(full(1), window(1, 1))),
+        (*once("A", 4), *once("B", 4), *once("C", 4), *once("D", 4)),
+    ),
+    Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT: (
+        Config(
+            num_blocks=11, block_size=1, max_model_len=6,
+            groups=(window(1, 2), full(1), full(2)),
+        ),
+        (*once("A", 4), *once("B", 2, token=1), *once("C", 4)),
+    ),
+    Quirk.WINDOWS_RESERVE_EVERYTHING: (
+        Config(
+            num_blocks=4, block_size=1, max_model_len=6, max_num_batched_tokens=1,
+            groups=(window(1, 2),),
+        ),
+        once("A", 5),
+    ),
+    Quirk.WINDOWS_FORGET_DOUBT: (
+        Config(
+            num_blocks=12, block_size=1, max_model_len=9, max_frames_in_flight=3,
+            async_scheduling=True, spec_method=SpecMethod.NGRAM, num_speculative_tokens=1,
+            groups=(window(1, 2),),
+        ),
+        (Submit(Request("A", (0, 0), max_tokens=6)), Schedule(), Schedule(), Schedule()),
     ),
 }  # fmt: skip
 """For each known deviation a program that shows it in a release that has it."""

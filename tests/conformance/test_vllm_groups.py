@@ -38,6 +38,7 @@ from blockstep.spec.vocabulary import (
     Event,
     GroupKind,
     KVGroup,
+    MambaCacheMode,
     Observation,
     Plan,
     Rejected,
@@ -63,6 +64,8 @@ needs_reference = pytest.mark.skipif(
 FULL = KVGroup(GroupKind.FULL, 2)
 WINDOW = KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=3)
 CHUNKS = KVGroup(GroupKind.CHUNKED_LOCAL, 2, attention_chunk_size=4)
+STATES = KVGroup(GroupKind.RECURRENT, 2, mamba_cache_mode=MambaCacheMode.ALL)
+ALIGNED = replace(STATES, mamba_cache_mode=MambaCacheMode.ALIGN)
 LARGE = replace(FULL, block_size=4)
 LARGE_WINDOW = replace(WINDOW, block_size=4)
 EAGLE = {"spec_method": SpecMethod.EAGLE, "num_speculative_tokens": 1}
@@ -112,6 +115,10 @@ def test_every_release_takes_these(release: Release, config: Config) -> None:
         (REFERENCE, build(LARGE, CHUNKS), "CHUNKS_OF_ANOTHER_SIZE", (FULL, CHUNKS)),
         (REFERENCE, build(WINDOW, WINDOW), "ALL_EQUAL", (WINDOW,)),
         ("0.33.0", build(FULL, WINDOW, CHUNKS, **EAGLE), "CHUNKS_WITH_A_HEAD", None),
+        ("0.33.0", build(FULL, STATES), "NO_STATES_OF_ALL", (FULL, ALIGNED)),
+        ("0.33.0", build(LARGE, ALIGNED), "PARTIAL_HITS", (FULL, ALIGNED)),
+        ("0.11.0", build(LARGE, STATES), "NO_RECURRENT", (FULL,)),
+        ("0.11.0", build(ALIGNED), "NO_RECURRENT", ()),
         ("0.11.0", build(FULL, LARGE_WINDOW), "SEVERAL_SIZES", (FULL, WINDOW)),
         ("0.11.0", build(LARGE, FULL), "SEVERAL_SIZES", (FULL,)),
         ("0.11.0", build(FULL, WINDOW, CHUNKS), "OTHER_MIXES", (FULL, WINDOW)),
@@ -216,6 +223,20 @@ class Pair:
         return shown
 
 
+@needs_vllm
+def test_blocks_are_of_equal_bytes_and_equal_groups_have_equal_specs() -> None:
+    groups = [FULL, LARGE, LARGE_WINDOW, WINDOW, replace(CHUNKS, block_size=6), LARGE]
+    if known(VERSION).has_recurrent_groups:
+        groups += [STATES, replace(STATES, block_size=12)]
+    built = importlib.import_module(f"{ADAPTER}_build").build_groups(build(*groups))
+    specs = [one.kv_cache_spec for one in built]
+    assert [spec.block_size for spec in specs] == [group.block_size for group in groups]
+    assert len({spec.page_size_bytes for spec in specs}) == 1
+    assert specs[1] == specs[5]
+    assert [specs.count(spec) for spec in specs] == [groups.count(group) for group in groups]
+    assert len({name for one in built for name in one.layer_names}) == len(groups)
+
+
 @needs_reference
 def test_each_group_has_a_table_and_null_blocks_for_what_a_window_has_left() -> None:
     pair = Pair(build(FULL, WINDOW, enable_prefix_caching=False))
@@ -292,6 +313,33 @@ def draw_group(draw: random.Random) -> KVGroup:
     )
 
 
+@needs_reference
+def test_a_recurrent_group_beside_full_attention_is_followed() -> None:
+    state = replace(STATES, block_size=16, mamba_cache_mode=MambaCacheMode.NONE)
+    fields = {"max_model_len": 16, "enable_prefix_caching": False}
+    pair = Pair(build(state, FULL, **fields))
+    pair.apply(Submit(Request("A", tuple(range(6)), max_tokens=4)))
+    plan = pair.step(7)
+    assert plan.new[0].block_ids == ((1,), (2, 3, 4))
+    assert plan.new_block_ids_to_zero == (2, 3, 4)
+    plan = pair.step(8)
+    assert plan.cached[0].new_block_ids == ((), (5,))
+    assert plan.new_block_ids_to_zero == (5,)
+
+
+@needs_reference
+def test_a_state_is_kept_where_a_chunk_ends_and_hit_there() -> None:
+    pair, hits = Pair(build(FULL, ALIGNED)), {"A": (0, 6), "B": (6, 1)}
+    for name in "AB":
+        pair.apply(Submit(Request(name, tuple(range(7)), max_tokens=1)))
+        (row,) = pair.step(9).new
+        assert (row.num_computed_tokens, row.num_scheduled_tokens) == hits[name]
+        while pair.state.requests:
+            pair.step(9)
+    keys = [key for key in pair.state.block_keys if key is not None and key.group == 1]
+    assert [key.index for key in keys] == [2]
+
+
 @needs_vllm
 def test_a_mix_that_the_release_has_not_is_refused_in_a_sentence() -> None:
     with pytest.raises(ConfigError, match=f"no mix for vLLM {VERSION}") as caught:
@@ -326,6 +374,22 @@ def test_a_key_of_another_group_or_of_another_size_is_found(
     engine = importlib.import_module(ADAPTER).VllmEngine(build(FULL, LARGE))
     engine.apply(Submit(Request("A", tuple(range(9)))))
     engine.apply(Schedule())
+    with pytest.raises(EngineFault, match="its digest is not of that"):
+        engine.snapshot()
+
+
+@pytest.mark.skipif(PROBLEM is not None or VERSION != "0.33.0", reason="tells what it keeps")
+def test_a_part_of_a_block_is_named_by_as_many_tokens_as_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = importlib.import_module(ADAPTER).VllmEngine(build(WINDOW, LARGE, **EAGLE))
+    engine.apply(Submit(Request("A", tuple(range(11)))))
+    engine.apply(Schedule())
+    keys = [key for key in engine.snapshot().block_keys if key is not None and key.group == 1]
+    assert [len(key.chain()) for key in keys] == [2, 4, 5]
+    longest = next(key for key in keys if len(key.chain()) == 5)
+    carried = next(name for name, key in engine.run.key_of.items() if key is longest)
+    monkeypatch.setitem(engine.run.key_of, carried, longest.parent.in_group(1))
     with pytest.raises(EngineFault, match="its digest is not of that"):
         engine.snapshot()
 
@@ -373,4 +437,14 @@ def test_a_table_of_somebody_who_is_gone_is_found_in_any_group(group: int) -> No
     manager = engine.run.managers[group]
     manager.num_cached_block["gone"] = 1
     with pytest.raises(EngineFault, match="num_cached_block names 'gone', who is gone"):
+        engine.snapshot()
+
+
+@needs_reference
+@pytest.mark.parametrize("field", ["last_state_block_idx", "_allocated_block_reqs"])
+def test_states_of_somebody_who_is_gone_are_found(field: str) -> None:
+    engine = importlib.import_module(ADAPTER).VllmEngine(build(FULL, ALIGNED))
+    engine.snapshot()
+    setattr(engine.run.managers[1], field, {"gone": 0})
+    with pytest.raises(EngineFault, match=f"{field} names 'gone', who is gone"):
         engine.snapshot()

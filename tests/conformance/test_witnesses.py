@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from groups_support import chunks, full, window
 
 from blockstep.conformance.draw.actions import SeededDraw, View, next_action
 from blockstep.conformance.draw.presets import PRESETS, draw_swarm
@@ -31,6 +32,7 @@ from blockstep.spec.vocabulary import (
     Config,
     Drafts,
     Event,
+    KVGroup,
     PauseState,
     Plan,
     Policy,
@@ -326,6 +328,114 @@ def test_what_needs_one_of_several_features_is_not_required_without_all_of_them(
         assert all(name in required(*alone[:1], *others[:count]) for count in range(3))
         assert name in required(*alone, *others[1:])
         assert name in required(*others)
+
+
+GROUPED = Config(num_blocks=30, block_size=2, max_model_len=16, max_num_batched_tokens=4)
+NINE = Request("A", tuple(range(9)), max_tokens=2)
+
+
+def play_groups(config: Config, *groups: KVGroup) -> Watched:
+    """A request of nine tokens from its first chunk to its end."""
+    watched = Watched(replace(config, groups=groups)).do(Submit(NINE))
+    while watched.client.live:
+        watched.do(Schedule()).commit()
+    return watched
+
+
+def told(watched: Watched) -> dict[str, int]:
+    """How often each situation of groups came up."""
+    return {name: n for name, n in watched.counts.items() if name.startswith("groups_")}
+
+
+def test_what_is_given_back_is_told_by_kind() -> None:
+    # Before positions 4, 8 and 9 the window begins at 2, 6 and 7; the chunks at 4, 8 and 8.
+    assert told(play_groups(GROUPED, window(2, 3))) == {
+        "groups_window_slid": 2,
+        "groups_ended_with_nulls": 1,
+    }
+    assert told(play_groups(GROUPED, full(2), chunks(2, 4))) == {
+        "groups_chunk_left": 2,
+        "groups_ended_with_nulls": 1,
+    }
+    assert told(play_groups(GROUPED, full(2))) == {}
+    assert told(play_groups(GROUPED, window(2, 16), full(4))) == {"groups_larger_block_filled": 2}
+
+
+def test_a_hit_of_several_groups_is_told_from_one_that_a_group_cuts() -> None:
+    again = Submit(replace(NINE, request_id="B"))
+    watched = play_groups(GROUPED, full(2), window(2, 3))
+    before = Counter(told(watched))
+    watched.do(again, Schedule())
+    assert Counter(told(watched)) - before == {
+        "groups_hit_behind_nulls": 1,
+        "groups_hit_in_several": 1,
+        "groups_free_hit_beside_new_blocks": 2,
+    }
+    # The window has lost what was before its end: of a shorter prompt full attention has all.
+    watched = play_groups(replace(GROUPED, num_blocks=15), full(2), window(2, 3))
+    before = Counter(told(watched))
+    other = Request("B", tuple(range(20, 29)), max_tokens=1)
+    watched.do(Submit(other))
+    while watched.client.live:
+        watched.do(Schedule()).commit()
+    watched.do(Submit(Request("C", tuple(range(5)), max_tokens=1)), Schedule())
+    after = Counter(told(watched)) - before
+    assert after["groups_hit_cut_by_a_window"] == 1
+    assert after["groups_hit_cut_by_full_attention"] == 0
+    assert watched.counts["prefix_hit"] == 0
+    assert after["groups_evicted_by_another"] > 0
+
+
+def test_three_kinds_are_told_from_two() -> None:
+    assert "groups_of_three_kinds" not in told(play_groups(GROUPED, full(2), window(2, 3)))
+    watched = play_groups(GROUPED, full(2), window(2, 3), chunks(2, 4))
+    assert watched.counts["groups_of_three_kinds"] == 4
+
+
+def test_a_block_that_only_a_draft_in_doubt_keeps_is_told() -> None:
+    config = replace(
+        GROUPED,
+        max_num_batched_tokens=9,
+        max_frames_in_flight=2,
+        async_scheduling=True,
+        spec_method=SpecMethod.NGRAM,
+        num_speculative_tokens=3,
+        groups=(window(2, 2),),
+    )
+    watched = Watched(config)
+    watched.worker.acceptance = (3,)
+    watched.do(Submit(replace(NINE, prompt_token_ids=(1, 2, 3, 4), max_tokens=9)), Schedule())
+    assert watched.counts["groups_block_in_doubt"] == 0
+    watched.do(Schedule()).commit().do(Schedule())
+    assert watched.counts["groups_block_in_doubt"] == 1
+
+
+def test_the_gate_lets_in_what_never_fits_at_once() -> None:
+    config = replace(GROUPED, num_blocks=9)
+    watched = Watched(replace(config, groups=(full(4), window(2, 2)))).do(Submit(NINE), Schedule())
+    assert watched.counts["groups_admitted_past_its_room"] == 0
+    watched = Watched(replace(config, num_blocks=8, groups=(full(4), window(2, 2))))
+    watched.do(Submit(NINE), Schedule())
+    assert watched.counts["groups_admitted_past_its_room"] == 1
+
+
+def test_what_a_preempted_request_had_given_back_is_told() -> None:
+    config = replace(
+        GROUPED, num_blocks=11, max_num_seqs=2, scheduler_reserve_full_isl=False, max_model_len=14
+    )
+    watched = Watched(replace(config, groups=(full(2), window(2, 2))))
+    for index in range(2):
+        prompt = tuple(range(10 * index, 10 * index + 4))
+        watched.do(Submit(Request("AB"[index], prompt, max_tokens=8)))
+    for _ in range(40):
+        if watched.client.live:
+            watched.do(Schedule())
+        if watched.plans:
+            watched.commit()
+    counts = told(watched)
+    assert watched.counts["preempted"] >= 1
+    assert counts["groups_preempted_with_nulls"] >= 1
+    assert counts["groups_resumed_behind_nulls"] >= 1
 
 
 def test_a_run_of_moderate_length_reaches_everything() -> None:

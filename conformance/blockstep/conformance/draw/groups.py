@@ -31,8 +31,8 @@ SIZES = (1, 1, 1, 2, 2, 3, 4)
 def draw_groups(config: Config, draw: Draw, is_storm: bool = False) -> Config:
     """The config with several groups, and with blocks for them.
 
-    The largest pool holds every token in every group that one group had room for; in a storm there
-    is at most half of what that adds.
+    The largest pool holds every token in every group that one group had room for; in a storm, and
+    in every other config, there is at most half of what that adds.
     """
     kinds = draw.choice(MIXES)
     sizes = [1] * len(kinds)
@@ -48,7 +48,7 @@ def draw_groups(config: Config, draw: Draw, is_storm: bool = False) -> Config:
     shortest = 2 + config.num_speculative_tokens + config.num_lookahead_tokens
     least = max(config.num_usable_blocks, count_held_blocks(config, shortest))
     most = max(least, sum(-(-num_tokens // group.block_size) for group in groups))
-    if is_storm:
+    if is_storm or draw.chance(50):
         most = (least + most) // 2
     return replace(config, num_blocks=1 + draw.integer(least, most))
 

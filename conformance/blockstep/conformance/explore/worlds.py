@@ -30,6 +30,10 @@ def _item(name: str, offset: int) -> v.MultiModalItem:
     return v.MultiModalItem(name, offset, 1)
 
 
+def _group(kind: str, block_size: int, **more: Any) -> v.KVGroup:
+    return v.KVGroup(v.GroupKind(kind), block_size, **more)
+
+
 _a, _b, _c = (partial(_request, name) for name in "ABC")
 _RANKED: dict[str, Any] = {"policy": v.Policy.PRIORITY}
 _UNRESERVED: dict[str, Any] = {"scheduler_reserve_full_isl": False}
@@ -37,7 +41,19 @@ _UNCACHED: dict[str, Any] = {"enable_prefix_caching": False}
 _AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}
 _WINDOW = v.KVGroup(v.GroupKind.SLIDING_WINDOW, 1, sliding_window=2)
 _FULL = v.KVGroup(v.GroupKind.FULL, 1)
+_FULL_OF_2 = v.KVGroup(v.GroupKind.FULL, 2)
 _CHUNKS = v.KVGroup(v.GroupKind.CHUNKED_LOCAL, 2, attention_chunk_size=4)
+
+
+def _states(block_size: int, mode: v.MambaCacheMode, num_speculative: int = 0) -> v.KVGroup:
+    return v.KVGroup(
+        v.GroupKind.RECURRENT,
+        block_size,
+        mamba_cache_mode=mode,
+        num_speculative_blocks=num_speculative,
+    )
+
+
 _NGRAM: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 1}
 
 _TABLE = (
@@ -115,6 +131,25 @@ _TABLE = (
         v.Config(5, 2, 2, 4, 6, spec_method=v.SpecMethod.EAGLE, num_speculative_tokens=1),
         (_a(3, 3), _b(2, 3)),
         vocabulary=(0, 1), aborts=True, expected=Counts(5_885, 39_078, 19_498, 22)),
+    World("charged", "a window of two tokens, and a prompt that is longer than the pool",
+        v.Config(4, 1, 1, 1, 6, groups=(_WINDOW,)), (_a(5, 1),), expected=Counts(20, 25, 55, 16)),
+    World("ragged", "chunks of five tokens, which begin and end inside blocks of three",
+        v.Config(4, 3, 1, 1, 7, groups=(_group("chunked_local", 3, attention_chunk_size=5),)),
+        (_a(6, 1),), expected=Counts(26, 31, 76, 22)),
+    World("heads", "drafts of a head, full attention and a window in blocks of two sizes",
+        v.Config(24, 1, 1, 1, 11, spec_method=v.SpecMethod.EAGLE, num_speculative_tokens=1,
+                 groups=(_group("full", 3), _group("sliding_window", 1, sliding_window=3))),
+        (_a(10, 1),), expected=Counts(51, 102, 158, 44)),
+    World("narrow", "a window of one token, which needs nothing before it, beside full attention",
+        v.Config(9, 1, 1, 4, 6, groups=(_FULL, _group("sliding_window", 1, sliding_window=1))),
+        (_a(4, 1), _b(2, 1, token=1)), expected=Counts(389, 681, 1_131, 33)),
+    World("uncut", "full attention in blocks of two sizes, and a window that lost its own",
+        v.Config(11, 1, 1, 1, 6, groups=(_WINDOW, _FULL, _group("full", 2))),
+        (_a(4, 1), _b(2, 1, token=1)), expected=Counts(121, 198, 410, 18)),
+    World("doubts", "a window, two plans in flight: of two drafts in each some may be rejected",
+        v.Config(8, 1, 1, 3, 7, **_AHEAD, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2,
+                 groups=(_WINDOW,)),
+        (_a(2, 4),), expected=Counts(202, 387, 647, 18)),
     World("edge", "an item that ends where the blocks of the outputs begin",
         v.Config(5, 1, 1, 2, 4), (_a(1, 3, items=(_item("z", 0),)),),
         expected=Counts(20, 25, 59, 16)),
@@ -146,6 +181,22 @@ _TABLE = (
     World("kinds", "full attention, a window and chunks, in blocks of one token and of two",
         v.Config(17, 1, 2, 3, 6, groups=(_WINDOW, _CHUNKS, _FULL)), (_a(5, 2), _b(4, 1)),
         vocabulary=(0, 1), aborts=True, expected=Counts(2_472, 9_830, 7_708, 38)),
+    World("states", "full attention and states that chunks end at, in blocks of two tokens",
+        v.Config(8, 2, 2, 3, 7, **_UNRESERVED,
+                 groups=(_FULL_OF_2, _states(2, v.MambaCacheMode.ALIGN))),
+        (_a(5, 2), _b(4, 1)), aborts=True, expected=Counts(3_220, 11_891, 10_133, 29)),
+    World("marks", "full attention and a state behind each token, drafts",
+        v.Config(13, 1, 2, 3, 5, **_NGRAM, groups=(_FULL, _states(1, v.MambaCacheMode.ALL, 1))),
+        (_a(3, 2), _b(2, 1)), aborts=True, expected=Counts(3_337, 16_274, 10_398, 26)),
+    World("copies", "states in larger blocks than the rest, two plans in flight, drafts",
+        v.Config(9, 2, 1, 4, 8, **_AHEAD, **_NGRAM,
+                 groups=(_FULL_OF_2, _states(4, v.MambaCacheMode.ALIGN, 1))), (_a(3, 5),),
+        vocabulary=(0, 1), aborts=True, expected=Counts(1_355, 5_052, 4_241, 20)),
+    World("rewritten", "no caching, so one state that is written over, drafts",
+        v.Config(7, 2, 2, 3, 4, **_UNCACHED, **_NGRAM,
+                 groups=(_states(4, v.MambaCacheMode.NONE, 1), _FULL_OF_2)),
+        (_a(1, 3), _b(2, 2)),
+        vocabulary=(0, 1), aborts=True, expected=Counts(580, 4_029, 2_074, 12)),
     World("tokens", "FCFS with caching: three tokens to sample, two of them alike, both resets",
         v.Config(5, 2, 3, 3, 6), (_a(3, 3), _b(2, 3)),
         vocabulary=(0, 1, 2), aborts=True, resets=_BOTH,

@@ -12,25 +12,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from blockstep.conformance.engine import NO_TRAITS, EngineTraits
+from blockstep.conformance.engine import NO_TRAITS, Capability, EngineTraits
 from blockstep.conformance.museum import (
     admission,
     drafts,
+    groups,
     identity,
     plan,
     pool,
     preemption,
     promises,
 )
-from blockstep.conformance.museum.exhibit import Exhibit, collect
+from blockstep.conformance.museum.exhibit import Defect, Exhibit, collect
 from blockstep.conformance.protocol.registry import load_engine
 
 __all__ = ["EXHIBITS", "Exhibit", "build"]
 
-_PAGES = (pool, admission, preemption, drafts, promises, plan, identity)
+_PAGES = (pool, admission, preemption, drafts, promises, plan, identity, groups)
 
 EXHIBITS: Mapping[str, Exhibit] = collect(page.PAGE for page in _PAGES)
 """All planted defects, by name."""
+
+
+class _OneGroup(Defect):
+    """What stands before the clean engine, where an exhibit is of one KV group."""
+
+    def capabilities(self) -> frozenset[str]:
+        has: frozenset[str] = super().capabilities()
+        return has - {Capability.GROUPS}
 
 
 def build(name: str, traits: EngineTraits = NO_TRAITS) -> type[Any]:
@@ -41,7 +50,8 @@ def build(name: str, traits: EngineTraits = NO_TRAITS) -> type[Any]:
     """
     chosen = EXHIBITS[name]
     clean: Any = load_engine("host")
+    before: tuple[type[Any], ...] = () if chosen.takes_groups else (_OneGroup,)
     if chosen.part:
         part = type("PlantedPart", (chosen.defect, getattr(clean, chosen.part)), {})
-        return type("PlantedEngine", (clean,), {chosen.part: part, "traits": traits})
-    return type("PlantedEngine", (chosen.defect, clean), {"traits": traits})
+        return type("PlantedEngine", (*before, clean), {chosen.part: part, "traits": traits})
+    return type("PlantedEngine", (chosen.defect, *before, clean), {"traits": traits})

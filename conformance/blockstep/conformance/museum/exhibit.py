@@ -41,13 +41,16 @@ class Exhibit:
     or books. Then it is not to be found at `safety`, whatever is shown."""
     invisible_if_hidden: str = ""
     """Likewise, where only the state tells of it."""
+    takes_groups: bool = False
+    """Whether it is given several KV groups. A defect of one group need not run with more."""
 
 
 class Page:
     """The exhibits of one theme, in order of appearance."""
 
-    def __init__(self) -> None:
+    def __init__(self, takes_groups: bool = False) -> None:
         self.exhibits: list[Exhibit] = []
+        self._takes_groups = takes_groups
 
     def exhibit(
         self, title: str, upstream: str, properties: str, **more: str
@@ -57,7 +60,10 @@ class Page:
         def register(defect: type[Defect]) -> type[Defect]:
             name = re.sub(r"\B(?=[A-Z])", "-", defect.__name__).lower()
             told = tuple(properties.split())
-            self.exhibits.append(Exhibit(name, title, upstream, told, defect, **more))
+            given = self._takes_groups
+            self.exhibits.append(
+                Exhibit(name, title, upstream, told, defect, takes_groups=given, **more)
+            )
             return defect
 
         return register

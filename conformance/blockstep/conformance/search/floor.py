@@ -117,9 +117,15 @@ def require_wish(options: CheckOptions, facts: Facts) -> None:
 
 
 def release_canary(options: CheckOptions, engine: str = CANARY) -> int | None:
-    """Events until the canary is caught; None if it survives."""
+    """Events until the canary is caught; None if it survives.
+
+    It has several KV groups only if they are wished for: else it is caught as it ever was.
+    """
     num_events = 0
     canary = replace(options, engine=engine, preset=TINY.name, profile=STRICT.name)
+    if GROUPS.name not in get_wish(options).always:
+        never = (*options.without_features, GROUPS.name)
+        canary = replace(canary, without_features=never)
     make_engine = load_engine(engine)
     for index in range(CANARY_EPISODES):
         episode = run_episode(canary, index, make_engine)

@@ -118,7 +118,8 @@ class Audit:
                     f"block {index} is shown with key {key!r}, and carries {tagged!r}"
                 )
             return
-        name = self._name(key)
+        told = getattr(self.pool.blocks[index], "block_hash_num_tokens", None)
+        name = self._name(key, told)
         if name is None or make_block_hash_with_group_id(name, key.group) != tagged:
             raise EngineFault(
                 f"block {index} is shown with {key!r}, and its digest is not of that: "
@@ -130,16 +131,22 @@ class Audit:
                 f"block {found[0].block_id} is hit under {key!r}; shown are {cached.get(key, ())}"
             )
 
-    def _name(self, key: v.BlockKey) -> bytes | None:
+    def _name(self, key: v.BlockKey, num_tokens: int | None) -> bytes | None:
         """What the release names a block by: a digest, or what it makes of several; None if the
-        key is of no whole block of its group."""
+        key is of no whole block of its group, and of no part of one either that it keeps.
+
+        Newer releases say how many tokens a name is of (`num_tokens`, from the first one on), and
+        may name the part of a block that a prompt fills.
+        """
         size, block_size = len(key.token_ids), self.sizes[key.group]
         key = key.in_group(0)
         if size == block_size:
             return self._digest(key)
         chain = key.chain()
-        if len(chain) * size % block_size:
+        if num_tokens not in (None, len(chain) * size):
             return None
+        if len(chain) * size % block_size:
+            return None if num_tokens is None else self._digest(key)
         digests = list(map(self._digest, chain[-(block_size // size) :]))
         name: bytes = kv_cache_utils.BlockHashListWithBlockSize(digests, size, block_size)[0]
         return name

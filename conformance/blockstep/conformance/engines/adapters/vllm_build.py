@@ -56,6 +56,7 @@ try:
         KVCacheConfig,
         KVCacheGroupSpec,
         KVCacheSpec,
+        MambaSpec,
         SlidingWindowSpec,
     )
     from vllm.v1.request import Request as VllmRequest
@@ -199,7 +200,16 @@ def build_groups(config: Config) -> list[KVCacheGroupSpec]:
 
 
 def _build_layer(group: KVGroup, num_heads: int) -> KVCacheSpec:
-    """What a layer of a group keeps of each token."""
+    """What a layer of a group keeps: of each token, or behind the last one."""
+    if group.kind is GroupKind.RECURRENT:
+        return MambaSpec(
+            block_size=group.block_size,
+            shapes=((1, 1),),
+            dtypes=(torch.float32,),
+            page_size_padded=4 * group.block_size * num_heads,  # two of float16 in each slot
+            mamba_cache_mode=group.mamba_cache_mode.value,
+            num_speculative_blocks=group.num_speculative_blocks,
+        )
     kinds: dict[GroupKind, tuple[type[KVCacheSpec], dict[str, int]]] = {
         GroupKind.FULL: (FullAttentionSpec, {}),
         GroupKind.SLIDING_WINDOW: (SlidingWindowSpec, {"sliding_window": group.sliding_window}),
@@ -239,6 +249,9 @@ def build_vllm_config(config: Config) -> VllmConfig:
         block_size=config.block_size, enable_prefix_caching=config.enable_prefix_caching
     )
     caching.num_gpu_blocks = config.num_blocks
+    for group in config.groups:
+        if group.kind is GroupKind.RECURRENT:  # all of one mode
+            caching.mamba_cache_mode = group.mamba_cache_mode.value
     built = VllmConfig(
         model_config=model,
         scheduler_config=scheduling,

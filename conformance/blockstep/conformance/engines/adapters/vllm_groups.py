@@ -9,12 +9,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.conformance.engines.adapters.vllm_releases import Release
-from blockstep.spec.vocabulary import Config, ConfigError, ConfigProblem, GroupKind, SpecMethod
+from blockstep.spec.vocabulary import (
+    Config,
+    ConfigError,
+    ConfigProblem,
+    GroupKind,
+    MambaCacheMode,
+    SpecMethod,
+)
 
 ALL_EQUAL = "groups that are all equal: the release wants two that differ"
 CHUNKS_WITH_A_HEAD = "chunked-local groups with a draft head: the release asserts that it has none"
 CHUNKS_OF_ANOTHER_SIZE = "chunked-local groups beside other block sizes: the release wants one size"
 SEVERAL_SIZES = "groups of several block sizes: the release wants one size"
+NO_RECURRENT = "recurrent groups: not followed in this release"
+NO_STATES_OF_ALL = "recurrent groups of mode all: the release has the others alone"
+PARTIAL_HITS = "recurrent groups beside other block sizes: the release shares parts of blocks"
 OTHER_MIXES = (
     "other groups than of full attention and, all before or all behind them, of one other kind"
 )
@@ -23,14 +33,22 @@ OTHER_MIXES = (
 def find_problem(release: Release, config: Config) -> str | None:
     """Why the release cannot be built with the groups of `config`, or raises later; or None.
 
-    All of it is about hits: without prefix caching every release takes every mix.
-    Source: `HybridKVCacheCoordinator`, and what its managers assert.
+    But for recurrent groups all of it is about hits: without prefix caching every release takes
+    every mix. Source: `HybridKVCacheCoordinator`, and what its managers assert.
     """
     groups = config.groups
+    has_chunks = any(group.kind is GroupKind.CHUNKED_LOCAL for group in groups)
+    has_states = any(group.kind is GroupKind.RECURRENT for group in groups)
+    has_sizes = len(set(config.block_sizes)) > 1
+    if has_states and not release.has_recurrent_groups:
+        return NO_RECURRENT
     if not config.enable_prefix_caching or not groups:
         return None
-    has_chunks = any(group.kind is GroupKind.CHUNKED_LOCAL for group in groups)
-    has_sizes = len(set(config.block_sizes)) > 1
+    if has_states and release.has_partial_hits:
+        if any(group.mamba_cache_mode is MambaCacheMode.ALL for group in groups):
+            return NO_STATES_OF_ALL
+        if has_sizes:
+            return PARTIAL_HITS
     if has_chunks and config.drops_last_hit_block:
         return CHUNKS_WITH_A_HEAD
     if has_sizes and not release.has_mixed_groups:
@@ -69,9 +87,20 @@ def _mend(config: Config, reason: str) -> Config:
     """The config without what `reason` names."""
     if reason == CHUNKS_WITH_A_HEAD:
         return replace(config, spec_method=SpecMethod.NGRAM)
-    if reason in (SEVERAL_SIZES, CHUNKS_OF_ANOTHER_SIZE):
+    if reason in (SEVERAL_SIZES, CHUNKS_OF_ANOTHER_SIZE, PARTIAL_HITS):
         size = config.block_size
         return replace(config, groups=tuple([replace(g, block_size=size) for g in config.groups]))
+    if reason == NO_STATES_OF_ALL:
+        modes = {MambaCacheMode.ALL: MambaCacheMode.ALIGN}
+        aligned = [
+            replace(g, mamba_cache_mode=modes.get(g.mamba_cache_mode, g.mamba_cache_mode))
+            for g in config.groups
+        ]
+        return replace(config, groups=tuple(aligned), enable_chunked_prefill=True)
+    if reason == NO_RECURRENT:
+        kept = [group for group in config.groups if group.kind is not GroupKind.RECURRENT]
+        sized = [replace(group, block_size=config.block_size) for group in kept]
+        return replace(config, groups=tuple(sized))
     return _arrange(config) if reason == OTHER_MIXES else replace(config, groups=config.groups[:1])
 
 

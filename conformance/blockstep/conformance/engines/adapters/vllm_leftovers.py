@@ -112,6 +112,9 @@ def check_state(run: Run) -> None:
         settled = manager.num_cached_block
         _check_known("req_to_blocks", tables, scheduler.requests, "who is gone")
         _check_known("num_cached_block", settled, scheduler.requests, "who is gone")
+        for field in ("last_state_block_idx", "_allocated_block_reqs"):  # of recurrent groups
+            names = getattr(manager, field, ())
+            _check_known(field, names, scheduler.requests, "who is gone")
     pool = scheduler.kv_cache_manager.block_pool
     free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
     _check_once("free_block_queue", free)

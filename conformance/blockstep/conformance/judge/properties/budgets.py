@@ -94,12 +94,16 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
         # All others are, once a row that samples is dispatched.
         least = most if owed and request.status is v.Status.RUNNING else 0
         filled = min(computed, known)
-        held = [*zip(request.block_tables, request.num_cached_blocks, sizes, strict=True)]
+        tables, nums_settled, is_held = request.block_tables, request.num_cached_blocks, True
+        for group, size in enumerate(sizes):
+            if len(tables[group]) * size < computed or not (
+                0 <= nums_settled[group] <= filled // size
+            ):
+                is_held = False
         if (
             not least <= computed <= most
             or request.num_output_placeholders != (owed if config.async_scheduling else 0)
-            or min([len(table) * size for table, _, size in held]) < computed
-            or not all(0 <= settled <= filled // size for _, settled, size in held)
+            or not is_held
         ):
             what = (
                 f"the counters of {request.request_id!r} cannot be: {known} tokens known, "

@@ -149,10 +149,13 @@ class Ledger:
         The last snapshot asked for is kept.
         """
         if self._named[0] is not snapshot:
-            of_key = self.names.of_key
-            named: list[dict[Name, tuple[v.BlockId, ...]]] = [{} for _ in self.config.kv_groups]
-            for key, blocks in snapshot.cached.items():
-                named[key.group if self.config.groups else 0][of_key(key)[-1]] = blocks
+            of_key, cached = self.names.of_key, snapshot.cached
+            if not self.config.groups:
+                named = [{of_key(key)[-1]: blocks for key, blocks in cached.items()}]
+            else:
+                named = [{} for _ in self.config.groups]
+                for key, blocks in cached.items():
+                    named[key.group][of_key(key)[-1]] = blocks
             self._named = (snapshot, named)
         return self._named[1][group]
 

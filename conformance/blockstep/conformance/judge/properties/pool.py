@@ -5,6 +5,7 @@ Each speaks of the state after a step; what a step may change is in `order` and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from blockstep.conformance.judge.properties.ledger import Ledger
@@ -76,17 +77,17 @@ def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> Co
 
 
 def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapshot, v.BlockId]]:
-    found = []
+    found, sizes = [], step.block_sizes
     for request in step.after.requests:
-        life = ledger.lives.get(request.request_id)
-        if life is None:
+        tables, life = request.block_tables, ledger.lives.get(request.request_id)
+        if life is None or not tables[0]:
             continue
         known = life.num_prompt + len(request.output_token_ids)
         filled = min(request.num_computed_tokens, known)
-        for table, size in zip(request.block_tables, step.block_sizes, strict=False):
-            blocks = table[filled // size :]
-            # A frame in flight may have filled one that nobody attends to any more.
-            found += [(request, block) for block in blocks if block != v.NULL_BLOCK]
+        for table, size in zip(tables, sizes):  # noqa: B905 - tables are counted elsewhere
+            found += [(request, block) for block in table[filled // size :]]
+    if step.config.groups:  # a frame in flight may have filled what nobody attends to any more
+        return [(request, block) for request, block in found if block != v.NULL_BLOCK]
     return found
 
 
@@ -126,11 +127,17 @@ def computed_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
     if not step.config.enable_prefix_caching:
         return
     for row in step.rows:
-        ends = []
-        for stretch in _published(step, ledger, row):
-            yield from _unpublished(step, stretch)
-            ends.append(stretch.end)
-        yield from _unsettled(row.request_id, tuple(ends), step.new[row.request_id])
+        new, ends = step.new[row.request_id], []
+        filled = min(row.end, ledger.lives[row.request_id].num_known)
+        for first, size, table in zip(
+            _settled_before(step, row), step.block_sizes, new.block_tables, strict=True
+        ):
+            end = filled // size
+            if end > first:
+                yield from _unpublished(step, row.request_id, table[first:end])
+            ends.append(max(first, end))
+        if new.num_cached_blocks != (*ends,):
+            yield _unsettled(new, (*ends,))
 
 
 class Stretch(NamedTuple):
@@ -148,34 +155,37 @@ class Stretch(NamedTuple):
         return self.first + len(self.blocks)
 
 
-def _unpublished(step: Step, stretch: Stretch) -> Complaints:
+def _unpublished(step: Step, name: str, blocks: Iterable[v.BlockId]) -> Complaints:
     """What carries no key. What is attended to no more, and so was given back, need not."""
-    for block in stretch.blocks:
+    for block in blocks:
         if step.after.block_keys[block] is None and block != v.NULL_BLOCK:
-            yield Complaint(f"{stretch.request_id!r} filled block {block}, which has no key")
+            yield Complaint(f"{name!r} filled block {block}, which has no key")
 
 
-def _unsettled(name: str, ends: tuple[int, ...], new: v.RequestSnapshot | None) -> Complaints:
-    """Whether a request has settled other blocks than those up to `ends`, one for each group."""
-    if new is not None and new.num_cached_blocks != ends:
-        what = f"{name!r} has settled the wrong number of blocks"
-        yield unequal(what, "num_cached_blocks", ends, new.num_cached_blocks)
+def _unsettled(new: v.RequestSnapshot, ends: tuple[int, ...]) -> Complaint:
+    """A request has settled other blocks than those up to `ends`, one for each group."""
+    what = f"{new.request_id!r} has settled the wrong number of blocks"
+    return unequal(what, "num_cached_blocks", ends, new.num_cached_blocks)
+
+
+def _settled_before(step: Step, row: PlannedRow) -> Sequence[int]:
+    """Per group: blocks of a row's table that were settled when the step began, or by its hit."""
+    if row.kind is RowKind.RUNNING:
+        return step.old[row.request_id].num_cached_blocks
+    return [len(table) for table in row.hit_tables]
 
 
 def _published(step: Step, ledger: Ledger, row: PlannedRow) -> list[Stretch]:
     """The part of each of a row's tables that this step publishes, as the state shows it."""
     name = row.request_id
     filled = min(row.end, ledger.lives[name].num_known)
-    settled = [len(table) for table in row.hit_tables]
-    if row.kind is RowKind.RUNNING:
-        settled = [*step.old[name].num_cached_blocks]
-    found = []
-    tables = step.new[name].block_tables
-    for group, (first, size, table) in enumerate(
-        zip(settled, step.block_sizes, tables, strict=True)
-    ):
-        found.append(Stretch(name, group, first, table[first : max(filled // size, first)]))
-    return found
+    held = zip(
+        _settled_before(step, row), step.block_sizes, step.new[name].block_tables, strict=True
+    )
+    return [
+        Stretch(name, group, first, table[first : max(filled // size, first)])
+        for group, (first, size, table) in enumerate(held)
+    ]
 
 
 @sentence("P4", v.Schedule)
@@ -240,11 +250,13 @@ def verified_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
     """
     ends: dict[v.RequestId, tuple[int, ...]] = {}
     for stretch in verified_blocks(step, ledger):
-        yield from _unpublished(step, stretch)
         name = stretch.request_id
+        yield from _unpublished(step, name, stretch.blocks)
         ends[name] = (*ends.get(name, ()), stretch.end)
     for name, settled in ends.items():
-        yield from _unsettled(name, settled, step.new.get(name))
+        new = step.new.get(name)
+        if new is not None and new.num_cached_blocks != settled:
+            yield _unsettled(new, settled)
 
 
 @sentence("P4", v.Commit)
@@ -319,8 +331,9 @@ def _touched(step: Step, ledger: Ledger) -> list[Stretch]:
     found = []
     for row in step.rows:
         name, known = row.request_id, ledger.lives[row.request_id].num_known
-        for group, table in enumerate(step.new[name].block_tables):
-            first = step.old[name].num_cached_blocks[group] if row.kind is RowKind.RUNNING else 0
-            full = known // step.block_sizes[group]
+        tables, is_running = step.new[name].block_tables, row.kind is RowKind.RUNNING
+        for group, (size, table) in enumerate(zip(step.block_sizes, tables, strict=True)):
+            first = step.old[name].num_cached_blocks[group] if is_running else 0
+            full = known // size
             found.append(Stretch(name, group, first, table[first:full]))
     return found

@@ -6,11 +6,12 @@ A step is judged on its own facts. What an engine was told and has answered befo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import chain
 
+from blockstep.conformance.judge.attended import blocks_of_drafts
 from blockstep.spec import vocabulary as v
 
 
@@ -39,12 +40,17 @@ class PlannedRow:
     drafts: v.TokenIds = ()
     is_remapped: bool = False
     """Running, with another block table: `hits` and `gained` are the whole of it."""
+    moved: frozenset[v.BlockId] = frozenset()
+    """Blocks for states behind drafts: appended again they are no new ones."""
 
     @property
     def gained(self) -> tuple[v.BlockId, ...]:
         """Blocks gained, in the order of groups."""
         tables = self.gained_tables
-        return tables[0] if len(tables) == 1 else tuple(chain(*tables))
+        if len(tables) == 1 and not self.moved:
+            return tables[0]
+        taken = chain(*tables)
+        return tuple([block for block in taken if block and block not in self.moved])
 
     @property
     def hits(self) -> tuple[v.BlockId, ...]:
@@ -68,6 +74,11 @@ class Step:
     observation: v.Observation
     before: v.Snapshot
     after: v.Snapshot
+    block_sizes: tuple[int, ...] = field(init=False, repr=False)
+    """Token slots per block of each KV group."""
+
+    def __post_init__(self) -> None:
+        self.block_sizes = self.config.block_sizes
 
     @cached_property
     def old(self) -> dict[v.RequestId, v.RequestSnapshot]:
@@ -152,18 +163,17 @@ class Step:
         first, count = row.num_computed_tokens, row.num_scheduled_tokens
         name, drafts = row.request_id, row.draft_token_ids
         is_remapped = kind is RowKind.RUNNING and name in self.plan.remapped_req_ids
-        num_hits = first if is_remapped or kind is not RowKind.RUNNING else 0
-        pairs = [
-            (table[: num_hits // size], table[num_hits // size :])
-            for table, size in zip(tables, self.block_sizes, strict=True)
-        ]
-        hits, gained = tuple([pair[0] for pair in pairs]), tuple([pair[1] for pair in pairs])
+        if kind is RowKind.RUNNING and not is_remapped:
+            no_hits: v.BlockTables = ((),) * len(tables)
+            moved: frozenset[v.BlockId] = frozenset()
+            if self.config.groups:
+                pairs = zip(self.config.groups, self.old[name].block_tables, strict=True)
+                moved = frozenset(chain(*[blocks_of_drafts(*pair) for pair in pairs]))
+            return PlannedRow(name, kind, first, count, tables, no_hits, drafts, moved=moved)
+        held = [*zip(tables, self.block_sizes, strict=True)]
+        hits = tuple([table[: first // size] for table, size in held])
+        gained = tuple([table[first // size :] for table, size in held])
         return PlannedRow(name, kind, first, count, gained, hits, drafts, is_remapped)
-
-    @cached_property
-    def block_sizes(self) -> tuple[int, ...]:
-        """Token slots per block of each KV group."""
-        return self.config.block_sizes
 
     def tables_of(self, row: PlannedRow) -> v.BlockTables:
         """The block tables that a plan gives the request of a row, nothing given back."""

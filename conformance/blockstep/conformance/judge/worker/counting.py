@@ -49,5 +49,8 @@ class CountingWorker(Worker):
     def _write(self, rows: list[FrameRow]) -> None:
         """Nothing is written ..."""
 
+    def keep_states(self, row: FrameRow) -> None:
+        """No state is kept ..."""
+
     def _read(self, row: FrameRow) -> None:
         """... and nothing read."""

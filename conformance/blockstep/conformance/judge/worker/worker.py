@@ -77,6 +77,8 @@ class Worker(TaggedKV):
         rows += [row for row in map(self._start_cached, plan.cached) if row is not None]
         if plan.remapped_req_ids:
             self._check_remapped(plan)
+        if plan.new_block_ids_to_zero:
+            self.zero(plan.new_block_ids_to_zero)
         self._last_scheduled = {row.request_id for row in plan.rows}
         self._write(rows)
         for row in rows:
@@ -95,6 +97,8 @@ class Worker(TaggedKV):
         view = row.view
         self._promise(row)
         self._deliver(row, self._sample(row) if row.samples else ())
+        if self.recurrent:
+            self.keep_states(row)
         if row.samples and self.config.async_scheduling:
             count, right = self.config.num_speculative_tokens, self.acceptance
             num_right = right[self._num_proposals % len(right)]
@@ -197,6 +201,7 @@ class Worker(TaggedKV):
         self.give_back(row.request_id, view.tables, "was preempted")  # by a reset: no plan told
         view.is_preempted = view.may_resume = False
         view.tables = blocks
+        view.state_indices.clear()
         view.num_computed = row.num_computed_tokens
         view.num_rejected = 0
         view.proposal = ()  # for the position at which it was preempted
@@ -296,8 +301,15 @@ class Worker(TaggedKV):
 
     def _count_slots(self, view: RequestView) -> int:
         """Tokens that each of its block tables has room for."""
-        sizes = self.block_sizes
-        return min([len(table) * size for table, size in zip(view.tables, sizes, strict=True)])
+        if not self.config.groups:
+            return len(view.table) * self.config.block_size
+        held = zip(self.groups, view.tables, strict=True)
+        return min(
+            [
+                (len(table) - group.num_speculative_blocks) * group.block_size
+                for group, table in held
+            ]
+        )
 
     # Answers.
 
@@ -340,6 +352,8 @@ class Worker(TaggedKV):
             if tokens != row.sampled and len(view.tokens) == row.num_known + len(row.sampled):
                 view.replace_tokens([*view.tokens[: row.num_known], *tokens])
                 view.num_computed -= len(row.sampled) - len(tokens)
+                for at in view.state_indices:
+                    view.state_indices[at] -= len(row.sampled) - len(tokens)
 
     def propose(self, request_id: v.RequestId, count: int, num_right: int) -> v.TokenIds:
         """`count` drafts for a request: the first `num_right` will be accepted, the next not."""
@@ -411,8 +425,10 @@ class Worker(TaggedKV):
 
     def _tables_seen(self, view: RequestView, request: v.RequestSnapshot) -> v.BlockTables:
         """Its tables, with null blocks where the state has some: of those no plan tells."""
+        if not self.config.groups:
+            return (tuple(view.table),)
         tables = tuple([tuple(table) for table in view.tables])
-        if not self.config.groups or len(tables) != len(request.block_tables):
+        if len(tables) != len(request.block_tables):
             return tables
         pairs = zip(tables, request.block_tables, strict=True)
         return tuple([without_given_back(*pair) for pair in pairs])
