@@ -66,7 +66,7 @@ def get_blocks_to_zero(step: Step) -> tuple[BlockId, ...]:
     attention zeroed only. Source: vLLM 0.19.1 `take_new_block_ids`; P3.
     """
     groups = step.state.config.groups
-    if not any(group.kind is GroupKind.RECURRENT for group in groups):
+    if not groups or not any(group.kind is GroupKind.RECURRENT for group in groups):
         return ()
     taken: list[BlockId] = []
     for index, group in enumerate(groups):
@@ -86,16 +86,17 @@ def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:
     `get_num_common_prefix_blocks`; P26.
     """
     config = step.state.config
-    groups = config.kv_groups
     if not step.running or not config.enable_prefix_caching:
-        return (0,) * len(groups)
-    tables = [step.requests[name].block_tables for name in step.running]
+        return (0,) * len(config.block_sizes)
+    holdings = [step.requests[name].holdings for name in step.running]
+    if not config.groups:
+        return (count_common_blocks([first.block_table for (first,) in holdings]),)
     return tuple(
         [
-            count_common_blocks([of_one[index] for of_one in tables])
+            count_common_blocks([of_one[index].block_table for of_one in holdings])
             if group.kind is GroupKind.FULL
             else 0
-            for index, group in enumerate(groups)
+            for index, group in enumerate(config.groups)
         ]
     )
 
