@@ -1,9 +1,10 @@
 """Events per second of processor time of the lock-step, all checks on, one process.
 
-    python -m benchmarks.lockstep [--events N] [--engine NAME] [--json FILE]
+    python -m benchmarks.lockstep [--events N] [--engine NAME] [--with FEATURE] [--json FILE]
 
 Prints one line per preset and what each part of an event costs: the spec alone, the engine alone,
-and everything (spec, engine, both snapshots compared, worker, properties, witnesses).
+and everything (spec, engine, both snapshots compared, worker, properties, witnesses). There is one
+KV group, unless `--with groups` has several in every run.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from blockstep.conformance.protocol.features import GROUPS
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.search.episodes import record_episode, run_episode
 from blockstep.conformance.search.options import CheckOptions
@@ -34,9 +36,12 @@ class Figures:
     engine_us: float
 
 
-def measure(preset: str, engine: str, num_events: int) -> Figures:
+def measure(preset: str, engine: str, num_events: int, features: tuple[str, ...] = ()) -> Figures:
     """Time whole episodes, then replay their events through each side alone."""
-    options = CheckOptions(engine=engine, preset=preset)
+    never = () if GROUPS.name in features else (GROUPS.name,)
+    options = CheckOptions(
+        engine=engine, preset=preset, with_features=features, without_features=never
+    )
     make_engine = load_engine(engine)
     run_episode(options, 0, make_engine)  # warm up
     events, index = 0, 1
@@ -77,10 +82,12 @@ def main() -> None:
     )
     parser.add_argument("--events", type=int, default=20_000)
     parser.add_argument("--engine", default="host")
+    parser.add_argument("--with", dest="features", action="append", default=[])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     print(f"Python {platform.python_version()}, {platform.machine()}, one process")
-    figures = [measure(preset, args.engine, args.events) for preset in ("tiny", "small")]
+    features = tuple(args.features)
+    figures = [measure(name, args.engine, args.events, features) for name in ("tiny", "small")]
     for row in figures:
         print(
             f"{row.preset:<6} {row.events:>7,} events  {row.events_per_second:>7,.0f} events/s  "

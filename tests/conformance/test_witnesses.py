@@ -331,12 +331,12 @@ def test_what_needs_one_of_several_features_is_not_required_without_all_of_them(
 
 
 GROUPED = Config(num_blocks=30, block_size=2, max_model_len=16, max_num_batched_tokens=4)
-LONG = Request("A", tuple(range(9)), max_tokens=2)
+NINE = Request("A", tuple(range(9)), max_tokens=2)
 
 
 def play_groups(config: Config, *groups: KVGroup) -> Watched:
     """A request of nine tokens from its first chunk to its end."""
-    watched = Watched(replace(config, groups=groups)).do(Submit(LONG))
+    watched = Watched(replace(config, groups=groups)).do(Submit(NINE))
     while watched.client.live:
         watched.do(Schedule()).commit()
     return watched
@@ -362,7 +362,7 @@ def test_what_is_given_back_is_told_by_kind() -> None:
 
 
 def test_a_hit_of_several_groups_is_told_from_one_that_a_group_cuts() -> None:
-    again = Submit(replace(LONG, request_id="B"))
+    again = Submit(replace(NINE, request_id="B"))
     watched = play_groups(GROUPED, full(2), window(2, 3))
     before = Counter(told(watched))
     watched.do(again, Schedule())
@@ -404,7 +404,7 @@ def test_a_block_that_only_a_draft_in_doubt_keeps_is_told() -> None:
     )
     watched = Watched(config)
     watched.worker.acceptance = (3,)
-    watched.do(Submit(replace(LONG, prompt_token_ids=(1, 2, 3, 4), max_tokens=9)), Schedule())
+    watched.do(Submit(replace(NINE, prompt_token_ids=(1, 2, 3, 4), max_tokens=9)), Schedule())
     assert watched.counts["groups_block_in_doubt"] == 0
     watched.do(Schedule()).commit().do(Schedule())
     assert watched.counts["groups_block_in_doubt"] == 1
@@ -412,10 +412,10 @@ def test_a_block_that_only_a_draft_in_doubt_keeps_is_told() -> None:
 
 def test_the_gate_lets_in_what_never_fits_at_once() -> None:
     config = replace(GROUPED, num_blocks=9)
-    watched = Watched(replace(config, groups=(full(4), window(2, 2)))).do(Submit(LONG), Schedule())
+    watched = Watched(replace(config, groups=(full(4), window(2, 2)))).do(Submit(NINE), Schedule())
     assert watched.counts["groups_admitted_past_its_room"] == 0
     watched = Watched(replace(config, num_blocks=8, groups=(full(4), window(2, 2))))
-    watched.do(Submit(LONG), Schedule())
+    watched.do(Submit(NINE), Schedule())
     assert watched.counts["groups_admitted_past_its_room"] == 1
 
 

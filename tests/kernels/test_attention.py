@@ -28,6 +28,10 @@ BATCHES = {
     "window": Batch((1, 17, 5), (70, 17, 40), rules={"sliding_window": 7}),
     "window of one": Batch((1, 5), (40, 5), rules={"sliding_window": 1}),
     "window of a block": Batch((20,), (50,), rules={"sliding_window": 16}),
+    "chunks": Batch((1, 17, 5, 1), (70, 17, 40, 21), rules={"attention_chunk_size": 7}),
+    "chunks of one": Batch((1, 5), (40, 5), rules={"attention_chunk_size": 1}),
+    "chunks of a block": Batch((20, 1), (50, 33), rules={"attention_chunk_size": 16}),
+    "chunks of any length": Batch((20, 1), (50, 33), rules={"attention_chunk_size": 64}),
     "soft cap": Batch((1, 9), (40, 9), rules={"soft_cap": 0.5}),
     "soft cap and window": Batch((1, 9), (40, 9), rules={"soft_cap": 2.0, "sliding_window": 4}),
     "head size 64": Batch((1, 5), (40, 9), head_size=64),
@@ -78,8 +82,9 @@ def test_a_long_decode_of_a_group_in_parts_is_split(backend: str, device: str) -
     check_against_oracle(batch, device, max_query_len=1, max_seq_len=8192)
 
 
-def test_a_long_decode_is_split_inside_a_window(backend: str, device: str) -> None:
-    batch = Batch((1, 1), (513, 20), rules={"sliding_window": 40})
+@pytest.mark.parametrize("rule", ["sliding_window", "attention_chunk_size"])
+def test_a_long_decode_is_split_inside_a_window(backend: str, device: str, rule: str) -> None:
+    batch = Batch((1, 1), (559, 20), rules={rule: 140})
     check_against_oracle(batch, device, max_query_len=1, max_seq_len=8192)
 
 
@@ -144,9 +149,12 @@ def test_strides_and_padding_of_the_query(backend: str, device: str) -> None:
     torch.testing.assert_close(out[:6].double().cpu(), expected, atol=2e-5, rtol=2e-5)
 
 
-def test_blocks_before_the_window_are_not_read(backend: str, device: str) -> None:
+@pytest.mark.parametrize("rule", [{"sliding_window": 7}, {"attention_chunk_size": 16}], ids=str)
+def test_blocks_before_the_window_are_not_read(
+    backend: str, device: str, rule: dict[str, int]
+) -> None:
     """They may be freed, and their place in the table may hold anything."""
-    arguments, rules = Batch((1, 3), (70, 40), rules={"sliding_window": 7}).make()
+    arguments, rules = Batch((1, 3), (70, 40), rules=rule).make()
     expected = attention(*arguments, **rules)
     tables = arguments[3]
     tables[0, :3], tables[1, :1] = 2**30, -1
@@ -202,6 +210,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale": ({"scale": 0.0}, ValueError, "scale: must be positive"),
     "soft cap": ({"soft_cap": -1.0}, ValueError, "soft_cap: must be positive"),
     "window": ({"sliding_window": 0}, ValueError, "sliding_window: must be at least 1"),
+    "chunk": ({"attention_chunk_size": 0}, ValueError, "attention_chunk_size: must be at least 1"),
+    "window and chunk": (
+        {"attention_chunk_size": 8, "sliding_window": 8}, ValueError,
+        "attention_chunk_size: must not be given with sliding_window",
+    ),
     "k_scale": ({"k_scale": 2.0}, ValueError, "k_scale: must be 1 unless the cache is float8"),
     "out": ({"out": torch.zeros(5, 4, 16)}, ValueError, "out: dimension 0"),
     "bound": ({"max_seq_len": 0}, ValueError, "max_seq_len: must be at least 1"),

@@ -32,6 +32,7 @@ class Rules(NamedTuple):
 
     scale: float
     sliding_window: int | None
+    chunk_size: int | None
     soft_cap: float | None
     k_scale: float
     v_scale: float
@@ -47,6 +48,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
     soft_cap: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -62,15 +64,17 @@ def paged_attention(
         position   0 ............ num_computed ............ seq_len
                    |-- in the cache before --|-- this step --|
         token i of the step sees  0 .. num_computed + i, the last `sliding_window` of them
+                                  or those of its chunk of `attention_chunk_size` positions
 
     query: `[num_tokens, num_heads, head_size]`, float32, float16 or bfloat16, heads grouped by KV
     head: head `h` reads KV head `h // (num_heads // num_kv_heads)`. key_cache, value_cache: as in
     `reshape_and_cache`, the query's dtype or float8_e4m3fn with scales (then a GPU computes a
     float32 query in bfloat16). block_tables: `[num_seqs,
     max_blocks]` int32; entries past a sequence's last block are not read, nor are those wholly
-    before its window. query_start_loc: `[num_seqs + 1]` int32. seq_lens: `[num_seqs]` int32,
-    computed tokens and this step's. Rows of `query` past the last sequence are padding: what is
-    written there is not said. soft_cap: `soft_cap * tanh(score / soft_cap)`.
+    before the window or the chunk of its first token. query_start_loc: `[num_seqs + 1]` int32.
+    seq_lens: `[num_seqs]` int32, computed tokens and this step's. Rows of `query` past the last
+    sequence are padding: what is written there is not said. soft_cap: `soft_cap *
+    tanh(score / soft_cap)`.
 
     max_query_len, max_seq_len: upper bounds known to the host; they size the launch on a GPU, and
     without them it is sized by the shapes. Bound for decodes: the bytes of the KV that is read.
@@ -79,7 +83,7 @@ def paged_attention(
         TypeError, ValueError: a wrong dtype, shape, device, layout or number; on the CPU also
             lengths that contradict each other and block ids outside the cache.
     """
-    rules = Rules(scale, sliding_window, soft_cap, k_scale, v_scale)
+    rules = Rules(scale, sliding_window, attention_chunk_size, soft_cap, k_scale, v_scale)
     check_arguments(query, key_cache, value_cache, block_tables, query_start_loc, seq_lens, rules)
     if out is None:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -137,10 +141,15 @@ def check_arguments(
     check_scales(key_cache, rules.k_scale, rules.v_scale)
     if rules.soft_cap is not None:
         check_positive("soft_cap", rules.soft_cap)
-    if rules.sliding_window is not None and rules.sliding_window < 1:
+    for name, size, none in (
+        ("sliding_window", rules.sliding_window, "no window"),
+        ("attention_chunk_size", rules.chunk_size, "no chunks"),
+    ):
+        if size is not None and size < 1:
+            raise ValueError(f"{name}: must be at least 1, but is {size}; None means {none}")
+    if rules.sliding_window is not None and rules.chunk_size is not None:
         raise ValueError(
-            f"sliding_window: must be at least 1, but is {rules.sliding_window}; "
-            f"None means no window"
+            "attention_chunk_size: must not be given with sliding_window; a layer has one of them"
         )
     if query.is_cuda or arguments["num_seqs"] == 0:
         return
@@ -217,6 +226,9 @@ def attend(
     first = torch.zeros_like(last)
     if rules.sliding_window is not None:
         first = (last - query_len - rules.sliding_window + 2).clamp(min=0)
+    if rules.chunk_size is not None:
+        first = (last - query_len + 1).clamp(min=0)
+        first -= first % rules.chunk_size
     keys = first + torch.arange(int((last - first).max()) + 1, device=device)
     at = torch.minimum(keys, last)
     blocks = block_tables.gather(1, at // block_size).long()
@@ -231,6 +243,8 @@ def attend(
     visible = keys[:, None] <= position[..., None]
     if rules.sliding_window is not None:
         visible &= keys[:, None] > position[..., None] - rules.sliding_window
+    if rules.chunk_size is not None:
+        visible &= keys[:, None] >= (position - position % rules.chunk_size)[..., None]
     group = num_heads // num_kv_heads
     folded = query.view(num_seqs, query_len, num_kv_heads, group, head_size)
     folded = folded.permute(0, 2, 3, 1, 4).reshape(num_seqs, num_kv_heads, -1, head_size)

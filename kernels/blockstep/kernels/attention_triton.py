@@ -40,12 +40,14 @@ def find_sequence(query_start_loc, num_seqs, tile, BLOCK_Q: tl.constexpr):
 @triton.jit
 def find_keys(
     position, last, window, split, num_splits, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr,
+    CHUNKS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """The keys of a program whose first query is at `position`: all up to `last`, or its share."""
     first = 0
     if WINDOW:
         first = tl.maximum(position - window + 1, 0)
+    if CHUNKS:
+        first = position - position % window
     if SPLIT:
         num_tiles = (last - first + TILE - 1) // TILE
         share = (num_tiles + num_splits - 1) // num_splits * TILE
@@ -84,7 +86,7 @@ def load_tile(
 @triton.jit
 def compute_scores(
     q, k, key_at, position, in_range, scale, window, soft_cap, WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNKS: tl.constexpr, SOFT_CAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores times log2(e), -inf where a query does not see a key."""
     scores = tl.dot(q, k.to(COMPUTE), input_precision=PRECISION) * scale
@@ -95,6 +97,8 @@ def compute_scores(
     visible = in_range[None, :] & (key_at[None, :] <= position[:, None])
     if WINDOW:
         visible = visible & (key_at[None, :] > position[:, None] - window)
+    if CHUNKS:
+        visible = visible & (key_at[None, :] >= (position - position % window)[:, None])
     return tl.where(visible, scores, float("-inf"))
 
 
@@ -122,15 +126,16 @@ def attention_kernel(
     value_block, value_slot, value_head, table_stride,
     GROUP: tl.constexpr, PART: tl.constexpr, HEAD_SIZE: tl.constexpr, SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, TILE: tl.constexpr,
-    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr,
+    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr,
+    SOFT_CAP: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of queries, part of a group of heads, split): `BLOCK_Q` tokens by `PART` heads.
 
         keys of the tile   first ... | split 0 | split 1 | ... | last query's own
         within a split     TILE keys at a time, gathered slot by slot through the block table
 
-    `scale` holds log2(e) and the scale of the keys; softmax is computed in base 2.
+    `scale` holds log2(e) and the scale of the keys; softmax is computed in base 2. With `CHUNKS`
+    `window` is the size of a chunk.
     """
     tile, split = tl.program_id(0), tl.program_id(2)
     parts: tl.constexpr = (GROUP + PART - 1) // PART
@@ -155,7 +160,7 @@ def attention_kernel(
         q = tl.load(query + at, mask=mask, other=0.0).to(COMPUTE)
         end = context + tl.minimum(local + BLOCK_Q, query_len)
         first, last = find_keys(
-            context + local, end, window, split, num_splits, TILE, WINDOW, SPLIT
+            context + local, end, window, split, num_splits, TILE, WINDOW, CHUNKS, SPLIT
         )  # fmt: skip
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
@@ -170,7 +175,7 @@ def attention_kernel(
             )  # fmt: skip
             scores = compute_scores(
                 q, k, key_at, context + step, in_range, scale, window, soft_cap,
-                WINDOW, SOFT_CAP, COMPUTE, PRECISION,
+                WINDOW, CHUNKS, SOFT_CAP, COMPUTE, PRECISION,
             )  # fmt: skip
             top, total, weighted = add_tile(top, total, weighted, scores, v, COMPUTE, PRECISION)
         sums = tl.where(total == 0.0, 1.0, total)
@@ -320,12 +325,14 @@ def launch_paged_attention(
     attention_kernel[(num_tiles, num_groups, num_splits)](
         out, partial, partial_log, query, key_cache, value_cache, block_tables, query_start_loc,
         seq_lens, num_seqs, num_splits, rules.scale * rules.k_scale * LOG2_E,
-        rules.sliding_window or 0, (rules.soft_cap or 0.0) * LOG2_E, rules.v_scale,
+        rules.sliding_window or rules.chunk_size or 0, (rules.soft_cap or 0.0) * LOG2_E,
+        rules.v_scale,
         *query.stride()[:2], *out.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
         block_tables.stride(0), GROUP=group, PART=tiling.part, HEAD_SIZE=head_size, SIZE=size,
         BLOCK_SIZE=block_size, BLOCK_Q=block_q, BLOCK_M=tiling.block_m, TILE=tiling.tile,
         ONE_TILE=one_tile, SPLIT=num_splits > 1, WINDOW=rules.sliding_window is not None,
-        SOFT_CAP=rules.soft_cap is not None, COMPUTE=compute, PRECISION=tiling.precision,
+        CHUNKS=rules.chunk_size is not None, SOFT_CAP=rules.soft_cap is not None,
+        COMPUTE=compute, PRECISION=tiling.precision,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, maxnreg=tiling.registers_max,
         FAR=far,
     )  # fmt: skip

@@ -53,7 +53,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.HEAD_GIVES_BACK_BY_TURNS,
                 Quirk.CHUNK_BEGINS_IN_A_NULL_BLOCK,
                 Quirk.NARROW_WINDOW_WANTS_A_BLOCK,
-                Quirk.WINDOWS_RESERVE_EVERYTHING,
+                Quirk.HIT_HOLDS_WHAT_IT_SKIPS,
                 Quirk.WINDOWS_FORGET_DOUBT,
             }
         ),
@@ -74,11 +74,24 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
         frozenset(),
         frozenset({Quirk.PASSED_OVER_COME_BACK_REVERSED, Quirk.DRAFTS_OUTLIVE_PREEMPTION}),
     ),
-    ("0.17.1", frozenset({Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT}), frozenset()),
+    (
+        "0.17.1",
+        frozenset({Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT}),
+        frozenset({Quirk.HIT_HOLDS_WHAT_IT_SKIPS}),
+    ),
     ("0.18.0", frozenset(), frozenset({Quirk.ONE_WAITING_QUEUE})),
     (
         "0.19.0",
-        frozenset({Quirk.WINDOW_HIT_CUT_BLINDLY}),
+        frozenset(
+            {
+                Quirk.WINDOW_HIT_CUT_BLINDLY,
+                Quirk.WINDOWS_RESERVE_EVERYTHING,
+                Quirk.CHUNKS_ROUND_TO_NOTHING,
+                Quirk.FRESH_STATES_ARE_WAITED_FOR,
+                Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
+                Quirk.WITHDRAWN_BLOCKS_ARE_ZEROED,
+            }
+        ),
         frozenset(
             {
                 Quirk.ITEMS_NAMED_WITHOUT_PLACE,

@@ -160,7 +160,8 @@ KINDS: dict[str, dict[str, int]] = {
     "draft": {"max_query_len": 2, "max_seq_len": 8192},
 }  # fmt: skip
 BOTH: dict[str, Any] = {"sliding_window": 64, "soft_cap": 30.0}
-RULES: list[dict[str, Any]] = [{}, {"sliding_window": 64}, {"soft_cap": 30.0}, BOTH]
+CHUNKS: dict[str, Any] = {"attention_chunk_size": 64}
+RULES: list[dict[str, Any]] = [{}, {"sliding_window": 64}, {"soft_cap": 30.0}, BOTH, CHUNKS]
 
 
 def list_attention(*, every: bool) -> Iterator[Call]:
@@ -176,6 +177,7 @@ def list_attention(*, every: bool) -> Iterator[Call]:
         yield from attention_calls(dtypes, [64, 128, 256], groups, RULES, list(KINDS))
     else:
         yield from attention_calls([(BRAIN, None)], [128], [8], [BOTH], list(KINDS))
+        yield from attention_calls([(BRAIN, None)], [128], [8], [CHUNKS], ["split"])
         yield from attention_calls([(BRAIN, None)], [128], [64], [{}], ["draft"])
         yield from attention_calls([(BRAIN, None)], [256], [7], [{}], ["drafts"])
         yield from attention_calls([(SINGLE, None)], [128], [71], [{}], ["split"])

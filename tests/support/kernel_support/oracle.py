@@ -19,6 +19,7 @@ def attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
     soft_cap: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -35,6 +36,8 @@ def attention(
         for token in range(start, stop):
             position = seq_len - (stop - token)
             first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            if attention_chunk_size is not None:
+                first = position // attention_chunk_size * attention_chunk_size
             seen = range(first, position + 1)
             where = ([blocks[p] for p in seen], [slots[p][1] for p in seen])
             keys = key_cache[where].double() * k_scale

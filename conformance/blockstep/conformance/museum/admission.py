@@ -229,7 +229,7 @@ class RefusedKeepsBlocks(Defect):
     def _try_admit(self, slot: int, queue: Any, step: Any) -> bool:
         admitted: bool = super()._try_admit(slot, queue, step)
         if not admitted:
-            self._take_blocks(slot, min(self.pool.num_free, 1))
+            self.table.holdings[slot][0].blocks += self.pool.take(min(self.pool.num_free, 1))
         return admitted
 
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.prefix import compute_max_hit_blocks, count_runs, is_valid_hit
-from blockstep.spec.memory.slots import count_needed_blocks
+from blockstep.spec.memory.slots import count_needed
 from blockstep.spec.pool import Pool, find_block
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Frame, Hit, RequestState
@@ -100,9 +100,9 @@ class Search:
                 top = (num_tokens + self.unit) // size
                 is_found = top < len(runs) and runs[top] >= min(num_wanted, top)
                 return (max(top - num_wanted, 0), end) if is_found else None
-            is_wanted = Quirk.NARROW_WINDOW_WANTS_A_BLOCK in self.quirks and not self.num_behind
-            if is_wanted and not runs[end]:
-                return None
+            is_narrow = group.sliding_window == 1 and not self.num_behind
+            if is_narrow and Quirk.NARROW_WINDOW_WANTS_A_BLOCK in self.quirks:
+                return (end - 1, end) if runs[end] else None
         if group.kind is GroupKind.CHUNKED_LOCAL:
             chunk = -(-num_tokens // group.attention_chunk_size) * group.attention_chunk_size
             is_begun = chunk < num_tokens + size and chunk <= limit
@@ -144,7 +144,9 @@ class Search:
             is_whole = number > 0 and one.group.kind is GroupKind.FULL
             if is_whole and Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT in self.quirks:
                 end = ranges[number][1]
-            first = max(ranges[number][0], compute_num_skipped_blocks(one.group, num_tokens))
+            first = ranges[number][0]
+            if Quirk.HIT_HOLDS_WHAT_IT_SKIPS not in self.quirks:
+                first = max(first, compute_num_skipped_blocks(one.group, num_tokens))
             for index, blocks in one.found.items():
                 held = [block_id for block_id in blocks[first:end] if block_id is not None]
                 tables[index] = (NULL_BLOCK,) * min(first, end) + tuple(held)
@@ -177,6 +179,11 @@ def narrow_window_wants_a_block(rules: Rules, config: Config) -> Rules:
     return _search(rules, config)
 
 
+def hit_holds_what_it_skips(rules: Rules, config: Config) -> Rules:
+    """The block that a window of one token wants is shared until the next step."""
+    return _search(rules, config)
+
+
 def only_the_first_full_group_is_cut(rules: Rules, config: Config) -> Rules:
     """Full groups of another block size keep what they found beyond the hit."""
     return _search(rules, config)
@@ -189,7 +196,7 @@ def windows_reserve_everything(rules: Rules, _config: Config) -> Rules:
         config: Config, pool: Pool, group: KVGroup, num_slots: int, hit: tuple[BlockId, ...]
     ) -> int:
         del config
-        return count_needed_blocks(pool, num_slots, group.block_size, 0, hit)
+        return count_needed(pool, group, num_slots, num_slots, 0, hit)
 
     return replace(rules, count_reserved_blocks=count_reserved_blocks)
 
@@ -243,6 +250,17 @@ STORIES = (
         "not found upstream",
         "0.19.1",
         "blocks of 1, full attention and a window of 1; the window's blocks were evicted: no hit",
+    ),
+    QuirkStory(
+        Quirk.HIT_HOLDS_WHAT_IT_SKIPS,
+        hit_holds_what_it_skips,
+        "the block that a window of one token wants is shared until the next step",
+        ("P8",),
+        "not found upstream (fixed in 0.17.1 or before)",
+        "0.11.0",
+        "blocks of 1, a window of 1; the first of two tokens is cached: the row that computes the "
+        "second holds the block of the first",
+        upon=(Quirk.NARROW_WINDOW_WANTS_A_BLOCK,),
     ),
     QuirkStory(
         Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,

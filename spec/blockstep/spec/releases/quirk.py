@@ -50,9 +50,14 @@ class Quirk(StrEnum):
     WINDOW_HIT_CUT_BLINDLY = "window_hit_cut_blindly"
     CHUNK_BEGINS_IN_A_NULL_BLOCK = "chunk_begins_in_a_null_block"
     NARROW_WINDOW_WANTS_A_BLOCK = "narrow_window_wants_a_block"
+    HIT_HOLDS_WHAT_IT_SKIPS = "hit_holds_what_it_skips"
     ONLY_THE_FIRST_FULL_GROUP_IS_CUT = "only_the_first_full_group_is_cut"
     WINDOWS_RESERVE_EVERYTHING = "windows_reserve_everything"
     WINDOWS_FORGET_DOUBT = "windows_forget_doubt"
+    CHUNKS_ROUND_TO_NOTHING = "chunks_round_to_nothing"
+    FRESH_STATES_ARE_WAITED_FOR = "fresh_states_are_waited_for"
+    ONLY_FULL_ATTENTION_IS_ZEROED = "only_full_attention_is_zeroed"
+    WITHDRAWN_BLOCKS_ARE_ZEROED = "withdrawn_blocks_are_zeroed"
 
 
 @dataclass(frozen=True, slots=True)

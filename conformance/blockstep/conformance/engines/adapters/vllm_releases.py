@@ -104,6 +104,11 @@ class Release:
     has_mixed_groups: bool = False
     """Whether KV-cache groups may be of any kinds and block sizes, in any order; the first releases
     find hits of full attention and one other kind, of one block size, side by side."""
+    keeps_doubtful_blocks: bool = False
+    """Whether a window keeps what it reads if drafts in flight are rejected."""
+    has_group_gate: bool = False
+    """Whether a window is reserved for by what it holds at a time, not for a whole prompt
+    (#39734)."""
     has_recurrent_groups: bool = False
     """Whether recurrent groups are followed."""
     has_partial_hits: bool = False
@@ -120,7 +125,7 @@ class Release:
         return f"vllm-{self.version}"
 
 
-def _build_table() -> Mapping[str, Release]:
+def _list_until_0_19() -> tuple[Release, ...]:
     r0110 = Release("0.11.0", UP_TO_0_16)
     r0111 = replace(
         r0110,
@@ -162,7 +167,12 @@ def _build_table() -> Mapping[str, Release]:
         has_mixed_groups=True,
         has_recurrent_groups=True,
     )
-    r0200 = replace(r0190, version="0.20.0", has_prefill_stats=True)
+    return (r0110, r0111, r0120, r0150, r0160, r0170, r0180, r0190)
+
+
+def _build_table() -> Mapping[str, Release]:
+    older = _list_until_0_19()
+    r0200 = replace(older[-1], version="0.20.0", has_prefill_stats=True)
     r0220 = replace(r0200, version="0.22.0", environment=(("VLLM_USE_V2_MODEL_RUNNER", "0"),))
     r0240 = replace(r0220, version="0.24.0", packages=SINCE_0_24)
     r0250 = replace(r0240, version="0.25.0", pads_drafts=True)
@@ -186,13 +196,12 @@ def _build_table() -> Mapping[str, Release]:
         r0310,
         version="0.33.0",
         has_equal_groups=True,
+        keeps_doubtful_blocks=True,
+        has_group_gate=True,
         has_partial_hits=True,
         has_common_prefix=False,
     )
-    table = (
-        *(r0110, r0111, r0120, r0150, r0160, r0170, r0180, r0190),
-        *(r0200, r0220, r0240, r0250, r0270, r0280, r0290, r0310, r0330),
-    )
+    table = (*older, r0200, r0220, r0240, r0250, r0270, r0280, r0290, r0310, r0330)
     return MappingProxyType({release.version: release for release in table})
 
 
