@@ -96,9 +96,8 @@ def rows_of(head: str) -> dict[str, list[str]]:
 
 WORLD_ROWS = rows_of("| world | states | transitions | refused | depth | what |")
 QUIRK_ROWS = rows_of("| quirk | differs after | in | violates after | in world | property |")
-UNSEEN = {Quirk.FRESH_STATES_ARE_WAITED_FOR, Quirk.ONLY_FULL_ATTENTION_IS_ZEROED}
-"""Quirks that no transition of a walk shows as wrong: where there are states, it is judged by the
-invariants, and what is zeroed is the worker's to say."""
+UNSEEN = {Quirk.ONLY_FULL_ATTENTION_IS_ZEROED}
+"""Quirks that no transition of a walk shows as wrong: what is zeroed is the worker's to say."""
 DEFECT_ROWS = {
     name: (length, world, difference)
     for world, (defects,) in rows_of("| world | defect, events, first difference |").items()
