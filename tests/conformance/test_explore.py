@@ -70,6 +70,9 @@ QUICK = (
     "narrow",
     "uncut",
     "doubts",
+    "starved",
+    "zeroed",
+    "withdrawn",
     "states",
     "marks",
     "copies",
@@ -93,6 +96,8 @@ def rows_of(head: str) -> dict[str, list[str]]:
 
 WORLD_ROWS = rows_of("| world | states | transitions | refused | depth | what |")
 QUIRK_ROWS = rows_of("| quirk | differs after | in | violates after | in world | property |")
+UNSEEN = {Quirk.ONLY_FULL_ATTENTION_IS_ZEROED}
+"""Quirks that no transition of a walk shows as wrong: what is zeroed is the worker's to say."""
 DEFECT_ROWS = {
     name: (length, world, difference)
     for world, (defects,) in rows_of("| world | defect, events, first difference |").items()
@@ -303,6 +308,9 @@ def test_a_quirk_breaks_a_property_of_its_story_by_the_program_of_the_page(
     assert "quirk" in differs.found[0]
     if not story.property_ids:
         assert (violates_after, world, sentence) == (NOWHERE, NOWHERE, UNBROKEN)
+        return
+    if quirk in UNSEEN:
+        assert (violates_after, world, sentence) == (NOWHERE, NOWHERE, NOWHERE)
         return
     walked = walk(Task(WORLDS[world], get_smallest_profile(story)))
     assert str(len(walked.path) + len(walked.cycle)) == violates_after
