@@ -22,7 +22,8 @@ from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.search.episodes import run_episode
 from blockstep.conformance.search.options import CheckOptions
 
-SMALL = CheckOptions(preset="small")
+SMALL = CheckOptions(preset="small", without_features=("groups",))
+GROUPS = CheckOptions(preset="small", with_features=("groups",))
 NAMES = [0, 1, 5, BEFORE_RESET, 300, 70_000, NEVER_WRITTEN, 12_345_678]
 TOKENS, SLOT, MOVED, ATTENTION = (
     "step_runs_the_tokens_of_the_plan",
@@ -44,11 +45,22 @@ SEEN_BY = {
     "blind-to-itself": ATTENTION,
     "heads-interleaved": ATTENTION,
 }
+SEEN_IN_GROUPS_BY = {
+    "one-block-size-for-all": SLOT,
+    "null-block-written": SLOT,
+    "window-one-short": ATTENTION,
+    "window-one-long": ATTENTION,
+    "window-of-the-last-token": ATTENTION,
+    "chunks-as-windows": ATTENTION,
+    "reads-what-it-masks": ATTENTION,
+}
 
 
-def first_finding(make_engine: EngineFactory, episodes: range) -> Finding | None:
+def first_finding(
+    make_engine: EngineFactory, episodes: range, options: CheckOptions = SMALL
+) -> Finding | None:
     for index in episodes:
-        found = run_episode(SMALL, index, make_engine).first
+        found = run_episode(options, index, make_engine).first
         if found is not None:
             return found
     return None
@@ -79,26 +91,43 @@ def test_names_beyond_the_digits_are_refused() -> None:
         memory.spell([16**6])
 
 
-def test_our_kernels_do_what_the_plans_say() -> None:
+@pytest.mark.parametrize(
+    ("options", "reaches"),
+    [
+        (SMALL, {"preempted", "prefix_hit", "drafts_scheduled", "reset_forced"}),
+        (GROUPS, {"preempted", "groups_window_slid", "groups_chunk_left", "groups_hit_in_several"}),
+    ],
+)
+def test_our_kernels_do_what_the_plans_say(options: CheckOptions, reaches: set[str]) -> None:
     num_events, reached = 0, set[str]()
     for index in range(12):
-        episode = run_episode(CheckOptions(preset="small"), index, HOST)
+        episode = run_episode(options, index, HOST)
         assert episode.first is None
         num_events += episode.num_events
         reached |= episode.witnesses.keys()
     assert num_events > 1_000
-    assert {"preempted", "prefix_hit", "drafts_scheduled", "reset_forced"} <= reached
+    assert reaches <= reached
 
 
 def test_every_fault_is_expected_by_name() -> None:
-    assert SEEN_BY.keys() == FAULTS.keys()
+    assert SEEN_BY.keys() | SEEN_IN_GROUPS_BY.keys() == FAULTS.keys()
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault: str) -> None:
-    found = first_finding(OnKernels(fault=fault), range(6))
+    seen_by, options = (SEEN_BY, SMALL) if fault in SEEN_BY else (SEEN_IN_GROUPS_BY, GROUPS)
+    found = first_finding(OnKernels(fault=fault), range(6), options)
     assert found is not None
-    assert found.sentence == SEEN_BY[fault]
+    assert found.sentence == seen_by[fault]
+
+
+@pytest.mark.parametrize("block_sizes", [(4,), (2, 4), (4, 2, 6)])
+def test_a_block_of_every_group_takes_the_same_bytes(block_sizes: tuple[int, ...]) -> None:
+    heads = memory.count_heads(block_sizes)
+    assert len({size * count for size, count in zip(block_sizes, heads, strict=True)}) == 1
+    keys, values = memory.spell(NAMES, max(heads))
+    assert memory.read(keys, values) == NAMES
+    assert memory.read(keys[:, ::-1], values) == [GARBLED] * 6 + [NEVER_WRITTEN, GARBLED]
 
 
 def test_what_the_engine_gets_wrong_is_seen_in_the_memory() -> None:
@@ -112,9 +141,13 @@ from blockstep.conformance.search.check import CheckOptions, run_episode
 from blockstep.conformance.judge.dataplane import OnKernels
 from blockstep.kernels import use_backend
 
-tiny = CheckOptions(preset="tiny")
+tiny = CheckOptions(preset="tiny", without_features=("groups",))
+groups = CheckOptions(preset="tiny", with_features=("groups",))
+ours, wanted = OnKernels(device="cpu"), {"groups_window_slid", "groups_chunk_left"}
+rich = next(i for i in range(99) if wanted <= run_episode(groups, i, ours).witnesses.keys())
 with use_backend("triton"):
-    assert run_episode(tiny, 0, OnKernels(device="cpu")).first is None
+    assert run_episode(tiny, 0, ours).first is None
+    assert run_episode(groups, rich, ours).first is None
     found = run_episode(tiny, 0, OnKernels(device="cpu", fault="shifted-slots")).first
 print(found.sentence)
 """

@@ -73,7 +73,8 @@ def paged_attention(
     max_blocks]` int32; entries past a sequence's last block are not read, nor are those wholly
     before the window or the chunk of its first token. query_start_loc: `[num_seqs + 1]` int32.
     seq_lens: `[num_seqs]` int32, computed tokens and this step's. Rows of `query` past the last
-    sequence are padding: what is written there is not said. soft_cap: `soft_cap * tanh(score / soft_cap)`.
+    sequence are padding: what is written there is not said. soft_cap: `soft_cap *
+    tanh(score / soft_cap)`.
 
     max_query_len, max_seq_len: upper bounds known to the host; they size the launch on a GPU, and
     without them it is sized by the shapes. Bound for decodes: the bytes of the KV that is read.

@@ -19,7 +19,15 @@ from blockstep.spec.memory.groups import (
 from blockstep.spec.requests import NOTHING_HELD, count_drafts_in_flight, without_nulls
 from blockstep.spec.state import State
 from blockstep.spec.step.queues import get_rank
-from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, GroupKind, Policy, RequestId, Status
+from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    BlockId,
+    BlockKey,
+    GroupKind,
+    Policy,
+    RequestId,
+    Status,
+)
 
 
 def is_every_block_free_or_held(state: State) -> bool:
@@ -74,9 +82,15 @@ def is_every_settled_block_keyed(state: State) -> bool:
             if num_settled > len(holding.block_table):
                 return False
             num_links = block_size // hash_size
-            keys = get_group_keys(request.block_keys, group, num_links, 0, num_settled)
-            settled = zip(holding.block_table, keys, strict=False)
-            if any(b != NULL_BLOCK and block_keys[b] != key for b, key in settled):
+            keys: tuple[BlockKey | None, ...] = get_group_keys(
+                request.block_keys, group, num_links, 0, num_settled
+            )
+            settled = holding.block_table[:num_settled]
+            carried = tuple([block_keys[block_id] for block_id in settled])
+            if NULL_BLOCK in settled:
+                pairs = zip(keys, settled, strict=True)
+                keys = tuple([key if block_id != NULL_BLOCK else None for key, block_id in pairs])
+            if carried != keys:
                 return False
     return True
 

@@ -37,6 +37,12 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 @pytest.fixture(scope="session")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A layer with a window, and one without: two KV groups."""
+    return make_checkpoint("qwen2", tmp_path_factory.mktemp("windows"))
+
+
+@pytest.fixture(scope="session")
 def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a tokenizer: every byte is a token."""
     folder = save_model(build_model("qwen3", vocab_size=260), tmp_path_factory.mktemp("speaking"))

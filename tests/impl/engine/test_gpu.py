@@ -81,6 +81,18 @@ def test_it_says_what_transformers_says(
         assert not any(bool(half[0].any()) for half in layer), "somebody wrote to the null block"
 
 
+def test_a_graph_has_the_tables_of_every_group(
+    gpu: GPU, windows: Checkpoint, prompts: list[list[int]], short: list[int]
+) -> None:
+    llm, made = serve(
+        windows, [prompts[row] for row in short], SamplingParams(max_tokens=NUM_TOKENS),
+        device="cuda", **WAYS["one ahead"],
+    )  # fmt: skip
+    assert made == [windows.expected.token_ids[row][:NUM_TOKENS] for row in short]
+    assert len(llm.config.groups) == 2
+    assert "replay" in gpu.events
+
+
 def test_it_draws_what_the_cpu_draws(
     qwen3: Checkpoint, prompts: list[list[int]], short: list[int]
 ) -> None:

@@ -28,23 +28,30 @@ def test_sizes_reach_every_batch(max_num_seqs: int, sizes: list[int]) -> None:
 
 
 def with_graphs(model: Model) -> GraphedModel:
-    return GraphedModel(model.config, model.weights, model.cache, 64, 8)
+    num_groups = 1 + max(model.cache.group_of_layer)
+    return GraphedModel(model.config, model.weights, model.cache, 64, 8, num_groups)
 
 
-def test_padding_reads_the_null_block_and_writes_nothing(qwen3: Checkpoint) -> None:
-    model = LLM(qwen3.folder, block_size=4, max_model_len=64)._runner.model
+@pytest.mark.parametrize("name", ["qwen3", "windows"])
+def test_padding_reads_the_null_block_and_writes_nothing(
+    request: pytest.FixtureRequest, name: str
+) -> None:
+    folder = request.getfixturevalue(name).folder
+    llm = LLM(folder, block_size=4, max_model_len=64)
+    model = llm._runner.model
     graphs = with_graphs(model)
     graphs.buffers.slot_mapping.fill_(77)
     graphs.buffers.block_tables.fill_(9)
     graphs.buffers.seq_lens.fill_(33)
-    llm = LLM(qwen3.folder, block_size=4, max_model_len=64)
     llm.generate([[2, 3, 4, 5, 6], [7, 8]], SamplingParams(max_tokens=2, ignore_eos=True))
     rows = list(llm._runner.batch.rows.values())
     inputs = llm._runner.batch.build_inputs(rows, [5, 2], [6, 3])
     assert graphs.fits(inputs)
     graphs._fill(inputs, 4)
     buffers = graphs.buffers
-    assert buffers.slot_mapping[0, :4].tolist() == [*inputs.slot_mapping[0].tolist(), -1, -1]
+    assert len(buffers.slot_mapping) == len(llm.config.kv_groups)
+    for filled, given in zip(buffers.slot_mapping, inputs.slot_mapping, strict=True):
+        assert filled[:4].tolist() == [*given.tolist(), -1, -1]
     assert buffers.seq_lens[:4].tolist() == [6, 3, 1, 1]
     assert buffers.block_tables[:, 2:4].unique().tolist() == [0]
     assert buffers.token_ids[:4].tolist() == [*inputs.token_ids.tolist(), 0, 0]

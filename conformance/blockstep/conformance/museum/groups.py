@@ -231,10 +231,14 @@ class DoubtForgotten(Defect):
 
 
 @PAGE.exhibit(
-    "null blocks are freed with the table", "rule P1: the null block is never free", "P1", part=PART
+    "null blocks are freed with the table",
+    "rule P1: the null block is never free",
+    "P1",
+    part=PART,
+    invisible_if_hidden="books: nobody asks how often the null block is held",
 )
 class NullsFreed(Defect):
-    """The null block is given to somebody, some day."""
+    """The null block is held less than never."""
 
     def free(self, holdings: Any) -> None:
         for holding in holdings:

@@ -168,16 +168,15 @@ def can_hold(
     Source: seed 001 "Phase 2"; P8.
     """
     if not config.groups:
-        (holding,), (hit,) = holdings, hit_tables
-        num_held = len(holding.block_table)
-        num_needed = count_needed_blocks(pool, num_slots, config.block_size, num_held, hit)
-    else:
-        num_needed = sum(
-            [
-                count_needed(pool, group, num_tokens, num_slots, len(holding.block_table), hit)
-                for group, holding, hit in zip(config.groups, holdings, hit_tables, strict=True)
-            ]
-        )
+        num_held, size = len(holdings[0].block_table), config.block_size
+        num_needed = count_needed_blocks(pool, num_slots, size, num_held, hit_tables[0])
+        return num_needed <= get_num_free_blocks(pool)
+    num_needed = sum(
+        [
+            count_needed(pool, group, num_tokens, num_slots, len(holding.block_table), hit)
+            for group, holding, hit in zip(config.groups, holdings, hit_tables, strict=True)
+        ]
+    )
     return num_needed <= get_num_free_blocks(pool)
 
 
@@ -238,12 +237,14 @@ def allocate_slots(
     for block_ids in hit.block_tables:
         pool = touch_blocks(pool, without_nulls(block_ids))
     holdings = []
-    for index, (holding, block_ids) in enumerate(zip(request.holdings, hit_tables, strict=True)):
+    for index, holding in enumerate(request.holdings):
         if config.groups and config.groups[index].kind is GroupKind.RECURRENT:
             num_blocks = compute_num_state_blocks(config.groups[index], num_tokens, num_slots)
-            pool, after = extend_states(pool, config.groups[index], holding, block_ids, num_blocks)
+            group, hit_table = config.groups[index], hit_tables[index]
+            pool, after = extend_states(pool, group, holding, hit_table, num_blocks)
         else:
-            pool, after = extend_holding(pool, holding, block_ids, num_slots, block_sizes[index])
+            size, hit_table = block_sizes[index], hit_tables[index]
+            pool, after = extend_holding(pool, holding, hit_table, num_slots, size)
         holdings.append(after)
     # requests
     if holdings != [*request.holdings]:
@@ -303,9 +304,14 @@ def publish_slots(
     for group, (holding, num_full) in enumerate(zip(request.holdings, nums_full, strict=True)):
         fresh = holding.block_table[settled[group] : num_full]
         block_ids = without_nulls(fresh)
-        first = settled[group] + len(fresh) - len(block_ids)
+        num_null = len(fresh) - len(block_ids)
+        if num_null and fresh[num_null:] != block_ids:  # some stand between the others
+            num_null = 0
         num_links = config.block_sizes[group] // config.block_size
+        first = settled[group] + num_null
         keys = get_group_keys(request.block_keys, group, num_links, first, num_full)
+        if len(keys) != len(block_ids):
+            keys = tuple([k for k, b in zip(keys, fresh, strict=True) if b != NULL_BLOCK])
         pool = publish_blocks(pool, block_ids, keys)
         holdings.append(Holding(holding.block_table, max(settled[group], num_full)))
     return pool, replace(request, holdings=tuple(holdings))

@@ -14,12 +14,12 @@ from typing import cast
 
 import torch
 
-from blockstep.conformance.engine import Capability, Engine, EngineTraits
+from blockstep.conformance.engine import Engine, EngineTraits
 from blockstep.conformance.judge.dataplane.faults import FAULTS
 from blockstep.conformance.judge.dataplane.worker import DataPlaneWorker, Kernels
 from blockstep.conformance.judge.worker import NextToken
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.spec.vocabulary import Config, Event, Observation, Snapshot
+from blockstep.spec.vocabulary import Config
 
 __all__ = ["HOST", "DataPlaneWorker", "Kernels", "OnKernels"]
 
@@ -39,7 +39,7 @@ class OnKernels:
 
     def __call__(self, config: Config) -> Engine:
         """The engine for a config."""
-        return _OneGroup(load_engine(self.engine)(config))
+        return load_engine(self.engine)(config)
 
     @property
     def traits(self) -> EngineTraits:
@@ -55,25 +55,6 @@ class OnKernels:
         """The kernels under test."""
         kernels = cast("Kernels", importlib.import_module(self.kernels))
         return kernels if self.fault is None else FAULTS[self.fault](kernels)
-
-
-class _OneGroup:
-    """An engine that is given no `groups`: the worker's memory is that of one KV group."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def capabilities(self) -> frozenset[str]:
-        """Those of the engine but for one."""
-        return self.engine.capabilities() - {Capability.GROUPS}
-
-    def apply(self, event: Event) -> Observation:
-        """As the engine does."""
-        return self.engine.apply(event)
-
-    def snapshot(self) -> Snapshot | None:
-        """As the engine does."""
-        return self.engine.snapshot()
 
 
 HOST = OnKernels()

@@ -155,3 +155,80 @@ def _interleave_heads(
     order = torch.arange(num_heads).view(-1, num_kv_heads).T.flatten()
     out = kernels.paged_attention(query[:, order].contiguous(), keys, *args, **kwargs)
     return out[:, order.argsort()]
+
+
+# Faults of several KV groups.
+
+
+def _take_the_first_block_size(kernels: Kernels) -> Faulty:
+    """All groups are laid out as the first one."""
+    sizes: list[int] = []
+
+    def prepare_step(
+        kernels: Kernels, block_tables: Any, computed: Any, scheduled: Any, size: int, **kwargs: Any
+    ) -> Any:
+        sizes.append(size)
+        return kernels.prepare_step(block_tables, computed, scheduled, min(sizes), **kwargs)
+
+    return Faulty("prepare_step", prepare_step, kernels)
+
+
+FAULTS["one-block-size-for-all"] = _take_the_first_block_size
+
+
+@_planted("reshape_and_cache", "null-block-written")
+def _write_padding(
+    kernels: Kernels, key: Any, value: Any, keys: Any, values: Any, slots: torch.Tensor
+) -> None:
+    """Who has nothing to write writes to slot 0: the first block is nobody's."""
+    kernels.reshape_and_cache(key, value, keys, values, slots)
+    kernels.reshape_and_cache(key[:1], value[:1], keys, values, torch.zeros_like(slots[:1]))
+
+
+@_planted("paged_attention", "window-one-short")
+def _see_one_less(kernels: Kernels, *args: Any, **kwargs: Any) -> Any:
+    """A window counts the tokens before its own."""
+    if "sliding_window" in kwargs:
+        kwargs["sliding_window"] = max(kwargs["sliding_window"] - 1, 1)
+    return kernels.paged_attention(*args, **kwargs)
+
+
+@_planted("paged_attention", "window-one-long")
+def _see_one_more(kernels: Kernels, *args: Any, **kwargs: Any) -> Any:
+    """Where the window begins at the first slot of a block, the one before it is read, too."""
+    if "sliding_window" in kwargs:
+        kwargs["sliding_window"] += 1
+    return kernels.paged_attention(*args, **kwargs)
+
+
+@_planted("paged_attention", "window-of-the-last-token")
+def _see_as_the_last(
+    kernels: Kernels, query: Any, keys: Any, values: Any, tables: Any, start: Any, lens: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """What the last token of a row has left behind is left by all of its tokens."""
+    window, tables = kwargs.get("sliding_window"), tables.clone()
+    if window is not None:
+        for row, end in enumerate(lens.tolist()):
+            tables[row, : max(end - window, 0) // keys.shape[1]] = 0
+    return kernels.paged_attention(query, keys, values, tables, start, lens, **kwargs)
+
+
+@_planted("paged_attention", "chunks-as-windows")
+def _see_chunks_as_windows(kernels: Kernels, *args: Any, **kwargs: Any) -> Any:
+    """Right for the last token of a chunk only."""
+    kwargs |= {"sliding_window": kwargs.pop("attention_chunk_size", kwargs.get("sliding_window"))}
+    return kernels.paged_attention(*args, **kwargs)
+
+
+@_planted("paged_attention", "reads-what-it-masks")
+def _multiply_by_zero(
+    kernels: Kernels, query: Any, keys: Any, values: Any, tables: Any, start: Any, lens: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Whatever stands in the block tables is read, and counts for nothing, if it is a number."""
+    out = kernels.paged_attention(query, keys, values, tables, start, lens, **kwargs)
+    for row, end in enumerate(lens.tolist()):
+        named = tables[row, : -(-end // keys.shape[1])].long()
+        out[int(start[row]) : int(start[row + 1])] += 0 * values[named].sum()
+    return out

@@ -4,11 +4,17 @@ What is written into a slot is its name (see `worker.names`), spelled in digits 
 cache type down to fp8, once as a key and otherwise as a value, in each head differently. So a slot
 can be read back: a shifted slot holds another name, and swapped keys and values, mixed heads or
 half a copy hold none.
+
+Blocks of all KV groups are equally large. A group with fewer slots in a block has wider ones:
+
+    block_size 2, 4 heads   | slot 0            | slot 1            |
+    block_size 4, 2 heads   | slot 0  | slot 1  | slot 2  | slot 3  |       the same bytes
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import lcm
 from typing import TypeAlias
 
 import numpy as np
@@ -26,13 +32,16 @@ BASE = 16
 OFFSET = 4
 """Added to a name before it is spelled: the special ones are negative."""
 
-_HEADS = np.arange(NUM_KV_HEADS)[:, None]
 _PLACES = np.arange(HEAD_SIZE - 1)[None, :]
-_KEY, _VALUE = 1, 1 + NUM_KV_HEADS
 
 
-def spell(names: Sequence[Name]) -> tuple[Array, Array]:
-    """Key and value of each name, `[len(names), NUM_KV_HEADS, HEAD_SIZE]` each.
+def count_heads(block_sizes: Sequence[int]) -> list[int]:
+    """KV heads of each group, so that a block of any has the same size."""
+    return [NUM_KV_HEADS * lcm(*block_sizes) // size for size in block_sizes]
+
+
+def spell(names: Sequence[Name], num_heads: int = NUM_KV_HEADS) -> tuple[Array, Array]:
+    """Key and value of each name, `[len(names), num_heads, HEAD_SIZE]` each.
 
     Raises:
         OverflowError: a run with more names than digits can spell.
@@ -40,22 +49,23 @@ def spell(names: Sequence[Name]) -> tuple[Array, Array]:
     numbers = np.asarray(names, dtype=np.int64) + OFFSET
     if numbers.size and int(numbers.max()) >= BASE**DIGITS:
         raise OverflowError(f"{int(numbers.max())} names in one run; {BASE**DIGITS} can be spelled")
-    return _spell(numbers, _KEY), _spell(numbers, _VALUE)
+    return _spell(numbers, 1, num_heads), _spell(numbers, 1 + num_heads, num_heads)
 
 
-def _spell(numbers: npt.NDArray[np.int64], kind: int) -> Array:
+def _spell(numbers: npt.NDArray[np.int64], kind: int, num_heads: int) -> Array:
     """A mark that tells kind and head, the digits, and the digits again in another order."""
     digits = numbers[:, None] // BASE ** np.arange(DIGITS) % BASE
-    vectors: Array = np.zeros((len(numbers), NUM_KV_HEADS, HEAD_SIZE), dtype=np.float32)
-    vectors[:, :, 0] = kind + np.arange(NUM_KV_HEADS)
-    again = (digits[:, _PLACES % DIGITS] + (kind + _HEADS) * (_PLACES // DIGITS)) % BASE
+    heads = kind + np.arange(num_heads)
+    vectors: Array = np.zeros((len(numbers), num_heads, HEAD_SIZE), dtype=np.float32)
+    vectors[:, :, 0] = heads
+    again = (digits[:, _PLACES % DIGITS] + heads[:, None] * (_PLACES // DIGITS)) % BASE
     vectors[:, :, 1:] = again
     vectors[numbers == NEVER_WRITTEN + OFFSET] = 0
     return vectors
 
 
 def read(keys: Array, values: Array) -> list[Name]:
-    """The names in some slots, `[slots, NUM_KV_HEADS, HEAD_SIZE]` each; `GARBLED` where none is.
+    """The names in some slots, `[slots, num_heads, HEAD_SIZE]` each; `GARBLED` where none is.
 
     A slot of zeros was never written.
     """
@@ -64,7 +74,7 @@ def read(keys: Array, values: Array) -> list[Name]:
     names = numbers - OFFSET
     is_blank = ~keys.any(axis=(1, 2)) & ~values.any(axis=(1, 2))
     names[is_blank] = NEVER_WRITTEN
-    expected_keys, expected_values = spell(names)
+    expected_keys, expected_values = spell(names, keys.shape[1])
     is_right = (keys == expected_keys).all(axis=(1, 2)) & (values == expected_values).all(
         axis=(1, 2)
     )

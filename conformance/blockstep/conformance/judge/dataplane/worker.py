@@ -1,12 +1,14 @@
 """DataPlaneWorker: the model worker, its KV kept in real memory by the kernels under test.
 
     plan -> rows of a persistent batch -> prepare_step -> merge_drafts      -> tokens compared
-                                                      `-> reshape_and_cache -> every slot is read
-                                                      `-> paged_attention   -> every row is redone
+                                                      `-> reshape_and_cache -> all slots compared
+                                                      `-> paged_attention   -> all rows redone
 
-The worker above it says what each slot must hold, from nothing but the plans. Besides, blocks are
-copied, swapped out and swapped in, from step to step, in a corner of the memory that no plan names:
-schedulers that share blocks on write, or offload them, will do so.
+The worker above it says what each slot must hold, from nothing but the plans. KV groups share the
+memory, each with tables and slots of its own. The null block holds NaN, and it stands in the tables
+wherever nothing is attended to any more: whoever reads it shows, and whoever writes it too.
+Besides, blocks are copied, swapped out and swapped in, from step to step, in a corner of the memory
+that no plan names: schedulers that share blocks on write, or offload them, will do so.
 """
 
 from __future__ import annotations
@@ -20,14 +22,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from blockstep.conformance.judge.attended import count_unattended, first_attended
 from blockstep.conformance.judge.dataplane import memory
 from blockstep.conformance.judge.worker import NextToken, Worker
-from blockstep.conformance.judge.worker.names import NEVER_WRITTEN, Name
-from blockstep.conformance.judge.worker.view import FrameRow, RequestView
+from blockstep.conformance.judge.worker.view import FrameRow
 from blockstep.conformance.protocol.findings import Difference
-from blockstep.spec.vocabulary import BlockId, Config, RequestId
+from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    BlockId,
+    Config,
+    GroupKind,
+    KVGroup,
+    RequestId,
+)
 
-NUM_HEADS = 2 * memory.NUM_KV_HEADS
+GQA = 2
+"""Query heads of each KV head."""
 SCALE = 0.01
 """Of the scores of attention: keys are digits, and no slot should outweigh all the others."""
 TOLERANCE = 1e-3
@@ -70,82 +80,116 @@ class DataPlaneWorker(Worker):
         super().__init__(config, next_token)
         self.kernels = kernels
         self.device = device
+        self.num_heads = memory.count_heads(self.block_sizes)
+        """KV heads, per group."""
         num_blocks = config.num_blocks + NUM_SPARE_BLOCKS
-        shape = (num_blocks, config.block_size, memory.NUM_KV_HEADS, memory.HEAD_SIZE)
-        self.key_cache = torch.zeros(shape, device=device)
-        self.value_cache = torch.zeros(shape, device=device)
-        self.block_tables = torch.zeros((1, config.num_blocks), dtype=torch.int32, device=device)
-        """Persistent: the row of a request is its place, and plans append to it."""
-        self.spare: list[list[Name]] = [
-            [NEVER_WRITTEN] * config.block_size for _ in range(NUM_SPARE_BLOCKS)
+        width = self.block_sizes[0] * self.num_heads[0] * memory.HEAD_SIZE
+        self.expected = np.zeros((2, num_blocks, width), dtype=np.float32)
+        """Keys and values of each block, as they must be."""
+        self.expected[:, NULL_BLOCK] = np.nan
+        self.memory = self._tensor(self.expected.copy())
+        """And as they are."""
+        widths = [max(config.num_blocks, -(-config.max_model_len // n)) for n in self.block_sizes]
+        self.block_tables = [
+            torch.zeros((1, width), dtype=torch.int32, device=device) for width in widths
         ]
-        """What the blocks after those of the config must hold."""
+        """Persistent, per group: the row of a request is its place, and plans append to it."""
         self._places: dict[RequestId, int] = {}
-        self._tables: list[list[BlockId]] = [[]]
+        self._tables: list[list[list[BlockId]]] = [[[]] for _ in self.groups]
         """What stands in each row of `block_tables`."""
+        self._spare_owners = [0] * NUM_SPARE_BLOCKS
+        """Whose layout the blocks after those of the config have."""
         self._random = random.Random(0)  # noqa: S311
 
     def reset(self, forced: bool) -> None:
         """The cache was emptied: nothing written so far may be read again (P25)."""
         super().reset(forced)
-        caches = (self.key_cache, self.value_cache)
-        for cache, values in zip(caches, memory.spell(self._expected()), strict=True):
-            cache.copy_(self._tensor(values).view_as(cache))
+        for block in range(1, self.config.num_blocks):
+            group = max(self._owners[block], 0)
+            spelled = memory.spell(self.kv[block], self.num_heads[group])
+            for half, values in zip(self.expected, spelled, strict=True):
+                half[block, : values.size] = values.reshape(-1)
+        self.memory.copy_(self._tensor(self.expected))
 
     def _write(self, rows: list[FrameRow]) -> None:
         super()._write(rows)
         if not rows or self._findings:
             return  # what is wrong with the plan is said already
-        tables = torch.zeros(
-            (len(rows), self.config.num_blocks), dtype=torch.int32, device=self.device
-        )
-        step = self._prepare(rows, tables)
-        self._compare_tokens(rows, step.query_start_loc)
-        names = [name for row in rows for name in row.view.chain[row.first : row.end]]
-        written = map(self._tensor, memory.spell(names))
-        caches = self.key_cache, self.value_cache
-        self.kernels.reshape_and_cache(*written, *caches, step.slot_mapping)
+        places = [self._place(row) for row in rows]
+        steps = [self._prepare(rows, places, group) for group in range(len(self.groups))]
+        self._compare_tokens(rows, steps[0][1].query_start_loc)
+        for group, (_, step) in enumerate(steps):
+            self._write_group(rows, group, step.slot_mapping)
         self._copy_blocks()
         self._swap_blocks()
         self._compare()
-        self._attend(rows, tables, step)
+        for group, (tables, step) in enumerate(steps):
+            self._attend(rows, group, tables, step)
+
+    def _caches(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key and value cache as a group lays them out."""
+        shape = (self.block_sizes[group], self.num_heads[group], memory.HEAD_SIZE)
+        keys, values = self.memory.unflatten(2, shape)
+        return keys, values
+
+    def _write_group(self, rows: Sequence[FrameRow], group: int, slots: torch.Tensor) -> None:
+        """Every token is written into its slot of one group, by the kernel and as it must be."""
+        size, num_heads = self.block_sizes[group], self.num_heads[group]
+        names = [name for row in rows for name in row.view.chain[row.first : row.end]]
+        spelled = memory.spell(names, num_heads)
+        self.kernels.reshape_and_cache(*map(self._tensor, spelled), *self._caches(group), slots)
+        places = [
+            row.view.tables[group][at // size] * size + at % size
+            for row in rows
+            for at in range(row.first, row.end)
+        ]
+        for half, values in zip(self.expected, spelled, strict=True):
+            half.reshape(-1, num_heads, memory.HEAD_SIZE)[places] = values
 
     # The batch.
 
-    def _prepare(self, rows: list[FrameRow], tables: torch.Tensor) -> Any:
-        """Bring the persistent rows up to date, and prepare the step from them."""
-        places = [self._place(row.view) for row in rows]
-        computed = torch.zeros(len(self._tables), dtype=torch.int32)
-        computed[places] = torch.tensor([row.first for row in rows], dtype=torch.int32)
+    def _prepare(
+        self, rows: Sequence[FrameRow], places: Sequence[int], group: int
+    ) -> tuple[torch.Tensor, Any]:
+        """The tables of the rows in one group, and the step, prepared from the persistent batch."""
+        held = self.block_tables[group]
+        tables = torch.zeros((len(rows), held.shape[1]), dtype=torch.int32, device=self.device)
+        computed = torch.zeros(len(held), dtype=torch.int32)
+        computed[list(places)] = torch.tensor([row.first for row in rows], dtype=torch.int32)
         scheduled = torch.tensor([row.end - row.first for row in rows], dtype=torch.int32)
-        return self.kernels.prepare_step(
-            self.block_tables,
+        step = self.kernels.prepare_step(
+            held,
             computed.to(self.device),
             scheduled.to(self.device),
-            self.config.block_size,
+            self.block_sizes[group],
             row_indices=torch.tensor(places, device=self.device),
             out_block_tables=tables,
         )
+        return tables, step
 
-    def _place(self, view: RequestView) -> int:
-        """The row of a request in the persistent batch, with its block table in it."""
-        name = view.request.request_id
+    def _place(self, row: FrameRow) -> int:
+        """The row of a request in the persistent batch, with its block tables in it."""
+        view, name = row.view, row.view.request.request_id
         for gone in self._places.keys() - self.views.keys():
             del self._places[gone]
         if name not in self._places:
             taken = set(self._places.values())
             place = next(index for index in range(len(taken) + 1) if index not in taken)
-            if place == len(self._tables):
-                self._tables.append([])
-                self.block_tables = torch.cat((self.block_tables, self.block_tables[:1]))
+            if place == len(self._tables[0]):
+                for tables in self._tables:
+                    tables.append([])
+                self.block_tables = [torch.cat((held, held[:1])) for held in self.block_tables]
             self._places[name] = place
         place = self._places[name]
-        table, pairs = view.table, zip(self._tables[place], view.table, strict=False)
-        first = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        if first < len(table):
-            new = torch.tensor(table[first:], dtype=torch.int32)
-            self.block_tables[place, first : len(table)] = new.to(self.device)
-        self._tables[place] = list(table)
+        for number, group in enumerate(self.groups):
+            left = min(count_unattended(group, row.first), len(view.tables[number]))
+            table = [NULL_BLOCK] * left + view.tables[number][left:]
+            pairs = zip(self._tables[number][place], table, strict=False)
+            first = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if first < len(table):
+                new = torch.tensor(table[first:], dtype=torch.int32)
+                self.block_tables[number][place, first : len(table)] = new.to(self.device)
+            self._tables[number][place] = table
         return place
 
     # Copies.
@@ -153,33 +197,39 @@ class DataPlaneWorker(Worker):
     def _copy_blocks(self) -> None:
         """Copy some blocks to spare ones, which the next pairs may copy on."""
         draw, first = self._random, self.config.num_blocks
-        held = [*self.kv, *self.spare]
+        num_blocks = first + NUM_SPARE_BLOCKS
         pairs = [
-            (draw.randrange(len(held)), first + draw.randrange(NUM_SPARE_BLOCKS))
+            (draw.randrange(num_blocks), first + draw.randrange(NUM_SPARE_BLOCKS))
             for _ in range(NUM_MOVED)
         ]
         pairs += [(pairs[-1][1], first + draw.randrange(NUM_SPARE_BLOCKS))]
         pairs = [pair for pair in pairs if pair[0] != pair[1]]
         self.kernels.copy_blocks(
-            [self.key_cache, self.value_cache],
+            list(self._caches(0)),
             torch.tensor(pairs, dtype=torch.int64, device=self.device).view(-1, 2),
         )
         for source, destination in pairs:
-            held[destination] = held[source]
-        self.spare = [list(names) for names in held[first:]]
+            self.expected[:, destination] = self.expected[:, source]
+            self._spare_owners[destination - first] = self._owner(source)
 
     def _swap_blocks(self) -> None:
         """Move some blocks out into a buffer, and in again elsewhere."""
         draw, first = self._random, self.config.num_blocks
-        held = [*self.kv, *self.spare]
-        sources = [draw.randrange(len(held)) for _ in range(NUM_MOVED)]
+        sources = [draw.randrange(first + NUM_SPARE_BLOCKS) for _ in range(NUM_MOVED)]
         targets = draw.sample(range(first, first + NUM_SPARE_BLOCKS), NUM_MOVED)
-        for cache in (self.key_cache, self.value_cache):
+        for cache in self._caches(0):
             staging = torch.empty((NUM_MOVED, *cache.shape[1:]), device=self.device)
             self.kernels.gather_blocks(cache, torch.tensor(sources), staging)
             self.kernels.scatter_blocks(staging, torch.tensor(targets), cache)
-        for source, target in zip(sources, targets, strict=True):
-            self.spare[target - first] = list(held[source])
+        owners = [self._owner(source) for source in sources]
+        self.expected[:, targets] = self.expected[:, sources]
+        for target, owner in zip(targets, owners, strict=True):
+            self._spare_owners[target - first] = owner
+
+    def _owner(self, block: BlockId) -> int:
+        """The group in whose layout a block was written."""
+        owners = [*self._owners, *self._spare_owners]
+        return max(owners[block], 0)
 
     # Comparison.
 
@@ -211,81 +261,93 @@ class DataPlaneWorker(Worker):
 
     def _compare(self) -> None:
         """Every slot must hold what was to be written or moved there, and nothing else changed."""
-        size = self.config.block_size
-        keys, values = (
-            cache.flatten(0, 1).cpu().numpy() for cache in (self.key_cache, self.value_cache)
-        )
-        expected, seen = self._expected(), memory.read(keys, values)
-        if seen == expected:
+        seen = self.memory.cpu().numpy()
+        if np.array_equal(seen, self.expected, equal_nan=True):
             return
-        slot = next(index for index, name in enumerate(expected) if name != seen[index])
-        num_wrong = sum(left != right for left, right in zip(expected, seen, strict=True))
-        block, offset = divmod(slot, size)
+        same = (seen == self.expected) | (np.isnan(seen) & np.isnan(self.expected))
+        wrong = [
+            (block, offset)
+            for block in np.flatnonzero(~same.all(axis=(0, 2))).tolist()
+            for offset in np.flatnonzero(~self._slots(same, block).all(axis=(0, 2, 3))).tolist()
+        ]
+        block, offset = wrong[0]
         is_spare = block >= self.config.num_blocks
-        what = f"slots that hold something else after the kernels ran: {num_wrong}"
+        what = f"slots that hold something else after the kernels ran: {len(wrong)}"
+        note = "a spare block, written by copies and swaps only" * is_spare
         self._complain(
             "P3",
             "moved_block_is_the_one_meant" if is_spare else "slot_holds_what_the_plan_writes",
             what,
             Difference(
                 f"kv[{block}][{offset}]",
-                self.names.show(expected[slot]),
-                self.names.show(seen[slot]),
-                "a spare block, written by copies and swaps only" if is_spare else "",
+                self._name(self.expected, block, offset),
+                self._name(seen, block, offset),
+                note or "the null block, which nobody writes" * (block == NULL_BLOCK),
             ),
         )
 
-    def _expected(self) -> list[Name]:
-        return [name for block in (*self.kv, *self.spare) for name in block]
+    def _slots(self, halves: Any, block: BlockId) -> Any:
+        """Keys and values of one block, slot by slot, as its owner lays it out."""
+        group = self._owner(block)
+        shape = (2, self.block_sizes[group], self.num_heads[group], memory.HEAD_SIZE)
+        return halves[:, block].reshape(shape)
 
-    def _attend(self, rows: Sequence[FrameRow], tables: torch.Tensor, step: Any) -> None:
+    def _name(self, halves: npt.NDArray[np.float32], block: BlockId, offset: int) -> str:
+        keys, values = self._slots(halves, block)
+        return self.names.show(memory.read(keys, values)[offset])
+
+    def _attend(
+        self, rows: Sequence[FrameRow], group: int, tables: torch.Tensor, step: Any
+    ) -> None:
         """Attention over the memory must be attention over what the block tables name."""
         if self._findings:
             return
         num_tokens = sum(row.end - row.first for row in rows)
         draw = np.random.default_rng(num_tokens)
-        query = draw.standard_normal((num_tokens, NUM_HEADS, memory.HEAD_SIZE)).astype(np.float32)
+        shape = (num_tokens, GQA * self.num_heads[group], memory.HEAD_SIZE)
+        query = draw.standard_normal(shape).astype(np.float32)
         seen = self.kernels.paged_attention(
             self._tensor(query),
-            self.key_cache,
-            self.value_cache,
+            *self._caches(group),
             tables,
             step.query_start_loc,
             step.seq_lens,
             scale=SCALE,
+            **_get_reach(self.groups[group]),
         )
         outputs: Doubles = seen.cpu().numpy().astype(np.float64)
         start = 0
         for row in rows:
             stop = start + row.end - row.first
-            expected = self._attended(row, query[start:stop].astype(np.float64))
+            expected = self._attended(row, group, query[start:stop].astype(np.float64))
             error = np.abs(outputs[start:stop] - expected)
             if not np.all(error <= TOLERANCE):
                 self._complain_attention(row, error)
                 return
             start = stop
 
-    def _attended(self, row: FrameRow, query: Doubles) -> Doubles:
+    def _attended(self, row: FrameRow, group: int, query: Doubles) -> Doubles:
         """Attention of a row in float64, over the slots that its block table names."""
-        size, table = self.config.block_size, row.view.table
-        names = [self.kv[table[at // size]][at % size] for at in range(row.end)]
-        keys, values = (part.astype(np.float64) for part in memory.spell(names))
-        group = NUM_HEADS // memory.NUM_KV_HEADS
-        keys, values = keys.repeat(group, axis=1), values.repeat(group, axis=1)
-        scores = np.einsum("qhd,khd->hqk", query, keys) * SCALE
+        size, table = self.block_sizes[group], row.view.tables[group]
         positions = np.arange(row.first, row.end)
-        scores[:, np.arange(row.end)[None, :] > positions[:, None]] = -np.inf
+        firsts = np.array([first_attended(self.groups[group], at) for at in positions.tolist()])
+        keys_at = np.arange(firsts[0], row.end)
+        names = [self.kv[table[at // size]][at % size] for at in keys_at.tolist()]
+        spelled = memory.spell(names, self.num_heads[group])
+        keys, values = (part.astype(np.float64).repeat(GQA, axis=1) for part in spelled)
+        scores = np.einsum("qhd,khd->hqk", query, keys) * SCALE
+        is_seen = (keys_at <= positions[:, None]) & (keys_at >= firsts[:, None])
+        scores[:, ~is_seen] = -np.inf
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))
         weights /= weights.sum(axis=2, keepdims=True)
         attended: Doubles = np.einsum("hqk,khd->qhd", weights, values)
         return attended
 
     def _complain_attention(self, row: FrameRow, error: Doubles) -> None:
-        token, head, _ = (int(at) for at in np.unravel_index(np.nanargmax(error), error.shape))
+        error = np.nan_to_num(error, nan=np.inf)
+        token, head, _ = (int(at) for at in np.unravel_index(error.argmax(), error.shape))
         what = f"{row.view.request.request_id!r}: position {row.first + token}, head {head}"
-        difference = Difference(
-            "attention", f"within {TOLERANCE:g}", f"off by {np.nanmax(error):.2g}"
-        )
+        difference = Difference("attention", f"within {TOLERANCE:g}", f"off by {error.max():.2g}")
         self._complain("P3", "attention_reads_the_slots_of_the_block_table", what, difference)
 
     def _whole(self, numbers: Sequence[int]) -> torch.Tensor:
@@ -293,3 +355,14 @@ class DataPlaneWorker(Worker):
 
     def _tensor(self, values: npt.NDArray[np.float32]) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)
+
+
+def _get_reach(group: KVGroup) -> dict[str, int]:
+    """How far back a token attends, in the words of `paged_attention`."""
+    match group.kind:
+        case GroupKind.SLIDING_WINDOW:
+            return {"sliding_window": group.sliding_window}
+        case GroupKind.CHUNKED_LOCAL:
+            return {"attention_chunk_size": group.attention_chunk_size}
+        case _:
+            return {}

@@ -24,10 +24,11 @@ from blockstep.conformance.prove.laws import (
     promises,
     publishing,
     slots,
+    states,
     step,
 )
 
-_AMOUNTS = (counts, slots, publishing, allocation, groups, drafts, promises)
+_AMOUNTS = (counts, slots, publishing, allocation, groups, states, drafts, promises)
 _BLOCKS_AND_STEPS = (pool, preemption, step, admission, output, host)
 ROOMS: Final = tuple(module.ROOM for module in (*_AMOUNTS, *_BLOCKS_AND_STEPS))
 LAWS: Final[Mapping[str, Law]] = MappingProxyType(

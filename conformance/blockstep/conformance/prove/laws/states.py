@@ -1,0 +1,417 @@
+"""States: where chunks end, what a recurrent group holds, and what is hit. PYTEST_DONT_REWRITE.
+
+Lengths are symbolic; chunks are of blocks of four tokens, other block sizes are symbolic, too. A
+table is of a request with two blocks for drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.conformance.prove import harness as h
+from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.spec.maps import FrozenMap
+from blockstep.spec.memory.groups import (
+    compute_max_held_blocks,
+    compute_num_skipped_blocks,
+    compute_num_skipped_tokens,
+)
+from blockstep.spec.memory.prefix import get_prefix_hit, is_valid_hit
+from blockstep.spec.memory.slots import compute_num_blocks
+from blockstep.spec.memory.states import (
+    compute_max_held_states,
+    compute_num_certain,
+    compute_num_new_states,
+    compute_num_state_blocks,
+    get_extended_states,
+)
+from blockstep.spec.pool import Pool
+from blockstep.spec.step.admission import get_unwritten_states
+from blockstep.spec.step.plans import count_common_blocks
+from blockstep.spec.step.schedule import create_step
+from blockstep.spec.step.share import compute_aligned_end
+from blockstep.spec.step.work import Scheduled, Step
+from blockstep.spec.strict import STRICT_RULES
+from blockstep.spec.vocabulary import (
+    BlockId,
+    BlockKey,
+    Config,
+    GroupKind,
+    KVGroup,
+    MambaCacheMode,
+    SpecMethod,
+)
+
+ROOM = Room("states")
+SIZE = 4
+FIRST = BlockKey(None, (0,))
+SECOND = BlockKey(FIRST, (1,))
+CHAIN = (FIRST, SECOND, BlockKey(SECOND, (2,)))
+ALIGN, ALL = MambaCacheMode.ALIGN, MambaCacheMode.ALL
+Table = tuple[BlockId, ...]
+
+
+def states(block_size: int, num_speculative: int = 0, mode: MambaCacheMode = ALIGN) -> KVGroup:
+    """A recurrent group."""
+    return KVGroup(
+        GroupKind.RECURRENT,
+        block_size,
+        mamba_cache_mode=mode,
+        num_speculative_blocks=num_speculative,
+    )
+
+
+# Mistakes.
+
+
+@instead(compute_aligned_end, theirs="#40707")
+def what_is_less_than_a_block_is_rounded_to_nothing(
+    right: Right[int], num_computed: int, end: int, last: int, unit: int
+) -> int:
+    """A budget or a threshold below a block gives no token, however often."""
+    if num_computed % unit == 0 and end < last:
+        return end // unit * unit
+    return right()
+
+
+@instead(compute_aligned_end, theirs="not found upstream")
+def tokens_of_a_chunk_are_rounded_and_not_its_end(
+    right: Right[int], num_computed: int, end: int, last: int, unit: int
+) -> int:
+    """Whole blocks of tokens, from wherever it begins."""
+    num_new = (end - num_computed) // unit * unit
+    return num_computed + num_new if end < last and num_new else right()
+
+
+@instead(compute_aligned_end)
+def chunk_runs_past_the_last_boundary(end: int, unit: int, num_computed: int) -> int:
+    """Only full chunks are rounded: the last one runs to the end of the prompt."""
+    return max(end // unit * unit, num_computed + 1) if end - num_computed >= unit else end
+
+
+@instead(compute_num_skipped_tokens)
+def state_is_left_with_its_token(num_computed: int) -> int:
+    """It is behind a token that nobody attends to any more."""
+    return num_computed
+
+
+@instead(compute_num_skipped_tokens)
+def state_is_left_late(num_computed: int) -> int:
+    """As of the token before, as if a window of two."""
+    return max(num_computed - 2, 0)
+
+
+@instead(compute_num_new_states)
+def each_block_of_a_chunk_is_charged(num_blocks: int, num_held: int, num_hit: int) -> int:
+    """As if a chunk wrote the states at all boundaries."""
+    return max(num_blocks - num_held - num_hit, 0)
+
+
+@instead(compute_num_new_states)
+def blocks_of_drafts_are_taken_anew(right: Right[int], group: KVGroup) -> int:
+    """They stay behind."""
+    return right() and 1 + group.num_speculative_blocks
+
+
+@instead(get_extended_states)
+def blocks_of_drafts_stay_where_they_are(
+    group: KVGroup, table: Table, num_blocks: int, new_blocks: Table
+) -> Table:
+    """The gap is behind them."""
+    return table + (0,) * (num_blocks - len(table) - len(new_blocks)) + new_blocks
+
+
+@instead(compute_num_certain)
+def all_drafts_in_flight_are_accepted(num_computed: int, group: KVGroup) -> int:
+    """What is in flight is as good as computed."""
+    return max(num_computed - group.num_speculative_blocks, 0)
+
+
+@instead(compute_num_certain)
+def block_is_left_once_drafts_are_verified(num_computed: int, num_in_doubt: int) -> int:
+    """As under a window: only what may still be rejected holds it back."""
+    return max(num_computed - num_in_doubt, 0)
+
+
+@instead(compute_max_held_states, theirs="not found upstream")
+def two_states_are_enough(group: KVGroup, num_all: int) -> int:
+    """The one that is read, and the one that is written."""
+    return min(num_all, 2) + group.num_speculative_blocks
+
+
+@instead(is_valid_hit)
+def state_wants_a_block_behind_it(
+    right: Right[bool], group: KVGroup, runs: tuple[int, ...], num_tokens: int, num_behind: int
+) -> bool:
+    """As KV does with a draft head."""
+    is_recurrent = group.kind is GroupKind.RECURRENT
+    end = num_tokens // group.block_size + num_behind
+    return right() and not (is_recurrent and (end >= len(runs) or runs[end] < num_behind + 1))
+
+
+@instead(is_valid_hit)
+def every_state_before_is_wanted(right: Right[bool], group: KVGroup) -> bool:
+    """As under full attention."""
+    return right(group=KVGroup(GroupKind.FULL, group.block_size), num_behind=0)
+
+
+@instead(get_unwritten_states)
+def state_of_this_step_can_be_hit(step: Step) -> list[BlockId]:
+    """As KV can, which is written before any row reads it."""
+    del step
+    return []
+
+
+@instead(get_unwritten_states)
+def no_state_of_who_is_in_the_step_can_be_hit(
+    right: Right[list[BlockId]], step: Step
+) -> list[BlockId]:
+    """Nor what it computed before."""
+    rows = [replace(row, num_computed=0) for row in step.rows]
+    return right(step=replace(step, rows=rows))
+
+
+@instead(count_common_blocks)
+def blocks_of_the_first_two_count(right: Right[int], tables: list[Table]) -> int:
+    """The third is not asked."""
+    return right(tables=tables[:2])
+
+
+@instead(count_common_blocks)
+def blocks_anywhere_in_a_table_count(tables: list[Table]) -> int:
+    """Wherever all of them have one."""
+    return sum(all(block_id in table for table in tables) for block_id in tables[0])
+
+
+# Where a chunk ends.
+
+
+@ROOM.law("P10", (5, 3, 8), what_is_less_than_a_block_is_rounded_to_nothing)
+def check_chunk_of_a_prompt_is_never_rounded_to_nothing(
+    num_computed: int, num_new: int, num_last: int
+) -> None:
+    """Nor made longer: whatever a budget and a threshold leave, it goes on."""
+    assert 0 <= num_computed and 1 <= num_new and 0 <= num_last
+    last, end = num_last * SIZE, num_computed + num_new
+    aligned = compute_aligned_end(num_computed, end, last, SIZE, (SIZE,))
+    assert num_computed < aligned <= end
+
+
+@ROOM.law(
+    "P3 P5",
+    (5, 9, 4),
+    tokens_of_a_chunk_are_rounded_and_not_its_end,
+    chunk_runs_past_the_last_boundary,
+)
+def check_chunk_passes_no_boundary_that_its_state_is_looked_for_at(
+    num_computed: int, num_new: int, num_last: int
+) -> None:
+    """Neither the end of the block that it begins within, nor the last one that can be hit."""
+    assert 0 <= num_computed and 1 <= num_new and 1 <= num_last
+    last, end = num_last * SIZE, num_computed + num_new
+    aligned = compute_aligned_end(num_computed, end, last, SIZE, (SIZE,))
+    block_end = compute_num_blocks(num_computed, SIZE) * SIZE
+    assert num_computed == block_end or aligned <= block_end
+    assert num_computed >= last or aligned <= last
+
+
+@ROOM.law("P5", (4, 9, 5), tokens_of_a_chunk_are_rounded_and_not_its_end)
+def check_chunk_of_a_block_or_more_ends_at_a_boundary_before_the_last(
+    num_computed: int, num_new: int, num_last: int
+) -> None:
+    """There its state can be found."""
+    assert 0 <= num_computed < num_last * SIZE and SIZE <= num_new
+    last, end = num_last * SIZE, num_computed + num_new
+    aligned = compute_aligned_end(num_computed, end, last, SIZE, (SIZE,))
+    assert aligned % SIZE == 0
+
+
+# What is held.
+
+
+@ROOM.law("P8", (9, 4), state_is_left_with_its_token, state_is_left_late)
+def check_first_block_that_is_held_has_the_state_behind_the_last_token(
+    num_computed: int, block_size: int
+) -> None:
+    """A row goes on from it, wherever in the block the request stands."""
+    assert 1 <= num_computed and 1 <= block_size
+    num_left = compute_num_skipped_blocks(states(block_size), num_computed)
+    assert num_left * block_size < num_computed <= (num_left + 1) * block_size
+
+
+@ROOM.law(
+    "P3 P14",
+    (10, 2, 1, 2, 4),
+    all_drafts_in_flight_are_accepted,
+    block_is_left_once_drafts_are_verified,
+)
+def check_block_that_ends_among_drafts_is_held_until_they_are_verified_and_found(
+    num_computed: int, num_in_doubt: int, num_accepted: int, num_speculative: int, block_size: int
+) -> None:
+    """Those in flight, and those accepted before: there a state is still to be named."""
+    assert 1 <= block_size and 0 <= num_in_doubt <= num_computed
+    assert 0 <= num_accepted <= num_speculative and num_accepted <= num_computed
+    group = states(block_size, num_speculative)
+    num_certain = compute_num_certain(group, num_computed, num_in_doubt)
+    num_left = compute_num_skipped_blocks(group, num_certain)
+    first_in_doubt = num_computed - max(num_in_doubt, num_accepted)
+    assert num_left * block_size <= first_in_doubt
+
+
+@ROOM.law("P8 P11", (11, 2, 3, 2, 4), two_states_are_enough)
+def check_states_among_drafts_are_no_more_than_charged(
+    num_computed: int, num_drafts: int, num_in_doubt: int, num_speculative: int, block_size: int
+) -> None:
+    """Wherever the request is; as many of them may be in flight as the pipeline has room for."""
+    assert 0 <= num_drafts <= num_speculative < block_size
+    assert 0 <= num_in_doubt <= min(3 * num_speculative, num_computed)
+    group = states(block_size, num_speculative)
+    num_slots = num_computed + 1 + num_drafts
+    num_certain = compute_num_certain(group, num_computed, num_in_doubt)
+    num_left = compute_num_skipped_blocks(group, num_certain)
+    num_held = compute_num_state_blocks(group, num_slots, num_slots) - num_left
+    charged = compute_max_held_blocks(group, num_slots, num_in_doubt + 1, num_in_doubt)
+    assert num_held <= charged
+
+
+@ROOM.law("P8 P11", (11, 9, 3, 2, 4), state_is_left_late)
+def check_states_of_all_boundaries_are_no_more_than_charged(
+    num_computed: int, num_new: int, num_in_doubt: int, num_speculative: int, block_size: int
+) -> None:
+    """Those of a chunk, and the one that it goes on from."""
+    assert 0 <= num_speculative and 1 <= block_size and 1 <= num_new
+    assert 0 <= num_in_doubt <= num_computed
+    group = states(block_size, num_speculative, ALL)
+    num_slots = num_computed + num_new
+    num_certain = compute_num_certain(group, num_computed, num_in_doubt)
+    num_left = compute_num_skipped_blocks(group, num_certain)
+    num_held = compute_num_state_blocks(group, num_slots, num_slots) - num_left
+    assert num_held <= compute_max_held_blocks(
+        group, num_slots, num_in_doubt + num_new, num_in_doubt
+    )
+
+
+# What is taken.
+
+
+@ROOM.law(
+    "P2 P8",
+    (20, 8),
+    each_block_of_a_chunk_is_charged,
+    blocks_of_drafts_are_taken_anew,
+    blocks_of_drafts_stay_where_they_are,
+)
+def check_chunk_takes_one_block_for_its_state_and_takes_those_of_drafts_along(
+    num_tokens: int, block_size: int
+) -> None:
+    """Behind a state in block 3, and blocks 4 and 5 for drafts."""
+    assert 1 <= block_size < num_tokens <= 5 * block_size
+    group = states(block_size, 2)
+    num_blocks = compute_num_state_blocks(group, num_tokens, num_tokens)
+    num_new = compute_num_new_states(group, num_blocks, 3, 0)
+    table = get_extended_states(group, (3, 4, 5), True, num_blocks, (6, 7, 8, 9, 10)[:num_new])
+    assert len(table) == num_blocks
+    assert num_new == 1
+    assert table[0] == 3 and sorted(table[-3:]) == [4, 5, 6]
+    assert table[1:-3] == (0,) * (num_blocks - 4)
+
+
+@ROOM.law("P8", (20, 2, 8), each_block_of_a_chunk_is_charged)
+def check_first_chunk_takes_a_block_for_its_state_and_each_draft(
+    num_tokens: int, num_hit: int, block_size: int
+) -> None:
+    """Behind a hit of so many blocks, of which one is held."""
+    assert 1 <= block_size and 0 <= num_hit <= 2
+    assert num_hit * block_size < num_tokens <= 5 * block_size
+    group = states(block_size, 2)
+    hit = (0, 0, 3)[3 - num_hit :] if num_hit else ()
+    num_blocks = compute_num_state_blocks(group, num_tokens, num_tokens)
+    num_new = compute_num_new_states(group, num_blocks, 0, num_hit)
+    assert num_new == 3
+    table = get_extended_states(group, hit, False, num_blocks, (6, 7, 8))
+    assert len(table) == num_blocks
+    assert table[-3:] == (6, 7, 8) and table[:num_hit] == hit
+
+
+# What is hit.
+
+
+def build_published(num_full: int, of_state: int) -> Pool:
+    """Of a chain of three: so many leading blocks of the first group, one state of the other."""
+    published = {CHAIN[index]: (1 + index,) for index in range(3) if index < num_full}
+    published |= {CHAIN[i].in_group(1): (4 + i,) for i in range(3) if i == of_state}
+    return Pool((0,) * 8, (None,) * 8, tuple(range(1, 8)), FrozenMap(published))
+
+
+@ROOM.law(
+    "P5",
+    (13, 3, 1, 1),
+    state_wants_a_block_behind_it,
+    every_state_before_is_wanted,
+    is_slow=True,
+)
+def check_hit_is_where_the_state_is_if_attention_has_what_is_before_it(
+    num_known: int, num_full: int, of_state: int, num_behind: int
+) -> None:
+    """And one block more, where a draft head gives it back; of the states one is enough."""
+    assert 1 <= num_known <= 13 and 0 <= num_full <= 3 and 0 <= of_state <= 3
+    assert 0 <= num_behind <= 1
+    method = SpecMethod.EAGLE if num_behind else SpecMethod.NONE
+    config = Config(
+        8,
+        4,
+        spec_method=method,
+        num_speculative_tokens=num_behind,
+        groups=(KVGroup(GroupKind.FULL, 4), states(4, 1)),
+    )
+    request = replace(h.build_request("a", num_known), block_keys=CHAIN)
+    hit = get_prefix_hit(config, build_published(num_full, of_state), request, STRICT_RULES)
+    end = of_state + 1
+    is_hit = end <= 3 and end + num_behind <= num_full and (end + num_behind) * 4 < num_known
+    assert hit.num_tokens == (end * 4 if is_hit else 0)
+    if is_hit:
+        assert hit.block_tables == ((1, 2, 3)[:end], (0,) * of_state + (4 + of_state,))
+
+
+@ROOM.law(
+    "P4",
+    (9, 3, 4),
+    state_of_this_step_can_be_hit,
+    no_state_of_who_is_in_the_step_can_be_hit,
+)
+def check_states_can_be_hit_as_of_the_step_behind_the_one_that_writes_them(
+    num_computed: int, num_new: int, block_size: int
+) -> None:
+    """Of a request that runs, three states of which are published."""
+    assert 1 <= block_size and 0 <= num_computed <= 3 * block_size and 1 <= num_new
+    config = Config(8, block_size, groups=(states(block_size, mode=ALL),))
+    request = h.build_runner("a", 1, num_computed, (1, 2, 3), 3)
+    state = h.build_state(config, (request,))
+    pool = h.build_pool((0, 1, 1, 1, 0, 0, 0, 0), (4, 5, 6, 7), published=(1, 2, 3))
+    step = create_step(replace(state, pool=pool))
+    step.rows.append(Scheduled("a", num_computed, num_new, ((),)))
+    unwritten = get_unwritten_states(step)
+    for index in range(3):
+        is_there = index + 1 not in unwritten
+        assert is_there == ((index + 1) * block_size <= num_computed)
+
+
+# What all begin with.
+
+
+@ROOM.law(
+    "P26",
+    (1, 2, 1, 3, 1, 2),
+    blocks_of_the_first_two_count,
+    blocks_anywhere_in_a_table_count,
+)
+def check_common_blocks_are_those_that_every_table_begins_with(
+    first_a: int, second_a: int, first_b: int, second_b: int, first_c: int, second_c: int
+) -> None:
+    """Three tables of two blocks, none twice in one."""
+    assert first_a != second_a and first_b != second_b and first_c != second_c
+    tables = ((first_a, second_a), (first_b, second_b), (first_c, second_c))
+    num_common = count_common_blocks(tables)
+    is_first = first_a == first_b and first_b == first_c
+    is_second = second_a == second_b and second_b == second_c
+    assert num_common == (2 if is_first and is_second else 1 if is_first else 0)
