@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from blockstep.conformance.judge.worker.names import BEFORE_RESET, GARBLED, NEVE
 from blockstep.conformance.protocol.findings import Finding
 from blockstep.conformance.search.episodes import run_episode
 from blockstep.conformance.search.options import CheckOptions
+from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MambaCacheMode
 
 SMALL = CheckOptions(preset="small", without_features=("groups",))
 GROUPS = CheckOptions(preset="small", with_features=("groups",))
@@ -119,6 +121,17 @@ def test_a_planted_fault_is_seen(fault: str) -> None:
     found = first_finding(OnKernels(fault=fault), range(6), options)
     assert found is not None
     assert found.sentence == seen_by[fault]
+
+
+def test_what_no_kernel_keeps_is_left_out_and_said() -> None:
+    window = KVGroup(GroupKind.SLIDING_WINDOW, 8, sliding_window=3)
+    state = KVGroup(GroupKind.RECURRENT, 4, mamba_cache_mode=MambaCacheMode.ALL)
+    mixed = Config(num_blocks=9, block_size=4, groups=(window, state))
+    fitting, reason = HOST.traits.fit_config(mixed)
+    assert fitting.groups == (replace(window, block_size=4),)
+    assert reason == "recurrent groups: the kernels keep no states"
+    assert HOST.traits.fit_config(fitting) == (fitting, None)
+    assert HOST.traits.fit_config(replace(mixed, groups=(state,)))[0].groups == ()
 
 
 @pytest.mark.parametrize("block_sizes", [(4,), (2, 4), (4, 2, 6)])
