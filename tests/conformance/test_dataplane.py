@@ -94,21 +94,23 @@ def test_names_beyond_the_digits_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "reaches"),
+    ("options", "num_episodes", "reaches"),
     [
-        (SMALL, {"preempted", "prefix_hit", "drafts_scheduled", "reset_forced"}),
-        (GROUPS, {"preempted", "groups_window_slid", "groups_chunk_left", "groups_hit_in_several"}),
+        (SMALL, 12, ("preempted", "prefix_hit", "drafts_scheduled", "reset_forced")),
+        (GROUPS, 8, ("groups_window_slid", "groups_chunk_left", "groups_hit_in_several")),
     ],
 )
-def test_our_kernels_do_what_the_plans_say(options: CheckOptions, reaches: set[str]) -> None:
+def test_our_kernels_do_what_the_plans_say(
+    options: CheckOptions, num_episodes: int, reaches: tuple[str, ...]
+) -> None:
     num_events, reached = 0, set[str]()
-    for index in range(12):
+    for index in range(num_episodes):
         episode = run_episode(options, index, HOST)
         assert episode.first is None
         num_events += episode.num_events
         reached |= episode.witnesses.keys()
     assert num_events > 1_000
-    assert reaches <= reached
+    assert reached.issuperset(reaches)
 
 
 def test_every_fault_is_expected_by_name() -> None:
