@@ -223,6 +223,20 @@ class Pair:
         return shown
 
 
+@needs_vllm
+def test_blocks_are_of_equal_bytes_and_equal_groups_have_equal_specs() -> None:
+    groups = [FULL, LARGE, LARGE_WINDOW, WINDOW, replace(CHUNKS, block_size=6), LARGE]
+    if known(VERSION).has_recurrent_groups:
+        groups += [STATES, replace(STATES, block_size=12)]
+    built = importlib.import_module(f"{ADAPTER}_build").build_groups(build(*groups))
+    specs = [one.kv_cache_spec for one in built]
+    assert [spec.block_size for spec in specs] == [group.block_size for group in groups]
+    assert len({spec.page_size_bytes for spec in specs}) == 1
+    assert specs[1] == specs[5]
+    assert [specs.count(spec) for spec in specs] == [groups.count(group) for group in groups]
+    assert len({name for one in built for name in one.layer_names}) == len(groups)
+
+
 @needs_reference
 def test_each_group_has_a_table_and_null_blocks_for_what_a_window_has_left() -> None:
     pair = Pair(build(FULL, WINDOW, enable_prefix_caching=False))

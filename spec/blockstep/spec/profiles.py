@@ -82,7 +82,16 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     ("0.18.0", frozenset(), frozenset({Quirk.ONE_WAITING_QUEUE})),
     (
         "0.19.0",
-        frozenset({Quirk.WINDOW_HIT_CUT_BLINDLY, Quirk.WINDOWS_RESERVE_EVERYTHING}),
+        frozenset(
+            {
+                Quirk.WINDOW_HIT_CUT_BLINDLY,
+                Quirk.WINDOWS_RESERVE_EVERYTHING,
+                Quirk.CHUNKS_ROUND_TO_NOTHING,
+                Quirk.FRESH_STATES_ARE_WAITED_FOR,
+                Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
+                Quirk.WITHDRAWN_BLOCKS_ARE_ZEROED,
+            }
+        ),
         frozenset(
             {
                 Quirk.ITEMS_NAMED_WITHOUT_PLACE,

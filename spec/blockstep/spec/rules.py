@@ -64,6 +64,18 @@ class Rules:
     get_num_in_doubt: Callable[[Sequence[Frame], RequestId], int]
     """Computed tokens that a request may have to compute again, and so reads a window before."""
 
+    get_aligned_share: Callable[[Config, RequestState, int, int], int]
+    """Tokens of a row where states are kept: (.., computed, tokens that it could have)."""
+    hide_states: Callable[[Pool, Sequence[BlockId]], Pool]
+    """The pool to look for a hit in, given the states that this very step writes."""
+    waits_for_states: Callable[[Pool, Pool, Sequence[BlockId], Hit], bool]
+    """Whether who has this hit waits for the next step: (pool before this one, pool now, states
+    that this one writes, hit)."""
+    is_zeroed: Callable[[KVGroup], bool]
+    """Whether its new blocks are zeroed beside recurrent groups."""
+    zeroes_withdrawn: bool
+    """Whether blocks are zeroed of rows that the step took back."""
+
     # order
     get_victim_rank: Callable[[RequestState], tuple[int | str, ...]]
     """PRIORITY preempts the first of greatest rank."""

@@ -11,7 +11,7 @@ from blockstep.spec.lives.control import get_frames_after_reset, get_reset_reque
 from blockstep.spec.lives.endings import compute_stop
 from blockstep.spec.memory.prefix import get_joint_hit
 from blockstep.spec.memory.slots import count_reserved_blocks, revoke_slots
-from blockstep.spec.pool import free_blocks
+from blockstep.spec.pool import free_blocks, withdraw_blocks
 from blockstep.spec.requests import count_drafts_in_flight
 from blockstep.spec.rules import Rules
 from blockstep.spec.step.admission import (
@@ -19,12 +19,13 @@ from blockstep.spec.step.admission import (
     get_num_lookahead_at_admission,
     get_num_padding,
     is_held_by_frames,
+    waits_for_states,
 )
-from blockstep.spec.step.plans import keeps_drafts
+from blockstep.spec.step.plans import is_attended, keeps_drafts
 from blockstep.spec.step.preemption import compute_next_index, get_preempted
 from blockstep.spec.step.queues import get_order_of_return, get_rank
 from blockstep.spec.step.running import goes_on_after_self_victim
-from blockstep.spec.step.share import get_threshold
+from blockstep.spec.step.share import get_aligned_share, get_threshold
 
 
 def get_strict_rules() -> Rules:
@@ -50,6 +51,11 @@ STRICT_RULES: Final = Rules(
     get_joint_hit=get_joint_hit,
     count_reserved_blocks=count_reserved_blocks,
     get_num_in_doubt=count_drafts_in_flight,
+    get_aligned_share=get_aligned_share,
+    hide_states=withdraw_blocks,
+    waits_for_states=waits_for_states,
+    is_zeroed=is_attended,
+    zeroes_withdrawn=False,
     get_victim_rank=get_rank,
     compute_next_index=compute_next_index,
     goes_on_after_self_victim=goes_on_after_self_victim,

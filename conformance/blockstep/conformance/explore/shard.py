@@ -29,7 +29,7 @@ from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.profiles import STRICT, Profile, Quirk, initial_state
 from blockstep.spec.state import State
-from blockstep.spec.vocabulary import Event, GroupKind, Rejected, Submit
+from blockstep.spec.vocabulary import Event, Rejected, Submit
 
 OUT_OF_NOTHING = "only after events in this state that must change nothing"
 SPEC_IS_WRONG = "the specification failed an assertion of its own"
@@ -222,10 +222,7 @@ class Shard:
     def _probe(self, moment: Moment) -> Hits:
         """What was looked for in a transition, a line each."""
         task, memo = self._task, self._memo
-        # The properties speak of no recurrent group: where there is one, invariants judge alone.
-        kinds = {group.kind for group in task.world.config.groups}
-        is_judged = task.properties and GroupKind.RECURRENT not in kinds
-        lines = probe.broken_properties(memo, moment) if is_judged else []
+        lines = probe.broken_properties(memo, moment) if task.properties else []
         if task.witness and task.witness in probe.get_witnesses(memo, moment):
             lines.append(task.witness)
         return lines if task.quirk is None else lines + probe.compare_with(task.quirk, moment)

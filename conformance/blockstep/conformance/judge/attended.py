@@ -12,7 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import assert_never
 
-from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, GroupKind, KVGroup
+from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    BlockId,
+    Config,
+    GroupKind,
+    KVGroup,
+    MambaCacheMode,
+)
 
 
 def first_attended(group: KVGroup, position: int) -> int:
@@ -34,7 +41,7 @@ def first_attended(group: KVGroup, position: int) -> int:
 
 
 def most_attended_before(group: KVGroup) -> int | None:
-    """How many tokens before itself a token attends to at most; None for all of them."""
+    """For how many tokens before a token blocks are held at most; None for all of them."""
     match group.kind:
         case GroupKind.FULL:
             return None
@@ -43,7 +50,7 @@ def most_attended_before(group: KVGroup) -> int | None:
         case GroupKind.CHUNKED_LOCAL:
             return group.attention_chunk_size - 1
         case GroupKind.RECURRENT:
-            return 1
+            return 1 + 2 * group.num_speculative_blocks
         case _:
             assert_never(group.kind)
 
@@ -57,3 +64,19 @@ def without_given_back(told: Sequence[BlockId], shown: Sequence[BlockId]) -> tup
     """A table as plans told it, with the null blocks of a state: no plan tells of them."""
     nulls = {index for index, block in enumerate(shown) if block == NULL_BLOCK}
     return tuple([NULL_BLOCK if index in nulls else block for index, block in enumerate(told)])
+
+
+def is_recurrent(group: KVGroup) -> bool:
+    """Whether a block holds a state, and not the KV of tokens."""
+    return group.kind is GroupKind.RECURRENT
+
+
+def is_aligned(config: Config) -> bool:
+    """Whether chunks of prompts end where states are kept, so that a row may run less than fits."""
+    return any(group.mamba_cache_mode is MambaCacheMode.ALIGN for group in config.groups)
+
+
+def blocks_of_drafts(group: KVGroup, table: Sequence[BlockId]) -> Sequence[BlockId]:
+    """The last blocks of a table, where states behind drafts stand: they are moved on with it."""
+    num_kept = len(table) - group.num_speculative_blocks
+    return table[max(num_kept, 0) :]

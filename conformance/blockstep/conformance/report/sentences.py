@@ -239,6 +239,20 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
             "null block: what it goes on from is valid for every group."
         ),
     ),
+    "common_prefix_is_of_every_row": (
+        "P26",
+        (
+            "The blocks that `num_common_prefix_blocks` counts begin the table of each row, in a "
+            "KV group where all is attended to: a worker attends to them once for all rows."
+        ),
+    ),
+    "block_of_a_state_is_zeroed_for_attention": (
+        "P26",
+        (
+            "A block that held a recurrent state is in `new_block_ids_to_zero` before a KV group "
+            "with attention writes there: what a state leaves may read as NaN."
+        ),
+    ),
     # real memory
     "attention_reads_the_slots_of_the_block_table": (
         "P3",

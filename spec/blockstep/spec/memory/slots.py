@@ -304,9 +304,14 @@ def publish_slots(
     for group, (holding, num_full) in enumerate(zip(request.holdings, nums_full, strict=True)):
         fresh = holding.block_table[settled[group] : num_full]
         block_ids = without_nulls(fresh)
-        first = settled[group] + len(fresh) - len(block_ids)
+        num_null = len(fresh) - len(block_ids)
+        if num_null and fresh[num_null:] != block_ids:  # some stand between the others
+            num_null = 0
         num_links = config.block_sizes[group] // config.block_size
+        first = settled[group] + num_null
         keys = get_group_keys(request.block_keys, group, num_links, first, num_full)
+        if len(keys) != len(block_ids):
+            keys = tuple([k for k, b in zip(keys, fresh, strict=True) if b != NULL_BLOCK])
         pool = publish_blocks(pool, block_ids, keys)
         holdings.append(Holding(holding.block_table, max(settled[group], num_full)))
     return pool, replace(request, holdings=tuple(holdings))

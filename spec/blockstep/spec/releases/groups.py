@@ -10,7 +10,7 @@ from typing import TypeAlias
 from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.memory.groups import compute_num_skipped_blocks
 from blockstep.spec.memory.prefix import compute_max_hit_blocks, count_runs, is_valid_hit
-from blockstep.spec.memory.slots import count_needed_blocks
+from blockstep.spec.memory.slots import count_needed
 from blockstep.spec.pool import Pool, find_block
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Frame, Hit, RequestState
@@ -196,7 +196,7 @@ def windows_reserve_everything(rules: Rules, _config: Config) -> Rules:
         config: Config, pool: Pool, group: KVGroup, num_slots: int, hit: tuple[BlockId, ...]
     ) -> int:
         del config
-        return count_needed_blocks(pool, num_slots, group.block_size, 0, hit)
+        return count_needed(pool, group, num_slots, num_slots, 0, hit)
 
     return replace(rules, count_reserved_blocks=count_reserved_blocks)
 

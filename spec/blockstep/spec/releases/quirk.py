@@ -54,6 +54,10 @@ class Quirk(StrEnum):
     ONLY_THE_FIRST_FULL_GROUP_IS_CUT = "only_the_first_full_group_is_cut"
     WINDOWS_RESERVE_EVERYTHING = "windows_reserve_everything"
     WINDOWS_FORGET_DOUBT = "windows_forget_doubt"
+    CHUNKS_ROUND_TO_NOTHING = "chunks_round_to_nothing"
+    FRESH_STATES_ARE_WAITED_FOR = "fresh_states_are_waited_for"
+    ONLY_FULL_ATTENTION_IS_ZEROED = "only_full_attention_is_zeroed"
+    WITHDRAWN_BLOCKS_ARE_ZEROED = "withdrawn_blocks_are_zeroed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from typing import TypeAlias
 
 from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
 from blockstep.spec.memory.slots import allocate_slots, can_finish
-from blockstep.spec.pool import Pool, withdraw_blocks
+from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Frame, Hit, RequestState, without_nulls
 from blockstep.spec.step.queues import is_blocked, process_prepend, select_queue
-from blockstep.spec.step.share import compute_num_drafts, compute_share, get_aligned_share
+from blockstep.spec.step.share import compute_num_drafts, compute_share
 from blockstep.spec.step.work import Scheduled, Step, Verdict
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
@@ -104,7 +104,9 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     """
     config, rules = step.state.config, step.state.rules
     # refuse
-    hit = get_prefix_hit(config, get_findable_pool(step), request, rules)
+    unwritten = get_unwritten_states(step) if config.groups else []
+    pool = rules.hide_states(step.pool, unwritten) if unwritten else step.pool
+    hit = get_prefix_hit(config, pool, request, rules)
     num_known = request.num_known_tokens
     running = (step.requests[row.request_id] for row in step.rows if row.status is Status.RUNNING)
     num_padding = rules.get_num_padding(
@@ -121,9 +123,11 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
         is_whole=not config.enable_chunked_prefill,
     )
     if config.groups:
-        num_new = get_aligned_share(config, request, hit.num_tokens, num_new)
+        num_new = rules.get_aligned_share(config, request, hit.num_tokens, num_new)
     if num_new == 0:
         return Verdict.PASSED_OVER if rules.passes_over_too_long else Verdict.NO_ROOM
+    if config.groups and rules.waits_for_states(step.state.pool, step.pool, unwritten, hit):
+        return Verdict.NO_ROOM
     is_reserved = config.scheduler_reserve_full_isl and rules.reserves_full_isl
     if is_reserved and not can_finish(config, step.pool, request, hit, rules):
         return Verdict.NO_ROOM
@@ -138,8 +142,8 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     return Verdict.ADMITTED
 
 
-def get_findable_pool(step: Step) -> Pool:
-    """The pool without the states that this very step writes: it would read them before.
+def get_unwritten_states(step: Step) -> list[BlockId]:
+    """States that this very step writes: a hit is looked for without them.
 
     KV of a layer is written before any row reads of it; states are read first. Those of frames in
     flight are there, for those frames run before. Upstream has whoever would hit one wait, and all
@@ -153,7 +157,13 @@ def get_findable_pool(step: Step) -> Pool:
         for row in step.rows:
             table = step.requests[row.request_id].block_tables[index]
             unwritten += without_nulls(table[row.num_computed // group.block_size :])
-    return withdraw_blocks(step.pool, unwritten) if unwritten else step.pool
+    return unwritten
+
+
+def waits_for_states(before: Pool, pool: Pool, unwritten: Sequence[BlockId], hit: Hit) -> bool:
+    """Whether a hit is left for the next step: never, it is there. Source: P15."""
+    del before, pool, unwritten, hit
+    return False
 
 
 def process_entrance(
@@ -179,7 +189,10 @@ def process_entrance(
         )
     drafts = (DRAFT_PLACEHOLDER,) * compute_num_drafts(num_hit, num_new, num_known)
     tables = after.block_tables
-    step.add(Scheduled(request.request_id, num_hit, num_new, tables, drafts, request.status))
+    hit_tables = hit.block_tables
+    step.add(
+        Scheduled(request.request_id, num_hit, num_new, tables, hit_tables, drafts, request.status)
+    )
 
 
 def get_num_cached_tokens(request: RequestState, num_hit: int) -> int:

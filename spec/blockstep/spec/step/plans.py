@@ -14,6 +14,7 @@ from blockstep.spec.vocabulary import (
     BlockId,
     CachedRow,
     GroupKind,
+    KVGroup,
     NewRow,
     Plan,
     Status,
@@ -65,18 +66,22 @@ def get_blocks_to_zero(step: Step) -> tuple[BlockId, ...]:
     By group, in the order of the rows. A hit is none of them. Upstream has those under full
     attention zeroed only. Source: vLLM 0.19.1 `take_new_block_ids`; P3.
     """
-    groups = step.state.config.groups
-    if not groups or not any(group.kind is GroupKind.RECURRENT for group in groups):
+    groups, rules = step.state.config.groups, step.state.rules
+    if not groups or all(map(is_attended, groups)):
         return ()
     taken: list[BlockId] = []
     for index, group in enumerate(groups):
-        if group.kind is GroupKind.RECURRENT:
+        if not rules.is_zeroed(group):
             continue
-        for row in step.rows:
-            is_admitted = row.status is not Status.RUNNING
-            num_hit = row.num_computed // group.block_size if is_admitted else 0
+        for row in step.granted if rules.zeroes_withdrawn else step.rows:
+            num_hit = len(row.hit[index]) if row.hit else 0
             taken += row.new_blocks[index][num_hit:]
     return tuple(taken)
+
+
+def is_attended(group: KVGroup) -> bool:
+    """Whether a group holds KV, not states. Source: vLLM 0.19.1 `take_new_block_ids`; P3."""
+    return group.kind is not GroupKind.RECURRENT
 
 
 def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:

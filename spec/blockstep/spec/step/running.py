@@ -7,12 +7,7 @@ from dataclasses import replace
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.step.preemption import process_claim
-from blockstep.spec.step.share import (
-    compute_num_drafts,
-    compute_share,
-    get_aligned_share,
-    is_past_max_tokens,
-)
+from blockstep.spec.step.share import compute_num_drafts, compute_share, is_past_max_tokens
 from blockstep.spec.step.work import Scheduled, Step
 from blockstep.spec.vocabulary import Config
 
@@ -66,7 +61,9 @@ def get_num_running_tokens(step: Step, request: RequestState) -> int:
         step.budget.num_tokens,
         end=config.max_model_len - 1,
     )
-    return get_aligned_share(config, request, num_computed, num_new) if config.groups else num_new
+    if not config.groups:
+        return num_new
+    return step.state.rules.get_aligned_share(config, request, num_computed, num_new)
 
 
 def process_grant(

@@ -51,6 +51,8 @@ class Scheduled:
     num_scheduled: int
     new_blocks: BlockTables
     """Per group: blocks appended in this step; all of them for an admitted request."""
+    hit: BlockTables = ()
+    """Per group: those of them that it shares; empty for who runs."""
     drafts: TokenIds = ()
     status: Status = Status.RUNNING
     """What it was before: RUNNING, or WAITING or PREEMPTED when the step admits it."""
@@ -75,12 +77,15 @@ class Step:
     skipped: list[RequestId]
     stats: Stats
     rows: list[Scheduled] = field(default_factory=list)
+    granted: list[Scheduled] = field(default_factory=list)
+    """Those, and rows that were taken back."""
     preempted: list[RequestId] = field(default_factory=list)
 
     def add(self, row: Scheduled) -> None:
         """Plan a row, and pay for it."""
         self.budget = self.budget.without(row.cost)
         self.rows.append(row)
+        self.granted.append(row)
 
     def withdraw(self, request_id: RequestId) -> bool:
         """Take back the row of a request, with what it cost; whether there was one."""

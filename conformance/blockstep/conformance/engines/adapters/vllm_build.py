@@ -206,6 +206,7 @@ def _build_layer(group: KVGroup, num_heads: int) -> KVCacheSpec:
             block_size=group.block_size,
             shapes=((1, 1),),
             dtypes=(torch.float32,),
+            page_size_padded=4 * group.block_size * num_heads,  # two of float16 in each slot
             mamba_cache_mode=group.mamba_cache_mode.value,
             num_speculative_blocks=group.num_speculative_blocks,
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
+from blockstep.conformance.judge.attended import is_aligned, is_recurrent
 from blockstep.conformance.judge.properties.amounts import (
     admitted_share,
     blocks_behind,
@@ -15,6 +16,7 @@ from blockstep.conformance.judge.properties.amounts import (
     most_held,
     running_slots,
     share_of,
+    table_length,
 )
 from blockstep.conformance.judge.properties.hits import hit_now
 from blockstep.conformance.judge.properties.ledger import Ledger
@@ -110,8 +112,8 @@ def row_gains_exactly_the_blocks_it_needs(step: Step, _ledger: Ledger) -> Compla
         if row.kind is RowKind.RUNNING:
             tables = step.old[row.request_id].block_tables
             slots = running_slots(config, row.end)
-        held = zip(step.block_sizes, tables, strict=True)
-        need = [max(blocks_for(slots, size) - len(table), 0) for size, table in held]
+        held = zip(config.kv_groups, tables, strict=True)
+        need = [max(table_length(group, row.end, slots) - len(table), 0) for group, table in held]
         gained = [*map(len, row.gained_tables)]
         if gained != need:
             what = f"{row.request_id!r} runs positions {row.first} to {row.end - 1}"
@@ -150,6 +152,8 @@ def _reserve(config: Config, first: int, end: int, hit_tables: BlockTables) -> i
     """
     if not config.groups:
         return blocks_behind(config, end, hit_tables)
+    pairs = zip(config.groups, hit_tables, strict=True)
+    hit_tables = tuple([table for group, table in pairs if not is_recurrent(group)])
     return most_held(config, first, end) - sum(
         1 for block in chain(*hit_tables) if block != NULL_BLOCK
     )
@@ -175,11 +179,23 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
             # comes after it was not visited because the budget was gone; that much is let pass.
             return
         expected = max(min(share_of(ledger, step.old[name]), left), 0)
+        expected = least_share(step, ledger, name, expected)
         seen = rows[name].num_scheduled if name in rows else 0
         if seen < expected:
             what = f"{name!r} was not given what it could be"
             yield unequal(what, "num_scheduled_tokens", expected, seen)
         left -= seen
+
+
+def least_share(step: Step, ledger: Ledger, name: RequestId, expected: int) -> int:
+    """The fewest tokens that a row may run of those that it could.
+
+    Where chunks of a prompt end at states it may be fewer, but never none: rounded to nothing a
+    request would wait for ever (upstream #40707).
+    """
+    life, old = ledger.lives[name], step.old[name]
+    is_decoding = old.num_computed_tokens >= max(life.num_prompt, life.num_known - 1)
+    return expected if is_decoding or not is_aligned(step.config) else min(expected, 1)
 
 
 @sentence("P15", Schedule)
@@ -226,6 +242,7 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Comp
             continue
         seen = rows[name].num_scheduled if name in rows else 0
         expected = max(min(share_of(ledger, step.old[name]), left), 0)
+        expected = least_share(step, ledger, name, expected)
         if (room < 0 or place[name] > last_gain) and seen < expected:
             what = f"{name!r} was not given what {victims} gave back"
             yield unequal(what, "num_scheduled_tokens", expected, seen)
@@ -240,7 +257,7 @@ def admitted_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
     left = config.max_num_batched_tokens - sum(row.num_scheduled for row in step.running_rows)
     for row in step.admitted_rows:
         share = admitted_share(config, ledger.lives[row.request_id].num_known, row.first)
-        expected = min(share, left)
+        expected = least_share(step, ledger, row.request_id, min(share, left))
         if row.num_scheduled < expected:
             what = f"{row.request_id!r} was not given what it could be"
             yield unequal(what, "num_scheduled_tokens", expected, row.num_scheduled)

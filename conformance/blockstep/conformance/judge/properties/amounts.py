@@ -12,9 +12,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from blockstep.conformance.judge.attended import count_unattended, most_attended_before
+from blockstep.conformance.judge.attended import (
+    count_unattended,
+    is_recurrent,
+    most_attended_before,
+)
 from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.spec.vocabulary import BlockId, Config, KVGroup, Request, RequestSnapshot
+from blockstep.spec.vocabulary import (
+    BlockId,
+    Config,
+    KVGroup,
+    MambaCacheMode,
+    Request,
+    RequestSnapshot,
+)
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -26,8 +37,21 @@ def blocks_behind(
     config: Config, num_tokens: int, tables: Sequence[Sequence[BlockId | None]]
 ) -> int:
     """Blocks that hold so many tokens in each group, behind tables of its blocks: all together."""
-    pairs = zip(config.block_sizes, tables, strict=True)
-    return sum([max(blocks_for(num_tokens, size) - len(table), 0) for size, table in pairs])
+    if not config.groups:
+        return max(blocks_for(num_tokens, config.block_size) - len(tables[0]), 0)
+    lengths = [table_length(group, num_tokens, num_tokens) for group in config.groups]
+    pairs = zip(lengths, tables, strict=True)
+    return sum([max(length - len(table), 0) for length, table in pairs])
+
+
+def table_length(group: KVGroup, end: int, num_slots: int) -> int:
+    """Blocks in a table behind a row that ends at `end`, with the lookahead at `num_slots`.
+
+    With states: one more for each draft. A proposer keeps none, but only where chunks end at
+    states that is counted so.
+    """
+    num_tokens = end if group.mamba_cache_mode is MambaCacheMode.ALIGN else num_slots
+    return blocks_for(num_tokens, group.block_size) + group.num_speculative_blocks
 
 
 def longest_row(config: Config) -> int:
@@ -41,23 +65,30 @@ def most_held(config: Config, first: int, end: int) -> int:
     """Blocks that a request holds at once in all groups, at most, to compute [first, end) in rows.
 
     A row may begin anywhere, for what others left it of the budget. It holds what its first token
-    attends to, and room for all of its own.
+    attends to, and room for all of its own; a state that it writes, and those behind drafts.
     """
     row = longest_row(config)
-    return max(
+    attended = [group for group in config.kv_groups if not is_recurrent(group)]
+    return count_least_states(config) + max(
         sum(
             blocks_for(min(start + row, end), group.block_size) - count_unattended(group, start)
-            for group in config.kv_groups
+            for group in attended
         )
         for start in range(first, end)
     )
+
+
+def count_least_states(config: Config) -> int:
+    """Blocks of states that a row needs in all groups: the one that it writes, those of drafts."""
+    return sum([1 + group.num_speculative_blocks for group in config.groups if is_recurrent(group)])
 
 
 def charge_at_most(config: Config, group: KVGroup, num_blocks: int) -> int:
     """What may be charged for `num_blocks` of a group: those that a step touches, not all.
 
     That is what is attended to before a row, which may begin anywhere in a block, the row, drafts
-    in flight before it and the proposer's lookahead behind it.
+    in flight before it and the proposer's lookahead behind it; and a block for each state behind a
+    draft.
     """
     num_before = most_attended_before(group)
     if num_before is None:
@@ -65,7 +96,8 @@ def charge_at_most(config: Config, group: KVGroup, num_blocks: int) -> int:
     num_ahead = config.max_frames_in_flight - 1 if config.async_scheduling else 0
     reach = longest_row(config) + num_ahead * config.num_speculative_tokens
     num_touched = num_before + reach + config.num_lookahead_tokens
-    return min(num_blocks, blocks_for(group.block_size - 1 + num_touched, group.block_size))
+    num_touched_blocks = blocks_for(group.block_size - 1 + num_touched, group.block_size)
+    return min(num_blocks, num_touched_blocks) + group.num_speculative_blocks
 
 
 def least_need(config: Config, request: Request) -> int:
@@ -80,9 +112,10 @@ def least_need(config: Config, request: Request) -> int:
     tokens = len(request.prompt_token_ids) + request.max_tokens - 1
     last = min(tokens, config.max_model_len - 1)
     end = min(last - 1 + longest_row(config) + config.num_lookahead_tokens, extent)
-    at_the_end = sum(
+    at_the_end = count_least_states(config) + sum(
         blocks_for(end, group.block_size) - count_unattended(group, last - 1)
         for group in config.groups
+        if not is_recurrent(group)
     )
     return max(most_held(config, 0, last), at_the_end)
 

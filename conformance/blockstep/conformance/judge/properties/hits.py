@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import lcm
 from typing import TypeAlias
 
-from blockstep.conformance.judge.attended import count_unattended
+from blockstep.conformance.judge.attended import count_unattended, is_recurrent
 from blockstep.conformance.judge.properties.ledger import Ledger, Life
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
 from blockstep.conformance.judge.properties.step import Step
@@ -31,7 +31,16 @@ def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Compla
         life = ledger.lives[row.request_id]
         most = 0
         if may_ask_the_cache(step, life):
-            most = min([((life.num_known - 1) // size - num_behind) * size for size in sizes])
+            most = min(
+                [
+                    (
+                        (life.num_known - 1) // group.block_size
+                        - num_behind * (not is_recurrent(group))
+                    )
+                    * group.block_size
+                    for group in step.config.kv_groups
+                ]
+            )
         if row.first % unit or not 0 <= row.first <= max(most, 0):
             yield Complaint(
                 f"{row.request_id!r} has a hit of {row.first} tokens; "
@@ -101,7 +110,8 @@ def _table_behind(
     """What a group shares for a hit of so many tokens; None if something is missing."""
     group = config.groups[at]
     first, end = count_unattended(group, length), length // group.block_size
-    behind = end + config.drops_last_hit_block
+    # A state follows from what is before it, KV that a proposer reads from what is behind it too.
+    behind = end + (config.drops_last_hit_block and not is_recurrent(group))
     if behind * group.block_size >= life.num_known:
         return None
     table = [NULL_BLOCK] * first
@@ -151,6 +161,9 @@ def hit_now(step: Step, ledger: Ledger, life: Life) -> tuple[int, list[list[Bloc
         return 0, [[] for _ in config.block_sizes]
 
     def find(name: Name, group: int) -> Sequence[BlockId]:
+        if config.groups and is_recurrent(config.groups[group]):
+            # What the step writes was not there yet: states are read before any is written.
+            return _lasting(step, ledger, name, group)
         return ledger.named_blocks(after, group).get(name, ())
 
     return longest_hit(config, life, find)

@@ -200,7 +200,9 @@ def _freed_by_last(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -
     holders = Holders(step.before)
     for name in victims[:-1]:
         holders.free(name)
-    holders.give_back(victims[-1], unattended_ends(step, ledger, victims[-1]))
+    ends = unattended_ends(step, ledger, victims[-1])
+    tables = zip(step.old[victims[-1]].block_tables, ends, strict=True)
+    holders.give_back(victims[-1], [table[:end] for table, end in tables])
     return holders.free(victims[-1])
 
 

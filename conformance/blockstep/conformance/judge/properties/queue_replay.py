@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from blockstep.conformance.judge.attended import count_unattended
+from blockstep.conformance.judge.attended import blocks_of_drafts, count_unattended
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import PlannedRow, Step
 from blockstep.spec import vocabulary as v
@@ -125,11 +125,13 @@ class Holders:
         self._tables[name] = ()
         return [block for blocks in freed for block in blocks]
 
-    def give_back(self, name: v.RequestId, ends: Sequence[int]) -> list[v.BlockId]:
-        """Likewise the first blocks of its tables, up to an index in each."""
-        tables = self._tables[name]
-        freed = [self._drop(table[:end]) for table, end in zip(tables, ends, strict=True)]
-        self._tables[name] = tuple(table[end:] for table, end in zip(tables, ends, strict=True))
+    def give_back(self, name: v.RequestId, given: Sequence[Sequence[v.BlockId]]) -> list[v.BlockId]:
+        """Likewise some blocks of each of its tables."""
+        freed = [self._drop(blocks) for blocks in given]
+        self._tables[name] = tuple(
+            tuple(block for block in table if block not in blocks)
+            for table, blocks in zip(self._tables[name], given, strict=True)
+        )
         return [block for blocks in freed for block in blocks]
 
     def _drop(self, blocks: Sequence[v.BlockId]) -> list[v.BlockId]:
@@ -149,8 +151,12 @@ def unattended_ends(step: Step, ledger: Ledger, name: v.RequestId) -> list[int]:
     """
     if not step.config.groups:
         return [0]
-    certain = step.old[name].num_computed_tokens - ledger.count_drafts_in_flight()[name]
-    return [count_unattended(group, certain) for group in step.config.groups]
+    computed, in_doubt = step.old[name].num_computed_tokens, ledger.count_drafts_in_flight()[name]
+    # A state at a block's end that drafts passed is copied there before the block is left.
+    return [
+        count_unattended(group, max(computed - max(in_doubt, group.num_speculative_blocks), 0))
+        for group in step.config.groups
+    ]
 
 
 def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -> QueueReplay:
@@ -170,12 +176,15 @@ def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) 
     return replay
 
 
-def _ends_of_nulls(step: Step, name: v.RequestId) -> list[int]:
-    """Per group: one past the last null block of a request's table after the step."""
-    return [
-        max((index for index, block in enumerate(table, 1) if block == v.NULL_BLOCK), default=0)
-        for table in step.new[name].block_tables
-    ]
+def _given_back(step: Step, name: v.RequestId) -> list[list[v.BlockId]]:
+    """Per group: the blocks in whose places null blocks stand after the step, none moved on."""
+    tables = zip(step.old[name].block_tables, step.new[name].block_tables, strict=True)
+    given = []
+    for group, (old, new) in zip(step.config.groups, tables, strict=True):
+        moved = blocks_of_drafts(group, old)
+        pairs = zip(old, new, strict=False)
+        given.append([one for one, now in pairs if now == v.NULL_BLOCK and one not in moved])
+    return given
 
 
 def _replay_running(
@@ -184,14 +193,16 @@ def _replay_running(
     queue, holders, left = replay.final, Holders(step.before), list(victims)
     for row in step.running_rows:
         if step.config.groups:
-            queue += holders.give_back(row.request_id, _ends_of_nulls(step, row.request_id))
+            queue += holders.give_back(row.request_id, _given_back(step, row.request_id))
         while left and len(queue) < len(row.gained):
             queue += holders.free(left.pop(0))
         _replay_row(replay, row)
     if left:
         last = left[-1]
         if step.config.groups:
-            queue += holders.give_back(last, unattended_ends(step, ledger, last))
+            ends = unattended_ends(step, ledger, last)
+            tables = zip(step.old[last].block_tables, ends, strict=True)
+            queue += holders.give_back(last, [table[:end] for table, end in tables])
         for name in left[:-1]:
             queue += holders.free(name)
         replay.room_of_the_last = len(queue)

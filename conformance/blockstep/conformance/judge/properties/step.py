@@ -11,6 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import chain
 
+from blockstep.conformance.judge.attended import blocks_of_drafts
 from blockstep.spec import vocabulary as v
 
 
@@ -39,12 +40,17 @@ class PlannedRow:
     drafts: v.TokenIds = ()
     is_remapped: bool = False
     """Running, with another block table: `hits` and `gained` are the whole of it."""
+    moved: frozenset[v.BlockId] = frozenset()
+    """Blocks for states behind drafts: appended again they are no new ones."""
 
     @property
     def gained(self) -> tuple[v.BlockId, ...]:
         """Blocks gained, in the order of groups."""
         tables = self.gained_tables
-        return tables[0] if len(tables) == 1 else tuple(chain(*tables))
+        if len(tables) == 1 and not self.moved:
+            return tables[0]
+        taken = chain(*tables)
+        return tuple([block for block in taken if block and block not in self.moved])
 
     @property
     def hits(self) -> tuple[v.BlockId, ...]:
@@ -159,7 +165,11 @@ class Step:
         is_remapped = kind is RowKind.RUNNING and name in self.plan.remapped_req_ids
         if kind is RowKind.RUNNING and not is_remapped:
             no_hits: v.BlockTables = ((),) * len(tables)
-            return PlannedRow(name, kind, first, count, tables, no_hits, drafts)
+            moved: frozenset[v.BlockId] = frozenset()
+            if self.config.groups:
+                pairs = zip(self.config.groups, self.old[name].block_tables, strict=True)
+                moved = frozenset(chain(*[blocks_of_drafts(*pair) for pair in pairs]))
+            return PlannedRow(name, kind, first, count, tables, no_hits, drafts, moved=moved)
         held = [*zip(tables, self.block_sizes, strict=True)]
         hits = tuple([table[: first // size] for table, size in held])
         gained = tuple([table[first // size :] for table, size in held])

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from blockstep.conformance.judge.attended import count_unattended
+from blockstep.conformance.judge.attended import count_unattended, is_recurrent
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import unattended_ends
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence
@@ -32,6 +32,8 @@ def attended_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
             zip(step.config.groups, request.block_tables, strict=True)
         ):
             end = count_unattended(group, certain)
+            if is_recurrent(group):  # in one of these it stands
+                end = max(len(table) - 1 - group.num_speculative_blocks, 0)
             if v.NULL_BLOCK in table[end:]:
                 index = table.index(v.NULL_BLOCK, end)
                 yield Complaint(

@@ -17,6 +17,13 @@ from blockstep.conformance.judge.worker.names import (
     Name,
     PrefixNames,
 )
+from blockstep.conformance.judge.worker.states import (
+    get_read_index,
+    list_copied,
+    list_recurrent,
+    list_written,
+    move_on,
+)
 from blockstep.conformance.judge.worker.view import FrameRow
 from blockstep.conformance.protocol.findings import Difference, Finding, violated
 from blockstep.spec.vocabulary import (
@@ -42,6 +49,8 @@ class TaggedKV:
         self.config = config
         self.groups = config.kv_groups
         self.block_sizes = config.block_sizes
+        self.recurrent = list_recurrent(self.groups)
+        self.attended = tuple(at for at in range(len(self.groups)) if at not in self.recurrent)
         self.names = PrefixNames(config.block_size, len(self.groups))
         self.kv: list[list[Name]] = [
             [NEVER_WRITTEN] * config.block_size for _ in range(config.num_blocks)
@@ -83,6 +92,7 @@ class TaggedKV:
             group = key.group if key.group in range(len(self.groups)) else 0
             num_links = self.block_sizes[group] // self.config.block_size
             expected = self.names.of_block(key, num_links)
+            expected = expected[-1:] if group in self.recurrent else expected
             if self._owners[block] == group and self.kv[block] == expected:
                 checked[block] = key
                 continue
@@ -97,8 +107,13 @@ class TaggedKV:
         writers: dict[BlockId, Place] = {}
         for row in rows:
             row.view.name_positions(row.end, row.drafts)
-            for group in range(len(self.groups)):
+        for row in rows if self.recurrent else ():
+            self._read_states(row)
+        for row in rows:
+            for group in self.attended:
                 self._write_table(row, group, writers)
+            for group in self.recurrent:
+                self._write_states(row, group, writers)
         for row in rows:
             self._check_exclusive(row, writers)
 
@@ -132,10 +147,63 @@ class TaggedKV:
         """
         if block == NULL_BLOCK:
             return False
+        if self._owners[block] in self.recurrent and group in self.attended:
+            what = f"block {block} holds a state of group {self._owners[block]}, and is not zeroed"
+            self._complain("P26", "block_of_a_state_is_zeroed_for_attention", what)
         self._owners[block] = group
-        self.kv[block] = [NEVER_WRITTEN] * self.block_sizes[group]
+        size = 1 if group in self.recurrent else self.block_sizes[group]
+        self.kv[block] = [NEVER_WRITTEN] * size
         self._writes[block] = []
         return True
+
+    def zero(self, blocks: Iterable[BlockId]) -> None:
+        """Blank blocks: nothing in them may be read before it is written again."""
+        for block in blocks:
+            if 0 < block < len(self._owners):
+                self._owners[block] = -1
+                self._checked[block] = None
+
+    def _read_states(self, row: FrameRow) -> None:
+        """A row goes on from the state behind the token before it."""
+        view, first = row.view, row.first
+        for at in self.recurrent if first else ():
+            table, index = view.tables[at], get_read_index(self.groups[at], view, at, first)
+            block = table[index] if index < len(table) else NULL_BLOCK
+            seen, expected = self._seen(block, 0, at), view.chain[first - 1]
+            reader = view.request.request_id
+            note = f"state read by {reader!r} at position {first} in plan {self.frame_id}"
+            if block == NULL_BLOCK:
+                self._complain("P5", "attended_position_has_a_block", f"group {at}: no {note}")
+            elif seen != expected:
+                self._complain_slot("attended_slot", (block, 0), expected, seen, note)
+            else:
+                continue
+            row.is_astray = True
+
+    def _write_states(self, row: FrameRow, at: int, writers: dict[BlockId, Place]) -> None:
+        view, table = row.view, row.view.tables[at]
+        for boundary, index in list_written(self.groups[at], row):
+            block = table[index] if index < len(table) else NULL_BLOCK
+            if self._owners[block] != at and not self._take_over(block, at):
+                continue
+            self.kv[block] = [view.chain[boundary - 1]]
+            self._checked[block] = None
+            self._writes[block] = [(0, 1, view.request.request_id, self.frame_id)]
+            if block in writers:
+                self._complain_shared(writers[block], (row, at, index), block)
+            writers[block] = (row, at, index)
+
+    def keep_states(self, row: FrameRow) -> None:
+        """A row has sampled: copy the states at block ends that it passed to their blocks."""
+        for at in self.recurrent:
+            table = row.view.tables[at]
+            for source, target in list_copied(self.groups[at], row):
+                if source >= len(table) or NULL_BLOCK in (table[source], table[target]):
+                    continue
+                if self._owners[table[target]] == at or self._take_over(table[target], at):
+                    self.kv[table[target]] = [self._seen(table[source], 0, at)]
+                    self._checked[table[target]] = None
+        move_on([(at, self.groups[at]) for at in self.recurrent], row)
 
     def _check_exclusive(self, row: FrameRow, writers: dict[BlockId, Place]) -> None:
         """A written block is in no other table, except as a hit at the same position.
@@ -144,6 +212,8 @@ class TaggedKV:
         """
         for at, (group, table) in enumerate(zip(self.groups, row.view.tables, strict=True)):
             size, first = group.block_size, self._count_unattended(group, row.first)
+            if at in self.recurrent:  # those of drafts are moved on: no plan tells from where
+                first = (row.end - 1) // size
             others = table[first : row.first // size] + table[-(-row.end // size) :]
             if len(self.groups) == 1 and writers.keys().isdisjoint(others):
                 return
@@ -154,7 +224,8 @@ class TaggedKV:
     def _read(self, row: FrameRow) -> None:
         """Every position that the row attends to must hold what its request expects."""
         view, kv, owners = row.view, self.kv, self._owners
-        for at, (group, table) in enumerate(zip(self.groups, view.tables, strict=True)):
+        for at in self.attended:
+            group, table = self.groups[at], view.tables[at]
             size = group.block_size
             first, (full, rest) = self._count_unattended(group, row.first), divmod(row.end, size)
             is_right = [kv[block] for block in table[first:full]] == view.pages[size][first:full]

@@ -14,7 +14,7 @@ class RequestView(NamedText):
 
     __slots__ = (
         "is_preempted", "may_resume", "num_computed", "num_promised", "num_rejected",
-        "num_unreported", "pages", "proposal", "tables",
+        "num_unreported", "pages", "proposal", "state_indices", "tables",
     )  # fmt: skip
 
     def __init__(
@@ -34,6 +34,9 @@ class RequestView(NamedText):
         """Its drafts after the last plan, if it sampled in it and the scheduler is asynchronous."""
         self.tables: list[list[BlockId]] = [[] for _ in sizes]
         """Per KV group. What it no longer attends to may be another's by now: no plan tells."""
+        self.state_indices: dict[int, int] = {}
+        """By recurrent group: where in its table the state stands from which it goes on; not there
+        until it has run."""
         self.pages: dict[int, list[list[Name]]] = {size: [] for size in sizes}
         """`chain` cut into full blocks, by their size."""
         self.is_preempted = False

@@ -77,6 +77,10 @@ class Worker(TaggedKV):
         rows += [row for row in map(self._start_cached, plan.cached) if row is not None]
         if plan.remapped_req_ids:
             self._check_remapped(plan)
+        if rows and any(plan.num_common_prefix_blocks):
+            self._check_common(plan.num_common_prefix_blocks, rows)
+        if plan.new_block_ids_to_zero:
+            self.zero(plan.new_block_ids_to_zero)
         self._last_scheduled = {row.request_id for row in plan.rows}
         self._write(rows)
         for row in rows:
@@ -95,6 +99,8 @@ class Worker(TaggedKV):
         view = row.view
         self._promise(row)
         self._deliver(row, self._sample(row) if row.samples else ())
+        if self.recurrent:
+            self.keep_states(row)
         if row.samples and self.config.async_scheduling:
             count, right = self.config.num_speculative_tokens, self.acceptance
             num_right = right[self._num_proposals % len(right)]
@@ -125,6 +131,16 @@ class Worker(TaggedKV):
         view.is_preempted = True
         view.tables = [[] for _ in view.tables]
         view.num_computed = 0
+
+    def _check_common(self, nums_common: tuple[int, ...], rows: Sequence[FrameRow]) -> None:
+        """What is attended to once for all rows is what each of them would attend to."""
+        tables = [row.view.tables for row in rows]
+        for at, (group, count) in enumerate(zip(self.groups, nums_common, strict=False)):
+            shared = tables[0][at][:count]
+            is_right = group.kind is v.GroupKind.FULL and len(shared) == count
+            if count and not (is_right and all(of[at][:count] == shared for of in tables)):
+                what = f"{count} blocks of group {at}, which not all rows attend to"
+                self._complain("P26", "common_prefix_is_of_every_row", what)
 
     def _check_remapped(self, plan: v.Plan) -> None:
         """Who is remapped has a row, or its new table would not be told."""
@@ -197,6 +213,7 @@ class Worker(TaggedKV):
         self.give_back(row.request_id, view.tables, "was preempted")  # by a reset: no plan told
         view.is_preempted = view.may_resume = False
         view.tables = blocks
+        view.state_indices.clear()
         view.num_computed = row.num_computed_tokens
         view.num_rejected = 0
         view.proposal = ()  # for the position at which it was preempted
@@ -296,10 +313,15 @@ class Worker(TaggedKV):
 
     def _count_slots(self, view: RequestView) -> int:
         """Tokens that each of its block tables has room for."""
-        sizes = self.block_sizes
-        if len(sizes) == 1:
-            return len(view.table) * sizes[0]
-        return min([len(table) * size for table, size in zip(view.tables, sizes, strict=True)])
+        if not self.config.groups:
+            return len(view.table) * self.config.block_size
+        held = zip(self.groups, view.tables, strict=True)
+        return min(
+            [
+                (len(table) - group.num_speculative_blocks) * group.block_size
+                for group, table in held
+            ]
+        )
 
     # Answers.
 
@@ -342,6 +364,8 @@ class Worker(TaggedKV):
             if tokens != row.sampled and len(view.tokens) == row.num_known + len(row.sampled):
                 view.replace_tokens([*view.tokens[: row.num_known], *tokens])
                 view.num_computed -= len(row.sampled) - len(tokens)
+                for at in view.state_indices:
+                    view.state_indices[at] -= len(row.sampled) - len(tokens)
 
     def propose(self, request_id: v.RequestId, count: int, num_right: int) -> v.TokenIds:
         """`count` drafts for a request: the first `num_right` will be accepted, the next not."""

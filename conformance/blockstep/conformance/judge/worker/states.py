@@ -1,0 +1,70 @@
+"""States: what a recurrent group's blocks hold, and where the worker reads and writes them.
+
+    | given back | read  |    written    | behind drafts |       a chunk; with `align` only the last
+    |            | first |          base |    one each   |
+
+A state is named by the prefix that it stands behind. A row goes on from the state behind the token
+before it, and leaves the one behind its last known token in the block of its last token, its base;
+that behind its n-th draft n blocks on. States are read before any row of the plan writes: a kernel
+computes all rows of a layer at once. Once drafts are accepted, the boundaries that were passed are
+copied to the blocks that end there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from blockstep.conformance.judge.worker.view import FrameRow, RequestView
+from blockstep.spec.vocabulary import GroupKind, KVGroup, MambaCacheMode
+
+
+def list_recurrent(groups: Sequence[KVGroup]) -> tuple[int, ...]:
+    """Which groups hold states."""
+    return tuple(at for at, group in enumerate(groups) if group.kind is GroupKind.RECURRENT)
+
+
+def list_written(group: KVGroup, row: FrameRow) -> Iterator[tuple[int, int]]:
+    """The states that a row writes: behind how many tokens, and at which index."""
+    size, known = group.block_size, _end_of_known(row)
+    if row.end <= row.first or known < 1:
+        return
+    base = (row.end - 1) // size
+    if group.mamba_cache_mode is MambaCacheMode.ALL:
+        for index in range(row.first // size, min(known // size, base)):
+            yield (index + 1) * size, index
+    for boundary in range(known, row.end + 1):
+        yield boundary, base + boundary - known
+
+
+def get_read_index(group: KVGroup, view: RequestView, at: int, first: int) -> int:
+    """The index of the block whose state a row goes on from that starts behind `first` tokens."""
+    return view.state_indices.get(at, (first - 1) // group.block_size)
+
+
+def list_copied(group: KVGroup, row: FrameRow) -> Iterator[tuple[int, int]]:
+    """From which block of its table to which a state is copied once its row has sampled."""
+    if group.mamba_cache_mode is MambaCacheMode.NONE or row.end <= row.first:
+        return
+    size, known, base = group.block_size, _end_of_known(row), (row.end - 1) // group.block_size
+    for boundary in range(-(-known // size) * size, known + count_accepted(row) + 1, size):
+        source, target = base + boundary - known, boundary // size - 1
+        if source != target and boundary:
+            yield source, target
+
+
+def move_on(groups: Iterable[tuple[int, KVGroup]], row: FrameRow) -> None:
+    """Remember in which block of each of these groups the request now stands."""
+    if row.end > row.first:
+        for at, group in groups:
+            base = (row.end - 1) // group.block_size
+            row.view.state_indices[at] = base + count_accepted(row)
+
+
+def count_accepted(row: FrameRow) -> int:
+    """Drafts of a row that were right, as far as the worker knows."""
+    return max(len(row.sampled) - 1, 0)
+
+
+def _end_of_known(row: FrameRow) -> int:
+    """One past the last position of a row that is no draft."""
+    return row.end - len(row.drafts)
