@@ -166,7 +166,7 @@ class Walk:
         self.worker = Worker(self.oracle.state.config)
         self.plans: list[Plan] = []
         self.known: dict[RequestId, TokenIds] = {}
-        self.num_hits = self.num_preempted = self.num_moved = self.num_published = 0
+        self.num_hits = self.num_preempted = self.num_published = 0
 
     def submit(self, number: int) -> None:
         random = self.random
@@ -269,4 +269,6 @@ def test_a_row_goes_on_from_the_state_of_its_tokens(part: int) -> None:
     walks = [Walk(seed) for seed in range(part * 25, part * 25 + 25)]
     for walk in walks:
         walk.run(60)
-    assert sum(walk.num_hits for walk in walks) > 0
+    assert sum(walk.num_hits for walk in walks) > 9
+    assert sum(walk.num_preempted for walk in walks) > 9
+    assert sum(walk.num_published for walk in walks) > 999
