@@ -164,13 +164,14 @@ class Walk:
         self.random = Random(seed)
         self.oracle = Oracle(config or draw_config(self.random))
         self.worker = Worker(self.oracle.state.config)
+        self.texts = [tuple(self.random.choices((0, 1), (3, 1), k=16)) for _ in range(2)]
         self.plans: list[Plan] = []
         self.known: dict[RequestId, TokenIds] = {}
         self.num_hits = self.num_preempted = self.num_published = 0
 
     def submit(self, number: int) -> None:
         random = self.random
-        prompt = tuple(random.choice((0, 0, 0, 1)) for _ in range(random.randint(1, 16)))
+        prompt = random.choice(self.texts)[: random.randint(1, 16)]
         request = Request(f"r{number}", prompt, random.randint(1, 6), priority=random.randint(0, 2))
         if not slots.is_servable(self.oracle.state.config, request):
             return
