@@ -9,7 +9,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from groups_support import CHUNK, FULL, WINDOW, chunks, full, window
+from groups_support import (
+    ALIGN,
+    ALL,
+    CHUNK,
+    FULL,
+    NONE,
+    WINDOW,
+    chunks,
+    full,
+    recurrent,
+    window,
+)
 from tests.impl.test_soak import COLLIDING, draw_config, draw_event
 
 from blockstep.impl.host import CRC32, SHA256, HostEngine
@@ -26,6 +37,7 @@ from blockstep.spec.vocabulary import (
     Schedule,
     SpecMethod,
     Submit,
+    config_problems,
 )
 
 if TYPE_CHECKING:
@@ -202,14 +214,42 @@ def draw_group(draw: random.Random) -> KVGroup:
     return (window if kind is WINDOW else chunks)(size, draw.randint(1, 9))
 
 
-def draw_groups_config(draw: random.Random) -> Config:
-    groups = [draw_group(draw) for _ in range(draw.choice((1, 2, 2, 3)))]
-    base = min(group.block_size for group in groups)
-    fitting = [g if g.block_size % base == 0 else replace(g, block_size=2 * base) for g in groups]
-    most = 16 + 14 * len(groups) // base
+def draw_states(draw: random.Random, config: Config) -> Config:
+    """The config with a recurrent group or two among its groups, in one of the modes."""
+    mode = draw.choice((NONE, ALL, ALIGN, ALIGN))
+    size = max(group.block_size for group in config.groups)
+    # A state where chunks do not end is one for all of a request, in a block as long as that.
+    sizes = [size] if mode is not NONE else [-(-config.max_model_len // size) * size]
+    if mode is ALIGN:
+        sizes.append(3 * size)
+    num_spare = config.num_speculative_tokens + draw.choice((0, 0, 1))
+    groups = list(config.groups) if draw.random() < 0.8 else []
+    for _ in range(draw.choice((1, 1, 2))):
+        at = draw.randint(0, len(groups))
+        groups.insert(at, recurrent(draw.choice(sizes), mode, num_spare))
     return replace(
-        draw_config(draw), num_blocks=draw.randint(8, most), block_size=base, groups=tuple(fitting)
+        config,
+        groups=tuple(groups),
+        block_size=min(group.block_size for group in groups),
+        enable_prefix_caching=mode is not NONE,
+        enable_chunked_prefill=config.enable_chunked_prefill or mode is ALIGN,
     )
+
+
+def draw_groups_config(draw: random.Random) -> Config:
+    while True:
+        groups = [draw_group(draw) for _ in range(draw.choice((1, 2, 2, 3)))]
+        base = min(group.block_size for group in groups)
+        fitting = [
+            g if g.block_size % base == 0 else replace(g, block_size=2 * base) for g in groups
+        ]
+        config = replace(draw_config(draw), block_size=base, groups=tuple(fitting))
+        if draw.random() < 0.5:
+            config = draw_states(draw, config)
+        most = 16 + 14 * len(config.groups) // base
+        config = replace(config, num_blocks=draw.randint(8, most))
+        if not config_problems(config):
+            return config
 
 
 def compare_with_the_specification(seed: int, num_events: int) -> Counter[str]:
@@ -239,7 +279,7 @@ def compare_many(seeds: range, num_events: int) -> None:
     for seed in seeds:
         seen += compare_with_the_specification(seed, num_events)
     assert min(seen[name] for name in ("nulls", "hits", "preemptions", "accepted")) > len(seeds)
-    assert seen["common"] > 0.1 * len(seeds)
+    assert seen["common"] > 0
 
 
 def test_the_specification_gives_the_same_run() -> None:

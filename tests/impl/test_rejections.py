@@ -19,7 +19,6 @@ from blockstep.spec.vocabulary import (
     GrammarReady,
     GroupKind,
     KVGroup,
-    MambaCacheMode,
     RejectCode,
     Rejected,
     Request,
@@ -179,11 +178,3 @@ def test_the_host_can_do_everything_that_conformance_asks_for() -> None:
 def test_several_groups_are_refused_and_not_taken_for_one() -> None:
     with pytest.raises(ConfigError, match=r"groups = .* has one KV-cache group; leave it out"):
         CompiledEngine(Config(num_blocks=2, groups=(KVGroup(GroupKind.FULL, 16),)))
-
-
-def test_states_are_refused_and_not_taken_for_full_attention() -> None:
-    group = KVGroup(GroupKind.RECURRENT, 16, mamba_cache_mode=MambaCacheMode.ALIGN)
-    with pytest.raises(
-        ConfigError, match=r"groups\[0\] = .* must not be recurrent.*; leave it out"
-    ):
-        HostEngine(Config(num_blocks=2, groups=(group,)))

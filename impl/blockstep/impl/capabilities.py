@@ -10,7 +10,6 @@ from typing import Final
 from blockstep.spec.vocabulary import (
     Config,
     ConfigProblem,
-    GroupKind,
     Policy,
     SpecMethod,
     config_problems,
@@ -49,19 +48,6 @@ def list_config_problems(config: Config) -> tuple[ConfigProblem, ...]:
         return problems
     rule, fix = "must be empty: this engine has one KV-cache group", "leave it out"
     return (ConfigProblem("groups", config.groups, rule, fix),)
-
-
-def list_host_problems(config: Config) -> tuple[ConfigProblem, ...]:
-    """Every reason against a config for the host engine."""
-    problems = config_problems(config)
-    if problems:
-        return problems
-    rule, fix = "must not be recurrent: this engine has no groups of states", "leave it out"
-    return tuple(
-        ConfigProblem(f"groups[{index}]", group, rule, fix)
-        for index, group in enumerate(config.groups)
-        if group.kind is GroupKind.RECURRENT
-    )
 
 
 def list_needed(config: Config) -> frozenset[str]:

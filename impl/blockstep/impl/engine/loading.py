@@ -23,7 +23,7 @@ from blockstep.impl.engine.model import Model
 from blockstep.impl.engine.runner import Runner
 from blockstep.impl.engine.speculation import DraftModelProposer, NgramProposer, Proposer
 from blockstep.impl.engine.text import load_tokenizer
-from blockstep.impl.host.kinds import make_groups
+from blockstep.impl.host.groups import make_groups
 from blockstep.spec.vocabulary import Config, Policy, SpecMethod, config_problems
 
 CPU_CACHE_BYTES = 1 << 30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from blockstep.impl.host.groups import GroupHits, GroupMemory
+from blockstep.impl.host.kinds import Extent
 from blockstep.impl.host.promises import Promises
 from blockstep.impl.host.queues import RequestQueue
 from blockstep.impl.host.step import Step
@@ -74,6 +75,7 @@ class WaitingPhase(Promises):
         """The same where there are several tables."""
         hits = self._find_group_hits(groups, slot)
         num_scheduled = self._tokens_to_admit(slot, hits.num_tokens, step.budget)
+        num_scheduled = self._align_chunk(groups, slot, hits.num_tokens, num_scheduled)
         if num_scheduled <= 0:
             return False
         free, free_hits = self.pool.num_free, self.pool.count_free(hits.shared())
@@ -81,11 +83,12 @@ class WaitingPhase(Promises):
         if reserves and groups.count_for_gate(hits, num_known) > free:
             return False
         num_tokens = hits.num_tokens + num_scheduled
-        if groups.count_to_admit(hits, num_tokens) + free_hits > free:
+        extent = Extent(num_tokens, num_tokens)  # there is no lookahead yet
+        if groups.count_to_admit(hits, extent) + free_hits > free:
             return False
         queue.pop()
         groups.adopt(self.table.holdings[slot], hits)
-        groups.take(self.table.holdings[slot], min(num_tokens, self.max_model_len))
+        step.taken.append(groups.take(self.table.holdings[slot], extent))
         self._start(slot, hits.num_tokens, num_scheduled, step)
         return True
 

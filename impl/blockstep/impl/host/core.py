@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import ClassVar
 
-from blockstep.impl.capabilities import list_host_problems
 from blockstep.impl.host.digests import Digest, find_digest
 from blockstep.impl.host.groups import GroupMemory
 from blockstep.impl.host.pool import BlockPool
@@ -24,6 +23,7 @@ from blockstep.spec.vocabulary import (
     Stats,
     Status,
     TokenIds,
+    config_problems,
 )
 
 
@@ -31,7 +31,7 @@ class Core:
     """What all phases share. Requests are named by their slot in `table`.
 
     Raises:
-        ConfigError: `list_host_problems` has something against the config.
+        ConfigError: `config_problems` has something against the config.
         ValueError: no digest has the name given.
     """
 
@@ -40,7 +40,7 @@ class Core:
     groups_type: ClassVar[type[GroupMemory]] = GroupMemory
 
     def __init__(self, config: Config, digest: str | Digest = "sha256") -> None:
-        problems = list_host_problems(config)
+        problems = config_problems(config)
         if problems:
             raise ConfigError(problems)
         self.config = config
@@ -166,8 +166,7 @@ class Core:
             return
         for holding in self.table.holdings[slot]:
             self.pool.free(holding.blocks)
-            del holding.blocks[:]
-            holding.num_cached = 0
+            holding.clear()
 
     def _finish(self, slot: int) -> None:
         """End an unfinished request, wherever it is; the next plan tells the worker."""

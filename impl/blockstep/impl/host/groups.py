@@ -10,16 +10,33 @@ more are left: their places in the table are null, and they return to the pool.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import Final
 
-from blockstep.impl.host.kinds import Group, make_groups
+from blockstep.impl.host.kinds import ChunkGroup, Extent, Group, WindowGroup
 from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.pool import BlockPool
 from blockstep.impl.host.prefix import PrefixMap
+from blockstep.impl.host.states import AlignedGroup, StateGroup
 from blockstep.impl.host.table import Holding
-from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, BlockTables, Config
+from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    BlockId,
+    BlockTables,
+    Config,
+    GroupKind,
+    KVGroup,
+    MambaCacheMode,
+)
+
+_KINDS: Final[Mapping[GroupKind, type[Group]]] = {
+    GroupKind.FULL: Group,
+    GroupKind.SLIDING_WINDOW: WindowGroup,
+    GroupKind.CHUNKED_LOCAL: ChunkGroup,
+    GroupKind.RECURRENT: StateGroup,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,47 +64,79 @@ class GroupMemory:
         self.groups = make_groups(config)
         self.unit = lcm(*(group.block_size for group in self.groups))
         """Tokens: each hit is a multiple of them, and so whole blocks of every group."""
-        self.drops_last = int(config.drops_last_hit_block)
-        """Blocks that each group must have behind a hit, to be given back."""
-        self.max_model_len = config.max_model_len
+        self.new_states: set[BlockId] = set()
+        """Blocks published in this step for states: rows of one step run side by side, so that
+        no other row can go on from one (P4)."""
+        self._aligned_sizes = [group.block_size for group in self.groups if group.is_aligned]
+        """Of groups with states at the ends of chunks."""
+        self.num_dropped = max(group.num_dropped * group.block_size for group in self.groups)
+        """Tokens that some group must have behind a hit, at most."""
+        zeroes = any(group.is_state for group in self.groups)
+        self._zeroed = [g.number for g in self.groups if zeroes and not g.is_state]
+        """Groups whose new blocks are zeroed: a kernel reads whole blocks, and a state left in one
+        may read as NaN."""
         self.no_hits = GroupHits(0, ((),) * len(self.groups))
 
-    def leave(self, holdings: Sequence[Holding], num_computed: int) -> None:
-        """Give up the blocks that no token behind the computed ones reads, last block first."""
+    def begin_step(self) -> None:
+        """A step is planned: what the ones before have published will be there."""
+        self.new_states.clear()
+
+    def align(self, num_computed: int, num_scheduled: int, num_prompt: int, num_known: int) -> int:
+        """Tokens of a row whose chunk ends where blocks of states do, if it can."""
+        if not self._aligned_sizes or num_computed >= max(num_prompt, num_known - 1):
+            return num_scheduled
+        last = self._floor(num_known - self.num_dropped)
+        end = num_computed + num_scheduled
+        for size in self._aligned_sizes:
+            begun = num_computed % size
+            if begun:
+                end = min(end, num_computed - begun + size)
+        if end < last and self._floor(end) > num_computed:
+            end = self._floor(end)
+        elif num_computed < last < end:
+            end = last
+        return end - num_computed
+
+    def list_to_zero(self, taken: Sequence[BlockTables]) -> tuple[BlockId, ...]:
+        """Of what the rows of a step have taken, what must be zeroed, group by group."""
+        return tuple(
+            [block for number in self._zeroed for tables in taken for block in tables[number]]
+        )
+
+    def leave(self, holdings: Sequence[Holding], num_computed: int, in_doubt: int) -> None:
+        """Give up the blocks that no token behind the computed ones reads, last block first.
+
+        Of these the last `in_doubt` may have to be computed again.
+        """
         for group, holding in zip(self.groups, holdings, strict=True):
-            blocks, begin = holding.blocks, holding.num_left
-            end = min(group.first_block(num_computed), len(blocks))
-            if end > begin:
-                self.pool.free(blocks[begin:end])
-                blocks[begin:end] = [NULL_BLOCK] * (end - begin)
-                holding.num_left = end
+            group.leave(holding, num_computed, in_doubt, self.pool)
 
-    def count_missing(self, holdings: Sequence[Holding], num_slots: int) -> int:
-        """Blocks of all groups that the tables lack for so many slots (P8)."""
-        return sum(self._list_missing(holdings, num_slots))
-
-    def take(self, holdings: Sequence[Holding], num_slots: int) -> BlockTables:
-        """Append what the tables lack, group by group; the blocks taken."""
-        tables = []
-        for holding, missing in zip(holdings, self._list_missing(holdings, num_slots), strict=True):
-            taken = self.pool.take(missing)
-            holding.blocks += taken
-            tables.append(tuple(taken))
-        return tuple(tables)
-
-    def _list_missing(self, holdings: Sequence[Holding], num_slots: int) -> list[int]:
-        return [
-            max(group.count_blocks(num_slots) - len(holding.blocks), 0)
+    def count_missing(self, holdings: Iterable[Holding], extent: Extent) -> int:
+        """Blocks of all groups that the tables lack (P8)."""
+        return sum(
+            group.count_missing(holding, extent)
             for group, holding in zip(self.groups, holdings, strict=True)
-        ]
+        )
+
+    def take(self, holdings: Sequence[Holding], extent: Extent) -> BlockTables:
+        """Append what the tables lack, group by group; what they have got."""
+        return tuple(
+            [
+                group.extend(holding, extent, self.pool)
+                for group, holding in zip(self.groups, holdings, strict=True)
+            ]
+        )
 
     def publish(self, holdings: Sequence[Holding], lineage: Lineage, num_written: int) -> None:
         """Make findable every block that is full of the first `num_written` tokens."""
         for group, holding in zip(self.groups, holdings, strict=True):
             full = num_written // group.block_size
             for index in range(max(holding.num_cached, holding.num_left), full):
-                last_link = (index + 1) * group.links - 1
-                self.prefix.publish(holding.blocks[index], lineage, last_link, group.number)
+                if holding.blocks[index] != NULL_BLOCK:
+                    last_link = (index + 1) * group.links - 1
+                    self.prefix.publish(holding.blocks[index], lineage, last_link, group.number)
+            if group.is_state:
+                self.new_states.update(holding.blocks[holding.num_cached : full])
             holding.num_cached = max(holding.num_cached, full)
 
     def withdraw(self, holdings: Sequence[Holding], num_computed: int) -> None:
@@ -99,9 +148,8 @@ class GroupMemory:
     def free(self, holdings: Sequence[Holding]) -> None:
         """Let go of everything, group by group, each from its last block to its first."""
         for holding in holdings:
-            self.pool.free(holding.blocks[holding.num_left :])
-            del holding.blocks[:]
-            holding.num_cached = holding.num_left = 0
+            self.pool.free([b for b in holding.blocks[holding.num_left :] if b != NULL_BLOCK])
+            holding.clear()
 
     # Admission.
 
@@ -128,7 +176,7 @@ class GroupMemory:
         if group.is_whole:
             found = (i for i in range(num_blocks) if self._find(group, lineage, i) is None)
             num_blocks = next(found, num_blocks)
-        return (num_blocks - self.drops_last) * group.block_size
+        return (num_blocks - group.num_dropped) * group.block_size
 
     def _shorten(self, group: Group, lineage: Lineage, length: int) -> int:
         """`length` if it is valid for the group, else a bound of the shorter ones that could be.
@@ -136,15 +184,16 @@ class GroupMemory:
         A block that is missed is read behind all of these that have it.
         """
         if not group.is_whole:
-            end = length // group.block_size + self.drops_last
+            end = length // group.block_size + group.num_dropped
             for index in range(end - 1, group.first_block(length) - 1, -1):
                 if self._find(group, lineage, index) is None:
-                    return (index - self.drops_last) * group.block_size
+                    return (index - group.num_dropped) * group.block_size
         return length
 
     def _find(self, group: Group, lineage: Lineage, index: int) -> BlockId | None:
         """The block with the content of block `index` of this group."""
-        return self.prefix.find(lineage, (index + 1) * group.links - 1, group.number)
+        block = self.prefix.find(lineage, (index + 1) * group.links - 1, group.number)
+        return None if block in self.new_states else block
 
     def _collect(self, lineage: Lineage, length: int) -> GroupHits:
         tables = []
@@ -160,13 +209,9 @@ class GroupMemory:
             tables.append(tuple(table))
         return GroupHits(length, tuple(tables))
 
-    def count_to_admit(self, hits: GroupHits, num_tokens: int) -> int:
-        """New blocks beside the hits to hold `num_tokens`; there is no lookahead yet (P8)."""
-        num_slots = min(num_tokens, self.max_model_len)
-        return sum(
-            group.count_blocks(num_slots) - len(shared)
-            for group, shared in zip(self.groups, hits.tables, strict=True)
-        )
+    def count_to_admit(self, hits: GroupHits, extent: Extent) -> int:
+        """New blocks beside the hits (P8)."""
+        return self.count_missing((Holding(list(shared)) for shared in hits.tables), extent)
 
     def count_for_gate(self, hits: GroupHits, num_known: int) -> int:
         """Free blocks that the whole of it needs at once, at most, the hits included (P11, P15).
@@ -174,12 +219,11 @@ class GroupMemory:
         A hit that others hold too saves nothing behind the window: they keep it, and what follows
         comes from the free ones.
         """
-        num_slots = min(num_known, self.max_model_len)
         needed = 0
         for group, shared in zip(self.groups, hits.tables, strict=True):
-            later = group.count_blocks(num_slots) - len(shared)
+            later = group.count_blocks(num_known) - len(shared)
             free = sum(block != NULL_BLOCK and self.pool.is_free(block) for block in shared)
-            needed += min(later + free, group.count_held(num_slots))
+            needed += min(later + free, group.count_held(num_known))
         return needed
 
     def adopt(self, holdings: Sequence[Holding], hits: GroupHits) -> None:
@@ -193,3 +237,14 @@ class GroupMemory:
     def count_most(self, num_slots: int) -> int:
         """Blocks that a request holds at once, at most, until it has so many slots."""
         return sum(group.count_held(num_slots) for group in self.groups)
+
+
+def make_groups(config: Config) -> tuple[Group, ...]:
+    """The groups of a config, in their order."""
+    return tuple(
+        [_find_kind(group)(number, group, config) for number, group in enumerate(config.kv_groups)]
+    )
+
+
+def _find_kind(group: KVGroup) -> type[Group]:
+    return AlignedGroup if group.mamba_cache_mode is MambaCacheMode.ALIGN else _KINDS[group.kind]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from blockstep.impl.host.admission import WaitingPhase
+from blockstep.impl.host.groups import GroupMemory
 from blockstep.impl.host.running import RunningPhase
 from blockstep.impl.host.step import RunningRow, Step
 from blockstep.impl.refusals import schedule_problem
 from blockstep.spec.vocabulary import (
+    BlockId,
     CachedRow,
     NewRow,
     PauseState,
@@ -24,6 +26,8 @@ class Planning(RunningPhase, WaitingPhase):
         problem = schedule_problem(self.config, len(self.frames))
         if problem is not None:
             return problem
+        if self.groups is not None:
+            self.groups.begin_step()
         step = Step(budget=self._step_budget())
         self._schedule_running(step)
         if not step.preempted_req_ids and self.pause_state is PauseState.UNPAUSED:
@@ -64,15 +68,22 @@ class Planning(RunningPhase, WaitingPhase):
         finished = tuple(sorted(self.finished_req_ids))
         self.finished_req_ids.clear()
         preempted = tuple(sorted(step.preempted_req_ids))
-        common = self._count_common_prefix()
         return Plan(
             frame_id,
             tuple(new),
             tuple(cached),
             finished,
             preempted,
-            num_common_prefix_blocks=common,
+            num_common_prefix_blocks=self._count_common_prefix(),
+            new_block_ids_to_zero=()
+            if self.groups is None
+            else self._list_to_zero(self.groups, step),
         )
+
+    def _list_to_zero(self, groups: GroupMemory, step: Step) -> tuple[BlockId, ...]:
+        """What rows that stayed in the plan have taken for attention beside states."""
+        taken = [row[1] for row in step.rows.values() if row[1]]
+        return groups.list_to_zero(taken + step.taken)
 
     def _count_common_prefix(self) -> tuple[int, ...]:
         """Per group: leading blocks in the tables of all who run (P26).

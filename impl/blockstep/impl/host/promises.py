@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from blockstep.impl.host.core import Core
+from blockstep.impl.host.groups import GroupMemory
 from blockstep.spec.vocabulary import FrameId, RequestId, Status, TokenIds
 
 
@@ -48,6 +49,15 @@ class Promises(Core):
         """
         request_id = self.table.requests[slot].request_id
         return any(frame.get(request_id) is not None for frame in self.frames.values())
+
+    def _align_chunk(
+        self, groups: GroupMemory, slot: int, num_computed: int, num_scheduled: int
+    ) -> int:
+        """Tokens of its row if states are kept at the ends of chunks."""
+        table = self.table
+        return groups.align(
+            num_computed, num_scheduled, table.num_prompt[slot], table.num_known[slot]
+        )
 
     def _count_drafts_in_flight(self, slot: int) -> int:
         """Drafts that frames in flight verify, and of which a commit may reject all."""

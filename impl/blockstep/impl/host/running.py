@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from blockstep.impl.host.groups import GroupMemory
+from blockstep.impl.host.kinds import Extent
 from blockstep.impl.host.promises import Promises
 from blockstep.impl.host.step import Step
 from blockstep.spec.vocabulary import BlockTables, Policy, TokenIds
@@ -21,11 +23,15 @@ class RunningPhase(Promises):
         while position < len(running) and step.budget > 0:
             slot = running[position]
             num_scheduled = self._tokens_to_run(slot, step.budget)
+            if self.groups is not None:
+                num_scheduled = self._align_chunk(
+                    self.groups, slot, table.num_computed[slot], num_scheduled
+                )
             if num_scheduled <= 0:
                 position += 1
                 continue
             if self.groups is not None:
-                self.groups.leave(table.holdings[slot], self._first_in_doubt(slot))
+                self._leave_blocks(self.groups, slot)
             needed = self._blocks_needed(slot, num_scheduled)
             if needed > pool.num_free:
                 position = self._make_room(slot, needed, position, step)
@@ -44,17 +50,18 @@ class RunningPhase(Promises):
         """Append the blocks needed to its tables."""
         holdings = self.table.holdings[slot]
         if self.groups is not None:
-            return self.groups.take(holdings, self._num_slots(slot, num_scheduled))
+            return self.groups.take(holdings, self._extent(slot, num_scheduled))
         taken = self.pool.take(needed)
         holdings[0].blocks += taken
         return (tuple(taken),)
 
-    def _first_in_doubt(self, slot: int) -> int:
-        """The first token that it may have to compute again: behind it are drafts in flight.
+    def _leave_blocks(self, groups: GroupMemory, slot: int) -> None:
+        """Give up what no later token reads, even if all drafts in flight are rejected.
 
-        If they are rejected the next step starts there, and its window must still be held (P1).
+        The next step starts before them then, and its window must still be held (P1).
         """
-        return self.table.num_computed[slot] - self._count_drafts_in_flight(slot)
+        in_doubt = self._count_drafts_in_flight(slot)
+        groups.leave(self.table.holdings[slot], self.table.num_computed[slot], in_doubt)
 
     def _tokens_to_run(self, slot: int, budget: int) -> int:
         """Tokens of a running request in this step, drafts included; none if not positive.
@@ -77,11 +84,16 @@ class RunningPhase(Promises):
 
     def _blocks_needed(self, slot: int, num_scheduled: int) -> int:
         """New blocks of all groups for the scheduled tokens and the lookahead after them (P8)."""
-        end = self._num_slots(slot, num_scheduled)
         if self.groups is not None:
-            return self.groups.count_missing(self.table.holdings[slot], end)
+            extent = self._extent(slot, num_scheduled)
+            return self.groups.count_missing(self.table.holdings[slot], extent)
+        end = self._num_slots(slot, num_scheduled)
         needed = -(-end // self.block_size) - len(self.table.holdings[slot][0].blocks)
         return needed if needed > 0 else 0
+
+    def _extent(self, slot: int, num_scheduled: int) -> Extent:
+        num_tokens = self.table.num_computed[slot] + num_scheduled
+        return Extent(num_tokens, self._num_slots(slot, num_scheduled))
 
     def _num_slots(self, slot: int, num_scheduled: int) -> int:
         """Slots that its tables must have: those of scheduled tokens, and the lookahead."""

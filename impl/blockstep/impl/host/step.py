@@ -24,4 +24,6 @@ class Step:
     """Running requests by slot, in order of scheduling; preemption takes some out again."""
     admitted: list[AdmittedRow] = field(default_factory=list)
     """In order of admission; nothing takes one out again."""
+    taken: list[BlockTables] = field(default_factory=list)
+    """Blocks taken by those admitted, where there are several KV groups."""
     preempted_req_ids: list[RequestId] = field(default_factory=list)

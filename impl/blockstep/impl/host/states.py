@@ -1,0 +1,83 @@
+"""States: groups of recurrent layers, whose blocks hold a state instead of tokens' KV."""
+
+from __future__ import annotations
+
+from blockstep.impl.host.kinds import Extent, Group
+from blockstep.impl.host.pool import BlockPool
+from blockstep.impl.host.table import Holding
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId
+
+
+class StateGroup(Group):
+    """The state behind a token is made of the one behind the token before.
+
+    A block has the state at its end, or where the request stands; behind the last one are spare
+    blocks, for the states of drafts that may be rejected.
+    """
+
+    def count_read(self, num_computed: int) -> int:
+        """See `Group`: the last token alone, behind which the state is."""
+        return min(num_computed, 1)
+
+    def count_doubt(self, in_doubt: int) -> int:
+        """See `Group`. A draft has a spare block while it may be rejected."""
+        return max(in_doubt, self.num_spare)
+
+    def count_blocks(self, num_slots: int) -> int:
+        """See `Group`."""
+        return super().count_blocks(num_slots) + self.num_spare
+
+    def count_held(self, num_slots: int) -> int:
+        """See `Group`."""
+        return self.count_held_of(1, 1, num_slots)
+
+
+class AlignedGroup(StateGroup):
+    """States at the ends of chunks, and chunks end where blocks do.
+
+    A step writes one state, the last, which the worker has copied from its source: where the step
+    before ended. Where a chunk passes whole blocks their places are null. The spare blocks stand
+    behind the state; they are written in turn, or move on.
+
+        one spare block    7 3    ->    7 3 4    ->    0 3 0 4 5    the last but one is the state
+    """
+
+    def count_missing(self, holding: Holding, extent: Extent) -> int:
+        """See `Group`. There is no lookahead: no state is behind a token that has not run."""
+        if not holding.has_spare:
+            return 1 + self.num_spare
+        return int(self.count_blocks(extent.num_tokens) > len(holding.blocks))
+
+    def extend(self, holding: Holding, extent: Extent, pool: BlockPool) -> tuple[BlockId, ...]:
+        """See `Group`."""
+        missing = self.count_missing(holding, extent)
+        if not missing:
+            return ()
+        blocks, before = holding.blocks, len(holding.blocks)
+        end = self.count_blocks(extent.num_tokens)
+        state = end - 1 - self.num_spare
+        first_spare = before - self.num_spare if holding.has_spare else before
+        holding.source, holding.has_spare = first_spare - 1, True
+        blocks += [NULL_BLOCK] * (state - before)
+        for index in range(first_spare, min(before, state)):
+            blocks.append(blocks[index])
+            blocks[index] = NULL_BLOCK
+        blocks += pool.take(missing)
+        assert len(blocks) == end, "a state and its spare blocks end the table"
+        return tuple(blocks[before:])
+
+    def leave(self, holding: Holding, num_computed: int, in_doubt: int, pool: BlockPool) -> None:
+        """See `Group`. The source goes, too, when the state made of it is behind no draft."""
+        super().leave(holding, num_computed, in_doubt, pool)
+        sure = num_computed - self.count_doubt(in_doubt)
+        source, state = holding.source, -(-sure // self.block_size) - 1
+        if 0 <= source < state and holding.blocks[source] != NULL_BLOCK:
+            pool.free((holding.blocks[source],))
+            holding.blocks[source] = NULL_BLOCK
+
+    def count_held(self, num_slots: int) -> int:
+        """See `Group`. Of each block one state, from the last that is sure to the last that a step
+        of drafts writes, and the spare ones."""
+        span = self.count_doubt(self.max_doubt) + 1 + 1 + self.num_spare
+        num_states = -(-(self.block_size - 1 + span) // self.block_size)
+        return min(self.count_blocks(num_slots), num_states + self.num_spare)
