@@ -272,4 +272,4 @@ def test_a_row_goes_on_from_the_state_of_its_tokens(part: int) -> None:
         walk.run(60)
     assert sum(walk.num_hits for walk in walks) > 9
     assert sum(walk.num_preempted for walk in walks) > 4
-    assert sum(walk.num_published for walk in walks) > 999
+    assert sum(walk.num_published for walk in walks) > 99
