@@ -138,6 +138,14 @@ def test_our_engines_agree_on_every_event_in_every_state(name: str, engine: str)
     assert walked.counts == WORLDS[name].expected
 
 
+@pytest.mark.parametrize("name", ["rewritten", "copies", "states"])
+def test_the_host_keeps_the_same_states(name: str) -> None:
+    walked = walk(Task(WORLDS[name], properties=False, engine="host"))
+    assert walked.is_complete
+    assert walked.found == ()
+    assert walked.counts == WORLDS[name].expected
+
+
 def test_a_pipeline_without_placeholders_is_walked_beside_our_engine() -> None:
     walked = walk(Task(WORLDS["pipeline"], engine="host"))
     assert walked.is_complete
