@@ -37,6 +37,7 @@ from blockstep.spec.vocabulary import (
     Commit,
     GroupKind,
     KVGroup,
+    MambaCacheMode,
     MultiModalItem,
     NewRow,
     Plan,
@@ -384,6 +385,127 @@ def a_block_can_be_found_in_another_group_than_wrote_it() -> list[Finding]:
 def a_null_block_stands_where_all_is_attended_to() -> list[Finding]:
     row = NewRow(Request("B", (1, 2)), ((0, 1), (2,)), 0, 2)
     return make_worker(**GROUPED).execute(Plan(0, new=(row,)))
+
+
+def with_a_hint(*counts: int, **fields: Any) -> list[Finding]:
+    """A and B have the block of their first two tokens in common, and none of the window."""
+    rows = (NewRow(A, ((1, 2, 3), (4, 5, 6)), 0, 2),)
+    worker = make_worker(**GROUPED)
+    assert worker.execute(Plan(0, new=rows)) == []
+    row = NewRow(Request("B", (1, 2, 9)), ((1, 7), (4, 8)), 2, 1)
+    old = replace(cached("A", 2, 0, new_block_ids=((), ())), num_scheduled_tokens=3)
+    return worker.execute(Plan(1, new=(row,), cached=(old,), num_common_prefix_blocks=counts))
+
+
+@says("common_prefix_is_of_every_row")
+def a_hint_counts_a_block_that_only_one_row_has() -> list[Finding]:
+    return with_a_hint(2, 0)
+
+
+@says("common_prefix_is_of_every_row")
+def a_hint_counts_blocks_of_a_window() -> list[Finding]:
+    return with_a_hint(1, 1)
+
+
+def test_a_hint_may_be_less_than_could_be_said() -> None:
+    assert with_a_hint(1, 0) == with_a_hint(0, 0) == with_a_hint() == []
+
+
+# States.
+
+STATES = KVGroup(GroupKind.RECURRENT, 2, mamba_cache_mode=MambaCacheMode.ALIGN)
+WITH_STATES: dict[str, Any] = {"groups": (KVGroup(GroupKind.FULL, 2), STATES)}
+
+
+def with_states(mode: MambaCacheMode = MambaCacheMode.ALIGN) -> Worker:
+    """A has run four tokens, so that a state stands behind them in block 5, or in 4 and 5."""
+    groups = (KVGroup(GroupKind.FULL, 2), replace(STATES, mamba_cache_mode=mode))
+    worker = make_worker(groups=groups)
+    states = (0, 5) if mode is MambaCacheMode.ALIGN else (4, 5)
+    assert worker.execute(Plan(0, new=(NewRow(A, ((1, 2), states), 0, 4),))) == []
+    return worker
+
+
+def going_on(num_computed: int, *states: int) -> NewRow:
+    """B begins like A; it is told that so many of its tokens are computed."""
+    full = (1, 2)[: num_computed // 2] + (7, 8, 9)[: 3 - num_computed // 2]
+    return NewRow(replace(A, request_id="B"), (full, states), num_computed, 5 - num_computed)
+
+
+@says("attended_slot_holds_the_right_prefix")
+def the_state_behind_other_tokens_is_read() -> list[Finding]:
+    """Block 5 holds the state behind four tokens, and is read for the one behind two."""
+    return with_states().execute(Plan(1, new=(going_on(2, 5, 0, 6),)))
+
+
+@says("attended_slot_was_written")
+def a_state_that_no_chunk_ended_at_is_read() -> list[Finding]:
+    return with_states().execute(Plan(1, new=(going_on(2, 4, 0, 6),)))
+
+
+@says("attended_position_has_a_block")
+def there_is_no_state_to_go_on_from() -> list[Finding]:
+    return with_states().execute(Plan(1, new=(going_on(4, 0, 0, 6),)))
+
+
+@says("attended_slot_was_written")
+def a_state_is_read_in_the_very_plan_that_writes_it() -> list[Finding]:
+    """KV is written before it is read, a state read before any is written."""
+    row = NewRow(A, ((1, 2), (0, 5)), 0, 4)
+    return make_worker(**WITH_STATES).execute(Plan(0, new=(row, going_on(4, 0, 5, 6))))
+
+
+@says("written_block_is_in_one_place")
+def two_requests_leave_their_states_in_one_block() -> list[Finding]:
+    rows = (
+        NewRow(A, ((1, 2), (0, 5)), 0, 4),
+        NewRow(Request("B", (7,) * 5), ((3, 4), (0, 5)), 0, 4),
+    )
+    return make_worker(**WITH_STATES).execute(Plan(0, new=rows))
+
+
+@says("block_of_a_state_is_zeroed_for_attention")
+def a_block_of_a_state_goes_to_attention_as_it_is() -> list[Finding]:
+    worker = with_states()
+    worker.execute(Plan(1, finished_req_ids=("A",)))
+    return worker.execute(Plan(2, new=(NewRow(Request("B", (7, 8)), ((5,), (6,)), 0, 2),)))
+
+
+@says("published_block_holds_the_right_prefix")
+def the_state_of_another_boundary_can_be_found() -> list[Finding]:
+    return publish(with_states(), 5, FIRST.in_group(1))
+
+
+def test_a_state_is_found_where_it_was_left() -> None:
+    """Behind a chunk; with `all` behind each block; zeroed a block is good for attention."""
+    assert with_states().execute(Plan(1, new=(going_on(4, 0, 5, 6),))) == []
+    assert with_states(MambaCacheMode.ALL).execute(Plan(1, new=(going_on(2, 4, 6, 3),))) == []
+    worker = with_states()
+    worker.execute(Plan(1, finished_req_ids=("A",)))
+    row = NewRow(Request("B", (7, 8)), ((5,), (6,)), 0, 2)
+    assert worker.execute(Plan(2, new=(row,), new_block_ids_to_zero=(5,))) == []
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 2])
+def test_a_request_goes_on_from_the_state_behind_its_last_right_draft(num_right: int) -> None:
+    """And the state at a block's end that right drafts passed is copied to that block."""
+    states = replace(STATES, num_speculative_blocks=2)
+    groups = (KVGroup(GroupKind.FULL, 2), states)
+    worker = make_worker(num_blocks=12, groups=groups, **DRAFTING)
+    assert worker.execute(Plan(0, new=(NewRow(A, ((1, 2, 3), (0, 0, 4, 5, 6)), 0, 5),))) == []
+    worker.commit(Commit(0, worker.answer(0)))
+    drafts = worker.propose("A", 2, num_right)
+    row = cached("A", 5, 1, new_block_ids=((7,), (8,)), num_scheduled_tokens=3)
+    assert worker.execute(Plan(1, cached=(replace(row, draft_token_ids=drafts),))) == []
+    worker.commit(Commit(1, worker.answer(1)))
+    text, computed = worker.views["A"].tokens, 6 + num_right
+    assert len(text) == computed + 1
+    # Block 4 ends behind six tokens; 5, 6 and 8 hold the states behind six to eight.
+    key = BlockKey(BlockKey(FIRST, (3, 4)), (5, text[5]), group=1)
+    assert publish(worker, 4, key) == []
+    blocks = ((9,), (10,)) if num_right == 2 else ((), ())
+    row = cached("A", computed, 2 + num_right, new_block_ids=blocks)
+    assert worker.execute(Plan(2, cached=(row,))) == []
 
 
 def test_a_block_of_two_groups_is_of_nobody() -> None:

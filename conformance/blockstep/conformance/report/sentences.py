@@ -239,6 +239,13 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
             "null block: what it goes on from is valid for every group."
         ),
     ),
+    "common_prefix_is_of_every_row": (
+        "P26",
+        (
+            "The blocks that `num_common_prefix_blocks` counts begin the table of each row, in a "
+            "KV group where all is attended to: a worker attends to them once for all rows."
+        ),
+    ),
     "block_of_a_state_is_zeroed_for_attention": (
         "P26",
         (

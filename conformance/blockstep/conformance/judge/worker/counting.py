@@ -7,6 +7,8 @@ like any other (D6).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
 from blockstep.conformance.judge.worker.worker import NextToken, Tables, Worker
 from blockstep.spec import vocabulary as v
@@ -45,6 +47,9 @@ class CountingWorker(Worker):
 
     def _count_outputs(self, row: v.CachedRow, view: RequestView) -> None:
         """Not asked: it follows from the rows before."""
+
+    def _check_common(self, nums_common: tuple[int, ...], rows: Sequence[FrameRow]) -> None:
+        """Of blocks it knows nothing."""
 
     def _write(self, rows: list[FrameRow]) -> None:
         """Nothing is written ..."""

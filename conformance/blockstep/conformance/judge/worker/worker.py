@@ -77,6 +77,8 @@ class Worker(TaggedKV):
         rows += [row for row in map(self._start_cached, plan.cached) if row is not None]
         if plan.remapped_req_ids:
             self._check_remapped(plan)
+        if rows and any(plan.num_common_prefix_blocks):
+            self._check_common(plan.num_common_prefix_blocks, rows)
         if plan.new_block_ids_to_zero:
             self.zero(plan.new_block_ids_to_zero)
         self._last_scheduled = {row.request_id for row in plan.rows}
@@ -129,6 +131,16 @@ class Worker(TaggedKV):
         view.is_preempted = True
         view.tables = [[] for _ in view.tables]
         view.num_computed = 0
+
+    def _check_common(self, nums_common: tuple[int, ...], rows: Sequence[FrameRow]) -> None:
+        """What is attended to once for all rows is what each of them would attend to."""
+        tables = [row.view.tables for row in rows]
+        for at, (group, count) in enumerate(zip(self.groups, nums_common, strict=False)):
+            shared = tables[0][at][:count]
+            is_right = group.kind is v.GroupKind.FULL and len(shared) == count
+            if count and not (is_right and all(of[at][:count] == shared for of in tables)):
+                what = f"{count} blocks of group {at}, which not all rows attend to"
+                self._complain("P26", "common_prefix_is_of_every_row", what)
 
     def _check_remapped(self, plan: v.Plan) -> None:
         """Who is remapped has a row, or its new table would not be told."""

@@ -26,7 +26,7 @@ from blockstep.spec.memory.states import (
     get_extended_states,
 )
 from blockstep.spec.pool import Pool
-from blockstep.spec.step.admission import get_findable_pool
+from blockstep.spec.step.admission import get_unwritten_states
 from blockstep.spec.step.plans import count_common_blocks
 from blockstep.spec.step.schedule import create_step
 from blockstep.spec.step.share import compute_aligned_end
@@ -155,14 +155,17 @@ def every_state_before_is_wanted(right: Right[bool], group: KVGroup) -> bool:
     return right(group=KVGroup(GroupKind.FULL, group.block_size), num_behind=0)
 
 
-@instead(get_findable_pool)
-def state_of_this_step_can_be_hit(step: Step) -> Pool:
+@instead(get_unwritten_states)
+def state_of_this_step_can_be_hit(step: Step) -> list[BlockId]:
     """As KV can, which is written before any row reads it."""
-    return step.pool
+    del step
+    return []
 
 
-@instead(get_findable_pool)
-def no_state_of_who_is_in_the_step_can_be_hit(right: Right[Pool], step: Step) -> Pool:
+@instead(get_unwritten_states)
+def no_state_of_who_is_in_the_step_can_be_hit(
+    right: Right[list[BlockId]], step: Step
+) -> list[BlockId]:
     """Nor what it computed before."""
     rows = [replace(row, num_computed=0) for row in step.rows]
     return right(step=replace(step, rows=rows))
@@ -387,9 +390,9 @@ def check_states_can_be_hit_as_of_the_step_behind_the_one_that_writes_them(
     pool = h.build_pool((0, 1, 1, 1, 0, 0, 0, 0), (4, 5, 6, 7), published=(1, 2, 3))
     step = create_step(replace(state, pool=pool))
     step.rows.append(Scheduled("a", num_computed, num_new, ((),)))
-    findable = get_findable_pool(step)
+    unwritten = get_unwritten_states(step)
     for index in range(3):
-        is_there = findable.block_keys[index + 1] is not None
+        is_there = index + 1 not in unwritten
         assert is_there == ((index + 1) * block_size <= num_computed)
 
 
