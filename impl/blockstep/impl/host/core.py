@@ -114,7 +114,8 @@ class Core:
             written = known
         if self.groups is not None:
             if self.config.enable_prefix_caching:
-                self.groups.publish(table.holdings[slot], table.lineages[slot], written)
+                holdings, lineage = table.holdings[slot], table.lineages[slot]
+                self.groups.publish(holdings, lineage, num_computed, written)
             return
         full = written // self.block_size
         for holding in table.holdings[slot]:
