@@ -18,6 +18,7 @@ from blockstep.conformance.engine import Engine, EngineTraits
 from blockstep.conformance.judge.dataplane.faults import FAULTS
 from blockstep.conformance.judge.dataplane.worker import DataPlaneWorker, Kernels
 from blockstep.conformance.judge.worker import NextToken
+from blockstep.conformance.protocol.features import without_states
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.vocabulary import Config
 
@@ -43,8 +44,8 @@ class OnKernels:
 
     @property
     def traits(self) -> EngineTraits:
-        """That its plans are run by such a worker."""
-        return EngineTraits(make_worker=self.make_worker)
+        """That its plans are run by such a worker, and which configs it takes."""
+        return EngineTraits(make_worker=self.make_worker, fit_config=_leave_states_out)
 
     def make_worker(self, config: Config, next_token: NextToken) -> DataPlaneWorker:
         """The worker that runs its plans."""
@@ -55,6 +56,11 @@ class OnKernels:
         """The kernels under test."""
         kernels = cast("Kernels", importlib.import_module(self.kernels))
         return kernels if self.fault is None else FAULTS[self.fault](kernels)
+
+
+def _leave_states_out(config: Config) -> tuple[Config, str | None]:
+    fitting = without_states(config)
+    return fitting, None if fitting is config else "recurrent groups: no kernel computes a state"
 
 
 HOST = OnKernels()
