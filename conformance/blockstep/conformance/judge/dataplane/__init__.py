@@ -9,7 +9,7 @@ as engines are.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -18,9 +18,8 @@ from blockstep.conformance.engine import Engine, EngineTraits
 from blockstep.conformance.judge.dataplane.faults import FAULTS
 from blockstep.conformance.judge.dataplane.worker import DataPlaneWorker, Kernels
 from blockstep.conformance.judge.worker import NextToken
-from blockstep.conformance.protocol.features import without_states
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.spec.vocabulary import Config
+from blockstep.spec.vocabulary import Config, GroupKind
 
 __all__ = ["HOST", "DataPlaneWorker", "Kernels", "OnKernels"]
 
@@ -44,8 +43,8 @@ class OnKernels:
 
     @property
     def traits(self) -> EngineTraits:
-        """That its plans are run by such a worker, and which configs it takes."""
-        return EngineTraits(make_worker=self.make_worker, fit_config=_leave_states_out)
+        """That its plans are run by such a worker, and what that has no kernels for."""
+        return EngineTraits(make_worker=self.make_worker, fit_config=fit_config)
 
     def make_worker(self, config: Config, next_token: NextToken) -> DataPlaneWorker:
         """The worker that runs its plans."""
@@ -58,9 +57,13 @@ class OnKernels:
         return kernels if self.fault is None else FAULTS[self.fault](kernels)
 
 
-def _leave_states_out(config: Config) -> tuple[Config, str | None]:
-    fitting = without_states(config)
-    return fitting, None if fitting is config else "recurrent groups: no kernel computes a state"
+def fit_config(config: Config) -> tuple[Config, str | None]:
+    """The config without recurrent groups: no kernel here computes or keeps a state."""
+    kept = [group for group in config.groups if group.kind is not GroupKind.RECURRENT]
+    if len(kept) == len(config.groups):
+        return config, None
+    groups = tuple([replace(group, block_size=config.block_size) for group in kept])
+    return replace(config, groups=groups), "recurrent groups: the kernels keep no states"
 
 
 HOST = OnKernels()
