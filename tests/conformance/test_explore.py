@@ -74,7 +74,6 @@ QUICK = (
     "zeroed",
     "withdrawn",
     "states",
-    "marks",
     "copies",
     "rewritten",
 )
@@ -124,7 +123,7 @@ def explore(*args: object) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [*QUICK, pytest.param("marks", marks=pytest.mark.soak)])
 def test_counts_are_those_committed_and_every_property_holds(name: str) -> None:
     walked = walk(Task(WORLDS[name]))
     assert walked.is_complete
@@ -138,6 +137,21 @@ def test_counts_are_those_committed_and_every_property_holds(name: str) -> None:
 )
 def test_our_engines_agree_on_every_event_in_every_state(name: str, engine: str) -> None:
     walked = walk(Task(WORLDS[name], properties=False, engine=engine))
+    assert walked.is_complete
+    assert walked.found == ()
+    assert walked.counts == WORLDS[name].expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rewritten",
+        "copies",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("states", "marks")),
+    ],
+)
+def test_the_host_keeps_the_same_states(name: str) -> None:
+    walked = walk(Task(WORLDS[name], properties=False, engine="host"))
     assert walked.is_complete
     assert walked.found == ()
     assert walked.counts == WORLDS[name].expected
