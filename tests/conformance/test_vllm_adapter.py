@@ -612,8 +612,12 @@ SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
         Config(num_blocks=9, block_size=2, max_model_len=8, groups=(chunks(2, 3),)), once("A", 5),
     ),
     Quirk.NARROW_WINDOW_WANTS_A_BLOCK: (
-        Config(num_blocks=9, block_size=1, max_model_len=6, groups=(full(1), window(1, 1))),
-        (*once("A", 4), *once("B", 4), *once("C", 4), *once("D", 4)),
+        Config(num_blocks=9, block_size=1, max_model_len=6, groups=(window(1, 1), full(1))),
+        (*once("A", 4), *once("B", 1, token=1), *once("C", 4)),
+    ),
+    Quirk.HIT_HOLDS_WHAT_IT_SKIPS: (
+        Config(num_blocks=20, block_size=1, max_model_len=6, groups=(full(1), window(1, 1))),
+        (*once("A", 4), *once("B", 4)),
     ),
     Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT: (
         Config(
