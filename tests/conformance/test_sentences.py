@@ -884,7 +884,8 @@ def play_at_safety(case: Case, wrap: type[Bent] = Bent) -> list[str]:
 def row_for_the_dead(step: Step) -> Step:
     """C was aborted; no plan tells, and it runs on in a block of its own."""
     row = CachedRow("C", False, (step.after.free_queue[:1],), None, 2, 1, 1)
-    return observed(step, cached=(*step.plan.cached, row), finished_req_ids=())
+    cached = (*step.plan.cached, row)
+    return observed(step, cached=cached, finished_req_ids=(), num_common_prefix_blocks=())
 
 
 def after_an_abort() -> Play:

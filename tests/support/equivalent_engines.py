@@ -46,7 +46,7 @@ class OtherOrder(HostEngine):
 
 
 class OtherIds(HostEngine):
-    """Block `b` is called `num_blocks - b`, and nobody sees the free queue but as a set."""
+    """Block `b`, if not null, is called `num_blocks - b`; the free queue is seen as a set only."""
 
     traits = RENAMED
 
@@ -58,11 +58,12 @@ class OtherIds(HostEngine):
         cached = tuple(
             replace(row, new_block_ids=self._called(row.new_block_ids)) for row in answer.cached
         )
-        return replace(answer, new=new, cached=cached)
+        zeroed = self._called((answer.new_block_ids_to_zero,))[0]
+        return replace(answer, new=new, cached=cached, new_block_ids_to_zero=zeroed)
 
     def _called(self, tables: BlockTables) -> BlockTables:
         count = self.config.num_blocks
-        return tuple(tuple(count - block for block in table) for table in tables)
+        return tuple(tuple(count - block if block else 0 for block in table) for table in tables)
 
     def _placed(self, of_blocks: tuple[Any, ...]) -> tuple[Any, ...]:
         names = (0, *self._called((tuple(range(1, len(of_blocks))),))[0])

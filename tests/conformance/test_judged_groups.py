@@ -1,0 +1,291 @@
+"""Several KV groups: nobody right is accused, and what is planted is said by name.
+
+The specification plays against itself, so nothing diverges, whatever is planted into it: what is
+said is said by the judges alone. `make soak` plays each case with more seeds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from blockstep.conformance.engine import EngineFactory, EngineTraits, Safety
+from blockstep.conformance.explore.shard import Task
+from blockstep.conformance.explore.walk import walk
+from blockstep.conformance.explore.worlds import WORLDS
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.search import episodes
+from blockstep.conformance.search.options import CheckOptions
+from blockstep.impl.host import HostEngine
+from blockstep.spec.memory import groups as spec_groups
+from blockstep.spec.memory import prefix, slots
+from blockstep.spec.step import admission, plans, share
+from blockstep.spec.vocabulary import (
+    Config,
+    GroupKind,
+    KVGroup,
+    MambaCacheMode,
+    Snapshot,
+    config_problems,
+)
+
+FULL, WINDOW = GroupKind.FULL, GroupKind.SLIDING_WINDOW
+CHUNKS, STATES = GroupKind.CHUNKED_LOCAL, GroupKind.RECURRENT
+ALIGN = MambaCacheMode.ALIGN
+
+Groups = Callable[[Config], tuple[KVGroup, ...]]
+"""The groups of a config, in blocks of the sizes that it has."""
+
+
+def with_window(config: Config) -> tuple[KVGroup, ...]:
+    size = config.block_size
+    return KVGroup(FULL, size), KVGroup(WINDOW, size, sliding_window=size + 1)
+
+
+def of_two_sizes(config: Config) -> tuple[KVGroup, ...]:
+    size = config.block_size
+    window = KVGroup(WINDOW, 2 * size, sliding_window=3)
+    return KVGroup(CHUNKS, size, attention_chunk_size=2 * size + 1), window, KVGroup(FULL, size)
+
+
+def with_states(config: Config) -> tuple[KVGroup, ...]:
+    num_drafts = config.num_speculative_tokens
+    mode, size = ALIGN, config.block_size * (num_drafts // config.block_size + 1)
+    if not config.enable_prefix_caching:
+        mode, size = MambaCacheMode.NONE, config.block_size * config.max_model_len
+    elif not config.enable_chunked_prefill:
+        mode = MambaCacheMode.ALL
+    states = KVGroup(STATES, size, mamba_cache_mode=mode, num_speculative_blocks=num_drafts)
+    return KVGroup(FULL, config.block_size), states
+
+
+MIXES: tuple[Groups, ...] = (with_window, of_two_sizes, with_states)
+
+
+class Shown(SpecEngine):
+    """Judged at safety."""
+
+    traits = EngineTraits(equivalence=Safety())
+
+
+class Hidden(Shown):
+    """It shows no state."""
+
+    def snapshot(self) -> Snapshot | None:  # type: ignore[override]
+        return None
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Iterator[str]]:
+    """Play episodes of configs with these groups: all that is said in them."""
+    fit_config = episodes.fit_config
+
+    def play(
+        groups: Groups, make_engine: EngineFactory, seed: int, count: int, *features: str
+    ) -> Iterator[str]:
+        def fit(config: Config, make_engine: EngineFactory) -> Any:
+            config, missing = fit_config(replace(config, groups=()), make_engine)
+            config = replace(config, groups=groups(config), num_blocks=2 * config.num_blocks)
+            assert not config_problems(config)
+            return config, missing
+
+        monkeypatch.setattr(episodes, "fit_config", fit)
+        options = CheckOptions(
+            preset="tiny", seed=seed, with_features=features, without_features=("groups",)
+        )
+        for index in range(count):
+            _, _, findings = episodes.play_episode(options, index, make_engine)
+            yield from [finding.sentence for finding in findings]
+
+    return play
+
+
+@pytest.mark.parametrize("engine", [SpecEngine, Shown, Hidden, HostEngine])
+@pytest.mark.parametrize("groups", MIXES)
+def test_nobody_right_is_accused(play: Any, groups: Groups, engine: EngineFactory) -> None:
+    assert [*play(groups, engine, seed=1, count=8)] == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(2, 6))
+@pytest.mark.parametrize("engine", [SpecEngine, Shown, Hidden, HostEngine])
+@pytest.mark.parametrize("groups", MIXES)
+def test_nobody_right_is_accused_for_long(
+    play: Any, groups: Groups, engine: EngineFactory, seed: int
+) -> None:
+    assert [*play(groups, engine, seed=seed, count=1_000)] == []
+
+
+# Planted defects.
+
+Rule = Callable[..., Any]
+Defect = tuple[str, Groups, tuple[str, ...], Rule, Callable[[Rule], Rule]]
+"""A sentence, groups and features that show the defect, the rule that is replaced, by what."""
+
+
+def a_token_early(rule: Any) -> Any:
+    """A window forgets the last token that it attends to."""
+    return lambda group, computed: rule(group, computed + (group.kind is WINDOW))
+
+
+def a_block_late(rule: Any) -> Any:
+    return lambda group, computed: max(rule(group, computed) - group.block_size, 0)
+
+
+def as_if_accepted(rule: Any) -> Any:
+    """Drafts in flight are taken for tokens: what would be read again is given back."""
+    return lambda config, pool, request, _in_doubt, rules: rule(config, pool, request, 0, rules)
+
+
+def full_alone(rule: Any) -> Any:
+    """Of a window no block is looked for: a hit is what full attention finds."""
+
+    def is_valid(group: KVGroup, runs: Sequence[int], num_tokens: int, behind: int) -> bool:
+        return group.kind is WINDOW or bool(rule(group, runs, num_tokens, behind))
+
+    return is_valid
+
+
+def without_more_ado(rule: Any) -> Any:
+    """A state is hit in the very step that writes it."""
+    return lambda _step: []
+
+
+def to_nothing(rule: Any) -> Any:
+    return lambda _step: ()
+
+
+def one_more(rule: Any) -> Any:
+    """The hint counts a block more than there is in common."""
+    return lambda step: tuple(count + 1 for count in rule(step))
+
+
+def through(rule: Any) -> Any:
+    """A chunk of a prompt goes on past the end of a block."""
+    return lambda _computed, end, *_: end
+
+
+def rounded_down(rule: Any) -> Any:
+    """A chunk is whole blocks, also if that leaves nothing of it (upstream #40707)."""
+    return lambda computed, end, last, unit, *_: (
+        max(end // unit * unit, computed) if end < last else end
+    )
+
+
+def for_all_tokens(rule: Any) -> Any:
+    """A window is charged every token of a request (upstream #39734)."""
+
+    def count(config: Config, request: Any) -> int:
+        num_tokens = len(request.prompt_token_ids) + request.max_tokens
+        return sum(-(-num_tokens // group.block_size) for group in config.kv_groups)
+
+    return count
+
+
+DRAFTS_AHEAD = ("async", "drafts")
+DEFECTS: list[Defect] = [
+    (
+        "written_block_is_in_one_place",
+        with_window,
+        (),
+        spec_groups.compute_num_skipped_tokens,
+        a_token_early,
+    ),
+    (
+        "row_has_given_back_what_it_attends_to_no_more",
+        of_two_sizes,
+        (),
+        spec_groups.compute_num_skipped_tokens,
+        a_block_late,
+    ),
+    ("attended_blocks_are_held", with_window, DRAFTS_AHEAD, slots.skip_slots, as_if_accepted),
+    (
+        "attended_slot_holds_the_right_prefix",
+        with_window,
+        ("caching",),
+        prefix.is_valid_hit,
+        full_alone,
+    ),
+    (
+        "attended_slot_was_written",
+        with_states,
+        ("caching",),
+        admission.get_unwritten_states,
+        without_more_ado,
+    ),
+    (
+        "block_of_a_state_is_zeroed_for_attention",
+        with_states,
+        (),
+        plans.get_blocks_to_zero,
+        to_nothing,
+    ),
+    (
+        "common_prefix_is_of_every_row",
+        with_window,
+        (),
+        plans.get_num_common_prefix_blocks,
+        one_more,
+    ),
+    (
+        "published_block_holds_the_right_prefix",
+        with_states,
+        ("caching",),
+        share.compute_aligned_end,
+        through,
+    ),
+    (
+        "head_of_the_queue_is_admitted_when_it_fits",
+        with_states,
+        ("caching",),
+        share.compute_aligned_end,
+        rounded_down,
+    ),
+    (
+        "request_is_refused_for_its_size_only_if_it_never_fits",
+        with_window,
+        (),
+        slots.compute_max_blocks,
+        for_all_tokens,
+    ),
+]
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Any], None]:
+    """Replace a rule of the specification wherever it is asked."""
+
+    def plant(rule: Callable[..., Any], wrap: Callable[[Any], Any]) -> None:
+        wrong = wrap(rule)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("blockstep.spec"):
+                for known, value in list(vars(module).items()):
+                    if value is rule:
+                        monkeypatch.setattr(module, known, wrong)
+
+    return plant
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect[-1].__name__)
+def test_a_planted_defect_is_said_by_name(play: Any, plant: Any, defect: Defect) -> None:
+    sentence, groups, features, rule, wrap = defect
+    plant(rule, wrap)
+    assert sentence in play(groups, SpecEngine, 1, 400, *features)
+
+
+def test_a_world_shows_what_is_given_back_too_early(plant: Any) -> None:
+    """Without a worker that reads it: the state alone tells."""
+    plant(slots.skip_slots, as_if_accepted)
+    walked = walk(Task(replace(WORLDS["doubts"], expected=None)))
+    assert any("P5 attended_blocks_are_held" in line for line in walked.found)
+
+
+def test_a_world_shows_that_a_hit_is_not_the_longest(plant: Any) -> None:
+    """No hit is taken where there was one."""
+    plant(prefix.get_prefix_hit, lambda _rule: lambda *_: slots.NO_HIT)
+    walked = walk(Task(replace(WORLDS["narrow"], expected=None)))
+    assert any("P5 hit_is_the_longest_there_is" in line for line in walked.found)
