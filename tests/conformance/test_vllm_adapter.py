@@ -309,7 +309,8 @@ def test_embeddings_shape_blocks_and_are_told_to_the_worker() -> None:
 def test_it_runs_beside_the_spec() -> None:
     depth = 2 if RELEASE.has_async else 1
     options = CheckOptions(engine="vllm", profile=PROFILE.name, preset="tiny", max_depth=depth)
-    results = [run_episode(options, index, build) for index in range(30)]
+    make = load_engine("vllm")  # with what it says of configs
+    results = [run_episode(options, index, make) for index in range(30)]
     assert [result.first for result in results if result.first is not None] == []
     assert all(result.has_snapshot for result in results)
     if not RELEASE.has_sound_priority:

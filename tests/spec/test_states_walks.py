@@ -164,13 +164,14 @@ class Walk:
         self.random = Random(seed)
         self.oracle = Oracle(config or draw_config(self.random))
         self.worker = Worker(self.oracle.state.config)
+        self.texts = [tuple(self.random.choices((0, 1), (3, 1), k=16)) for _ in range(2)]
         self.plans: list[Plan] = []
         self.known: dict[RequestId, TokenIds] = {}
-        self.num_hits = self.num_preempted = self.num_moved = self.num_published = 0
+        self.num_hits = self.num_preempted = self.num_published = 0
 
     def submit(self, number: int) -> None:
         random = self.random
-        prompt = tuple(random.choice((0, 0, 0, 1)) for _ in range(random.randint(1, 16)))
+        prompt = random.choice(self.texts)[: random.randint(1, 16)]
         request = Request(f"r{number}", prompt, random.randint(1, 6), priority=random.randint(0, 2))
         if not slots.is_servable(self.oracle.state.config, request):
             return
@@ -269,4 +270,6 @@ def test_a_row_goes_on_from_the_state_of_its_tokens(part: int) -> None:
     walks = [Walk(seed) for seed in range(part * 25, part * 25 + 25)]
     for walk in walks:
         walk.run(60)
-    assert sum(walk.num_hits for walk in walks) > 0
+    assert sum(walk.num_hits for walk in walks) > 9
+    assert sum(walk.num_preempted for walk in walks) > 4
+    assert sum(walk.num_published for walk in walks) > 99

@@ -15,7 +15,7 @@ from engine_support.models import (
     save_tokenizer,
 )
 
-SAMPLE = ("small-pool", "async-ngram")
+SAMPLE = ("async-ngram",)
 """Storms that every family has as tests."""
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from engine_support.models import Checkpoint
 
-from blockstep.impl.engine import LLM, SettingsError
+from blockstep.impl.engine import LLM, RequestError, SamplingParams, SettingsError
 from blockstep.impl.engine.cache import compute_block_bytes, compute_num_blocks
 
 
@@ -63,6 +64,25 @@ def test_a_draft_model_shares_the_memory(qwen3: Checkpoint) -> None:
         draft_model=qwen3.draft_folder,
     )
     assert llm.config.num_blocks == 5
+
+
+def test_windows_serve_longer_texts_from_the_same_memory(windows: Checkpoint) -> None:
+    """Two layers: in one table a block holds both, in two groups one, and the window's are few."""
+    size: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 8}
+    size["kv_cache_bytes"] = 12 * compute_block_bytes(2, 2, 16, 4, 4)
+    one = LLM(windows.folder, **size, disable_hybrid_kv_cache_manager=True)
+    assert one.config.groups == ()
+    assert (one.config.num_blocks, one.config.max_model_len) == (12, 11 * 4)
+    two = LLM(windows.folder, **size)
+    assert [group.sliding_window for group in two.config.groups] == [0, 7]
+    # A window holds 6 tokens before a step of 8, wherever that begins in a block: 5 blocks.
+    assert (two.config.num_blocks, two.config.max_model_len) == (24, (23 - 5) * 4)
+    four, prompt = SamplingParams(4), list(range(2, 42))
+    (made,), (expected,) = two.generate([prompt], four), one.generate([prompt], four)
+    assert made.token_ids == expected.token_ids
+    longer = LLM(windows.folder, **size, max_model_len=76)
+    with pytest.raises(RequestError, match="at its longest it needs 24 blocks"):
+        longer.generate([list(range(2, 74))], four)
 
 
 def test_a_small_model_does_not_take_all_memory(qwen3: Checkpoint) -> None:

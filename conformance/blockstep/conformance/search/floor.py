@@ -162,6 +162,8 @@ RARE_UNLESS_WANTED = {
     "groups_resumed_behind_nulls",
 }
 """Required where every run has several KV groups: one in four does otherwise."""
+RARE_WHERE_WANTED = {TINY.name: {"head_drop"}, REAL.name: {"head_drop"}}
+"""By preset: a draft head needs a block behind the hit in every group, where all runs have some."""
 
 
 def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> tuple[str, ...]:
@@ -177,7 +179,9 @@ def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> 
     deepest = {"four_frames_in_flight"} if options.max_depth < MAX_DEPTH else set()
     rare = {TINY.name: RARE_AT_TINY, REAL.name: SMALL_ONLY}.get(options.preset, set())
     left_out = NOT_REQUIRED | deepest | rare
-    if GROUPS.name not in wish.always:
+    if GROUPS.name in wish.always:
+        left_out |= RARE_WHERE_WANTED.get(options.preset, set())
+    else:
         left_out |= RARE_UNLESS_WANTED
     return tuple(
         name

@@ -101,8 +101,10 @@ class Search:
                 is_found = top < len(runs) and runs[top] >= min(num_wanted, top)
                 return (max(top - num_wanted, 0), end) if is_found else None
             is_narrow = group.sliding_window == 1 and not self.num_behind
+            if is_narrow and runs[end]:
+                return end - 1, end
             if is_narrow and Quirk.NARROW_WINDOW_WANTS_A_BLOCK in self.quirks:
-                return (end - 1, end) if runs[end] else None
+                return None
         if group.kind is GroupKind.CHUNKED_LOCAL:
             chunk = -(-num_tokens // group.attention_chunk_size) * group.attention_chunk_size
             is_begun = chunk < num_tokens + size and chunk <= limit
@@ -260,7 +262,6 @@ STORIES = (
         "0.11.0",
         "blocks of 1, a window of 1; the first of two tokens is cached: the row that computes the "
         "second holds the block of the first",
-        upon=(Quirk.NARROW_WINDOW_WANTS_A_BLOCK,),
     ),
     QuirkStory(
         Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,

@@ -90,7 +90,7 @@ STORIES = (
         Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
         only_full_attention_is_zeroed,
         "blocks of windows and chunks are taken as they are, states of others in them",
-        ("P3",),
+        ("P26",),
         "not found upstream",
         "0.19.1",
         "a window and a recurrent group: the plan names no block to be zeroed",

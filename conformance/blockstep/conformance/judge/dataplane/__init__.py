@@ -9,7 +9,7 @@ as engines are.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -19,7 +19,7 @@ from blockstep.conformance.judge.dataplane.faults import FAULTS
 from blockstep.conformance.judge.dataplane.worker import DataPlaneWorker, Kernels
 from blockstep.conformance.judge.worker import NextToken
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.spec.vocabulary import Config
+from blockstep.spec.vocabulary import Config, GroupKind
 
 __all__ = ["HOST", "DataPlaneWorker", "Kernels", "OnKernels"]
 
@@ -43,8 +43,8 @@ class OnKernels:
 
     @property
     def traits(self) -> EngineTraits:
-        """That its plans are run by such a worker."""
-        return EngineTraits(make_worker=self.make_worker)
+        """That its plans are run by such a worker, and what that has no kernels for."""
+        return EngineTraits(make_worker=self.make_worker, fit_config=fit_config)
 
     def make_worker(self, config: Config, next_token: NextToken) -> DataPlaneWorker:
         """The worker that runs its plans."""
@@ -55,6 +55,15 @@ class OnKernels:
         """The kernels under test."""
         kernels = cast("Kernels", importlib.import_module(self.kernels))
         return kernels if self.fault is None else FAULTS[self.fault](kernels)
+
+
+def fit_config(config: Config) -> tuple[Config, str | None]:
+    """The config without recurrent groups: no kernel here computes or keeps a state."""
+    kept = [group for group in config.groups if group.kind is not GroupKind.RECURRENT]
+    if len(kept) == len(config.groups):
+        return config, None
+    groups = tuple([replace(group, block_size=config.block_size) for group in kept])
+    return replace(config, groups=groups), "recurrent groups: the kernels keep no states"
 
 
 HOST = OnKernels()
