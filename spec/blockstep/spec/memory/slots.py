@@ -332,13 +332,19 @@ def skip_slots(
     for group, holding in zip(config.groups, request.holdings, strict=True):
         table = holding.block_table
         num_certain = compute_num_certain(group, request.num_computed_tokens, num_in_doubt)
-        num_skipped = min(compute_num_skipped_blocks(group, num_certain), len(table))
+        num_skipped = min(rules.count_skipped_blocks(group, holding, num_certain), len(table))
         left = without_nulls(table[:num_skipped])
         if left:
             pool = rules.free_blocks(pool, left)
             table = (NULL_BLOCK,) * num_skipped + table[num_skipped:]
         holdings.append(Holding(table, holding.num_cached_blocks))
     return pool, replace(request, holdings=tuple(holdings))
+
+
+def count_skipped_blocks(group: KVGroup, holding: Holding, num_certain: int) -> int:
+    """Leading blocks of a table that are given back: all that are skipped. Source: P8."""
+    del holding
+    return compute_num_skipped_blocks(group, num_certain)
 
 
 def release_slots(pool: Pool, request: RequestState, rules: Rules) -> Pool:
