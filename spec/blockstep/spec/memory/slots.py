@@ -333,7 +333,9 @@ def skip_slots(
     for index, group in enumerate(config.groups):
         table = holdings[index].block_table
         num_certain = compute_num_certain(group, request.num_computed_tokens, num_in_doubt)
-        num_skipped = min(rules.count_skipped_blocks(group, holding, num_certain), len(table))
+        num_skipped = min(
+            rules.count_skipped_blocks(group, holdings[index], num_certain), len(table)
+        )
         left = without_nulls(table[:num_skipped])
         if left:
             num_left += len(left)
