@@ -54,7 +54,9 @@ def open_with(session: OpenSession, *groups: KVGroup, **fields: Any) -> Any:
     return session(**values | {"block_size": sizes, "groups": groups} | fields)
 
 
-def hit_of(s: Any, request_id: str, tokens: range) -> tuple[int, tuple[tuple[int, ...], ...]]:
+def hit_of(
+    s: Any, request_id: str, tokens: range | tuple[int, ...]
+) -> tuple[int, tuple[tuple[int, ...], ...]]:
     """The tokens that a new request is spared, and its tables."""
     assert s.submit(request_id, tokens, max_tokens=1) == Ack()
     (row,) = s.plan().new

@@ -194,3 +194,13 @@ def test_states_are_charged_with_what_is_held_at_once(
             enable_prefix_caching=caching,
         )  # fmt: skip
         assert s.submit("a", range(25), max_tokens=2) == answer
+
+
+def test_a_state_that_a_frame_in_flight_has_written_is_hit(session: OpenSession) -> None:
+    s = open_with(session, recurrent(4, ALL), num_blocks=12, **AHEAD)
+    s.submit("a", range(3), max_tokens=9)
+    first = s.plan()
+    s.plan()  # runs the fourth token, which nobody knows yet
+    s.commit(first, a=(7,))
+    # Only now has the block a name; its state is of the frame before, and not of this step.
+    assert hit_of(s, "b", (0, 1, 2, 7, 9))[0] == 4

@@ -17,7 +17,6 @@ from blockstep.spec.vocabulary import (
     Config,
     ConfigError,
     FrameId,
-    GroupKind,
     PauseState,
     RequestId,
     Stats,
@@ -61,12 +60,10 @@ class Core:
         """Their memory, where a config names groups; None for the one that there is without."""
         self.table = RequestTable(len(config.kv_groups))
         self._no_new_blocks: BlockTables = ((),) * self.table.num_groups
-        self._is_whole = [g.kind is GroupKind.FULL for g in config.kv_groups]
-        """Whether a group is under full attention."""
-        self._common_prefix = (0,) * self.table.num_groups
-        """What the last plan said of it, as of `_common_moment`."""
-        self._common_moment = (0, 0)
-        """Running requests, and moves of the pool."""
+        self._nothing_common = (0,) * self.table.num_groups
+        self._common: dict[int, tuple[tuple[int, int], int]] = {}
+        """By group: leading blocks in the tables of all who run, and as of when: so many running,
+        and moves of the pool."""
         self.waiting = make_queue(config.policy, self.table.rank_of)
         self.skipped_waiting = make_queue(config.policy, self.table.rank_of)
         self.running: list[int] = []
@@ -117,7 +114,8 @@ class Core:
             written = known
         if self.groups is not None:
             if self.config.enable_prefix_caching:
-                self.groups.publish(table.holdings[slot], table.lineages[slot], written)
+                holdings, lineage = table.holdings[slot], table.lineages[slot]
+                self.groups.publish(holdings, lineage, num_computed, written)
             return
         full = written // self.block_size
         for holding in table.holdings[slot]:

@@ -127,8 +127,13 @@ class GroupMemory:
             ]
         )
 
-    def publish(self, holdings: Sequence[Holding], lineage: Lineage, num_written: int) -> None:
-        """Make findable every block that is full of the first `num_written` tokens."""
+    def publish(
+        self, holdings: Sequence[Holding], lineage: Lineage, num_computed: int, num_written: int
+    ) -> None:
+        """Make findable every block that is full of the first `num_written` tokens.
+
+        What was computed before may have been published by nobody yet: its tokens were promised.
+        """
         for group, holding in zip(self.groups, holdings, strict=True):
             full = num_written // group.block_size
             for index in range(max(holding.num_cached, holding.num_left), full):
@@ -136,7 +141,8 @@ class GroupMemory:
                     last_link = (index + 1) * group.links - 1
                     self.prefix.publish(holding.blocks[index], lineage, last_link, group.number)
             if group.is_state:
-                self.new_states.update(holding.blocks[holding.num_cached : full])
+                begin = max(holding.num_cached, num_computed // group.block_size)
+                self.new_states.update(holding.blocks[begin:full])
             holding.num_cached = max(holding.num_cached, full)
 
     def withdraw(self, holdings: Sequence[Holding], num_computed: int) -> None:

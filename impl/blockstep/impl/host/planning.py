@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from blockstep.impl.host.admission import WaitingPhase
 from blockstep.impl.host.groups import GroupMemory
 from blockstep.impl.host.running import RunningPhase
@@ -17,6 +19,8 @@ from blockstep.spec.vocabulary import (
     RequestId,
     TokenIds,
 )
+
+_NOBODY: Final[tuple[()]] = ()
 
 
 class Planning(RunningPhase, WaitingPhase):
@@ -68,16 +72,10 @@ class Planning(RunningPhase, WaitingPhase):
         finished = tuple(sorted(self.finished_req_ids))
         self.finished_req_ids.clear()
         preempted = tuple(sorted(step.preempted_req_ids))
+        common = self._count_common_prefix()
+        zeroed = () if self.groups is None else self._list_to_zero(self.groups, step)
         return Plan(
-            frame_id,
-            tuple(new),
-            tuple(cached),
-            finished,
-            preempted,
-            num_common_prefix_blocks=self._count_common_prefix(),
-            new_block_ids_to_zero=()
-            if self.groups is None
-            else self._list_to_zero(self.groups, step),
+            frame_id, tuple(new), tuple(cached), finished, preempted, _NOBODY, common, zeroed
         )
 
     def _list_to_zero(self, groups: GroupMemory, step: Step) -> tuple[BlockId, ...]:
@@ -86,30 +84,40 @@ class Planning(RunningPhase, WaitingPhase):
         return groups.list_to_zero(taken + step.taken)
 
     def _count_common_prefix(self) -> tuple[int, ...]:
-        """Per group: leading blocks in the tables of all who run (P26).
+        """Per group: leading blocks in the tables of all who run (P26)."""
+        running = self.running
+        if not running or not self.config.enable_prefix_caching:
+            return self._nothing_common
+        holdings, num_running = self.table.holdings[running[0]], len(running)
+        if self.groups is None:
+            return (self._count_common_blocks(0, holdings[0].blocks, num_running),)
+        return tuple(
+            [
+                self._count_common_blocks(g.number, holdings[g.number].blocks, num_running)
+                if g.is_whole
+                else 0
+                for g in self.groups.groups
+            ]
+        )
 
-        Several share no block that is taken later, so nothing changes before somebody holds a hit
-        or lets go; one shares with itself whatever it takes.
+    def _count_common_blocks(self, group: int, blocks: list[BlockId], num_running: int) -> int:
+        """Of a table of one who runs, in a group under full attention.
+
+        Nobody but who runs holds blocks, and each of them a block once: one with as many holders as
+        run is in all tables. What is taken later no two share, so the count stays while nobody
+        begins or ceases to hold what is there.
         """
-        if not self.config.enable_prefix_caching:
-            return self._common_prefix
-        moment = (len(self.running), self.pool.num_moves)
-        if moment != self._common_moment or moment[0] == 1:
-            self._common_moment = moment
-            self._common_prefix = tuple(map(self._count_common_blocks, range(len(self._is_whole))))
-        return self._common_prefix
-
-    def _count_common_blocks(self, group: int) -> int:
-        """Of one group. Nobody but who runs holds blocks, and each of them a block once, so that
-        one with as many holders as run is in all tables."""
-        if not self._is_whole[group] or not self.running:
-            return 0
-        blocks = self.table.holdings[self.running[0]][group].blocks
-        num_running, refs = len(self.running), self.pool.ref_counts
         if num_running == 1:
             return len(blocks)
-        differing = (i for i, block in enumerate(blocks) if refs[block] != num_running)
-        return next(differing, len(blocks))
+        refs = self.pool.ref_counts
+        if not blocks or refs[blocks[0]] != num_running:
+            return 0
+        moment = (num_running, self.pool.num_moves)
+        known = self._common.get(group)
+        if known is None or known[0] != moment:
+            differing = (i for i, block in enumerate(blocks) if refs[block] != num_running)
+            known = self._common[group] = (moment, next(differing, len(blocks)))
+        return known[1]
 
     def _advance(self, slot: int, num_scheduled: int, frame_id: int) -> bool:
         """Count the scheduled tokens as computed; whether the row will sample."""

@@ -18,26 +18,29 @@ class RunningPhase(Promises):
 
     def _schedule_running(self, step: Step) -> None:
         # Where a minimum is written out below, the call costs more than all else in its line.
-        table, pool, running = self.table, self.pool, self.running
+        table, pool, running, groups = self.table, self.pool, self.running, self.groups
         position = 0
         while position < len(running) and step.budget > 0:
             slot = running[position]
             num_scheduled = self._tokens_to_run(slot, step.budget)
-            if self.groups is not None:
-                num_scheduled = self._align_chunk(
-                    self.groups, slot, table.num_computed[slot], num_scheduled
-                )
+            if groups is not None:
+                computed = table.num_computed[slot]
+                num_scheduled = self._align_chunk(groups, slot, computed, num_scheduled)
             if num_scheduled <= 0:
                 position += 1
                 continue
-            if self.groups is not None:
-                self._leave_blocks(self.groups, slot)
+            if groups is not None:
+                self._leave_blocks(groups, slot)
             needed = self._blocks_needed(slot, num_scheduled)
             if needed > pool.num_free:
                 position = self._make_room(slot, needed, position, step)
                 if position < 0:
                     return
-            taken = self._take_blocks(slot, needed, num_scheduled) if needed else _NOTHING
+            taken: BlockTables = _NOTHING
+            if needed and groups is None:
+                taken = self._take_blocks(slot, needed)
+            elif needed and groups is not None:
+                taken = groups.take(table.holdings[slot], self._extent(slot, num_scheduled))
             self._publish(slot, table.num_computed[slot], num_scheduled)
             drafts: TokenIds = _NOTHING
             if table.spec_token_ids[slot]:
@@ -46,13 +49,10 @@ class RunningPhase(Promises):
             step.budget -= num_scheduled
             position += 1
 
-    def _take_blocks(self, slot: int, needed: int, num_scheduled: int) -> BlockTables:
-        """Append the blocks needed to its tables."""
-        holdings = self.table.holdings[slot]
-        if self.groups is not None:
-            return self.groups.take(holdings, self._extent(slot, num_scheduled))
+    def _take_blocks(self, slot: int, needed: int) -> BlockTables:
+        """Append blocks to its table, where there is one."""
         taken = self.pool.take(needed)
-        holdings[0].blocks += taken
+        self.table.holdings[slot][0].blocks += taken
         return (tuple(taken),)
 
     def _leave_blocks(self, groups: GroupMemory, slot: int) -> None:
@@ -87,18 +87,17 @@ class RunningPhase(Promises):
         if self.groups is not None:
             extent = self._extent(slot, num_scheduled)
             return self.groups.count_missing(self.table.holdings[slot], extent)
-        end = self._num_slots(slot, num_scheduled)
-        needed = -(-end // self.block_size) - len(self.table.holdings[slot][0].blocks)
+        table = self.table
+        end = table.num_computed[slot] + num_scheduled + self.num_lookahead_tokens
+        if end > self.max_model_len:
+            end = self.max_model_len
+        needed = -(-end // self.block_size) - len(table.holdings[slot][0].blocks)
         return needed if needed > 0 else 0
 
     def _extent(self, slot: int, num_scheduled: int) -> Extent:
+        """How far its tables must reach, where there are several."""
         num_tokens = self.table.num_computed[slot] + num_scheduled
-        return Extent(num_tokens, self._num_slots(slot, num_scheduled))
-
-    def _num_slots(self, slot: int, num_scheduled: int) -> int:
-        """Slots that its tables must have: those of scheduled tokens, and the lookahead."""
-        end = self.table.num_computed[slot] + num_scheduled + self.num_lookahead_tokens
-        return end if end < self.max_model_len else self.max_model_len
+        return Extent(num_tokens, min(num_tokens + self.num_lookahead_tokens, self.max_model_len))
 
     def _make_room(self, slot: int, needed: int, position: int, step: Step) -> int:
         """Preempt until `needed` blocks are free for `slot`, at `position` of `running`.
