@@ -16,11 +16,25 @@ from blockstep.conformance.draw.groups import (
 )
 from blockstep.conformance.draw.presets import PRESETS, Swarm, draw_swarm
 from blockstep.conformance.draw.requests import draw_request
-from blockstep.conformance.protocol.features import GROUPS, Wish
+from blockstep.conformance.protocol.features import (
+    CACHING,
+    GROUPS,
+    Wish,
+    settle_states,
+    without_states,
+)
 from blockstep.spec.memory.slots import is_servable
-from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, config_problems
+from blockstep.spec.vocabulary import (
+    Config,
+    GroupKind,
+    KVGroup,
+    MambaCacheMode,
+    SpecMethod,
+    config_problems,
+)
 
 FULL, WINDOW, CHUNKS = GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL
+ALIGN = MambaCacheMode.ALIGN
 ALWAYS = Wish(always=frozenset({GROUPS.name}))
 
 
@@ -64,6 +78,10 @@ def test_all_that_may_differ_between_groups_does() -> None:
         kinds = {group.kind for group in groups}
         windows = [group for group in groups if group.kind is WINDOW]
         chunks = [group for group in groups if group.kind is CHUNKS]
+        for states in (group for group in groups if group.kind is GroupKind.RECURRENT):
+            seen[f"states of mode {states.mamba_cache_mode}"] += 1
+            seen["a state behind each draft"] += states.num_speculative_blocks > 0
+            seen["states of larger blocks"] += states.block_size > config.block_size
         seen["three kinds"] += len(kinds) == 3
         seen["one group"] += len(groups) == 1
         seen["no full attention"] += FULL not in kinds
@@ -86,6 +104,21 @@ def test_all_that_may_differ_between_groups_does() -> None:
             seen["chunks of whole blocks"] += size % chunk.block_size == 0
             seen["chunks that end in a block"] += size % chunk.block_size > 0
     assert min(seen.values()) >= 10, seen
+
+
+def test_states_are_left_out_where_they_do_not_go_with_the_rest() -> None:
+    full, states = KVGroup(FULL, 4), KVGroup(GroupKind.RECURRENT, 2, mamba_cache_mode=ALIGN)
+    config = Config(num_blocks=9, block_size=2, groups=(states, full))
+    assert settle_states(config) is config
+    alone = replace(config, groups=(full,), block_size=4)
+    assert without_states(config) == alone
+    assert CACHING.take_from(config) == replace(alone, enable_prefix_caching=False)
+    assert config_problems(CACHING.take_from(config)) == ()
+    drafts = replace(config, spec_method=SpecMethod.NGRAM, num_speculative_tokens=1)
+    assert config_problems(drafts)
+    assert settle_states(drafts).groups == (full,)
+    one = Config(num_blocks=9, groups=(KVGroup(GroupKind.RECURRENT, 16, mamba_cache_mode=ALIGN),))
+    assert CACHING.take_from(one) == Config(num_blocks=9, enable_prefix_caching=False)
 
 
 def test_slots_are_those_of_the_longest_request_that_fits() -> None:

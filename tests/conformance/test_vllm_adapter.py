@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from groups_support import chunks, full, window
+from groups_support import chunks, full, recurrent, window
 
 from blockstep.conformance.engine import (
     ALL_CAPABILITIES,
@@ -45,6 +45,7 @@ from blockstep.spec.vocabulary import (
     Commit,
     Config,
     Drafts,
+    MambaCacheMode,
     MultiModalItem,
     Plan,
     Policy,
@@ -611,8 +612,12 @@ SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
         Config(num_blocks=9, block_size=2, max_model_len=8, groups=(chunks(2, 3),)), once("A", 5),
     ),
     Quirk.NARROW_WINDOW_WANTS_A_BLOCK: (
-        Config(num_blocks=9, block_size=1, max_model_len=6, groups=(full(1), window(1, 1))),
-        (*once("A", 4), *once("B", 4), *once("C", 4), *once("D", 4)),
+        Config(num_blocks=9, block_size=1, max_model_len=6, groups=(window(1, 1), full(1))),
+        (*once("A", 4), *once("B", 1, token=1), *once("C", 4)),
+    ),
+    Quirk.HIT_HOLDS_WHAT_IT_SKIPS: (
+        Config(num_blocks=20, block_size=1, max_model_len=6, groups=(full(1), window(1, 1))),
+        (*once("A", 4), *once("B", 4)),
     ),
     Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT: (
         Config(
@@ -635,6 +640,30 @@ SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
             groups=(window(1, 2),),
         ),
         (Submit(Request("A", (0, 0), max_tokens=6)), Schedule(), Schedule(), Schedule()),
+    ),
+    Quirk.CHUNKS_ROUND_TO_NOTHING: (
+        Config(20, 4, max_num_batched_tokens=2, max_model_len=16, groups=(recurrent(4), full(4))),
+        once("A", 9),
+    ),
+    Quirk.FRESH_STATES_ARE_WAITED_FOR: (
+        Config(40, 2, max_model_len=16, groups=(recurrent(2), full(2))),
+        (
+            Submit(Request("A", (1, 1), max_tokens=2)),
+            Submit(Request("B", (1, 1, 2), max_tokens=2)), Schedule(), Answer(), Schedule(),
+        ),
+    ),
+    Quirk.ONLY_FULL_ATTENTION_IS_ZEROED: (
+        Config(40, 2, max_model_len=16, groups=(recurrent(2), window(2, 3))), once("A", 3),
+    ),
+    Quirk.WITHDRAWN_BLOCKS_ARE_ZEROED: (
+        Config(
+            10, 1, max_model_len=8, policy=Policy.PRIORITY, enable_prefix_caching=False,
+            scheduler_reserve_full_isl=False, groups=(full(1), recurrent(8, MambaCacheMode.NONE)),
+        ),
+        (
+            Submit(Request("A", (0,), max_tokens=6, priority=1)), Schedule(), Answer(),
+            Submit(Request("B", (0, 0), max_tokens=6)), *(Schedule(), Answer()) * 4,
+        ),
     ),
 }  # fmt: skip
 """For each known deviation a program that shows it in a release that has it."""

@@ -67,6 +67,8 @@ CHUNKS = KVGroup(GroupKind.CHUNKED_LOCAL, 2, attention_chunk_size=4)
 STATES = KVGroup(GroupKind.RECURRENT, 2, mamba_cache_mode=MambaCacheMode.ALL)
 ALIGNED = replace(STATES, mamba_cache_mode=MambaCacheMode.ALIGN)
 LARGE = replace(FULL, block_size=4)
+LARGE_CHUNKS = replace(CHUNKS, block_size=4)
+LARGE_ALIGNED = replace(ALIGNED, block_size=4)
 LARGE_WINDOW = replace(WINDOW, block_size=4)
 EAGLE = {"spec_method": SpecMethod.EAGLE, "num_speculative_tokens": 1}
 
@@ -112,15 +114,15 @@ def test_every_release_takes_these(release: Release, config: Config) -> None:
     ("version", "config", "reason", "fitting"),
     [
         (REFERENCE, build(CHUNKS, **EAGLE), "CHUNKS_WITH_A_HEAD", (CHUNKS,)),
-        (REFERENCE, build(LARGE, CHUNKS), "CHUNKS_OF_ANOTHER_SIZE", (FULL, CHUNKS)),
+        (REFERENCE, build(LARGE, CHUNKS), "CHUNKS_OF_ANOTHER_SIZE", (LARGE, LARGE_CHUNKS)),
         (REFERENCE, build(WINDOW, WINDOW), "ALL_EQUAL", (WINDOW,)),
         ("0.33.0", build(FULL, WINDOW, CHUNKS, **EAGLE), "CHUNKS_WITH_A_HEAD", None),
         ("0.33.0", build(FULL, STATES), "NO_STATES_OF_ALL", (FULL, ALIGNED)),
-        ("0.33.0", build(LARGE, ALIGNED), "PARTIAL_HITS", (FULL, ALIGNED)),
+        ("0.33.0", build(LARGE, ALIGNED), "PARTIAL_HITS", (LARGE, LARGE_ALIGNED)),
         ("0.11.0", build(LARGE, STATES), "NO_RECURRENT", (FULL,)),
         ("0.11.0", build(ALIGNED), "NO_RECURRENT", ()),
-        ("0.11.0", build(FULL, LARGE_WINDOW), "SEVERAL_SIZES", (FULL, WINDOW)),
-        ("0.11.0", build(LARGE, FULL), "SEVERAL_SIZES", (FULL,)),
+        ("0.11.0", build(FULL, LARGE_WINDOW), "SEVERAL_SIZES", (LARGE, LARGE_WINDOW)),
+        ("0.11.0", build(LARGE, FULL), "SEVERAL_SIZES", (LARGE,)),
         ("0.11.0", build(FULL, WINDOW, CHUNKS), "OTHER_MIXES", (FULL, WINDOW)),
         ("0.11.0", build(WINDOW, FULL, WINDOW), "OTHER_MIXES", (WINDOW, WINDOW, FULL)),
         ("0.11.0", build(FULL, WINDOW, FULL), "OTHER_MIXES", (FULL, FULL, WINDOW)),
@@ -140,6 +142,15 @@ def test_of_other_mixes_a_release_is_given_the_nearest(
     assert find_problem(release, found) is None
     with pytest.raises(ConfigError, match=f"no mix for vLLM {version}: {said.split(':')[0]}"):
         require_groups(release, config)
+
+
+def test_states_at_the_ends_of_chunks_are_further_apart_than_drafts() -> None:
+    states = replace(STATES, num_speculative_blocks=4)
+    config = build(FULL, states, spec_method=SpecMethod.NGRAM, num_speculative_tokens=3)
+    assert config_problems(config) == ()
+    found, _ = fit_groups(NEWEST, config)
+    assert found.block_sizes == (5, 5)
+    assert config_problems(found) == ()
 
 
 def test_newer_releases_take_what_older_ones_do_not() -> None:

@@ -389,6 +389,10 @@ def test_one_full_group_is_as_none(policy: Policy, method: SpecMethod) -> None:
             "chunks can end where blocks do with chunked prefill only",
         ),
         (
+            {"groups": (recurrent(2, ALIGN, 2),)},
+            "with align a step among drafts ends one block at most, so it has fewer of them",
+        ),
+        (
             {
                 "groups": (recurrent(2, ALIGN, 1),),
                 "spec_method": SpecMethod.NGRAM,

@@ -101,6 +101,17 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
         ),
     ),
     ("0.20.0", frozenset({Quirk.CACHED_TOKENS_OF_THE_LAST_HIT}), frozenset()),
+    (
+        "0.22.1",
+        frozenset(),
+        frozenset(
+            {
+                Quirk.HEAD_GIVES_BACK_BY_TURNS,
+                Quirk.WINDOW_HIT_CUT_BLINDLY,
+                Quirk.WINDOWS_RESERVE_EVERYTHING,
+            }
+        ),
+    ),
     ("0.23.0", frozenset({Quirk.ADMITTED_WITH_LOOKAHEAD}), frozenset()),
     (
         "0.24.0",
@@ -127,7 +138,14 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     (
         "0.28.0",
         frozenset({Quirk.UNCACHED_BLOCKS_FIRST}),
-        frozenset({Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT}),
+        frozenset(
+            {
+                Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT,
+                Quirk.WINDOWS_FORGET_DOUBT,
+                Quirk.CHUNKS_ROUND_TO_NOTHING,
+                Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
+            }
+        ),
     ),
     (
         "0.29.0",
@@ -140,6 +158,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
         frozenset({Quirk.ONE_WAITING_QUEUE, Quirk.LONE_REQUEST_HAS_NO_THRESHOLD}),
         frozenset({Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM}),
     ),
+    ("0.32.0", frozenset(), frozenset({Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT})),
     (
         "0.33.0",
         frozenset({Quirk.SELF_VICTIM_LETS_OTHERS_RUN, Quirk.DRAFTS_PUBLISH_AT_COMMIT}),

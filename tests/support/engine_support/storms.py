@@ -49,8 +49,8 @@ def blocks(qwen2: int, mistral: int, **more: Any) -> dict[str, dict[str, Any]]:
     return {"qwen2": {"num_blocks": qwen2}, "mistral": {"num_blocks": mistral, **more}}
 
 
-UNGATED = blocks(25, 8, scheduler_reserve_full_isl=False)
-"""Who is let in by what its windows hold at most is rarely preempted."""
+OPEN: dict[str, Any] = {"scheduler_reserve_full_isl": False}
+"""Who is let in only with room for all that its windows may hold is rarely preempted."""
 
 STORMS = {
     "plain": Storm({}, ("hit",)),
@@ -58,15 +58,21 @@ STORMS = {
     "chunked": Storm(
         {"max_num_batched_tokens": 24, "long_prefill_token_threshold": 7, "block_size": 4}, ("hit",)
     ),
-    "small-pool": Storm({**SMALL, "max_num_batched_tokens": 16}, ("hit", "preemption"), UNGATED),
+    "small-pool": Storm(
+        {**SMALL, "max_num_batched_tokens": 16}, ("hit", "preemption"), blocks(25, 8, **OPEN)
+    ),
     "ngram": Storm(
         {**SMALL, **NGRAM}, ("hit", "preemption", "accepted", "rejected"), blocks(35, 18)
     ),
     "draft-model": Storm(
-        {**SMALL, **DRAFT}, ("hit", "preemption", "accepted", "rejected"), blocks(37, 19)
+        {**SMALL, **DRAFT},
+        ("hit", "preemption", "accepted", "rejected"),
+        blocks(37, 9, **OPEN, max_num_batched_tokens=16),
     ),
     "async": Storm(
-        {**SMALL, **ASYNC, "max_num_batched_tokens": 16}, ("hit", "preemption"), UNGATED
+        {**SMALL, **ASYNC, "max_num_batched_tokens": 16},
+        ("hit", "preemption"),
+        blocks(25, 8, **OPEN),
     ),
     "async-ngram": Storm(
         {**SMALL, **ASYNC, **NGRAM}, ("hit", "preemption", "accepted", "rejected"), blocks(35, 18)

@@ -13,9 +13,10 @@ from functools import lru_cache
 
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.spec.memory.groups import compute_max_held_blocks, compute_max_reach
-from blockstep.spec.vocabulary import Config, GroupKind, KVGroup
+from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, MambaCacheMode
 
 FULL, WINDOW, CHUNKS = GroupKind.FULL, GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL
+RECURRENT = GroupKind.RECURRENT
 MIXES: tuple[tuple[GroupKind, ...], ...] = (
     *((FULL, WINDOW), (FULL, WINDOW), (FULL, WINDOW), (WINDOW, FULL)),
     *((WINDOW,), (CHUNKS,), (FULL, CHUNKS), (CHUNKS, FULL)),
@@ -43,6 +44,8 @@ def draw_groups(config: Config, draw: Draw, is_storm: bool = False) -> Config:
         _draw_group(kind, size * config.block_size, config, draw)
         for kind, size in zip(kinds, sizes, strict=True)
     )
+    if draw.chance(25):
+        groups = _add_states(groups, config, draw)
     config = replace(config, groups=groups)
     num_tokens = config.num_usable_blocks * config.block_size
     shortest = 2 + config.num_speculative_tokens + config.num_lookahead_tokens
@@ -63,6 +66,31 @@ def _draw_group(kind: GroupKind, block_size: int, config: Config, draw: Draw) ->
     if kind is WINDOW:
         return KVGroup(kind, block_size, sliding_window=num_tokens)
     return KVGroup(kind, block_size, attention_chunk_size=num_tokens)
+
+
+def _add_states(groups: tuple[KVGroup, ...], config: Config, draw: Draw) -> tuple[KVGroup, ...]:
+    """The groups with a recurrent one or two, of the modes that the config allows.
+
+    They stand in front or last, and now and then take the place of a group with the same blocks.
+    """
+    unit, num_blocks = config.block_size, config.num_speculative_tokens
+    mode = MambaCacheMode.NONE
+    least = config.max_model_len
+    if config.enable_prefix_caching:
+        mode = draw.choice((MambaCacheMode.ALIGN, MambaCacheMode.ALIGN, MambaCacheMode.ALL))
+        if not config.enable_chunked_prefill:
+            mode = MambaCacheMode.ALL
+        num_blocks += draw.integer(0, 1)
+        # With `align` a step among drafts ends one block at most.
+        least = num_blocks + 1 if mode is MambaCacheMode.ALIGN else 1
+    size = -(-max(least, unit * draw.choice((1, 1, 2))) // unit) * unit
+    states = KVGroup(RECURRENT, size, mamba_cache_mode=mode, num_speculative_blocks=num_blocks)
+    kept = groups[: len(groups) - draw.integer(0, 1)]
+    # Blocks are named by the smallest, whether or not there are states.
+    if unit not in [group.block_size for group in kept or (states,)]:
+        kept = groups
+    others = (states,) * draw.choice((1, 1, 2))
+    return (*others, *kept) if draw.chance(40) else (*kept, *others)
 
 
 def count_held_blocks(config: Config, num_slots: int) -> int:

@@ -10,6 +10,7 @@ and was wrong is an exhibit of its own. The engine is loaded by name, as any for
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from blockstep.conformance.engine import NO_TRAITS, Capability, EngineTraits
@@ -24,7 +25,9 @@ from blockstep.conformance.museum import (
     promises,
 )
 from blockstep.conformance.museum.exhibit import Defect, Exhibit, collect
+from blockstep.conformance.protocol.features import without_states
 from blockstep.conformance.protocol.registry import load_engine
+from blockstep.spec.vocabulary import Config
 
 __all__ = ["EXHIBITS", "Exhibit", "build"]
 
@@ -42,6 +45,11 @@ class _OneGroup(Defect):
         return has - {Capability.GROUPS}
 
 
+def _leave_states_out(config: Config) -> tuple[Config, str | None]:
+    fitting = without_states(config)
+    return fitting, None if fitting is config else "recurrent groups: another matter"
+
+
 def build(name: str, traits: EngineTraits = NO_TRAITS) -> type[Any]:
     """The class of the engine with the defect `name`, held to the spec as its traits say.
 
@@ -51,6 +59,8 @@ def build(name: str, traits: EngineTraits = NO_TRAITS) -> type[Any]:
     chosen = EXHIBITS[name]
     clean: Any = load_engine("host")
     before: tuple[type[Any], ...] = () if chosen.takes_groups else (_OneGroup,)
+    if chosen.takes_groups:
+        traits = replace(traits, fit_config=_leave_states_out)
     if chosen.part:
         part = type("PlantedPart", (chosen.defect, getattr(clean, chosen.part)), {})
         return type("PlantedEngine", (*before, clean), {chosen.part: part, "traits": traits})

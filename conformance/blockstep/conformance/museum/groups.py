@@ -1,6 +1,7 @@
 """Groups: several tables a request, windows and chunks, and one hit that is right for all of them.
 
-These are given configs with several KV groups, as the host is; all other exhibits have one.
+These are given configs with several KV groups, as the host is, but for recurrent ones, of which
+they know nothing; all other exhibits have one group.
 """
 
 from __future__ import annotations

@@ -60,7 +60,24 @@ class Feature:
             return thing
         if isinstance(thing, v.Request):
             return replace(thing, **{name: getattr(PLAIN_REQUEST, name) for name in self.request})
-        return replace(thing, **self.config)  # type: ignore[arg-type]
+        return settle_states(replace(thing, **self.config))  # type: ignore[arg-type]
+
+
+def without_states(config: v.Config) -> v.Config:
+    """The config without its recurrent KV groups."""
+    groups = tuple(group for group in config.groups if group.kind is not v.GroupKind.RECURRENT)
+    if groups == config.groups:
+        return config
+    size = min([group.block_size for group in groups], default=config.block_size)
+    return replace(config, groups=groups, block_size=size)
+
+
+def settle_states(config: v.Config) -> v.Config:
+    """The config, without recurrent groups if they do not go with the rest of it.
+
+    Their mode follows from prefix caching, and each draft needs a block of theirs.
+    """
+    return without_states(config) if v.config_problems(config) else config
 
 
 PRIORITY = Feature(

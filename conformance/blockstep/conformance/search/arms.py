@@ -40,6 +40,7 @@ from blockstep.conformance.protocol.features import (
     Feature,
     find_lacking,
     fit,
+    settle_states,
 )
 from blockstep.conformance.protocol.findings import tell_error
 from blockstep.conformance.protocol.program import describe_event
@@ -71,7 +72,13 @@ class Arm:
 def _switch_drafts(config: v.Config) -> v.Config:
     if DRAFTS.is_asked_by(config):
         return DRAFTS.take_from(config)
-    return replace(config, spec_method=v.SpecMethod.EAGLE, num_speculative_tokens=2)
+    drafting = replace(config, spec_method=v.SpecMethod.EAGLE, num_speculative_tokens=2)
+    return settle_states(drafting)
+
+
+def _switch_caching(config: v.Config) -> v.Config:
+    switched = replace(config, enable_prefix_caching=not config.enable_prefix_caching)
+    return settle_states(switched)
 
 
 def _switch_async(config: v.Config) -> v.Config:
@@ -85,11 +92,7 @@ def _switch_pipeline(config: v.Config) -> v.Config:
 
 
 ARMS: tuple[Arm, ...] = (
-    Arm(
-        "caching",
-        "prefix caching switched over",
-        lambda config: replace(config, enable_prefix_caching=not config.enable_prefix_caching),
-    ),
+    Arm("caching", "prefix caching switched over", _switch_caching),
     Arm("drafts", "speculation switched over", _switch_drafts, DRAFTS),
     Arm("async", "one plan in flight at a time, or three", _switch_async, ASYNC),
     Arm("pipeline", "the same, each request waiting for its token", _switch_pipeline, PIPELINE),

@@ -149,6 +149,8 @@ def _simpler_group(group: v.KVGroup, least_size: int) -> Iterator[v.KVGroup]:
     if group.kind is v.GroupKind.CHUNKED_LOCAL:
         span = group.attention_chunk_size
         yield v.KVGroup(v.GroupKind.SLIDING_WINDOW, group.block_size, sliding_window=span)
+    if group.num_speculative_blocks:
+        yield replace(group, num_speculative_blocks=group.num_speculative_blocks - 1)
     if group.block_size > least_size:
         yield replace(group, block_size=least_size)
     for name in ("sliding_window", "attention_chunk_size"):

@@ -328,17 +328,19 @@ def skip_slots(
     request goes on where the first of them is, and reads the window before it.
     Source: vLLM 0.19.1 `remove_skipped_blocks`, which forgets the doubt; P1, P8, P14.
     """
-    holdings = []
-    for group, holding in zip(config.groups, request.holdings, strict=True):
-        table = holding.block_table
+    holdings = [*request.holdings]
+    num_left = 0
+    for index, group in enumerate(config.groups):
+        table = holdings[index].block_table
         num_certain = compute_num_certain(group, request.num_computed_tokens, num_in_doubt)
         num_skipped = min(compute_num_skipped_blocks(group, num_certain), len(table))
         left = without_nulls(table[:num_skipped])
         if left:
+            num_left += len(left)
             pool = rules.free_blocks(pool, left)
-            table = (NULL_BLOCK,) * num_skipped + table[num_skipped:]
-        holdings.append(Holding(table, holding.num_cached_blocks))
-    return pool, replace(request, holdings=tuple(holdings))
+            after = (NULL_BLOCK,) * num_skipped + table[num_skipped:]
+            holdings[index] = Holding(after, holdings[index].num_cached_blocks)
+    return pool, replace(request, holdings=tuple(holdings)) if num_left else request
 
 
 def release_slots(pool: Pool, request: RequestState, rules: Rules) -> Pool:

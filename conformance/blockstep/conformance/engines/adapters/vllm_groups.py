@@ -77,8 +77,8 @@ def require_groups(release: Release, config: Config) -> None:
     if reason is not None:
         rule = f"is no mix for vLLM {release.version}: {reason}"
         fitting = fit_groups(release, config)[0]
-        fix = f"use {fitting.groups!r}, or no prefix caching"
-        if fitting.groups == config.groups:
+        fix = f"use {fitting.groups!r} (block_size {fitting.block_size}), or no prefix caching"
+        if reason == CHUNKS_WITH_A_HEAD:
             fix = f"use {fitting.spec_method}, or no prefix caching"
         raise ConfigError([ConfigProblem("groups", config.groups, rule, fix)])
 
@@ -88,20 +88,27 @@ def _mend(config: Config, reason: str) -> Config:
     if reason == CHUNKS_WITH_A_HEAD:
         return replace(config, spec_method=SpecMethod.NGRAM)
     if reason in (SEVERAL_SIZES, CHUNKS_OF_ANOTHER_SIZE, PARTIAL_HITS):
-        size = config.block_size
-        return replace(config, groups=tuple([replace(g, block_size=size) for g in config.groups]))
+        return _resize(config, max(config.block_sizes))
     if reason == NO_STATES_OF_ALL:
         modes = {MambaCacheMode.ALL: MambaCacheMode.ALIGN}
         aligned = [
             replace(g, mamba_cache_mode=modes.get(g.mamba_cache_mode, g.mamba_cache_mode))
             for g in config.groups
         ]
-        return replace(config, groups=tuple(aligned), enable_chunked_prefill=True)
+        config = replace(config, groups=tuple(aligned), enable_chunked_prefill=True)
+        # A block is to be of more tokens than there are drafts in a step.
+        num_drafts = max(group.num_speculative_blocks for group in config.groups)
+        return _resize(config, max(*config.block_sizes, num_drafts + 1))
     if reason == NO_RECURRENT:
         kept = [group for group in config.groups if group.kind is not GroupKind.RECURRENT]
-        sized = [replace(group, block_size=config.block_size) for group in kept]
-        return replace(config, groups=tuple(sized))
+        return _resize(replace(config, groups=tuple(kept)), config.block_size)
     return _arrange(config) if reason == OTHER_MIXES else replace(config, groups=config.groups[:1])
+
+
+def _resize(config: Config, size: int) -> Config:
+    """The config with blocks of one size."""
+    groups = tuple([replace(group, block_size=size) for group in config.groups])
+    return replace(config, block_size=size, groups=groups)
 
 
 def _arrange(config: Config) -> Config:

@@ -25,8 +25,8 @@ from blockstep.conformance.judge.properties.queue_replay import (
     hides_a_rollback,
     in_policy_order,
     is_passed_over,
+    left_behind,
     replay_schedule,
-    unattended_ends,
     victims_of,
 )
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
@@ -235,7 +235,7 @@ def tokens_of_a_preempted_row_are_given_back(step: Step, ledger: Ledger) -> Comp
     room = len(step.before.free_queue) + len(freed_blocks(step.before, victims[:-1]))
     if config.groups:  # and what rows gave back because they attend to it no more
         for name in step.before.running:
-            room += sum(unattended_ends(step, ledger, name))
+            room += sum(map(len, left_behind(step, ledger, name)))
     left = config.max_num_batched_tokens
     for name in step.before.running:
         if name in victims:

@@ -11,9 +11,9 @@ from blockstep.conformance.judge.properties.queue_replay import (
     hides_a_rollback,
     in_policy_order,
     is_passed_over,
+    left_behind,
     passed_over,
     replay_schedule,
-    unattended_ends,
     victims_of,
 )
 from blockstep.conformance.judge.properties.sentence import (
@@ -200,9 +200,7 @@ def _freed_by_last(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -
     holders = Holders(step.before)
     for name in victims[:-1]:
         holders.free(name)
-    ends = unattended_ends(step, ledger, victims[-1])
-    tables = zip(step.old[victims[-1]].block_tables, ends, strict=True)
-    holders.give_back(victims[-1], [table[:end] for table, end in tables])
+    holders.give_back(victims[-1], left_behind(step, ledger, victims[-1]))
     return holders.free(victims[-1])
 
 

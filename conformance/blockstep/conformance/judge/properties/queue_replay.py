@@ -144,19 +144,31 @@ class Holders:
         return freed
 
 
-def unattended_ends(step: Step, ledger: Ledger, name: v.RequestId) -> list[int]:
-    """Per group: up to which index of its table a running request attends to nothing more.
+def unattended_ends(
+    step: Step, num_computed: int, in_doubt: int, is_running: bool = False
+) -> list[int]:
+    """Per group: up to which index of its table a request attends to nothing more.
 
-    Drafts in flight may be rejected: then it goes on where the first of them is.
+    Drafts in flight may be rejected: then it goes on where the first of them is. One that runs also
+    keeps the blocks where boundaries end that drafts accepted just now may have passed: states are
+    copied there before they are left.
     """
-    if not step.config.groups:
-        return [0]
-    computed, in_doubt = step.old[name].num_computed_tokens, ledger.count_drafts_in_flight()[name]
-    # A state at a block's end that drafts passed is copied there before the block is left.
     return [
-        count_unattended(group, max(computed - max(in_doubt, group.num_speculative_blocks), 0))
+        count_unattended(
+            group,
+            max(num_computed - max(in_doubt, group.num_speculative_blocks * is_running), 0),
+        )
         for group in step.config.groups
     ]
+
+
+def left_behind(step: Step, ledger: Ledger, name: v.RequestId) -> list[tuple[v.BlockId, ...]]:
+    """Per group: the blocks of a request that runs which it attends to no more."""
+    old, in_doubt = step.old[name], ledger.count_drafts_in_flight()[name]
+    if not step.config.groups:
+        return [()]
+    ends = unattended_ends(step, old.num_computed_tokens, in_doubt, is_running=True)
+    return [table[:end] for table, end in zip(old.block_tables, ends, strict=True)]
 
 
 def replay_schedule(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -> QueueReplay:
@@ -200,9 +212,7 @@ def _replay_running(
     if left:
         last = left[-1]
         if step.config.groups:
-            ends = unattended_ends(step, ledger, last)
-            tables = zip(step.old[last].block_tables, ends, strict=True)
-            queue += holders.give_back(last, [table[:end] for table, end in tables])
+            queue += holders.give_back(last, left_behind(step, ledger, last))
         for name in left[:-1]:
             queue += holders.free(name)
         replay.room_of_the_last = len(queue)

@@ -25,21 +25,25 @@ def attended_blocks_are_held(step: Step, ledger: Ledger) -> Complaints:
     """
     if not step.config.groups:
         return
-    in_doubt = ledger.count_drafts_in_flight(step)
-    for request in step.after.requests:
-        certain = request.num_computed_tokens - in_doubt[request.request_id]
-        for at, (group, table) in enumerate(
-            zip(step.config.groups, request.block_tables, strict=True)
-        ):
-            end = count_unattended(group, certain)
-            if is_recurrent(group):  # in one of these it stands
-                end = max(len(table) - 1 - group.num_speculative_blocks, 0)
-            if v.NULL_BLOCK in table[end:]:
-                index = table.index(v.NULL_BLOCK, end)
-                yield Complaint(
-                    f"{request.request_id!r} goes on at position {certain} at the earliest, and "
-                    f"has no block at index {index} of group {at}, which it attends to"
-                )
+    nulls = [
+        (request, at, table)
+        for request in step.after.requests
+        for at, table in enumerate(request.block_tables)
+        if v.NULL_BLOCK in table
+    ]
+    in_doubt = ledger.count_drafts_in_flight(step) if nulls else {}
+    for request, at, table in nulls:
+        group = step.config.groups[at]
+        certain = request.num_computed_tokens - in_doubt.get(request.request_id, 0)
+        end = count_unattended(group, certain)
+        if is_recurrent(group):  # in one of these it stands
+            end = max(len(table) - 1 - group.num_speculative_blocks, 0)
+        if v.NULL_BLOCK in table[end:]:
+            index = table.index(v.NULL_BLOCK, end)
+            yield Complaint(
+                f"{request.request_id!r} goes on at position {certain} at the earliest, and has "
+                f"no block at index {index} of group {at}, which it attends to"
+            )
 
 
 @sentence("P8", v.Schedule)
@@ -51,14 +55,16 @@ def row_has_given_back_what_it_attends_to_no_more(step: Step, ledger: Ledger) ->
     """
     if not step.config.groups:
         return
+    in_doubt = ledger.count_drafts_in_flight()
     for row in step.rows:
-        ends = [count_unattended(group, row.first) for group in step.config.groups]
+        ends = unattended_ends(step, row.first, 0)
         if row.kind is RowKind.RUNNING:
-            ends = unattended_ends(step, ledger, row.request_id)
+            old = step.old[row.request_id]
+            ends = unattended_ends(step, old.num_computed_tokens, in_doubt[row.request_id], True)
         tables = step.new[row.request_id].block_tables
         for at, (end, table) in enumerate(zip(ends, tables, strict=True)):
-            kept = [block for block in table[:end] if block != v.NULL_BLOCK]
-            if kept:
+            if any(table[:end]):
+                kept = [block for block in table[:end] if block != v.NULL_BLOCK]
                 yield Complaint(
                     f"{row.request_id!r} runs from position {row.first} on and keeps blocks {kept} "
                     f"of group {at}, which it attends to no more"

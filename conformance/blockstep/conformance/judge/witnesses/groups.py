@@ -28,6 +28,7 @@ GROUPED = {
     "groups_larger_block_filled": "a block of more tokens than the smallest was published",
     "groups_window_slid": "a window moved on, and gave back a block behind it",
     "groups_chunk_left": "a request began a chunk, and gave back a block of one before",
+    "groups_state_left": "a recurrent layer went on, and gave back a block with a state behind it",
     "groups_block_in_doubt": "a block was kept because drafts in flight may yet be rejected",
     "groups_hit_behind_nulls": "a hit had null blocks in front",
     "groups_hit_in_several": "a hit shared blocks of several groups",
@@ -42,6 +43,12 @@ GROUPED = {
     "groups_resumed_behind_nulls": "a preempted request came back with null blocks in front",
     "groups_ended_with_nulls": "a request ended that had given back blocks",
 }
+LEFT = {
+    GroupKind.SLIDING_WINDOW: "groups_window_slid",
+    GroupKind.CHUNKED_LOCAL: "groups_chunk_left",
+    GroupKind.RECURRENT: "groups_state_left",
+}
+"""What it is by kind to give back a block."""
 
 
 def of_groups(step: Step, ledger: Ledger) -> Iterator[str]:
@@ -93,8 +100,9 @@ def _of_sliding(step: Step, ledger: Ledger) -> Iterator[str]:
         for group, (old, new) in zip(step.config.groups, tables, strict=True):
             num_null = new.count(NULL_BLOCK)
             if num_null > old.count(NULL_BLOCK):
-                is_window = group.kind is GroupKind.SLIDING_WINDOW
-                yield "groups_window_slid" if is_window else "groups_chunk_left"
+                yield LEFT[group.kind]
+            if group.kind is GroupKind.RECURRENT:
+                continue  # the blocks of its drafts are its own affair
             if in_doubt[name] and num_null < min(count_unattended(group, first), len(old)):
                 yield "groups_block_in_doubt"
 
