@@ -309,8 +309,9 @@ def test_what_a_request_holds_at_most_is_charged_when_it_is_submitted() -> None:
     # A window of 3 and steps of 4: 6 slots from anywhere, in 4 blocks of two.
     for num_blocks, answer in ((5, Ack()), (4, Rejected(RejectCode.NEVER_FITS))):
         config = replace(
-            SMALL, num_blocks=num_blocks, max_num_batched_tokens=4, groups=(window(2, 3),)
-        )
+            SMALL, num_blocks=num_blocks, max_num_batched_tokens=4, groups=(window(2, 3),),
+            long_prefill_token_threshold=9,
+        )  # fmt: skip
         host = HostEngine(config)
         assert host.apply(Submit(Request("a", tuple(range(30)), max_tokens=2))) == answer
         host.apply(Schedule())

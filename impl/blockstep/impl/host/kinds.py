@@ -87,8 +87,7 @@ class Group:
     def leave(self, holding: Holding, num_computed: int, in_doubt: int, pool: BlockPool) -> None:
         """Give up the blocks in front that no token reads any more, last block first."""
         blocks, begin = holding.blocks, holding.num_left
-        sure = max(num_computed - self.count_doubt(in_doubt), 0)
-        end = min(self.first_block(sure), len(blocks))
+        end = self.first_block(num_computed - self.count_doubt(in_doubt))
         if end > begin:
             pool.free([block for block in blocks[begin:end] if block != NULL_BLOCK])
             blocks[begin:end] = [NULL_BLOCK] * (end - begin)
