@@ -25,8 +25,10 @@ from blockstep.conformance.engines.adapters.vllm_releases import (
     get_release,
     get_release_problem,
 )
+from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.compare import observation_differences
-from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.conformance.protocol.program import Answer, Program
+from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.search.episodes import fit_config
 from blockstep.conformance.search.options import find_profile
 from blockstep.spec.vocabulary import (
@@ -349,6 +351,25 @@ def test_a_state_is_kept_where_a_chunk_ends_and_hit_there() -> None:
             pair.step(9)
     keys = [key for key in pair.state.block_keys if key is not None and key.group == 1]
     assert [key.index for key in keys] == [2]
+
+
+@needs_reference
+def test_a_plan_behind_rejected_drafts_that_had_states_is_left_out_since_it_raises() -> None:
+    states = replace(ALIGNED, block_size=4, num_speculative_blocks=2)
+    config = Config(
+        num_blocks=6, block_size=4, spec_method=SpecMethod.EAGLE, num_speculative_tokens=2,
+        max_frames_in_flight=2, async_scheduling=True, groups=(states,),
+    )  # fmt: skip
+    steps = (Schedule(), *(Schedule(), Answer()) * 4, Answer(), Schedule())
+    program = Program(config, (Submit(Request("A", (0,), max_tokens=6)), *steps))
+    make, profile = load_engine("vllm"), find_profile(f"vllm-{VERSION}")
+    run, findings = run_program(program, make, profile)
+    assert findings == []
+    assert {name: n for name, n in run.skipped.items() if "states" in name} == {
+        "a plan behind rejected drafts that had states: fewer blocks than there are": 1
+    }
+    _, findings = run_program(program, make, replace(profile, spares=False))
+    assert "num_required_blocks 4 < len(req_blocks) 5" in findings[0].message
 
 
 @needs_vllm

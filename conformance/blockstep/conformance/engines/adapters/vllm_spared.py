@@ -16,6 +16,7 @@ FORCED_RESET = "forced reset under asynchronous scheduling (#42043)"
 RESUMED_TOO_EARLY = "resumed before its tokens (#47900)"
 PAST_THE_END = "min_tokens at the model length"
 BEHIND_DRAFTS = "a plan behind drafts in flight: fewer than no tokens"
+BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks than there are"
 PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
 PADDED_TO_THE_END = "a plan behind padding to the model length (#53962)"
 
@@ -90,6 +91,8 @@ def find_reason(run: Run, event: v.Event) -> str | None:
                 return PAST_THE_END
             if _is_behind_drafts(run):
                 return BEHIND_DRAFTS
+            if _is_behind_states(run):
+                return BEHIND_STATES
             return _find_padding_problem(run, waiting)
     return None
 
@@ -106,6 +109,35 @@ def _is_behind_drafts(run: Run) -> bool:
         for frame in run.frames.values()
         for name in frame.scheduled_spec_decode_tokens
     )
+
+
+def _is_behind_states(run: Run) -> bool:
+    """Whether a request would be planned with fewer blocks of a recurrent group than it has.
+
+    It took them for drafts that were rejected. How many tokens it gets now depends on who is
+    planned before it; where the budget may be short, one is reckoned with.
+    """
+    config, running = run.config, run.scheduler.running
+    aligned = [one for one in run.managers if getattr(one, "mamba_cache_mode", "") == "align"]
+    if not aligned or RELEASE.has_partial_hits:
+        return False
+    wanted = [_count_wanted(config, request) for request in running]
+    is_short = sum(wanted) > config.max_num_batched_tokens
+    for request, num_wanted in zip(running, wanted, strict=True):
+        end = request.num_computed_tokens + (1 if is_short else num_wanted)
+        for one in aligned if num_wanted else ():
+            num_held = len(one.req_to_blocks.get(request.request_id, ()))
+            if -(-end // one.block_size) + one.num_speculative_blocks < num_held:
+                return True
+    return False
+
+
+def _count_wanted(config: v.Config, request: VllmRequest) -> int:
+    """Tokens of a running request in the next plan, if the budget is for all."""
+    num_known: int = request.num_tokens_with_spec + request.num_output_placeholders
+    num_left: int = min(num_known, config.max_model_len - 1) - request.num_computed_tokens
+    threshold = config.long_prefill_token_threshold or num_left
+    return max(min(num_left, threshold), 0)
 
 
 def _find_padding_problem(run: Run, waiting: list[VllmRequest]) -> str | None:
