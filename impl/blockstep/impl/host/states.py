@@ -35,9 +35,9 @@ class StateGroup(Group):
 class AlignedGroup(StateGroup):
     """States at the ends of chunks, and chunks end where blocks do.
 
-    A step writes one state, the last, which the worker has copied from its source: where the step
-    before ended. Where a chunk passes whole blocks their places are null. The spare blocks stand
-    behind the state; they are written in turn, or move on.
+    A step writes one state, the last, which the worker has copied from where the step before ended.
+    Where a chunk passes whole blocks their places are null. The spare blocks stand behind the
+    state; they are written in turn, or move on.
 
         one spare block    7 3    ->    7 3 4    ->    0 3 0 4 5    the last but one is the state
     """
@@ -57,7 +57,7 @@ class AlignedGroup(StateGroup):
         end = self.count_blocks(extent.num_tokens)
         state = end - 1 - self.num_spare
         first_spare = before - self.num_spare if holding.has_spare else before
-        holding.source, holding.has_spare = first_spare - 1, True
+        holding.has_spare = True
         blocks += [NULL_BLOCK] * (state - before)
         for index in range(first_spare, min(before, state)):
             blocks.append(blocks[index])
@@ -65,15 +65,6 @@ class AlignedGroup(StateGroup):
         blocks += pool.take(missing)
         assert len(blocks) == end, "a state and its spare blocks end the table"
         return tuple(blocks[before:])
-
-    def leave(self, holding: Holding, num_computed: int, in_doubt: int, pool: BlockPool) -> None:
-        """See `Group`. The source goes, too, when the state made of it is behind no draft."""
-        super().leave(holding, num_computed, in_doubt, pool)
-        sure = num_computed - self.count_doubt(in_doubt)
-        source, state = holding.source, -(-sure // self.block_size) - 1
-        if 0 <= source < state and holding.blocks[source] != NULL_BLOCK:
-            pool.free((holding.blocks[source],))
-            holding.blocks[source] = NULL_BLOCK
 
     def count_held(self, num_slots: int) -> int:
         """See `Group`. Of each block one state, from the last that is sure to the last that a step

@@ -19,16 +19,14 @@ class Holding:
     """Its first blocks that are settled: published, or hit."""
     num_left: int = 0
     """Its first places that are null: blocks that no token reads any more."""
-    source: int = -1
-    """Place of the state that the last step went on from; only where states end with chunks."""
     has_spare: bool = False
-    """Whether it has a state, and spare blocks behind it; likewise."""
+    """Whether it has a state, and spare blocks behind it; only where states end with chunks."""
 
     def clear(self) -> None:
         """As it was before the first admission."""
         del self.blocks[:]
         self.num_cached = self.num_left = 0
-        self.source, self.has_spare = -1, False
+        self.has_spare = False
 
 
 class RequestTable:
