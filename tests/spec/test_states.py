@@ -10,9 +10,16 @@ from groups_support import ALIGN, ALL, NONE, chunks, full, recurrent, window
 from blockstep.spec import Config, Oracle, Request, SpecMethod
 from blockstep.spec.invariants import get_broken_invariants
 from blockstep.spec.memory.groups import compute_max_doubt, compute_max_held_blocks
-from blockstep.spec.memory.states import compute_num_new_states, get_extended_states
-from blockstep.spec.step.share import compute_aligned_end
-from blockstep.spec.vocabulary import BlockTables, Plan
+from blockstep.spec.memory.slots import count_reserved_blocks
+from blockstep.spec.memory.states import (
+    compute_num_new_states,
+    compute_num_state_blocks,
+    get_extended_states,
+)
+from blockstep.spec.pool import create_pool
+from blockstep.spec.requests import RequestState
+from blockstep.spec.step.share import compute_aligned_end, get_aligned_share
+from blockstep.spec.vocabulary import BlockTables, Plan, Status
 
 ALIGNED = Config(32, 4, max_num_batched_tokens=8, max_model_len=64, groups=(full(4), recurrent(4)))
 
@@ -264,3 +271,38 @@ def test_a_request_is_charged_what_it_holds_of_states() -> None:
     assert compute_max_held_blocks(recurrent(4, ALL), 60, 8) == 3
     assert compute_max_held_blocks(recurrent(4, ALL, 2), 60, 8) == 4 + 2
     assert compute_max_held_blocks(recurrent(64, NONE, 2), 60, 8) == 1 + 2
+
+
+def test_a_group_of_states_is_charged_those_of_drafts_at_the_gate() -> None:
+    pool = create_pool(32)
+    for group, num_blocks in (
+        (recurrent(64, NONE, 2), 1 + 2),
+        (recurrent(4, ALL, 2), 2 + 2),
+        (recurrent(4, ALIGN, 2), 2 + 2),
+    ):
+        config = replace(ALIGNED, groups=(group,))
+        assert count_reserved_blocks(config, pool, group, 5, ()) == num_blocks
+
+
+def test_lookahead_has_blocks_where_all_boundaries_are_kept() -> None:
+    assert compute_num_state_blocks(recurrent(4, ALL, 2), 4, 6) == 2 + 2
+    assert compute_num_state_blocks(recurrent(64, NONE, 2), 4, 6) == 1 + 2
+    assert compute_num_state_blocks(recurrent(4, ALIGN, 2), 4, 6) == 1 + 2
+
+
+def of_lengths(num_prompt: int, num_outputs: int) -> RequestState:
+    request = RequestState(Request("A", (1,) * num_prompt, max_tokens=50), Status.RUNNING)
+    return replace(request, output_token_ids=(7,) * num_outputs)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "num_outputs", "num_computed", "num_new", "share"),
+    [(19, 0, 0, 7, 4), (3, 12, 4, 7, 4), (3, 12, 12, 2, 2), (3, 12, 14, 1, 1), (9, 0, 8, 1, 1)],
+)
+def test_chunks_end_where_every_group_has_a_boundary_also_of_who_is_resumed(
+    num_prompt: int, num_outputs: int, num_computed: int, num_new: int, share: int
+) -> None:
+    """Blocks of two tokens, states at every fourth."""
+    config = replace(ALIGNED, block_size=2, groups=(full(2), recurrent(4)))
+    request = of_lengths(num_prompt, num_outputs)
+    assert get_aligned_share(config, request, num_computed, num_new) == share
