@@ -15,6 +15,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+torch.set_num_threads(1)  # models are tiny: threads of several workers only wait for each other
 
 
 @pytest.fixture(autouse=True)

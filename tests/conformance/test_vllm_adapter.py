@@ -619,6 +619,10 @@ SCENES: dict[Quirk, tuple[Config, tuple[Action, ...]]] = {
         Config(num_blocks=20, block_size=1, max_model_len=6, groups=(full(1), window(1, 1))),
         (*once("A", 4), *once("B", 4)),
     ),
+    Quirk.CHUNK_KEEPS_A_NAMED_BLOCK: (
+        Config(9, 1, max_model_len=9, groups=(chunks(1, 2),)),
+        (Submit(Request("A", (0, 0), max_tokens=3)), Schedule(), Answer(), Schedule()),
+    ),
     Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT: (
         Config(
             num_blocks=11, block_size=1, max_model_len=6,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from groups_support import chunks, full, window
+from groups_support import chunks, full, recurrent, window
 
 from blockstep.conformance.draw.actions import SeededDraw, View, next_action
 from blockstep.conformance.draw.presets import PRESETS, draw_swarm
@@ -384,6 +384,15 @@ def test_a_hit_of_several_groups_is_told_from_one_that_a_group_cuts() -> None:
     assert after["groups_hit_cut_by_full_attention"] == 0
     assert watched.counts["prefix_hit"] == 0
     assert after["groups_evicted_by_another"] > 0
+
+
+def test_states_that_are_left_and_hit_are_told() -> None:
+    watched = play_groups(GROUPED, full(2), recurrent(2))
+    before = Counter(told(watched))
+    assert before["groups_state_left"] > 0
+    assert before["groups_window_slid"] == before["groups_hit_of_a_state"] == 0
+    watched.do(Submit(replace(NINE, request_id="B")), Schedule())
+    assert (Counter(told(watched)) - before)["groups_hit_of_a_state"] == 1
 
 
 def test_three_kinds_are_told_from_two() -> None:

@@ -139,3 +139,15 @@ def test_windows_forget_doubt(quirk: bool, expected: int) -> None:
     oracle.schedule()  # and so on
     (table,) = oracle.state.requests["A"].block_tables
     assert table.count(NULL_BLOCK) == expected
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, (0, 0, 3)), (True, (0, 2, 3))])
+def test_a_chunk_keeps_a_named_block(quirk: bool, expected: tuple[int, ...]) -> None:
+    config = Config(9, 1, max_model_len=9, groups=(chunks(1, 2),))
+    quirks = {Quirk.CHUNK_KEEPS_A_NAMED_BLOCK} if quirk else set()
+    oracle = Oracle(config, Profile("some", frozenset(quirks)))
+    oracle.submit(Request("A", (1, 2), max_tokens=2))
+    oracle.commit(oracle.schedule(), {"A": [3]})
+    oracle.schedule()
+    (table,) = oracle.state.requests["A"].block_tables
+    assert table == expected

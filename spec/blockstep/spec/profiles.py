@@ -54,6 +54,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.CHUNK_BEGINS_IN_A_NULL_BLOCK,
                 Quirk.NARROW_WINDOW_WANTS_A_BLOCK,
                 Quirk.HIT_HOLDS_WHAT_IT_SKIPS,
+                Quirk.CHUNK_KEEPS_A_NAMED_BLOCK,
                 Quirk.WINDOWS_FORGET_DOUBT,
             }
         ),
@@ -69,6 +70,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
         frozenset({Quirk.DRAFTS_OUTLIVE_PREEMPTION}),
         frozenset({Quirk.TOO_LONG_IS_PASSED_OVER}),
     ),
+    ("0.13.0", frozenset(), frozenset({Quirk.CHUNK_KEEPS_A_NAMED_BLOCK})),
     (
         "0.14.0",
         frozenset(),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Frame, Hit, RequestState
+from blockstep.spec.requests import Frame, Hit, Holding, RequestState
 from blockstep.spec.vocabulary import (
     BlockId,
     Config,
@@ -61,6 +61,8 @@ class Rules:
     """What a waiting request shares, where there are KV groups."""
     count_reserved_blocks: Callable[[Config, Pool, KVGroup, int, tuple[BlockId, ...]], int]
     """Free blocks of one group that the gate wants: (.., slots, its hit)."""
+    count_skipped_blocks: Callable[[KVGroup, Holding, int], int]
+    """Leading blocks of one group that are given back: (.., what is held, certain tokens)."""
     get_num_in_doubt: Callable[[Sequence[Frame], RequestId], int]
     """Computed tokens that a request may have to compute again, and so reads a window before."""
 

@@ -10,7 +10,7 @@ from blockstep.spec.lives.commit import publishes_at_commit
 from blockstep.spec.lives.control import get_frames_after_reset, get_reset_request
 from blockstep.spec.lives.endings import compute_stop
 from blockstep.spec.memory.prefix import get_joint_hit
-from blockstep.spec.memory.slots import count_reserved_blocks, revoke_slots
+from blockstep.spec.memory.slots import count_reserved_blocks, count_skipped_blocks, revoke_slots
 from blockstep.spec.pool import free_blocks, withdraw_blocks
 from blockstep.spec.requests import count_drafts_in_flight
 from blockstep.spec.rules import Rules
@@ -50,6 +50,7 @@ STRICT_RULES: Final = Rules(
     publishes_at_commit=publishes_at_commit,
     get_joint_hit=get_joint_hit,
     count_reserved_blocks=count_reserved_blocks,
+    count_skipped_blocks=count_skipped_blocks,
     get_num_in_doubt=count_drafts_in_flight,
     get_aligned_share=get_aligned_share,
     hide_states=withdraw_blocks,

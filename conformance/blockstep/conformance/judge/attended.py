@@ -62,6 +62,8 @@ def count_unattended(group: KVGroup, position: int) -> int:
 
 def without_given_back(told: Sequence[BlockId], shown: Sequence[BlockId]) -> tuple[BlockId, ...]:
     """A table as plans told it, with the null blocks of a state: no plan tells of them."""
+    if NULL_BLOCK not in shown:
+        return tuple(told)
     nulls = {index for index, block in enumerate(shown) if block == NULL_BLOCK}
     return tuple([NULL_BLOCK if index in nulls else block for index, block in enumerate(told)])
 

@@ -33,7 +33,7 @@ __all__ = ["EXHIBITS", "Exhibit", "build"]
 
 _PAGES = (pool, admission, preemption, drafts, promises, plan, identity, groups)
 
-EXHIBITS: Mapping[str, Exhibit] = collect(page.PAGE for page in _PAGES)
+EXHIBITS: Mapping[str, Exhibit] = collect((*(page.PAGE for page in _PAGES), groups.STATES))
 """All planted defects, by name."""
 
 
@@ -59,7 +59,7 @@ def build(name: str, traits: EngineTraits = NO_TRAITS) -> type[Any]:
     chosen = EXHIBITS[name]
     clean: Any = load_engine("host")
     before: tuple[type[Any], ...] = () if chosen.takes_groups else (_OneGroup,)
-    if chosen.takes_groups:
+    if chosen.takes_groups and not chosen.takes_states:
         traits = replace(traits, fit_config=_leave_states_out)
     if chosen.part:
         part = type("PlantedPart", (chosen.defect, getattr(clean, chosen.part)), {})

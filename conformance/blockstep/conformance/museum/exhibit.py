@@ -43,14 +43,16 @@ class Exhibit:
     """Likewise, where only the state tells of it."""
     takes_groups: bool = False
     """Whether it is given several KV groups. A defect of one group need not run with more."""
+    takes_states: bool = False
+    """Whether recurrent groups are among them."""
 
 
 class Page:
     """The exhibits of one theme, in order of appearance."""
 
-    def __init__(self, takes_groups: bool = False) -> None:
+    def __init__(self, takes_groups: bool = False, takes_states: bool = False) -> None:
         self.exhibits: list[Exhibit] = []
-        self._takes_groups = takes_groups
+        self._takes = {"takes_groups": takes_groups, "takes_states": takes_states}
 
     def exhibit(
         self, title: str, upstream: str, properties: str, **more: str
@@ -60,10 +62,8 @@ class Page:
         def register(defect: type[Defect]) -> type[Defect]:
             name = re.sub(r"\B(?=[A-Z])", "-", defect.__name__).lower()
             told = tuple(properties.split())
-            given = self._takes_groups
-            self.exhibits.append(
-                Exhibit(name, title, upstream, told, defect, takes_groups=given, **more)
-            )
+            given: Any = {**self._takes, **more}
+            self.exhibits.append(Exhibit(name, title, upstream, told, defect, **given))
             return defect
 
         return register

@@ -6,34 +6,37 @@ they know nothing; all other exhibits have one group.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from blockstep.conformance.museum.exhibit import Defect, Page
 from blockstep.spec.vocabulary import NULL_BLOCK
 
 PAGE = Page(takes_groups=True)
+STATES = Page(takes_groups=True, takes_states=True)
+"""Of recurrent groups: these are given them as well."""
 PART = "groups_type"
 
 
 class _GroupByGroup(Defect):
     """Hits are held, and blocks taken, of one group after the other."""
 
-    def adopt(self, _holdings: Any, hits: Any) -> None:
-        self._hits = hits.tables
+    def adopt(self, holdings: Any, hits: Any) -> None:
+        self._hits = hits.tables if hits.shared() else None
+        if self._hits is None:
+            super().adopt(holdings, hits)
 
-    def take(self, holdings: Any, num_slots: int) -> Any:
+    def take(self, holdings: Any, extent: Any) -> Any:
         hits, self._hits = getattr(self, "_hits", None), None
-        if hits is None:  # a running request has no hits
-            return super().take(holdings, num_slots)
-        tables = [()] * len(holdings)
+        if hits is None:
+            return super().take(holdings, extent)
+        tables: list[Any] = [()] * len(holdings)
         for index in self._in_turn(range(len(holdings))):
             holding, table = holdings[index], hits[index]
             self.pool.touch([block for block in table if block != NULL_BLOCK])
             holding.blocks += table
             holding.num_cached, holding.num_left = len(table), table.count(NULL_BLOCK)
-            missing = self.groups[index].count_blocks(num_slots) - len(table)
-            tables[index] = tuple(self.pool.take(max(missing, 0)))
-            holding.blocks += tables[index]
+            tables[index] = self.groups[index].extend(holding, extent, self.pool)
         return tuple(tables)
 
     def _in_turn(self, indices: Any) -> Any:
@@ -83,10 +86,9 @@ class WindowChargedWhole(Defect):
     """A prompt that could be served in chunks is never let in."""
 
     def count_for_gate(self, hits: Any, num_known: int) -> int:
-        num_slots = min(num_known, self.max_model_len)
         needed: int = self.pool.count_free(hits.shared())
         for group, shared in zip(self.groups, hits.tables, strict=True):
-            needed += group.count_blocks(num_slots) - len(shared)
+            needed += group.count_blocks(num_known) - len(shared)
         return needed
 
 
@@ -102,11 +104,11 @@ class WindowNotCharged(Defect):
     """What a window and a step touch is not there when it is wanted."""
 
     def count_for_gate(self, hits: Any, num_known: int) -> int:
-        needed, num_slots = 0, min(num_known, self.max_model_len)
+        needed = 0
         for group, shared in zip(self.groups, hits.tables, strict=True):
             if group.is_whole:
                 free = self.pool.count_free(shared)
-                needed += group.count_blocks(num_slots) - len(shared) + free
+                needed += group.count_blocks(num_known) - len(shared) + free
         return needed
 
 
@@ -136,12 +138,26 @@ class WindowWithoutItsStep(Defect):
 class NullsCountAsHeld(Defect):
     """The check caps what a window needs, and takes off places of its table that are null."""
 
-    def count_missing(self, holdings: Any, num_slots: int) -> int:
+    def count_missing(self, holdings: Any, extent: Any) -> int:
         missing = 0
         for group, holding in zip(self.groups, holdings, strict=True):
+            num_slots = extent.num_slots
             due = min(group.count_blocks(num_slots), group.count_held(num_slots))
             missing += max(due - len(holding.blocks), 0)
         return missing
+
+    def take(self, holdings: Any, extent: Any) -> Any:
+        tables = []
+        for group, holding in zip(self.groups, holdings, strict=True):
+            missing = min(group.count_missing(holding, extent), self.pool.num_free)
+            tables.append(tuple(self.pool.take(missing)))
+            holding.blocks += tables[-1]
+        return tuple(tables)
+
+    def publish(self, holdings: Any, lineage: Any, num_written: int) -> None:
+        pairs = zip(self.groups, holdings, strict=True)
+        num_slots = min(group.block_size * len(holding.blocks) for group, holding in pairs)
+        super().publish(holdings, lineage, min(num_written, num_slots))
 
 
 @PAGE.exhibit(
@@ -183,7 +199,7 @@ class HitCutByTurns(Defect):
 
     def find_hits(self, lineage: Any, num_known: int) -> Any:
         hits = super().find_hits(lineage, num_known)
-        for _ in self.groups[1:] if self.drops_last else ():
+        for _ in self.groups[1:] if self.num_dropped else ():
             hits = super().find_hits(lineage, hits.num_tokens + 1)
         return hits
 
@@ -215,20 +231,21 @@ class HitOfFullAttention(Defect):
 class WindowCutShort(Defect):
     """The last token in reach may be in a block that was just given back."""
 
-    def leave(self, holdings: Any, num_computed: int) -> None:
-        super().leave(holdings, num_computed + 1)
+    def leave(self, holdings: Any, num_computed: int, in_doubt: int) -> None:
+        super().leave(holdings, num_computed + 1, in_doubt)
 
 
 @PAGE.exhibit(
     "a window moves on as if all drafts in flight were accepted",
     "vLLM 0.19.1, found here",
-    "P14 P3",
+    "P14 P3 P5 P2",
+    part=PART,
 )
 class DoubtForgotten(Defect):
     """Rejected, the request goes on further back, and reads what it has given up."""
 
-    def _first_in_doubt(self, slot: int) -> int:
-        return int(self.table.num_computed[slot])
+    def leave(self, holdings: Any, num_computed: int, _in_doubt: int) -> None:
+        super().leave(holdings, num_computed, 0)
 
 
 @PAGE.exhibit(
@@ -243,8 +260,8 @@ class NullsFreed(Defect):
 
     def free(self, holdings: Any) -> None:
         for holding in holdings:
-            holding.num_left = 0
-        super().free(holdings)
+            self.pool.free(holding.blocks)
+            holding.clear()
 
 
 @PAGE.exhibit(
@@ -262,19 +279,6 @@ class GroupLeftOutOfKeys(Defect):
             group.number = 0
 
 
-class _RoundedUp:
-    """A group that leaves every block of which it does not read all."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
-
-    def first_block(self, num_computed: int) -> int:
-        return int(-(-self._group.first_read(num_computed) // self._group.block_size))
-
-
 @PAGE.exhibit(
     "a block that is still read in part is given back",
     "vLLM 0.19.1, found here",
@@ -286,4 +290,60 @@ class HalfABlockLeft(Defect):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.groups: Any = tuple(map(_RoundedUp, self.groups))
+        for group in self.groups:
+            group.first_block = partial(_first_block_rounded_up, group)
+
+
+def _first_block_rounded_up(group: Any, num_computed: int) -> int:
+    first_read = num_computed - group.count_read(num_computed)
+    return int(-(-first_read // group.block_size))
+
+
+# States of recurrent layers.
+
+
+@STATES.exhibit(
+    "a chunk is cut to where a block of states ends, be it to nothing",
+    "#40707, #45414, #51603",
+    "P10 P15",
+    part=PART,
+)
+class ChunkCutToNothing(Defect):
+    """A budget or threshold below the block, and the request stands there for ever."""
+
+    def align(self, num_computed: int, num_scheduled: int, num_prompt: int, num_known: int) -> int:
+        end = num_computed + num_scheduled
+        is_prompt = num_computed < max(num_prompt, num_known - 1)
+        if self._aligned_sizes and is_prompt and end < self._floor(num_known - self.num_dropped):
+            return max(int(self._floor(end)) - num_computed, 0)
+        return int(super().align(num_computed, num_scheduled, num_prompt, num_known))
+
+
+@STATES.exhibit(
+    "a chunk that would be cut to nothing runs to the next end of a block",
+    "#51582, #47771",
+    "P9 P15",
+    part=PART,
+    wrong_fix_of="chunk-cut-to-nothing",
+)
+class ChunkRunOn(Defect):
+    """It goes on, and beyond the budget of its step."""
+
+    def align(self, num_computed: int, num_scheduled: int, num_prompt: int, num_known: int) -> int:
+        end = num_computed + num_scheduled
+        is_prompt = num_computed < max(num_prompt, num_known - 1)
+        if self._aligned_sizes and is_prompt and end < self._floor(num_known - self.num_dropped):
+            following = int(self._floor(num_computed)) + int(self.unit)
+            return max(int(self._floor(end)), following) - num_computed
+        return int(super().align(num_computed, num_scheduled, num_prompt, num_known))
+
+
+@STATES.exhibit(
+    "a state is hit in the step that makes it", "#56525; vLLM 0.19.1, rule", "P4 P5", part=PART
+)
+class StateHitWithinItsStep(Defect):
+    """Rows of one step run side by side: the state is not there yet."""
+
+    def publish(self, holdings: Any, lineage: Any, num_written: int) -> None:
+        super().publish(holdings, lineage, num_written)
+        self.new_states.clear()

@@ -159,11 +159,15 @@ RARE_AT_TINY = {
 RARE_UNLESS_WANTED = {
     *("groups_block_in_doubt", "groups_hit_cut_by_a_window", "groups_admitted_past_its_room"),
     *("groups_preempted_with_nulls", "groups_preempted_about_to_slide"),
-    "groups_resumed_behind_nulls",
+    *("groups_resumed_behind_nulls", "groups_hit_of_a_state"),
 }
 """Required where every run has several KV groups: one in four does otherwise."""
-RARE_WHERE_WANTED = {TINY.name: {"head_drop"}, REAL.name: {"head_drop"}}
-"""By preset: a draft head needs a block behind the hit in every group, where all runs have some."""
+RARE_WHERE_WANTED = {
+    TINY.name: {"head_drop", "groups_hit_of_a_state"},
+    REAL.name: {"head_drop", "groups_hit_of_a_state"},
+}
+"""By preset, where all runs have several KV groups: a draft head needs a block behind the hit in
+every one, and few states are kept."""
 
 
 def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> tuple[str, ...]:

@@ -87,14 +87,14 @@ class PagedCache:
                 "give fewer blocks, or less as kv_cache_bytes"
             ) from error
         self.block_size = block_size
-        places = {
-            number: (group, place)
+        places = sorted(
+            (number, group, place)
             for group, numbers in enumerate(groups)
             for place, number in enumerate(numbers)
-        }
-        self.group_of_layer = tuple(places[number][0] for number in range(model.num_layers))
+        )
+        self.group_of_layer = tuple(group for _, group, _ in places)
+        """By whose tables and slots each layer reads and writes."""
         self.layers: tuple[tuple[torch.Tensor, torch.Tensor], ...] = tuple(
-            (kv[place][0], kv[place][1])
-            for _, place in (places[number] for number in range(model.num_layers))
+            (kv[place][0], kv[place][1]) for _, _, place in places
         )
         """Keys and values of each layer: views [num_blocks, block_size, num_kv_heads, head_size]"""

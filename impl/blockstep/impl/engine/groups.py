@@ -6,8 +6,8 @@
     memory    [0]   [0]   [0]   [1]   [1]   [1]    layer 0, 1 and 2 keep KV in one tensor
 
 A block belongs to one group at a time, so layers of different groups never meet in it. Groups of
-equal size waste nothing: a block costs as many layers as the largest group has. Source: rows of
-vLLM's `kv_cache_utils`; G1.
+equal size waste nothing: a block costs as many layers as the largest group has. Source: vLLM 0.19.1
+`kv_cache_utils`, groups of a uniform page size.
 """
 
 from __future__ import annotations

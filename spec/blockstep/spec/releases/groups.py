@@ -13,7 +13,7 @@ from blockstep.spec.memory.prefix import compute_max_hit_blocks, count_runs, is_
 from blockstep.spec.memory.slots import count_needed
 from blockstep.spec.pool import Pool, find_block
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Frame, Hit, RequestState
+from blockstep.spec.requests import Frame, Hit, Holding, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
@@ -203,6 +203,18 @@ def windows_reserve_everything(rules: Rules, _config: Config) -> Rules:
     return replace(rules, count_reserved_blocks=count_reserved_blocks)
 
 
+def chunk_keeps_a_named_block(rules: Rules, _config: Config) -> Rules:
+    """Of the blocks behind a chunk the last one that is published stays."""
+
+    def count_skipped_blocks(group: KVGroup, holding: Holding, num_certain: int) -> int:
+        num_skipped = rules.count_skipped_blocks(group, holding, num_certain)
+        if group.kind is GroupKind.CHUNKED_LOCAL and holding.num_cached_blocks:
+            return min(num_skipped, holding.num_cached_blocks - 1)
+        return num_skipped
+
+    return replace(rules, count_skipped_blocks=count_skipped_blocks)
+
+
 def windows_forget_doubt(rules: Rules, _config: Config) -> Rules:
     """A window moves on as if all drafts in flight were accepted."""
 
@@ -282,6 +294,16 @@ STORIES = (
         "0.19.1",
         "blocks of 1, a budget of 1, a window of 2, 4 blocks: a prompt of 5 tokens, which never "
         "holds more than 3 blocks, is never admitted",
+    ),
+    QuirkStory(
+        Quirk.CHUNK_KEEPS_A_NAMED_BLOCK,
+        chunk_keeps_a_named_block,
+        "of the blocks behind a chunk the last one that is published stays",
+        ("P8",),
+        "not found upstream (fixed in 0.13.0 or before)",
+        "0.11.0",
+        "chunks of 1 in blocks of 1: the row that computes the second token holds the block of the "
+        "first",
     ),
     QuirkStory(
         Quirk.WINDOWS_FORGET_DOUBT,

@@ -53,6 +53,7 @@ class Quirk(StrEnum):
     HIT_HOLDS_WHAT_IT_SKIPS = "hit_holds_what_it_skips"
     ONLY_THE_FIRST_FULL_GROUP_IS_CUT = "only_the_first_full_group_is_cut"
     WINDOWS_RESERVE_EVERYTHING = "windows_reserve_everything"
+    CHUNK_KEEPS_A_NAMED_BLOCK = "chunk_keeps_a_named_block"
     WINDOWS_FORGET_DOUBT = "windows_forget_doubt"
     CHUNKS_ROUND_TO_NOTHING = "chunks_round_to_nothing"
     FRESH_STATES_ARE_WAITED_FOR = "fresh_states_are_waited_for"

@@ -32,6 +32,7 @@ GROUPED = {
     "groups_block_in_doubt": "a block was kept because drafts in flight may yet be rejected",
     "groups_hit_behind_nulls": "a hit had null blocks in front",
     "groups_hit_in_several": "a hit shared blocks of several groups",
+    "groups_hit_of_a_state": "a hit goes on from a state that a recurrent layer has kept",
     "groups_hit_cut_by_a_window": "full attention alone could have hit more than was hit",
     "groups_hit_cut_by_full_attention": "a window or chunks alone could have hit more",
     "groups_free_hit_beside_new_blocks": "a group hit a free block, and another took new ones",
@@ -125,6 +126,9 @@ def _of_admission(step: Step, ledger: Ledger, row: PlannedRow) -> Iterator[str]:
         yield "groups_hit_behind_nulls"
     if has_nulls and row.kind is RowKind.RESUMED:
         yield "groups_resumed_behind_nulls"
+    pairs = zip(config.groups, shared, strict=True)
+    if any(table and group.kind is GroupKind.RECURRENT for group, table in pairs):
+        yield "groups_hit_of_a_state"
     if sum(map(bool, shared)) > 1:
         yield "groups_hit_in_several"
     references = step.before.ref_counts
