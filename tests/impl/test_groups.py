@@ -339,3 +339,17 @@ def test_without_caching_there_is_no_common_prefix(session: OpenSession) -> None
     s = session(num_blocks=9, block_size=2, enable_prefix_caching=False)
     s.submit("a", range(4), max_tokens=9)
     assert s.plan().num_common_prefix_blocks == (0,)
+
+
+@pytest.mark.parametrize(("threshold", "num_usable"), [(1, 8), (2, 10), (4, 14)])
+def test_a_row_that_is_too_short_for_drafts_is_charged_for_none_in_flight(
+    session: OpenSession, threshold: int, num_usable: int
+) -> None:
+    drafts = {"spec_method": SpecMethod.DRAFT_MODEL, "num_speculative_tokens": 3}
+    # The window before the token, the row, three slots of lookahead, the drafts of another frame.
+    for count, answer in ((num_usable, Ack()), (num_usable - 1, Rejected(RejectCode.NEVER_FITS))):
+        s = open_with(
+            session, window(1, 5), num_blocks=count + 1,
+            long_prefill_token_threshold=threshold, **drafts, **AHEAD,
+        )  # fmt: skip
+        assert s.submit("a", range(20), max_tokens=9) == answer
