@@ -64,6 +64,7 @@ QUICK = (
     "embeds",
     "doubt",
     "kinds",
+    "together",
     "charged",
     "ragged",
     "heads",

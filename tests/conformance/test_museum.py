@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -48,8 +51,31 @@ SHOWN, HIDDEN = STANDINGS[1:]
 UNSEEN = [name for name, entry in EXHIBITS.items() if HIDDEN.tell_invisible(entry)]
 
 
+def get_planted(entry: Exhibit) -> tuple[type[Any], dict[str, Callable[..., object]]]:
+    """The clean class that an exhibit changes, and the methods that it puts before those."""
+    clean: Any = load_engine("host")
+    base = getattr(clean, entry.part) if entry.part else clean
+    ours = [each for each in reversed(entry.defect.__mro__) if issubclass(each, Defect)]
+    methods = {n: m for each in ours for n, m in vars(each).items() if inspect.isfunction(m)}
+    return base, methods
+
+
 def blockstep(*args: object) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "200"})
+
+
+@pytest.mark.parametrize("entry", EXHIBITS.values(), ids=lambda entry: entry.name)
+def test_what_an_exhibit_changes_is_called_as_it_is_in_the_engine(entry: Exhibit) -> None:
+    # Else it plants nothing, or falls by a TypeError that says nothing about any judge.
+    base, methods = get_planted(entry)
+    used = {name for method in methods.values() for name in method.__code__.co_names}
+    for name, method in methods.items():
+        clean = getattr(base, name, None)
+        if clean is None:
+            assert name in used, f"{name} is called by nobody"
+        elif name != "__init__":
+            wanted = len(inspect.signature(clean).parameters)
+            assert len(inspect.signature(method).parameters) == wanted, name
 
 
 @pytest.fixture

@@ -154,10 +154,10 @@ class NullsCountAsHeld(Defect):
             holding.blocks += tables[-1]
         return tuple(tables)
 
-    def publish(self, holdings: Any, lineage: Any, num_written: int) -> None:
+    def publish(self, holdings: Any, lineage: Any, num_computed: int, num_written: int) -> None:
         pairs = zip(self.groups, holdings, strict=True)
         num_slots = min(group.block_size * len(holding.blocks) for group, holding in pairs)
-        super().publish(holdings, lineage, min(num_written, num_slots))
+        super().publish(holdings, lineage, num_computed, min(num_written, num_slots))
 
 
 @PAGE.exhibit(
@@ -344,6 +344,6 @@ class ChunkRunOn(Defect):
 class StateHitWithinItsStep(Defect):
     """Rows of one step run side by side: the state is not there yet."""
 
-    def publish(self, holdings: Any, lineage: Any, num_written: int) -> None:
-        super().publish(holdings, lineage, num_written)
+    def publish(self, holdings: Any, lineage: Any, num_computed: int, num_written: int) -> None:
+        super().publish(holdings, lineage, num_computed, num_written)
         self.new_states.clear()
