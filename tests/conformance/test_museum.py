@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -51,13 +51,13 @@ SHOWN, HIDDEN = STANDINGS[1:]
 UNSEEN = [name for name, entry in EXHIBITS.items() if HIDDEN.tell_invisible(entry)]
 
 
-def get_planted(entry: Exhibit) -> tuple[type[Any], dict[str, Callable[..., object]]]:
+def get_planted(entry: Exhibit) -> tuple[type[Any], dict[str, FunctionType]]:
     """The clean class that an exhibit changes, and the methods that it puts before those."""
     clean: Any = load_engine("host")
     base = getattr(clean, entry.part) if entry.part else clean
     ours = [each for each in reversed(entry.defect.__mro__) if issubclass(each, Defect)]
-    methods = {n: m for each in ours for n, m in vars(each).items() if inspect.isfunction(m)}
-    return base, methods
+    found = [(n, m) for each in ours for n, m in vars(each).items() if inspect.isfunction(m)]
+    return base, dict(found)
 
 
 def blockstep(*args: object) -> Result:
