@@ -19,6 +19,7 @@ from blockstep.conformance.engine import (
     Renamed,
     Safety,
     SamePlans,
+    get_capabilities,
 )
 from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.lockstep.safety import SafetyRun
@@ -61,7 +62,9 @@ def play(make_engine: EngineFactory, num_events: int, preset: str, seed: int) ->
 
 
 def lacking(name: str, equivalence: str, lacks: Sequence[str]) -> EngineFactory:
-    return make_lacking(load_engine(name), lacks, EQUIVALENCES[equivalence])
+    engine = load_engine(name)
+    absent = ALL_CAPABILITIES - get_capabilities(engine)
+    return make_lacking(engine, (*lacks, *absent), EQUIVALENCES[equivalence])
 
 
 @pytest.mark.parametrize("equivalence", EQUIVALENCES)

@@ -24,7 +24,7 @@ from blockstep.conformance.museum import (
     preemption,
     promises,
 )
-from blockstep.conformance.museum.exhibit import Defect, Exhibit, collect
+from blockstep.conformance.museum.exhibit import Engine, Exhibit, collect
 from blockstep.conformance.protocol.features import without_states
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.vocabulary import Config
@@ -37,7 +37,7 @@ EXHIBITS: Mapping[str, Exhibit] = collect((*(page.PAGE for page in _PAGES), grou
 """All planted defects, by name."""
 
 
-class _OneGroup(Defect):
+class _OneGroup(Engine):  # type: ignore[misc]
     """What stands before the clean engine, where an exhibit is of one KV group."""
 
     def capabilities(self) -> frozenset[str]:

@@ -159,7 +159,7 @@ RARE_AT_TINY = {
 RARE_UNLESS_WANTED = {
     *("groups_block_in_doubt", "groups_hit_cut_by_a_window", "groups_admitted_past_its_room"),
     *("groups_preempted_with_nulls", "groups_preempted_about_to_slide"),
-    *("groups_resumed_behind_nulls", "groups_hit_of_a_state"),
+    *("groups_resumed_behind_nulls", "groups_hit_of_a_state", "groups_state_left"),
 }
 """Required where every run has several KV groups: one in four does otherwise."""
 RARE_WHERE_WANTED = {

@@ -77,14 +77,15 @@ class Worker(TaggedKV):
         rows += [row for row in map(self._start_cached, plan.cached) if row is not None]
         if plan.remapped_req_ids:
             self._check_remapped(plan)
-        if rows and any(plan.num_common_prefix_blocks):
-            self._check_common(plan.num_common_prefix_blocks, rows)
         if plan.new_block_ids_to_zero:
             self.zero(plan.new_block_ids_to_zero)
         self._last_scheduled = {row.request_id for row in plan.rows}
         self._write(rows)
         for row in rows:
             self._read(row)
+        if rows and any(plan.num_common_prefix_blocks):
+            # Behind what is wrong with a row itself, of which a hint may speak too.
+            self._check_common(plan.num_common_prefix_blocks, rows)
         if self.config.async_scheduling:
             for view in self.views.values():
                 view.proposal = ()
