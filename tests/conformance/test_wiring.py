@@ -24,6 +24,8 @@ from blockstep.spec.vocabulary import (
     Commit,
     Config,
     Event,
+    GroupKind,
+    KVGroup,
     Observation,
     OutputRow,
     Outputs,
@@ -100,6 +102,14 @@ def compute_more(shown: Snapshot) -> Snapshot:
     (request,) = shown.requests
     more = replace(request, num_computed_tokens=request.num_computed_tokens + 1)
     return replace(shown, requests=(more,))
+
+
+def test_computed_tokens_are_held_in_every_group() -> None:
+    """Three slots of the one group and four of the other do not hold four tokens."""
+    groups = (KVGroup(GroupKind.FULL, 1), KVGroup(GroupKind.FULL, 4))
+    config = replace(CONFIG, num_blocks=17, block_size=1, groups=groups)
+    said = hear(config, bend(SAFETY, 2, state=compute_more), A, *STEP)
+    assert "computed_tokens_are_in_blocks_that_are_held" in said
 
 
 PLACES: dict[str, tuple[Config, int]] = {
@@ -318,6 +328,13 @@ def test_a_state_that_is_compared_at_last_is_looked_at_like_the_others() -> None
     (ill_typed,) = compare_at_last(lambda shown: replace(shown, running=["A"]))
     assert (ill_typed.kind, "running" in str(ill_typed)) == (FindingKind.FAULT, True)
     (diverged,) = compare_at_last(lose_a_block)
+    assert diverged.kind is FindingKind.DIVERGENCE
+
+
+def test_who_does_not_judge_tells_what_differs_all_the_same() -> None:
+    """As where a long trace is replayed, and states are compared now and then."""
+    run = LockStep.start(CONFIG, bend(EXACT, 1, answer=lambda _: Outputs(())), compare_every=1)
+    (diverged,) = run.perform(A)
     assert diverged.kind is FindingKind.DIVERGENCE
 
 
