@@ -121,6 +121,16 @@ def test_states_are_left_out_where_they_do_not_go_with_the_rest() -> None:
     assert CACHING.take_from(one) == Config(num_blocks=9, enable_prefix_caching=False)
 
 
+def test_without_states_the_smallest_blocks_left_divide_all_others() -> None:
+    """They name what is in a block."""
+    states = KVGroup(GroupKind.RECURRENT, 2, mamba_cache_mode=ALIGN)
+    others = KVGroup(GroupKind.FULL, 4), KVGroup(GroupKind.SLIDING_WINDOW, 6, sliding_window=5)
+    config = Config(99, 2, groups=(states, *others))
+    left = without_states(config)
+    assert [group.block_size for group in left.groups] == [4, 4]
+    assert config_problems(left) == ()
+
+
 def test_slots_are_those_of_the_longest_request_that_fits() -> None:
     config = Config(num_blocks=9, block_size=4)
     assert count_slots(config) == 32

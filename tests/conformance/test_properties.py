@@ -98,6 +98,8 @@ from play_support.scenes import (
 from blockstep.conformance.draw.actions import SeededDraw, View, next_action
 from blockstep.conformance.draw.presets import PRESETS, draw_swarm
 from blockstep.conformance.judge.properties import CHECKS_OF, PROPERTIES, Step, check_step
+from blockstep.conformance.judge.properties.ledger import Life
+from blockstep.conformance.judge.worker.names import PrefixNames
 from blockstep.conformance.protocol.features import Wish, find_lacking
 from blockstep.conformance.protocol.program import Answer, Hostile, Misanswer, Propose
 from blockstep.conformance.protocol.registry import SpecEngine
@@ -119,6 +121,7 @@ from blockstep.spec.vocabulary import (
     Plan,
     RejectCode,
     Rejected,
+    Request,
     RequestSnapshot,
     Reset,
     RowTokens,
@@ -1280,3 +1283,12 @@ def test_a_clean_engine_is_never_accused(preset: str, in_pipeline: bool) -> None
                 play.do(action.event)
             else:
                 play.do(action)  # type: ignore[arg-type]
+
+
+def test_a_block_that_a_commit_fills_is_named_by_what_it_delivers_too() -> None:
+    names = PrefixNames(2)
+    life, later = (Life(Request(name, (1, 2, 3)), names) for name in "AB")
+    later.tokens.append(4)
+    assert life.block_name_with((4, 5), 1, 2) == later.block_name(1)
+    assert life.block_name_with((4, 5), 0, 2) == later.block_name(0)
+    assert (life.num_known, len(life.chain)) == (3, 3), "it knows no more than before"

@@ -8,14 +8,14 @@ from random import Random
 
 import pytest
 from groups_support import attends, chunks, full, window
+from walks_support import GroupsWalk
 
-from blockstep.spec import Config, Oracle, Policy, Request, SpecMethod, State
-from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec import Config, Policy, SpecMethod, State
 from blockstep.spec.memory import slots
 from blockstep.spec.pool import Pool, get_num_free_blocks
 from blockstep.spec.requests import Hit, RequestState
 from blockstep.spec.step import admission, preemption
-from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, NULL_BLOCK, Plan
+from blockstep.spec.vocabulary import NULL_BLOCK, Plan
 
 MIXES = (
     (full(2), window(2, 3)),
@@ -50,34 +50,15 @@ def draw_config(random: Random) -> Config:
     )
 
 
-class Walk:
+class Walk(GroupsWalk):
     """A run of drawn events, which checks each plan before the worker would carry it out."""
 
     def __init__(self, seed: int, config: Config | None = None) -> None:
-        self.random = Random(seed)
-        self.oracle = Oracle(config or draw_config(self.random))
-        self.plans: list[Plan] = []
-        self.num_nulls = self.num_hits = self.num_preempted = 0
+        random = Random(seed)
+        super().__init__(random, config or draw_config(random))
+        self.num_nulls = 0
 
-    def submit(self, number: int) -> None:
-        random = self.random
-        prompt = tuple(random.choice((0, 0, 0, 1)) for _ in range(random.randint(1, 16)))
-        request = Request(f"r{number}", prompt, random.randint(1, 6), priority=random.randint(0, 2))
-        if not slots.is_servable(self.oracle.state.config, request):
-            return
-        self.oracle.submit(request)
-
-    def schedule(self) -> None:
-        before = self.oracle.state
-        if len(before.frames) == before.config.max_frames_in_flight:
-            return
-        plan = self.oracle.schedule()
-        if plan.rows:
-            self.plans.append(plan)
-        self.check_reads(before, plan)
-        self.num_preempted += len(plan.preempted_req_ids)
-
-    def check_reads(self, before: State, plan: Plan) -> None:
+    def check_plan(self, before: State, plan: Plan) -> None:
         """Every position that a row may read is held; and what none will read is null."""
         config = before.config
         for row in plan.rows:
@@ -94,61 +75,6 @@ class Walk:
                     is_written = block.stop > first
                     assert (table[index] != NULL_BLOCK) == (is_read or is_written)
                 self.num_nulls += NULL_BLOCK in table
-            self.num_hits += row in plan.new and start > 0
-
-    def commit(self) -> None:
-        if not self.plans:
-            return
-        plan, random = self.plans.pop(0), self.random
-        frame = self.oracle.state.frames[0]
-        sampled = {}
-        for row in frame.rows:
-            num_accepted = random.randint(0, len(row.draft_token_ids))
-            drafts = [0 if d == DRAFT_PLACEHOLDER else d for d in row.draft_token_ids]
-            token = random.choice((0, 0, 0, 1))
-            sampled[row.request_id] = [*drafts[:num_accepted], token] if row.samples else []
-        self.oracle.commit(plan, sampled)
-
-    def propose(self) -> None:
-        config, random = self.oracle.state.config, self.random
-        if config.spec_method is SpecMethod.NONE or config.async_scheduling:
-            return
-        most = config.num_speculative_tokens
-        names = self.oracle.state.running
-        self.oracle.propose({name: [0] * random.randint(1, most) for name in names})
-
-    def run(self, num_events: int) -> None:
-        random = self.random
-        for number in range(num_events):
-            match random.choices(
-                ("submit", "schedule", "commit", "propose", "abort", "reset"),
-                (20, 50, 45, 20, 3, 1),
-            )[0]:
-                case "submit":
-                    if len(self.oracle.state.requests) < 6:
-                        self.submit(number)
-                case "schedule":
-                    self.schedule()
-                case "commit":
-                    self.commit()
-                case "propose":
-                    self.propose()
-                case "abort" if self.oracle.state.requests:
-                    self.oracle.abort(random.choice(sorted(self.oracle.state.requests)))
-                case "reset":
-                    self.oracle.reset(reset_running_requests=random.random() < 0.5)
-            assert get_broken_invariants(self.oracle.state) == ()
-        self.drain()
-
-    def drain(self) -> None:
-        """Whoever was taken in can be served, and then everything is free again."""
-        for _ in range(2000):
-            if not self.oracle.state.requests:
-                break
-            self.schedule()
-            self.commit()
-        assert not self.oracle.state.requests
-        assert self.oracle.num_free_blocks == self.oracle.state.config.num_usable_blocks
 
 
 @pytest.fixture

@@ -48,6 +48,16 @@ def sizes(plan: Plan) -> dict[str, int]:
     return {row.request_id: row.num_scheduled_tokens for row in plan.rows}
 
 
+def drafting(num_drafts: int) -> Config:
+    """`ALIGNED` with so many drafts a step, and a block of states for each."""
+    return replace(
+        ALIGNED,
+        groups=(full(4), recurrent(4, ALIGN, num_drafts)),
+        spec_method=SpecMethod.NGRAM,
+        num_speculative_tokens=num_drafts,
+    )
+
+
 class TestAligned:
     """Full attention and states, in blocks of four tokens; eight tokens a step."""
 
@@ -138,13 +148,7 @@ class TestAligned:
         assert [row.num_computed_tokens for row in step(oracle).new] == [8]
 
     def test_a_boundary_among_accepted_drafts_is_found_before_its_block_is_left(self) -> None:
-        config = replace(
-            ALIGNED,
-            groups=(full(4), recurrent(4, ALIGN, 3)),
-            spec_method=SpecMethod.NGRAM,
-            num_speculative_tokens=3,
-        )
-        oracle = Oracle(config)
+        oracle = Oracle(drafting(3))
         oracle.submit(Request("A", (1, 2), max_tokens=20))
         step(oracle)
         assert tables(oracle)[1] == (2, 3, 4, 5)
@@ -157,13 +161,7 @@ class TestAligned:
         assert oracle.state.pool.block_keys[2] is not None
 
     def test_rejected_drafts_leave_more_than_enough(self) -> None:
-        config = replace(
-            ALIGNED,
-            groups=(full(4), recurrent(4, ALIGN, 2)),
-            spec_method=SpecMethod.NGRAM,
-            num_speculative_tokens=2,
-        )
-        oracle = Oracle(config)
+        oracle = Oracle(drafting(2))
         oracle.submit(Request("A", (1, 2), max_tokens=20))
         step(oracle)
         step(oracle, (7, 7))

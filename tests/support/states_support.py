@@ -4,14 +4,14 @@ The worker knows no table but what plans have told it. It writes where the words
 say, and each state that a row goes on from must be that of the row's tokens.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 
 from groups_support import ALIGN, ALL, NONE, RECURRENT, chunks, full, recurrent, window
+from walks_support import GroupsWalk
 
-from blockstep.spec import Config, Oracle, Policy, Request, SpecMethod
-from blockstep.spec.invariants import get_broken_invariants
-from blockstep.spec.memory import slots
+from blockstep.spec import Config, Outputs, Policy, Request, SpecMethod, State
 from blockstep.spec.vocabulary import (
     BlockId,
     BlockKey,
@@ -92,7 +92,7 @@ class Worker:
     views: dict[RequestId, View] = field(default_factory=dict)
 
     def execute(
-        self, plan: Plan, told: dict[RequestId, TokenIds], known: dict[RequestId, TokenIds]
+        self, plan: Plan, told: Mapping[RequestId, TokenIds], known: Mapping[RequestId, TokenIds]
     ) -> None:
         """`told`: drafts accepted and the token sampled; `known`: prompt and outputs before."""
         for name in (*plan.finished_req_ids, *plan.preempted_req_ids):
@@ -156,57 +156,35 @@ class Worker:
         view.place, view.num_accepted = end, num_accepted
 
 
-class Walk:
-    """A run of drawn events."""
+class Walk(GroupsWalk):
+    """A run of drawn events, and a worker that carries it out."""
 
     def __init__(self, seed: int, config: Config | None = None) -> None:
-        self.random = Random(seed)
-        self.oracle = Oracle(config or draw_config(self.random))
+        random = Random(seed)
+        super().__init__(random, config or draw_config(random))
         self.worker = Worker(self.oracle.state.config)
-        self.texts = [tuple(self.random.choices((0, 1), (3, 1), k=16)) for _ in range(2)]
-        self.plans: list[Plan] = []
+        self.texts = [tuple(random.choices((0, 1), (3, 1), k=16)) for _ in range(2)]
         self.known: dict[RequestId, TokenIds] = {}
-        self.num_hits = self.num_preempted = self.num_published = 0
+        self.num_published = 0
 
-    def submit(self, number: int) -> None:
-        random = self.random
-        prompt = random.choice(self.texts)[: random.randint(1, 16)]
-        request = Request(f"r{number}", prompt, random.randint(1, 6), priority=random.randint(0, 2))
-        if not slots.is_servable(self.oracle.state.config, request):
-            return
-        self.oracle.submit(request)
-        self.known[request.request_id] = prompt
+    def draw_prompt(self) -> TokenIds:
+        return self.random.choice(self.texts)[: self.random.randint(1, 16)]
 
-    def schedule(self) -> None:
-        before = self.oracle.state
-        if len(before.frames) == before.config.max_frames_in_flight:
-            return
-        plan = self.oracle.schedule()
-        self.check_progress(plan)
-        self.num_preempted += len(plan.preempted_req_ids)
-        self.num_hits += sum(row.num_computed_tokens > 0 for row in plan.new)
-        self.plans.append(plan)
+    def submit(self, number: int) -> Request | None:
+        request = super().submit(number)
+        if request is not None:
+            self.known[request.request_id] = request.prompt_token_ids
+        return request
 
-    def check_progress(self, plan: Plan) -> None:
+    def check_plan(self, _before: State, plan: Plan) -> None:
         """A step that could run something runs something."""
         if not self.oracle.state.frames and self.oracle.state.requests:
             assert plan.rows or plan.preempted_req_ids
 
-    def commit(self) -> None:
-        while self.plans and not self.plans[0].rows:
-            self.worker.execute(self.plans.pop(0), {}, self.known)
-        if not self.plans:
-            return
-        plan, random = self.plans.pop(0), self.random
-        frame = self.oracle.state.frames[0]
-        sampled: dict[RequestId, TokenIds] = {}
-        for row in frame.rows:
-            num_accepted = random.randint(0, len(row.draft_token_ids))
-            drafts = tuple(max(draft, 0) for draft in row.draft_token_ids)
-            token = random.choice((0, 0, 0, 1))
-            sampled[row.request_id] = (*drafts[:num_accepted], token) if row.samples else ()
+    def carry_out(self, plan: Plan, sampled: Mapping[RequestId, TokenIds]) -> None:
         self.worker.execute(plan, sampled, self.known)
-        outputs = self.oracle.commit(plan, sampled)
+
+    def check_outputs(self, outputs: Outputs) -> None:
         for out in outputs.rows:
             self.known[out.request_id] += out.new_token_ids
         if not self.oracle.state.frames:
@@ -225,40 +203,3 @@ class Walk:
                 link = link.parent
             assert self.worker.behind[block_id] == named
             self.num_published += 1
-
-    def propose(self) -> None:
-        config, random = self.oracle.state.config, self.random
-        if config.spec_method is SpecMethod.NONE or config.async_scheduling:
-            return
-        most = config.num_speculative_tokens
-        names = self.oracle.state.running
-        self.oracle.propose({name: [0] * random.randint(1, most) for name in names})
-
-    def run(self, num_events: int) -> None:
-        random = self.random
-        for number in range(num_events):
-            match random.choices(
-                ("submit", "schedule", "commit", "propose", "abort", "reset"),
-                (20, 50, 45, 20, 3, 1),
-            )[0]:
-                case "submit":
-                    if len(self.oracle.state.requests) < 6:
-                        self.submit(number)
-                case "schedule":
-                    self.schedule()
-                case "commit":
-                    self.commit()
-                case "propose":
-                    self.propose()
-                case "abort" if self.oracle.state.requests:
-                    self.oracle.abort(random.choice(sorted(self.oracle.state.requests)))
-                case "reset":
-                    self.oracle.reset(reset_running_requests=random.random() < 0.5)
-            assert get_broken_invariants(self.oracle.state) == ()
-        for _ in range(2000):
-            if not self.oracle.state.requests:
-                break
-            self.schedule()
-            self.commit()
-        assert not self.oracle.state.requests
-        assert self.oracle.num_free_blocks == self.oracle.state.config.num_usable_blocks

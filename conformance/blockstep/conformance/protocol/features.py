@@ -64,12 +64,22 @@ class Feature:
 
 
 def without_states(config: v.Config) -> v.Config:
-    """The config without its recurrent KV groups."""
-    groups = tuple(group for group in config.groups if group.kind is not v.GroupKind.RECURRENT)
-    if groups == config.groups:
+    """The config without its recurrent KV groups.
+
+    The smallest blocks that are left name what is in a block: what they do not divide is as small.
+    """
+    groups = [group for group in config.groups if group.kind is not v.GroupKind.RECURRENT]
+    if len(groups) == len(config.groups):
         return config
     size = min([group.block_size for group in groups], default=config.block_size)
-    return replace(config, groups=groups, block_size=size)
+    fitting = [it if it.block_size % size == 0 else replace(it, block_size=size) for it in groups]
+    return replace(config, groups=tuple(fitting), block_size=size)
+
+
+def resize_blocks(config: v.Config, size: int) -> v.Config:
+    """The config with blocks of one size, token slots, in all of its KV groups."""
+    groups = tuple([replace(group, block_size=size) for group in config.groups])
+    return replace(config, block_size=size, groups=groups)
 
 
 def settle_states(config: v.Config) -> v.Config:

@@ -155,40 +155,10 @@ class Search:
         return Hit(num_tokens, tuple(tables[index] for index in range(len(config.groups))))
 
 
-def _search(rules: Rules, config: Config) -> Rules:
-    """The rules where a hit is looked for as the quirks among them have it."""
+def hits_are_searched(rules: Rules, config: Config) -> Rules:
+    """A hit is looked for as the quirks among the rules have it: each is a turn of one search."""
     search = Search(rules.quirks, lcm(*config.block_sizes), int(config.drops_last_hit_block))
     return replace(rules, get_joint_hit=search.find)
-
-
-def head_gives_back_by_turns(rules: Rules, config: Config) -> Rules:
-    """Groups shorten a hit in turns, and each turn gives back a block to the draft head."""
-    return _search(rules, config)
-
-
-def window_hit_cut_blindly(rules: Rules, config: Config) -> Rules:
-    """A window's hit is cut to whole blocks of every group, whatever is before the cut."""
-    return _search(rules, config)
-
-
-def chunk_begins_in_a_null_block(rules: Rules, config: Config) -> Rules:
-    """A block that a chunk begins in counts as skipped."""
-    return _search(rules, config)
-
-
-def narrow_window_wants_a_block(rules: Rules, config: Config) -> Rules:
-    """A window of one token, which reads nothing before it, has no hit without a block."""
-    return _search(rules, config)
-
-
-def hit_holds_what_it_skips(rules: Rules, config: Config) -> Rules:
-    """The block that a window of one token wants is shared until the next step."""
-    return _search(rules, config)
-
-
-def only_the_first_full_group_is_cut(rules: Rules, config: Config) -> Rules:
-    """Full groups of another block size keep what they found beyond the hit."""
-    return _search(rules, config)
 
 
 def windows_reserve_everything(rules: Rules, _config: Config) -> Rules:
@@ -228,7 +198,7 @@ def windows_forget_doubt(rules: Rules, _config: Config) -> Rules:
 STORIES = (
     QuirkStory(
         Quirk.HEAD_GIVES_BACK_BY_TURNS,
-        head_gives_back_by_turns,
+        hits_are_searched,
         "groups shorten a hit in turns, and each turn gives back a block to the draft head",
         ("P5",),
         "#32802 (named in its source)",
@@ -238,7 +208,7 @@ STORIES = (
     ),
     QuirkStory(
         Quirk.WINDOW_HIT_CUT_BLINDLY,
-        window_hit_cut_blindly,
+        hits_are_searched,
         "a window's hit is cut to whole blocks of every group, whatever is before the cut",
         ("P5",),
         "not found upstream",
@@ -248,7 +218,7 @@ STORIES = (
     ),
     QuirkStory(
         Quirk.CHUNK_BEGINS_IN_A_NULL_BLOCK,
-        chunk_begins_in_a_null_block,
+        hits_are_searched,
         "a block that a chunk begins in counts as skipped",
         ("P5",),
         "not found upstream",
@@ -258,7 +228,7 @@ STORIES = (
     ),
     QuirkStory(
         Quirk.NARROW_WINDOW_WANTS_A_BLOCK,
-        narrow_window_wants_a_block,
+        hits_are_searched,
         "a window of one token, which reads nothing before it, has no hit without a block",
         ("P5",),
         "not found upstream",
@@ -267,7 +237,7 @@ STORIES = (
     ),
     QuirkStory(
         Quirk.HIT_HOLDS_WHAT_IT_SKIPS,
-        hit_holds_what_it_skips,
+        hits_are_searched,
         "the block that a window of one token wants is shared until the next step",
         ("P8",),
         "not found upstream (fixed in 0.17.1 or before)",
@@ -277,7 +247,7 @@ STORIES = (
     ),
     QuirkStory(
         Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,
-        only_the_first_full_group_is_cut,
+        hits_are_searched,
         "full groups of another block size keep what they found beyond the hit",
         ("P4", "P5"),
         "not found upstream",

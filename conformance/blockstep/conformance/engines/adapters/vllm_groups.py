@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.conformance.engines.adapters.vllm_releases import Release
+from blockstep.conformance.protocol.features import resize_blocks, without_states
 from blockstep.spec.vocabulary import (
     Config,
     ConfigError,
@@ -88,7 +89,7 @@ def _mend(config: Config, reason: str) -> Config:
     if reason == CHUNKS_WITH_A_HEAD:
         return replace(config, spec_method=SpecMethod.NGRAM)
     if reason in (SEVERAL_SIZES, CHUNKS_OF_ANOTHER_SIZE, PARTIAL_HITS):
-        return _resize(config, max(config.block_sizes))
+        return resize_blocks(config, max(config.block_sizes))
     if reason == NO_STATES_OF_ALL:
         modes = {MambaCacheMode.ALL: MambaCacheMode.ALIGN}
         aligned = [
@@ -98,17 +99,10 @@ def _mend(config: Config, reason: str) -> Config:
         config = replace(config, groups=tuple(aligned), enable_chunked_prefill=True)
         # A block is to be of more tokens than there are drafts in a step.
         num_drafts = max(group.num_speculative_blocks for group in config.groups)
-        return _resize(config, max(*config.block_sizes, num_drafts + 1))
+        return resize_blocks(config, max(*config.block_sizes, num_drafts + 1))
     if reason == NO_RECURRENT:
-        kept = [group for group in config.groups if group.kind is not GroupKind.RECURRENT]
-        return _resize(replace(config, groups=tuple(kept)), config.block_size)
+        return resize_blocks(without_states(config), config.block_size)
     return _arrange(config) if reason == OTHER_MIXES else replace(config, groups=config.groups[:1])
-
-
-def _resize(config: Config, size: int) -> Config:
-    """The config with blocks of one size."""
-    groups = tuple([replace(group, block_size=size) for group in config.groups])
-    return replace(config, block_size=size, groups=groups)
 
 
 def _arrange(config: Config) -> Config:

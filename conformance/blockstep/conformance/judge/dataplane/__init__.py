@@ -9,7 +9,7 @@ as engines are.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -18,8 +18,9 @@ from blockstep.conformance.engine import Engine, EngineTraits
 from blockstep.conformance.judge.dataplane.faults import FAULTS
 from blockstep.conformance.judge.dataplane.worker import DataPlaneWorker, Kernels
 from blockstep.conformance.judge.worker import NextToken
+from blockstep.conformance.protocol.features import resize_blocks, without_states
 from blockstep.conformance.protocol.registry import load_engine
-from blockstep.spec.vocabulary import Config, GroupKind
+from blockstep.spec.vocabulary import Config
 
 __all__ = ["HOST", "DataPlaneWorker", "Kernels", "OnKernels"]
 
@@ -59,11 +60,11 @@ class OnKernels:
 
 def fit_config(config: Config) -> tuple[Config, str | None]:
     """The config without recurrent groups: no kernel here computes or keeps a state."""
-    kept = [group for group in config.groups if group.kind is not GroupKind.RECURRENT]
-    if len(kept) == len(config.groups):
+    fitting = without_states(config)
+    if fitting is config:
         return config, None
-    groups = tuple([replace(group, block_size=config.block_size) for group in kept])
-    return replace(config, groups=groups), "recurrent groups: the kernels keep no states"
+    reason = "recurrent groups: the kernels keep no states"
+    return resize_blocks(fitting, config.block_size), reason
 
 
 HOST = OnKernels()

@@ -11,7 +11,7 @@ from blockstep.conformance.judge.properties.ledger import Ledger, Life
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.worker.names import Name
-from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Config, Schedule
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Config, KVGroup, Schedule
 
 
 def may_ask_the_cache(step: Step, life: Life) -> bool:
@@ -25,27 +25,32 @@ def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Compla
 
     With a draft head the block after the hit is recomputed too, so it must be there.
     """
-    sizes = step.config.block_sizes
-    unit, num_behind = lcm(*sizes), int(step.config.drops_last_hit_block)
+    config = step.config
+    unit = lcm(*config.block_sizes)
     for row in step.admitted_rows:
         life = ledger.lives[row.request_id]
         most = 0
         if may_ask_the_cache(step, life):
-            most = min(
-                [
-                    (
-                        (life.num_known - 1) // group.block_size
-                        - num_behind * (not is_recurrent(group))
-                    )
-                    * group.block_size
-                    for group in step.config.kv_groups
-                ]
-            )
+            most = min([longest_of(config, life, group) for group in config.kv_groups])
         if row.first % unit or not 0 <= row.first <= max(most, 0):
             yield Complaint(
                 f"{row.request_id!r} has a hit of {row.first} tokens; "
                 f"it knows {life.num_known}, and a block is {unit}"
             )
+
+
+def count_behind(config: Config, group: KVGroup) -> int:
+    """Blocks that a group must have behind a hit.
+
+    A state follows from what is before it, KV that a proposer reads from what is behind it too.
+    """
+    return int(config.drops_last_hit_block and not is_recurrent(group))
+
+
+def longest_of(config: Config, life: Life, group: KVGroup) -> int:
+    """Tokens of a hit that whole blocks of one group allow; negative if there is none."""
+    num_blocks = (life.num_known - 1) // group.block_size
+    return (num_blocks - count_behind(config, group)) * group.block_size
 
 
 @sentence("P5", Schedule)
@@ -109,11 +114,10 @@ def _table_behind(
 ) -> list[BlockId] | None:
     """What a group shares for a hit of so many tokens; None if something is missing."""
     group = config.groups[at]
-    first, end = count_unattended(group, length), length // group.block_size
-    # A state follows from what is before it, KV that a proposer reads from what is behind it too.
-    behind = end + (config.drops_last_hit_block and not is_recurrent(group))
-    if behind * group.block_size >= life.num_known:
+    if length > longest_of(config, life, group):
         return None
+    first, end = count_unattended(group, length), length // group.block_size
+    behind = end + count_behind(config, group)
     table = [NULL_BLOCK] * first
     for index in range(first, behind):
         blocks = find(life.block_name(index, group.block_size), at)

@@ -179,9 +179,14 @@ def _published(step: Step, ledger: Ledger, row: PlannedRow) -> list[Stretch]:
     """The part of each of a row's tables that this step publishes, as the state shows it."""
     name = row.request_id
     filled = min(row.end, ledger.lives[name].num_known)
-    held = zip(
-        _settled_before(step, row), step.block_sizes, step.new[name].block_tables, strict=True
-    )
+    return _filled(step, name, _settled_before(step, row), step.new[name].block_tables, filled)
+
+
+def _filled(
+    step: Step, name: v.RequestId, firsts: Iterable[int], tables: v.BlockTables, filled: int
+) -> list[Stretch]:
+    """Of each table of a request, the blocks from `firsts` on that so many tokens fill."""
+    held = zip(firsts, step.block_sizes, tables, strict=True)
     return [
         Stretch(name, group, first, table[first : max(filled // size, first)])
         for group, (first, size, table) in enumerate(held)
@@ -233,11 +238,9 @@ def verified_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
         old, tokens = step.old.get(flight.request_id), step.delivered.get(flight.request_id)
         if old is None or old.status is not v.Status.RUNNING or not tokens:
             continue
-        filled = ledger.lives[flight.request_id].num_known + len(tokens) - 1
-        held = zip(old.num_cached_blocks, step.block_sizes, old.block_tables, strict=True)
-        for group, (first, size, table) in enumerate(held):
-            blocks = table[first : max(filled // size, first)]
-            found.append(Stretch(flight.request_id, group, first, blocks))
+        name, settled = flight.request_id, old.num_cached_blocks
+        filled = ledger.lives[name].num_known + len(tokens) - 1
+        found += _filled(step, name, settled, old.block_tables, filled)
     return found
 
 
@@ -330,10 +333,9 @@ def _touched(step: Step, ledger: Ledger) -> list[Stretch]:
         return verified_blocks(step, ledger)
     found = []
     for row in step.rows:
-        name, known = row.request_id, ledger.lives[row.request_id].num_known
-        tables, is_running = step.new[name].block_tables, row.kind is RowKind.RUNNING
-        for group, (size, table) in enumerate(zip(step.block_sizes, tables, strict=True)):
-            first = step.old[name].num_cached_blocks[group] if is_running else 0
-            full = known // size
-            found.append(Stretch(name, group, first, table[first:full]))
+        name, firsts = row.request_id, [0] * len(step.block_sizes)
+        if row.kind is RowKind.RUNNING:
+            firsts = [*step.old[name].num_cached_blocks]
+        known = ledger.lives[name].num_known
+        found += _filled(step, name, firsts, step.new[name].block_tables, known)
     return found

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from blockstep.conformance.judge.attended import is_recurrent
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
-from blockstep.spec.vocabulary import GroupKind, KVGroup, MambaCacheMode
+from blockstep.spec.vocabulary import KVGroup, MambaCacheMode
 
 
 def list_recurrent(groups: Sequence[KVGroup]) -> tuple[int, ...]:
     """Which groups hold states."""
-    return tuple(at for at, group in enumerate(groups) if group.kind is GroupKind.RECURRENT)
+    return tuple(at for at, group in enumerate(groups) if is_recurrent(group))
 
 
 def list_written(group: KVGroup, row: FrameRow) -> Iterator[tuple[int, int]]:
