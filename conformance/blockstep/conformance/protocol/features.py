@@ -251,6 +251,9 @@ FEATURES: tuple[Feature, ...] = (
 """The table. Whoever lacks several is fitted in this order: without `async`, several frames in
 flight are a `pipeline`."""
 BY_NAME: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}
+LATE = ("groups", "adapters", "masks", "sessions", "encoder")
+"""Names of features that are drawn when all else is, and only where they are taken: who lacks them
+is given what it would be given if there were none. Appended to, never put in another order."""
 SEVERAL_AT_ONCE = frozenset({ASYNC.name, PIPELINE.name})
 """Either has several frames in flight; no run has both."""
 SEVERAL_FRAMES = (
