@@ -87,6 +87,7 @@ Action: TypeAlias = (
     | Propose
     | v.Abort
     | v.GrammarReady
+    | v.StreamingUpdate
     | v.SetPause
     | v.Reset
     | Drain
@@ -122,6 +123,8 @@ def describe(action: Action) -> str:
             return f"abort     {' '.join(request_ids)}"
         case v.GrammarReady(request_id=request_id):
             return f"grammar   {request_id} ready"
+        case v.StreamingUpdate(request=request):
+            return f"update    {describe_request(request)}"
         case v.SetPause(pause_state=pause_state):
             return f"pause     {pause_state}"
         case v.Reset(reset_running_requests=True):

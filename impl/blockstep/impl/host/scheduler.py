@@ -10,7 +10,13 @@ from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.planning import Planning
 from blockstep.impl.host.results import Results
 from blockstep.impl.host.view import take_snapshot
-from blockstep.impl.refusals import grammar_problem, most_blocks, most_slots, submit_problem
+from blockstep.impl.refusals import (
+    grammar_problem,
+    most_blocks,
+    most_slots,
+    submit_problem,
+    update_problem,
+)
 from blockstep.spec.vocabulary import (
     Abort,
     Aborted,
@@ -29,6 +35,7 @@ from blockstep.spec.vocabulary import (
     SetPause,
     Snapshot,
     Status,
+    StreamingUpdate,
     Submit,
     event_problem,
 )
@@ -42,7 +49,7 @@ class HostEngine(Planning, Results, Proposals):
         digest: names block contents; "sha256", "crc32" (each hit is then verified), or your own.
 
     Raises:
-        ConfigError: `config_problems` has something against the config.
+        ConfigError: `list_config_problems` has something against the config.
         ValueError: no digest has the name given.
     """
 
@@ -68,6 +75,8 @@ class HostEngine(Planning, Results, Proposals):
                 return self._abort(request_ids)
             case GrammarReady(request_id=request_id):
                 return self._set_grammar_ready(request_id)
+            case StreamingUpdate(request=request):
+                return update_problem(request.request_id, request.request_id in self.table.slot_of)
             case SetPause(pause_state=pause_state):
                 self.pause_state = pause_state
                 return Ack()
@@ -81,7 +90,7 @@ class HostEngine(Planning, Results, Proposals):
         return take_snapshot(self)
 
     def capabilities(self) -> frozenset[str]:
-        """What it implements: everything, as the values of conformance's `Capability`."""
+        """What it implements, as the values of conformance's `Capability`."""
         return HOST
 
     def _submit(self, request: Request) -> Ack | Rejected:

@@ -25,6 +25,7 @@ from blockstep.spec.vocabulary.events import (
     RowTokens,
     Schedule,
     SetPause,
+    StreamingUpdate,
     Submit,
 )
 from blockstep.spec.vocabulary.keys import BlockKey
@@ -114,6 +115,7 @@ __all__ = [
     "SpecMethod",
     "Stats",
     "Status",
+    "StreamingUpdate",
     "Submit",
     "TokenId",
     "TokenIds",

@@ -104,6 +104,8 @@ class Config:
 
     What it will sample is then promised by placeholders, and drafts stay with the worker: a plan
     says how many, not which (seed 001, "Async scheduling skip-ahead")."""
+    max_loras: int = 0
+    """Different adapters among the requests that run, at most; 0: as many as there are."""
     groups: tuple[KVGroup, ...] = ()
     """KV-cache groups, which take blocks of equal bytes from one pool; a request has a block table
     for each. Empty: one group under full attention, of `block_size`."""

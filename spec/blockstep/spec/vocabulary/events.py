@@ -73,6 +73,20 @@ class GrammarReady:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamingUpdate:
+    """A client goes on with a session, or ends it.
+
+    A resumable request brings the next chunk: its prompt stands behind what there is, and from the
+    stop before it on `max_tokens`, `min_tokens`, how it stops, `arrival_time` and `items` are its
+    own. One that is not resumable brings nothing, and says that no more comes. Observation: `Ack`,
+    or `Aborted` where the session rests and so ends here.
+    """
+
+    request: Request
+    """Of the same id."""
+
+
+@dataclass(frozen=True, slots=True)
 class SetPause:
     """Pause or resume scheduling."""
 
@@ -90,7 +104,17 @@ class Reset:
     reset_running_requests: bool = False
 
 
-Event: TypeAlias = Submit | Schedule | Commit | Drafts | Abort | GrammarReady | SetPause | Reset
+Event: TypeAlias = (
+    Submit | Schedule | Commit | Drafts | Abort | GrammarReady | StreamingUpdate | SetPause | Reset
+)
 EVENT_TYPES: tuple[type, ...] = (
-    Submit, Schedule, Commit, Drafts, Abort, GrammarReady, SetPause, Reset,
-)  # fmt: skip
+    Submit,
+    Schedule,
+    Commit,
+    Drafts,
+    Abort,
+    GrammarReady,
+    StreamingUpdate,
+    SetPause,
+    Reset,
+)

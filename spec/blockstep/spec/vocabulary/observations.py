@@ -47,6 +47,8 @@ class RejectCode(StrEnum):
     """No unfinished request has this id."""
     NOT_STRUCTURED = "not_structured"
     """The request does not use structured output, so it has no grammar."""
+    NOT_RESUMABLE = "not_resumable"
+    """The request is no session, or its client has said that no more input comes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,10 @@ class RequestSnapshot:
     """Tokens of the prefix hit at its first admission; -1 before that."""
     num_preemptions: int = 0
     grammar_ready: bool = False
+    prompt_token_ids: TokenIds = ()
+    """Of a session: what its prompt has become. Empty for others, whose prompt stays."""
+    num_streaming_updates: int = 0
+    """Chunks of a session that wait for its next stop, the end of its input counted as one."""
 
 
 @dataclass(frozen=True, slots=True)

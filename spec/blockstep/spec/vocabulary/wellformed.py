@@ -27,6 +27,7 @@ from blockstep.spec.vocabulary.events import (
     RowTokens,
     Schedule,
     SetPause,
+    StreamingUpdate,
     Submit,
 )
 from blockstep.spec.vocabulary.observations import RejectCode, Rejected
@@ -84,6 +85,7 @@ def config_problems(config: object) -> tuple[ConfigProblem, ...]:
         ("long_prefill_token_threshold", 0),
         ("num_speculative_tokens", 0),
         ("max_frames_in_flight", 1),
+        ("max_loras", 0),
     ):
         ok = is_count(getattr(config, name), least)
         expect(ok, name, f"must be an int from {least} to {MAX_INT}", f"use at least {least}")
@@ -209,7 +211,9 @@ def event_problem(event: object) -> Rejected | None:
     """Why `event` cannot be an event for any state, or None."""
     match event:
         case Submit(request=request):
-            return _request_problem(request)
+            return _request_problem(request, "Submit")
+        case StreamingUpdate(request=request):
+            return _request_problem(request, "StreamingUpdate")
         case Schedule():
             return None
         case Commit(frame_id=frame_id, sampled=sampled):
@@ -277,9 +281,9 @@ def _rows_problem(what: str, rows: object) -> Rejected | None:
     return None
 
 
-def _request_problem(request: object) -> Rejected | None:
+def _request_problem(request: object, event: str) -> Rejected | None:
     if not isinstance(request, Request):
-        return _malformed("Submit.request", request, "a Request")
+        return _malformed(f"{event}.request", request, "a Request")
     if not _is_name(request.request_id):
         return _malformed("request_id", request.request_id, "a non-empty string")
     if not _are_tokens(request.prompt_token_ids):
@@ -299,7 +303,7 @@ def _request_problem(request: object) -> Rejected | None:
         value = getattr(request, name)
         if value is not None and not _is_name(value):
             return _malformed(name, value, "None or a non-empty string")
-    for name in ("skip_reading_prefix_cache", "structured_output"):
+    for name in ("skip_reading_prefix_cache", "resumable", "structured_output"):
         if type(getattr(request, name)) is not bool:
             return _malformed(name, getattr(request, name), "a bool")
     items = request.items

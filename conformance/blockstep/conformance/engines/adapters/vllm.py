@@ -117,6 +117,8 @@ class VllmEngine:
             Capability.GRAMMAR: RELEASE.has_plain_grammar,
             Capability.DRAFTS: RELEASE.has_drafts,
             Capability.ASYNC: RELEASE.has_async,
+            Capability.ADAPTERS: False,
+            Capability.SESSIONS: False,
         }
         return frozenset(one for one in Capability if has.get(one, True))
 
