@@ -35,6 +35,7 @@ from blockstep.spec.vocabulary import (
     SetPause,
     Snapshot,
     Status,
+    StreamingUpdate,
     Submit,
     event_problem,
 )
@@ -107,6 +108,11 @@ class Oracle:
     def grammar_ready(self, request_id: RequestId) -> None:
         """Report that the grammar of a request is compiled."""
         self._accepted(GrammarReady(request_id))
+
+    def update(self, request: Request) -> tuple[RequestId, ...]:
+        """Go on with a session, or end it if `request` is not resumable; returns who ended."""
+        answer = self._accepted(StreamingUpdate(request))
+        return answer.request_ids if isinstance(answer, Aborted) else ()
 
     def pause(self, pause_state: PauseState = PauseState.PAUSED_ALL) -> None:
         """Set what the next step may schedule."""

@@ -71,6 +71,8 @@ class RequestState:
     num_cached_tokens: int = -1
     num_preemptions: int = 0
     grammar_ready: bool = False
+    updates: tuple[Request, ...] = ()
+    """Of a session: chunks to come, oldest first; one that is not resumable is the end of them."""
 
     @property
     def request_id(self) -> RequestId:
@@ -111,7 +113,7 @@ class FrameRow:
     samples: bool
     """Whether the step reaches the last token that will be known, so that the worker samples."""
     is_dropped: bool = False
-    """Whether what it sampled is not delivered; in no strict run."""
+    """Whether what it sampled is not delivered: a session has stopped before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,5 +131,5 @@ def count_drafts_in_flight(frames: Sequence[Frame], request_id: RequestId) -> in
         len(row.draft_token_ids)
         for frame in frames
         for row in frame.rows
-        if row.request_id == request_id
+        if row.request_id == request_id and not row.is_dropped
     )

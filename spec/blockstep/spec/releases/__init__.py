@@ -20,6 +20,7 @@ from blockstep.spec.releases import (
     identity,
     memory,
     order,
+    sessions,
     states,
 )
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
@@ -31,7 +32,18 @@ __all__ = ["QUIRKS", "Quirk", "QuirkStory", "get_rules"]
 
 _STORIES: Mapping[Quirk, QuirkStory] = {
     story.quirk: story
-    for theme in (memory, groups, states, identity, order, adapters, drafts, flight, endings)
+    for theme in (
+        memory,
+        groups,
+        states,
+        identity,
+        order,
+        adapters,
+        drafts,
+        flight,
+        sessions,
+        endings,
+    )
     for story in theme.STORIES
 }
 QUIRKS: tuple[QuirkStory, ...] = tuple(_STORIES[quirk] for quirk in Quirk)

@@ -60,6 +60,12 @@ class Quirk(StrEnum):
     ONLY_FULL_ATTENTION_IS_ZEROED = "only_full_attention_is_zeroed"
     WITHDRAWN_BLOCKS_ARE_ZEROED = "withdrawn_blocks_are_zeroed"
     ADAPTERS_OF_ROWS_ONLY = "adapters_of_rows_only"
+    SESSIONS_KEEP_THEIR_BLOCKS = "sessions_keep_their_blocks"
+    SESSIONS_KEEP_MAX_TOKENS = "sessions_keep_max_tokens"
+    SESSION_KEYS_ARE_APPENDED = "session_keys_are_appended"
+    SESSIONS_KEEP_WHAT_IS_COMPUTED = "sessions_keep_what_is_computed"
+    SESSIONS_KEEP_THEIR_PROMISES = "sessions_keep_their_promises"
+    SESSIONS_ADMITTED_WITH_LOOKAHEAD = "sessions_admitted_with_lookahead"
 
 
 @dataclass(frozen=True, slots=True)
