@@ -170,9 +170,16 @@ def test_an_unknown_digest_is_refused() -> None:
 
 def test_the_host_can_do_everything_that_conformance_asks_for() -> None:
     config = Config(num_blocks=2)
-    assert HostEngine(config).capabilities() == ALL_CAPABILITIES
-    lacking = {"groups", "common prefix"}
-    assert CompiledEngine(config).capabilities() == ALL_CAPABILITIES - lacking
+    has = ALL_CAPABILITIES - {"encoder"}
+    assert HostEngine(config).capabilities() == has
+    assert CompiledEngine(config).capabilities() == has - {"groups", "common prefix"}
+
+
+def test_an_encoder_is_refused_and_not_passed_over() -> None:
+    config = Config(num_blocks=2, encoder_compute_budget=4, encoder_cache_size=4)
+    for engine in (HostEngine, CompiledEngine):
+        with pytest.raises(ConfigError, match=r"encoder_cache_size = 4: .* has no encoder"):
+            engine(config)
 
 
 def test_several_groups_are_refused_and_not_taken_for_one() -> None:

@@ -57,6 +57,8 @@ class Capability(StrEnum):
     """It takes requests with `prompt_embeds`."""
     GROUPS = "groups"
     """It takes `groups`: several KV-cache groups, windows and chunks."""
+    ENCODER = "encoder"
+    """It takes `encoder_cache_size`: what an encoder makes of items has a budget and a cache."""
     STATISTICS = "statistics"
     """Its counters mean what `Stats` says."""
     CACHE_STATISTICS = "cache statistics"

@@ -43,11 +43,20 @@ COMPILED: Final = HOST - {"groups", "common prefix"}
 
 def list_config_problems(config: Config) -> tuple[ConfigProblem, ...]:
     """Every reason against a config for an engine that has one KV-cache group."""
-    problems = config_problems(config)
+    problems = list_encoder_problems(config)
     if problems or not config.groups:
         return problems
     rule, fix = "must be empty: this engine has one KV-cache group", "leave it out"
     return (ConfigProblem("groups", config.groups, rule, fix),)
+
+
+def list_encoder_problems(config: Config) -> tuple[ConfigProblem, ...]:
+    """Every reason against a config for an engine that has no encoder."""
+    problems = config_problems(config)
+    if problems or not config.encoder_cache_size:
+        return problems
+    rule, fix = "must be 0: this engine has no encoder", "leave it out"
+    return (ConfigProblem("encoder_cache_size", config.encoder_cache_size, rule, fix),)
 
 
 def list_needed(config: Config) -> frozenset[str]:
@@ -59,5 +68,6 @@ def list_needed(config: Config) -> frozenset[str]:
         "async": config.async_scheduling,
         "pipeline": several and not config.async_scheduling,
         "groups": bool(config.groups),
+        "encoder": config.encoder_cache_size > 0,
     }
     return frozenset(name for name, is_asked in asked.items() if is_asked)

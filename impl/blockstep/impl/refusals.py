@@ -14,6 +14,7 @@ from blockstep.spec.vocabulary import (
     RequestId,
     SpecMethod,
     TokenIds,
+    item_problem,
 )
 
 
@@ -47,6 +48,9 @@ def submit_problem(
             f"request {name}: a frame in flight has a row of an ended request of this id; "
             "commit the frame first",
         )
+    problem = item_problem(config, request)
+    if problem is not None:
+        return problem
     if prompt >= config.max_model_len:
         return Rejected(
             RejectCode.PROMPT_TOO_LONG,

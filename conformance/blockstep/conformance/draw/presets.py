@@ -17,6 +17,7 @@ from blockstep.conformance.protocol.features import (
     ASYNC,
     CACHING,
     DRAFTS,
+    ENCODER,
     FEATURES,
     GROUPS,
     NO_WISH,
@@ -67,8 +68,10 @@ MAX_DEPTH = max(DEPTHS)
 PROPOSERS = tuple(method for method in SpecMethod if method is not SpecMethod.NONE)
 GROUPED_ONE_IN = 4
 """Of so many runs one has several KV groups, if its engine takes them."""
-SWITCHED = tuple(feature for feature in FEATURES if feature.request or feature.actions)
-"""Features that a swarm switches on or off, whatever its config."""
+SWITCHED = tuple(
+    feature for feature in FEATURES if (feature.request or feature.actions) and feature != ENCODER
+)
+"""Features that a swarm switches on or off, whatever its config. An encoder is not drawn yet."""
 PRESETS = {preset.name: preset for preset in (TINY, SMALL, REAL)}
 
 

@@ -18,6 +18,8 @@ from blockstep.spec.vocabulary.events import (
     Abort,
     Commit,
     Drafts,
+    EncoderOffer,
+    EncoderReset,
     Event,
     GrammarReady,
     PauseState,
@@ -27,12 +29,14 @@ from blockstep.spec.vocabulary.events import (
     SetPause,
     Submit,
 )
+from blockstep.spec.vocabulary.items import item_problem
 from blockstep.spec.vocabulary.keys import BlockKey
 from blockstep.spec.vocabulary.observations import (
     Aborted,
     Ack,
     CachedRow,
     DraftsTaken,
+    EncoderInputs,
     NewRow,
     Observation,
     OutputRow,
@@ -57,7 +61,13 @@ from blockstep.spec.vocabulary.request import (
     TokenId,
     TokenIds,
 )
-from blockstep.spec.vocabulary.snapshot import RequestSnapshot, Snapshot, Stats
+from blockstep.spec.vocabulary.snapshot import (
+    EncoderEntry,
+    EncoderSnapshot,
+    RequestSnapshot,
+    Snapshot,
+    Stats,
+)
 from blockstep.spec.vocabulary.wellformed import (
     MAX_INT,
     ConfigError,
@@ -84,6 +94,11 @@ __all__ = [
     "ConfigProblem",
     "Drafts",
     "DraftsTaken",
+    "EncoderEntry",
+    "EncoderInputs",
+    "EncoderOffer",
+    "EncoderReset",
+    "EncoderSnapshot",
     "Event",
     "FinishReason",
     "FrameId",
@@ -119,4 +134,5 @@ __all__ = [
     "TokenIds",
     "config_problems",
     "event_problem",
+    "item_problem",
 ]

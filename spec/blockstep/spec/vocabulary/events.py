@@ -90,7 +90,29 @@ class Reset:
     reset_running_requests: bool = False
 
 
-Event: TypeAlias = Submit | Schedule | Commit | Drafts | Abort | GrammarReady | SetPause | Reset
+@dataclass(frozen=True, slots=True)
+class EncoderReset:
+    """Forget every encoded item, those in use as well (weights changed, say). Observation: `Ack`.
+
+    The worker forgets them, too, behind the frames in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderOffer:
+    """What a connector holds of encoded items from now on, instead of what it held before.
+
+    An item of these is loaded, not encoded: it takes room in the cache, and no compute.
+    Observation: `Ack`.
+    """
+
+    identifiers: tuple[str, ...] = ()
+
+
+Event: TypeAlias = (
+    Submit | Schedule | Commit | Drafts | Abort | GrammarReady | SetPause | Reset
+    | EncoderReset | EncoderOffer
+)  # fmt: skip
 EVENT_TYPES: tuple[type, ...] = (
     Submit, Schedule, Commit, Drafts, Abort, GrammarReady, SetPause, Reset,
+    EncoderReset, EncoderOffer,
 )  # fmt: skip

@@ -132,6 +132,8 @@ ANSWER_TYPES: dict[type, type] = {
     v.GrammarReady: v.Ack,
     v.SetPause: v.Ack,
     v.Reset: v.ResetDone,
+    v.EncoderReset: v.Ack,
+    v.EncoderOffer: v.Ack,
 }
 """What an accepted event is answered with."""
 
