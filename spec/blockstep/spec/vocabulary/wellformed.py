@@ -65,18 +65,18 @@ def is_count(value: object, at_least: int = 0) -> bool:
     return type(value) is int and at_least <= value <= MAX_INT
 
 
-_LEAST = {
-    "num_blocks": 2,
-    "block_size": 1,
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 1,
-    "max_model_len": 2,
-    "long_prefill_token_threshold": 0,
-    "num_speculative_tokens": 0,
-    "max_frames_in_flight": 1,
-    "encoder_compute_budget": 0,
-    "encoder_cache_size": 0,
-}
+_LEAST = (
+    ("num_blocks", 2),
+    ("block_size", 1),
+    ("max_num_seqs", 1),
+    ("max_num_batched_tokens", 1),
+    ("max_model_len", 2),
+    ("long_prefill_token_threshold", 0),
+    ("num_speculative_tokens", 0),
+    ("max_frames_in_flight", 1),
+    ("encoder_compute_budget", 0),
+    ("encoder_cache_size", 0),
+)
 """Counts of a config, and the least that each may be."""
 _FLAGS = (
     "enable_prefix_caching",
@@ -101,7 +101,7 @@ def config_problems(config: object) -> tuple[ConfigProblem, ...]:
         if not ok:
             found.append(ConfigProblem(field, getattr(config, field), rule, fix))
 
-    for name, least in _LEAST.items():
+    for name, least in _LEAST:
         ok = is_count(getattr(config, name), least)
         expect(ok, name, f"must be an int from {least} to {MAX_INT}", f"use at least {least}")
     for name in _FLAGS:
