@@ -19,8 +19,11 @@ from blockstep.spec.vocabulary import (
     Commit,
     Drafts,
     Event,
+    GrammarBitmask,
+    GrammarFailed,
     GrammarReady,
     Observation,
+    RejectCode,
     Rejected,
     Reset,
     Schedule,
@@ -67,6 +70,9 @@ def process_event(state: State, event: Event) -> tuple[State, Observation] | Rej
             return process_abort(state, request_ids)
         case GrammarReady(request_id=request_id):
             return process_grammar_ready(state, request_id)
+        case GrammarFailed() | GrammarBitmask():
+            detail = f"{type(event).__name__}: masks are not specified yet; do not send it"
+            return Rejected(RejectCode.MALFORMED_EVENT, detail)
         case SetPause(pause_state=pause_state):
             return process_pause(state, pause_state)
         case Reset(reset_running_requests=reset_running_requests):

@@ -19,6 +19,7 @@ from blockstep.conformance.protocol.features import (
     DRAFTS,
     FEATURES,
     GROUPS,
+    MASKS,
     NO_WISH,
     PAUSE,
     PIPELINE,
@@ -67,7 +68,9 @@ MAX_DEPTH = max(DEPTHS)
 PROPOSERS = tuple(method for method in SpecMethod if method is not SpecMethod.NONE)
 GROUPED_ONE_IN = 4
 """Of so many runs one has several KV groups, if its engine takes them."""
-SWITCHED = tuple(feature for feature in FEATURES if feature.request or feature.actions)
+SWITCHED = tuple(
+    feature for feature in FEATURES if (feature.request or feature.actions) and feature is not MASKS
+)
 """Features that a swarm switches on or off, whatever its config."""
 PRESETS = {preset.name: preset for preset in (TINY, SMALL, REAL)}
 

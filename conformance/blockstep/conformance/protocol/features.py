@@ -155,10 +155,20 @@ GRAMMAR = Feature(
     "grammar",
     "structured output: a request waits until its grammar is compiled",
     Capability.GRAMMAR,
-    request=("structured_output",),
+    request=("structured_output", "grammar"),
     actions=(v.GrammarReady,),
     situations=("grammar_", "admission_after_skip", "rejected_not_structured"),
     properties=("P15", "P16"),
+)
+MASKS = Feature(
+    "masks",
+    "grammars: masks by row and draft position, and drafts cut to what a grammar accepts",
+    Capability.MASKS,
+    config={"reasoning_end_token_id": None, "enable_in_reasoning": False},
+    request=("grammar",),
+    actions=(v.GrammarFailed, v.GrammarBitmask),
+    situations=("masks_", "rejected_grammar_behind"),
+    properties=("P23", "P24"),
 )
 MULTIMODAL = Feature(
     "multimodal",
@@ -230,8 +240,8 @@ CACHING = Feature(
 )
 
 FEATURES: tuple[Feature, ...] = (
-    *(PRIORITY, DRAFTS, ASYNC, PIPELINE, PAUSE, RESET, GRAMMAR, MULTIMODAL, EMBEDS, KEYS, STOPS),
-    *(ABORTS, HOSTILE, GROUPS, CACHING),
+    *(PRIORITY, DRAFTS, ASYNC, PIPELINE, PAUSE, RESET, GRAMMAR, MASKS, MULTIMODAL, EMBEDS, KEYS),
+    *(STOPS, ABORTS, HOSTILE, GROUPS, CACHING),
 )
 """The table. Whoever lacks several is fitted in this order: without `async`, several frames in
 flight are a `pipeline`."""

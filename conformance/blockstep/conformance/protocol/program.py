@@ -87,6 +87,8 @@ Action: TypeAlias = (
     | Propose
     | v.Abort
     | v.GrammarReady
+    | v.GrammarFailed
+    | v.GrammarBitmask
     | v.SetPause
     | v.Reset
     | Drain
@@ -122,6 +124,10 @@ def describe(action: Action) -> str:
             return f"abort     {' '.join(request_ids)}"
         case v.GrammarReady(request_id=request_id):
             return f"grammar   {request_id} ready"
+        case v.GrammarFailed(request_id=request_id):
+            return f"grammar   {request_id} failed"
+        case v.GrammarBitmask(frame_id=frame_id, drafts=drafts):
+            return f"mask      frame {frame_id} {_rows(drafts)}".rstrip()
         case v.SetPause(pause_state=pause_state):
             return f"pause     {pause_state}"
         case v.Reset(reset_running_requests=True):
