@@ -36,18 +36,32 @@ HOST: Final = frozenset(
         "common prefix",
     )
 )
-"""Everything."""
+"""Everything but a cap on adapters, and sessions."""
 COMPILED: Final = HOST - {"groups", "common prefix"}
 """The same for one KV-cache group, without its hint to the worker."""
 
 
-def list_config_problems(config: Config) -> tuple[ConfigProblem, ...]:
-    """Every reason against a config for an engine that has one KV-cache group."""
+def list_config_problems(
+    config: Config, capabilities: frozenset[str] = COMPILED
+) -> tuple[ConfigProblem, ...]:
+    """Every reason against a config for an engine of these capabilities."""
     problems = config_problems(config)
-    if problems or not config.groups:
+    if problems:
         return problems
-    rule, fix = "must be empty: this engine has one KV-cache group", "leave it out"
-    return (ConfigProblem("groups", config.groups, rule, fix),)
+    lacking = list_needed(config) - capabilities
+    return tuple(
+        ConfigProblem(field, getattr(config, field), rule, fix)
+        for name, (field, rule, fix) in _LACKED.items()
+        if name in lacking
+    )
+
+
+_LACKED: Final = {
+    "groups": ("groups", "must be empty: this engine has one KV-cache group", "leave it out"),
+    "adapters": ("max_loras", "must be 0: this engine has no cap on adapters", "leave it out"),
+}
+"""By capability: the field of a config that asks for it, and why an engine without cannot have it.
+"""
 
 
 def list_needed(config: Config) -> frozenset[str]:
@@ -59,5 +73,6 @@ def list_needed(config: Config) -> frozenset[str]:
         "async": config.async_scheduling,
         "pipeline": several and not config.async_scheduling,
         "groups": bool(config.groups),
+        "adapters": config.max_loras > 0,
     }
     return frozenset(name for name, is_asked in asked.items() if is_asked)

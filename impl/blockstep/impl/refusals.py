@@ -40,6 +40,11 @@ def submit_problem(
 ) -> Rejected | None:
     """Why a request cannot be taken, or None; `needed` blocks at its longest."""
     name, prompt = repr(request.request_id), len(request.prompt_token_ids)
+    if request.resumable:
+        return Rejected(
+            RejectCode.BAD_REQUEST,
+            f"request {name}: resumable: this engine has no sessions; leave it out",
+        )
     if is_unfinished:
         return Rejected(
             RejectCode.DUPLICATE_REQUEST,
@@ -96,6 +101,19 @@ def grammar_problem(request: Request | None, request_id: RequestId) -> Rejected 
             "submit it with structured_output",
         )
     return None
+
+
+def update_problem(request_id: RequestId, is_unfinished: bool) -> Rejected:
+    """Why a session cannot go on where there are none."""
+    if not is_unfinished:
+        return Rejected(
+            RejectCode.UNKNOWN_REQUEST,
+            f"update: no unfinished request has the id {request_id!r}; submit it first",
+        )
+    return Rejected(
+        RejectCode.NOT_RESUMABLE,
+        f"update: request {request_id!r} is no session; submit it as resumable",
+    )
 
 
 def schedule_problem(config: Config, num_in_flight: int) -> Rejected | None:

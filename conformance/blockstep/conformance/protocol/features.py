@@ -167,8 +167,7 @@ MASKS = Feature(
     config={"reasoning_end_token_id": None, "enable_in_reasoning": False},
     request=("grammar",),
     actions=(v.GrammarFailed, v.GrammarBitmask),
-    situations=("masks_", "rejected_grammar_behind"),
-    properties=("P23", "P24"),
+    properties=("P24",),
 )
 MULTIMODAL = Feature(
     "multimodal",
@@ -227,6 +226,21 @@ GROUPS = Feature(
     situations=("groups_",),
     properties=("P5", "P8"),
 )
+ADAPTERS = Feature(
+    "adapters",
+    "a cap on the different adapters among the requests that run; who is beyond it is passed over",
+    Capability.ADAPTERS,
+    config={"max_loras": 0},
+    properties=("P9", "P15"),
+)
+SESSIONS = Feature(
+    "sessions",
+    "a request goes on with further input: it rests between two chunks, and keeps its blocks",
+    Capability.SESSIONS,
+    request=("resumable",),
+    actions=(v.StreamingUpdate,),
+    properties=("P3", "P10", "P13"),
+)
 CACHING = Feature(
     "caching",
     "prefix caching: blocks are found again by what is in them",
@@ -240,12 +254,15 @@ CACHING = Feature(
 )
 
 FEATURES: tuple[Feature, ...] = (
-    *(PRIORITY, DRAFTS, ASYNC, PIPELINE, PAUSE, RESET, GRAMMAR, MASKS, MULTIMODAL, EMBEDS, KEYS),
-    *(STOPS, ABORTS, HOSTILE, GROUPS, CACHING),
+    *(PRIORITY, DRAFTS, ASYNC, PIPELINE, PAUSE, RESET, GRAMMAR, MULTIMODAL, EMBEDS, KEYS, STOPS),
+    *(ABORTS, HOSTILE, GROUPS, ADAPTERS, SESSIONS, MASKS, CACHING),
 )
 """The table. Whoever lacks several is fitted in this order: without `async`, several frames in
 flight are a `pipeline`."""
 BY_NAME: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}
+LATE = ("groups", "adapters", "masks", "sessions", "encoder")
+"""Names of features that are drawn when all else is, and only where they are taken: who lacks them
+is given what it would be given if there were none. Appended to, never put in another order."""
 SEVERAL_AT_ONCE = frozenset({ASYNC.name, PIPELINE.name})
 """Either has several frames in flight; no run has both."""
 SEVERAL_FRAMES = (

@@ -89,6 +89,7 @@ Action: TypeAlias = (
     | v.GrammarReady
     | v.GrammarFailed
     | v.GrammarBitmask
+    | v.StreamingUpdate
     | v.SetPause
     | v.Reset
     | Drain
@@ -128,6 +129,8 @@ def describe(action: Action) -> str:
             return f"grammar   {request_id} failed"
         case v.GrammarBitmask(frame_id=frame_id, drafts=drafts):
             return f"mask      frame {frame_id} {_rows(drafts)}".rstrip()
+        case v.StreamingUpdate(request=request):
+            return f"update    {describe_request(request)}"
         case v.SetPause(pause_state=pause_state):
             return f"pause     {pause_state}"
         case v.Reset(reset_running_requests=True):

@@ -53,6 +53,7 @@ from blockstep.impl.refusals import (
     most_blocks,
     schedule_problem,
     submit_problem,
+    update_problem,
 )
 from blockstep.spec.vocabulary import (
     Abort,
@@ -81,6 +82,7 @@ from blockstep.spec.vocabulary import (
     SetPause,
     Snapshot,
     Stats,
+    StreamingUpdate,
     Submit,
     TokenIds,
     event_problem,
@@ -151,6 +153,10 @@ class CompiledEngine:
                 return self._abort(request_ids)
             case GrammarReady(request_id=request_id):
                 return self._set_grammar_ready(request_id)
+            case StreamingUpdate(request=request):
+                return update_problem(
+                    request.request_id, request.request_id in self.requests.slot_of
+                )
             case SetPause(pause_state=pause_state):
                 self.pause_state = pause_state
                 return Ack()

@@ -16,6 +16,7 @@ from blockstep.impl.refusals import (
     most_blocks,
     most_slots,
     submit_problem,
+    update_problem,
 )
 from blockstep.spec.vocabulary import (
     Abort,
@@ -37,6 +38,7 @@ from blockstep.spec.vocabulary import (
     SetPause,
     Snapshot,
     Status,
+    StreamingUpdate,
     Submit,
     event_problem,
 )
@@ -50,7 +52,7 @@ class HostEngine(Planning, Results, Proposals):
         digest: names block contents; "sha256", "crc32" (each hit is then verified), or your own.
 
     Raises:
-        ConfigError: `config_problems` has something against the config.
+        ConfigError: `list_config_problems` has something against the config.
         ValueError: no digest has the name given.
     """
 
@@ -76,6 +78,8 @@ class HostEngine(Planning, Results, Proposals):
                 return self._abort(request_ids)
             case GrammarReady(request_id=request_id):
                 return self._set_grammar_ready(request_id)
+            case StreamingUpdate(request=request):
+                return update_problem(request.request_id, request.request_id in self.table.slot_of)
             case SetPause(pause_state=pause_state):
                 self.pause_state = pause_state
                 return Ack()
@@ -91,7 +95,7 @@ class HostEngine(Planning, Results, Proposals):
         return take_snapshot(self)
 
     def capabilities(self) -> frozenset[str]:
-        """What it implements: everything, as the values of conformance's `Capability`."""
+        """What it implements, as the values of conformance's `Capability`."""
         return HOST
 
     def _submit(self, request: Request) -> Ack | Rejected:

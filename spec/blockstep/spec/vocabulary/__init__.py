@@ -27,6 +27,7 @@ from blockstep.spec.vocabulary.events import (
     RowTokens,
     Schedule,
     SetPause,
+    StreamingUpdate,
     Submit,
 )
 from blockstep.spec.vocabulary.keys import BlockKey
@@ -124,6 +125,7 @@ __all__ = [
     "SpecMethod",
     "Stats",
     "Status",
+    "StreamingUpdate",
     "Submit",
     "TokenId",
     "TokenIds",

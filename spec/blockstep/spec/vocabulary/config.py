@@ -111,6 +111,8 @@ class Config:
     it on. None: from the first output on."""
     enable_in_reasoning: bool = False
     """Whether a grammar holds from the first output on all the same."""
+    max_loras: int = 0
+    """Different adapters among the requests that run, at most; 0: as many as there are."""
     groups: tuple[KVGroup, ...] = ()
     """KV-cache groups, which take blocks of equal bytes from one pool; a request has a block table
     for each. Empty: one group under full attention, of `block_size`."""

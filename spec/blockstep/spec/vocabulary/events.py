@@ -96,6 +96,20 @@ class GrammarBitmask:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamingUpdate:
+    """A client goes on with a session, or ends it.
+
+    A resumable request brings the next chunk: its prompt stands behind what there is, and from the
+    stop before it on `max_tokens`, `min_tokens`, how it stops, `arrival_time` and `items` are its
+    own. One that is not resumable brings nothing, and says that no more comes. Observation: `Ack`,
+    or `Aborted` where the session rests and so ends here.
+    """
+
+    request: Request
+    """Of the same id."""
+
+
+@dataclass(frozen=True, slots=True)
 class SetPause:
     """Pause or resume scheduling."""
 
@@ -122,10 +136,11 @@ Event: TypeAlias = (
     | GrammarReady
     | GrammarFailed
     | GrammarBitmask
+    | StreamingUpdate
     | SetPause
     | Reset
 )
 EVENT_TYPES: tuple[type, ...] = (
     *(Submit, Schedule, Commit, Drafts, Abort, GrammarReady, GrammarFailed, GrammarBitmask),
-    *(SetPause, Reset),
+    *(StreamingUpdate, SetPause, Reset),
 )

@@ -51,6 +51,8 @@ class RejectCode(StrEnum):
     """The request does not use structured output, so it has no grammar."""
     GRAMMAR_BEHIND = "grammar_behind"
     """A request of which the mask has rows samples in an older frame, too: commit that first."""
+    NOT_RESUMABLE = "not_resumable"
+    """The request is no session, or its client has said that no more input comes."""
 
 
 @dataclass(frozen=True, slots=True)

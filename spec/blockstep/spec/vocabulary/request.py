@@ -86,7 +86,7 @@ class MultiModalItem:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client submits. Nothing in it changes after Submit."""
+    """What a client submits. Nothing in it changes after Submit, but for a session's input."""
 
     request_id: RequestId
     prompt_token_ids: TokenIds
@@ -113,6 +113,9 @@ class Request:
     tokens: equal numbers mean equal vectors. Empty: the model embeds the tokens itself."""
     skip_reading_prefix_cache: bool = False
     """True: it never takes a prefix hit (its prompt logprobs are wanted, say)."""
+    resumable: bool = False
+    """True: it is a session, which a stop does not end. It goes on with further input (event
+    `StreamingUpdate`), until the client says that there is no more."""
     structured_output: bool = False
     """True: it waits until its grammar is compiled (event `GrammarReady`)."""
     grammar: Grammar | None = None

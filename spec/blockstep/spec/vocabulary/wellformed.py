@@ -30,6 +30,7 @@ from blockstep.spec.vocabulary.events import (
     RowTokens,
     Schedule,
     SetPause,
+    StreamingUpdate,
     Submit,
 )
 from blockstep.spec.vocabulary.observations import RejectCode, Rejected
@@ -77,49 +78,14 @@ def config_problems(config: object) -> tuple[ConfigProblem, ...]:
     """
     if not isinstance(config, Config):
         return (ConfigProblem("config", config, "must be a Config", "build one"),)
-    found: list[ConfigProblem] = []
+    found = _type_problems(config)
+    if found:
+        return tuple(found)
 
     def expect(ok: bool, field: str, rule: str, fix: str) -> None:
         if not ok:
             found.append(ConfigProblem(field, getattr(config, field), rule, fix))
 
-    for name, least in (
-        ("num_blocks", 2),
-        ("block_size", 1),
-        ("max_num_seqs", 1),
-        ("max_num_batched_tokens", 1),
-        ("max_model_len", 2),
-        ("long_prefill_token_threshold", 0),
-        ("num_speculative_tokens", 0),
-        ("max_frames_in_flight", 1),
-    ):
-        ok = is_count(getattr(config, name), least)
-        expect(ok, name, f"must be an int from {least} to {MAX_INT}", f"use at least {least}")
-    for name in (
-        "enable_prefix_caching",
-        "enable_chunked_prefill",
-        "scheduler_reserve_full_isl",
-        "async_scheduling",
-        "enable_in_reasoning",
-    ):
-        expect(type(getattr(config, name)) is bool, name, "must be a bool", "use True or False")
-    expect(isinstance(config.policy, Policy), "policy", "must be a Policy", "use Policy.FCFS")
-    expect(
-        isinstance(config.spec_method, SpecMethod),
-        "spec_method",
-        "must be a SpecMethod",
-        "use SpecMethod.NONE",
-    )
-    marker = config.reasoning_end_token_id
-    is_token = marker is None or is_count(marker)
-    expect(is_token, "reasoning_end_token_id", "must be None or a token id", "leave it out")
-    rule = "must be a tuple of KVGroup"
-    is_known = isinstance(config.groups, tuple) and all(
-        isinstance(group, KVGroup) for group in config.groups
-    )
-    expect(is_known, "groups", rule, "build some, or leave it out for one group")
-    if found:
-        return tuple(found)
     found += _group_problems(config)
     expect(
         (config.spec_method is SpecMethod.NONE) == (config.num_speculative_tokens == 0),
@@ -146,6 +112,53 @@ def config_problems(config: object) -> tuple[ConfigProblem, ...]:
         "set reasoning_end_token_id, or leave it out",
     )
     return tuple(found)
+
+
+def _type_problems(config: Config) -> list[ConfigProblem]:
+    """Every reason against the types and the least values of fields."""
+    found: list[ConfigProblem] = []
+
+    def expect(ok: bool, field: str, rule: str, fix: str) -> None:
+        if not ok:
+            found.append(ConfigProblem(field, getattr(config, field), rule, fix))
+
+    for name, least in (
+        ("num_blocks", 2),
+        ("block_size", 1),
+        ("max_num_seqs", 1),
+        ("max_num_batched_tokens", 1),
+        ("max_model_len", 2),
+        ("long_prefill_token_threshold", 0),
+        ("num_speculative_tokens", 0),
+        ("max_frames_in_flight", 1),
+        ("max_loras", 0),
+    ):
+        ok = is_count(getattr(config, name), least)
+        expect(ok, name, f"must be an int from {least} to {MAX_INT}", f"use at least {least}")
+    for name in (
+        "enable_prefix_caching",
+        "enable_chunked_prefill",
+        "scheduler_reserve_full_isl",
+        "async_scheduling",
+        "enable_in_reasoning",
+    ):
+        expect(type(getattr(config, name)) is bool, name, "must be a bool", "use True or False")
+    expect(isinstance(config.policy, Policy), "policy", "must be a Policy", "use Policy.FCFS")
+    expect(
+        isinstance(config.spec_method, SpecMethod),
+        "spec_method",
+        "must be a SpecMethod",
+        "use SpecMethod.NONE",
+    )
+    marker = config.reasoning_end_token_id
+    is_token = marker is None or is_count(marker)
+    expect(is_token, "reasoning_end_token_id", "must be None or a token id", "leave it out")
+    rule = "must be a tuple of KVGroup"
+    is_known = isinstance(config.groups, tuple) and all(
+        isinstance(group, KVGroup) for group in config.groups
+    )
+    expect(is_known, "groups", rule, "build some, or leave it out for one group")
+    return found
 
 
 def _group_problems(config: Config) -> list[ConfigProblem]:
@@ -227,7 +240,9 @@ def event_problem(event: object) -> Rejected | None:
     """Why `event` cannot be an event for any state, or None."""
     match event:
         case Submit(request=request):
-            return _request_problem(request)
+            return _request_problem(request, "Submit")
+        case StreamingUpdate(request=request):
+            return _request_problem(request, "StreamingUpdate")
         case Schedule():
             return None
         case Commit(frame_id=frame_id, sampled=sampled):
@@ -300,9 +315,9 @@ def _rows_problem(what: str, rows: object) -> Rejected | None:
     return None
 
 
-def _request_problem(request: object) -> Rejected | None:
+def _request_problem(request: object, event: str) -> Rejected | None:
     if not isinstance(request, Request):
-        return _malformed("Submit.request", request, "a Request")
+        return _malformed(f"{event}.request", request, "a Request")
     if not _is_name(request.request_id):
         return _malformed("request_id", request.request_id, "a non-empty string")
     if not _are_tokens(request.prompt_token_ids):
@@ -322,7 +337,7 @@ def _request_problem(request: object) -> Rejected | None:
         value = getattr(request, name)
         if value is not None and not _is_name(value):
             return _malformed(name, value, "None or a non-empty string")
-    for name in ("skip_reading_prefix_cache", "structured_output"):
+    for name in ("skip_reading_prefix_cache", "resumable", "structured_output"):
         if type(getattr(request, name)) is not bool:
             return _malformed(name, getattr(request, name), "a bool")
     items = request.items
