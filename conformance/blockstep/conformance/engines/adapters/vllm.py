@@ -28,7 +28,6 @@ from functools import partial
 # First, because it says what to do where vLLM cannot be imported.
 from blockstep.conformance.engines.adapters.vllm_build import (
     RELEASE,
-    AnyGrammar,
     build_request,
     build_samples,
 )
@@ -39,6 +38,7 @@ from vllm.v1.request import RequestStatus
 
 from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
 from blockstep.conformance.engines.adapters.vllm_audit import Audit
+from blockstep.conformance.engines.adapters.vllm_grammars import finish_compilation
 from blockstep.conformance.engines.adapters.vllm_groups import fit_groups
 from blockstep.conformance.engines.adapters.vllm_leftovers import (
     NOTE,
@@ -137,8 +137,7 @@ class VllmEngine:
                 return self._abort(request_ids)
             case v.GrammarReady(request_id=request_id):
                 # What the thread that compiles it does when it is done.
-                request = self.scheduler.requests[request_id]
-                request.structured_output_request.grammar = AnyGrammar()
+                finish_compilation(self.scheduler.requests[request_id])
                 return v.Ack()
             case v.SetPause(pause_state=pause_state):
                 self.scheduler.set_pause_state(VllmPauseState[pause_state.name])
@@ -162,9 +161,10 @@ class VllmEngine:
     def _submit(self, request: v.Request) -> v.Ack:
         """Source: `add_request`."""
         run = self.run
-        built = build_request(request, run.hasher, run.lora_ids, self.separate_names)
-        run.known[request.request_id] = Known(request)
-        run.learn_keys(built)
+        known = run.known[request.request_id] = Known(request)
+        hasher = run.name_blocks(known)
+        built = build_request(request, hasher, run.lora_ids, self.separate_names)
+        run.compile_grammar(built)
         self.scheduler.add_request(built)
         return v.Ack()
 
@@ -206,14 +206,9 @@ class VllmEngine:
             prompt_logprobs_dict={},
             pooler_output=[],
         )
-        # Looked up before: a request that ends is forgotten, but its blocks stay named.
-        touched = [self.scheduler.requests.get(name) for name in names]
         frame = run.frames.pop(frame_id)
         answer = self.scheduler.update_from_output(frame, result)
         check_answer(run, answer, frame.num_scheduled_tokens.keys())
-        for request in touched:
-            if request is not None:
-                run.learn_keys(request)
         for core in answer.values():
             told = core.scheduler_stats
             if told is not None:
