@@ -36,8 +36,9 @@ class Told:
     """An engine, and what it is asked in a line."""
 
     def __init__(self, config: v.Config) -> None:
-        self.engine: Any = load_engine("vllm")(config)
-        self.scheduler = self.engine.run.scheduler
+        engine: Any = load_engine("vllm")(config)
+        self.engine = engine
+        self.scheduler = engine.run.scheduler
 
     def submit(self, name: str, *tokens: int, **fields: Any) -> None:
         """Hand in a request."""
