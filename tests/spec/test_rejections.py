@@ -25,6 +25,7 @@ from blockstep.spec import (
     SetPause,
     SpecMethod,
     State,
+    StreamingUpdate,
     Submit,
     initial_state,
     transition,
@@ -162,6 +163,7 @@ CASES: dict[str, tuple[object, RejectCode]] = {
     "accepts what was no draft": (answer(("A", (8, 1)), B_ROW), RejectCode.BAD_RESULT),
     "the aborted row is wrong too": (answer(("A", (1,)), ("B", ())), RejectCode.BAD_RESULT),
     "drafts are None": (Drafts(None), M),  # type: ignore[arg-type]
+    "resumable with an int": (bad_request(resumable=1), M),
     "drafts of a string": (Drafts(("A",)), M),  # type: ignore[arg-type]
     "too many drafts": (Drafts((RowTokens("A", (1, 1, 1)),)), RejectCode.BAD_DRAFTS),
     "drafts twice": (Drafts((RowTokens("A"), RowTokens("A"))), RejectCode.BAD_DRAFTS),
@@ -171,6 +173,15 @@ CASES: dict[str, tuple[object, RejectCode]] = {
     "grammar of nobody": (GrammarReady("nobody"), RejectCode.UNKNOWN_REQUEST),
     "grammar of one without": (GrammarReady("A"), RejectCode.NOT_STRUCTURED),
     "grammar of None": (GrammarReady(None), M),  # type: ignore[arg-type]
+    "update of nobody": (
+        StreamingUpdate(replace(GOOD, request_id="nobody")),
+        RejectCode.UNKNOWN_REQUEST,
+    ),
+    "update of no session": (
+        StreamingUpdate(replace(GOOD, request_id="A")),
+        RejectCode.NOT_RESUMABLE,
+    ),
+    "update with None": (StreamingUpdate(None), M),  # type: ignore[arg-type]
     "pause with a string": (SetPause("paused_all"), M),  # type: ignore[arg-type]
     "pause with a bool": (SetPause(True), M),  # type: ignore[arg-type]
     "reset with an int": (Reset(1), M),  # type: ignore[arg-type]
@@ -190,7 +201,7 @@ def test_bad_input_is_rejected_and_changes_nothing(name: str) -> None:
 
 def test_there_are_enough_kinds() -> None:
     assert len(CASES) >= 40
-    elsewhere = {RejectCode.NEVER_FITS, RejectCode.FRAME_OUT_OF_ORDER}
+    elsewhere = {RejectCode.NEVER_FITS, RejectCode.FRAME_OUT_OF_ORDER, RejectCode.GRAMMAR_BEHIND}
     assert {code for _, code in CASES.values()} >= set(RejectCode) - elsewhere
 
 
@@ -317,6 +328,7 @@ events = st.one_of(
     st.builds(Drafts, junk | st.lists(rows, max_size=3).map(tuple)),
     st.builds(Abort, junk),
     st.builds(GrammarReady, junk),
+    st.builds(StreamingUpdate, junk | st.builds(Request, st.sampled_from(["A", "B"]) | junk, junk)),
     st.builds(SetPause, junk),
     st.builds(Reset, junk),
 )

@@ -7,12 +7,16 @@ from collections.abc import Callable, Collection, Mapping
 from blockstep.spec.vocabulary import (
     Config,
     Drafts,
+    Event,
     FrameId,
+    GrammarBitmask,
+    GrammarFailed,
     RejectCode,
     Rejected,
     Request,
     RequestId,
     SpecMethod,
+    Submit,
     TokenIds,
     item_problem,
 )
@@ -37,6 +41,11 @@ def submit_problem(
 ) -> Rejected | None:
     """Why a request cannot be taken, or None; `needed` blocks at its longest."""
     name, prompt = repr(request.request_id), len(request.prompt_token_ids)
+    if request.resumable:
+        return Rejected(
+            RejectCode.BAD_REQUEST,
+            f"request {name}: resumable: this engine has no sessions; leave it out",
+        )
     if is_unfinished:
         return Rejected(
             RejectCode.DUPLICATE_REQUEST,
@@ -66,6 +75,22 @@ def submit_problem(
     return None
 
 
+def masks_problem(event: Event) -> Rejected | None:
+    """Why an engine without masks cannot take an event, or None."""
+    if isinstance(event, Submit) and event.request.grammar is not None:
+        name = event.request.request_id
+        return Rejected(
+            RejectCode.BAD_REQUEST,
+            f"request {name!r}: this engine has no masks, so no grammar; leave grammar out",
+        )
+    if isinstance(event, GrammarFailed | GrammarBitmask):
+        kind = type(event).__name__
+        return Rejected(
+            RejectCode.MALFORMED_EVENT, f"{kind}: this engine has no masks; do not send it"
+        )
+    return None
+
+
 def grammar_problem(request: Request | None, request_id: RequestId) -> Rejected | None:
     """Why the grammar of a request cannot be ready, or None; None for an unknown request."""
     if request is None:
@@ -80,6 +105,19 @@ def grammar_problem(request: Request | None, request_id: RequestId) -> Rejected 
             "submit it with structured_output",
         )
     return None
+
+
+def update_problem(request_id: RequestId, is_unfinished: bool) -> Rejected:
+    """Why a session cannot go on where there are none."""
+    if not is_unfinished:
+        return Rejected(
+            RejectCode.UNKNOWN_REQUEST,
+            f"update: no unfinished request has the id {request_id!r}; submit it first",
+        )
+    return Rejected(
+        RejectCode.NOT_RESUMABLE,
+        f"update: request {request_id!r} is no session; submit it as resumable",
+    )
 
 
 def schedule_problem(config: Config, num_in_flight: int) -> Rejected | None:

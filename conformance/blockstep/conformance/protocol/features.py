@@ -163,10 +163,19 @@ GRAMMAR = Feature(
     "grammar",
     "structured output: a request waits until its grammar is compiled",
     Capability.GRAMMAR,
-    request=("structured_output",),
+    request=("structured_output", "grammar"),
     actions=(v.GrammarReady,),
     situations=("grammar_", "admission_after_skip", "rejected_not_structured"),
     properties=("P15", "P16"),
+)
+MASKS = Feature(
+    "masks",
+    "grammars: masks by row and draft position, and drafts cut to what a grammar accepts",
+    Capability.MASKS,
+    config={"reasoning_end_token_id": None, "enable_in_reasoning": False},
+    request=("grammar",),
+    actions=(v.GrammarFailed, v.GrammarBitmask),
+    properties=("P24",),
 )
 MULTIMODAL = Feature(
     "multimodal",
@@ -238,6 +247,21 @@ ENCODER = Feature(
     actions=(v.EncoderReset, v.EncoderOffer),
     properties=("P9",),
 )
+ADAPTERS = Feature(
+    "adapters",
+    "a cap on the different adapters among the requests that run; who is beyond it is passed over",
+    Capability.ADAPTERS,
+    config={"max_loras": 0},
+    properties=("P9", "P15"),
+)
+SESSIONS = Feature(
+    "sessions",
+    "a request goes on with further input: it rests between two chunks, and keeps its blocks",
+    Capability.SESSIONS,
+    request=("resumable",),
+    actions=(v.StreamingUpdate,),
+    properties=("P3", "P10", "P13"),
+)
 CACHING = Feature(
     "caching",
     "prefix caching: blocks are found again by what is in them",
@@ -252,11 +276,14 @@ CACHING = Feature(
 
 FEATURES: tuple[Feature, ...] = (
     *(PRIORITY, DRAFTS, ASYNC, PIPELINE, PAUSE, RESET, GRAMMAR, MULTIMODAL, EMBEDS, KEYS, STOPS),
-    *(ABORTS, HOSTILE, GROUPS, ENCODER, CACHING),
+    *(ABORTS, HOSTILE, GROUPS, ADAPTERS, SESSIONS, MASKS, ENCODER, CACHING),
 )
 """The table. Whoever lacks several is fitted in this order: without `async`, several frames in
 flight are a `pipeline`."""
 BY_NAME: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}
+LATE = ("groups", "adapters", "masks", "sessions", "encoder")
+"""Names of features that are drawn when all else is, and only where they are taken: who lacks them
+is given what it would be given if there were none. Appended to, never put in another order."""
 SEVERAL_AT_ONCE = frozenset({ASYNC.name, PIPELINE.name})
 """Either has several frames in flight; no run has both."""
 SEVERAL_FRAMES = (

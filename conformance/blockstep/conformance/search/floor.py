@@ -25,6 +25,7 @@ from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import (
     BY_NAME,
     GROUPS,
+    LATE,
     PRIORITY,
     SEVERAL_AT_ONCE,
     UsageError,
@@ -119,13 +120,12 @@ def require_wish(options: CheckOptions, facts: Facts) -> None:
 def release_canary(options: CheckOptions, engine: str = CANARY) -> int | None:
     """Events until the canary is caught; None if it survives.
 
-    It has several KV groups only if they are wished for: else it is caught as it ever was.
+    It has features of `LATE` only if they are wished for: else it is caught as it ever was.
     """
     num_events = 0
     canary = replace(options, engine=engine, preset=TINY.name, profile=STRICT.name)
-    if GROUPS.name not in get_wish(options).always:
-        never = (*options.without_features, GROUPS.name)
-        canary = replace(canary, without_features=never)
+    late = [name for name in LATE if name in BY_NAME and name not in get_wish(options).always]
+    canary = replace(canary, without_features=(*options.without_features, *late))
     make_engine = load_engine(engine)
     for index in range(CANARY_EPISODES):
         episode = run_episode(canary, index, make_engine)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from blockstep.spec.vocabulary.config import (
     Config,
@@ -23,17 +24,25 @@ from blockstep.spec.vocabulary.events import (
     Drafts,
     EncoderOffer,
     EncoderReset,
+    GrammarBitmask,
+    GrammarFailed,
     GrammarReady,
     PauseState,
     Reset,
     RowTokens,
     Schedule,
     SetPause,
+    StreamingUpdate,
     Submit,
 )
 from blockstep.spec.vocabulary.items import find_encoder_rule
 from blockstep.spec.vocabulary.observations import RejectCode, Rejected
-from blockstep.spec.vocabulary.request import MultiModalItem, RepetitionDetection, Request
+from blockstep.spec.vocabulary.request import (
+    Grammar,
+    MultiModalItem,
+    RepetitionDetection,
+    Request,
+)
 
 MAX_INT = 2**31 - 1
 """Token ids, counts and ticks fit in 31 bits, so that an engine may keep them in int32 arrays."""
@@ -65,29 +74,6 @@ def is_count(value: object, at_least: int = 0) -> bool:
     return type(value) is int and at_least <= value <= MAX_INT
 
 
-_LEAST = (
-    ("num_blocks", 2),
-    ("block_size", 1),
-    ("max_num_seqs", 1),
-    ("max_num_batched_tokens", 1),
-    ("max_model_len", 2),
-    ("long_prefill_token_threshold", 0),
-    ("num_speculative_tokens", 0),
-    ("max_frames_in_flight", 1),
-    ("encoder_compute_budget", 0),
-    ("encoder_cache_size", 0),
-)
-"""Counts of a config, and the least that each may be."""
-_FLAGS = (
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "scheduler_reserve_full_isl",
-    "async_scheduling",
-    "disable_chunked_mm_input",
-    "is_encoder_decoder",
-)
-
-
 def config_problems(config: object) -> tuple[ConfigProblem, ...]:
     """Every reason against `config`; empty for a good one.
 
@@ -95,31 +81,14 @@ def config_problems(config: object) -> tuple[ConfigProblem, ...]:
     """
     if not isinstance(config, Config):
         return (ConfigProblem("config", config, "must be a Config", "build one"),)
-    found: list[ConfigProblem] = []
+    found = _type_problems(config)
+    if found:
+        return tuple(found)
 
     def expect(ok: bool, field: str, rule: str, fix: str) -> None:
         if not ok:
             found.append(ConfigProblem(field, getattr(config, field), rule, fix))
 
-    for name, least in _LEAST:
-        ok = is_count(getattr(config, name), least)
-        expect(ok, name, f"must be an int from {least} to {MAX_INT}", f"use at least {least}")
-    for name in _FLAGS:
-        expect(type(getattr(config, name)) is bool, name, "must be a bool", "use True or False")
-    expect(isinstance(config.policy, Policy), "policy", "must be a Policy", "use Policy.FCFS")
-    expect(
-        isinstance(config.spec_method, SpecMethod),
-        "spec_method",
-        "must be a SpecMethod",
-        "use SpecMethod.NONE",
-    )
-    rule = "must be a tuple of KVGroup"
-    is_known = isinstance(config.groups, tuple) and all(
-        isinstance(group, KVGroup) for group in config.groups
-    )
-    expect(is_known, "groups", rule, "build some, or leave it out for one group")
-    if found:
-        return tuple(found)
     found += _group_problems(config)
     field, rule, fix = find_encoder_rule(config)
     if field:
@@ -142,7 +111,64 @@ def config_problems(config: object) -> tuple[ConfigProblem, ...]:
         "needs room for a plan ahead of the one that runs",
         "set max_frames_in_flight to 2 or more, or leave async_scheduling out",
     )
+    expect(
+        not config.enable_in_reasoning or config.reasoning_end_token_id is not None,
+        "enable_in_reasoning",
+        "says something only of a model that reasons",
+        "set reasoning_end_token_id, or leave it out",
+    )
     return tuple(found)
+
+
+def _type_problems(config: Config) -> list[ConfigProblem]:
+    """Every reason against the types and the least values of fields."""
+    found: list[ConfigProblem] = []
+
+    def expect(ok: bool, field: str, rule: str, fix: str) -> None:
+        if not ok:
+            found.append(ConfigProblem(field, getattr(config, field), rule, fix))
+
+    for name, least in (
+        ("num_blocks", 2),
+        ("block_size", 1),
+        ("max_num_seqs", 1),
+        ("max_num_batched_tokens", 1),
+        ("max_model_len", 2),
+        ("long_prefill_token_threshold", 0),
+        ("num_speculative_tokens", 0),
+        ("max_frames_in_flight", 1),
+        ("max_loras", 0),
+        ("encoder_compute_budget", 0),
+        ("encoder_cache_size", 0),
+    ):
+        ok = is_count(getattr(config, name), least)
+        expect(ok, name, f"must be an int from {least} to {MAX_INT}", f"use at least {least}")
+    for name in (
+        "enable_prefix_caching",
+        "enable_chunked_prefill",
+        "scheduler_reserve_full_isl",
+        "async_scheduling",
+        "enable_in_reasoning",
+        "disable_chunked_mm_input",
+        "is_encoder_decoder",
+    ):
+        expect(type(getattr(config, name)) is bool, name, "must be a bool", "use True or False")
+    expect(isinstance(config.policy, Policy), "policy", "must be a Policy", "use Policy.FCFS")
+    expect(
+        isinstance(config.spec_method, SpecMethod),
+        "spec_method",
+        "must be a SpecMethod",
+        "use SpecMethod.NONE",
+    )
+    marker = config.reasoning_end_token_id
+    is_token = marker is None or is_count(marker)
+    expect(is_token, "reasoning_end_token_id", "must be None or a token id", "leave it out")
+    rule = "must be a tuple of KVGroup"
+    is_known = isinstance(config.groups, tuple) and all(
+        isinstance(group, KVGroup) for group in config.groups
+    )
+    expect(is_known, "groups", rule, "build some, or leave it out for one group")
+    return found
 
 
 def _group_problems(config: Config) -> list[ConfigProblem]:
@@ -224,7 +250,9 @@ def event_problem(event: object) -> Rejected | None:
     """Why `event` cannot be an event for any state, or None."""
     match event:
         case Submit(request=request):
-            return _request_problem(request)
+            return _request_problem(request, "Submit")
+        case StreamingUpdate(request=request):
+            return _request_problem(request, "StreamingUpdate")
         case Schedule():
             return None
         case Commit(frame_id=frame_id, sampled=sampled):
@@ -237,10 +265,15 @@ def event_problem(event: object) -> Rejected | None:
             if not isinstance(ids, tuple) or not all(map(_is_name, ids)):
                 return _malformed("Abort.request_ids", ids, "a tuple of non-empty strings")
             return None
-        case GrammarReady(request_id=request_id):
+        case GrammarReady(request_id=request_id) | GrammarFailed(request_id=request_id):
             if not _is_name(request_id):
-                return _malformed("GrammarReady.request_id", request_id, "a non-empty string")
+                what = f"{type(event).__name__}.request_id"
+                return _malformed(what, request_id, "a non-empty string")
             return None
+        case GrammarBitmask(frame_id=frame_id, drafts=drafts):
+            if not is_count(frame_id):
+                return _malformed("GrammarBitmask.frame_id", frame_id, "an int >= 0")
+            return _rows_problem("GrammarBitmask.drafts", drafts)
         case EncoderReset():
             return None
         case EncoderOffer(identifiers=identifiers):
@@ -299,9 +332,9 @@ def _rows_problem(what: str, rows: object) -> Rejected | None:
     return None
 
 
-def _request_problem(request: object) -> Rejected | None:
+def _request_problem(request: object, event: str) -> Rejected | None:
     if not isinstance(request, Request):
-        return _malformed("Submit.request", request, "a Request")
+        return _malformed(f"{event}.request", request, "a Request")
     if not _is_name(request.request_id):
         return _malformed("request_id", request.request_id, "a non-empty string")
     if not _are_tokens(request.prompt_token_ids):
@@ -321,7 +354,7 @@ def _request_problem(request: object) -> Rejected | None:
         value = getattr(request, name)
         if value is not None and not _is_name(value):
             return _malformed(name, value, "None or a non-empty string")
-    for name in ("skip_reading_prefix_cache", "structured_output"):
+    for name in ("skip_reading_prefix_cache", "resumable", "structured_output"):
         if type(getattr(request, name)) is not bool:
             return _malformed(name, getattr(request, name), "a bool")
     items = request.items
@@ -336,7 +369,38 @@ def _request_problem(request: object) -> Rejected | None:
     detection = request.repetition_detection
     if detection is not None and not isinstance(detection, RepetitionDetection):
         return _malformed("repetition_detection", detection, "None or a RepetitionDetection")
-    return _range_problem(request)
+    grammar = request.grammar
+    if grammar is not None and not isinstance(grammar, Grammar):
+        return _malformed("grammar", grammar, "None or a Grammar")
+    return _range_problem(request) or _grammar_problem(request)
+
+
+def _grammar_problem(request: Request) -> Rejected | None:
+    """Why its grammar is none, or None. A state is a tuple of (token, next state)."""
+    if request.grammar is None:
+        return None
+    if not request.structured_output:
+        return _bad(
+            request, "it has a grammar", "but no structured_output: set it, or leave it out"
+        )
+    states = request.grammar.edges
+    if not isinstance(states, tuple) or not states:
+        return _malformed("grammar.edges", states, "a tuple of at least one state")
+    for state in states:
+        if not isinstance(state, tuple) or not all(map(_is_edge, state)):
+            return _malformed("grammar.edges", state, "a tuple of (token, next state)")
+        tokens = [token for token, _ in state]
+        if not all(first < second for first, second in pairwise(tokens)):
+            return _bad(
+                request, f"grammar state {_shown(state)}", "must be sorted, each token once"
+            )
+        if not all(following < len(states) for _, following in state):
+            return _bad(request, f"grammar state {_shown(state)}", f"has {len(states)} to go to")
+    return None
+
+
+def _is_edge(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(map(is_count, value))
 
 
 def _range_problem(request: Request) -> Rejected | None:
