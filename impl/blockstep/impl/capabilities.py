@@ -36,7 +36,7 @@ HOST: Final = frozenset(
         "common prefix",
     )
 )
-"""Everything but a cap on adapters, and sessions."""
+"""Everything but a cap on adapters, sessions, and masks."""
 COMPILED: Final = HOST - {"groups", "common prefix"}
 """The same for one KV-cache group, without its hint to the worker."""
 
@@ -58,6 +58,11 @@ def list_config_problems(
 
 _LACKED: Final = {
     "groups": ("groups", "must be empty: this engine has one KV-cache group", "leave it out"),
+    "masks": (
+        "reasoning_end_token_id",
+        "must be None: this engine has no masks, so no grammar to hold off",
+        "leave it out",
+    ),
     "adapters": ("max_loras", "must be 0: this engine has no cap on adapters", "leave it out"),
 }
 """By capability: the field of a config that asks for it, and why an engine without cannot have it.
@@ -74,5 +79,6 @@ def list_needed(config: Config) -> frozenset[str]:
         "pipeline": several and not config.async_scheduling,
         "groups": bool(config.groups),
         "adapters": config.max_loras > 0,
+        "masks": config.reasoning_end_token_id is not None,
     }
     return frozenset(name for name, is_asked in asked.items() if is_asked)
