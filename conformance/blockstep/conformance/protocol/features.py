@@ -175,6 +175,7 @@ MASKS = Feature(
     config={"reasoning_end_token_id": None, "enable_in_reasoning": False},
     request=("grammar",),
     actions=(v.GrammarFailed, v.GrammarBitmask),
+    situations=("masks_", "rejected_grammar_behind"),
     properties=("P24",),
 )
 MULTIMODAL = Feature(
@@ -252,6 +253,7 @@ ADAPTERS = Feature(
     "a cap on the different adapters among the requests that run; who is beyond it is passed over",
     Capability.ADAPTERS,
     config={"max_loras": 0},
+    situations=("adapters_",),
     properties=("P9", "P15"),
 )
 SESSIONS = Feature(
@@ -260,6 +262,7 @@ SESSIONS = Feature(
     Capability.SESSIONS,
     request=("resumable",),
     actions=(v.StreamingUpdate,),
+    situations=("sessions_", "rejected_not_resumable"),
     properties=("P3", "P10", "P13"),
 )
 CACHING = Feature(
