@@ -117,8 +117,7 @@ class VllmEngine:
             Capability.GRAMMAR: RELEASE.has_plain_grammar,
             Capability.DRAFTS: RELEASE.has_drafts,
             Capability.ASYNC: RELEASE.has_async,
-            Capability.ADAPTERS: False,
-            Capability.SESSIONS: False,
+            Capability.SESSIONS: RELEASE.has_sessions,
         }
         return frozenset(one for one in Capability if has.get(one, True))
 
@@ -142,6 +141,8 @@ class VllmEngine:
             case v.SetPause(pause_state=pause_state):
                 self.scheduler.set_pause_state(VllmPauseState[pause_state.name])
                 return v.Ack()
+            case v.StreamingUpdate(request=request):
+                return self._update(request)
             case v.Reset(reset_running_requests=flag):
                 keywords = {"reset_running_requests": flag} if RELEASE.has_forced_reset else {}
                 return v.ResetDone(self.scheduler.reset_prefix_cache(**keywords))
@@ -166,6 +167,22 @@ class VllmEngine:
         built = build_request(request, hasher, run.lora_ids, self.separate_names)
         run.compile_grammar(built)
         self.scheduler.add_request(built)
+        return v.Ack()
+
+    def _update(self, request: v.Request) -> v.Ack | v.Aborted:
+        """Source: `add_request`, of an id in use."""
+        run, name = self.run, request.request_id
+        known = run.known[name]
+        # The front end hashes a chunk by itself; nobody looks at those digests.
+        built = build_request(request, run.hasher, run.lora_ids, self.separate_names)
+        if request.resumable:
+            known.updates.append(request)
+        self.scheduler.add_request(built)
+        session = self.scheduler.requests.get(name)
+        if session is None:
+            run.ended.add(name)
+            return v.Aborted((name,))
+        known.follow(session.prompt_token_ids)
         return v.Ack()
 
     def _schedule(self) -> v.Plan:
@@ -207,6 +224,7 @@ class VllmEngine:
             pooler_output=[],
         )
         frame = run.frames.pop(frame_id)
+        before = frozenset(self.scheduler.requests)
         answer = self.scheduler.update_from_output(frame, result)
         check_answer(run, answer, frame.num_scheduled_tokens.keys())
         for core in answer.values():
@@ -214,7 +232,11 @@ class VllmEngine:
             if told is not None:
                 run.stats = add_counts(run.stats, told.prefix_cache_stats, told.spec_decoding_stats)
         rows = [row for core in answer.values() for row in read_outputs(run, core)]
-        run.ended.update(row.request_id for row in rows if row.finish_reason is not None)
+        requests = self.scheduler.requests
+        run.ended.update(name for name in names if name in before and name not in requests)
+        for name in names:
+            if name in requests:
+                run.known[name].follow(requests[name].prompt_token_ids)
         return v.Outputs(tuple(rows))
 
     def _drafts(self, drafts: tuple[v.RowTokens, ...]) -> v.DraftsTaken:

@@ -44,7 +44,14 @@ for name, value in RELEASE.environment:
 try:
     import numpy as np
     import torch
-    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        LoRAConfig,
+        ModelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -253,6 +260,8 @@ def build_vllm_config(config: Config) -> VllmConfig:
         # Set afterwards: a real `SpeculativeConfig` wants the weights of a proposer.
         stand_in: Any = Speculation(config.spec_method, config.num_speculative_tokens)
         built.speculative_config = stand_in
+    if config.max_loras:
+        built.lora_config = LoRAConfig(max_loras=config.max_loras)  # without one there is no cap
     return built
 
 
@@ -293,6 +302,7 @@ def build_request(
         cache_salt=request.cache_salt,
         priority=request.priority,
         block_hasher=hasher,
+        resumable=request.resumable,
     )
     return VllmRequest(**keywords)
 

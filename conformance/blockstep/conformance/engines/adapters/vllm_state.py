@@ -169,6 +169,8 @@ def _read_request(run: Run, request: VllmRequest) -> v.RequestSnapshot:
         else request.num_cached_tokens,
         num_preemptions=request.num_preemptions if RELEASE.has_told_rows else known.num_preemptions,
         grammar_ready=structured is not None and structured.grammar is not None,
+        prompt_token_ids=tuple(request.prompt_token_ids) if known.request.resumable else (),
+        num_streaming_updates=len(request.streaming_queue or ()) if RELEASE.has_sessions else 0,
     )
 
 
