@@ -30,6 +30,9 @@ needs_reference = pytest.mark.skipif(
     RELEASE.version != REFERENCE, reason=f"tells what vLLM {REFERENCE} does"
 )
 needs_sessions = pytest.mark.skipif(not RELEASE.has_sessions, reason="the release has no sessions")
+needs_masks = pytest.mark.skipif(
+    not RELEASE.has_frame_masks, reason="the release has no such masks"
+)
 
 
 class Told:
@@ -62,6 +65,12 @@ class Told:
         rows = tuple(v.RowTokens(name, tokens) for name, tokens in sampled.items())
         outputs: v.Outputs = self.engine.apply(v.Commit(frame_id, rows))
         return outputs.rows
+
+    def mask(self, frame_id: int, **drafts: tuple[int, ...]) -> tuple[v.GrammarRow, ...]:
+        """What a frame may sample; the drafts are those that its placeholders stand for."""
+        rows = tuple(v.RowTokens(name, tokens) for name, tokens in drafts.items())
+        output: v.GrammarOutput = self.engine.apply(v.GrammarBitmask(frame_id, rows))
+        return output.rows
 
     @property
     def state(self) -> v.Snapshot:
@@ -189,3 +198,111 @@ def test_items_of_a_chunk_count_from_its_start() -> None:
     told.commit(1, A=(9,))
     named = [key.items for key in told.state.block_keys if key is not None]
     assert named == [(("cat", 0),), (("cat", 0),)]
+
+
+# Grammars.
+
+ABC = v.Grammar((((1, 1), (2, 0)), ((3, 2),), ()))
+"""2 as often as one likes, then 1, then 3; then it is terminated."""
+
+
+@needs_masks
+def test_a_request_waits_for_its_grammar_and_is_masked_by_it_until_it_is_terminated() -> None:
+    told = Told(v.Config(num_blocks=20))
+    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
+    told.submit("B", 5, 6)
+    plan = told.plan()
+    assert rows_of(plan) == {"B": 2}
+    assert not plan.has_structured_output_requests
+    assert told.mask(0) == ()
+    told.engine.apply(v.GrammarReady("A"))
+    assert told.request("A").grammar_ready
+    plan = told.plan()
+    assert rows_of(plan) == {"A": 2}
+    assert plan.has_structured_output_requests
+    seen = []
+    for frame_id, token in enumerate((2, 1, 3, 8), start=1):
+        seen.append((told.request("A").grammar_state, told.mask(frame_id)[0].allowed))
+        told.commit(frame_id, A=(token,))
+        told.plan()
+    assert seen == [(0, ((1, 2),)), (0, ((1, 2),)), (1, ((3,),)), (2, (None,))]
+
+
+@needs_masks
+def test_drafts_are_cut_to_what_the_grammar_accepts() -> None:
+    told = Told(v.Config(num_blocks=20, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=3))
+    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
+    told.engine.apply(v.GrammarReady("A"))
+    told.plan()
+    told.commit(0, A=(2,))
+    taken = told.engine.apply(v.Drafts((v.RowTokens("A", (2, 1, 1)),)))
+    assert taken == v.DraftsTaken(("A",))
+    assert told.request("A").spec_token_ids == (2, 1)
+    told.plan()
+    (row,) = told.mask(1)
+    assert row == v.GrammarRow("A", ((1, 2), (1, 2), (3,)), (2, 1))
+    told.commit(1, A=(2, 1, 3))
+    assert told.request("A").grammar_state == 2
+
+
+@needs_masks
+def test_placeholders_are_told_before_the_mask_and_padded_behind_what_is_accepted() -> None:
+    told = Told(
+        v.Config(
+            num_blocks=20, max_frames_in_flight=2, async_scheduling=True,
+            spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2,
+        )
+    )  # fmt: skip
+    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
+    told.engine.apply(v.GrammarReady("A"))
+    assert not told.plan().pending_structured_output_tokens
+    assert told.mask(0) == (v.GrammarRow("A", ((1, 2),)),)
+    assert told.plan().pending_structured_output_tokens
+    told.commit(0, A=(2,))
+    (row,) = told.mask(1, A=(1, 2))
+    assert row == v.GrammarRow("A", ((1, 2), (3,), None), (1, v.DRAFT_PLACEHOLDER))
+    told.commit(1, A=(1, 3))
+    assert told.request("A").grammar_state == 2
+
+
+@needs_masks
+@pytest.mark.parametrize("is_held_in_reasoning", [False, True])
+def test_a_grammar_holds_behind_the_end_of_reasoning(is_held_in_reasoning: bool) -> None:
+    told = Told(
+        v.Config(num_blocks=20, reasoning_end_token_id=9, enable_in_reasoning=is_held_in_reasoning)
+    )
+    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
+    told.submit("B", 5, 9, structured_output=True, grammar=ABC)
+    told.engine.apply(v.GrammarReady("A"))
+    told.engine.apply(v.GrammarReady("B"))
+    told.plan()
+    held, free = (((1, 2),), ((1, 2),) if is_held_in_reasoning else (None,))
+    assert [row.allowed for row in told.mask(0)] == [free, held]
+    if is_held_in_reasoning:
+        return
+    told.commit(0, A=(9,), B=(1,))
+    assert [told.request(name).reasoning_ended for name in "AB"] == [True, True]
+    assert [told.request(name).grammar_state for name in "AB"] == [0, 1]
+    told.plan()
+    assert [row.allowed for row in told.mask(1)] == [((1, 2),), ((3,),)]
+
+
+@needs_masks
+def test_a_grammar_that_allows_everything_has_no_rows() -> None:
+    told = Told(v.Config(num_blocks=20))
+    told.submit("A", 5, 6, structured_output=True)
+    told.engine.apply(v.GrammarReady("A"))
+    assert not told.plan().has_structured_output_requests
+    assert told.mask(0) == ()
+    told.commit(0, A=(1000,))
+
+
+@needs_masks
+def test_a_grammar_that_fails_is_declined_and_kills_the_release() -> None:
+    told = Told(v.Config(num_blocks=20))
+    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
+    assert told.engine.declines(v.GrammarFailed("A")) is not None
+    pending = told.scheduler.requests["A"].structured_output_request._grammar
+    pending.set_exception(ValueError("no such rule"))
+    with pytest.raises(ValueError, match="no such rule"):
+        told.plan()

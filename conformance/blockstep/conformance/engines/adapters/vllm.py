@@ -47,7 +47,7 @@ from blockstep.conformance.engines.adapters.vllm_leftovers import (
     check_state,
 )
 from blockstep.conformance.engines.adapters.vllm_names import Known
-from blockstep.conformance.engines.adapters.vllm_plans import read_outputs, read_plan
+from blockstep.conformance.engines.adapters.vllm_plans import read_mask, read_outputs, read_plan
 from blockstep.conformance.engines.adapters.vllm_releases import get_release_note
 from blockstep.conformance.engines.adapters.vllm_spared import (
     WORKAROUNDS,
@@ -118,6 +118,7 @@ class VllmEngine:
             Capability.DRAFTS: RELEASE.has_drafts,
             Capability.ASYNC: RELEASE.has_async,
             Capability.SESSIONS: RELEASE.has_sessions,
+            Capability.MASKS: RELEASE.has_frame_masks,
         }
         return frozenset(one for one in Capability if has.get(one, True))
 
@@ -138,6 +139,8 @@ class VllmEngine:
                 # What the thread that compiles it does when it is done.
                 finish_compilation(self.scheduler.requests[request_id])
                 return v.Ack()
+            case v.GrammarBitmask(frame_id=frame_id, drafts=drafts):
+                return self._mask(frame_id, drafts)
             case v.SetPause(pause_state=pause_state):
                 self.scheduler.set_pause_state(VllmPauseState[pause_state.name])
                 return v.Ack()
@@ -258,6 +261,19 @@ class VllmEngine:
                 and requests[name].spec_token_ids == token_ids
             )
         )
+
+    def _mask(self, frame_id: v.FrameId, drafts: tuple[v.RowTokens, ...]) -> v.GrammarOutput:
+        """Source: what the loop of `EngineCore` asks before it has a frame sample.
+
+        `update_draft_token_ids_in_output`, where drafts stay with the worker, and
+        `get_grammar_bitmask`.
+        """
+        frame = self.run.frames[frame_id]
+        if drafts:
+            names = [row.request_id for row in drafts]
+            proposed = DraftTokenIds(names, [list(row.token_ids) for row in drafts])
+            self.scheduler.update_draft_token_ids_in_output(proposed, frame)
+        return read_mask(self.run, frame, self.scheduler.get_grammar_bitmask(frame))
 
     def _abort(self, request_ids: tuple[v.RequestId, ...]) -> v.Aborted:
         """Source: `finish_requests`, one id at a time unless told otherwise (`abort_singly`).

@@ -80,6 +80,7 @@ except ImportError as error:
     require_release(error)
     raise
 
+VOCABULARY_SIZE = 1024
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -88,7 +89,7 @@ MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "num_hidden_layers": 2,
-    "vocab_size": 1024,
+    "vocab_size": VOCABULARY_SIZE,
     "max_position_embeddings": 1 << 30,
 }
 """`config.json` of a two-layer Llama. The scheduler takes nothing from it but the model length."""
@@ -168,7 +169,7 @@ def build_scheduler(config: Config) -> Scheduler:
         Scheduler,
         vllm_config=vllm_config,
         kv_cache_config=KVCacheConfig(config.num_blocks, [], build_groups(config)),
-        structured_output_manager=build_manager(vllm_config),
+        structured_output_manager=build_manager(vllm_config, config),
         block_size=lcm(*config.block_sizes) if is_told_both else config.block_size,
         hash_block_size=config.block_size,
         log_stats=True,
@@ -336,7 +337,7 @@ def _build_sampling(request: Request) -> SamplingParams:
         if detection is not None
         else None,
         skip_reading_prefix_cache=request.skip_reading_prefix_cache,
-        structured_outputs=StructuredOutputsParams(grammar=describe_grammar(None))
+        structured_outputs=StructuredOutputsParams(grammar=describe_grammar(request.grammar))
         if request.structured_output
         else None,
     )

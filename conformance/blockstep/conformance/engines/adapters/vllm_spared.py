@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from vllm.v1.request import Request as VllmRequest
 
-from blockstep.conformance.engines.adapters.vllm_build import RELEASE
+from blockstep.conformance.engines.adapters.vllm_build import RELEASE, VOCABULARY_SIZE
 from blockstep.conformance.engines.adapters.vllm_state import Run
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.spec import vocabulary as v
@@ -18,6 +18,7 @@ PAST_THE_END = "min_tokens at the model length"
 BEHIND_DRAFTS = "a plan behind drafts in flight: fewer than no tokens"
 BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks than there are"
 PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
+FAILED_GRAMMAR = "a grammar that fails: the next plan raises what its compilation did"
 PADDED_TO_THE_END = "a plan behind padding to the model length (#53962)"
 
 WORKAROUNDS: Mapping[str, str] = MappingProxyType(
@@ -73,6 +74,8 @@ def find_reason(run: Run, event: v.Event) -> str | None:
     match event:
         case v.Submit(request=request):
             return _find_lack(run, request)
+        case v.GrammarFailed():
+            return FAILED_GRAMMAR
         case v.Reset(reset_running_requests=True):
             if not RELEASE.has_forced_reset:
                 return "the release has no forced reset"
@@ -177,11 +180,17 @@ def _find_lack(run: Run, request: v.Request) -> str | None:
         return "the release has no repetition detection"
     if request.structured_output and not RELEASE.has_plain_grammar:
         return "a grammar: the release wants its bitmask when it plans"
+    if request.grammar is not None and _is_beyond(request.grammar):
+        return f"a grammar over tokens from {VOCABULARY_SIZE} on: the model has none of them"
     if request.skip_reading_prefix_cache and not RELEASE.has_cache_opt_out:
         return "the release has no skip_reading_prefix_cache"
     if request.prompt_embeds and config.enable_prefix_caching and not RELEASE.has_named_embeds:
         return "embeddings with prefix caching: the release's front end has one or the other"
     return None
+
+
+def _is_beyond(grammar: v.Grammar) -> bool:
+    return any(token >= VOCABULARY_SIZE for edges in grammar.edges for token, _ in edges)
 
 
 def _is_any_full(run: Run, requests: list[VllmRequest]) -> bool:

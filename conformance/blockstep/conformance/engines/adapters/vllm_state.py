@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
@@ -20,6 +21,7 @@ from blockstep.conformance.engines.adapters.vllm_build import (
     build_scheduler,
 )
 from blockstep.conformance.engines.adapters.vllm_encoder import build_features
+from blockstep.conformance.engines.adapters.vllm_grammars import begin_compilation
 from blockstep.conformance.engines.adapters.vllm_names import Digests, Known
 from blockstep.spec import vocabulary as v
 
@@ -78,7 +80,7 @@ class Run:
     def compile_grammar(self, request: VllmRequest) -> None:
         """What the front end does with a request before the scheduler sees it."""
         if RELEASE.has_plain_grammar:
-            self.scheduler.structured_output_manager.grammar_init(request)
+            begin_compilation(self.scheduler.structured_output_manager, request)
 
     def get_key(self, carried: bytes) -> v.BlockKey:
         """The key of a block that carries this: a digest, or several, and its group."""
@@ -169,9 +171,18 @@ def _read_request(run: Run, request: VllmRequest) -> v.RequestSnapshot:
         else request.num_cached_tokens,
         num_preemptions=request.num_preemptions if RELEASE.has_told_rows else known.num_preemptions,
         grammar_ready=structured is not None and structured.grammar is not None,
+        grammar_state=getattr(structured and structured.grammar, "state", 0),
+        reasoning_ended=_has_reasoned(run, known.request, structured),
         prompt_token_ids=tuple(request.prompt_token_ids) if known.request.resumable else (),
         num_streaming_updates=len(request.streaming_queue or ()) if RELEASE.has_sessions else 0,
     )
+
+
+def _has_reasoned(run: Run, request: v.Request, structured: Any) -> bool:
+    """Whether a grammar waits no more for the end of reasoning; False where none ever does."""
+    if request.grammar is None or run.config.enable_in_reasoning:
+        return False
+    return bool(structured.reasoning_ended)
 
 
 def _get_placeholders(run: Run, request: VllmRequest) -> int:
