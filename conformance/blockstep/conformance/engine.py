@@ -43,6 +43,8 @@ class Capability(StrEnum):
     PAUSE = "pause"
     RESET = "reset"
     GRAMMAR = "grammar"
+    MASKS = "masks"
+    """It takes a `grammar`, `GrammarFailed`, and says masks (`GrammarBitmask`); with GRAMMAR."""
     MULTIMODAL = "multimodal"
     ABORT = "abort"
     """It takes `Abort`, at any time and for any id (P18)."""

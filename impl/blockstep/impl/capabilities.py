@@ -34,11 +34,12 @@ HOST: Final = frozenset(
         "late drafts",
         "groups",
         "common prefix",
+        "adapters",
     )
 )
-"""Everything but a cap on adapters, and sessions."""
-COMPILED: Final = HOST - {"groups", "common prefix"}
-"""The same for one KV-cache group, without its hint to the worker."""
+"""Everything but sessions."""
+COMPILED: Final = HOST - {"groups", "common prefix", "adapters"}
+"""The same for one KV-cache group, without its hint to the worker and what requests bring along."""
 
 
 def list_config_problems(

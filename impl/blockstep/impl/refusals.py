@@ -7,12 +7,16 @@ from collections.abc import Callable, Collection, Mapping
 from blockstep.spec.vocabulary import (
     Config,
     Drafts,
+    Event,
     FrameId,
+    GrammarBitmask,
+    GrammarFailed,
     RejectCode,
     Rejected,
     Request,
     RequestId,
     SpecMethod,
+    Submit,
     TokenIds,
 )
 
@@ -63,6 +67,22 @@ def submit_problem(
             RejectCode.NEVER_FITS,
             f"request {name}: at its longest it needs {needed} blocks, and the pool has "
             f"{config.num_usable_blocks} without the null block; shorten it or lower max_tokens",
+        )
+    return None
+
+
+def masks_problem(event: Event) -> Rejected | None:
+    """Why an engine without masks cannot take an event, or None."""
+    if isinstance(event, Submit) and event.request.grammar is not None:
+        name = event.request.request_id
+        return Rejected(
+            RejectCode.BAD_REQUEST,
+            f"request {name!r}: this engine has no masks, so no grammar; leave grammar out",
+        )
+    if isinstance(event, GrammarFailed | GrammarBitmask):
+        kind = type(event).__name__
+        return Rejected(
+            RejectCode.MALFORMED_EVENT, f"{kind}: this engine has no masks; do not send it"
         )
     return None
 

@@ -20,8 +20,11 @@ from blockstep.spec.vocabulary import (
     Commit,
     Drafts,
     Event,
+    GrammarBitmask,
+    GrammarFailed,
     GrammarReady,
     Observation,
+    RejectCode,
     Rejected,
     Reset,
     Schedule,
@@ -69,6 +72,9 @@ def process_event(state: State, event: Event) -> tuple[State, Observation] | Rej
             return process_abort(state, request_ids)
         case GrammarReady(request_id=request_id):
             return process_grammar_ready(state, request_id)
+        case GrammarFailed() | GrammarBitmask():
+            detail = f"{type(event).__name__}: masks are not specified yet; do not send it"
+            return Rejected(RejectCode.MALFORMED_EVENT, detail)
         case StreamingUpdate(request=request):
             return process_streaming_update(state, request)
         case SetPause(pause_state=pause_state):

@@ -155,10 +155,19 @@ GRAMMAR = Feature(
     "grammar",
     "structured output: a request waits until its grammar is compiled",
     Capability.GRAMMAR,
-    request=("structured_output",),
+    request=("structured_output", "grammar"),
     actions=(v.GrammarReady,),
     situations=("grammar_", "admission_after_skip", "rejected_not_structured"),
     properties=("P15", "P16"),
+)
+MASKS = Feature(
+    "masks",
+    "grammars: masks by row and draft position, and drafts cut to what a grammar accepts",
+    Capability.MASKS,
+    config={"reasoning_end_token_id": None, "enable_in_reasoning": False},
+    request=("grammar",),
+    actions=(v.GrammarFailed, v.GrammarBitmask),
+    properties=("P24",),
 )
 MULTIMODAL = Feature(
     "multimodal",
@@ -246,7 +255,7 @@ CACHING = Feature(
 
 FEATURES: tuple[Feature, ...] = (
     *(PRIORITY, DRAFTS, ASYNC, PIPELINE, PAUSE, RESET, GRAMMAR, MULTIMODAL, EMBEDS, KEYS, STOPS),
-    *(ABORTS, HOSTILE, GROUPS, ADAPTERS, SESSIONS, CACHING),
+    *(ABORTS, HOSTILE, GROUPS, ADAPTERS, SESSIONS, MASKS, CACHING),
 )
 """The table. Whoever lacks several is fitted in this order: without `async`, several frames in
 flight are a `pipeline`."""

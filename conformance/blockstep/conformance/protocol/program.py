@@ -87,6 +87,8 @@ Action: TypeAlias = (
     | Propose
     | v.Abort
     | v.GrammarReady
+    | v.GrammarFailed
+    | v.GrammarBitmask
     | v.StreamingUpdate
     | v.SetPause
     | v.Reset
@@ -123,6 +125,10 @@ def describe(action: Action) -> str:
             return f"abort     {' '.join(request_ids)}"
         case v.GrammarReady(request_id=request_id):
             return f"grammar   {request_id} ready"
+        case v.GrammarFailed(request_id=request_id):
+            return f"grammar   {request_id} failed"
+        case v.GrammarBitmask(frame_id=frame_id, drafts=drafts):
+            return f"mask      frame {frame_id} {_rows(drafts)}".rstrip()
         case v.StreamingUpdate(request=request):
             return f"update    {describe_request(request)}"
         case v.SetPause(pause_state=pause_state):

@@ -12,6 +12,7 @@ from blockstep.impl.host.results import Results
 from blockstep.impl.host.view import take_snapshot
 from blockstep.impl.refusals import (
     grammar_problem,
+    masks_problem,
     most_blocks,
     most_slots,
     submit_problem,
@@ -24,6 +25,8 @@ from blockstep.spec.vocabulary import (
     Commit,
     Drafts,
     Event,
+    GrammarBitmask,
+    GrammarFailed,
     GrammarReady,
     Observation,
     Rejected,
@@ -55,7 +58,7 @@ class HostEngine(Planning, Results, Proposals):
 
     def apply(self, event: Event) -> Observation:
         """Take one event. Never raises; what is refused changes nothing."""
-        problem = event_problem(event)
+        problem = event_problem(event) or masks_problem(event)
         if problem is not None:
             return problem
         match event:
@@ -82,6 +85,8 @@ class HostEngine(Planning, Results, Proposals):
                 return Ack()
             case Reset(reset_running_requests=reset_running_requests):
                 return ResetDone(self._reset(reset_running_requests))
+            case GrammarFailed() | GrammarBitmask():
+                raise AssertionError("refused above")
             case _:
                 assert_never(event)
 

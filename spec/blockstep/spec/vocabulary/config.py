@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from blockstep.spec.vocabulary.request import TokenId
+
 
 class Policy(StrEnum):
     """How waiting requests are ordered, and who is preempted (seed 001, "Queue Selection")."""
@@ -104,6 +106,11 @@ class Config:
 
     What it will sample is then promised by placeholders, and drafts stay with the worker: a plan
     says how many, not which (seed 001, "Async scheduling skip-ahead")."""
+    reasoning_end_token_id: TokenId | None = None
+    """The token that ends reasoning, in a prompt or an output: a grammar holds from the token after
+    it on. None: from the first output on."""
+    enable_in_reasoning: bool = False
+    """Whether a grammar holds from the first output on all the same."""
     max_loras: int = 0
     """Different adapters among the requests that run, at most; 0: as many as there are."""
     groups: tuple[KVGroup, ...] = ()

@@ -73,6 +73,29 @@ class GrammarReady:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarFailed:
+    """The grammar of a request with `structured_output` could not be compiled, or broke later.
+
+    The request ends, wherever it is. Observation: `Outputs` with one row of it, without tokens.
+    """
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarBitmask:
+    """Which tokens may be sampled at each position of a frame? Observation: `GrammarOutput`.
+
+    Asked at any time between the plan and its Commit, if at all.
+    """
+
+    frame_id: FrameId
+    drafts: tuple[RowTokens, ...] = ()
+    """Under asynchronous scheduling only: what the placeholders of that frame stand for. Of a row
+    none is verified from then on but those that its grammar accepts."""
+
+
+@dataclass(frozen=True, slots=True)
 class StreamingUpdate:
     """A client goes on with a session, or ends it.
 
@@ -105,16 +128,19 @@ class Reset:
 
 
 Event: TypeAlias = (
-    Submit | Schedule | Commit | Drafts | Abort | GrammarReady | StreamingUpdate | SetPause | Reset
+    Submit
+    | Schedule
+    | Commit
+    | Drafts
+    | Abort
+    | GrammarReady
+    | GrammarFailed
+    | GrammarBitmask
+    | StreamingUpdate
+    | SetPause
+    | Reset
 )
 EVENT_TYPES: tuple[type, ...] = (
-    Submit,
-    Schedule,
-    Commit,
-    Drafts,
-    Abort,
-    GrammarReady,
-    StreamingUpdate,
-    SetPause,
-    Reset,
+    *(Submit, Schedule, Commit, Drafts, Abort, GrammarReady, GrammarFailed, GrammarBitmask),
+    *(StreamingUpdate, SetPause, Reset),
 )

@@ -43,6 +43,8 @@ class FinishReason(StrEnum):
     """The tail of its output repeats a pattern as often as it said it would not tolerate."""
     ABORT = "abort"
     """The client gave up."""
+    ERROR = "error"
+    """It cannot be served: its grammar could not be compiled, say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,19 @@ class RepetitionDetection:
     max_pattern_size: int
     min_pattern_size: int = 1
     min_count: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """Which tokens may follow which output: an automaton over tokens, in state 0 before any.
+
+    A state without edges is *terminated*: the text is complete there. It accepts no token, so no
+    draft, and yet constrains nothing: its mask is full, and whatever is sampled leaves it as it is.
+    An end-of-sequence token has edges like others.
+    """
+
+    edges: tuple[tuple[tuple[TokenId, int], ...], ...]
+    """By state: (token, next state) for each token that is allowed, sorted by token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +118,5 @@ class Request:
     `StreamingUpdate`), until the client says that there is no more."""
     structured_output: bool = False
     """True: it waits until its grammar is compiled (event `GrammarReady`)."""
+    grammar: Grammar | None = None
+    """Only with `structured_output`. None: every token is allowed, and no mask has rows of it."""

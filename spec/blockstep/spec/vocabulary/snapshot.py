@@ -55,6 +55,11 @@ class RequestSnapshot:
     """Tokens of the prefix hit at its first admission; -1 before that."""
     num_preemptions: int = 0
     grammar_ready: bool = False
+    grammar_state: int = 0
+    """Where its outputs led its `grammar`: a state of it; 0 without one."""
+    reasoning_ended: bool = False
+    """Of a request with a `grammar`: whether `reasoning_end_token_id` stands in its prompt or in
+    its outputs. False where the config has none, or `enable_in_reasoning`."""
     prompt_token_ids: TokenIds = ()
     """Of a session: what its prompt has become. Empty for others, whose prompt stays."""
     num_streaming_updates: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from blockstep.spec.vocabulary.config import (
     Config,
@@ -21,6 +22,8 @@ from blockstep.spec.vocabulary.events import (
     Abort,
     Commit,
     Drafts,
+    GrammarBitmask,
+    GrammarFailed,
     GrammarReady,
     PauseState,
     Reset,
@@ -31,7 +34,12 @@ from blockstep.spec.vocabulary.events import (
     Submit,
 )
 from blockstep.spec.vocabulary.observations import RejectCode, Rejected
-from blockstep.spec.vocabulary.request import MultiModalItem, RepetitionDetection, Request
+from blockstep.spec.vocabulary.request import (
+    Grammar,
+    MultiModalItem,
+    RepetitionDetection,
+    Request,
+)
 
 MAX_INT = 2**31 - 1
 """Token ids, counts and ticks fit in 31 bits, so that an engine may keep them in int32 arrays."""
@@ -70,6 +78,44 @@ def config_problems(config: object) -> tuple[ConfigProblem, ...]:
     """
     if not isinstance(config, Config):
         return (ConfigProblem("config", config, "must be a Config", "build one"),)
+    found = _type_problems(config)
+    if found:
+        return tuple(found)
+
+    def expect(ok: bool, field: str, rule: str, fix: str) -> None:
+        if not ok:
+            found.append(ConfigProblem(field, getattr(config, field), rule, fix))
+
+    found += _group_problems(config)
+    expect(
+        (config.spec_method is SpecMethod.NONE) == (config.num_speculative_tokens == 0),
+        "num_speculative_tokens",
+        "must be 0 exactly when spec_method is none",
+        "set both, or neither",
+    )
+    expect(
+        config.enable_chunked_prefill or config.max_num_batched_tokens >= config.max_model_len,
+        "max_num_batched_tokens",
+        "without chunked prefill a whole prompt must fit one step's budget",
+        "raise it to max_model_len, or enable chunked prefill",
+    )
+    expect(
+        not config.async_scheduling or config.max_frames_in_flight > 1,
+        "async_scheduling",
+        "needs room for a plan ahead of the one that runs",
+        "set max_frames_in_flight to 2 or more, or leave async_scheduling out",
+    )
+    expect(
+        not config.enable_in_reasoning or config.reasoning_end_token_id is not None,
+        "enable_in_reasoning",
+        "says something only of a model that reasons",
+        "set reasoning_end_token_id, or leave it out",
+    )
+    return tuple(found)
+
+
+def _type_problems(config: Config) -> list[ConfigProblem]:
+    """Every reason against the types and the least values of fields."""
     found: list[ConfigProblem] = []
 
     def expect(ok: bool, field: str, rule: str, fix: str) -> None:
@@ -94,6 +140,7 @@ def config_problems(config: object) -> tuple[ConfigProblem, ...]:
         "enable_chunked_prefill",
         "scheduler_reserve_full_isl",
         "async_scheduling",
+        "enable_in_reasoning",
     ):
         expect(type(getattr(config, name)) is bool, name, "must be a bool", "use True or False")
     expect(isinstance(config.policy, Policy), "policy", "must be a Policy", "use Policy.FCFS")
@@ -103,33 +150,15 @@ def config_problems(config: object) -> tuple[ConfigProblem, ...]:
         "must be a SpecMethod",
         "use SpecMethod.NONE",
     )
+    marker = config.reasoning_end_token_id
+    is_token = marker is None or is_count(marker)
+    expect(is_token, "reasoning_end_token_id", "must be None or a token id", "leave it out")
     rule = "must be a tuple of KVGroup"
     is_known = isinstance(config.groups, tuple) and all(
         isinstance(group, KVGroup) for group in config.groups
     )
     expect(is_known, "groups", rule, "build some, or leave it out for one group")
-    if found:
-        return tuple(found)
-    found += _group_problems(config)
-    expect(
-        (config.spec_method is SpecMethod.NONE) == (config.num_speculative_tokens == 0),
-        "num_speculative_tokens",
-        "must be 0 exactly when spec_method is none",
-        "set both, or neither",
-    )
-    expect(
-        config.enable_chunked_prefill or config.max_num_batched_tokens >= config.max_model_len,
-        "max_num_batched_tokens",
-        "without chunked prefill a whole prompt must fit one step's budget",
-        "raise it to max_model_len, or enable chunked prefill",
-    )
-    expect(
-        not config.async_scheduling or config.max_frames_in_flight > 1,
-        "async_scheduling",
-        "needs room for a plan ahead of the one that runs",
-        "set max_frames_in_flight to 2 or more, or leave async_scheduling out",
-    )
-    return tuple(found)
+    return found
 
 
 def _group_problems(config: Config) -> list[ConfigProblem]:
@@ -226,10 +255,15 @@ def event_problem(event: object) -> Rejected | None:
             if not isinstance(ids, tuple) or not all(map(_is_name, ids)):
                 return _malformed("Abort.request_ids", ids, "a tuple of non-empty strings")
             return None
-        case GrammarReady(request_id=request_id):
+        case GrammarReady(request_id=request_id) | GrammarFailed(request_id=request_id):
             if not _is_name(request_id):
-                return _malformed("GrammarReady.request_id", request_id, "a non-empty string")
+                what = f"{type(event).__name__}.request_id"
+                return _malformed(what, request_id, "a non-empty string")
             return None
+        case GrammarBitmask(frame_id=frame_id, drafts=drafts):
+            if not is_count(frame_id):
+                return _malformed("GrammarBitmask.frame_id", frame_id, "an int >= 0")
+            return _rows_problem("GrammarBitmask.drafts", drafts)
         case SetPause(pause_state=pause_state):
             if not isinstance(pause_state, PauseState):
                 return _malformed("SetPause.pause_state", pause_state, "a PauseState")
@@ -315,7 +349,38 @@ def _request_problem(request: object, event: str) -> Rejected | None:
     detection = request.repetition_detection
     if detection is not None and not isinstance(detection, RepetitionDetection):
         return _malformed("repetition_detection", detection, "None or a RepetitionDetection")
-    return _range_problem(request)
+    grammar = request.grammar
+    if grammar is not None and not isinstance(grammar, Grammar):
+        return _malformed("grammar", grammar, "None or a Grammar")
+    return _range_problem(request) or _grammar_problem(request)
+
+
+def _grammar_problem(request: Request) -> Rejected | None:
+    """Why its grammar is none, or None. A state is a tuple of (token, next state)."""
+    if request.grammar is None:
+        return None
+    if not request.structured_output:
+        return _bad(
+            request, "it has a grammar", "but no structured_output: set it, or leave it out"
+        )
+    states = request.grammar.edges
+    if not isinstance(states, tuple) or not states:
+        return _malformed("grammar.edges", states, "a tuple of at least one state")
+    for state in states:
+        if not isinstance(state, tuple) or not all(map(_is_edge, state)):
+            return _malformed("grammar.edges", state, "a tuple of (token, next state)")
+        tokens = [token for token, _ in state]
+        if not all(first < second for first, second in pairwise(tokens)):
+            return _bad(
+                request, f"grammar state {_shown(state)}", "must be sorted, each token once"
+            )
+        if not all(following < len(states) for _, following in state):
+            return _bad(request, f"grammar state {_shown(state)}", f"has {len(states)} to go to")
+    return None
+
+
+def _is_edge(value: object) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(map(is_count, value))
 
 
 def _range_problem(request: Request) -> Rejected | None:
