@@ -251,16 +251,16 @@ class VllmEngine:
         requests = self.scheduler.requests
         before = {name: requests[name].spec_token_ids for name in handed if name in requests}
         self.scheduler.update_draft_token_ids(DraftTokenIds([*handed], [*handed.values()]))
-        # A list of its own, or, where a grammar looked at it, maybe a copy; but another one.
-        return v.DraftsTaken(
-            tuple(
-                name
-                for name, token_ids in handed.items()
-                if name in before
-                and requests[name].spec_token_ids is not before[name]
-                and requests[name].spec_token_ids == token_ids
-            )
-        )
+        taken = []
+        for name, token_ids in handed.items():
+            # A list of its own, or what a grammar left of it; but another one than before.
+            if name in before and (kept := requests[name].spec_token_ids) is not before[name]:
+                is_cut = (
+                    requests[name].use_structured_output and not requests[name].is_prefill_chunk
+                )
+                if kept == (token_ids[: len(kept)] if is_cut else token_ids):
+                    taken.append(name)
+        return v.DraftsTaken(tuple(taken))
 
     def _mask(self, frame_id: v.FrameId, drafts: tuple[v.RowTokens, ...]) -> v.GrammarOutput:
         """Source: what the loop of `EngineCore` asks before it has a frame sample.

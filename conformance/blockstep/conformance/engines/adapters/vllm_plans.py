@@ -18,6 +18,7 @@ def read_plan(
     run: Run, frame_id: v.FrameId, output: SchedulerOutput, preempted: set[v.RequestId]
 ) -> v.Plan:
     """Source: `SchedulerOutput`."""
+    has_masks, is_pending = _read_mask_flags(run, output)
     return v.Plan(
         frame_id=frame_id,
         new=_read_new_rows(run, output),
@@ -26,11 +27,12 @@ def read_plan(
         preempted_req_ids=tuple(sorted(preempted)),
         num_common_prefix_blocks=tuple(output.num_common_prefix_blocks),
         new_block_ids_to_zero=tuple(getattr(output, "new_block_ids_to_zero", None) or ()),
-        **_read_mask_flags(run, output),
+        has_structured_output_requests=has_masks,
+        pending_structured_output_tokens=is_pending,
     )
 
 
-def _read_mask_flags(run: Run, output: SchedulerOutput) -> dict[str, bool]:
+def _read_mask_flags(run: Run, output: SchedulerOutput) -> tuple[bool, bool]:
     """Whether a mask is due, and whether it must wait: of those who have a grammar.
 
     vLLM has no request that asks for one that allows everything, as ours may; its flags speak of
@@ -43,15 +45,15 @@ def _read_mask_flags(run: Run, output: SchedulerOutput) -> dict[str, bool]:
         if run.known[name].request.grammar is not None and not requests[name].is_prefill_chunk
     ]
     if not masked:
-        return {}
+        return False, False
     is_pending = any(
         requests[name].num_output_placeholders > 1 + len(_get_drafts(output, name))
         for name in masked
     )
-    return {
-        "has_structured_output_requests": output.has_structured_output_requests,
-        "pending_structured_output_tokens": is_pending and output.pending_structured_output_tokens,
-    }
+    return (
+        output.has_structured_output_requests,
+        is_pending and output.pending_structured_output_tokens,
+    )
 
 
 def _read_new_rows(run: Run, output: SchedulerOutput) -> tuple[v.NewRow, ...]:
@@ -157,9 +159,11 @@ def _get_told_cached(run: Run, row: EngineCoreOutput) -> int:
 
 
 def read_mask(run: Run, frame: SchedulerOutput, output: GrammarOutput | None) -> v.GrammarOutput:
-    """The mask of a frame. Source: `GrammarOutput`: a row for each draft of a request, and one more.
+    """The mask of a frame: a row for each draft of a request, and one more.
 
     Who has a grammar that allows everything has rows in vLLM and none in ours; they must be full.
+
+    Source: `GrammarOutput`.
 
     Raises:
         EngineFault: rows are missing or left over, or not full where all is allowed.
