@@ -247,7 +247,7 @@ class VllmEngine:
 
         Synchronous only: the specification refuses drafts when the worker keeps them.
         """
-        handed = {row.request_id: list(row.token_ids) for row in drafts}
+        run, handed = self.run, {row.request_id: list(row.token_ids) for row in drafts}
         requests = self.scheduler.requests
         before = {name: requests[name].spec_token_ids for name in handed if name in requests}
         self.scheduler.update_draft_token_ids(DraftTokenIds([*handed], [*handed.values()]))
