@@ -255,9 +255,8 @@ class VllmEngine:
         for name, token_ids in handed.items():
             # A list of its own, or what a grammar left of it; but another one than before.
             if name in before and (kept := requests[name].spec_token_ids) is not before[name]:
-                is_cut = (
-                    requests[name].use_structured_output and not requests[name].is_prefill_chunk
-                )
+                has_grammar = requests[name].use_structured_output
+                is_cut = has_grammar and not run.known[name].is_prefill_chunk
                 if kept == (token_ids[: len(kept)] if is_cut else token_ids):
                     taken.append(name)
         return v.DraftsTaken(tuple(taken))
