@@ -231,6 +231,7 @@ ADAPTERS = Feature(
     "a cap on the different adapters among the requests that run; who is beyond it is passed over",
     Capability.ADAPTERS,
     config={"max_loras": 0},
+    situations=("adapters_",),
     properties=("P9", "P15"),
 )
 SESSIONS = Feature(
@@ -239,6 +240,7 @@ SESSIONS = Feature(
     Capability.SESSIONS,
     request=("resumable",),
     actions=(v.StreamingUpdate,),
+    situations=("sessions_", "rejected_not_resumable"),
     properties=("P3", "P10", "P13"),
 )
 CACHING = Feature(
