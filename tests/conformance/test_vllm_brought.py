@@ -33,6 +33,7 @@ needs_sessions = pytest.mark.skipif(not RELEASE.has_sessions, reason="the releas
 needs_masks = pytest.mark.skipif(
     not RELEASE.has_frame_masks, reason="the release has no such masks"
 )
+needs_encoder = pytest.mark.skipif(not RELEASE.has_encoder, reason="the release's is not followed")
 
 
 class Told:
@@ -306,3 +307,97 @@ def test_a_grammar_that_fails_is_declined_and_kills_the_release() -> None:
     pending.set_exception(ValueError("no such rule"))
     with pytest.raises(ValueError, match="no such rule"):
         told.plan()
+
+
+# Encoder inputs.
+
+
+def shows(name: str, offset: int, length: int = 4, **fields: Any) -> v.MultiModalItem:
+    """An item."""
+    return v.MultiModalItem(name, offset, length, **fields)
+
+
+def has_encoder(budget: int, size: int, **fields: Any) -> Told:
+    """An engine with an encoder."""
+    fields.setdefault("num_blocks", 40)
+    return Told(v.Config(encoder_compute_budget=budget, encoder_cache_size=size, **fields))
+
+
+TEXT = tuple(range(1, 13))
+"""Of twelve tokens."""
+
+
+@needs_encoder
+def test_a_chunk_stops_before_an_item_for_which_there_is_no_room() -> None:
+    told = has_encoder(8, 4)
+    told.submit("A", *TEXT, items=(shows("cat", 1), shows("dog", 6)))
+    plan = told.plan()
+    assert rows_of(plan) == {"A": 6}
+    assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (0,)),)
+    assert told.state.encoder == v.EncoderSnapshot(
+        (v.EncoderEntry("cat", 4),), ("cat",), num_free=0, num_freeable=4
+    )
+    told.commit(0, A=())
+    plan = told.plan()
+    assert rows_of(plan) == {"A": 6}
+    assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (1,)),)
+    assert plan.free_encoder_mm_hashes == ("cat",)
+
+
+@needs_encoder
+def test_embeddings_are_counted_and_not_positions() -> None:
+    mask = (True, False, False, True)
+    told = has_encoder(4, 4, max_num_batched_tokens=8)
+    told.submit("A", *TEXT, items=(shows("cat", 1, is_embed=mask), shows("dog", 6, is_embed=mask)))
+    assert told.plan().scheduled_encoder_inputs == (v.EncoderInputs("A", (0, 1)),)
+    assert told.state.encoder == v.EncoderSnapshot(
+        (v.EncoderEntry("cat", 2), v.EncoderEntry("dog", 2, ("A",))),
+        ("cat",),
+        num_free=0,
+        num_freeable=2,
+    )
+
+
+@needs_encoder
+def test_what_a_connector_holds_is_loaded_and_takes_no_compute() -> None:
+    told = has_encoder(4, 8)
+    told.engine.apply(v.EncoderOffer(("cat",)))
+    told.submit("A", *TEXT, items=(shows("cat", 1), shows("dog", 6)))
+    plan = told.plan()
+    assert plan.external_encoder_inputs == (v.EncoderInputs("A", (0,)),)
+    assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (1,)),)
+    told.commit(0, A=(7,))
+    plan = told.plan()
+    assert (plan.external_encoder_inputs, plan.scheduled_encoder_inputs) == ((), ())
+
+
+@needs_encoder
+def test_a_reset_forgets_all_and_tells_nobody() -> None:
+    told = has_encoder(8, 8)
+    told.submit("A", *TEXT, items=(shows("cat", 1), shows("dog", 6)))
+    told.plan()
+    assert told.engine.apply(v.EncoderReset()) == v.Ack()
+    assert told.state.encoder == v.EncoderSnapshot(num_free=8, num_freeable=8)
+    assert told.plan().free_encoder_mm_hashes == ()
+
+
+@needs_encoder
+def test_the_decoder_of_an_encoder_decoder_model_has_blocks_of_what_was_encoded() -> None:
+    told = has_encoder(
+        8, 8, enable_chunked_prefill=False, enable_prefix_caching=False, is_encoder_decoder=True,
+        disable_chunked_mm_input=True, block_size=2,
+        groups=(
+            v.KVGroup(v.GroupKind.FULL, 2), v.KVGroup(v.GroupKind.CROSS_ATTENTION, 2),
+        ),
+    )  # fmt: skip
+    told.submit("A", 1, 2, 3, items=(shows("cat", 0, 6),))
+    plan = told.plan()
+    assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (0,)),)
+    assert plan.new[0].block_ids == ((1, 2), (3, 4, 5))
+    shown = told.state.encoder
+    assert shown is not None
+    assert shown.freed == ("cat",)
+    told.commit(0, A=(7,))
+    plan = told.plan()
+    assert plan.free_encoder_mm_hashes == ("cat",)
+    assert plan.scheduled_encoder_inputs == ()

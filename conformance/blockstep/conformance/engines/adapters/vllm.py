@@ -15,7 +15,7 @@ in:
 * adapters are renamed, so that they cannot be taken for salts (`VllmEngine.separate_names`);
 * several ids are aborted one at a time, because `finish_requests` goes through a set of strings,
   in an order that differs from process to process;
-* items reach the block hasher and not the scheduler (see `vllm_build`).
+* without an encoder, items reach the block hasher and not the scheduler (see `vllm_build`).
 
 It gives no typed rejections, so it must be handed only events that are legal in its state. It has
 no counter of preemptions.
@@ -28,12 +28,14 @@ from functools import partial
 # First, because it says what to do where vLLM cannot be imported.
 from blockstep.conformance.engines.adapters.vllm_build import (
     RELEASE,
+    Hasher,
     build_request,
     build_samples,
 )
 
 # isort: split
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
 from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
@@ -119,6 +121,7 @@ class VllmEngine:
             Capability.ASYNC: RELEASE.has_async,
             Capability.SESSIONS: RELEASE.has_sessions,
             Capability.MASKS: RELEASE.has_frame_masks,
+            Capability.ENCODER: RELEASE.has_encoder,
         }
         return frozenset(one for one in Capability if has.get(one, True))
 
@@ -141,6 +144,12 @@ class VllmEngine:
                 return v.Ack()
             case v.GrammarBitmask(frame_id=frame_id, drafts=drafts):
                 return self._mask(frame_id, drafts)
+            case v.EncoderReset():
+                self.scheduler.reset_encoder_cache()
+                return v.Ack()
+            case v.EncoderOffer(identifiers=identifiers):
+                self.scheduler.ec_connector.identifiers = frozenset(identifiers)
+                return v.Ack()
             case v.SetPause(pause_state=pause_state):
                 self.scheduler.set_pause_state(VllmPauseState[pause_state.name])
                 return v.Ack()
@@ -162,12 +171,17 @@ class VllmEngine:
         self.audit.check_state(shown)
         return shown
 
+    def _build(self, request: v.Request, hasher: Hasher | None) -> VllmRequest:
+        run = self.run
+        has_encoder = run.config.encoder_cache_size > 0
+        return build_request(request, hasher, run.lora_ids, self.separate_names, has_encoder)
+
     def _submit(self, request: v.Request) -> v.Ack:
         """Source: `add_request`."""
         run = self.run
         known = run.known[request.request_id] = Known(request)
         hasher = run.name_blocks(known)
-        built = build_request(request, hasher, run.lora_ids, self.separate_names)
+        built = self._build(request, hasher)
         run.compile_grammar(built)
         self.scheduler.add_request(built)
         return v.Ack()
@@ -177,7 +191,7 @@ class VllmEngine:
         run, name = self.run, request.request_id
         known = run.known[name]
         # The front end hashes a chunk by itself; nobody looks at those digests.
-        built = build_request(request, run.hasher, run.lora_ids, self.separate_names)
+        built = self._build(request, run.hasher)
         if request.resumable:
             known.updates.append(request)
         self.scheduler.add_request(built)

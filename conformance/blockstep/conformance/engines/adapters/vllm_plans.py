@@ -9,9 +9,13 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.engines.adapters.vllm_build import RELEASE, read_embeds
+from blockstep.conformance.engines.adapters.vllm_encoder import read_inputs
 from blockstep.conformance.engines.adapters.vllm_grammars import read_allowed
 from blockstep.conformance.engines.adapters.vllm_state import Run
 from blockstep.spec import vocabulary as v
+
+if RELEASE.has_encoder:
+    from blockstep.conformance.engines.adapters.vllm_offers import read_loads
 
 
 def read_plan(
@@ -27,6 +31,11 @@ def read_plan(
         preempted_req_ids=tuple(sorted(preempted)),
         num_common_prefix_blocks=tuple(output.num_common_prefix_blocks),
         new_block_ids_to_zero=tuple(getattr(output, "new_block_ids_to_zero", None) or ()),
+        scheduled_encoder_inputs=read_inputs(output.scheduled_encoder_inputs),
+        external_encoder_inputs=read_loads(output.ec_connector_metadata)
+        if RELEASE.has_encoder
+        else (),
+        free_encoder_mm_hashes=tuple(output.free_encoder_mm_hashes),
         has_structured_output_requests=has_masks,
         pending_structured_output_tokens=is_pending,
     )

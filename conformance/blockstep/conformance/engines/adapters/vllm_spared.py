@@ -16,6 +16,7 @@ FORCED_RESET = "forced reset under asynchronous scheduling (#42043)"
 RESUMED_TOO_EARLY = "resumed before its tokens (#47900)"
 PAST_THE_END = "min_tokens at the model length"
 BEHIND_DRAFTS = "a plan behind drafts in flight: fewer than no tokens"
+BEYOND_MAX_LORAS = "a plan with rows of more adapters than max_loras"
 BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks than there are"
 PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
 FAILED_GRAMMAR = "a grammar that fails: the next plan raises what its compilation did"
@@ -96,6 +97,8 @@ def find_reason(run: Run, event: v.Event) -> str | None:
                 return BEHIND_DRAFTS
             if _is_behind_states(run):
                 return BEHIND_STATES
+            if _is_beyond_max_loras(run):
+                return BEYOND_MAX_LORAS
             return _find_padding_problem(run, waiting)
     return None
 
@@ -133,6 +136,28 @@ def _is_behind_states(run: Run) -> bool:
             if -(-end // one.block_size) + one.num_speculative_blocks < num_held:
                 return True
     return False
+
+
+def _is_beyond_max_loras(run: Run) -> bool:
+    """Whether more adapters than may be would have a row in the next plan.
+
+    Who runs and has no row takes no seat, so others may have been admitted into it.
+    """
+    cap, budget = run.config.max_loras, run.config.max_num_batched_tokens
+    seated = set()
+    for request in run.scheduler.running if cap else ():
+        num_tokens = 0 if _is_sure_to_end(request) else _count_wanted(run.config, request)
+        if request.lora_request is not None and min(num_tokens, budget) > 0:
+            seated.add(request.lora_request.lora_int_id)
+        budget -= min(num_tokens, budget)
+    return len(seated) > cap
+
+
+def _is_sure_to_end(request: VllmRequest) -> bool:
+    """Whether a frame in flight takes a request to its `max_tokens`: no plan has a row of it."""
+    promised: int = request.num_output_placeholders
+    num_tokens: int = request.num_computed_tokens + 2 - promised
+    return promised > 0 and num_tokens >= request.num_prompt_tokens + request.max_tokens
 
 
 def _count_wanted(config: v.Config, request: VllmRequest) -> int:

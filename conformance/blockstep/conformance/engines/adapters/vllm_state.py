@@ -20,7 +20,7 @@ from blockstep.conformance.engines.adapters.vllm_build import (
     build_hasher,
     build_scheduler,
 )
-from blockstep.conformance.engines.adapters.vllm_encoder import build_features
+from blockstep.conformance.engines.adapters.vllm_encoder import build_features, read_encoder
 from blockstep.conformance.engines.adapters.vllm_grammars import begin_compilation
 from blockstep.conformance.engines.adapters.vllm_names import Digests, Known
 from blockstep.spec import vocabulary as v
@@ -51,6 +51,8 @@ class Run:
         """Who has ended since the last plan."""
         self.next_frame_id: v.FrameId = 0
         self.lora_ids: dict[str, int] = {}
+        self.embeds: dict[str, int] = {}
+        """Embeddings of each entry of the encoder's cache."""
         self.stats = v.Stats()
         """What the answers told; each tells what was counted since the last one."""
 
@@ -65,7 +67,7 @@ class Run:
 
         def hash_blocks(target: VllmRequest) -> list[bytes]:
             known.follow(target.prompt_token_ids)
-            items = known.request.items
+            items = () if self.config.encoder_cache_size else known.request.items
             if items:
                 target.mm_features = build_features(items)
             found = hasher(target)
@@ -144,6 +146,7 @@ def read_snapshot(run: Run) -> v.Snapshot:
         prev_scheduled_req_ids=tuple(sorted(scheduler.prev_step_scheduled_req_ids))
         if RELEASE.has_told_rows
         else run.planned,
+        encoder=read_encoder(scheduler, run.embeds) if run.config.encoder_cache_size else None,
         stats=add_counts(run.stats, scheduler.kv_cache_manager.prefix_cache_stats),
     )
 
