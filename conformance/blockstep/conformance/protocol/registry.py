@@ -5,20 +5,40 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import cast
 
 from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, EngineFactory
 from blockstep.conformance.protocol.findings import tell_error
 from blockstep.spec import Oracle
-from blockstep.spec.vocabulary import Config
+from blockstep.spec.requests import RequestState
+from blockstep.spec.snapshots import get_request_snapshot, get_snapshot
+from blockstep.spec.vocabulary import Config, RequestId, RequestSnapshot, Snapshot
 
 
 class SpecEngine(Oracle):
-    """The specification, dressed as an engine."""
+    """The specification, dressed as an engine. It is shown after every event."""
+
+    _shown: Mapping[RequestId, tuple[RequestState, RequestSnapshot]] = MappingProxyType({})
+    """What was shown last of each request: most of them are the same after an event."""
 
     def capabilities(self) -> frozenset[str]:
         """Everything: it is what everything is measured by."""
         return ALL_CAPABILITIES
+
+    def snapshot(self) -> Snapshot:
+        """The state in the form that engines are compared in."""
+        known, shown = self._shown, dict[RequestId, tuple[RequestState, RequestSnapshot]]()
+
+        def show(request: RequestState) -> RequestSnapshot:
+            entry = known.get(request.request_id)
+            if entry is None or entry[0] is not request:
+                entry = request, get_request_snapshot(request)
+            shown[request.request_id] = entry
+            return entry[1]
+
+        self._shown = shown
+        return get_snapshot(self.state, show)
 
 
 @dataclass(frozen=True, slots=True)
