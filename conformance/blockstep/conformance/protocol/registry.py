@@ -5,22 +5,28 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import cast
 
 from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, EngineFactory
 from blockstep.conformance.protocol.findings import tell_error
 from blockstep.spec import Oracle
+from blockstep.spec.profiles import STRICT, Profile
 from blockstep.spec.requests import RequestState
 from blockstep.spec.snapshots import get_request_snapshot, get_snapshot
-from blockstep.spec.vocabulary import Config, RequestId, RequestSnapshot, Snapshot
+from blockstep.spec.vocabulary import Config, RequestSnapshot, Snapshot
+
+MEMO_SIZE_MAX = 512
+"""Requests as they were, at most, that the specification remembers to have shown."""
 
 
 class SpecEngine(Oracle):
     """The specification, dressed as an engine. It is shown after every event."""
 
-    _shown: Mapping[RequestId, tuple[RequestState, RequestSnapshot]] = MappingProxyType({})
-    """What was shown last of each request: most of them are the same after an event."""
+    def __init__(self, config: Config, profile: Profile = STRICT) -> None:
+        super().__init__(config, profile)
+        # By identity: most requests are the same object after an event. Holding the request keeps
+        # its identity from being given to another.
+        self._shown: dict[int, tuple[RequestState, RequestSnapshot]] = {}
 
     def capabilities(self) -> frozenset[str]:
         """Everything: it is what everything is measured by."""
@@ -28,17 +34,15 @@ class SpecEngine(Oracle):
 
     def snapshot(self) -> Snapshot:
         """The state in the form that engines are compared in."""
-        known, shown = self._shown, dict[RequestId, tuple[RequestState, RequestSnapshot]]()
+        if len(self._shown) > MEMO_SIZE_MAX:
+            self._shown.clear()
+        return get_snapshot(self.state, self._show)
 
-        def show(request: RequestState) -> RequestSnapshot:
-            entry = known.get(request.request_id)
-            if entry is None or entry[0] is not request:
-                entry = request, get_request_snapshot(request)
-            shown[request.request_id] = entry
-            return entry[1]
-
-        self._shown = shown
-        return get_snapshot(self.state, show)
+    def _show(self, request: RequestState) -> RequestSnapshot:
+        known = self._shown.get(id(request))
+        if known is None:
+            known = self._shown[id(request)] = request, get_request_snapshot(request)
+        return known[1]
 
 
 @dataclass(frozen=True, slots=True)
