@@ -7,13 +7,18 @@ from collections.abc import Callable, Collection, Mapping
 from blockstep.spec.vocabulary import (
     Config,
     Drafts,
+    Event,
     FrameId,
+    GrammarBitmask,
+    GrammarFailed,
     RejectCode,
     Rejected,
     Request,
     RequestId,
     SpecMethod,
+    Submit,
     TokenIds,
+    item_problem,
 )
 
 
@@ -36,6 +41,11 @@ def submit_problem(
 ) -> Rejected | None:
     """Why a request cannot be taken, or None; `needed` blocks at its longest."""
     name, prompt = repr(request.request_id), len(request.prompt_token_ids)
+    if request.resumable:
+        return Rejected(
+            RejectCode.BAD_REQUEST,
+            f"request {name}: resumable: this engine has no sessions; leave it out",
+        )
     if is_unfinished:
         return Rejected(
             RejectCode.DUPLICATE_REQUEST,
@@ -47,6 +57,9 @@ def submit_problem(
             f"request {name}: a frame in flight has a row of an ended request of this id; "
             "commit the frame first",
         )
+    problem = item_problem(config, request)
+    if problem is not None:
+        return problem
     if prompt >= config.max_model_len:
         return Rejected(
             RejectCode.PROMPT_TOO_LONG,
@@ -58,6 +71,22 @@ def submit_problem(
             RejectCode.NEVER_FITS,
             f"request {name}: at its longest it needs {needed} blocks, and the pool has "
             f"{config.num_usable_blocks} without the null block; shorten it or lower max_tokens",
+        )
+    return None
+
+
+def masks_problem(event: Event) -> Rejected | None:
+    """Why an engine without masks cannot take an event, or None."""
+    if isinstance(event, Submit) and event.request.grammar is not None:
+        name = event.request.request_id
+        return Rejected(
+            RejectCode.BAD_REQUEST,
+            f"request {name!r}: this engine has no masks, so no grammar; leave grammar out",
+        )
+    if isinstance(event, GrammarFailed | GrammarBitmask):
+        kind = type(event).__name__
+        return Rejected(
+            RejectCode.MALFORMED_EVENT, f"{kind}: this engine has no masks; do not send it"
         )
     return None
 
@@ -76,6 +105,19 @@ def grammar_problem(request: Request | None, request_id: RequestId) -> Rejected 
             "submit it with structured_output",
         )
     return None
+
+
+def update_problem(request_id: RequestId, is_unfinished: bool) -> Rejected:
+    """Why a session cannot go on where there are none."""
+    if not is_unfinished:
+        return Rejected(
+            RejectCode.UNKNOWN_REQUEST,
+            f"update: no unfinished request has the id {request_id!r}; submit it first",
+        )
+    return Rejected(
+        RejectCode.NOT_RESUMABLE,
+        f"update: request {request_id!r} is no session; submit it as resumable",
+    )
 
 
 def schedule_problem(config: Config, num_in_flight: int) -> Rejected | None:

@@ -37,6 +37,7 @@ from blockstep.spec.vocabulary import (
     Snapshot,
     SpecMethod,
     Status,
+    StreamingUpdate,
     Submit,
 )
 
@@ -69,6 +70,7 @@ __all__ = [
     "SpecMethod",
     "State",
     "Status",
+    "StreamingUpdate",
     "Submit",
     "get_snapshot",
     "initial_state",

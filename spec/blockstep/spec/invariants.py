@@ -188,11 +188,13 @@ def is_every_placeholder_in_flight(state: State) -> bool:
 
 
 def is_within_limits(state: State) -> bool:
-    """Seats and frames are within their limits. Source: P9."""
+    """Seats, frames and adapters are within their limits. Source: P9."""
     config = state.config
+    adapters = {state.requests[name].request.adapter for name in state.running} - {None}
     return (
         len(state.running) <= config.max_num_seqs
         and len(state.frames) <= config.max_frames_in_flight
+        and not 0 < config.max_loras < len(adapters)
     )
 
 

@@ -56,6 +56,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.HIT_HOLDS_WHAT_IT_SKIPS,
                 Quirk.CHUNK_KEEPS_A_NAMED_BLOCK,
                 Quirk.WINDOWS_FORGET_DOUBT,
+                Quirk.ADAPTERS_OF_ROWS_ONLY,
             }
         ),
         frozenset(),

@@ -93,6 +93,8 @@ class Rules:
     """In which order those that a step passed over stand in their queue again."""
     passes_over_too_long: bool
     """Whether a prompt beyond the rest of the budget is passed over, without chunked prefill."""
+    counts_adapters_of_rows_only: bool
+    """Whether who runs without a row in the step leaves its adapter's seat to others."""
     get_num_cached_tokens: Callable[[RequestState, int], int]
     """What is told as cached once a request is admitted with a hit of so many tokens."""
 

@@ -64,6 +64,7 @@ STRICT_RULES: Final = Rules(
     has_skipped_queue=True,
     get_order_of_return=get_order_of_return,
     passes_over_too_long=False,
+    counts_adapters_of_rows_only=False,
     get_num_cached_tokens=get_num_cached_tokens,
     get_num_padding=get_num_padding,
     keeps_drafts=keeps_drafts,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import ClassVar
 
+from blockstep.impl.capabilities import HOST, list_config_problems
 from blockstep.impl.host.digests import Digest, find_digest
 from blockstep.impl.host.groups import GroupMemory
 from blockstep.impl.host.pool import BlockPool
@@ -22,7 +23,6 @@ from blockstep.spec.vocabulary import (
     Stats,
     Status,
     TokenIds,
-    config_problems,
 )
 
 
@@ -30,7 +30,7 @@ class Core:
     """What all phases share. Requests are named by their slot in `table`.
 
     Raises:
-        ConfigError: `config_problems` has something against the config.
+        ConfigError: `list_config_problems` has something against the config.
         ValueError: no digest has the name given.
     """
 
@@ -39,7 +39,7 @@ class Core:
     groups_type: ClassVar[type[GroupMemory]] = GroupMemory
 
     def __init__(self, config: Config, digest: str | Digest = "sha256") -> None:
-        problems = config_problems(config)
+        problems = list_config_problems(config, HOST)
         if problems:
             raise ConfigError(problems)
         self.config = config

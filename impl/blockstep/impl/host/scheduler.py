@@ -10,14 +10,25 @@ from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.planning import Planning
 from blockstep.impl.host.results import Results
 from blockstep.impl.host.view import take_snapshot
-from blockstep.impl.refusals import grammar_problem, most_blocks, most_slots, submit_problem
+from blockstep.impl.refusals import (
+    grammar_problem,
+    masks_problem,
+    most_blocks,
+    most_slots,
+    submit_problem,
+    update_problem,
+)
 from blockstep.spec.vocabulary import (
     Abort,
     Aborted,
     Ack,
     Commit,
     Drafts,
+    EncoderOffer,
+    EncoderReset,
     Event,
+    GrammarBitmask,
+    GrammarFailed,
     GrammarReady,
     Observation,
     Rejected,
@@ -29,6 +40,7 @@ from blockstep.spec.vocabulary import (
     SetPause,
     Snapshot,
     Status,
+    StreamingUpdate,
     Submit,
     event_problem,
 )
@@ -42,13 +54,13 @@ class HostEngine(Planning, Results, Proposals):
         digest: names block contents; "sha256", "crc32" (each hit is then verified), or your own.
 
     Raises:
-        ConfigError: `config_problems` has something against the config.
+        ConfigError: `list_config_problems` has something against the config.
         ValueError: no digest has the name given.
     """
 
     def apply(self, event: Event) -> Observation:
         """Take one event. Never raises; what is refused changes nothing."""
-        problem = event_problem(event)
+        problem = event_problem(event) or masks_problem(event)
         if problem is not None:
             return problem
         match event:
@@ -68,11 +80,17 @@ class HostEngine(Planning, Results, Proposals):
                 return self._abort(request_ids)
             case GrammarReady(request_id=request_id):
                 return self._set_grammar_ready(request_id)
+            case StreamingUpdate(request=request):
+                return update_problem(request.request_id, request.request_id in self.table.slot_of)
             case SetPause(pause_state=pause_state):
                 self.pause_state = pause_state
                 return Ack()
             case Reset(reset_running_requests=reset_running_requests):
                 return ResetDone(self._reset(reset_running_requests))
+            case EncoderReset() | EncoderOffer():
+                return Ack()  # of an encoder that this engine has not
+            case GrammarFailed() | GrammarBitmask():
+                raise AssertionError("refused above")
             case _:
                 assert_never(event)
 
@@ -81,7 +99,7 @@ class HostEngine(Planning, Results, Proposals):
         return take_snapshot(self)
 
     def capabilities(self) -> frozenset[str]:
-        """What it implements: everything, as the values of conformance's `Capability`."""
+        """What it implements, as the values of conformance's `Capability`."""
         return HOST
 
     def _submit(self, request: Request) -> Ack | Rejected:

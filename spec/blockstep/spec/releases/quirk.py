@@ -59,6 +59,7 @@ class Quirk(StrEnum):
     FRESH_STATES_ARE_WAITED_FOR = "fresh_states_are_waited_for"
     ONLY_FULL_ATTENTION_IS_ZEROED = "only_full_attention_is_zeroed"
     WITHDRAWN_BLOCKS_ARE_ZEROED = "withdrawn_blocks_are_zeroed"
+    ADAPTERS_OF_ROWS_ONLY = "adapters_of_rows_only"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+from blockstep.spec.beside.adapters import has_seat
 from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
 from blockstep.spec.memory.slots import allocate_slots, can_finish
 from blockstep.spec.pool import Pool
@@ -81,9 +82,23 @@ def process_flight_gate(step: Step, request: RequestState) -> Verdict | None:
     return Verdict.PASSED_OVER if is_held else None
 
 
+def process_adapter_gate(step: Step, request: RequestState) -> Verdict | None:
+    """Who would bring one adapter too many is passed over until one of those that run is gone.
+
+    Source: vLLM 0.19.1 `schedule` ("Scheduling would exceed max_loras"); P9, P15.
+    """
+    adapter, max_loras = request.request.adapter, step.state.config.max_loras
+    if adapter is None or max_loras == 0:
+        return None
+    rows_only = step.state.rules.counts_adapters_of_rows_only
+    names = [row.request_id for row in step.rows] if rows_only else step.running
+    in_use = [step.requests[name].request.adapter for name in names]
+    return None if has_seat(adapter, in_use, max_loras) else Verdict.PASSED_OVER
+
+
 Gate: TypeAlias = Callable[[Step, RequestState], Verdict | None]
 """What may hold a waiting request up for reasons of its own; None lets it pass."""
-GATES: tuple[Gate, ...] = (process_grammar_gate, process_flight_gate)
+GATES: tuple[Gate, ...] = (process_grammar_gate, process_flight_gate, process_adapter_gate)
 """In this order, before anything is asked of budget and pool."""
 
 

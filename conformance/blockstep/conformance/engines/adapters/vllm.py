@@ -28,7 +28,6 @@ from functools import partial
 # First, because it says what to do where vLLM cannot be imported.
 from blockstep.conformance.engines.adapters.vllm_build import (
     RELEASE,
-    AnyGrammar,
     build_request,
     build_samples,
 )
@@ -39,6 +38,7 @@ from vllm.v1.request import RequestStatus
 
 from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
 from blockstep.conformance.engines.adapters.vllm_audit import Audit
+from blockstep.conformance.engines.adapters.vllm_grammars import finish_compilation
 from blockstep.conformance.engines.adapters.vllm_groups import fit_groups
 from blockstep.conformance.engines.adapters.vllm_leftovers import (
     NOTE,
@@ -117,6 +117,7 @@ class VllmEngine:
             Capability.GRAMMAR: RELEASE.has_plain_grammar,
             Capability.DRAFTS: RELEASE.has_drafts,
             Capability.ASYNC: RELEASE.has_async,
+            Capability.SESSIONS: RELEASE.has_sessions,
         }
         return frozenset(one for one in Capability if has.get(one, True))
 
@@ -135,12 +136,13 @@ class VllmEngine:
                 return self._abort(request_ids)
             case v.GrammarReady(request_id=request_id):
                 # What the thread that compiles it does when it is done.
-                request = self.scheduler.requests[request_id]
-                request.structured_output_request.grammar = AnyGrammar()
+                finish_compilation(self.scheduler.requests[request_id])
                 return v.Ack()
             case v.SetPause(pause_state=pause_state):
                 self.scheduler.set_pause_state(VllmPauseState[pause_state.name])
                 return v.Ack()
+            case v.StreamingUpdate(request=request):
+                return self._update(request)
             case v.Reset(reset_running_requests=flag):
                 keywords = {"reset_running_requests": flag} if RELEASE.has_forced_reset else {}
                 return v.ResetDone(self.scheduler.reset_prefix_cache(**keywords))
@@ -160,10 +162,27 @@ class VllmEngine:
     def _submit(self, request: v.Request) -> v.Ack:
         """Source: `add_request`."""
         run = self.run
-        built = build_request(request, run.hasher, run.lora_ids, self.separate_names)
-        run.known[request.request_id] = Known(request)
-        run.learn_keys(built)
+        known = run.known[request.request_id] = Known(request)
+        hasher = run.name_blocks(known)
+        built = build_request(request, hasher, run.lora_ids, self.separate_names)
+        run.compile_grammar(built)
         self.scheduler.add_request(built)
+        return v.Ack()
+
+    def _update(self, request: v.Request) -> v.Ack | v.Aborted:
+        """Source: `add_request`, of an id in use."""
+        run, name = self.run, request.request_id
+        known = run.known[name]
+        # The front end hashes a chunk by itself; nobody looks at those digests.
+        built = build_request(request, run.hasher, run.lora_ids, self.separate_names)
+        if request.resumable:
+            known.updates.append(request)
+        self.scheduler.add_request(built)
+        session = self.scheduler.requests.get(name)
+        if session is None:
+            run.ended.add(name)
+            return v.Aborted((name,))
+        known.follow(session.prompt_token_ids)
         return v.Ack()
 
     def _schedule(self) -> v.Plan:
@@ -204,20 +223,20 @@ class VllmEngine:
             prompt_logprobs_dict={},
             pooler_output=[],
         )
-        # Looked up before: a request that ends is forgotten, but its blocks stay named.
-        touched = [self.scheduler.requests.get(name) for name in names]
         frame = run.frames.pop(frame_id)
+        before = frozenset(self.scheduler.requests)
         answer = self.scheduler.update_from_output(frame, result)
         check_answer(run, answer, frame.num_scheduled_tokens.keys())
-        for request in touched:
-            if request is not None:
-                run.learn_keys(request)
         for core in answer.values():
             told = core.scheduler_stats
             if told is not None:
                 run.stats = add_counts(run.stats, told.prefix_cache_stats, told.spec_decoding_stats)
         rows = [row for core in answer.values() for row in read_outputs(run, core)]
-        run.ended.update(row.request_id for row in rows if row.finish_reason is not None)
+        requests = self.scheduler.requests
+        run.ended.update(name for name in names if name in before and name not in requests)
+        for name in names:
+            if name in requests:
+                run.known[name].follow(requests[name].prompt_token_ids)
         return v.Outputs(tuple(rows))
 
     def _drafts(self, drafts: tuple[v.RowTokens, ...]) -> v.DraftsTaken:

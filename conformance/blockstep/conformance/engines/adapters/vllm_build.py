@@ -4,7 +4,8 @@ Nothing of vLLM is patched; what it takes from a model is given to it as plain v
 
 * multimodal items shape block hashes only. Requests carry no encoder inputs, since the vocabulary
   knows no encoder budget: the real block hasher sees the items, the scheduler does not.
-* speculation is a small stand-in for `SpeculativeConfig`; a compiled grammar accepts everything.
+* speculation is a small stand-in for `SpeculativeConfig`; grammars have a backend of ours
+  (`vllm_grammars`).
 * adapters are LoRA names; an embedding is a vector of one element, its number;
 * a pipeline is a number: as many stages as frames may be in flight, where that is not
   asynchronous scheduling.
@@ -43,9 +44,15 @@ for name, value in RELEASE.environment:
 try:
     import numpy as np
     import torch
-    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        LoRAConfig,
+        ModelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
     from vllm.lora.request import LoRARequest
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -60,8 +67,8 @@ try:
         SlidingWindowSpec,
     )
     from vllm.v1.request import Request as VllmRequest
-    from vllm.v1.structured_output import StructuredOutputManager
-    from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+    from blockstep.conformance.engines.adapters.vllm_grammars import build_manager, describe_grammar
 
     if RELEASE.has_repetition_detection:
         from vllm.sampling_params import RepetitionDetectionParams
@@ -122,23 +129,6 @@ class Speculation:
         raise AttributeError(name)
 
 
-@StructuredOutputGrammar.register
-class AnyGrammar:
-    """A compiled grammar that every token satisfies (`StructuredOutputGrammar`)."""
-
-    def accept_tokens(self, _request_id: str, _tokens: list[int]) -> bool:
-        """Advance."""
-        return True
-
-    def validate_tokens(self, tokens: list[int]) -> list[int]:
-        """The drafts that satisfy it."""
-        return tokens
-
-    def is_terminated(self) -> bool:
-        """Whether it allows nothing more."""
-        return False
-
-
 def fit_keywords(function: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
     """Those of the keywords that this release of `function` has.
 
@@ -178,7 +168,7 @@ def build_scheduler(config: Config) -> Scheduler:
         Scheduler,
         vllm_config=vllm_config,
         kv_cache_config=KVCacheConfig(config.num_blocks, [], build_groups(config)),
-        structured_output_manager=StructuredOutputManager(vllm_config),
+        structured_output_manager=build_manager(vllm_config),
         block_size=lcm(*config.block_sizes) if is_told_both else config.block_size,
         hash_block_size=config.block_size,
         log_stats=True,
@@ -270,6 +260,8 @@ def build_vllm_config(config: Config) -> VllmConfig:
         # Set afterwards: a real `SpeculativeConfig` wants the weights of a proposer.
         stand_in: Any = Speculation(config.spec_method, config.num_speculative_tokens)
         built.speculative_config = stand_in
+    if config.max_loras:
+        built.lora_config = LoRAConfig(max_loras=config.max_loras)  # without one there is no cap
     return built
 
 
@@ -279,27 +271,6 @@ def build_hasher(config: Config) -> Hasher | None:
         return None
     hasher: Hasher = get_request_block_hasher(config.block_size, HASH)
     return hasher
-
-
-def with_items(hasher: Hasher, request: Request) -> Hasher:
-    """The block hasher, shown the items of `request` while it hashes."""
-    features = [
-        MultiModalFeatureSpec(
-            data=None,
-            modality="image",
-            identifier=item.identifier,
-            mm_position=PlaceholderRange(offset=item.offset, length=item.length),
-        )
-        for item in request.items
-    ]
-
-    def hash_blocks(target: VllmRequest) -> list[bytes]:
-        target.mm_features = features
-        found = hasher(target)
-        target.mm_features = []
-        return found
-
-    return hash_blocks if features else hasher
 
 
 def build_request(
@@ -330,7 +301,8 @@ def build_request(
         lora_request=lora,
         cache_salt=request.cache_salt,
         priority=request.priority,
-        block_hasher=with_items(hasher, request) if hasher is not None else None,
+        block_hasher=hasher,
+        resumable=request.resumable,
     )
     return VllmRequest(**keywords)
 
@@ -364,7 +336,7 @@ def _build_sampling(request: Request) -> SamplingParams:
         if detection is not None
         else None,
         skip_reading_prefix_cache=request.skip_reading_prefix_cache,
-        structured_outputs=StructuredOutputsParams(regex=".*")
+        structured_outputs=StructuredOutputsParams(grammar=describe_grammar(None))
         if request.structured_output
         else None,
     )

@@ -13,7 +13,13 @@ from vllm.v1.request import Request as VllmRequest
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from blockstep.conformance.engine import EngineFault
-from blockstep.conformance.engines.adapters.vllm_build import RELEASE, build_hasher, build_scheduler
+from blockstep.conformance.engines.adapters.vllm_build import (
+    RELEASE,
+    Hasher,
+    build_hasher,
+    build_scheduler,
+)
+from blockstep.conformance.engines.adapters.vllm_encoder import build_features
 from blockstep.conformance.engines.adapters.vllm_names import Digests, Known
 from blockstep.spec import vocabulary as v
 
@@ -46,14 +52,33 @@ class Run:
         self.stats = v.Stats()
         """What the answers told; each tells what was counted since the last one."""
 
-    def learn_keys(self, request: VllmRequest) -> None:
-        """Remember what the new digests of this request's full blocks stand for."""
-        self.digests.learn(
-            self.known[request.request_id],
-            request.block_hashes,
-            request.all_token_ids,
-            has_output=request.num_output_tokens > 0,
-        )
+    def name_blocks(self, known: Known) -> Hasher | None:
+        """What names the full blocks of a request: vLLM's hasher, and what it hashed remembered.
+
+        Where no encoder is modelled it is shown the items, which the scheduler is not.
+        """
+        hasher, digests = self.hasher, self.digests
+        if hasher is None:
+            return None
+
+        def hash_blocks(target: VllmRequest) -> list[bytes]:
+            known.follow(target.prompt_token_ids)
+            items = known.request.items
+            if items:
+                target.mm_features = build_features(items)
+            found = hasher(target)
+            if items:
+                target.mm_features = []
+            if found:
+                digests.learn(known, found, target.all_token_ids)
+            return found
+
+        return hash_blocks
+
+    def compile_grammar(self, request: VllmRequest) -> None:
+        """What the front end does with a request before the scheduler sees it."""
+        if RELEASE.has_plain_grammar:
+            self.scheduler.structured_output_manager.grammar_init(request)
 
     def get_key(self, carried: bytes) -> v.BlockKey:
         """The key of a block that carries this: a digest, or several, and its group."""
@@ -144,6 +169,8 @@ def _read_request(run: Run, request: VllmRequest) -> v.RequestSnapshot:
         else request.num_cached_tokens,
         num_preemptions=request.num_preemptions if RELEASE.has_told_rows else known.num_preemptions,
         grammar_ready=structured is not None and structured.grammar is not None,
+        prompt_token_ids=tuple(request.prompt_token_ids) if known.request.resumable else (),
+        num_streaming_updates=len(request.streaming_queue or ()) if RELEASE.has_sessions else 0,
     )
 
 

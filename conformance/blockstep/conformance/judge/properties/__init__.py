@@ -123,15 +123,18 @@ RENAMED_CHECKS: dict[type, tuple[Sentence, ...]] = {
 }
 """Likewise without those that speak of the order of the free queue."""
 
-ANSWER_TYPES: dict[type, type] = {
-    v.Submit: v.Ack,
-    v.Schedule: v.Plan,
-    v.Commit: v.Outputs,
-    v.Drafts: v.DraftsTaken,
-    v.Abort: v.Aborted,
-    v.GrammarReady: v.Ack,
-    v.SetPause: v.Ack,
-    v.Reset: v.ResetDone,
+ANSWER_TYPES: dict[type, tuple[type, ...]] = {
+    v.Submit: (v.Ack,),
+    v.Schedule: (v.Plan,),
+    v.Commit: (v.Outputs,),
+    v.Drafts: (v.DraftsTaken,),
+    v.Abort: (v.Aborted,),
+    v.GrammarReady: (v.Ack,),
+    v.StreamingUpdate: (v.Ack, v.Aborted),
+    v.SetPause: (v.Ack,),
+    v.Reset: (v.ResetDone,),
+    v.EncoderReset: (v.Ack,),
+    v.EncoderOffer: (v.Ack,),
 }
 """What an accepted event is answered with."""
 
@@ -151,8 +154,7 @@ def check_step(
         kind: type = v.Rejected
     else:
         kind = type(step.event)
-        due = ANSWER_TYPES.get(kind)
-        if type(step.observation) is not due:
+        if type(step.observation) not in ANSWER_TYPES.get(kind, ()):
             what = f"{kind.__name__} was answered with {type(step.observation).__name__}"
             return [violated("P18", "answer_is_of_the_kind_of_the_event", what)]
     findings = [] if worker is None else _tell(step, worker)

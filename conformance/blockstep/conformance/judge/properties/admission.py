@@ -21,11 +21,13 @@ from blockstep.conformance.judge.properties.amounts import (
 from blockstep.conformance.judge.properties.hits import hit_now
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import (
+    Seats,
     freed_blocks,
     hides_a_rollback,
     in_policy_order,
     is_passed_over,
     left_behind,
+    may_pass_over,
     replay_schedule,
     victims_of,
 )
@@ -87,12 +89,13 @@ def _only_lost_drafts(step: Step, name: RequestId) -> bool:
 def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Complaints:
     """When nobody is scheduled or preempted, pool, queues and statistics are as before.
 
-    With several frames in flight who is passed over may change from one queue to the other.
+    Who is passed over, though nothing outside is to come for it, may change from one queue to the
+    other: for its tokens in flight, or its adapter.
     """
     if step.plan.new or step.plan.cached or step.preempted:
         return
     before, after = step.before, step.after
-    queues = () if step.config.max_frames_in_flight > 1 else ("waiting", "skipped_waiting")
+    queues = () if may_pass_over(step.config) else ("waiting", "skipped_waiting")
     for name in ("ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"):
         old, new = getattr(before, name), getattr(after, name)
         if old is not new and old != new:
@@ -318,9 +321,13 @@ def _charge(
 
 
 def next_in_line(step: Step, ledger: Ledger) -> RequestId | None:
-    """Who would be admitted next: the first in policy order that waits for nothing outside."""
-    waiting = in_policy_order(ledger, step.after)
-    return next((name for name in waiting if not is_passed_over(ledger, step.new[name])), None)
+    """Who would be admitted next: the first in policy order that waits for nothing outside, and
+    whose adapter may join those of the running."""
+    seats = Seats(ledger, step.after.running)
+    for name in in_policy_order(ledger, step.after):
+        if not is_passed_over(ledger, step.new[name]) and seats.has_one_for(name):
+            return name
+    return None
 
 
 @sentence("P15", Schedule)

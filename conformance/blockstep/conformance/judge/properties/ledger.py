@@ -122,6 +122,8 @@ class Ledger:
     pause_state: v.PauseState = v.PauseState.UNPAUSED
     first_frame_since_reset: v.FrameId = 0
     """Frames below this were dispatched before the last reset."""
+    has_sessions: bool = False
+    """A request was submitted that is resumable."""
     num_progress: int = 0
     """Events that brought somebody on or changed who competes: tokens delivered, a request
     submitted or ended, a grammar compiled, a reset."""
@@ -214,6 +216,7 @@ class Ledger:
                 return
             case v.Submit(request=request), _:
                 self.lives[request.request_id] = Life(request, self.names)
+                self.has_sessions |= request.resumable
                 self.num_progress += 1
             case _, v.Plan():
                 self._record_plan(step)
