@@ -306,8 +306,8 @@ def test_two_that_wait_with_blocks_do_not_wait_for_each_other() -> None:
 def test_those_that_rest_give_way_before_those_that_wait() -> None:
     """Of six blocks three sessions hold two each; the first in line lacks one."""
     oracle = Oracle(replace(CONFIG, num_blocks=7))
-    for name in "ABC":
-        rest(oracle, *range(3), name=name)
+    for token, name in enumerate("ABC"):
+        rest(oracle, token, token, token, name=name)
     oracle.update(session(7, 7, 7, name="C", max_tokens=1))
     oracle.update(session(7, 7, 7, max_tokens=1))
     plan = oracle.schedule()

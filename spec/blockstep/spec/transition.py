@@ -17,11 +17,17 @@ from blockstep.spec.state import State
 from blockstep.spec.step.schedule import process_schedule
 from blockstep.spec.vocabulary import (
     Abort,
+    Ack,
     Commit,
     Drafts,
+    EncoderOffer,
+    EncoderReset,
     Event,
+    GrammarBitmask,
+    GrammarFailed,
     GrammarReady,
     Observation,
+    RejectCode,
     Rejected,
     Reset,
     Schedule,
@@ -69,11 +75,16 @@ def process_event(state: State, event: Event) -> tuple[State, Observation] | Rej
             return process_abort(state, request_ids)
         case GrammarReady(request_id=request_id):
             return process_grammar_ready(state, request_id)
+        case GrammarFailed() | GrammarBitmask():
+            detail = f"{type(event).__name__}: masks are not specified yet; do not send it"
+            return Rejected(RejectCode.MALFORMED_EVENT, detail)
         case StreamingUpdate(request=request):
             return process_streaming_update(state, request)
         case SetPause(pause_state=pause_state):
             return process_pause(state, pause_state)
         case Reset(reset_running_requests=reset_running_requests):
             return process_reset(state, reset_running_requests)
+        case EncoderReset() | EncoderOffer():
+            return state, Ack()
         case _:
             assert_never(event)

@@ -49,6 +49,7 @@ from blockstep.impl.refusals import (
     drafts_problem,
     frame_problem,
     grammar_problem,
+    masks_problem,
     most_blocks,
     schedule_problem,
     submit_problem,
@@ -63,9 +64,13 @@ from blockstep.spec.vocabulary import (
     ConfigError,
     Drafts,
     DraftsTaken,
+    EncoderOffer,
+    EncoderReset,
     Event,
     FinishReason,
     FrameId,
+    GrammarBitmask,
+    GrammarFailed,
     GrammarReady,
     Observation,
     Outputs,
@@ -133,7 +138,7 @@ class CompiledEngine:
 
     def apply(self, event: Event) -> Observation:
         """Take one event. Never raises; what is refused changes nothing."""
-        problem = event_problem(event)
+        problem = event_problem(event) or masks_problem(event)
         if problem is not None:
             return problem
         match event:
@@ -159,6 +164,10 @@ class CompiledEngine:
                 return Ack()
             case Reset(reset_running_requests=reset_running_requests):
                 return ResetDone(self._reset(reset_running_requests))
+            case EncoderReset() | EncoderOffer():
+                return Ack()  # of an encoder that this engine has not
+            case GrammarFailed() | GrammarBitmask():
+                raise AssertionError("refused above")
             case _:
                 assert_never(event)
 

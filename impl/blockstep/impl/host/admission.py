@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from blockstep.impl.host.adapters import AdapterSeats
 from blockstep.impl.host.groups import GroupHits, GroupMemory
 from blockstep.impl.host.kinds import Extent
 from blockstep.impl.host.promises import Promises
@@ -15,18 +16,32 @@ class WaitingPhase(Promises):
 
     def _schedule_waiting(self, step: Step) -> None:
         passed_over: list[int] = []
+        if self.config.max_loras:
+            step.seats = self._count_seats(step)
         while step.budget > 0 and len(self.running) < self.config.max_num_seqs:
             queue = self._select_queue()
             if queue is None:
                 break
             slot = queue.head()
-            if not self._is_ready(slot) or self._awaits_tokens(slot):
+            if self._is_passed_over(slot, step):
                 passed_over.append(queue.pop())
                 continue
             if not self._try_admit(slot, queue, step):
                 break
         if passed_over:
             self.skipped_waiting.prepend(passed_over)
+
+    def _is_passed_over(self, slot: int, step: Step) -> bool:
+        """Whether others are tried before the head of a queue, which cannot be admitted now."""
+        if not self._is_ready(slot) or self._awaits_tokens(slot):
+            return True
+        return step.seats is not None and not step.seats.has_seat(self.table.requests[slot].adapter)
+
+    def _count_seats(self, _step: Step) -> AdapterSeats:
+        """The adapters of all who run, whether or not they have a row in this step (P9)."""
+        requests = self.table.requests
+        running = (requests[slot].adapter for slot in self.running)
+        return AdapterSeats(self.config.max_loras, running)
 
     def _select_queue(self) -> RequestQueue | None:
         """The queue whose head comes next; None if both are empty (seed 001, P16)."""
@@ -150,6 +165,8 @@ class WaitingPhase(Promises):
         self.running.append(slot)
         self._count_hits(slot, num_hit)
         step.admitted.append((slot, num_scheduled, resumed))
+        if step.seats is not None:
+            step.seats.take(table.requests[slot].adapter)
         step.budget -= num_scheduled
 
     def _count_hits(self, slot: int, num_hit: int) -> None:

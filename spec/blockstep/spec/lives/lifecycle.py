@@ -24,6 +24,7 @@ from blockstep.spec.vocabulary import (
     Request,
     RequestId,
     Status,
+    item_problem,
 )
 
 
@@ -48,6 +49,9 @@ def get_submit_problem(state: State, request: Request) -> Rejected | None:
 
 def get_size_problem(config: Config, request: Request) -> Rejected | None:
     """Why this request is too large ever to be served, or None. Source: upstream #52520; P11."""
+    problem = item_problem(config, request)
+    if problem is not None:
+        return problem
     request_id, num_prompt = request.request_id, len(request.prompt_token_ids)
     if num_prompt >= config.max_model_len:
         detail = f"{request_id!r}: prompt {num_prompt} + 1 output > max_model_len"

@@ -97,16 +97,28 @@ def get_update_problem(state: State, request: RequestState, update: Request) -> 
         return Rejected(RejectCode.NOT_RESUMABLE, detail)
     if not update.resumable:
         return None
+    return get_size_problem(state.config, get_longest_request(state, request, update))
+
+
+def get_longest_request(state: State, request: RequestState, update: Request) -> Request:
+    """What a session may become by all chunks that are to come, and this one, at its longest.
+
+    Items of different chunks stand as near to each other as may be: a stop may come at once.
+    Source: upstream #42489; P11.
+    """
     asked, max_model_len = request.request, state.config.max_model_len
-    longest = request.num_known_tokens
+    longest, num_least = request.num_known_tokens, compute_num_kept(request.num_known_tokens)
     if request.status is not RESTING:
-        longest = compute_longest(len(asked.prompt_token_ids), asked.max_tokens, max_model_len)
+        num_least = len(asked.prompt_token_ids)
+        longest = compute_longest(num_least, asked.max_tokens, max_model_len)
     for chunk in (*request.updates, update):
         num_prompt = compute_num_kept(longest) + len(chunk.prompt_token_ids)
+        items = [replace(item, offset=item.offset + num_least) for item in chunk.items]
         asked = state.rules.get_chunk_request(asked, chunk)
+        asked = replace(asked, prompt_token_ids=(0,) * num_prompt, items=(*asked.items, *items))
+        num_least += len(chunk.prompt_token_ids)
         longest = compute_longest(num_prompt, asked.max_tokens, max_model_len)
-    whole = replace(asked, prompt_token_ids=(0,) * num_prompt, items=())
-    return get_size_problem(state.config, whole)
+    return asked
 
 
 def compute_longest(num_prompt: int, max_tokens: int, max_model_len: int) -> int:
