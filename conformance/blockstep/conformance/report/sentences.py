@@ -82,6 +82,10 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         ("The rows of a plan run no more tokens together than `max_num_batched_tokens`."),
     ),
     "plan_stays_within_max_num_seqs": ("P9", "A plan has no more rows than `max_num_seqs`."),
+    "plan_stays_within_max_loras": (
+        "P9",
+        "The rows of a plan have no more different adapters together than `max_loras`.",
+    ),
     "row_stays_within_max_model_len": ("P9", "No row runs a position beyond `max_model_len`."),
     "hit_is_taken_only_where_one_may_be": (
         "P5",

@@ -28,6 +28,17 @@ def running_stays_within_max_num_seqs(step: Step, _ledger: Ledger) -> Complaints
 
 
 @sentence("P9", v.Schedule)
+def running_stays_within_max_loras(step: Step, ledger: Ledger) -> Complaints:
+    """At most `max_loras` different adapters are of those who run, with a row or without."""
+    limit = step.config.max_loras
+    if not limit:
+        return ()
+    lives = [ledger.lives[name] for name in step.after.running if name in ledger.lives]
+    used = sorted({life.request.adapter for life in lives if life.request.adapter is not None})
+    return [Complaint(f"adapters {used} are in use, {limit} may be")] if len(used) > limit else ()
+
+
+@sentence("P9", v.Schedule)
 def row_stays_within_its_caps(step: Step, _ledger: Ledger) -> Complaints:
     """A row runs a token at least, and at most the long-prefill threshold."""
     config = step.config

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.witnesses.adapters import ADAPTERS, of_adapters
 from blockstep.conformance.judge.witnesses.admission import ADMISSION, of_admission, of_waiting
 from blockstep.conformance.judge.witnesses.commits import COMMITS, of_commit, of_drafts
 from blockstep.conformance.judge.witnesses.frames import FRAMES, of_frames
@@ -21,12 +22,27 @@ from blockstep.conformance.judge.witnesses.plans import (
     of_preemption,
     of_row,
 )
+from blockstep.conformance.judge.witnesses.sessions import (
+    SESSIONS,
+    of_returns,
+    of_stops,
+    of_update,
+)
 from blockstep.conformance.judge.witnesses.signals import SIGNALS, of_abort, of_reset
 from blockstep.spec import vocabulary as v
 
 REFUSALS = {f"rejected_{code}": f"an event was refused as {code}" for code in v.RejectCode}
 WITNESSES: Mapping[str, str] = (
-    ADMISSION | PLANS | PREEMPTION | COMMITS | SIGNALS | FRAMES | GROUPED | REFUSALS
+    ADMISSION
+    | PLANS
+    | PREEMPTION
+    | COMMITS
+    | SIGNALS
+    | FRAMES
+    | GROUPED
+    | ADAPTERS
+    | SESSIONS
+    | REFUSALS
 )
 """All situations, by name, with what they mean."""
 
@@ -54,10 +70,18 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield from of_frames(step, ledger)
             if step.config.groups:
                 yield from of_groups(step, ledger)
+            if step.config.max_loras:
+                yield from of_adapters(step, ledger)
+            if ledger.has_sessions:
+                yield from of_returns(step, ledger)
         case v.Commit(), v.Outputs(rows=rows):
             yield from of_commit(step, ledger, rows)
             if step.config.groups:
                 yield from of_ends(step)
+            if ledger.has_sessions:
+                yield from of_stops(step, ledger)
+        case v.StreamingUpdate(request=request), _:
+            yield from of_update(step, ledger, request)
         case v.Drafts(), v.DraftsTaken():
             yield from of_drafts(step, ledger)
         case v.Abort(), v.Aborted():
