@@ -121,8 +121,8 @@ class Rules:
     # grammars
     get_next_stand: Follow
     """Where a token leads in a grammar, within one step."""
-    get_settled: Callable[[Config, RequestState], RequestState]
-    """A request with a grammar behind a step that delivered."""
+    get_settled: Callable[[Config, RequestState, TokenIds], RequestState]
+    """A request with a grammar behind a step that delivered these tokens."""
     masks_behind_placeholders: bool
     """Whether a mask says anything of positions behind a draft that is a placeholder."""
     has_mask_row: Callable[[Frame, FrameRow, RequestState], bool]

@@ -166,7 +166,7 @@ def get_advanced(state: State, request: RequestState, tokens: TokenIds) -> Reque
     return None if stand is None else replace(request, stand=stand)
 
 
-def get_settled(config: Config, request: RequestState) -> RequestState:
+def get_settled(config: Config, request: RequestState, tokens: TokenIds) -> RequestState:
     """A request with a grammar behind a step that delivered: as its tokens led it. Source: P23."""
-    del config
+    del config, tokens
     return request
