@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from blockstep.spec.beside.grammar import Follow
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Frame, Hit, Holding, RequestState
+from blockstep.spec.requests import Frame, FrameRow, Hit, Holding, RequestState
 from blockstep.spec.vocabulary import (
     BlockId,
     Config,
@@ -130,6 +131,15 @@ class Rules:
     """Whether what frames in flight sample for a session that has stopped is dropped."""
     takes_back_from_sessions: bool
     """Whether sessions that do not run give their blocks up where they are needed."""
+    # grammars
+    get_next_stand: Follow
+    """Where a token leads in a grammar, within one step."""
+    get_settled: Callable[[Config, RequestState, TokenIds], RequestState]
+    """A request with a grammar behind a step that delivered these tokens."""
+    masks_behind_placeholders: bool
+    """Whether a mask says anything of positions behind a draft that is a placeholder."""
+    has_mask_row: Callable[[Frame, FrameRow, RequestState], bool]
+    """Whether a mask that is made now has rows of it."""
 
     # endings
     compute_stop: Callable[[RequestState, TokenIds, int, int], Stop]

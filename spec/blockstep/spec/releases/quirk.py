@@ -66,6 +66,10 @@ class Quirk(StrEnum):
     SESSIONS_KEEP_WHAT_IS_COMPUTED = "sessions_keep_what_is_computed"
     SESSIONS_KEEP_THEIR_PROMISES = "sessions_keep_their_promises"
     SESSIONS_ADMITTED_WITH_LOOKAHEAD = "sessions_admitted_with_lookahead"
+    PADDING_UNMASKS_WHAT_FOLLOWS = "padding_unmasks_what_follows"
+    MASK_OF_WHO_SAMPLES_BY_NOW = "mask_of_who_samples_by_now"
+    REASONING_ENDS_WITH_ITS_STEP = "reasoning_ends_with_its_step"
+    REASONING_ENDS_AT_THE_LAST_TOKEN = "reasoning_ends_at_the_last_token"  # noqa: S105 - as above
 
 
 @dataclass(frozen=True, slots=True)
