@@ -37,7 +37,7 @@ HOST: Final = frozenset(
         "adapters",
     )
 )
-"""Everything but sessions, and masks."""
+"""Everything but sessions, masks and an encoder."""
 COMPILED: Final = HOST - {"groups", "common prefix", "adapters"}
 """The same for one KV-cache group, without its hint to the worker and what requests bring along."""
 
@@ -65,6 +65,7 @@ _LACKED: Final = {
         "leave it out",
     ),
     "adapters": ("max_loras", "must be 0: this engine has no cap on adapters", "leave it out"),
+    "encoder": ("encoder_cache_size", "must be 0: this engine has no encoder", "leave it out"),
 }
 """By capability: the field of a config that asks for it, and why an engine without cannot have it.
 """
@@ -81,5 +82,6 @@ def list_needed(config: Config) -> frozenset[str]:
         "groups": bool(config.groups),
         "adapters": config.max_loras > 0,
         "masks": config.reasoning_end_token_id is not None,
+        "encoder": config.encoder_cache_size > 0,
     }
     return frozenset(name for name, is_asked in asked.items() if is_asked)

@@ -23,6 +23,8 @@ from blockstep.spec.vocabulary import (
     Ack,
     Commit,
     Drafts,
+    EncoderOffer,
+    EncoderReset,
     Event,
     GrammarBitmask,
     GrammarFailed,
@@ -88,6 +90,8 @@ class HostEngine(Planning, Results, Proposals):
                 return Ack()
             case Reset(reset_running_requests=reset_running_requests):
                 return ResetDone(self._reset(reset_running_requests))
+            case EncoderReset() | EncoderOffer():
+                return Ack()  # of an encoder that this engine has not
             case _:
                 assert_never(event)
 

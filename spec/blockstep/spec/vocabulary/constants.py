@@ -13,6 +13,7 @@ from blockstep.spec.vocabulary.config import (
     Policy,
     SpecMethod,
 )
+from blockstep.spec.vocabulary.items import find_encoder_rule
 
 MAX_INT = 2**31 - 1
 """Token ids, counts and ticks fit in 31 bits, so that an engine may keep them in int32 arrays."""
@@ -60,6 +61,9 @@ def config_problems(config: object) -> tuple[ConfigProblem, ...]:
             found.append(ConfigProblem(field, getattr(config, field), rule, fix))
 
     found += _group_problems(config)
+    field, rule, fix = find_encoder_rule(config)
+    if field:
+        expect(False, field, rule, fix)
     expect(
         (config.spec_method is SpecMethod.NONE) == (config.num_speculative_tokens == 0),
         "num_speculative_tokens",
@@ -105,6 +109,8 @@ def _type_problems(config: Config) -> list[ConfigProblem]:
         ("num_speculative_tokens", 0),
         ("max_frames_in_flight", 1),
         ("max_loras", 0),
+        ("encoder_compute_budget", 0),
+        ("encoder_cache_size", 0),
     ):
         ok = is_count(getattr(config, name), least)
         expect(ok, name, f"must be an int from {least} to {MAX_INT}", f"use at least {least}")
@@ -114,6 +120,8 @@ def _type_problems(config: Config) -> list[ConfigProblem]:
         "scheduler_reserve_full_isl",
         "async_scheduling",
         "enable_in_reasoning",
+        "disable_chunked_mm_input",
+        "is_encoder_decoder",
     ):
         expect(type(getattr(config, name)) is bool, name, "must be a bool", "use True or False")
     expect(isinstance(config.policy, Policy), "policy", "must be a Policy", "use Policy.FCFS")

@@ -13,6 +13,8 @@ from blockstep.spec.vocabulary.events import (
     Abort,
     Commit,
     Drafts,
+    EncoderOffer,
+    EncoderReset,
     GrammarBitmask,
     GrammarFailed,
     GrammarReady,
@@ -24,6 +26,7 @@ from blockstep.spec.vocabulary.events import (
     StreamingUpdate,
     Submit,
 )
+from blockstep.spec.vocabulary.items import find_encoder_rule
 from blockstep.spec.vocabulary.observations import RejectCode, Rejected
 from blockstep.spec.vocabulary.request import (
     Grammar,
@@ -61,6 +64,13 @@ def event_problem(event: object) -> Rejected | None:
             if not is_count(frame_id):
                 return _malformed("GrammarBitmask.frame_id", frame_id, "an int >= 0")
             return _rows_problem("GrammarBitmask.drafts", drafts)
+        case EncoderReset():
+            return None
+        case EncoderOffer(identifiers=identifiers):
+            if not isinstance(identifiers, tuple) or not all(map(_is_name, identifiers)):
+                rule = "a tuple of non-empty strings"
+                return _malformed("EncoderOffer.identifiers", identifiers, rule)
+            return None
         case SetPause(pause_state=pause_state):
             if not isinstance(pause_state, PauseState):
                 return _malformed("SetPause.pause_state", pause_state, "a PauseState")
@@ -134,6 +144,9 @@ def _request_problem(request: object, event: str) -> Rejected | None:
     for item in items:
         if not _is_name(item.identifier) or not is_count(item.offset) or not is_count(item.length):
             return _malformed("items", item, "identifier: str, offset and length: ints >= 0")
+        mask = item.is_embed
+        if not isinstance(mask, tuple) or any(type(bit) is not bool for bit in mask):
+            return _malformed("items", item, "is_embed: a tuple of bools")
     detection = request.repetition_detection
     if detection is not None and not isinstance(detection, RepetitionDetection):
         return _malformed("repetition_detection", detection, "None or a RepetitionDetection")
@@ -191,8 +204,8 @@ def _range_problem(request: Request) -> Rejected | None:
         if item.length < 1 or item.offset < end:
             return _bad(request, f"item {item}", "must have tokens and start after the one before")
         end = item.offset + item.length
-    if end > len(request.prompt_token_ids):
-        return _bad(request, f"items end at {end}", "but must lie inside the prompt")
+        if item.is_embed and (len(item.is_embed) != item.length or not any(item.is_embed)):
+            return _bad(request, f"item {item}", "must have a bit per token, and one that is set")
     detection = request.repetition_detection
     if detection is not None:
         sizes = (detection.min_pattern_size, detection.max_pattern_size, detection.min_count)
