@@ -82,6 +82,9 @@ class Core:
         self.next_frame_id: FrameId = 0
         self.matchers: dict[RequestId, Matcher] = {}
         """Of each unfinished request with a grammar, where that stands."""
+        self.verifiable: dict[FrameId, dict[RequestId, TokenIds]] = {}
+        """Of frames in flight whose mask was made: the drafts that placeholders turned out to stand
+        for, as far as grammars accept them. Nothing else is verified (P23)."""
         self.finished_req_ids: set[RequestId] = set()
         self.prev_frame_id: FrameId = -1
         """The last plan; -1 before the first."""
@@ -196,6 +199,8 @@ class Core:
     def _close_frame(self, frame_id: FrameId) -> None:
         """It is committed, and names nobody any more."""
         del self.frames[frame_id]
+        if self.verifiable:
+            self.verifiable.pop(frame_id, None)
         if self.last_frame_of_ended:
             self.last_frame_of_ended = {
                 name: last for name, last in self.last_frame_of_ended.items() if last != frame_id
