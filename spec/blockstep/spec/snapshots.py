@@ -51,4 +51,6 @@ def get_request_snapshot(request: RequestState) -> RequestSnapshot:
         num_cached_tokens=request.num_cached_tokens,
         num_preemptions=request.num_preemptions,
         grammar_ready=request.grammar_ready,
+        grammar_state=request.stand.state,
+        reasoning_ended=request.stand.reasoning_ended,
     )
