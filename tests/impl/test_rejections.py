@@ -17,6 +17,9 @@ from blockstep.spec.vocabulary import (
     ConfigError,
     Drafts,
     Event,
+    Grammar,
+    GrammarBitmask,
+    GrammarFailed,
     GrammarReady,
     GroupKind,
     KVGroup,
@@ -172,10 +175,17 @@ def test_an_unknown_digest_is_refused() -> None:
 
 def test_the_host_can_do_everything_that_conformance_asks_for() -> None:
     config = Config(num_blocks=2)
-    lacking = {"adapters", "sessions"}
+    lacking = {"sessions", "masks", "encoder"}
     assert HostEngine(config).capabilities() == ALL_CAPABILITIES - lacking
-    lacking |= {"groups", "common prefix"}
+    lacking |= {"groups", "common prefix", "adapters"}
     assert CompiledEngine(config).capabilities() == ALL_CAPABILITIES - lacking
+
+
+def test_an_encoder_is_refused_and_not_passed_over() -> None:
+    config = Config(num_blocks=2, encoder_compute_budget=4, encoder_cache_size=4)
+    for engine in (HostEngine, CompiledEngine):
+        with pytest.raises(ConfigError, match=r"encoder_cache_size = 4: .* has no encoder"):
+            engine(config)
 
 
 def test_what_an_engine_lacks_is_refused_in_a_sentence() -> None:
@@ -189,6 +199,13 @@ def test_what_an_engine_lacks_is_refused_in_a_sentence() -> None:
         assert isinstance(refused, Rejected)
         assert refused.detail.endswith("this engine has no sessions; leave it out")
         assert s.apply(StreamingUpdate(session)) == Rejected(RejectCode.UNKNOWN_REQUEST)
+        one = Grammar((((1, 0),),))
+        constrained = Request("a", (1,), max_tokens=1, structured_output=True, grammar=one)
+        assert s.apply(Submit(constrained)) == Rejected(RejectCode.BAD_REQUEST)
+        for event in (GrammarFailed("a"), GrammarBitmask(0)):
+            assert s.apply(event) == Rejected(RejectCode.MALFORMED_EVENT)
+        with pytest.raises(ConfigError, match=r"reasoning_end_token_id = 7: .* no masks"):
+            engine(Config(num_blocks=2, reasoning_end_token_id=7))
         assert s.apply(Submit(Request("a", (1,), max_tokens=1))) == Ack()
         assert s.apply(StreamingUpdate(session)) == Rejected(RejectCode.NOT_RESUMABLE)
 

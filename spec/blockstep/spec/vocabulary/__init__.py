@@ -13,11 +13,19 @@ from blockstep.spec.vocabulary.config import (
     Policy,
     SpecMethod,
 )
+from blockstep.spec.vocabulary.constants import (
+    MAX_INT,
+    ConfigError,
+    ConfigProblem,
+    config_problems,
+)
 from blockstep.spec.vocabulary.events import (
     EVENT_TYPES,
     Abort,
     Commit,
     Drafts,
+    EncoderOffer,
+    EncoderReset,
     Event,
     GrammarBitmask,
     GrammarFailed,
@@ -30,12 +38,14 @@ from blockstep.spec.vocabulary.events import (
     StreamingUpdate,
     Submit,
 )
+from blockstep.spec.vocabulary.items import item_problem
 from blockstep.spec.vocabulary.keys import BlockKey
 from blockstep.spec.vocabulary.observations import (
     Aborted,
     Ack,
     CachedRow,
     DraftsTaken,
+    EncoderInputs,
     GrammarOutput,
     GrammarRow,
     NewRow,
@@ -63,14 +73,14 @@ from blockstep.spec.vocabulary.request import (
     TokenId,
     TokenIds,
 )
-from blockstep.spec.vocabulary.snapshot import RequestSnapshot, Snapshot, Stats
-from blockstep.spec.vocabulary.wellformed import (
-    MAX_INT,
-    ConfigError,
-    ConfigProblem,
-    config_problems,
-    event_problem,
+from blockstep.spec.vocabulary.snapshot import (
+    EncoderEntry,
+    EncoderSnapshot,
+    RequestSnapshot,
+    Snapshot,
+    Stats,
 )
+from blockstep.spec.vocabulary.wellformed import event_problem
 
 __all__ = [
     "DRAFT_PLACEHOLDER",
@@ -90,6 +100,11 @@ __all__ = [
     "ConfigProblem",
     "Drafts",
     "DraftsTaken",
+    "EncoderEntry",
+    "EncoderInputs",
+    "EncoderOffer",
+    "EncoderReset",
+    "EncoderSnapshot",
     "Event",
     "FinishReason",
     "FrameId",
@@ -131,4 +146,5 @@ __all__ = [
     "TokenIds",
     "config_problems",
     "event_problem",
+    "item_problem",
 ]
