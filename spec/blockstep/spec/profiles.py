@@ -79,7 +79,15 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     ),
     (
         "0.17.1",
-        frozenset({Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT}),
+        frozenset(
+            {
+                Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,
+                Quirk.PADDING_UNMASKS_WHAT_FOLLOWS,
+                Quirk.MASK_OF_WHO_SAMPLES_BY_NOW,
+                Quirk.REASONING_ENDS_WITH_ITS_STEP,
+                Quirk.REASONING_ENDS_AT_THE_LAST_TOKEN,
+            }
+        ),
         frozenset({Quirk.HIT_HOLDS_WHAT_IT_SKIPS}),
     ),
     ("0.18.0", frozenset(), frozenset({Quirk.ONE_WAITING_QUEUE})),
@@ -144,6 +152,8 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
         frozenset(
             {
                 Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT,
+                Quirk.REASONING_ENDS_WITH_ITS_STEP,
+                Quirk.REASONING_ENDS_AT_THE_LAST_TOKEN,
                 Quirk.WINDOWS_FORGET_DOUBT,
                 Quirk.CHUNKS_ROUND_TO_NOTHING,
                 Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,

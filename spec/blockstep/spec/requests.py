@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from blockstep.spec.beside.grammar import Stand
 from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
     NULL_BLOCK,
     BlockId,
     BlockKey,
@@ -28,6 +30,7 @@ class Holding:
     """Leading blocks of the table whose key is settled (hit or published)."""
 
 
+AT_THE_BEGINNING = Stand()
 NOTHING_HELD = (Holding(),)
 """Of one KV group before admission, and after preemption."""
 
@@ -71,6 +74,8 @@ class RequestState:
     num_cached_tokens: int = -1
     num_preemptions: int = 0
     grammar_ready: bool = False
+    stand: Stand = AT_THE_BEGINNING
+    """Where its outputs stand in its grammar, if it has one (P23)."""
 
     @property
     def request_id(self) -> RequestId:
@@ -112,6 +117,17 @@ class FrameRow:
     """Whether the step reaches the last token that will be known, so that the worker samples."""
     is_dropped: bool = False
     """Whether what it sampled is not delivered; in no strict run."""
+    has_mask: bool = False
+    """Whether what it samples is held to a grammar."""
+    is_masked: bool = False
+    """Whether a mask was made with its drafts: what still is a placeholder, nobody can accept."""
+
+    @property
+    def verifiable_drafts(self) -> TokenIds:
+        """Its drafts without those that a mask cut off, which stand last."""
+        if not self.is_masked or DRAFT_PLACEHOLDER not in self.draft_token_ids:
+            return self.draft_token_ids
+        return self.draft_token_ids[: self.draft_token_ids.index(DRAFT_PLACEHOLDER)]
 
 
 @dataclass(frozen=True, slots=True)

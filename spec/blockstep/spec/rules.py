@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from blockstep.spec.beside.grammar import Follow
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Frame, Hit, Holding, RequestState
+from blockstep.spec.requests import Frame, FrameRow, Hit, Holding, RequestState
 from blockstep.spec.vocabulary import (
     BlockId,
     Config,
@@ -116,6 +117,16 @@ class Rules:
     """A preempted request as a forced reset leaves it."""
     names_victims_of_resets: bool
     """Whether the next plan names those that a forced reset preempted."""
+
+    # grammars
+    get_next_stand: Follow
+    """Where a token leads in a grammar, within one step."""
+    get_settled: Callable[[Config, RequestState, TokenIds], RequestState]
+    """A request with a grammar behind a step that delivered these tokens."""
+    masks_behind_placeholders: bool
+    """Whether a mask says anything of positions behind a draft that is a placeholder."""
+    has_mask_row: Callable[[Frame, FrameRow, RequestState], bool]
+    """Whether a mask that is made now has rows of it."""
 
     # endings
     compute_stop: Callable[[RequestState, TokenIds, int, int], Stop]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from blockstep.spec.beside.grammar import get_next_stand
 from blockstep.spec.hashing import get_item_keys, get_request_behind_outputs
 from blockstep.spec.lives.commit import publishes_at_commit
 from blockstep.spec.lives.control import get_frames_after_reset, get_reset_request
 from blockstep.spec.lives.endings import compute_stop
+from blockstep.spec.lives.masks import get_settled, has_mask_row
 from blockstep.spec.memory.prefix import get_joint_hit
 from blockstep.spec.memory.slots import count_reserved_blocks, count_skipped_blocks, revoke_slots
 from blockstep.spec.pool import free_blocks, withdraw_blocks
@@ -73,5 +75,9 @@ STRICT_RULES: Final = Rules(
     get_frames_after_reset=get_frames_after_reset,
     get_reset_request=get_reset_request,
     names_victims_of_resets=False,
+    get_next_stand=get_next_stand,
+    get_settled=get_settled,
+    masks_behind_placeholders=True,
+    has_mask_row=has_mask_row,
     compute_stop=compute_stop,
 )

@@ -16,6 +16,7 @@ from blockstep.spec.releases import (
     drafts,
     endings,
     flight,
+    grammars,
     groups,
     identity,
     memory,
@@ -31,7 +32,18 @@ __all__ = ["QUIRKS", "Quirk", "QuirkStory", "get_rules"]
 
 _STORIES: Mapping[Quirk, QuirkStory] = {
     story.quirk: story
-    for theme in (memory, groups, states, identity, order, adapters, drafts, flight, endings)
+    for theme in (
+        memory,
+        groups,
+        states,
+        identity,
+        order,
+        adapters,
+        grammars,
+        drafts,
+        flight,
+        endings,
+    )
     for story in theme.STORIES
 }
 QUIRKS: tuple[QuirkStory, ...] = tuple(_STORIES[quirk] for quirk in Quirk)

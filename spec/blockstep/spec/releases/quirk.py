@@ -60,6 +60,10 @@ class Quirk(StrEnum):
     ONLY_FULL_ATTENTION_IS_ZEROED = "only_full_attention_is_zeroed"
     WITHDRAWN_BLOCKS_ARE_ZEROED = "withdrawn_blocks_are_zeroed"
     ADAPTERS_OF_ROWS_ONLY = "adapters_of_rows_only"
+    PADDING_UNMASKS_WHAT_FOLLOWS = "padding_unmasks_what_follows"
+    MASK_OF_WHO_SAMPLES_BY_NOW = "mask_of_who_samples_by_now"
+    REASONING_ENDS_WITH_ITS_STEP = "reasoning_ends_with_its_step"
+    REASONING_ENDS_AT_THE_LAST_TOKEN = "reasoning_ends_at_the_last_token"  # noqa: S105 - as above
 
 
 @dataclass(frozen=True, slots=True)
