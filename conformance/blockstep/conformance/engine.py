@@ -63,6 +63,8 @@ class Capability(StrEnum):
     """It takes `max_loras`: a cap on the different adapters among the requests that run."""
     SESSIONS = "sessions"
     """It takes requests that are `resumable`, and `StreamingUpdate`."""
+    ENCODER = "encoder"
+    """It takes `encoder_cache_size`: what an encoder makes of items has a budget and a cache."""
     STATISTICS = "statistics"
     """Its counters mean what `Stats` says."""
     CACHE_STATISTICS = "cache statistics"

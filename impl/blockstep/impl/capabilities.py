@@ -37,7 +37,7 @@ HOST: Final = frozenset(
         "adapters",
     )
 )
-"""Everything but sessions."""
+"""Everything but sessions and an encoder."""
 COMPILED: Final = HOST - {"groups", "common prefix", "adapters"}
 """The same for one KV-cache group, without its hint to the worker and what requests bring along."""
 
@@ -60,6 +60,7 @@ def list_config_problems(
 _LACKED: Final = {
     "groups": ("groups", "must be empty: this engine has one KV-cache group", "leave it out"),
     "adapters": ("max_loras", "must be 0: this engine has no cap on adapters", "leave it out"),
+    "encoder": ("encoder_cache_size", "must be 0: this engine has no encoder", "leave it out"),
 }
 """By capability: the field of a config that asks for it, and why an engine without cannot have it.
 """
@@ -75,5 +76,6 @@ def list_needed(config: Config) -> frozenset[str]:
         "pipeline": several and not config.async_scheduling,
         "groups": bool(config.groups),
         "adapters": config.max_loras > 0,
+        "encoder": config.encoder_cache_size > 0,
     }
     return frozenset(name for name, is_asked in asked.items() if is_asked)

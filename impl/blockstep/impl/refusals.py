@@ -18,6 +18,7 @@ from blockstep.spec.vocabulary import (
     SpecMethod,
     Submit,
     TokenIds,
+    item_problem,
 )
 
 
@@ -56,6 +57,9 @@ def submit_problem(
             f"request {name}: a frame in flight has a row of an ended request of this id; "
             "commit the frame first",
         )
+    problem = item_problem(config, request)
+    if problem is not None:
+        return problem
     if prompt >= config.max_model_len:
         return Rejected(
             RejectCode.PROMPT_TOO_LONG,

@@ -37,6 +37,7 @@ from blockstep.spec.vocabulary import (
     Status,
     Submit,
     event_problem,
+    item_problem,
 )
 
 
@@ -135,7 +136,7 @@ class Oracle:
 
         Nothing changes: it need not be submitted, and no block is touched.
         """
-        problem = event_problem(Submit(request))
+        problem = event_problem(Submit(request)) or item_problem(self.state.config, request)
         if problem is not None:
             raise RejectedEvent(problem)
         config, rules = self.state.config, self.state.rules

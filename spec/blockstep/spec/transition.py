@@ -17,8 +17,11 @@ from blockstep.spec.state import State
 from blockstep.spec.step.schedule import process_schedule
 from blockstep.spec.vocabulary import (
     Abort,
+    Ack,
     Commit,
     Drafts,
+    EncoderOffer,
+    EncoderReset,
     Event,
     GrammarBitmask,
     GrammarFailed,
@@ -81,5 +84,7 @@ def process_event(state: State, event: Event) -> tuple[State, Observation] | Rej
             return process_pause(state, pause_state)
         case Reset(reset_running_requests=reset_running_requests):
             return process_reset(state, reset_running_requests)
+        case EncoderReset() | EncoderOffer():
+            return state, Ack()
         case _:
             assert_never(event)

@@ -64,11 +64,16 @@ class Feature:
 
 
 def without_states(config: v.Config) -> v.Config:
-    """The config without its recurrent KV groups.
+    """The config without its recurrent KV groups."""
+    return without_kind(config, v.GroupKind.RECURRENT)
+
+
+def without_kind(config: v.Config, kind: v.GroupKind) -> v.Config:
+    """The config without its KV groups of one kind.
 
     The smallest blocks that are left name what is in a block: what they do not divide is as small.
     """
-    groups = [group for group in config.groups if group.kind is not v.GroupKind.RECURRENT]
+    groups = [group for group in config.groups if group.kind is not kind]
     if len(groups) == len(config.groups):
         return config
     size = min([group.block_size for group in groups], default=config.block_size)
@@ -83,10 +88,13 @@ def resize_blocks(config: v.Config, size: int) -> v.Config:
 
 
 def settle_states(config: v.Config) -> v.Config:
-    """The config, without recurrent groups if they do not go with the rest of it.
+    """The config, without groups that do not go with the rest of it.
 
-    Their mode follows from prefix caching, and each draft needs a block of theirs.
+    The mode of recurrent ones follows from prefix caching, and each draft needs a block of theirs.
+    Nobody attends across without an encoder beside.
     """
+    if not config.is_encoder_decoder:
+        config = without_kind(config, v.GroupKind.CROSS_ATTENTION)
     return without_states(config) if v.config_problems(config) else config
 
 
@@ -226,6 +234,19 @@ GROUPS = Feature(
     situations=("groups_",),
     properties=("P5", "P8"),
 )
+ENCODER = Feature(
+    "encoder",
+    "items are encoded, within a budget per step, into a cache that has room for some",
+    Capability.ENCODER,
+    config={
+        "encoder_compute_budget": 0,
+        "encoder_cache_size": 0,
+        "disable_chunked_mm_input": False,
+        "is_encoder_decoder": False,
+    },
+    actions=(v.EncoderReset, v.EncoderOffer),
+    properties=("P9",),
+)
 ADAPTERS = Feature(
     "adapters",
     "a cap on the different adapters among the requests that run; who is beyond it is passed over",
@@ -257,7 +278,7 @@ CACHING = Feature(
 
 FEATURES: tuple[Feature, ...] = (
     *(PRIORITY, DRAFTS, ASYNC, PIPELINE, PAUSE, RESET, GRAMMAR, MULTIMODAL, EMBEDS, KEYS, STOPS),
-    *(ABORTS, HOSTILE, GROUPS, ADAPTERS, SESSIONS, MASKS, CACHING),
+    *(ABORTS, HOSTILE, GROUPS, ADAPTERS, SESSIONS, MASKS, ENCODER, CACHING),
 )
 """The table. Whoever lacks several is fitted in this order: without `async`, several frames in
 flight are a `pipeline`."""

@@ -92,6 +92,8 @@ Action: TypeAlias = (
     | v.StreamingUpdate
     | v.SetPause
     | v.Reset
+    | v.EncoderReset
+    | v.EncoderOffer
     | Drain
     | Hostile
 )
@@ -135,6 +137,10 @@ def describe(action: Action) -> str:
             return f"pause     {pause_state}"
         case v.Reset(reset_running_requests=True):
             return "reset     running requests too"
+        case v.EncoderReset():
+            return "encoder   reset"
+        case v.EncoderOffer(identifiers=identifiers):
+            return f"encoder   is offered {' '.join(identifiers) or 'nothing'}"
         case Hostile(event=event):
             return f"hostile   {describe_event(event)}"
         case _:
@@ -176,8 +182,18 @@ def describe_request(request: v.Request) -> str:
         if name not in {"request_id", "prompt_token_ids", "max_tokens"} and value != getattr(
             defaults, name
         ):
-            parts.append(f"{name}={value}")
+            told = _items(value) if name == "items" else value
+            parts.append(f"{name}={told}")
     return " ".join(parts)
+
+
+def _items(items: tuple[v.MultiModalItem, ...]) -> str:
+    """As `repr` has it, without what is a default."""
+    told = [
+        f"MultiModalItem({', '.join(f'{name}={part!r}' for name, part in get_changed(it).items())})"
+        for it in items
+    ]
+    return f"({', '.join(told)}{',' if len(told) == 1 else ''})"
 
 
 def describe_event(event: object) -> str:
@@ -212,6 +228,13 @@ def _describe_observation(observation: object) -> str:
                 ("remapped", observation.remapped_req_ids),
             ):
                 parts += [f"{word} {' '.join(names)}"] if names else []
+            for word, told in (
+                ("encodes", observation.scheduled_encoder_inputs),
+                ("loads", observation.external_encoder_inputs),
+            ):
+                parts += [f"{word} {_numbers(one)} of {one.request_id}" for one in told]
+            dropped = observation.free_encoder_mm_hashes
+            parts += [f"drops {' '.join(dropped)}"] if dropped else []
             return f"plan {observation.frame_id}: {'; '.join(parts) or 'nothing to run'}"
         case v.Outputs(rows=rows):
             delivered = [
@@ -227,6 +250,10 @@ def _describe_observation(observation: object) -> str:
             return f"{shown(f'Aborted(request_ids={request_ids!r})', 200)}{later}"
         case _:
             return shown(repr(observation), 200)
+
+
+def _numbers(inputs: v.EncoderInputs) -> str:
+    return " ".join(f"item {index}" for index in inputs.item_indices)
 
 
 def _planned(row: v.NewRow | v.CachedRow) -> str:

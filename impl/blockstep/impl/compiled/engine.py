@@ -64,6 +64,8 @@ from blockstep.spec.vocabulary import (
     ConfigError,
     Drafts,
     DraftsTaken,
+    EncoderOffer,
+    EncoderReset,
     Event,
     FinishReason,
     FrameId,
@@ -162,6 +164,8 @@ class CompiledEngine:
                 return Ack()
             case Reset(reset_running_requests=reset_running_requests):
                 return ResetDone(self._reset(reset_running_requests))
+            case EncoderReset() | EncoderOffer():
+                return Ack()  # of an encoder that this engine has not
             case GrammarFailed() | GrammarBitmask():
                 raise AssertionError("refused above")
             case _:

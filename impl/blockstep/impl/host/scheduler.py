@@ -24,6 +24,8 @@ from blockstep.spec.vocabulary import (
     Ack,
     Commit,
     Drafts,
+    EncoderOffer,
+    EncoderReset,
     Event,
     GrammarBitmask,
     GrammarFailed,
@@ -85,6 +87,8 @@ class HostEngine(Planning, Results, Proposals):
                 return Ack()
             case Reset(reset_running_requests=reset_running_requests):
                 return ResetDone(self._reset(reset_running_requests))
+            case EncoderReset() | EncoderOffer():
+                return Ack()  # of an encoder that this engine has not
             case GrammarFailed() | GrammarBitmask():
                 raise AssertionError("refused above")
             case _:

@@ -23,6 +23,7 @@ from blockstep.spec.vocabulary import (
     Request,
     RequestId,
     Status,
+    item_problem,
 )
 
 
@@ -42,6 +43,9 @@ def get_submit_problem(state: State, request: Request) -> Rejected | None:
         if any(row.request_id == request_id for row in frame.rows):
             detail = f"frame {frame.frame_id} still names {request_id!r}; commit it first"
             return Rejected(RejectCode.REQUEST_IN_FLIGHT, detail)
+    problem = item_problem(config, request)
+    if problem is not None:
+        return problem
     num_prompt = len(request.prompt_token_ids)
     if num_prompt >= config.max_model_len:
         detail = f"{request_id!r}: prompt {num_prompt} + 1 output > max_model_len"

@@ -18,6 +18,8 @@ from blockstep.spec.vocabulary.events import (
     Abort,
     Commit,
     Drafts,
+    EncoderOffer,
+    EncoderReset,
     Event,
     GrammarBitmask,
     GrammarFailed,
@@ -30,12 +32,14 @@ from blockstep.spec.vocabulary.events import (
     StreamingUpdate,
     Submit,
 )
+from blockstep.spec.vocabulary.items import item_problem
 from blockstep.spec.vocabulary.keys import BlockKey
 from blockstep.spec.vocabulary.observations import (
     Aborted,
     Ack,
     CachedRow,
     DraftsTaken,
+    EncoderInputs,
     GrammarOutput,
     GrammarRow,
     NewRow,
@@ -63,7 +67,13 @@ from blockstep.spec.vocabulary.request import (
     TokenId,
     TokenIds,
 )
-from blockstep.spec.vocabulary.snapshot import RequestSnapshot, Snapshot, Stats
+from blockstep.spec.vocabulary.snapshot import (
+    EncoderEntry,
+    EncoderSnapshot,
+    RequestSnapshot,
+    Snapshot,
+    Stats,
+)
 from blockstep.spec.vocabulary.wellformed import (
     MAX_INT,
     ConfigError,
@@ -90,6 +100,11 @@ __all__ = [
     "ConfigProblem",
     "Drafts",
     "DraftsTaken",
+    "EncoderEntry",
+    "EncoderInputs",
+    "EncoderOffer",
+    "EncoderReset",
+    "EncoderSnapshot",
     "Event",
     "FinishReason",
     "FrameId",
@@ -131,4 +146,5 @@ __all__ = [
     "TokenIds",
     "config_problems",
     "event_problem",
+    "item_problem",
 ]

@@ -39,6 +39,9 @@ class GroupKind(StrEnum):
     RECURRENT = "recurrent"
     """None: a layer goes on from the state behind the token before (Mamba, linear attention). A
     block holds the state at one boundary, the end of the block or where the request stands."""
+    CROSS_ATTENTION = "cross_attention"
+    """None: a layer attends to what the encoder made of the request's items. Their KV is held from
+    admission on, and none is added."""
 
 
 class MambaCacheMode(StrEnum):
@@ -116,6 +119,15 @@ class Config:
     groups: tuple[KVGroup, ...] = ()
     """KV-cache groups, which take blocks of equal bytes from one pool; a request has a block table
     for each. Empty: one group under full attention, of `block_size`."""
+    encoder_compute_budget: int = 0
+    """Embeddings that the encoder makes per step, at most."""
+    encoder_cache_size: int = 0
+    """Embeddings kept of encoded items, at most; 0: no encoder is modelled, items are but names."""
+    disable_chunked_mm_input: bool = False
+    """Whether a chunk of a prompt ends before an item of which it would reach a part only."""
+    is_encoder_decoder: bool = False
+    """Whether the encoder's tokens stand beside the prompt, and the decoder attends across. Without
+    chunked prefill and prefix caching: a prompt and its item are taken in one step."""
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
@@ -128,6 +140,11 @@ class Config:
         if not self.groups:
             return (self.block_size,)
         return tuple([group.block_size for group in self.groups])
+
+    @property
+    def num_encoder_lookahead_tokens(self) -> int:
+        """Positions behind a chunk of which a draft head reads the embedding, too."""
+        return int(self.spec_method is SpecMethod.EAGLE)
 
     @property
     def num_usable_blocks(self) -> int:

@@ -127,6 +127,24 @@ class Reset:
     reset_running_requests: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class EncoderReset:
+    """Forget every encoded item, those in use as well (weights changed, say). Observation: `Ack`.
+
+    The worker forgets them, too, behind the frames in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderOffer:
+    """What a connector holds of encoded items from now on, instead of what it held before.
+
+    An item of these is loaded, not encoded: it takes room in the cache, and no compute.
+    Observation: `Ack`.
+    """
+
+    identifiers: tuple[str, ...] = ()
+
+
 Event: TypeAlias = (
     Submit
     | Schedule
@@ -139,8 +157,10 @@ Event: TypeAlias = (
     | StreamingUpdate
     | SetPause
     | Reset
+    | EncoderReset
+    | EncoderOffer
 )
 EVENT_TYPES: tuple[type, ...] = (
     *(Submit, Schedule, Commit, Drafts, Abort, GrammarReady, GrammarFailed, GrammarBitmask),
-    *(StreamingUpdate, SetPause, Reset),
+    *(StreamingUpdate, SetPause, Reset, EncoderReset, EncoderOffer),
 )

@@ -118,6 +118,15 @@ class CachedRow:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderInputs:
+    """Items of one request that its row needs encoded."""
+
+    request_id: RequestId
+    item_indices: tuple[int, ...]
+    """Into `Request.items`, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One step's work. A plan with rows is a frame in flight until its Commit."""
 
@@ -146,6 +155,12 @@ class Plan:
     """Blocks to be zeroed before the step: what it takes newly for attention from a pool that
     serves recurrent groups too, by group. A state left in one may read as NaN, and a kernel reads
     whole blocks. Empty where no group is recurrent."""
+    scheduled_encoder_inputs: tuple[EncoderInputs, ...] = ()
+    """What the worker encodes before the step, in the order of the rows."""
+    external_encoder_inputs: tuple[EncoderInputs, ...] = ()
+    """What it loads from a connector instead, likewise."""
+    free_encoder_mm_hashes: tuple[str, ...] = ()
+    """Identifiers of items that the worker drops before anything else, in the order of eviction."""
 
     has_structured_output_requests: bool = False
     """Whether the frame's mask has rows: whether a row samples whose request has a `grammar`."""

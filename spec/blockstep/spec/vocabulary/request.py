@@ -79,9 +79,18 @@ class MultiModalItem:
     identifier: str
     """Names the content: equal identifiers mean equal content."""
     offset: int
-    """Position of its first placeholder token in the prompt."""
+    """Position of its first placeholder token in the prompt; 0 in an encoder-decoder model, where
+    it stands beside the prompt."""
     length: int
     """Placeholder tokens."""
+    is_embed: tuple[bool, ...] = ()
+    """Which of them stand for an embedding that the encoder makes, one or more; the others are
+    tokens between. Empty: all."""
+
+    @property
+    def num_embeds(self) -> int:
+        """Embeddings that the encoder makes of it."""
+        return sum(self.is_embed) if self.is_embed else self.length
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,32 @@ class RequestSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderEntry:
+    """What the encoder made of one item, or makes with a frame in flight."""
+
+    identifier: str
+    num_embeds: int
+    holders: tuple[RequestId, ...] = ()
+    """Who still needs it, sorted: a request stands there once for each place of the item in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSnapshot:
+    """The encoder's cache, in embeddings."""
+
+    entries: tuple[EncoderEntry, ...] = ()
+    """Sorted by identifier."""
+    freeable: tuple[str, ...] = ()
+    """Identifiers of those without a holder, next to be evicted first."""
+    num_free: int = 0
+    """Not taken by any entry."""
+    num_freeable: int = 0
+    """Those, and what entries without a holder take."""
+    freed: tuple[str, ...] = ()
+    """Identifiers that the next plan has the worker drop."""
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """Everything two exact engines must agree on, in canonical form."""
 
@@ -93,6 +119,8 @@ class Snapshot:
     prev_scheduled_req_ids: tuple[RequestId, ...]
     """In the last plan (and not force-reset since), sorted."""
     stats: Stats
+    encoder: EncoderSnapshot | None = None
+    """None where no encoder is modelled."""
 
     def request(self, request_id: RequestId) -> RequestSnapshot | None:
         """The unfinished request of this id, or None."""

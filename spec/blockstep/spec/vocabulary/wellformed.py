@@ -22,6 +22,8 @@ from blockstep.spec.vocabulary.events import (
     Abort,
     Commit,
     Drafts,
+    EncoderOffer,
+    EncoderReset,
     GrammarBitmask,
     GrammarFailed,
     GrammarReady,
@@ -33,6 +35,7 @@ from blockstep.spec.vocabulary.events import (
     StreamingUpdate,
     Submit,
 )
+from blockstep.spec.vocabulary.items import find_encoder_rule
 from blockstep.spec.vocabulary.observations import RejectCode, Rejected
 from blockstep.spec.vocabulary.request import (
     Grammar,
@@ -87,6 +90,9 @@ def config_problems(config: object) -> tuple[ConfigProblem, ...]:
             found.append(ConfigProblem(field, getattr(config, field), rule, fix))
 
     found += _group_problems(config)
+    field, rule, fix = find_encoder_rule(config)
+    if field:
+        expect(False, field, rule, fix)
     expect(
         (config.spec_method is SpecMethod.NONE) == (config.num_speculative_tokens == 0),
         "num_speculative_tokens",
@@ -132,6 +138,8 @@ def _type_problems(config: Config) -> list[ConfigProblem]:
         ("num_speculative_tokens", 0),
         ("max_frames_in_flight", 1),
         ("max_loras", 0),
+        ("encoder_compute_budget", 0),
+        ("encoder_cache_size", 0),
     ):
         ok = is_count(getattr(config, name), least)
         expect(ok, name, f"must be an int from {least} to {MAX_INT}", f"use at least {least}")
@@ -141,6 +149,8 @@ def _type_problems(config: Config) -> list[ConfigProblem]:
         "scheduler_reserve_full_isl",
         "async_scheduling",
         "enable_in_reasoning",
+        "disable_chunked_mm_input",
+        "is_encoder_decoder",
     ):
         expect(type(getattr(config, name)) is bool, name, "must be a bool", "use True or False")
     expect(isinstance(config.policy, Policy), "policy", "must be a Policy", "use Policy.FCFS")
@@ -264,6 +274,13 @@ def event_problem(event: object) -> Rejected | None:
             if not is_count(frame_id):
                 return _malformed("GrammarBitmask.frame_id", frame_id, "an int >= 0")
             return _rows_problem("GrammarBitmask.drafts", drafts)
+        case EncoderReset():
+            return None
+        case EncoderOffer(identifiers=identifiers):
+            if not isinstance(identifiers, tuple) or not all(map(_is_name, identifiers)):
+                rule = "a tuple of non-empty strings"
+                return _malformed("EncoderOffer.identifiers", identifiers, rule)
+            return None
         case SetPause(pause_state=pause_state):
             if not isinstance(pause_state, PauseState):
                 return _malformed("SetPause.pause_state", pause_state, "a PauseState")
@@ -346,6 +363,9 @@ def _request_problem(request: object, event: str) -> Rejected | None:
     for item in items:
         if not _is_name(item.identifier) or not is_count(item.offset) or not is_count(item.length):
             return _malformed("items", item, "identifier: str, offset and length: ints >= 0")
+        mask = item.is_embed
+        if not isinstance(mask, tuple) or any(type(bit) is not bool for bit in mask):
+            return _malformed("items", item, "is_embed: a tuple of bools")
     detection = request.repetition_detection
     if detection is not None and not isinstance(detection, RepetitionDetection):
         return _malformed("repetition_detection", detection, "None or a RepetitionDetection")
@@ -405,8 +425,8 @@ def _range_problem(request: Request) -> Rejected | None:
         if item.length < 1 or item.offset < end:
             return _bad(request, f"item {item}", "must have tokens and start after the one before")
         end = item.offset + item.length
-    if end > len(request.prompt_token_ids):
-        return _bad(request, f"items end at {end}", "but must lie inside the prompt")
+        if item.is_embed and (len(item.is_embed) != item.length or not any(item.is_embed)):
+            return _bad(request, f"item {item}", "must have a bit per token, and one that is set")
     detection = request.repetition_detection
     if detection is not None:
         sizes = (detection.min_pattern_size, detection.max_pattern_size, detection.min_count)

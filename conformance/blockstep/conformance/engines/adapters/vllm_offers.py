@@ -13,14 +13,14 @@ from blockstep.conformance.engines.adapters.vllm_encoder import read_inputs
 from blockstep.spec import vocabulary as v
 
 
-class Loads(ECConnectorMetadata):
+class Loads(ECConnectorMetadata):  # type: ignore[misc]
     """What a worker is to load instead of encoding it, in the order in which it was told."""
 
     def __init__(self, inputs: Sequence[tuple[v.RequestId, int]]) -> None:
         self.inputs = tuple(inputs)
 
 
-class Offers(ECConnectorBase):
+class Offers(ECConnectorBase):  # type: ignore[misc]
     """A connector that holds what events say that it holds (the side of the scheduler)."""
 
     def __init__(self, vllm_config: Any, role: Any) -> None:

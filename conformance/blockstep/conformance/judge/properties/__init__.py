@@ -133,6 +133,8 @@ ANSWER_TYPES: dict[type, tuple[type, ...]] = {
     v.StreamingUpdate: (v.Ack, v.Aborted),
     v.SetPause: (v.Ack,),
     v.Reset: (v.ResetDone,),
+    v.EncoderReset: (v.Ack,),
+    v.EncoderOffer: (v.Ack,),
 }
 """What an accepted event is answered with."""
 

@@ -116,6 +116,9 @@ def due_refusal(config: v.Config, event: object, ledger: Ledger) -> v.RejectCode
 
 
 def _never_served(config: v.Config, request: v.Request) -> v.RejectCode | None:
+    problem = v.item_problem(config, request)
+    if problem is not None:
+        return problem.code
     if len(request.prompt_token_ids) >= config.max_model_len:
         return v.RejectCode.PROMPT_TOO_LONG
     if least_need(config, request) > config.num_usable_blocks:
@@ -175,6 +178,8 @@ _STILL: dict[type, tuple[str, ...]] = {
         *("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"),
     ),
     v.Reset: ("pause_state", "frames_in_flight", "next_frame_id", "finished_req_ids"),
+    v.EncoderReset: ("pause_state", "requests", *_QUEUES, *_POOL, *_FRAMES),
+    v.EncoderOffer: ("pause_state", "requests", *_QUEUES, *_POOL, *_FRAMES),
 }
 """Fields of a state that an accepted event leaves alone, by type of event."""
 
