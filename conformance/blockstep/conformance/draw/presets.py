@@ -70,7 +70,7 @@ MAX_DEPTH = max(DEPTHS)
 PROPOSERS = tuple(method for method in SpecMethod if method is not SpecMethod.NONE)
 LATE_ONE_IN = 4
 """Of so many runs one has a feature of `LATE`, if its engine takes it."""
-ONLY_WISHED = frozenset({"adapters", "masks", "sessions", "encoder"})
+ONLY_WISHED = frozenset({"masks", "sessions", "encoder"})
 """Features of `LATE` that no run has unless they are wished for."""
 SWITCHED = tuple(
     feature

@@ -175,6 +175,7 @@ MASKS = Feature(
     config={"reasoning_end_token_id": None, "enable_in_reasoning": False},
     request=("grammar",),
     actions=(v.GrammarFailed, v.GrammarBitmask),
+    situations=("masks_", "rejected_grammar_behind"),
     properties=("P24",),
 )
 MULTIMODAL = Feature(

@@ -115,7 +115,7 @@ def row_gains_exactly_the_blocks_it_needs(step: Step, _ledger: Ledger) -> Compla
         if row.kind is RowKind.RUNNING:
             tables = step.old[row.request_id].block_tables
             slots = running_slots(config, row.end)
-        held = zip(config.kv_groups, tables, strict=True)
+        held = zip(step.groups, tables, strict=True)
         need = [max(table_length(group, row.end, slots) - len(table), 0) for group, table in held]
         gained = [*map(len, row.gained_tables)]
         if gained != need:
@@ -196,9 +196,11 @@ def least_share(step: Step, ledger: Ledger, name: RequestId, expected: int) -> i
     Where chunks of a prompt end at states it may be fewer, but never none: rounded to nothing a
     request would wait for ever (upstream #40707).
     """
+    if not is_aligned(step.config):
+        return expected
     life, old = ledger.lives[name], step.old[name]
     is_decoding = old.num_computed_tokens >= max(life.num_prompt, life.num_known - 1)
-    return expected if is_decoding or not is_aligned(step.config) else min(expected, 1)
+    return expected if is_decoding else min(expected, 1)
 
 
 @sentence("P15", Schedule)

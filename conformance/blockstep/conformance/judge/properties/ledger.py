@@ -128,6 +128,10 @@ class Ledger:
     """Events that brought somebody on or changed who competes: tokens delivered, a request
     submitted or ended, a grammar compiled, a reset."""
     names: PrefixNames = field(init=False)
+    _flying: dict[v.RequestId, tuple[PlannedRow, FlightRow]] = field(
+        default_factory=dict, repr=False
+    )
+    """What was asked of the rows of a plan that is not recorded yet."""
     _named: tuple[object, list[dict[Name, tuple[v.BlockId, ...]]]] = field(
         default=(None, []), repr=False
     )
@@ -176,9 +180,14 @@ class Ledger:
         return count
 
     def flight_row(self, row: PlannedRow) -> FlightRow:
-        """What is in flight once `row` is dispatched."""
+        """What is in flight once `row` is dispatched, before which nothing else is recorded."""
+        known = self._flying.get(row.request_id)
+        if known is not None and known[0] is row:
+            return known[1]
         due = self.lives[row.request_id].num_known + self.promised.get(row.request_id, 0)
-        return FlightRow(row.request_id, row.end, row.drafts, row.end >= due)
+        flight = FlightRow(row.request_id, row.end, row.drafts, row.end >= due)
+        self._flying[row.request_id] = row, flight
+        return flight
 
     def placeholders(self, request_id: v.RequestId) -> int:
         """What counts as known to the scheduler beyond the known tokens: what is promised.
@@ -259,6 +268,7 @@ class Ledger:
             self.frames[plan.frame_id] = tuple(frame)
         self.ended = set()
         self.scheduled = {row.request_id for row in rows}
+        self._flying.clear()
 
     def _promise(self, request_id: v.RequestId, count: int) -> None:
         total = self.promised.pop(request_id, 0) + count

@@ -11,6 +11,7 @@ from blockstep.conformance.judge.properties.sentence import (
     Complaints,
     difference,
     differing,
+    once_a_step,
     sentence,
     unequal,
 )
@@ -72,6 +73,7 @@ def cut_at_stop(
     return sampled, None
 
 
+@once_a_step
 def expected_outputs(step: Step, ledger: Ledger) -> dict[v.RequestId, v.OutputRow]:
     """What a commit must deliver, worked out from what was sampled."""
     rows = {}

@@ -283,10 +283,10 @@ class Worker(TaggedKV):
     ) -> list[v.BlockId]:
         """Those of them that there are. A null block may stand only where not all is attended."""
         least = 1 if group.kind is v.GroupKind.FULL else v.NULL_BLOCK
-        blocks = list(table)
-        if any(not least <= block < self.config.num_blocks for block in blocks):
+        blocks, num_blocks = list(table), self.config.num_blocks
+        if blocks and not (least <= min(blocks) and max(blocks) < num_blocks):
             self._complain("P1", "plan_names_real_blocks", f"{request_id!r} gets blocks {blocks}")
-            blocks = [block for block in blocks if least <= block < self.config.num_blocks]
+            blocks = [block for block in blocks if least <= block < num_blocks]
         return blocks
 
     def _start(
