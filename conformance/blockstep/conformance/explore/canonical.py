@@ -77,7 +77,13 @@ class Canonicaliser:
         ]
         frames: Form = tuple(
             tuple(
-                (labels[row.request_id], row.draft_token_ids, row.samples, row.is_dropped)
+                (
+                    labels[row.request_id],
+                    row.draft_token_ids,
+                    row.samples,
+                    row.is_dropped,
+                    row.num_in_doubt,
+                )
                 for row in frame.rows
             )
             for frame in state.frames
@@ -164,6 +170,7 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
         *(held.num_cached_blocks for held in request.holdings),
         request.num_cached_tokens,
         request.grammar_ready,
+        request.junction,
     )
 
 

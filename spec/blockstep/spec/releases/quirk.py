@@ -59,6 +59,12 @@ class Quirk(StrEnum):
     FRESH_STATES_ARE_WAITED_FOR = "fresh_states_are_waited_for"
     ONLY_FULL_ATTENTION_IS_ZEROED = "only_full_attention_is_zeroed"
     WITHDRAWN_BLOCKS_ARE_ZEROED = "withdrawn_blocks_are_zeroed"
+    HEAD_LOOKS_BEHIND_ONCE = "head_looks_behind_once"
+    HEAD_GIVES_BACK_THE_LAST_BLOCK = "head_gives_back_the_last_block"
+    WINDOWS_RESERVE_STEPS_IN_FLIGHT = "windows_reserve_steps_in_flight"
+    ALL_IN_FLIGHT_IS_IN_DOUBT = "all_in_flight_is_in_doubt"
+    STATES_ARE_LEFT_AT_ONCE = "states_are_left_at_once"
+    CHUNKS_END_AT_CHECKPOINTS = "chunks_end_at_checkpoints"
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,6 +107,8 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     unwritten = get_unwritten_states(step) if config.groups else []
     pool = rules.hide_states(step.pool, unwritten) if unwritten else step.pool
     hit = get_prefix_hit(config, pool, request, rules)
+    if hit.junction != request.junction:
+        request = replace(request, junction=hit.junction)
     num_known = request.num_known_tokens
     running = (step.requests[row.request_id] for row in step.rows if row.status is Status.RUNNING)
     num_padding = rules.get_num_padding(

@@ -126,11 +126,14 @@ def process_advance(step: Step, plan: Plan) -> State:
     by the commit. Source: seed 001 "_update_after_schedule()"; P12.
     """
     rows = []
+    has_groups, rules = bool(step.state.config.groups), step.state.rules
     for row in step.rows:
         request = step.requests[row.request_id]
         num_computed = row.num_computed + row.num_scheduled
         samples = num_computed >= request.num_known_tokens + request.num_output_placeholders
-        rows.append(FrameRow(row.request_id, row.drafts, samples))
+        num_drafts = len(row.drafts)
+        num_in_doubt = rules.get_num_in_doubt(row.num_scheduled, num_drafts) if has_groups else 0
+        rows.append(FrameRow(row.request_id, row.drafts, samples, num_in_doubt=num_in_doubt))
         step.requests[row.request_id] = replace(
             request, num_computed_tokens=num_computed, is_prefill_chunk=not samples
         )
