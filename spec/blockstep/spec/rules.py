@@ -64,8 +64,11 @@ class Rules:
     """Free blocks of one group that the gate wants: (.., slots, its hit)."""
     count_skipped_blocks: Callable[[KVGroup, Holding, int], int]
     """Leading blocks of one group that are given back: (.., what is held, certain tokens)."""
-    get_num_in_doubt: Callable[[Sequence[Frame], RequestId], int]
-    """Computed tokens that a request may have to compute again, and so reads a window before."""
+    get_num_in_doubt: Callable[[int, int], int]
+    """Computed tokens of a row that may have to be computed again, so that a window is read before
+    them: (scheduled tokens, drafts)."""
+    compute_num_certain: Callable[[KVGroup, int, int], int]
+    """Computed tokens that a group may count on: (.., computed, tokens in doubt)."""
 
     get_aligned_share: Callable[[Config, RequestState, int, int], int]
     """Tokens of a row where states are kept: (.., computed, tokens that it could have)."""

@@ -19,8 +19,9 @@ from blockstep.spec.lives.sessions import (
 )
 from blockstep.spec.memory.prefix import get_joint_hit
 from blockstep.spec.memory.slots import count_reserved_blocks, count_skipped_blocks, revoke_slots
+from blockstep.spec.memory.states import compute_num_certain
 from blockstep.spec.pool import free_blocks, withdraw_blocks
-from blockstep.spec.requests import count_drafts_in_flight
+from blockstep.spec.requests import get_num_in_doubt
 from blockstep.spec.rules import Rules
 from blockstep.spec.step.admission import (
     get_num_cached_tokens,
@@ -59,7 +60,8 @@ STRICT_RULES: Final = Rules(
     get_joint_hit=get_joint_hit,
     count_reserved_blocks=count_reserved_blocks,
     count_skipped_blocks=count_skipped_blocks,
-    get_num_in_doubt=count_drafts_in_flight,
+    get_num_in_doubt=get_num_in_doubt,
+    compute_num_certain=compute_num_certain,
     get_aligned_share=get_aligned_share,
     hide_states=withdraw_blocks,
     waits_for_states=waits_for_states,
