@@ -188,10 +188,8 @@ def test_an_encoder_is_refused_and_not_passed_over() -> None:
             engine(config)
 
 
-def test_what_an_engine_lacks_is_refused_in_a_sentence() -> None:
+def test_sessions_are_refused_in_a_sentence() -> None:
     for engine in (HostEngine, CompiledEngine):
-        with pytest.raises(ConfigError, match=r"max_loras = 1: .* no cap on adapters; leave it"):
-            engine(Config(num_blocks=2, max_loras=1))
         s = engine(Config(num_blocks=2))
         session = Request("a", (1,), max_tokens=1, resumable=True)
         refused = s.apply(Submit(session))
@@ -199,15 +197,21 @@ def test_what_an_engine_lacks_is_refused_in_a_sentence() -> None:
         assert isinstance(refused, Rejected)
         assert refused.detail.endswith("this engine has no sessions; leave it out")
         assert s.apply(StreamingUpdate(session)) == Rejected(RejectCode.UNKNOWN_REQUEST)
-        one = Grammar((((1, 0),),))
-        constrained = Request("a", (1,), max_tokens=1, structured_output=True, grammar=one)
-        assert s.apply(Submit(constrained)) == Rejected(RejectCode.BAD_REQUEST)
-        for event in (GrammarFailed("a"), GrammarBitmask(0)):
-            assert s.apply(event) == Rejected(RejectCode.MALFORMED_EVENT)
-        with pytest.raises(ConfigError, match=r"reasoning_end_token_id = 7: .* no masks"):
-            engine(Config(num_blocks=2, reasoning_end_token_id=7))
         assert s.apply(Submit(Request("a", (1,), max_tokens=1))) == Ack()
         assert s.apply(StreamingUpdate(session)) == Rejected(RejectCode.NOT_RESUMABLE)
+
+
+def test_a_cap_on_adapters_and_masks_are_refused_in_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"max_loras = 1: .* no cap on adapters; leave it"):
+        CompiledEngine(Config(num_blocks=2, max_loras=1))
+    s = CompiledEngine(Config(num_blocks=2))
+    one = Grammar((((1, 0),),))
+    constrained = Request("a", (1,), max_tokens=1, structured_output=True, grammar=one)
+    assert s.apply(Submit(constrained)) == Rejected(RejectCode.BAD_REQUEST)
+    for event in (GrammarFailed("a"), GrammarBitmask(0)):
+        assert s.apply(event) == Rejected(RejectCode.MALFORMED_EVENT)
+    with pytest.raises(ConfigError, match=r"reasoning_end_token_id = 7: .* no masks"):
+        CompiledEngine(Config(num_blocks=2, reasoning_end_token_id=7))
 
 
 def test_several_groups_are_refused_and_not_taken_for_one() -> None:

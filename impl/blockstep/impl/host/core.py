@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from blockstep.impl.capabilities import HOST, list_config_problems
 from blockstep.impl.host.digests import Digest, find_digest
+from blockstep.impl.host.grammars import Matcher
 from blockstep.impl.host.groups import GroupMemory
 from blockstep.impl.host.pool import BlockPool
 from blockstep.impl.host.prefix import PrefixMap
@@ -75,6 +76,8 @@ class Core:
         self.last_frame_of_ended: dict[RequestId, FrameId] = {}
         """Of ended requests that frames in flight name: the last of these frames."""
         self.next_frame_id: FrameId = 0
+        self.matchers: dict[RequestId, Matcher] = {}
+        """Of each unfinished request with a grammar, where that stands."""
         self.finished_req_ids: set[RequestId] = set()
         self.prev_frame_id: FrameId = -1
         """The last plan; -1 before the first."""
@@ -178,6 +181,8 @@ class Core:
         self.finished_req_ids.add(request_id)
         if table.last_frame[slot] in self.frames:
             self.last_frame_of_ended[request_id] = table.last_frame[slot]
+        if self.matchers:
+            self.matchers.pop(request_id, None)
         table.remove(slot)
 
     def _close_frame(self, frame_id: FrameId) -> None:

@@ -6,6 +6,7 @@ from typing import Final
 
 from blockstep.impl.host.admission import WaitingPhase
 from blockstep.impl.host.groups import GroupMemory
+from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.running import RunningPhase
 from blockstep.impl.host.step import RunningRow, Step
 from blockstep.impl.refusals import schedule_problem
@@ -21,9 +22,10 @@ from blockstep.spec.vocabulary import (
 )
 
 _NOBODY: Final[tuple[()]] = ()
+_NO_MASKS: Final = (False, False)
 
 
-class Planning(RunningPhase, WaitingPhase):
+class Planning(RunningPhase, WaitingPhase, Masks):
     """Runs both phases and tells the worker what changed since the plan before (P26)."""
 
     def _schedule(self) -> Plan | Rejected:
@@ -65,6 +67,7 @@ class Planning(RunningPhase, WaitingPhase):
         self.next_frame_id = frame_id + 1
         self.prev_frame_id = frame_id
         self.prev_scheduled_req_ids = list(frame)
+        is_masked, is_behind = self._tell_masks(frame) if self.matchers else _NO_MASKS
         if self.async_scheduling:
             self._promise_outputs(frame_id, frame)
         if frame:
@@ -75,7 +78,16 @@ class Planning(RunningPhase, WaitingPhase):
         common = self._count_common_prefix()
         zeroed = () if self.groups is None else self._list_to_zero(self.groups, step)
         return Plan(
-            frame_id, tuple(new), tuple(cached), finished, preempted, _NOBODY, common, zeroed
+            frame_id,
+            tuple(new),
+            tuple(cached),
+            finished,
+            preempted,
+            _NOBODY,
+            common,
+            zeroed,
+            has_structured_output_requests=is_masked,
+            pending_structured_output_tokens=is_behind,
         )
 
     def _list_to_zero(self, groups: GroupMemory, step: Step) -> tuple[BlockId, ...]:

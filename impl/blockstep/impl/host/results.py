@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, TypeAlias
 
+from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.promises import Promises
 from blockstep.impl.refusals import answer_problem, frame_out_of_order, unknown_frame
 from blockstep.spec.vocabulary import (
@@ -24,7 +25,7 @@ Verdict: TypeAlias = tuple[FinishReason | None, int | None]
 _GOES_ON: Final[Verdict] = (None, None)
 
 
-class Results(Promises):
+class Results(Promises, Masks):
     """Takes Commit: all rows of it are checked before one changes anything."""
 
     def _commit(self, event: Commit) -> Outputs | Rejected:
@@ -34,6 +35,8 @@ class Results(Promises):
             return frame
         answers = {row.request_id: row.token_ids for row in event.sampled}
         problem = self._result_problem(frame_id, len(event.sampled), frame, answers)
+        if problem is None and self.matchers:
+            problem = self._grammar_result_problem(frame_id, answers)
         if problem is not None:
             return problem
         rows = self._deliver_rows(frame, answers)
@@ -107,6 +110,8 @@ class Results(Promises):
         request_id = self.table.requests[slot].request_id
         num_cached_tokens = self.table.num_cached_tokens[slot]  # not -1: it has been admitted
         delivered, (reason, stop_token_id) = self._accept(slot, tokens)
+        if self.matchers:
+            self._advance_grammar(request_id, delivered)
         if self.async_scheduling:
             self._publish_verified(slot)
         if reason is not None:

@@ -31,8 +31,10 @@ def take_snapshot(core: Core) -> Snapshot:
 
 def _request(core: Core, slot: int) -> RequestSnapshot:
     table = core.table
+    request_id = table.requests[slot].request_id
+    matcher = core.matchers.get(request_id)
     return RequestSnapshot(
-        request_id=table.requests[slot].request_id,
+        request_id=request_id,
         status=table.statuses[slot],
         output_token_ids=table.output_token_ids(slot),
         num_computed_tokens=table.num_computed[slot],
@@ -44,4 +46,6 @@ def _request(core: Core, slot: int) -> RequestSnapshot:
         num_cached_tokens=table.num_cached_tokens[slot],
         num_preemptions=table.num_preemptions[slot],
         grammar_ready=bool(table.grammar_ready[slot]),
+        grammar_state=matcher.position.state if matcher else 0,
+        reasoning_ended=matcher.reasoning_ended if matcher else False,
     )

@@ -26,7 +26,6 @@ from blockstep.spec.vocabulary.events import (
     StreamingUpdate,
     Submit,
 )
-from blockstep.spec.vocabulary.items import find_encoder_rule
 from blockstep.spec.vocabulary.observations import RejectCode, Rejected
 from blockstep.spec.vocabulary.request import (
     Grammar,

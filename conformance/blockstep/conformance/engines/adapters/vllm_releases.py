@@ -116,6 +116,10 @@ class Release:
     may end inside of a larger block beside them, which is then copied."""
     has_common_prefix: bool = True
     """Whether plans tell the blocks that all who run have in common."""
+    has_frame_masks: bool = False
+    """Whether a mask is asked of a frame, and drafts that stay with the worker are cut by it."""
+    has_encoder: bool = False
+    """Whether its encoder cache, in embeddings, and an EC connector are followed."""
     has_sessions: bool = False
     """`Request.resumable`, and chunks that are added under an id in use."""
     has_equal_groups: bool = False
@@ -160,6 +164,8 @@ def _list_until_0_19() -> tuple[Release, ...]:
         has_repetition_detection=True,
         has_step_budget=True,
         has_sessions=True,
+        has_frame_masks=True,
+        has_encoder=True,
     )
     r0180 = replace(r0170, version="0.18.0", packages=SINCE_0_18, has_skipped_waiting=True)
     r0190 = replace(
