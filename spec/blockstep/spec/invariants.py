@@ -9,6 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain, pairwise
 
+from blockstep.spec.beside.grammar import (
+    get_first_stand,
+    get_next_stand,
+    get_stand_behind,
+    get_stands,
+)
 from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.memory.groups import (
     compute_max_doubt,
@@ -25,6 +31,7 @@ from blockstep.spec.requests import (
 from blockstep.spec.state import State
 from blockstep.spec.step.queues import get_rank
 from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
     NULL_BLOCK,
     BlockId,
     BlockKey,
@@ -223,6 +230,30 @@ def is_every_placeholder_in_flight(state: State) -> bool:
     )
 
 
+def is_every_grammar_in_step(state: State) -> bool:
+    """A grammar stands where the outputs lead it, and accepts the drafts that follow. Source: P23.
+
+    Those are the drafts that are known: attached, or in a frame that waits for its answer alone.
+    """
+    config = state.config
+    for request in state.requests.values():
+        grammar, asked = request.request.grammar, request.request
+        if grammar is None:
+            continue
+        first = get_first_stand(config, asked.prompt_token_ids)
+        outputs = request.output_token_ids
+        if get_stand_behind(config, grammar, first, outputs, get_next_stand) != request.stand:
+            return False
+        rows = [row for frame in state.frames for row in frame.rows if row.has_mask]
+        mine = [row.verifiable_drafts for row in rows if row.request_id == request.request_id]
+        for drafts in (request.spec_token_ids, *mine[:1]):
+            known = tuple([token for token in drafts if token != DRAFT_PLACEHOLDER])
+            stands = get_stands(config, grammar, request.stand, known, get_next_stand)
+            if len(stands) <= len(known):
+                return False
+    return True
+
+
 def is_within_limits(state: State) -> bool:
     """Seats, frames and adapters are within their limits. Source: P9."""
     config = state.config
@@ -256,6 +287,7 @@ INVARIANTS: tuple[Callable[[State], bool], ...] = (
     is_every_rest_behind_a_stop,
     is_token_accounting_sound,
     is_every_placeholder_in_flight,
+    is_every_grammar_in_step,
     is_within_limits,
     is_priority_queue_sorted,
 )

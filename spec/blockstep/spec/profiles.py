@@ -79,7 +79,15 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     ),
     (
         "0.17.1",
-        frozenset({Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT}),
+        frozenset(
+            {
+                Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,
+                Quirk.PADDING_UNMASKS_WHAT_FOLLOWS,
+                Quirk.MASK_OF_WHO_SAMPLES_BY_NOW,
+                Quirk.REASONING_ENDS_WITH_ITS_STEP,
+                Quirk.REASONING_ENDS_AT_THE_LAST_TOKEN,
+            }
+        ),
         frozenset({Quirk.HIT_HOLDS_WHAT_IT_SKIPS}),
     ),
     ("0.18.0", frozenset(), frozenset({Quirk.ONE_WAITING_QUEUE})),
@@ -112,7 +120,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     ("0.20.0", frozenset({Quirk.CACHED_TOKENS_OF_THE_LAST_HIT}), frozenset()),
     (
         "0.22.1",
-        frozenset(),
+        frozenset({Quirk.HEAD_LOOKS_BEHIND_ONCE}),
         frozenset(
             {
                 Quirk.HEAD_GIVES_BACK_BY_TURNS,
@@ -146,10 +154,19 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     ),
     (
         "0.28.0",
-        frozenset({Quirk.UNCACHED_BLOCKS_FIRST}),
+        frozenset(
+            {
+                Quirk.UNCACHED_BLOCKS_FIRST,
+                Quirk.WINDOWS_RESERVE_STEPS_IN_FLIGHT,
+                Quirk.ALL_IN_FLIGHT_IS_IN_DOUBT,
+                Quirk.STATES_ARE_LEFT_AT_ONCE,
+            }
+        ),
         frozenset(
             {
                 Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT,
+                Quirk.REASONING_ENDS_WITH_ITS_STEP,
+                Quirk.REASONING_ENDS_AT_THE_LAST_TOKEN,
                 Quirk.WINDOWS_FORGET_DOUBT,
                 Quirk.CHUNKS_ROUND_TO_NOTHING,
                 Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
@@ -169,7 +186,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     ),
     (
         "0.32.0",
-        frozenset(),
+        frozenset({Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK, Quirk.CHUNKS_END_AT_CHECKPOINTS}),
         frozenset(
             {
                 Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,

@@ -23,7 +23,6 @@ from blockstep.spec.memory.groups import (
     compute_num_skipped_blocks,
 )
 from blockstep.spec.memory.states import (
-    compute_num_certain,
     compute_num_new_states,
     compute_num_state_blocks,
     get_extended_states,
@@ -338,7 +337,7 @@ def skip_slots(
     num_left = 0
     for index, group in enumerate(config.groups):
         table = holdings[index].block_table
-        num_certain = compute_num_certain(group, request.num_computed_tokens, num_in_doubt)
+        num_certain = rules.compute_num_certain(group, request.num_computed_tokens, num_in_doubt)
         num_skipped = min(
             rules.count_skipped_blocks(group, holdings[index], num_certain), len(table)
         )

@@ -16,6 +16,7 @@ from blockstep.spec.releases import (
     drafts,
     endings,
     flight,
+    grammars,
     groups,
     identity,
     memory,
@@ -42,6 +43,7 @@ _STORIES: Mapping[Quirk, QuirkStory] = {
         drafts,
         flight,
         sessions,
+        grammars,
         endings,
     )
     for story in theme.STORIES

@@ -128,6 +128,8 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     pool = rules.hide_states(step.pool, unwritten) if unwritten else step.pool
     num_computed = request.num_computed_tokens
     hit = NO_HIT if num_computed else get_prefix_hit(config, pool, request, rules)
+    if hit.junction != request.junction:
+        request = replace(request, junction=hit.junction)
     num_known, num_start = request.num_known_tokens, num_computed + hit.num_tokens
     running = (step.requests[row.request_id] for row in step.rows if row.status is Status.RUNNING)
     num_padding = rules.get_num_padding(
