@@ -42,6 +42,7 @@ _AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}
 _WINDOW = v.KVGroup(v.GroupKind.SLIDING_WINDOW, 1, sliding_window=2)
 _FULL = v.KVGroup(v.GroupKind.FULL, 1)
 _FULL_OF_2 = v.KVGroup(v.GroupKind.FULL, 2)
+_ONE_TOKEN = v.Grammar((((0, 1),), ()))
 _CHUNKS = v.KVGroup(v.GroupKind.CHUNKED_LOCAL, 2, attention_chunk_size=4)
 
 
@@ -166,6 +167,28 @@ _TABLE = (
     World("edge", "an item that ends where the blocks of the outputs begin",
         v.Config(5, 1, 1, 2, 4), (_a(1, 3, items=(_item("z", 0),)),),
         expected=Counts(20, 25, 59, 16)),
+    World("seat", "two adapters and one seat, two plans in flight, forced resets",
+        v.Config(5, 1, 3, 3, 3, max_frames_in_flight=2, max_loras=1),
+        (_a(1, 2, adapter="x"), _b(1, 1, adapter="y")),
+        aborts=True, resets=(True,), expected=Counts(3_149, 15_651, 11_589, 21)),
+    World("session", "a session of two chunks, and one that lacks its blocks; both resets between",
+        v.Config(4, 2, 2, 3, 6), (_a(1, 1, resumable=True), _b(3, 1)),
+        vocabulary=(0, 1), aborts=True, resets=_BOTH,
+        updates=(_a(1, 2, token=1, resumable=True), _a(1, 1)),
+        expected=Counts(7_898, 50_673, 36_484, 31)),
+    World("overshot", "a session that stops amid the drafts that it has accepted",
+        v.Config(7, 1, 1, 4, 6, spec_method=v.SpecMethod.DRAFT_MODEL, num_speculative_tokens=2),
+        (_a(1, 2, resumable=True),), updates=(_a(2, 1, resumable=True), _a(1, 1)),
+        expected=Counts(255, 944, 1_019, 21)),
+    World("behind", "a session that stops while its next row is in flight",
+        v.Config(5, 1, 1, 3, 5, **_AHEAD), (_a(1, 2, resumable=True, eos_token_id=1),),
+        vocabulary=(0, 1), resets=(True,), updates=(_a(1, 2, resumable=True), _a(1, 1)),
+        expected=Counts(1_306, 4_435, 5_718, 20)),
+    World("anew", "a session whose chunks each begin a grammar",
+        v.Config(6, 1, 1, 3, 5),
+        (_a(1, 1, structured_output=True, grammar=_ONE_TOKEN, resumable=True),),
+        vocabulary=(0, 1), updates=(_a(1, 2, resumable=True), _a(1, 1)),
+        expected=Counts(1_674, 6_412, 6_374, 31)),
     World("alone", "one request with room for drafts that finds its own first block again",
         v.Config(4, 1, 1, 2, 5, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2),
         (_a(2, 1),), expected=Counts(12, 31, 27, 8)),
