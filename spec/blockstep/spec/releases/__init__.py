@@ -14,6 +14,7 @@ from typing import Any
 from blockstep.spec.releases import (
     adapters,
     drafts,
+    encoder,
     endings,
     flight,
     groups,
@@ -31,7 +32,18 @@ __all__ = ["QUIRKS", "Quirk", "QuirkStory", "get_rules"]
 
 _STORIES: Mapping[Quirk, QuirkStory] = {
     story.quirk: story
-    for theme in (memory, groups, states, identity, order, adapters, drafts, flight, endings)
+    for theme in (
+        memory,
+        groups,
+        states,
+        identity,
+        order,
+        adapters,
+        encoder,
+        drafts,
+        flight,
+        endings,
+    )
     for story in theme.STORIES
 }
 QUIRKS: tuple[QuirkStory, ...] = tuple(_STORIES[quirk] for quirk in Quirk)

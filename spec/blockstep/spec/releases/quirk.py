@@ -60,6 +60,17 @@ class Quirk(StrEnum):
     ONLY_FULL_ATTENTION_IS_ZEROED = "only_full_attention_is_zeroed"
     WITHDRAWN_BLOCKS_ARE_ZEROED = "withdrawn_blocks_are_zeroed"
     ADAPTERS_OF_ROWS_ONLY = "adapters_of_rows_only"
+    PLACES_OF_ITEMS_ARE_ONE = "places_of_items_are_one"
+    ASKING_EVICTS_AND_HOLDS = "asking_evicts_and_holds"
+    ITEMS_HELD_WITHOUT_A_ROW = "items_held_without_a_row"
+    WITHDRAWN_ITEMS_STAY = "withdrawn_items_stay"
+    RESTORED_COMPUTE_IS_FORGOTTEN = "restored_compute_is_forgotten"
+    ROOM_IS_ASKED_BEFORE_NEED = "room_is_asked_before_need"
+    HEAD_READS_AHEAD_OF_THE_ENCODER = "head_reads_ahead_of_the_encoder"
+    HEAD_NEVER_BEGINS_A_WHOLE_ITEM = "head_never_begins_a_whole_item"
+    LOADED_ITEMS_NEED_COMPUTE = "loaded_items_need_compute"
+    REMADE_ITEMS_ARE_DROPPED = "remade_items_are_dropped"
+    ROOM_BESIDE_GROWS = "room_beside_grows"
 
 
 @dataclass(frozen=True, slots=True)

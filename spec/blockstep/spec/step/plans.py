@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from blockstep.spec.beside.encoder import end_step, list_freed
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.requests import Frame, FrameRow
 from blockstep.spec.state import State
+from blockstep.spec.step.encoding import list_encoder_inputs
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
@@ -49,7 +51,7 @@ def get_plan(step: Step) -> Plan:
                 draft_token_ids=row.drafts,
             )
         )
-    return Plan(
+    plan = Plan(
         frame_id=step.state.next_frame_id,
         new=tuple(new),
         cached=(*cached, *resumed),
@@ -57,6 +59,14 @@ def get_plan(step: Step) -> Plan:
         preempted_req_ids=tuple(sorted({*step.preempted, *step.state.reset_req_ids})),
         num_common_prefix_blocks=get_num_common_prefix_blocks(step),
         new_block_ids_to_zero=get_blocks_to_zero(step),
+    )
+    if not step.encoder.size:
+        return plan
+    return replace(
+        plan,
+        scheduled_encoder_inputs=list_encoder_inputs(step, is_external=False),
+        external_encoder_inputs=list_encoder_inputs(step, is_external=True),
+        free_encoder_mm_hashes=list_freed(step.encoder, step.state.rules.get_freed),
     )
 
 
@@ -134,6 +144,7 @@ def process_advance(step: Step, plan: Plan) -> State:
         step.requests[row.request_id] = replace(
             request, num_computed_tokens=num_computed, is_prefill_chunk=not samples
         )
+        step.encoder = step.state.rules.free_items(step.encoder, request.request, num_computed)
     if step.state.config.async_scheduling:
         process_promises(step, rows)
     frames = step.state.frames
@@ -152,6 +163,7 @@ def process_advance(step: Step, plan: Plan) -> State:
         prev_scheduled_req_ids=tuple(sorted(row.request_id for row in step.rows)),
         reset_req_ids=(),
         stats=step.stats,
+        encoder=end_step(step.encoder),
     )
 
 

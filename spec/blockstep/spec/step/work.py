@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from blockstep.spec.beside.encoder import Encoder
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
@@ -76,6 +77,7 @@ class Step:
     waiting: list[RequestId]
     skipped: list[RequestId]
     stats: Stats
+    encoder: Encoder
     rows: list[Scheduled] = field(default_factory=list)
     granted: list[Scheduled] = field(default_factory=list)
     """Those, and rows that were taken back."""
