@@ -30,6 +30,10 @@ needs_reference = pytest.mark.skipif(
     RELEASE.version != REFERENCE, reason=f"tells what vLLM {REFERENCE} does"
 )
 needs_sessions = pytest.mark.skipif(not RELEASE.has_sessions, reason="the release has no sessions")
+needs_masks = pytest.mark.skipif(
+    not RELEASE.has_frame_masks, reason="the release has no such masks"
+)
+needs_encoder = pytest.mark.skipif(not RELEASE.has_encoder, reason="the release's is not followed")
 
 
 class Told:
@@ -62,6 +66,12 @@ class Told:
         rows = tuple(v.RowTokens(name, tokens) for name, tokens in sampled.items())
         outputs: v.Outputs = self.engine.apply(v.Commit(frame_id, rows))
         return outputs.rows
+
+    def mask(self, frame_id: int, **drafts: tuple[int, ...]) -> tuple[v.GrammarRow, ...]:
+        """What a frame may sample; the drafts are those that its placeholders stand for."""
+        rows = tuple(v.RowTokens(name, tokens) for name, tokens in drafts.items())
+        output: v.GrammarOutput = self.engine.apply(v.GrammarBitmask(frame_id, rows))
+        return output.rows
 
     @property
     def state(self) -> v.Snapshot:
@@ -189,3 +199,205 @@ def test_items_of_a_chunk_count_from_its_start() -> None:
     told.commit(1, A=(9,))
     named = [key.items for key in told.state.block_keys if key is not None]
     assert named == [(("cat", 0),), (("cat", 0),)]
+
+
+# Grammars.
+
+ABC = v.Grammar((((1, 1), (2, 0)), ((3, 2),), ()))
+"""2 as often as one likes, then 1, then 3; then it is terminated."""
+
+
+@needs_masks
+def test_a_request_waits_for_its_grammar_and_is_masked_by_it_until_it_is_terminated() -> None:
+    told = Told(v.Config(num_blocks=20))
+    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
+    told.submit("B", 5, 6)
+    plan = told.plan()
+    assert rows_of(plan) == {"B": 2}
+    assert not plan.has_structured_output_requests
+    assert told.mask(0) == ()
+    told.engine.apply(v.GrammarReady("A"))
+    assert told.request("A").grammar_ready
+    plan = told.plan()
+    assert rows_of(plan) == {"A": 2}
+    assert plan.has_structured_output_requests
+    seen = []
+    for frame_id, token in enumerate((2, 1, 3, 8), start=1):
+        seen.append((told.request("A").grammar_state, told.mask(frame_id)[0].allowed))
+        told.commit(frame_id, A=(token,))
+        told.plan()
+    assert seen == [(0, ((1, 2),)), (0, ((1, 2),)), (1, ((3,),)), (2, (None,))]
+
+
+@needs_masks
+def test_drafts_are_cut_to_what_the_grammar_accepts() -> None:
+    told = Told(v.Config(num_blocks=20, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=3))
+    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
+    told.engine.apply(v.GrammarReady("A"))
+    told.plan()
+    told.commit(0, A=(2,))
+    taken = told.engine.apply(v.Drafts((v.RowTokens("A", (2, 1, 1)),)))
+    assert taken == v.DraftsTaken(("A",))
+    assert told.request("A").spec_token_ids == (2, 1)
+    told.plan()
+    (row,) = told.mask(1)
+    assert row == v.GrammarRow("A", ((1, 2), (1, 2), (3,)), (2, 1))
+    told.commit(1, A=(2, 1, 3))
+    assert told.request("A").grammar_state == 2
+
+
+@needs_masks
+def test_placeholders_are_told_before_the_mask_and_padded_behind_what_is_accepted() -> None:
+    told = Told(
+        v.Config(
+            num_blocks=20, max_frames_in_flight=2, async_scheduling=True,
+            spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2,
+        )
+    )  # fmt: skip
+    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
+    told.engine.apply(v.GrammarReady("A"))
+    assert not told.plan().pending_structured_output_tokens
+    assert told.mask(0) == (v.GrammarRow("A", ((1, 2),)),)
+    assert told.plan().pending_structured_output_tokens
+    told.commit(0, A=(2,))
+    (row,) = told.mask(1, A=(1, 2))
+    assert row == v.GrammarRow("A", ((1, 2), (3,), None), (1, v.DRAFT_PLACEHOLDER))
+    told.commit(1, A=(1, 3))
+    assert told.request("A").grammar_state == 2
+
+
+@needs_masks
+@pytest.mark.parametrize("is_held_in_reasoning", [False, True])
+def test_a_grammar_holds_behind_the_end_of_reasoning(is_held_in_reasoning: bool) -> None:
+    told = Told(
+        v.Config(num_blocks=20, reasoning_end_token_id=9, enable_in_reasoning=is_held_in_reasoning)
+    )
+    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
+    told.submit("B", 5, 9, structured_output=True, grammar=ABC)
+    told.engine.apply(v.GrammarReady("A"))
+    told.engine.apply(v.GrammarReady("B"))
+    told.plan()
+    held, free = (((1, 2),), ((1, 2),) if is_held_in_reasoning else (None,))
+    assert [row.allowed for row in told.mask(0)] == [free, held]
+    if is_held_in_reasoning:
+        return
+    told.commit(0, A=(9,), B=(1,))
+    assert [told.request(name).reasoning_ended for name in "AB"] == [True, True]
+    assert [told.request(name).grammar_state for name in "AB"] == [0, 1]
+    told.plan()
+    assert [row.allowed for row in told.mask(1)] == [((1, 2),), ((3,),)]
+
+
+@needs_masks
+def test_a_grammar_that_allows_everything_has_no_rows() -> None:
+    told = Told(v.Config(num_blocks=20))
+    told.submit("A", 5, 6, structured_output=True)
+    told.engine.apply(v.GrammarReady("A"))
+    assert not told.plan().has_structured_output_requests
+    assert told.mask(0) == ()
+    told.commit(0, A=(1000,))
+
+
+@needs_masks
+def test_a_grammar_that_fails_is_declined_and_kills_the_release() -> None:
+    told = Told(v.Config(num_blocks=20))
+    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
+    assert told.engine.declines(v.GrammarFailed("A")) is not None
+    pending = told.scheduler.requests["A"].structured_output_request._grammar
+    pending.set_exception(ValueError("no such rule"))
+    with pytest.raises(ValueError, match="no such rule"):
+        told.plan()
+
+
+# Encoder inputs.
+
+
+def shows(name: str, offset: int, length: int = 4, **fields: Any) -> v.MultiModalItem:
+    """An item."""
+    return v.MultiModalItem(name, offset, length, **fields)
+
+
+def has_encoder(budget: int, size: int, **fields: Any) -> Told:
+    """An engine with an encoder."""
+    fields.setdefault("num_blocks", 40)
+    return Told(v.Config(encoder_compute_budget=budget, encoder_cache_size=size, **fields))
+
+
+TEXT = tuple(range(1, 13))
+"""Of twelve tokens."""
+
+
+@needs_encoder
+def test_a_chunk_stops_before_an_item_for_which_there_is_no_room() -> None:
+    told = has_encoder(8, 4)
+    told.submit("A", *TEXT, items=(shows("cat", 1), shows("dog", 6)))
+    plan = told.plan()
+    assert rows_of(plan) == {"A": 6}
+    assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (0,)),)
+    assert told.state.encoder == v.EncoderSnapshot(
+        (v.EncoderEntry("cat", 4),), ("cat",), num_free=0, num_freeable=4
+    )
+    told.commit(0, A=())
+    plan = told.plan()
+    assert rows_of(plan) == {"A": 6}
+    assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (1,)),)
+    assert plan.free_encoder_mm_hashes == ("cat",)
+
+
+@needs_encoder
+def test_embeddings_are_counted_and_not_positions() -> None:
+    mask = (True, False, False, True)
+    told = has_encoder(4, 4, max_num_batched_tokens=8)
+    told.submit("A", *TEXT, items=(shows("cat", 1, is_embed=mask), shows("dog", 6, is_embed=mask)))
+    assert told.plan().scheduled_encoder_inputs == (v.EncoderInputs("A", (0, 1)),)
+    assert told.state.encoder == v.EncoderSnapshot(
+        (v.EncoderEntry("cat", 2), v.EncoderEntry("dog", 2, ("A",))),
+        ("cat",),
+        num_free=0,
+        num_freeable=2,
+    )
+
+
+@needs_encoder
+def test_what_a_connector_holds_is_loaded_and_takes_no_compute() -> None:
+    told = has_encoder(4, 8)
+    told.engine.apply(v.EncoderOffer(("cat",)))
+    told.submit("A", *TEXT, items=(shows("cat", 1), shows("dog", 6)))
+    plan = told.plan()
+    assert plan.external_encoder_inputs == (v.EncoderInputs("A", (0,)),)
+    assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (1,)),)
+    told.commit(0, A=(7,))
+    plan = told.plan()
+    assert (plan.external_encoder_inputs, plan.scheduled_encoder_inputs) == ((), ())
+
+
+@needs_encoder
+def test_a_reset_forgets_all_and_tells_nobody() -> None:
+    told = has_encoder(8, 8)
+    told.submit("A", *TEXT, items=(shows("cat", 1), shows("dog", 6)))
+    told.plan()
+    assert told.engine.apply(v.EncoderReset()) == v.Ack()
+    assert told.state.encoder == v.EncoderSnapshot(num_free=8, num_freeable=8)
+    assert told.plan().free_encoder_mm_hashes == ()
+
+
+@needs_encoder
+def test_the_decoder_of_an_encoder_decoder_model_has_blocks_of_what_was_encoded() -> None:
+    told = has_encoder(
+        8, 8, enable_chunked_prefill=False, enable_prefix_caching=False, is_encoder_decoder=True,
+        disable_chunked_mm_input=True, block_size=2,
+        groups=(
+            v.KVGroup(v.GroupKind.FULL, 2), v.KVGroup(v.GroupKind.CROSS_ATTENTION, 2),
+        ),
+    )  # fmt: skip
+    told.submit("A", 1, 2, 3, items=(shows("cat", 0, 6),))
+    plan = told.plan()
+    assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (0,)),)
+    assert plan.new[0].block_ids == ((1, 2), (3, 4, 5))
+    shown = told.state.encoder
+    assert shown is not None
+    assert shown.freed == ("cat",)
+    told.commit(0, A=(7,))
+    plan = told.plan()
+    assert plan.free_encoder_mm_hashes == ("cat",)
+    assert plan.scheduled_encoder_inputs == ()

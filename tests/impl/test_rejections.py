@@ -17,6 +17,9 @@ from blockstep.spec.vocabulary import (
     ConfigError,
     Drafts,
     Event,
+    Grammar,
+    GrammarBitmask,
+    GrammarFailed,
     GrammarReady,
     GroupKind,
     KVGroup,
@@ -172,7 +175,7 @@ def test_an_unknown_digest_is_refused() -> None:
 
 def test_the_host_can_do_everything_that_conformance_asks_for() -> None:
     config = Config(num_blocks=2)
-    lacking = {"sessions", "encoder"}
+    lacking = {"sessions", "masks", "encoder"}
     assert HostEngine(config).capabilities() == ALL_CAPABILITIES - lacking
     lacking |= {"groups", "common prefix", "adapters"}
     assert CompiledEngine(config).capabilities() == ALL_CAPABILITIES - lacking
@@ -185,10 +188,8 @@ def test_an_encoder_is_refused_and_not_passed_over() -> None:
             engine(config)
 
 
-def test_what_an_engine_lacks_is_refused_in_a_sentence() -> None:
+def test_sessions_are_refused_in_a_sentence() -> None:
     for engine in (HostEngine, CompiledEngine):
-        with pytest.raises(ConfigError, match=r"max_loras = 1: .* no cap on adapters; leave it"):
-            engine(Config(num_blocks=2, max_loras=1))
         s = engine(Config(num_blocks=2))
         session = Request("a", (1,), max_tokens=1, resumable=True)
         refused = s.apply(Submit(session))
@@ -198,6 +199,19 @@ def test_what_an_engine_lacks_is_refused_in_a_sentence() -> None:
         assert s.apply(StreamingUpdate(session)) == Rejected(RejectCode.UNKNOWN_REQUEST)
         assert s.apply(Submit(Request("a", (1,), max_tokens=1))) == Ack()
         assert s.apply(StreamingUpdate(session)) == Rejected(RejectCode.NOT_RESUMABLE)
+
+
+def test_a_cap_on_adapters_and_masks_are_refused_in_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"max_loras = 1: .* no cap on adapters; leave it"):
+        CompiledEngine(Config(num_blocks=2, max_loras=1))
+    s = CompiledEngine(Config(num_blocks=2))
+    one = Grammar((((1, 0),),))
+    constrained = Request("a", (1,), max_tokens=1, structured_output=True, grammar=one)
+    assert s.apply(Submit(constrained)) == Rejected(RejectCode.BAD_REQUEST)
+    for event in (GrammarFailed("a"), GrammarBitmask(0)):
+        assert s.apply(event) == Rejected(RejectCode.MALFORMED_EVENT)
+    with pytest.raises(ConfigError, match=r"reasoning_end_token_id = 7: .* no masks"):
+        CompiledEngine(Config(num_blocks=2, reasoning_end_token_id=7))
 
 
 def test_several_groups_are_refused_and_not_taken_for_one() -> None:

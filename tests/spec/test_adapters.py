@@ -15,8 +15,10 @@ from blockstep.spec.vocabulary import Plan, RowTokens, Status
 CONFIG = Config(num_blocks=20, block_size=2, max_model_len=12, max_loras=1)
 
 
-def request(name: str, adapter: str | None = None, **more: int) -> Request:
-    return Request(name, (1, 2, 3), adapter=adapter, max_tokens=more.pop("max_tokens", 2), **more)
+def request(
+    name: str, adapter: str | None = None, max_tokens: int = 2, priority: int = 0
+) -> Request:
+    return Request(name, (1, 2, 3), adapter=adapter, max_tokens=max_tokens, priority=priority)
 
 
 def rows(plan: Plan) -> list[str]:
@@ -40,7 +42,7 @@ def test_a_second_adapter_is_passed_over_and_blocks_nobody() -> None:
     assert rows(oracle.schedule()) == ["A", "C", "D"]
     answer(oracle)
     assert rows(oracle.schedule()) == ["B"], "the first in line has the seat that is free"
-    assert oracle.state.skipped_waiting == ("E",)
+    assert list(oracle.state.skipped_waiting) == ["E"]
 
 
 def test_no_cap_lets_all_run() -> None:

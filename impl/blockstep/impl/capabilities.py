@@ -37,7 +37,7 @@ HOST: Final = frozenset(
         "adapters",
     )
 )
-"""Everything but sessions and an encoder."""
+"""Everything but sessions, masks and an encoder."""
 COMPILED: Final = HOST - {"groups", "common prefix", "adapters"}
 """The same for one KV-cache group, without its hint to the worker and what requests bring along."""
 
@@ -59,6 +59,11 @@ def list_config_problems(
 
 _LACKED: Final = {
     "groups": ("groups", "must be empty: this engine has one KV-cache group", "leave it out"),
+    "masks": (
+        "reasoning_end_token_id",
+        "must be None: this engine has no masks, so no grammar to hold off",
+        "leave it out",
+    ),
     "adapters": ("max_loras", "must be 0: this engine has no cap on adapters", "leave it out"),
     "encoder": ("encoder_cache_size", "must be 0: this engine has no encoder", "leave it out"),
 }
@@ -76,6 +81,7 @@ def list_needed(config: Config) -> frozenset[str]:
         "pipeline": several and not config.async_scheduling,
         "groups": bool(config.groups),
         "adapters": config.max_loras > 0,
+        "masks": config.reasoning_end_token_id is not None,
         "encoder": config.encoder_cache_size > 0,
     }
     return frozenset(name for name, is_asked in asked.items() if is_asked)

@@ -91,20 +91,53 @@ def masks_problem(event: Event) -> Rejected | None:
     return None
 
 
-def grammar_problem(request: Request | None, request_id: RequestId) -> Rejected | None:
-    """Why the grammar of a request cannot be ready, or None; None for an unknown request."""
+def grammar_problem(
+    request: Request | None, request_id: RequestId, what: str = "ready"
+) -> Rejected | None:
+    """Why the grammar of a request cannot be ready, or have failed; None for an unknown request."""
     if request is None:
         return Rejected(
             RejectCode.UNKNOWN_REQUEST,
-            f"grammar ready: no unfinished request has the id {request_id!r}; submit it first",
+            f"grammar {what}: no unfinished request has the id {request_id!r}; submit it first",
         )
     if not request.structured_output:
         return Rejected(
             RejectCode.NOT_STRUCTURED,
-            f"grammar ready: request {request_id!r} has no grammar; "
+            f"grammar {what}: request {request_id!r} has no grammar; "
             "submit it with structured_output",
         )
     return None
+
+
+def mask_problem(
+    config: Config, event: GrammarBitmask, in_flight: Collection[FrameId]
+) -> Rejected | None:
+    """Why no mask can be made of a frame, whatever is in it, or None."""
+    name = f"mask of frame {event.frame_id}"
+    if event.frame_id not in in_flight:
+        return Rejected(
+            RejectCode.UNKNOWN_FRAME,
+            f"{name}: it is not in flight; in flight are {list(in_flight)}",
+        )
+    if event.drafts and not config.async_scheduling:
+        return Rejected(
+            RejectCode.BAD_DRAFTS,
+            f"{name}: without asynchronous scheduling its drafts are known; send none",
+        )
+    if len({row.request_id for row in event.drafts}) != len(event.drafts):
+        return Rejected(
+            RejectCode.BAD_DRAFTS, f"{name}: a request is named twice; send one row for each"
+        )
+    return None
+
+
+def grammar_behind(frame_id: FrameId, request_ids: Collection[RequestId]) -> Rejected:
+    """Older frames sample for requests of a mask."""
+    return Rejected(
+        RejectCode.GRAMMAR_BEHIND,
+        f"mask of frame {frame_id}: older frames sample for {sorted(request_ids)}, too; "
+        "commit those first",
+    )
 
 
 def update_problem(request_id: RequestId, is_unfinished: bool) -> Rejected:

@@ -11,16 +11,20 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.grammars import draw_reasoning
 from blockstep.conformance.draw.groups import draw_groups
 from blockstep.conformance.protocol.features import (
     ABORTS,
+    ADAPTERS,
     ASYNC,
     BY_NAME,
     CACHING,
     DRAFTS,
     FEATURES,
+    GRAMMAR,
     GROUPS,
     LATE,
+    MASKS,
     NO_WISH,
     PAUSE,
     PIPELINE,
@@ -69,6 +73,8 @@ MAX_DEPTH = max(DEPTHS)
 PROPOSERS = tuple(method for method in SpecMethod if method is not SpecMethod.NONE)
 LATE_ONE_IN = 4
 """Of so many runs one has a feature of `LATE`, if its engine takes it."""
+ONLY_WISHED = frozenset({"masks", "sessions", "encoder"})
+"""Features of `LATE` that no run has unless they are wished for."""
 SWITCHED = tuple(
     feature
     for feature in FEATURES
@@ -169,7 +175,7 @@ def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], 
     left_out: list[Feature] = []
     for name in LATE:
         feature = BY_NAME.get(name)
-        is_drawn = seed % LATE_ONE_IN == LATE_ONE_IN - 1
+        is_drawn = seed % LATE_ONE_IN == LATE_ONE_IN - 1 and name not in ONLY_WISHED
         seed //= LATE_ONE_IN
         if feature is None or not wish.decide(feature, is_drawn):
             continue
@@ -179,6 +185,11 @@ def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], 
         drawn.add(name)
         if feature is GROUPS:
             config = draw_groups(config, draw, swarm.is_storm)
+        elif feature is ADAPTERS:
+            config = replace(config, max_loras=draw.choice((1, 1, 2)))
+        elif feature is MASKS:
+            drawn |= {GRAMMAR.name} - wish.never
+            config = draw_reasoning(config, draw, swarm.vocabulary_size)
     swarm = replace(swarm, features=swarm.features | drawn, left_out=tuple(left_out))
     return swarm.fit(config)
 

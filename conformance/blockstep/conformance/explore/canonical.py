@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 from blockstep.conformance.explore.world import World
-from blockstep.spec.requests import RequestState
+from blockstep.spec.requests import FrameRow, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import BlockKey, PauseState, RequestId, Status, TokenId, TokenIds
 
@@ -77,7 +77,7 @@ class Canonicaliser:
         ]
         frames: Form = tuple(
             tuple(
-                (labels[row.request_id], row.draft_token_ids, row.samples, row.is_dropped)
+                (labels[row.request_id], row.draft_token_ids, *_get_flags(row))
                 for row in frame.rows
             )
             for frame in state.frames
@@ -164,7 +164,14 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
         *(held.num_cached_blocks for held in request.holdings),
         request.num_cached_tokens,
         request.grammar_ready,
+        request.stand.state,
+        request.stand.reasoning_ended,
+        request.junction,
     )
+
+
+def _get_flags(row: FrameRow) -> tuple[int, ...]:
+    return row.samples, row.is_dropped, row.num_in_doubt, row.has_mask, row.is_masked
 
 
 def _get_sets(state: State) -> tuple[Iterable[RequestId], ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from blockstep.conformance.engine import Capability
-from blockstep.conformance.protocol.program import Action, Hostile, Misanswer, Propose
+from blockstep.conformance.protocol.program import Action, Hostile, Mask, Misanswer, Propose
 from blockstep.spec import vocabulary as v
 
 T = TypeVar("T", v.Config, v.Request)
@@ -174,7 +174,8 @@ MASKS = Feature(
     Capability.MASKS,
     config={"reasoning_end_token_id": None, "enable_in_reasoning": False},
     request=("grammar",),
-    actions=(v.GrammarFailed, v.GrammarBitmask),
+    actions=(Mask, v.GrammarFailed, v.GrammarBitmask),
+    situations=("masks_", "rejected_grammar_behind"),
     properties=("P24",),
 )
 MULTIMODAL = Feature(
@@ -252,6 +253,7 @@ ADAPTERS = Feature(
     "a cap on the different adapters among the requests that run; who is beyond it is passed over",
     Capability.ADAPTERS,
     config={"max_loras": 0},
+    situations=("adapters_",),
     properties=("P9", "P15"),
 )
 SESSIONS = Feature(
@@ -260,6 +262,7 @@ SESSIONS = Feature(
     Capability.SESSIONS,
     request=("resumable",),
     actions=(v.StreamingUpdate,),
+    situations=("sessions_", "rejected_not_resumable"),
     properties=("P3", "P10", "P13"),
 )
 CACHING = Feature(

@@ -6,13 +6,12 @@ from typing import assert_never
 
 from blockstep.impl.capabilities import HOST
 from blockstep.impl.host.drafts import Proposals
+from blockstep.impl.host.grammars import make_matcher
 from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.planning import Planning
 from blockstep.impl.host.results import Results
 from blockstep.impl.host.view import take_snapshot
 from blockstep.impl.refusals import (
-    grammar_problem,
-    masks_problem,
     most_blocks,
     most_slots,
     submit_problem,
@@ -60,7 +59,7 @@ class HostEngine(Planning, Results, Proposals):
 
     def apply(self, event: Event) -> Observation:
         """Take one event. Never raises; what is refused changes nothing."""
-        problem = event_problem(event) or masks_problem(event)
+        problem = event_problem(event)
         if problem is not None:
             return problem
         match event:
@@ -80,6 +79,10 @@ class HostEngine(Planning, Results, Proposals):
                 return self._abort(request_ids)
             case GrammarReady(request_id=request_id):
                 return self._set_grammar_ready(request_id)
+            case GrammarFailed(request_id=request_id):
+                return self._fail_grammar(request_id)
+            case GrammarBitmask():
+                return self._make_mask(event)
             case StreamingUpdate(request=request):
                 return update_problem(request.request_id, request.request_id in self.table.slot_of)
             case SetPause(pause_state=pause_state):
@@ -87,10 +90,14 @@ class HostEngine(Planning, Results, Proposals):
                 return Ack()
             case Reset(reset_running_requests=reset_running_requests):
                 return ResetDone(self._reset(reset_running_requests))
-            case EncoderReset() | EncoderOffer():
-                return Ack()  # of an encoder that this engine has not
-            case GrammarFailed() | GrammarBitmask():
-                raise AssertionError("refused above")
+            case EncoderReset():
+                if self.encoder is not None:
+                    self.encoder.reset()
+                return Ack()
+            case EncoderOffer(identifiers=identifiers):
+                if self.encoder is not None:
+                    self.encoder.offered = frozenset(identifiers)
+                return Ack()
             case _:
                 assert_never(event)
 
@@ -108,6 +115,9 @@ class HostEngine(Planning, Results, Proposals):
             return problem
         max_known = min(len(request.prompt_token_ids) + request.max_tokens, self.max_model_len)
         lineage = Lineage(request, self.block_size, self.digest)
+        matcher = make_matcher(self.config, request)
+        if matcher is not None:
+            self.matchers[request.request_id] = matcher
         if request.structured_output:
             status = Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
             self.skipped_waiting.append(self.table.add(request, lineage, status, max_known))
@@ -128,16 +138,6 @@ class HostEngine(Planning, Results, Proposals):
         if self.groups is not None:
             return self.groups.count_most(most_slots(self.config, request))
         return most_blocks(self.config, request)
-
-    def _set_grammar_ready(self, request_id: RequestId) -> Ack | Rejected:
-        slot = self.table.slot_of.get(request_id)
-        request = None if slot is None else self.table.requests[slot]
-        problem = grammar_problem(request, request_id)
-        if problem is not None:
-            return problem
-        assert slot is not None, "a request without a problem has a slot"
-        self.table.grammar_ready[slot] = True
-        return Ack()
 
     def _abort(self, request_ids: tuple[RequestId, ...]) -> Aborted:
         ended: list[RequestId] = []

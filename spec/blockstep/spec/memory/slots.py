@@ -25,7 +25,6 @@ from blockstep.spec.memory.groups import (
     get_num_slots_of,
 )
 from blockstep.spec.memory.states import (
-    compute_num_certain,
     compute_num_new_states,
     compute_num_state_blocks,
     get_extended_states,
@@ -211,10 +210,16 @@ def can_finish(config: Config, pool: Pool, request: RequestState, hit: Hit, rule
         return can_hold(config, pool, num_slots, num_slots, request.holdings, hit_tables)
     num_across = count_tokens_across(config, request.request)
     num_needed = sum(
-        rules.count_reserved_blocks(
-            config, pool, group, get_num_slots_of(group, num_slots, num_across), block_ids
+        max(
+            rules.count_reserved_blocks(
+                config, pool, group, get_num_slots_of(group, num_slots, num_across), block_ids
+            )
+            - len(without_nulls(holding.block_table)),
+            0,
         )
-        for group, block_ids in zip(config.groups, hit_tables, strict=True)
+        for group, block_ids, holding in zip(
+            config.groups, hit_tables, request.holdings, strict=True
+        )
     )
     return num_needed <= get_num_free_blocks(pool)
 
@@ -358,7 +363,7 @@ def skip_slots(
     num_left = 0
     for index, group in enumerate(config.groups):
         table = holdings[index].block_table
-        num_certain = compute_num_certain(group, request.num_computed_tokens, num_in_doubt)
+        num_certain = rules.compute_num_certain(group, request.num_computed_tokens, num_in_doubt)
         num_skipped = min(
             rules.count_skipped_blocks(group, holdings[index], num_certain), len(table)
         )

@@ -17,10 +17,12 @@ from blockstep.spec.releases import (
     encoder,
     endings,
     flight,
+    grammars,
     groups,
     identity,
     memory,
     order,
+    sessions,
     states,
 )
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
@@ -42,6 +44,8 @@ _STORIES: Mapping[Quirk, QuirkStory] = {
         encoder,
         drafts,
         flight,
+        sessions,
+        grammars,
         endings,
     )
     for story in theme.STORIES

@@ -13,6 +13,12 @@ from blockstep.spec.vocabulary.config import (
     Policy,
     SpecMethod,
 )
+from blockstep.spec.vocabulary.constants import (
+    MAX_INT,
+    ConfigError,
+    ConfigProblem,
+    config_problems,
+)
 from blockstep.spec.vocabulary.events import (
     EVENT_TYPES,
     Abort,
@@ -74,13 +80,7 @@ from blockstep.spec.vocabulary.snapshot import (
     Snapshot,
     Stats,
 )
-from blockstep.spec.vocabulary.wellformed import (
-    MAX_INT,
-    ConfigError,
-    ConfigProblem,
-    config_problems,
-    event_problem,
-)
+from blockstep.spec.vocabulary.wellformed import event_problem
 
 __all__ = [
     "DRAFT_PLACEHOLDER",

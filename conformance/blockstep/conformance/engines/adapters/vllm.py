@@ -15,7 +15,7 @@ in:
 * adapters are renamed, so that they cannot be taken for salts (`VllmEngine.separate_names`);
 * several ids are aborted one at a time, because `finish_requests` goes through a set of strings,
   in an order that differs from process to process;
-* items reach the block hasher and not the scheduler (see `vllm_build`).
+* without an encoder, items reach the block hasher and not the scheduler (see `vllm_build`).
 
 It gives no typed rejections, so it must be handed only events that are legal in its state. It has
 no counter of preemptions.
@@ -28,12 +28,14 @@ from functools import partial
 # First, because it says what to do where vLLM cannot be imported.
 from blockstep.conformance.engines.adapters.vllm_build import (
     RELEASE,
+    Hasher,
     build_request,
     build_samples,
 )
 
 # isort: split
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
 from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
@@ -47,7 +49,7 @@ from blockstep.conformance.engines.adapters.vllm_leftovers import (
     check_state,
 )
 from blockstep.conformance.engines.adapters.vllm_names import Known
-from blockstep.conformance.engines.adapters.vllm_plans import read_outputs, read_plan
+from blockstep.conformance.engines.adapters.vllm_plans import read_mask, read_outputs, read_plan
 from blockstep.conformance.engines.adapters.vllm_releases import get_release_note
 from blockstep.conformance.engines.adapters.vllm_spared import (
     WORKAROUNDS,
@@ -118,6 +120,8 @@ class VllmEngine:
             Capability.DRAFTS: RELEASE.has_drafts,
             Capability.ASYNC: RELEASE.has_async,
             Capability.SESSIONS: RELEASE.has_sessions,
+            Capability.MASKS: RELEASE.has_frame_masks,
+            Capability.ENCODER: RELEASE.has_encoder,
         }
         return frozenset(one for one in Capability if has.get(one, True))
 
@@ -137,6 +141,14 @@ class VllmEngine:
             case v.GrammarReady(request_id=request_id):
                 # What the thread that compiles it does when it is done.
                 finish_compilation(self.scheduler.requests[request_id])
+                return v.Ack()
+            case v.GrammarBitmask(frame_id=frame_id, drafts=drafts):
+                return self._mask(frame_id, drafts)
+            case v.EncoderReset():
+                self.scheduler.reset_encoder_cache()
+                return v.Ack()
+            case v.EncoderOffer(identifiers=identifiers):
+                self.scheduler.ec_connector.identifiers = frozenset(identifiers)
                 return v.Ack()
             case v.SetPause(pause_state=pause_state):
                 self.scheduler.set_pause_state(VllmPauseState[pause_state.name])
@@ -159,12 +171,17 @@ class VllmEngine:
         self.audit.check_state(shown)
         return shown
 
+    def _build(self, request: v.Request, hasher: Hasher | None) -> VllmRequest:
+        run = self.run
+        has_encoder = run.config.encoder_cache_size > 0
+        return build_request(request, hasher, run.lora_ids, self.separate_names, has_encoder)
+
     def _submit(self, request: v.Request) -> v.Ack:
         """Source: `add_request`."""
         run = self.run
         known = run.known[request.request_id] = Known(request)
         hasher = run.name_blocks(known)
-        built = build_request(request, hasher, run.lora_ids, self.separate_names)
+        built = self._build(request, hasher)
         run.compile_grammar(built)
         self.scheduler.add_request(built)
         return v.Ack()
@@ -174,7 +191,7 @@ class VllmEngine:
         run, name = self.run, request.request_id
         known = run.known[name]
         # The front end hashes a chunk by itself; nobody looks at those digests.
-        built = build_request(request, run.hasher, run.lora_ids, self.separate_names)
+        built = self._build(request, run.hasher)
         if request.resumable:
             known.updates.append(request)
         self.scheduler.add_request(built)
@@ -244,20 +261,32 @@ class VllmEngine:
 
         Synchronous only: the specification refuses drafts when the worker keeps them.
         """
-        handed = {row.request_id: list(row.token_ids) for row in drafts}
+        run, handed = self.run, {row.request_id: list(row.token_ids) for row in drafts}
         requests = self.scheduler.requests
         before = {name: requests[name].spec_token_ids for name in handed if name in requests}
         self.scheduler.update_draft_token_ids(DraftTokenIds([*handed], [*handed.values()]))
-        # A list of its own, or, where a grammar looked at it, maybe a copy; but another one.
-        return v.DraftsTaken(
-            tuple(
-                name
-                for name, token_ids in handed.items()
-                if name in before
-                and requests[name].spec_token_ids is not before[name]
-                and requests[name].spec_token_ids == token_ids
-            )
-        )
+        taken = []
+        for name, token_ids in handed.items():
+            # A list of its own, or what a grammar left of it; but another one than before.
+            if name in before and (kept := requests[name].spec_token_ids) is not before[name]:
+                has_grammar = requests[name].use_structured_output
+                is_cut = has_grammar and not run.known[name].is_prefill_chunk
+                if kept == (token_ids[: len(kept)] if is_cut else token_ids):
+                    taken.append(name)
+        return v.DraftsTaken(tuple(taken))
+
+    def _mask(self, frame_id: v.FrameId, drafts: tuple[v.RowTokens, ...]) -> v.GrammarOutput:
+        """Source: what the loop of `EngineCore` asks before it has a frame sample.
+
+        `update_draft_token_ids_in_output`, where drafts stay with the worker, and
+        `get_grammar_bitmask`.
+        """
+        frame = self.run.frames[frame_id]
+        if drafts:
+            names = [row.request_id for row in drafts]
+            proposed = DraftTokenIds(names, [list(row.token_ids) for row in drafts])
+            self.scheduler.update_draft_token_ids_in_output(proposed, frame)
+        return read_mask(self.run, frame, self.scheduler.get_grammar_bitmask(frame))
 
     def _abort(self, request_ids: tuple[v.RequestId, ...]) -> v.Aborted:
         """Source: `finish_requests`, one id at a time unless told otherwise (`abort_singly`).

@@ -2,8 +2,8 @@
 
 Nothing of vLLM is patched; what it takes from a model is given to it as plain values:
 
-* multimodal items shape block hashes only. Requests carry no encoder inputs, since the vocabulary
-  knows no encoder budget: the real block hasher sees the items, the scheduler does not.
+* without an encoder, items shape block hashes only: the real block hasher sees them, and the
+  scheduler does not. With one (`vllm_encoder`) it has them, and budgets that are told.
 * speculation is a small stand-in for `SpeculativeConfig`; grammars have a backend of ours
   (`vllm_grammars`).
 * adapters are LoRA names; an embedding is a vector of one element, its number;
@@ -59,6 +59,7 @@ try:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
+        CrossAttentionSpec,
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheGroupSpec,
@@ -68,8 +69,18 @@ try:
     )
     from vllm.v1.request import Request as VllmRequest
 
-    from blockstep.conformance.engines.adapters.vllm_grammars import build_manager, describe_grammar
+    from blockstep.conformance.engines.adapters.vllm_grammars import (
+        BACKEND,
+        build_manager,
+        describe_grammar,
+    )
+    from blockstep.conformance.engines.adapters.vllm_items import build_features
 
+    if RELEASE.has_encoder:
+        from blockstep.conformance.engines.adapters.vllm_encoder import (
+            ask_for_offers,
+            install_encoder,
+        )
     if RELEASE.has_repetition_detection:
         from vllm.sampling_params import RepetitionDetectionParams
     if RELEASE.has_hashing_module:
@@ -80,6 +91,7 @@ except ImportError as error:
     require_release(error)
     raise
 
+VOCABULARY_SIZE = 1024
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -88,7 +100,7 @@ MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "num_hidden_layers": 2,
-    "vocab_size": 1024,
+    "vocab_size": VOCABULARY_SIZE,
     "max_position_embeddings": 1 << 30,
 }
 """`config.json` of a two-layer Llama. The scheduler takes nothing from it but the model length."""
@@ -168,12 +180,15 @@ def build_scheduler(config: Config) -> Scheduler:
         Scheduler,
         vllm_config=vllm_config,
         kv_cache_config=KVCacheConfig(config.num_blocks, [], build_groups(config)),
-        structured_output_manager=build_manager(vllm_config),
+        structured_output_manager=build_manager(vllm_config, config),
         block_size=lcm(*config.block_sizes) if is_told_both else config.block_size,
         hash_block_size=config.block_size,
         log_stats=True,
     )
-    return make_scheduler(**keywords)
+    scheduler = make_scheduler(**keywords)
+    if config.encoder_cache_size:
+        install_encoder(scheduler, config)
+    return scheduler
 
 
 def build_groups(config: Config) -> list[KVCacheGroupSpec]:
@@ -207,6 +222,7 @@ def _build_layer(group: KVGroup, num_heads: int) -> KVCacheSpec:
             ChunkedLocalAttentionSpec,
             {"attention_chunk_size": group.attention_chunk_size},
         ),
+        GroupKind.CROSS_ATTENTION: (CrossAttentionSpec, {}),
     }
     kind, sizes = kinds[group.kind]
     shape = {"block_size": group.block_size, "num_kv_heads": num_heads, "head_size": 1}
@@ -226,7 +242,8 @@ def build_vllm_config(config: Config) -> VllmConfig:
         max_num_batched_tokens=max(budget, config.max_model_len, config.max_num_seqs),
         max_num_scheduled_tokens=budget,
         max_model_len=config.max_model_len,
-        is_encoder_decoder=False,
+        is_encoder_decoder=config.is_encoder_decoder,
+        disable_chunked_mm_input=config.disable_chunked_mm_input,
         enable_chunked_prefill=config.enable_chunked_prefill,
         # Newer releases refuse one above the model length, where it says the same.
         long_prefill_token_threshold=min(config.long_prefill_token_threshold, config.max_model_len),
@@ -254,12 +271,14 @@ def build_vllm_config(config: Config) -> VllmConfig:
     # Set again: without chunked prefill 0.11.1 puts it away when all of it is built.
     threshold = keywords["long_prefill_token_threshold"]
     built.scheduler_config.long_prefill_token_threshold = threshold
-    if not RELEASE.has_step_budget:
+    if not RELEASE.has_step_budget or RELEASE.has_group_gate:
         built.scheduler_config.max_num_batched_tokens = budget  # when it has been looked at
     if config.spec_method is not SpecMethod.NONE:
         # Set afterwards: a real `SpeculativeConfig` wants the weights of a proposer.
         stand_in: Any = Speculation(config.spec_method, config.num_speculative_tokens)
         built.speculative_config = stand_in
+    if config.encoder_cache_size:
+        ask_for_offers(built)
     if config.max_loras:
         built.lora_config = LoRAConfig(max_loras=config.max_loras)  # without one there is no cap
     return built
@@ -274,7 +293,11 @@ def build_hasher(config: Config) -> Hasher | None:
 
 
 def build_request(
-    request: Request, hasher: Hasher | None, lora_ids: dict[str, int], separate_names: bool
+    request: Request,
+    hasher: Hasher | None,
+    lora_ids: dict[str, int],
+    separate_names: bool,
+    has_encoder: bool = False,
 ) -> VllmRequest:
     """The request as vLLM's front end would hand it to the scheduler.
 
@@ -283,6 +306,7 @@ def build_request(
         hasher: What names its full blocks; None without prefix caching.
         lora_ids: Number of each adapter seen in this run, from 1; a new one is added.
         separate_names: See `VllmEngine.separate_names`.
+        has_encoder: Whether the scheduler is told of the items, and not the hasher alone.
     """
     sampling = _build_sampling(request)
     lora = None
@@ -302,6 +326,7 @@ def build_request(
         cache_salt=request.cache_salt,
         priority=request.priority,
         block_hasher=hasher,
+        mm_features=list(build_features(request.items)) if has_encoder else None,
         resumable=request.resumable,
     )
     return VllmRequest(**keywords)
@@ -323,6 +348,15 @@ def read_embeds(embeds: torch.Tensor | None) -> TokenIds:
     return () if embeds is None else tuple(map(int, embeds[:, 0].tolist()))
 
 
+def _build_constraint(request: Request) -> StructuredOutputsParams | None:
+    """What constrains its output; the front end has chosen a backend by then."""
+    if not request.structured_output:
+        return None
+    constraint = StructuredOutputsParams(grammar=describe_grammar(request.grammar))
+    constraint._backend = BACKEND
+    return constraint
+
+
 def _build_sampling(request: Request) -> SamplingParams:
     detection = request.repetition_detection
     keywords = fit_keywords(
@@ -336,9 +370,7 @@ def _build_sampling(request: Request) -> SamplingParams:
         if detection is not None
         else None,
         skip_reading_prefix_cache=request.skip_reading_prefix_cache,
-        structured_outputs=StructuredOutputsParams(grammar=describe_grammar(None))
-        if request.structured_output
-        else None,
+        structured_outputs=_build_constraint(request),
     )
     sampling = SamplingParams(**keywords)
     # The way that the front end takes: where it stands, `Request` has no end-of-sequence token.

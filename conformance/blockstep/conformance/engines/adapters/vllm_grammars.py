@@ -24,9 +24,10 @@ from vllm.v1.structured_output.backend_types import (
     StructuredOutputOptions,
 )
 
-from blockstep.conformance.engine import EngineFault
 from blockstep.spec import vocabulary as v
 
+BACKEND = "automata"
+"""The name of our backend; a run has one."""
 BITS = 32
 """Tokens in one word of a mask."""
 
@@ -130,7 +131,7 @@ class AutomatonBackend:
         self.vocab_size = vocab_size
 
     def compile_grammar(
-        self, request_type: StructuredOutputOptions, grammar_spec: str
+        self, request_type: StructuredOutputOptions, grammar_spec: str, **_keywords: Any
     ) -> StructuredOutputGrammar:
         """The automaton that `describe_grammar` wrote."""
         del request_type
@@ -146,9 +147,9 @@ class AutomatonBackend:
         """Nothing is kept."""
 
 
-def describe_grammar(edges: Sequence[Sequence[tuple[int, int]]] | None) -> str:
-    """An automaton as the text of a grammar; None: every token is allowed."""
-    return json.dumps(edges)
+def describe_grammar(grammar: v.Grammar | None) -> str:
+    """A grammar as text; None: every token is allowed."""
+    return json.dumps(grammar and grammar.edges)
 
 
 class Compilation(Future[Any]):
@@ -195,6 +196,16 @@ class EndOfReasoning:
         return self.token_id in delta_ids
 
 
+def begin_compilation(
+    manager: StructuredOutputManager, request: Any, end_token_id: v.TokenId | None
+) -> None:
+    """Do what front end and engine do with a new request before the scheduler sees it."""
+    structured = request.structured_output_request
+    if structured is not None and end_token_id is not None:
+        structured.reasoning_ended = end_token_id in request.prompt_token_ids
+    manager.grammar_init(request)
+
+
 def finish_compilation(request: Any) -> None:
     """Compile the grammar of a request, as a thread would have done by now."""
     pending = request.structured_output_request._grammar
@@ -202,35 +213,32 @@ def finish_compilation(request: Any) -> None:
         pending.finish()
 
 
-def build_manager(vllm_config: Any) -> StructuredOutputManager:
+def build_manager(vllm_config: Any, config: v.Config) -> StructuredOutputManager:
     """The release's manager of grammars, with our plugs in it."""
     manager = StructuredOutputManager(vllm_config)
     plugs: Any = manager
     # A tokenizer would make a pool of threads and one of the backends; we have none.
     plugs.executor = EventExecutor()
+    plugs.tokenizer = None
     plugs.backend = AutomatonBackend(vllm_config.model_config.get_vocab_size())
+    plugs.backend_name = BACKEND
+    end = config.reasoning_end_token_id
+    if end is not None:
+        # Older releases have one for all requests, newer ones make one for each.
+        plugs.reasoner = EndOfReasoning(end)
+        plugs.reasoner_cls = lambda tokenizer: EndOfReasoning(end)  # noqa: ARG005
+    plugs.enable_in_reasoning = config.enable_in_reasoning
     return manager
 
 
-def read_mask(mask: Any, vocab_size: int) -> tuple[v.TokenIds | None, ...]:
-    """What rows of a mask allow: token ids, or None where all are.
-
-    Raises:
-        EngineFault: a bit beyond the vocabulary is set in a row that is not full.
-    """
-    rows: list[v.TokenIds | None] = []
-    for words in mask.tolist():
-        if all(word == -1 for word in words):
-            rows.append(None)
-            continue
-        allowed = tuple(
-            index * BITS + bit
-            for index, word in enumerate(words)
-            if word
-            for bit in range(BITS)
-            if word >> bit & 1
-        )
-        if allowed and allowed[-1] >= vocab_size:
-            raise EngineFault(f"a mask allows token {allowed[-1]}, of a vocabulary of {vocab_size}")
-        rows.append(allowed)
-    return tuple(rows)
+def read_allowed(words: list[int]) -> v.TokenIds | None:
+    """The tokens whose bits are set; None where all are."""
+    if all(word == -1 for word in words):
+        return None
+    return tuple(
+        index * BITS + bit
+        for index, word in enumerate(words)
+        if word
+        for bit in range(BITS)
+        if word >> bit & 1
+    )

@@ -19,7 +19,7 @@ DIGEST_SIZE = sha256().digest_size
 
 KEPT = (
     *("priority", "adapter", "cache_salt", "prompt_embeds", "skip_reading_prefix_cache"),
-    *("resumable", "structured_output"),
+    *("resumable", "structured_output", "grammar"),
 )
 """What a session has from its submission for good; the rest is that of its latest chunk."""
 
