@@ -53,7 +53,7 @@ class Rules:
     """Free what a preempted request holds, given the block size of each group."""
     reserves_full_isl: bool
     """Whether `scheduler_reserve_full_isl` is known."""
-    get_num_lookahead_at_admission: Callable[[Config], int]
+    get_num_lookahead_at_admission: Callable[[Config, RequestState], int]
     publishes_at_commit: Callable[[Config], bool]
     """Whether a commit publishes the blocks that it fills."""
 
@@ -64,8 +64,11 @@ class Rules:
     """Free blocks of one group that the gate wants: (.., slots, its hit)."""
     count_skipped_blocks: Callable[[KVGroup, Holding, int], int]
     """Leading blocks of one group that are given back: (.., what is held, certain tokens)."""
-    get_num_in_doubt: Callable[[Sequence[Frame], RequestId], int]
-    """Computed tokens that a request may have to compute again, and so reads a window before."""
+    get_num_in_doubt: Callable[[int, int], int]
+    """Computed tokens of a row that may have to be computed again, so that a window is read before
+    them: (scheduled tokens, drafts)."""
+    compute_num_certain: Callable[[KVGroup, int, int], int]
+    """Computed tokens that a group may count on: (.., computed, tokens in doubt)."""
 
     get_aligned_share: Callable[[Config, RequestState, int, int], int]
     """Tokens of a row where states are kept: (.., computed, tokens that it could have)."""
@@ -118,6 +121,19 @@ class Rules:
     names_victims_of_resets: bool
     """Whether the next plan names those that a forced reset preempted."""
 
+    # sessions
+    get_num_kept: Callable[[RequestState], int]
+    """Leading tokens that a session keeps of a chunk that has stopped."""
+    get_num_kept_keys: Callable[[RequestState, int], int]
+    """Leading block keys that it keeps: (.., full blocks of kept tokens)."""
+    get_chunk_request: Callable[[Request, Request], Request]
+    """What a session asks for with its next chunk, but for the input: (request, update)."""
+    get_stopped: Callable[[Config, Pool, RequestState, Rules], tuple[Pool, RequestState]]
+    """A session at its stop: what it has computed, and holds."""
+    drops_rows_behind_stops: bool
+    """Whether what frames in flight sample for a session that has stopped is dropped."""
+    takes_back_from_sessions: bool
+    """Whether sessions that do not run give their blocks up where they are needed."""
     # grammars
     get_next_stand: Follow
     """Where a token leads in a grammar, within one step."""

@@ -6,6 +6,7 @@ takes its decisions from. Who draws an action sees a `View`: what any client cou
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -319,9 +320,8 @@ def is_enabled(name: str, view: View) -> bool:
 def next_action(view: View, draw: Draw) -> Action:
     """Draw an action by weight, and its details."""
     names = [name for name in ACTIONS if is_enabled(name, view)]
-    weights = [_weight(name, view) for name in names]
-    ticket = draw.integer(1, sum(weights))
-    chosen = next(index for index, total in enumerate(accumulate(weights)) if ticket <= total)
+    totals = [*accumulate([_weight(name, view) for name in names])]
+    chosen = bisect_left(totals, draw.integer(1, totals[-1]))
     return ACTIONS[names[chosen]].draw(view, draw)
 
 

@@ -166,11 +166,12 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
         request.grammar_ready,
         request.stand.state,
         request.stand.reasoning_ended,
+        request.junction,
     )
 
 
-def _get_flags(row: FrameRow) -> tuple[bool, ...]:
-    return row.samples, row.is_dropped, row.has_mask, row.is_masked
+def _get_flags(row: FrameRow) -> tuple[int, ...]:
+    return row.samples, row.is_dropped, row.num_in_doubt, row.has_mask, row.is_masked
 
 
 def _get_sets(state: State) -> tuple[Iterable[RequestId], ...]:

@@ -23,7 +23,6 @@ from blockstep.spec.memory.groups import (
     compute_num_skipped_blocks,
 )
 from blockstep.spec.memory.states import (
-    compute_num_certain,
     compute_num_new_states,
     compute_num_state_blocks,
     get_extended_states,
@@ -190,8 +189,14 @@ def can_finish(config: Config, pool: Pool, request: RequestState, hit: Hit, rule
     if not config.groups:
         return can_hold(config, pool, num_slots, num_slots, request.holdings, hit_tables)
     num_needed = sum(
-        rules.count_reserved_blocks(config, pool, group, num_slots, block_ids)
-        for group, block_ids in zip(config.groups, hit_tables, strict=True)
+        max(
+            rules.count_reserved_blocks(config, pool, group, num_slots, block_ids)
+            - len(without_nulls(holding.block_table)),
+            0,
+        )
+        for group, block_ids, holding in zip(
+            config.groups, hit_tables, request.holdings, strict=True
+        )
     )
     return num_needed <= get_num_free_blocks(pool)
 
@@ -332,7 +337,7 @@ def skip_slots(
     num_left = 0
     for index, group in enumerate(config.groups):
         table = holdings[index].block_table
-        num_certain = compute_num_certain(group, request.num_computed_tokens, num_in_doubt)
+        num_certain = rules.compute_num_certain(group, request.num_computed_tokens, num_in_doubt)
         num_skipped = min(
             rules.count_skipped_blocks(group, holdings[index], num_certain), len(table)
         )

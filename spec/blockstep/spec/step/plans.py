@@ -140,11 +140,14 @@ def process_advance(step: Step, plan: Plan) -> State:
     by the commit. Source: seed 001 "_update_after_schedule()"; P12.
     """
     rows = []
+    has_groups, rules = bool(step.state.config.groups), step.state.rules
     for row in step.rows:
         request = step.requests[row.request_id]
         samples = is_sampling(request, row)
         has_mask = samples and request.request.grammar is not None
-        rows.append(FrameRow(row.request_id, row.drafts, samples, has_mask=has_mask))
+        num_drafts = len(row.drafts)
+        num_in_doubt = rules.get_num_in_doubt(row.num_scheduled, num_drafts) if has_groups else 0
+        rows.append(FrameRow(row.request_id, row.drafts, samples, False, num_in_doubt, has_mask))
         step.requests[row.request_id] = replace(
             request,
             num_computed_tokens=row.num_computed + row.num_scheduled,

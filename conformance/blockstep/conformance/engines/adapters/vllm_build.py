@@ -69,14 +69,18 @@ try:
     )
     from vllm.v1.request import Request as VllmRequest
 
-    from blockstep.conformance.engines.adapters.vllm_encoder import (
-        build_features,
-        install_encoder,
+    from blockstep.conformance.engines.adapters.vllm_grammars import (
+        BACKEND,
+        build_manager,
+        describe_grammar,
     )
-    from blockstep.conformance.engines.adapters.vllm_grammars import build_manager, describe_grammar
+    from blockstep.conformance.engines.adapters.vllm_items import build_features
 
     if RELEASE.has_encoder:
-        from blockstep.conformance.engines.adapters.vllm_offers import ask_for_offers
+        from blockstep.conformance.engines.adapters.vllm_encoder import (
+            ask_for_offers,
+            install_encoder,
+        )
     if RELEASE.has_repetition_detection:
         from vllm.sampling_params import RepetitionDetectionParams
     if RELEASE.has_hashing_module:
@@ -267,7 +271,7 @@ def build_vllm_config(config: Config) -> VllmConfig:
     # Set again: without chunked prefill 0.11.1 puts it away when all of it is built.
     threshold = keywords["long_prefill_token_threshold"]
     built.scheduler_config.long_prefill_token_threshold = threshold
-    if not RELEASE.has_step_budget:
+    if not RELEASE.has_step_budget or RELEASE.has_group_gate:
         built.scheduler_config.max_num_batched_tokens = budget  # when it has been looked at
     if config.spec_method is not SpecMethod.NONE:
         # Set afterwards: a real `SpeculativeConfig` wants the weights of a proposer.
@@ -344,6 +348,15 @@ def read_embeds(embeds: torch.Tensor | None) -> TokenIds:
     return () if embeds is None else tuple(map(int, embeds[:, 0].tolist()))
 
 
+def _build_constraint(request: Request) -> StructuredOutputsParams | None:
+    """What constrains its output; the front end has chosen a backend by then."""
+    if not request.structured_output:
+        return None
+    constraint = StructuredOutputsParams(grammar=describe_grammar(request.grammar))
+    constraint._backend = BACKEND
+    return constraint
+
+
 def _build_sampling(request: Request) -> SamplingParams:
     detection = request.repetition_detection
     keywords = fit_keywords(
@@ -357,9 +370,7 @@ def _build_sampling(request: Request) -> SamplingParams:
         if detection is not None
         else None,
         skip_reading_prefix_cache=request.skip_reading_prefix_cache,
-        structured_outputs=StructuredOutputsParams(grammar=describe_grammar(request.grammar))
-        if request.structured_output
-        else None,
+        structured_outputs=_build_constraint(request),
     )
     sampling = SamplingParams(**keywords)
     # The way that the front end takes: where it stands, `Request` has no end-of-sequence token.
