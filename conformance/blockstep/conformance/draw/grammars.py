@@ -7,6 +7,8 @@ from dataclasses import replace
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.spec.vocabulary import Config, Grammar
 
+FEW_TOKENS = 5
+
 
 def draw_grammar(draw: Draw, vocabulary_size: int) -> Grammar:
     """Two to five states; each leads on, most often to the next one, or ends the text.
@@ -36,8 +38,8 @@ def draw_grammar(draw: Draw, vocabulary_size: int) -> Grammar:
 
 def draw_reasoning(config: Config, draw: Draw, vocabulary_size: int) -> Config:
     """The config, now and then with a token that ends reasoning: grammars wait for it, or not."""
-    if not draw.chance(35):
-        return config
+    if not draw.chance(45 if vocabulary_size <= FEW_TOKENS else 15):
+        return config  # where tokens are many, it hardly ever comes
     return replace(
         config,
         reasoning_end_token_id=draw.integer(0, vocabulary_size - 1),

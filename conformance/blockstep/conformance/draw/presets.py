@@ -75,7 +75,7 @@ MAX_DEPTH = max(DEPTHS)
 PROPOSERS = tuple(method for method in SpecMethod if method is not SpecMethod.NONE)
 LATE_ONE_IN = 4
 """Of so many runs one has a feature of `LATE`, if its engine takes it."""
-ONLY_WISHED = frozenset({"masks", "sessions", "encoder"})
+ONLY_WISHED = frozenset({"sessions", "encoder"})
 """Features of `LATE` that no run has unless they are wished for."""
 SWITCHED = tuple(
     feature
@@ -178,6 +178,10 @@ def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], 
     for name in LATE:
         feature = BY_NAME.get(name)
         is_drawn = seed % LATE_ONE_IN == LATE_ONE_IN - 1 and name not in ONLY_WISHED
+        if feature is MASKS and GRAMMAR.name in wish.always:
+            is_drawn = seed % 2 > 0
+        if feature is MASKS and GRAMMAR.name in wish.never:
+            is_drawn = False
         seed //= LATE_ONE_IN
         if feature is None or not wish.decide(feature, is_drawn):
             continue
