@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 from blockstep.conformance.explore.world import World
-from blockstep.spec.requests import RequestState
+from blockstep.spec.requests import FrameRow, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import BlockKey, PauseState, RequestId, Status, TokenId, TokenIds
 
@@ -76,16 +76,7 @@ class Canonicaliser:
             for key in (pool.block_keys[block_id] for block_id in places)
         ]
         frames: Form = tuple(
-            tuple(
-                (
-                    labels[row.request_id],
-                    row.draft_token_ids,
-                    row.samples,
-                    row.is_dropped,
-                    row.num_in_doubt,
-                )
-                for row in frame.rows
-            )
+            tuple(_row_form(row, labels[row.request_id]) for row in frame.rows)
             for frame in state.frames
         )
         if self._free_tokens:
@@ -170,8 +161,13 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
         *(held.num_cached_blocks for held in request.holdings),
         request.num_cached_tokens,
         request.grammar_ready,
-        request.junction,
+        *([request.junction] if request.junction else ()),
     )
+
+
+def _row_form(row: FrameRow, label: object) -> Form:
+    form = (label, row.draft_token_ids, row.samples, row.is_dropped)
+    return (*form, row.num_in_doubt) if row.num_in_doubt else form
 
 
 def _get_sets(state: State) -> tuple[Iterable[RequestId], ...]:

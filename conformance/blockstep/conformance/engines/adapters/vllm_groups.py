@@ -95,7 +95,9 @@ def _mend(config: Config, reason: str) -> Config:
     if reason in (SEVERAL_SIZES, CHUNKS_OF_ANOTHER_SIZE, PARTS_OF_BLOCKS):
         return resize_blocks(config, max(config.block_sizes))
     if reason == NARROW_WINDOWS:
-        wider = [replace(g, sliding_window=2) if g.sliding_window == 1 else g for g in config.groups]
+        wider = [
+            replace(g, sliding_window=2) if g.sliding_window == 1 else g for g in config.groups
+        ]
         return replace(config, groups=tuple(wider))
     if reason == NO_STATES_OF_ALL:
         modes = {MambaCacheMode.ALL: MambaCacheMode.ALIGN}
