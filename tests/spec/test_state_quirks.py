@@ -119,7 +119,7 @@ def test_withdrawn_blocks_are_zeroed(quirk: bool) -> None:
 def run_prompt(oracle: Oracle, name: str, prompt: tuple[int, ...]) -> list[int]:
     """Tokens of each row until the first output."""
     oracle.submit(Request(name, prompt, max_tokens=1))
-    amounts = []
+    amounts: list[int] = []
     while oracle.state.requests and len(amounts) < 9:
         plan = oracle.schedule()
         amounts += [row.num_scheduled_tokens for row in plan.rows]
