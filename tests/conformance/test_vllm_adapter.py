@@ -230,6 +230,8 @@ def test_it_is_an_engine_that_says_what_it_lacks() -> None:
         "async": RELEASE.has_async,
     }
     has["sessions"] = RELEASE.has_sessions
+    has["masks"] = RELEASE.has_frame_masks
+    has["encoder"] = RELEASE.has_encoder
     has["cache statistics"] = RELEASE.has_sound_counters
     has["common prefix"] = RELEASE.has_common_prefix
     lacks = {"rejection", "statistics", "late drafts"} | {name for name in has if not has[name]}

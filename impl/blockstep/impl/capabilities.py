@@ -81,7 +81,7 @@ def list_needed(config: Config) -> frozenset[str]:
         "pipeline": several and not config.async_scheduling,
         "groups": bool(config.groups),
         "adapters": config.max_loras > 0,
-        "encoder": config.encoder_cache_size > 0,
         "masks": config.reasoning_end_token_id is not None,
+        "encoder": config.encoder_cache_size > 0,
     }
     return frozenset(name for name, is_asked in asked.items() if is_asked)

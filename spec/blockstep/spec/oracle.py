@@ -39,6 +39,7 @@ from blockstep.spec.vocabulary import (
     SetPause,
     Snapshot,
     Status,
+    StreamingUpdate,
     Submit,
     event_problem,
     item_problem,
@@ -112,6 +113,11 @@ class Oracle:
     def grammar_ready(self, request_id: RequestId) -> None:
         """Report that the grammar of a request is compiled."""
         self._accepted(GrammarReady(request_id))
+
+    def update(self, request: Request) -> tuple[RequestId, ...]:
+        """Go on with a session, or end it if `request` is not resumable; returns who ended."""
+        answer = self._accepted(StreamingUpdate(request))
+        return answer.request_ids if isinstance(answer, Aborted) else ()
 
     def grammar_failed(self, request_id: RequestId) -> Outputs:
         """Report that the grammar of a request cannot be had; it ends."""

@@ -98,6 +98,12 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.WINDOW_HIT_CUT_BLINDLY,
                 Quirk.WINDOWS_RESERVE_EVERYTHING,
                 Quirk.CHUNKS_ROUND_TO_NOTHING,
+                Quirk.SESSIONS_KEEP_THEIR_BLOCKS,
+                Quirk.SESSIONS_KEEP_MAX_TOKENS,
+                Quirk.SESSION_KEYS_ARE_APPENDED,
+                Quirk.SESSIONS_KEEP_WHAT_IS_COMPUTED,
+                Quirk.SESSIONS_KEEP_THEIR_PROMISES,
+                Quirk.SESSIONS_ADMITTED_WITH_LOOKAHEAD,
                 Quirk.FRESH_STATES_ARE_WAITED_FOR,
                 Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
                 Quirk.WITHDRAWN_BLOCKS_ARE_ZEROED,
@@ -171,11 +177,21 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
         frozenset({Quirk.ONE_WAITING_QUEUE, Quirk.LONE_REQUEST_HAS_NO_THRESHOLD}),
         frozenset({Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM}),
     ),
-    ("0.32.0", frozenset(), frozenset({Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT})),
+    (
+        "0.32.0",
+        frozenset(),
+        frozenset(
+            {
+                Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,
+                Quirk.SESSIONS_KEEP_MAX_TOKENS,
+                Quirk.SESSION_KEYS_ARE_APPENDED,
+            }
+        ),
+    ),
     (
         "0.33.0",
         frozenset({Quirk.SELF_VICTIM_LETS_OTHERS_RUN, Quirk.DRAFTS_PUBLISH_AT_COMMIT}),
-        frozenset(),
+        frozenset({Quirk.SESSIONS_KEEP_WHAT_IS_COMPUTED}),
     ),
 )
 """Releases of vLLM that changed a quirk, oldest first: those that came, and those that went."""

@@ -74,6 +74,8 @@ class RequestState:
     num_cached_tokens: int = -1
     num_preemptions: int = 0
     grammar_ready: bool = False
+    updates: tuple[Request, ...] = ()
+    """Of a session: chunks to come, oldest first; one that is not resumable is the end of them."""
     stand: Stand = AT_THE_BEGINNING
     """Where its outputs stand in its grammar, if it has one (P23)."""
 
@@ -116,7 +118,7 @@ class FrameRow:
     samples: bool
     """Whether the step reaches the last token that will be known, so that the worker samples."""
     is_dropped: bool = False
-    """Whether what it sampled is not delivered; in no strict run."""
+    """Whether what it sampled is not delivered: a session has stopped before it."""
     has_mask: bool = False
     """Whether what it samples is held to a grammar."""
     is_masked: bool = False
@@ -145,5 +147,5 @@ def count_drafts_in_flight(frames: Sequence[Frame], request_id: RequestId) -> in
         len(row.draft_token_ids)
         for frame in frames
         for row in frame.rows
-        if row.request_id == request_id
+        if row.request_id == request_id and not row.is_dropped
     )

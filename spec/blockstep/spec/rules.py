@@ -53,7 +53,7 @@ class Rules:
     """Free what a preempted request holds, given the block size of each group."""
     reserves_full_isl: bool
     """Whether `scheduler_reserve_full_isl` is known."""
-    get_num_lookahead_at_admission: Callable[[Config], int]
+    get_num_lookahead_at_admission: Callable[[Config, RequestState], int]
     publishes_at_commit: Callable[[Config], bool]
     """Whether a commit publishes the blocks that it fills."""
 
@@ -118,6 +118,19 @@ class Rules:
     names_victims_of_resets: bool
     """Whether the next plan names those that a forced reset preempted."""
 
+    # sessions
+    get_num_kept: Callable[[RequestState], int]
+    """Leading tokens that a session keeps of a chunk that has stopped."""
+    get_num_kept_keys: Callable[[RequestState, int], int]
+    """Leading block keys that it keeps: (.., full blocks of kept tokens)."""
+    get_chunk_request: Callable[[Request, Request], Request]
+    """What a session asks for with its next chunk, but for the input: (request, update)."""
+    get_stopped: Callable[[Config, Pool, RequestState, Rules], tuple[Pool, RequestState]]
+    """A session at its stop: what it has computed, and holds."""
+    drops_rows_behind_stops: bool
+    """Whether what frames in flight sample for a session that has stopped is dropped."""
+    takes_back_from_sessions: bool
+    """Whether sessions that do not run give their blocks up where they are needed."""
     # grammars
     get_next_stand: Follow
     """Where a token leads in a grammar, within one step."""

@@ -51,6 +51,8 @@ def get_request_snapshot(request: RequestState) -> RequestSnapshot:
         num_cached_tokens=request.num_cached_tokens,
         num_preemptions=request.num_preemptions,
         grammar_ready=request.grammar_ready,
+        prompt_token_ids=request.request.prompt_token_ids if request.request.resumable else (),
+        num_streaming_updates=len(request.updates),
         grammar_state=request.stand.state,
         reasoning_ended=request.stand.reasoning_ended,
     )

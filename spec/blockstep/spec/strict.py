@@ -11,6 +11,12 @@ from blockstep.spec.lives.commit import publishes_at_commit
 from blockstep.spec.lives.control import get_frames_after_reset, get_reset_request
 from blockstep.spec.lives.endings import compute_stop
 from blockstep.spec.lives.masks import get_settled, has_mask_row
+from blockstep.spec.lives.sessions import (
+    get_chunk_request,
+    get_num_kept,
+    get_num_kept_keys,
+    get_stopped,
+)
 from blockstep.spec.memory.prefix import get_joint_hit
 from blockstep.spec.memory.slots import count_reserved_blocks, count_skipped_blocks, revoke_slots
 from blockstep.spec.pool import free_blocks, withdraw_blocks
@@ -75,6 +81,12 @@ STRICT_RULES: Final = Rules(
     get_frames_after_reset=get_frames_after_reset,
     get_reset_request=get_reset_request,
     names_victims_of_resets=False,
+    get_num_kept=get_num_kept,
+    get_num_kept_keys=get_num_kept_keys,
+    get_chunk_request=get_chunk_request,
+    get_stopped=get_stopped,
+    drops_rows_behind_stops=True,
+    takes_back_from_sessions=True,
     get_next_stand=get_next_stand,
     get_settled=get_settled,
     masks_behind_placeholders=True,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.grammars import draw_reasoning
 from blockstep.conformance.draw.groups import draw_groups
 from blockstep.conformance.protocol.features import (
     ABORTS,
@@ -20,8 +21,10 @@ from blockstep.conformance.protocol.features import (
     CACHING,
     DRAFTS,
     FEATURES,
+    GRAMMAR,
     GROUPS,
     LATE,
+    MASKS,
     NO_WISH,
     PAUSE,
     PIPELINE,
@@ -184,6 +187,9 @@ def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], 
             config = draw_groups(config, draw, swarm.is_storm)
         elif feature is ADAPTERS:
             config = replace(config, max_loras=draw.choice((1, 1, 2)))
+        elif feature is MASKS:
+            drawn |= {GRAMMAR.name} - wish.never
+            config = draw_reasoning(config, draw, swarm.vocabulary_size)
     swarm = replace(swarm, features=swarm.features | drawn, left_out=tuple(left_out))
     return swarm.fit(config)
 

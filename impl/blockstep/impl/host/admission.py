@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from blockstep.impl.host.adapters import AdapterSeats
+from blockstep.impl.host.encodings import Encodings
 from blockstep.impl.host.groups import GroupHits, GroupMemory
 from blockstep.impl.host.kinds import Extent
 from blockstep.impl.host.promises import Promises
@@ -11,7 +12,7 @@ from blockstep.impl.host.step import Step
 from blockstep.spec.vocabulary import BlockId, Policy, Status
 
 
-class WaitingPhase(Promises):
+class WaitingPhase(Promises, Encodings):
     """Admits waiting requests in the order of the policy; the first that does not fit ends it."""
 
     def _schedule_waiting(self, step: Step) -> None:
@@ -70,6 +71,9 @@ class WaitingPhase(Promises):
         hits = self._find_hits(slot)
         num_hit = len(hits) * self.block_size
         num_scheduled = self._tokens_to_admit(slot, num_hit, step.budget)
+        chosen = self._choose_if_any(slot, num_hit, num_scheduled, step)
+        if chosen is not None:
+            num_scheduled = chosen.num_tokens
         if num_scheduled <= 0:
             return False
         free, free_hits = self.pool.num_free, self.pool.count_free(hits)
@@ -82,6 +86,7 @@ class WaitingPhase(Promises):
             return False
         queue.pop()
         self._admit(slot, hits, needed, num_scheduled, step)
+        self._encode_if_any(slot, chosen, step)
         return True
 
     def _try_admit_to_groups(
@@ -90,6 +95,9 @@ class WaitingPhase(Promises):
         """The same where there are several tables."""
         hits = self._find_group_hits(groups, slot)
         num_scheduled = self._tokens_to_admit(slot, hits.num_tokens, step.budget)
+        chosen = self._choose_if_any(slot, hits.num_tokens, num_scheduled, step)
+        if chosen is not None:
+            num_scheduled = chosen.num_tokens
         num_scheduled = self._align_chunk(groups, slot, hits.num_tokens, num_scheduled)
         if num_scheduled <= 0:
             return False
@@ -105,6 +113,7 @@ class WaitingPhase(Promises):
         groups.adopt(self.table.holdings[slot], hits)
         step.taken.append(groups.take(self.table.holdings[slot], extent))
         self._start(slot, hits.num_tokens, num_scheduled, step)
+        self._encode_if_any(slot, chosen, step)
         return True
 
     def _find_group_hits(self, groups: GroupMemory, slot: int) -> GroupHits:

@@ -90,8 +90,14 @@ class HostEngine(Planning, Results, Proposals):
                 return Ack()
             case Reset(reset_running_requests=reset_running_requests):
                 return ResetDone(self._reset(reset_running_requests))
-            case EncoderReset() | EncoderOffer():
-                return Ack()  # of an encoder that this engine has not
+            case EncoderReset():
+                if self.encoder is not None:
+                    self.encoder.reset()
+                return Ack()
+            case EncoderOffer(identifiers=identifiers):
+                if self.encoder is not None:
+                    self.encoder.offered = frozenset(identifiers)
+                return Ack()
             case _:
                 assert_never(event)
 

@@ -26,6 +26,7 @@ def take_snapshot(core: Core) -> Snapshot:
         finished_req_ids=tuple(sorted(core.finished_req_ids)),
         prev_scheduled_req_ids=tuple(sorted(core.prev_scheduled_req_ids)),
         stats=core.stats(),
+        encoder=None if core.encoder is None else core.encoder.snapshot(),
     )
 
 

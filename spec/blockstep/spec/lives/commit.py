@@ -8,6 +8,7 @@ from blockstep.spec.hashing import extend_block_keys
 from blockstep.spec.lives.drafts import compute_num_rejected, is_accepted_prefix
 from blockstep.spec.lives.endings import get_extended, get_without_ended
 from blockstep.spec.lives.masks import get_advanced, get_forbidden
+from blockstep.spec.lives.sessions import get_with_sessions, goes_on, process_chunk_end
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import publish_slots, release_slots
 from blockstep.spec.pool import Pool
@@ -31,7 +32,8 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
 
     Rows of requests that ended meanwhile are passed over. A request that was preempted while its
     frame was in flight still gets its tokens; it computes their KV anew. No token is lost then, and
-    none sampled twice, because it was not admitted again yet (upstream #48245, #42043).
+    none sampled twice, because it was not admitted again yet (upstream #48245, #42043). A session
+    that stops is not over: it rests, or goes on with the next chunk.
     Source: seed 001 "Speculative Decoding & update_from_output()"; P13, P14, P18.
     """
     # refuse
@@ -51,6 +53,7 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     requests = state.requests.to_dict()
     outputs: list[OutputRow] = []
     ended: list[RequestId] = []
+    stopped: list[RequestId] = []
     for row in frame.rows:
         request = requests.get(row.request_id)
         tokens = sampled[row.request_id]
@@ -70,6 +73,9 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
             pool, request = publish_verified(state, pool, replace(request, block_keys=keys))
         if output.finish_reason is None:
             requests[row.request_id] = request
+        elif goes_on(request):
+            pool, requests[row.request_id] = process_chunk_end(state, pool, request)
+            stopped.append(row.request_id)
         else:
             pool = release_slots(pool, request, state.rules)
             del requests[row.request_id]
@@ -77,7 +83,9 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     frames = tuple(f for f in state.frames if f.frame_id != frame.frame_id)
     state = replace(state, pool=pool, requests=FrozenMap(requests), frames=frames, stats=stats)
     # observe
-    return get_without_ended(state, ended), Outputs(tuple(outputs))
+    state = get_without_ended(state, ended)
+    state = get_with_sessions(state, stopped) if stopped else state
+    return state, Outputs(tuple(outputs))
 
 
 def get_result_problem(frame: Frame, commit: Commit) -> str:

@@ -19,6 +19,7 @@ from blockstep.spec.step.queues import is_blocked, process_append
 from blockstep.spec.vocabulary import (
     Aborted,
     Ack,
+    Config,
     FinishReason,
     OutputRow,
     Outputs,
@@ -47,10 +48,15 @@ def get_submit_problem(state: State, request: Request) -> Rejected | None:
         if any(row.request_id == request_id for row in frame.rows):
             detail = f"frame {frame.frame_id} still names {request_id!r}; commit it first"
             return Rejected(RejectCode.REQUEST_IN_FLIGHT, detail)
+    return get_size_problem(config, request)
+
+
+def get_size_problem(config: Config, request: Request) -> Rejected | None:
+    """Why this request is too large ever to be served, or None. Source: upstream #52520; P11."""
     problem = item_problem(config, request)
     if problem is not None:
         return problem
-    num_prompt = len(request.prompt_token_ids)
+    request_id, num_prompt = request.request_id, len(request.prompt_token_ids)
     if num_prompt >= config.max_model_len:
         detail = f"{request_id!r}: prompt {num_prompt} + 1 output > max_model_len"
         return Rejected(RejectCode.PROMPT_TOO_LONG, f"{detail} {config.max_model_len}; shorten it")

@@ -21,6 +21,7 @@ from blockstep.spec.releases import (
     identity,
     memory,
     order,
+    sessions,
     states,
 )
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
@@ -39,9 +40,10 @@ _STORIES: Mapping[Quirk, QuirkStory] = {
         identity,
         order,
         adapters,
-        grammars,
         drafts,
         flight,
+        sessions,
+        grammars,
         endings,
     )
     for story in theme.STORIES

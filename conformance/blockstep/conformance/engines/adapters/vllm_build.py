@@ -69,14 +69,18 @@ try:
     )
     from vllm.v1.request import Request as VllmRequest
 
-    from blockstep.conformance.engines.adapters.vllm_encoder import (
-        build_features,
-        install_encoder,
+    from blockstep.conformance.engines.adapters.vllm_grammars import (
+        BACKEND,
+        build_manager,
+        describe_grammar,
     )
-    from blockstep.conformance.engines.adapters.vllm_grammars import build_manager, describe_grammar
+    from blockstep.conformance.engines.adapters.vllm_items import build_features
 
     if RELEASE.has_encoder:
-        from blockstep.conformance.engines.adapters.vllm_offers import ask_for_offers
+        from blockstep.conformance.engines.adapters.vllm_encoder import (
+            ask_for_offers,
+            install_encoder,
+        )
     if RELEASE.has_repetition_detection:
         from vllm.sampling_params import RepetitionDetectionParams
     if RELEASE.has_hashing_module:
@@ -344,6 +348,15 @@ def read_embeds(embeds: torch.Tensor | None) -> TokenIds:
     return () if embeds is None else tuple(map(int, embeds[:, 0].tolist()))
 
 
+def _build_constraint(request: Request) -> StructuredOutputsParams | None:
+    """What constrains its output; the front end has chosen a backend by then."""
+    if not request.structured_output:
+        return None
+    constraint = StructuredOutputsParams(grammar=describe_grammar(request.grammar))
+    constraint._backend = BACKEND
+    return constraint
+
+
 def _build_sampling(request: Request) -> SamplingParams:
     detection = request.repetition_detection
     keywords = fit_keywords(
@@ -357,9 +370,7 @@ def _build_sampling(request: Request) -> SamplingParams:
         if detection is not None
         else None,
         skip_reading_prefix_cache=request.skip_reading_prefix_cache,
-        structured_outputs=StructuredOutputsParams(grammar=describe_grammar(request.grammar))
-        if request.structured_output
-        else None,
+        structured_outputs=_build_constraint(request),
     )
     sampling = SamplingParams(**keywords)
     # The way that the front end takes: where it stands, `Request` has no end-of-sequence token.

@@ -1,7 +1,7 @@
-"""The encoder of a run, in vLLM's own classes: items, budgets, and what is kept.
+"""The encoder of a run, in vLLM's own classes: budgets, what is kept, what comes from outside.
 
-    Request.items --> MultiModalFeatureSpec, PlaceholderRange     budgets --> EncoderCacheManager
-    what it holds --> EncoderSnapshot                             EncoderOffer --> `vllm_offers`
+    Request.items --> `vllm_items`     budgets -----> EncoderCacheManager --> EncoderSnapshot
+                                       EncoderOffer -> `Offers`, an EC connector of ours
 
 vLLM derives both budgets from its model's largest item and the token budget. There is no model
 here, so they are set when the scheduler is built, and the manager is built again, of its own class.
@@ -9,49 +9,77 @@ here, so they are set when the scheduler is built, and the manager is built agai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.config import ECTransferConfig
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager, EncoderDecoderCacheManager
 
 from blockstep.conformance.engine import EngineFault
 from blockstep.spec import vocabulary as v
 
 
-@lru_cache(maxsize=1024)
-def build_features(items: tuple[v.MultiModalItem, ...]) -> list[MultiModalFeatureSpec]:
-    """Items as a request has them, without what they show. To be copied before it is changed."""
-    return [
-        MultiModalFeatureSpec(
-            data=None,
-            modality="image",
-            identifier=item.identifier,
-            mm_position=PlaceholderRange(
-                offset=item.offset,
-                length=item.length,
-                is_embed=torch.tensor(item.is_embed) if item.is_embed else None,
-            ),
-        )
-        for item in items
-    ]
+class Loads(ECConnectorMetadata):  # type: ignore[misc]
+    """What a worker is to load instead of encoding it, in the order in which it was told."""
+
+    def __init__(self, inputs: Sequence[tuple[v.RequestId, int]]) -> None:
+        self.inputs = tuple(inputs)
 
 
-def read_features(features: Iterable[Any]) -> tuple[v.MultiModalItem, ...]:
-    """Items as vLLM has them now."""
-    return tuple(
-        v.MultiModalItem(
-            feature.identifier,
-            feature.mm_position.offset,
-            feature.mm_position.length,
-            is_embed=()
-            if feature.mm_position.is_embed is None
-            else tuple(map(bool, feature.mm_position.is_embed.tolist())),
-        )
-        for feature in features
+class Offers(ECConnectorBase):  # type: ignore[misc]
+    """A connector that holds what events say that it holds (the side of the scheduler)."""
+
+    def __init__(self, vllm_config: Any, role: Any) -> None:
+        super().__init__(vllm_config, role)
+        self.identifiers: frozenset[str] = frozenset()
+        self._inputs: list[tuple[v.RequestId, int]] = []
+
+    def has_cache_item(self, identifier: str) -> bool:
+        """Whether it holds an item."""
+        return identifier in self.identifiers
+
+    def update_state_after_alloc(self, request: Any, index: int) -> None:
+        """Room was made for an item: to be loaded, if it is held."""
+        if self.has_cache_item(request.mm_features[index].identifier):
+            self._inputs.append((request.request_id, index))
+
+    def build_connector_meta(self, scheduler_output: Any) -> ECConnectorMetadata:
+        """What was to be loaded since the last plan."""
+        del scheduler_output
+        inputs, self._inputs = self._inputs, []
+        return Loads(inputs)
+
+    def start_load_caches(self, encoder_cache: Any, **kwargs: Any) -> None:
+        """The side of the worker: there is none."""
+        raise NotImplementedError
+
+    def save_caches(self, encoder_cache: Any, mm_hash: str, **kwargs: Any) -> None:
+        """The side of the worker: there is none."""
+        raise NotImplementedError
+
+
+def ask_for_offers(vllm_config: Any) -> None:
+    """Have the release build `Offers` as its connector."""
+    vllm_config.ec_transfer_config = ECTransferConfig(
+        ec_connector=Offers.__name__, ec_connector_module_path=__name__, ec_role="ec_consumer"
     )
+
+
+def read_loads(metadata: Any) -> tuple[v.EncoderInputs, ...]:
+    """What the connector was told to load, by request.
+
+    Raises:
+        EngineFault: the plan has something else from a connector.
+    """
+    if metadata is None:
+        return ()
+    if not isinstance(metadata, Loads):
+        raise EngineFault(f"ec_connector_metadata in this plan is {metadata!r}")
+    found: dict[v.RequestId, list[int]] = {}
+    for name, index in metadata.inputs:
+        found.setdefault(name, []).append(index)
+    return read_inputs(found)
 
 
 def install_encoder(scheduler: Any, config: v.Config) -> None:

@@ -26,6 +26,8 @@ from vllm.v1.structured_output.backend_types import (
 
 from blockstep.spec import vocabulary as v
 
+BACKEND = "automata"
+"""The name of our backend; a run has one."""
 BITS = 32
 """Tokens in one word of a mask."""
 
@@ -129,7 +131,7 @@ class AutomatonBackend:
         self.vocab_size = vocab_size
 
     def compile_grammar(
-        self, request_type: StructuredOutputOptions, grammar_spec: str
+        self, request_type: StructuredOutputOptions, grammar_spec: str, **_keywords: Any
     ) -> StructuredOutputGrammar:
         """The automaton that `describe_grammar` wrote."""
         del request_type
@@ -194,11 +196,13 @@ class EndOfReasoning:
         return self.token_id in delta_ids
 
 
-def begin_compilation(manager: StructuredOutputManager, request: Any) -> None:
+def begin_compilation(
+    manager: StructuredOutputManager, request: Any, end_token_id: v.TokenId | None
+) -> None:
     """Do what front end and engine do with a new request before the scheduler sees it."""
     structured = request.structured_output_request
-    if structured is not None and manager.reasoner is not None:
-        structured.reasoning_ended = manager.reasoner.is_reasoning_end(request.prompt_token_ids)
+    if structured is not None and end_token_id is not None:
+        structured.reasoning_ended = end_token_id in request.prompt_token_ids
     manager.grammar_init(request)
 
 
@@ -215,9 +219,14 @@ def build_manager(vllm_config: Any, config: v.Config) -> StructuredOutputManager
     plugs: Any = manager
     # A tokenizer would make a pool of threads and one of the backends; we have none.
     plugs.executor = EventExecutor()
+    plugs.tokenizer = None
     plugs.backend = AutomatonBackend(vllm_config.model_config.get_vocab_size())
-    if config.reasoning_end_token_id is not None:
-        plugs.reasoner = EndOfReasoning(config.reasoning_end_token_id)
+    plugs.backend_name = BACKEND
+    end = config.reasoning_end_token_id
+    if end is not None:
+        # Older releases have one for all requests, newer ones make one for each.
+        plugs.reasoner = EndOfReasoning(end)
+        plugs.reasoner_cls = lambda tokenizer: EndOfReasoning(end)  # noqa: ARG005
     plugs.enable_in_reasoning = config.enable_in_reasoning
     return manager
 

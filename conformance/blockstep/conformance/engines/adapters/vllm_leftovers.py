@@ -16,13 +16,13 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.engines.adapters.vllm_build import RELEASE
-from blockstep.conformance.engines.adapters.vllm_encoder import read_features
 from blockstep.conformance.engines.adapters.vllm_fields import (
     UNUSED,
     find_unknown,
     get_unknown_note,
     is_empty,
 )
+from blockstep.conformance.engines.adapters.vllm_items import read_features
 from blockstep.conformance.engines.adapters.vllm_names import get_lora_name
 from blockstep.conformance.engines.adapters.vllm_state import Run
 from blockstep.spec import vocabulary as v

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.engines.adapters.vllm_build import RELEASE, read_embeds
-from blockstep.conformance.engines.adapters.vllm_encoder import read_inputs
 from blockstep.conformance.engines.adapters.vllm_grammars import read_allowed
 from blockstep.conformance.engines.adapters.vllm_state import Run
 from blockstep.spec import vocabulary as v
 
 if RELEASE.has_encoder:
-    from blockstep.conformance.engines.adapters.vllm_offers import read_loads
+    from blockstep.conformance.engines.adapters.vllm_encoder import read_inputs, read_loads
 
 
 def read_plan(
@@ -23,6 +23,11 @@ def read_plan(
 ) -> v.Plan:
     """Source: `SchedulerOutput`."""
     has_masks, is_pending = _read_mask_flags(run, output)
+    inputs: tuple[v.EncoderInputs, ...] = ()
+    loads: tuple[v.EncoderInputs, ...] = ()
+    if run.config.encoder_cache_size:
+        inputs = read_inputs(output.scheduled_encoder_inputs)
+        loads = read_loads(output.ec_connector_metadata)
     return v.Plan(
         frame_id=frame_id,
         new=_read_new_rows(run, output),
@@ -31,10 +36,8 @@ def read_plan(
         preempted_req_ids=tuple(sorted(preempted)),
         num_common_prefix_blocks=tuple(output.num_common_prefix_blocks),
         new_block_ids_to_zero=tuple(getattr(output, "new_block_ids_to_zero", None) or ()),
-        scheduled_encoder_inputs=read_inputs(output.scheduled_encoder_inputs),
-        external_encoder_inputs=read_loads(output.ec_connector_metadata)
-        if RELEASE.has_encoder
-        else (),
+        scheduled_encoder_inputs=inputs,
+        external_encoder_inputs=loads,
         free_encoder_mm_hashes=tuple(output.free_encoder_mm_hashes),
         has_structured_output_requests=has_masks,
         pending_structured_output_tokens=is_pending,
@@ -167,7 +170,7 @@ def _get_told_cached(run: Run, row: EngineCoreOutput) -> int:
     return known.num_cached_tokens
 
 
-def read_mask(run: Run, frame: SchedulerOutput, output: GrammarOutput | None) -> v.GrammarOutput:
+def read_mask(run: Run, frame: SchedulerOutput, output: Any) -> v.GrammarOutput:
     """The mask of a frame: a row for each draft of a request, and one more.
 
     Who has a grammar that allows everything has rows in vLLM and none in ours; they must be full.

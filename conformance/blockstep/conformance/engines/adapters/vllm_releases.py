@@ -163,9 +163,6 @@ def _list_until_0_19() -> tuple[Release, ...]:
         has_pause=True,
         has_repetition_detection=True,
         has_step_budget=True,
-        has_sessions=True,
-        has_frame_masks=True,
-        has_encoder=True,
     )
     r0180 = replace(r0170, version="0.18.0", packages=SINCE_0_18, has_skipped_waiting=True)
     r0190 = replace(
@@ -175,13 +172,24 @@ def _list_until_0_19() -> tuple[Release, ...]:
         has_exact_ends=True,
         has_mixed_groups=True,
         has_recurrent_groups=True,
+        has_sessions=True,
+        has_frame_masks=True,
+        has_encoder=True,
     )
     return (r0110, r0111, r0120, r0150, r0160, r0170, r0180, r0190)
 
 
 def _build_table() -> Mapping[str, Release]:
     older = _list_until_0_19()
-    r0200 = replace(older[-1], version="0.20.0", has_prefill_stats=True)
+    r0200 = replace(
+        older[-1],
+        version="0.20.0",
+        has_prefill_stats=True,
+        # Not tried there.
+        has_sessions=False,
+        has_frame_masks=False,
+        has_encoder=False,
+    )
     r0220 = replace(r0200, version="0.22.0", environment=(("VLLM_USE_V2_MODEL_RUNNER", "0"),))
     r0240 = replace(r0220, version="0.24.0", packages=SINCE_0_24)
     r0250 = replace(r0240, version="0.25.0", pads_drafts=True)

@@ -17,6 +17,7 @@ RESUMED_TOO_EARLY = "resumed before its tokens (#47900)"
 PAST_THE_END = "min_tokens at the model length"
 BEHIND_DRAFTS = "a plan behind drafts in flight: fewer than no tokens"
 BEYOND_MAX_LORAS = "a plan with rows of more adapters than max_loras"
+ENDS_AMONG_THE_SKIPPED = "a preempted request passed over for its adapter before its frame ends it"
 BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks than there are"
 PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
 FAILED_GRAMMAR = "a grammar that fails: the next plan raises what its compilation did"
@@ -99,6 +100,8 @@ def find_reason(run: Run, event: v.Event) -> str | None:
                 return BEHIND_STATES
             if _is_beyond_max_loras(run):
                 return BEYOND_MAX_LORAS
+            if _may_end_among_the_skipped(run, waiting):
+                return ENDS_AMONG_THE_SKIPPED
             return _find_padding_problem(run, waiting)
     return None
 
@@ -151,6 +154,22 @@ def _is_beyond_max_loras(run: Run) -> bool:
             seated.add(request.lora_request.lora_int_id)
         budget -= min(num_tokens, budget)
     return len(seated) > cap
+
+
+def _may_end_among_the_skipped(run: Run, waiting: list[VllmRequest]) -> bool:
+    """Whether a preempted request with a frame in flight may be passed over for its adapter.
+
+    If that frame ends it, it is taken out of one queue, and stays in that of who was passed over.
+    """
+    if not run.config.max_loras or not RELEASE.has_skipped_waiting:
+        return False
+    in_flight = {name for frame in run.frames.values() for name in frame.num_scheduled_tokens}
+    return any(
+        request.status.name == "PREEMPTED"
+        and request.lora_request is not None
+        and request.request_id in in_flight
+        for request in waiting
+    )
 
 
 def _is_sure_to_end(request: VllmRequest) -> bool:

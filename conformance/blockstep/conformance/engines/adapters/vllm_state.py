@@ -20,10 +20,13 @@ from blockstep.conformance.engines.adapters.vllm_build import (
     build_hasher,
     build_scheduler,
 )
-from blockstep.conformance.engines.adapters.vllm_encoder import build_features, read_encoder
 from blockstep.conformance.engines.adapters.vllm_grammars import begin_compilation
+from blockstep.conformance.engines.adapters.vllm_items import build_features
 from blockstep.conformance.engines.adapters.vllm_names import Digests, Known
 from blockstep.spec import vocabulary as v
+
+if RELEASE.has_encoder:
+    from blockstep.conformance.engines.adapters.vllm_encoder import read_encoder
 
 STATUSES = {"WAITING_FOR_FSM": v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}
 """Names that a status had in older releases."""
@@ -82,7 +85,8 @@ class Run:
     def compile_grammar(self, request: VllmRequest) -> None:
         """What the front end does with a request before the scheduler sees it."""
         if RELEASE.has_plain_grammar:
-            begin_compilation(self.scheduler.structured_output_manager, request)
+            manager = self.scheduler.structured_output_manager
+            begin_compilation(manager, request, self.config.reasoning_end_token_id)
 
     def get_key(self, carried: bytes) -> v.BlockKey:
         """The key of a block that carries this: a digest, or several, and its group."""
