@@ -108,6 +108,17 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.FRESH_STATES_ARE_WAITED_FOR,
                 Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
                 Quirk.WITHDRAWN_BLOCKS_ARE_ZEROED,
+                Quirk.PLACES_OF_ITEMS_ARE_ONE,
+                Quirk.ASKING_EVICTS_AND_HOLDS,
+                Quirk.ITEMS_HELD_WITHOUT_A_ROW,
+                Quirk.WITHDRAWN_ITEMS_STAY,
+                Quirk.RESTORED_COMPUTE_IS_FORGOTTEN,
+                Quirk.ROOM_IS_ASKED_BEFORE_NEED,
+                Quirk.HEAD_READS_AHEAD_OF_THE_ENCODER,
+                Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM,
+                Quirk.LOADED_ITEMS_NEED_COMPUTE,
+                Quirk.REMADE_ITEMS_ARE_DROPPED,
+                Quirk.ROOM_BESIDE_GROWS,
             }
         ),
         frozenset(

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from blockstep.spec.beside.grammar import Stand, get_first_stand
 from blockstep.spec.hashing import extend_block_keys
-from blockstep.spec.lives.endings import get_without_ended
+from blockstep.spec.lives.endings import get_given_up, get_without_ended
 from blockstep.spec.lives.lifecycle import get_size_problem
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.groups import compute_num_skipped_blocks
@@ -73,8 +73,8 @@ def process_streaming_update(
         return replace(state, requests=FrozenMap(requests)), Ack()
     if not update.resumable:
         del requests[update.request_id]
-        pool = release_slots(state.pool, request, state.rules)
-        state = replace(state, pool=pool, requests=FrozenMap(requests))
+        pool, encoder = get_given_up(state.pool, state.encoder, request, state.rules)
+        state = replace(state, pool=pool, requests=FrozenMap(requests), encoder=encoder)
         return get_without_ended(state, [update.request_id]), Aborted((update.request_id,))
     requests[update.request_id] = get_continued(state.config, request, update, state.rules)
     state = replace(state, requests=FrozenMap(requests))
