@@ -100,6 +100,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.CHUNKS_ROUND_TO_NOTHING,
                 Quirk.SESSIONS_KEEP_THEIR_BLOCKS,
                 Quirk.SESSIONS_KEEP_MAX_TOKENS,
+                Quirk.SESSIONS_KEEP_THEIR_GRAMMAR,
                 Quirk.SESSION_KEYS_ARE_APPENDED,
                 Quirk.SESSIONS_KEEP_WHAT_IS_COMPUTED,
                 Quirk.SESSIONS_KEEP_THEIR_PROMISES,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from blockstep.spec.beside.encoder import Encoder, Holder
-from blockstep.spec.beside.grammar import Follow
+from blockstep.spec.beside.grammar import Follow, Stand
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Frame, FrameRow, Hit, Holding, RequestState
 from blockstep.spec.vocabulary import (
@@ -150,6 +150,8 @@ class Rules:
     # sessions
     get_num_kept: Callable[[RequestState], int]
     """Leading tokens that a session keeps of a chunk that has stopped."""
+    get_stand_of_chunk: Callable[[Config, RequestState, TokenIds], Stand]
+    """Where the outputs of a new chunk stand in its grammar: (.., .., prompt)."""
     get_num_kept_keys: Callable[[RequestState, int], int]
     """Leading block keys that it keeps: (.., full blocks of kept tokens)."""
     get_chunk_request: Callable[[Request, Request], Request]

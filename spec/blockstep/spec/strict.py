@@ -24,6 +24,7 @@ from blockstep.spec.lives.sessions import (
     get_chunk_request,
     get_num_kept,
     get_num_kept_keys,
+    get_stand_of_chunk,
     get_stopped,
 )
 from blockstep.spec.memory.prefix import get_joint_hit
@@ -104,6 +105,7 @@ STRICT_RULES: Final = Rules(
     get_reset_request=get_reset_request,
     names_victims_of_resets=False,
     get_num_kept=get_num_kept,
+    get_stand_of_chunk=get_stand_of_chunk,
     get_num_kept_keys=get_num_kept_keys,
     get_chunk_request=get_chunk_request,
     get_stopped=get_stopped,

@@ -73,6 +73,7 @@ class Quirk(StrEnum):
     ROOM_BESIDE_GROWS = "room_beside_grows"
     SESSIONS_KEEP_THEIR_BLOCKS = "sessions_keep_their_blocks"
     SESSIONS_KEEP_MAX_TOKENS = "sessions_keep_max_tokens"
+    SESSIONS_KEEP_THEIR_GRAMMAR = "sessions_keep_their_grammar"
     SESSION_KEYS_ARE_APPENDED = "session_keys_are_appended"
     SESSIONS_KEEP_WHAT_IS_COMPUTED = "sessions_keep_what_is_computed"
     SESSIONS_KEEP_THEIR_PROMISES = "sessions_keep_their_promises"
