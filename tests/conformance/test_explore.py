@@ -98,6 +98,8 @@ WORLD_ROWS = rows_of("| world | states | transitions | refused | depth | what |"
 QUIRK_ROWS = rows_of("| quirk | differs after | in | violates after | in world | property |")
 UNSEEN = {Quirk.ONLY_FULL_ATTENTION_IS_ZEROED}
 """Quirks that no transition of a walk shows as wrong: what is zeroed is the worker's to say."""
+UNREACHED = {Quirk.HEAD_LOOKS_BEHIND_ONCE}
+"""Quirks that no world is small enough for."""
 DEFECT_ROWS = {
     name: (length, world, difference)
     for world, (defects,) in rows_of("| world | defect, events, first difference |").items()
@@ -317,6 +319,9 @@ def test_a_quirk_breaks_a_property_of_its_story_by_the_program_of_the_page(
 ) -> None:
     quirk = story.quirk
     differs_after, there, violates_after, world, sentence = QUIRK_ROWS[quirk]
+    if quirk in UNREACHED:
+        assert {*QUIRK_ROWS[quirk]} == {NOWHERE}
+        return
     without = Profile("without", frozenset(story.upon))
     differs = walk(Task(WORLDS[there], without, properties=False, quirk=quirk))
     assert str(len(differs.path)) == differs_after
