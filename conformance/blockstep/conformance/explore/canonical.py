@@ -20,6 +20,7 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 from blockstep.conformance.explore.world import World
+from blockstep.spec.beside.encoder import Encoder
 from blockstep.spec.requests import FrameRow, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import BlockKey, PauseState, RequestId, Status, TokenId, TokenIds
@@ -94,6 +95,7 @@ class Canonicaliser:
             tuple(sorted(tuple(places[block_id] for block_id in blocks) for blocks in equals)),
             frames,
             *(tuple(sorted(labels[name] for name in names)) for names in _get_sets(state)),
+            *_encoder_form(state.encoder, labels),
         )
 
     def _label(self, state: State) -> dict[RequestId, tuple[int, int]]:
@@ -184,6 +186,17 @@ def _session_form(request: RequestState) -> Form:
     ends = (asked.min_tokens, asked.eos_token_id, asked.stop_token_ids, asked.arrival_time)
     items = [(item.identifier, item.offset) for item in asked.items]
     return asked.prompt_token_ids, asked.max_tokens, *ends, *items, tuple(chunks)
+
+
+def _encoder_form(encoder: Encoder, labels: Mapping[RequestId, Any]) -> Form:
+    """What is kept of items, and who holds it; between two steps there is no more."""
+    if not encoder.size:
+        return ()
+    entries = []
+    for name, entry in sorted(encoder.entries.items()):
+        holders = sorted((labels[holder], index) for holder, index in entry.holders)
+        entries.append((name, entry.num_embeds, tuple(holders)))
+    return encoder.size, tuple(entries), encoder.freeable, encoder.offered, encoder.freed
 
 
 def _get_sets(state: State) -> tuple[Iterable[RequestId], ...]:
