@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from blockstep.spec.beside.grammar import Follow
+from blockstep.spec.beside.grammar import Follow, Stand
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Frame, FrameRow, Hit, Holding, RequestState
 from blockstep.spec.vocabulary import (
@@ -134,8 +134,8 @@ class Rules:
     # grammars
     get_next_stand: Follow
     """Where a token leads in a grammar, within one step."""
-    get_settled: Callable[[Config, RequestState, TokenIds], RequestState]
-    """A request with a grammar behind a step that delivered these tokens."""
+    get_settled: Callable[[Config, Stand, RequestState, TokenIds], RequestState]
+    """A request with a grammar behind a step: (.., where it stood before, the request, tokens)."""
     masks_behind_placeholders: bool
     """Whether a mask says anything of positions behind a draft that is a placeholder."""
     has_mask_row: Callable[[Frame, FrameRow, RequestState], bool]
