@@ -6,8 +6,9 @@ takes its decisions from. Who draws an action sees a `View`: what any client cou
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from random import Random
 from typing import Protocol, TypeAlias, TypeVar
@@ -114,9 +115,17 @@ class View:
     """Nobody compares, so aborts are tried often, and of those in flight above all: what they leave
     behind shows in nothing else."""
 
+    ready: set[v.RequestId] = field(default_factory=set)
+    """Whose grammars were said to be compiled."""
+
     def note(self, action: Action) -> None:
         """An action was done."""
-        self.num_submitted += isinstance(action, v.Submit)
+        match action:
+            case v.Submit(request=request):
+                self.num_submitted += 1
+                self.ready.discard(request.request_id)
+            case v.GrammarReady(request_id=name):
+                self.ready.add(name)
 
 
 Drawing: TypeAlias = Callable[[View, Draw], Action]
@@ -199,6 +208,8 @@ def grammar_ready(view: View, draw: Draw) -> Action:
     """A grammar is compiled, of one that waits for it if there is one."""
     live = view.client.live
     waiting = [name for name, request in live.items() if request.structured_output]
+    if view.swarm.has(MASKS) and draw.chance(85):
+        waiting = [name for name in waiting if name not in view.ready] or waiting
     return v.GrammarReady(draw.choice(waiting or [*live, "nobody"]))
 
 
@@ -309,9 +320,8 @@ def is_enabled(name: str, view: View) -> bool:
 def next_action(view: View, draw: Draw) -> Action:
     """Draw an action by weight, and its details."""
     names = [name for name in ACTIONS if is_enabled(name, view)]
-    weights = [_weight(name, view) for name in names]
-    ticket = draw.integer(1, sum(weights))
-    chosen = next(index for index, total in enumerate(accumulate(weights)) if ticket <= total)
+    totals = [*accumulate([_weight(name, view) for name in names])]
+    chosen = bisect_left(totals, draw.integer(1, totals[-1]))
     return ACTIONS[names[chosen]].draw(view, draw)
 
 

@@ -166,11 +166,24 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
         request.grammar_ready,
         request.stand.state,
         request.stand.reasoning_ended,
+        request.junction,
+        *_session_form(request),
     )
 
 
-def _get_flags(row: FrameRow) -> tuple[bool, ...]:
-    return row.samples, row.is_dropped, row.has_mask, row.is_masked
+def _get_flags(row: FrameRow) -> tuple[int, ...]:
+    return row.samples, row.is_dropped, row.num_in_doubt, row.has_mask, row.is_masked
+
+
+def _session_form(request: RequestState) -> Form:
+    """What has become of a session, and of the chunks to come when they came: nothing of others."""
+    asked = request.request
+    if not asked.resumable:
+        return ()
+    chunks = [(one.prompt_token_ids, one.max_tokens, one.resumable) for one in request.updates]
+    ends = (asked.min_tokens, asked.eos_token_id, asked.stop_token_ids, asked.arrival_time)
+    items = [(item.identifier, item.offset) for item in asked.items]
+    return asked.prompt_token_ids, asked.max_tokens, *ends, *items, tuple(chunks)
 
 
 def _get_sets(state: State) -> tuple[Iterable[RequestId], ...]:

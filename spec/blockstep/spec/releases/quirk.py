@@ -60,8 +60,20 @@ class Quirk(StrEnum):
     ONLY_FULL_ATTENTION_IS_ZEROED = "only_full_attention_is_zeroed"
     WITHDRAWN_BLOCKS_ARE_ZEROED = "withdrawn_blocks_are_zeroed"
     ADAPTERS_OF_ROWS_ONLY = "adapters_of_rows_only"
+    PLACES_OF_ITEMS_ARE_ONE = "places_of_items_are_one"
+    ASKING_EVICTS_AND_HOLDS = "asking_evicts_and_holds"
+    ITEMS_HELD_WITHOUT_A_ROW = "items_held_without_a_row"
+    WITHDRAWN_ITEMS_STAY = "withdrawn_items_stay"
+    RESTORED_COMPUTE_IS_FORGOTTEN = "restored_compute_is_forgotten"
+    ROOM_IS_ASKED_BEFORE_NEED = "room_is_asked_before_need"
+    HEAD_READS_AHEAD_OF_THE_ENCODER = "head_reads_ahead_of_the_encoder"
+    HEAD_NEVER_BEGINS_A_WHOLE_ITEM = "head_never_begins_a_whole_item"
+    LOADED_ITEMS_NEED_COMPUTE = "loaded_items_need_compute"
+    REMADE_ITEMS_ARE_DROPPED = "remade_items_are_dropped"
+    ROOM_BESIDE_GROWS = "room_beside_grows"
     SESSIONS_KEEP_THEIR_BLOCKS = "sessions_keep_their_blocks"
     SESSIONS_KEEP_MAX_TOKENS = "sessions_keep_max_tokens"
+    SESSIONS_KEEP_THEIR_GRAMMAR = "sessions_keep_their_grammar"
     SESSION_KEYS_ARE_APPENDED = "session_keys_are_appended"
     SESSIONS_KEEP_WHAT_IS_COMPUTED = "sessions_keep_what_is_computed"
     SESSIONS_KEEP_THEIR_PROMISES = "sessions_keep_their_promises"
@@ -70,6 +82,12 @@ class Quirk(StrEnum):
     MASK_OF_WHO_SAMPLES_BY_NOW = "mask_of_who_samples_by_now"
     REASONING_ENDS_WITH_ITS_STEP = "reasoning_ends_with_its_step"
     REASONING_ENDS_AT_THE_LAST_TOKEN = "reasoning_ends_at_the_last_token"  # noqa: S105 - as above
+    HEAD_LOOKS_BEHIND_ONCE = "head_looks_behind_once"
+    HEAD_GIVES_BACK_THE_LAST_BLOCK = "head_gives_back_the_last_block"
+    WINDOWS_RESERVE_STEPS_IN_FLIGHT = "windows_reserve_steps_in_flight"
+    ALL_IN_FLIGHT_IS_IN_DOUBT = "all_in_flight_is_in_doubt"
+    STATES_ARE_LEFT_AT_ONCE = "states_are_left_at_once"
+    CHUNKS_END_AT_CHECKPOINTS = "chunks_end_at_checkpoints"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from blockstep.spec.memory.slots import allocate_slots, skip_slots
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import NOTHING_HELD, RequestState
+from blockstep.spec.requests import NOTHING_HELD, RequestState, count_in_doubt
 from blockstep.spec.step.giving import process_giving
 from blockstep.spec.step.queues import process_prepend, select_victim
 from blockstep.spec.step.work import Step
@@ -32,7 +32,7 @@ def process_claim(
     config, rules = step.state.config, step.state.rules
     request = step.requests[step.running[index]]
     if config.groups:
-        num_in_doubt = rules.get_num_in_doubt(step.state.frames, request.request_id)
+        num_in_doubt = count_in_doubt(step.state.frames, request.request_id)
         step.pool, request = skip_slots(config, step.pool, request, num_in_doubt, rules)
         step.requests[request.request_id] = request
     while True:
@@ -71,10 +71,13 @@ def process_preemption(step: Step, victim_index: int) -> RequestId:
     config, rules = step.state.config, step.state.rules
     victim_id = step.running.pop(victim_index)
     # select
-    step.withdraw(victim_id)
+    victim = step.requests[victim_id]
+    if step.withdraw(victim_id):
+        order = [row.request_id for row in step.rows]
+        step.encoder = rules.withdraw_items(step.encoder, victim.request, order)
+    step.encoder = rules.free_items(step.encoder, victim.request, None)
     step.preempted.append(victim_id)
     # pool, requests
-    victim = step.requests[victim_id]
     step.pool = rules.revoke_slots(step.pool, victim, config.block_sizes, rules)
     step.requests[victim_id] = rules.get_preempted(victim)
     step.stats = replace(step.stats, preemptions=step.stats.preemptions + 1)

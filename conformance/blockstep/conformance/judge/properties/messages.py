@@ -66,7 +66,7 @@ def rows_stand_in_the_order_of_the_running_list(step: Step, _ledger: Ledger) -> 
     new = [row.request_id for row in plan.new]
     resumed = [row.request_id for row in plan.cached if row.resumed]
     running = [row.request_id for row in plan.cached if not row.resumed]
-    for names in (new, running, resumed):
+    for names in filter(None, (new, running, resumed)):
         if any(name not in place for name in names):
             yield Complaint(f"{names} have rows, but not all of them run")
         elif names != sorted(names, key=place.__getitem__):
