@@ -11,9 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from blockstep.spec.beside.grammar import Follow, Stand
 from blockstep.spec.beside.encoder import Encoder, Holder
-from blockstep.spec.beside.grammar import Follow
+from blockstep.spec.beside.grammar import Follow, Stand
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Frame, FrameRow, Hit, Holding, RequestState
 from blockstep.spec.vocabulary import (
