@@ -77,7 +77,7 @@ class Run:
             if items:
                 target.mm_features = []
             if found:
-                digests.learn(known, found, target.all_token_ids)
+                digests.learn(known, len(target.block_hashes), found, target.all_token_ids)
             return found
 
         return hash_blocks
