@@ -35,10 +35,11 @@ HOST: Final = frozenset(
         "groups",
         "common prefix",
         "adapters",
+        "masks",
     )
 )
-"""Everything but sessions, masks and an encoder."""
-COMPILED: Final = HOST - {"groups", "common prefix", "adapters"}
+"""Everything but sessions and an encoder."""
+COMPILED: Final = HOST - {"groups", "common prefix", "adapters", "masks"}
 """The same for one KV-cache group, without its hint to the worker and what requests bring along."""
 
 
@@ -81,7 +82,7 @@ def list_needed(config: Config) -> frozenset[str]:
         "pipeline": several and not config.async_scheduling,
         "groups": bool(config.groups),
         "adapters": config.max_loras > 0,
-        "encoder": config.encoder_cache_size > 0,
         "masks": config.reasoning_end_token_id is not None,
+        "encoder": config.encoder_cache_size > 0,
     }
     return frozenset(name for name, is_asked in asked.items() if is_asked)

@@ -9,20 +9,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain, pairwise
 
+from blockstep.spec.beside.encoder import count_free, count_freeable
+from blockstep.spec.beside.grammar import (
+    get_first_stand,
+    get_next_stand,
+    get_stand_behind,
+    get_stands,
+)
 from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.memory.groups import (
     compute_max_doubt,
     compute_max_held_blocks,
     compute_max_reach,
     compute_num_skipped_blocks,
+    count_tokens_across,
+    get_num_slots_of,
 )
-from blockstep.spec.requests import NOTHING_HELD, count_drafts_in_flight, without_nulls
+from blockstep.spec.requests import (
+    NOTHING_HELD,
+    RequestState,
+    count_drafts_in_flight,
+    without_nulls,
+)
 from blockstep.spec.state import State
 from blockstep.spec.step.queues import get_rank
 from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
     NULL_BLOCK,
     BlockId,
     BlockKey,
+    Config,
     GroupKind,
     Policy,
     RequestId,
@@ -102,10 +118,12 @@ def is_every_attended_block_held(state: State) -> bool:
     whose states of drafts move on. There attended is what the next row may go on from, and the
     blocks for states behind drafts. Source: P1, P8.
     """
-    for request in [state.requests[name] for name in state.running]:
+    for request in [it for it in state.requests.values() if any(it.block_tables)]:
         num_computed = request.num_computed_tokens
         num_certain = num_computed - count_drafts_in_flight(state.frames, request.request_id)
         for group, table in zip(state.config.kv_groups, request.block_tables, strict=True):
+            if group.kind is GroupKind.CROSS_ATTENTION:
+                continue
             num_blocks = len(table) - group.num_speculative_blocks
             is_gap_free = group.kind is not GroupKind.RECURRENT
             if is_gap_free and NULL_BLOCK in table[table.count(NULL_BLOCK) :]:
@@ -146,23 +164,60 @@ def is_every_request_in_one_place(state: State) -> bool:
     )
 
 
+def may_hold_blocks(request: RequestState) -> bool:
+    """Whether it runs, or is a session that has run. Source: P17."""
+    return request.status is Status.RUNNING or (
+        request.request.resumable
+        and request.status in (Status.WAITING, Status.WAITING_FOR_STREAMING_REQ)
+    )
+
+
+def is_every_rest_behind_a_stop(state: State) -> bool:
+    """A session rests only without further input, and nothing of it is in flight or promised.
+
+    It has computed what it keeps, or holds nothing. Source: P10, P12, P17.
+    """
+    in_flight = {
+        row.request_id for frame in state.frames for row in frame.rows if not row.is_dropped
+    }
+    return all(
+        request.request.resumable
+        and not request.updates
+        and request.request_id not in in_flight
+        and (request.num_output_placeholders, request.spec_token_ids) == (0, ())
+        and request.num_computed_tokens in (0, request.num_known_tokens - 1)
+        for request in state.requests.values()
+        if request.status is Status.WAITING_FOR_STREAMING_REQ
+    )
+
+
 def is_token_accounting_sound(state: State) -> bool:
     """Computed tokens are known, but for drafts in flight; only running requests have any.
 
     Source: P12.
     """
     drafts = {
-        row.request_id: len(row.draft_token_ids) for frame in state.frames for row in frame.rows
+        row.request_id: len(row.draft_token_ids)
+        for frame in state.frames
+        for row in frame.rows
+        if not row.is_dropped
     }
     return all(
         0
         <= request.num_computed_tokens
         <= request.num_known_tokens
         + (request.num_output_placeholders or drafts.get(request.request_id, 0))
-        and (request.status is Status.RUNNING or {*request.holdings} == {*NOTHING_HELD})
-        and (all(request.block_tables) or request.num_computed_tokens == 0)
+        and (may_hold_blocks(request) or {*request.holdings} == {*NOTHING_HELD})
+        and (request.num_computed_tokens == 0 or is_every_table_begun(state.config, request))
         for request in state.requests.values()
     )
+
+
+def is_every_table_begun(config: Config, request: RequestState) -> bool:
+    """There is a block in each table, but for one across to no items. Source: P12."""
+    num_across = count_tokens_across(config, request.request)
+    groups = zip(config.kv_groups, request.block_tables, strict=True)
+    return all(table or get_num_slots_of(group, 1, num_across) == 0 for group, table in groups)
 
 
 def is_every_placeholder_in_flight(state: State) -> bool:
@@ -172,7 +227,8 @@ def is_every_placeholder_in_flight(state: State) -> bool:
     """
     promised: dict[RequestId, int] = {}
     if state.config.async_scheduling:
-        for row in (row for frame in state.frames for row in frame.rows if row.samples):
+        rows = [row for frame in state.frames for row in frame.rows if not row.is_dropped]
+        for row in (row for row in rows if row.samples):
             tokens = 1 + len(row.draft_token_ids)
             promised[row.request_id] = promised.get(row.request_id, 0) + tokens
     return all(
@@ -187,6 +243,30 @@ def is_every_placeholder_in_flight(state: State) -> bool:
     )
 
 
+def is_every_grammar_in_step(state: State) -> bool:
+    """A grammar stands where the outputs lead it, and accepts the drafts that follow. Source: P23.
+
+    Those are the drafts that are known: attached, or in a frame that waits for its answer alone.
+    """
+    config = state.config
+    for request in state.requests.values():
+        grammar, asked = request.request.grammar, request.request
+        if grammar is None:
+            continue
+        first = get_first_stand(config, asked.prompt_token_ids)
+        outputs = request.output_token_ids
+        if get_stand_behind(config, grammar, first, outputs, get_next_stand) != request.stand:
+            return False
+        rows = [row for frame in state.frames for row in frame.rows if row.has_mask]
+        mine = [row.verifiable_drafts for row in rows if row.request_id == request.request_id]
+        for drafts in (request.spec_token_ids, *mine[:1]):
+            known = tuple([token for token in drafts if token != DRAFT_PLACEHOLDER])
+            stands = get_stands(config, grammar, request.stand, known, get_next_stand)
+            if len(stands) <= len(known):
+                return False
+    return True
+
+
 def is_within_limits(state: State) -> bool:
     """Seats, frames and adapters are within their limits. Source: P9."""
     config = state.config
@@ -196,6 +276,38 @@ def is_within_limits(state: State) -> bool:
         and len(state.frames) <= config.max_frames_in_flight
         and not 0 < config.max_loras < len(adapters)
     )
+
+
+def is_encoder_cache_exact(state: State) -> bool:
+    """No more is kept than there is room for; freeable is what nobody holds, once each.
+
+    Between two steps nothing is planned. Source: vLLM 0.19.1 `EncoderCacheManager`; P9, P22.
+    """
+    encoder = state.encoder
+    unheld = [name for name, entry in encoder.entries.items() if not entry.holders]
+    return (
+        0 <= count_free(encoder) <= count_freeable(encoder) <= encoder.size
+        and sorted(encoder.freeable) == sorted(unheld)
+        and (encoder.budget, encoder.planned, encoder.evicted) == (0, (), ())
+        and not (encoder.entries if not encoder.is_shared else encoder.freed)
+    )
+
+
+def is_every_held_item_needed(state: State) -> bool:
+    """An entry is held for places of its item that a running request has not computed yet.
+
+    Source: P7, P22.
+    """
+    for identifier, entry in state.encoder.entries.items():
+        for name, index in entry.holders:
+            if name not in state.running:
+                return False
+            request = state.requests[name]
+            item = request.request.items[index]
+            is_behind = item.offset + item.length <= request.num_computed_tokens
+            if item.identifier != identifier or is_behind:
+                return False
+    return True
 
 
 def is_priority_queue_sorted(state: State) -> bool:
@@ -217,9 +329,13 @@ INVARIANTS: tuple[Callable[[State], bool], ...] = (
     is_every_attended_block_held,
     is_every_window_as_small_as_charged,
     is_every_request_in_one_place,
+    is_every_rest_behind_a_stop,
     is_token_accounting_sound,
     is_every_placeholder_in_flight,
+    is_every_grammar_in_step,
     is_within_limits,
+    is_encoder_cache_exact,
+    is_every_held_item_needed,
     is_priority_queue_sorted,
 )
 

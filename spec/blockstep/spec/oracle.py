@@ -19,8 +19,14 @@ from blockstep.spec.vocabulary import (
     Config,
     Drafts,
     DraftsTaken,
+    EncoderOffer,
+    EncoderReset,
     Event,
+    GrammarBitmask,
+    GrammarFailed,
+    GrammarOutput,
     GrammarReady,
+    GrammarRow,
     Observation,
     Outputs,
     PauseState,
@@ -35,6 +41,7 @@ from blockstep.spec.vocabulary import (
     SetPause,
     Snapshot,
     Status,
+    StreamingUpdate,
     Submit,
     event_problem,
     item_problem,
@@ -109,6 +116,26 @@ class Oracle:
         """Report that the grammar of a request is compiled."""
         self._accepted(GrammarReady(request_id))
 
+    def update(self, request: Request) -> tuple[RequestId, ...]:
+        """Go on with a session, or end it if `request` is not resumable; returns who ended."""
+        answer = self._accepted(StreamingUpdate(request))
+        return answer.request_ids if isinstance(answer, Aborted) else ()
+
+    def grammar_failed(self, request_id: RequestId) -> Outputs:
+        """Report that the grammar of a request cannot be had; it ends."""
+        outputs = self._accepted(GrammarFailed(request_id))
+        assert isinstance(outputs, Outputs), "GrammarFailed is answered with Outputs"
+        return outputs
+
+    def mask(
+        self, plan: Plan, drafts: Mapping[RequestId, Iterable[int]] | None = None
+    ) -> tuple[GrammarRow, ...]:
+        """What `plan` may sample under grammars; `drafts` are those that only the worker knows."""
+        rows = tuple(RowTokens(name, tuple(tokens)) for name, tokens in (drafts or {}).items())
+        answer = self._accepted(GrammarBitmask(plan.frame_id, rows))
+        assert isinstance(answer, GrammarOutput), "GrammarBitmask is answered with GrammarOutput"
+        return answer.rows
+
     def pause(self, pause_state: PauseState = PauseState.PAUSED_ALL) -> None:
         """Set what the next step may schedule."""
         self._accepted(SetPause(pause_state))
@@ -122,6 +149,14 @@ class Oracle:
         done = self._accepted(Reset(reset_running_requests))
         assert isinstance(done, ResetDone), "Reset is answered with ResetDone"
         return done.success
+
+    def reset_encoder(self) -> None:
+        """Forget every encoded item."""
+        self._accepted(EncoderReset())
+
+    def offer(self, *identifiers: str) -> None:
+        """Set what a connector holds of encoded items."""
+        self._accepted(EncoderOffer(identifiers))
 
     def _accepted(self, event: Event) -> Observation:
         observation = self.apply(event)

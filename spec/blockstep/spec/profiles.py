@@ -79,7 +79,15 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     ),
     (
         "0.17.1",
-        frozenset({Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT}),
+        frozenset(
+            {
+                Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,
+                Quirk.PADDING_UNMASKS_WHAT_FOLLOWS,
+                Quirk.MASK_OF_WHO_SAMPLES_BY_NOW,
+                Quirk.REASONING_ENDS_WITH_ITS_STEP,
+                Quirk.REASONING_ENDS_AT_THE_LAST_TOKEN,
+            }
+        ),
         frozenset({Quirk.HIT_HOLDS_WHAT_IT_SKIPS}),
     ),
     ("0.18.0", frozenset(), frozenset({Quirk.ONE_WAITING_QUEUE})),
@@ -90,9 +98,27 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.WINDOW_HIT_CUT_BLINDLY,
                 Quirk.WINDOWS_RESERVE_EVERYTHING,
                 Quirk.CHUNKS_ROUND_TO_NOTHING,
+                Quirk.SESSIONS_KEEP_THEIR_BLOCKS,
+                Quirk.SESSIONS_KEEP_MAX_TOKENS,
+                Quirk.SESSIONS_KEEP_THEIR_GRAMMAR,
+                Quirk.SESSION_KEYS_ARE_APPENDED,
+                Quirk.SESSIONS_KEEP_WHAT_IS_COMPUTED,
+                Quirk.SESSIONS_KEEP_THEIR_PROMISES,
+                Quirk.SESSIONS_ADMITTED_WITH_LOOKAHEAD,
                 Quirk.FRESH_STATES_ARE_WAITED_FOR,
                 Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
                 Quirk.WITHDRAWN_BLOCKS_ARE_ZEROED,
+                Quirk.PLACES_OF_ITEMS_ARE_ONE,
+                Quirk.ASKING_EVICTS_AND_HOLDS,
+                Quirk.ITEMS_HELD_WITHOUT_A_ROW,
+                Quirk.WITHDRAWN_ITEMS_STAY,
+                Quirk.RESTORED_COMPUTE_IS_FORGOTTEN,
+                Quirk.ROOM_IS_ASKED_BEFORE_NEED,
+                Quirk.HEAD_READS_AHEAD_OF_THE_ENCODER,
+                Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM,
+                Quirk.LOADED_ITEMS_NEED_COMPUTE,
+                Quirk.REMADE_ITEMS_ARE_DROPPED,
+                Quirk.ROOM_BESIDE_GROWS,
             }
         ),
         frozenset(
@@ -106,7 +132,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     ("0.20.0", frozenset({Quirk.CACHED_TOKENS_OF_THE_LAST_HIT}), frozenset()),
     (
         "0.22.1",
-        frozenset(),
+        frozenset({Quirk.HEAD_LOOKS_BEHIND_ONCE}),
         frozenset(
             {
                 Quirk.HEAD_GIVES_BACK_BY_TURNS,
@@ -140,10 +166,19 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     ),
     (
         "0.28.0",
-        frozenset({Quirk.UNCACHED_BLOCKS_FIRST}),
+        frozenset(
+            {
+                Quirk.UNCACHED_BLOCKS_FIRST,
+                Quirk.WINDOWS_RESERVE_STEPS_IN_FLIGHT,
+                Quirk.ALL_IN_FLIGHT_IS_IN_DOUBT,
+                Quirk.STATES_ARE_LEFT_AT_ONCE,
+            }
+        ),
         frozenset(
             {
                 Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT,
+                Quirk.REASONING_ENDS_WITH_ITS_STEP,
+                Quirk.REASONING_ENDS_AT_THE_LAST_TOKEN,
                 Quirk.WINDOWS_FORGET_DOUBT,
                 Quirk.CHUNKS_ROUND_TO_NOTHING,
                 Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
@@ -161,11 +196,21 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
         frozenset({Quirk.ONE_WAITING_QUEUE, Quirk.LONE_REQUEST_HAS_NO_THRESHOLD}),
         frozenset({Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM}),
     ),
-    ("0.32.0", frozenset(), frozenset({Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT})),
+    (
+        "0.32.0",
+        frozenset({Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK, Quirk.CHUNKS_END_AT_CHECKPOINTS}),
+        frozenset(
+            {
+                Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,
+                Quirk.SESSIONS_KEEP_MAX_TOKENS,
+                Quirk.SESSION_KEYS_ARE_APPENDED,
+            }
+        ),
+    ),
     (
         "0.33.0",
         frozenset({Quirk.SELF_VICTIM_LETS_OTHERS_RUN, Quirk.DRAFTS_PUBLISH_AT_COMMIT}),
-        frozenset(),
+        frozenset({Quirk.SESSIONS_KEEP_WHAT_IS_COMPUTED}),
     ),
 )
 """Releases of vLLM that changed a quirk, oldest first: those that came, and those that went."""

@@ -7,17 +7,20 @@ what a release does instead wraps one of them (architecture D5).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from blockstep.spec.beside.encoder import Encoder, Holder
+from blockstep.spec.beside.grammar import Follow, Stand
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Frame, Hit, Holding, RequestState
+from blockstep.spec.requests import Frame, FrameRow, Hit, Holding, RequestState
 from blockstep.spec.vocabulary import (
     BlockId,
     Config,
     FinishReason,
     KVGroup,
+    MultiModalItem,
     Request,
     RequestId,
     TokenIds,
@@ -52,7 +55,7 @@ class Rules:
     """Free what a preempted request holds, given the block size of each group."""
     reserves_full_isl: bool
     """Whether `scheduler_reserve_full_isl` is known."""
-    get_num_lookahead_at_admission: Callable[[Config], int]
+    get_num_lookahead_at_admission: Callable[[Config, RequestState], int]
     publishes_at_commit: Callable[[Config], bool]
     """Whether a commit publishes the blocks that it fills."""
 
@@ -63,8 +66,11 @@ class Rules:
     """Free blocks of one group that the gate wants: (.., slots, its hit)."""
     count_skipped_blocks: Callable[[KVGroup, Holding, int], int]
     """Leading blocks of one group that are given back: (.., what is held, certain tokens)."""
-    get_num_in_doubt: Callable[[Sequence[Frame], RequestId], int]
-    """Computed tokens that a request may have to compute again, and so reads a window before."""
+    get_num_in_doubt: Callable[[int, int], int]
+    """Computed tokens of a row that may have to be computed again, so that a window is read before
+    them: (scheduled tokens, drafts)."""
+    compute_num_certain: Callable[[KVGroup, int, int], int]
+    """Computed tokens that a group may count on: (.., computed, tokens in doubt)."""
 
     get_aligned_share: Callable[[Config, RequestState, int, int], int]
     """Tokens of a row where states are kept: (.., computed, tokens that it could have)."""
@@ -98,6 +104,30 @@ class Rules:
     get_num_cached_tokens: Callable[[RequestState, int], int]
     """What is told as cached once a request is admitted with a hit of so many tokens."""
 
+    # encoder
+    get_item_holder: Callable[[Request, int], Holder]
+    """As whom a request holds an item of its."""
+    is_item_needed: Callable[[MultiModalItem, int, int, int], bool]
+    """Whether a chunk reads of an item: (.., computed, tokens, tokens read ahead)."""
+    is_item_split: Callable[[MultiModalItem, int, int, int], bool]
+    """Whether a chunk is to end before an item of which it would compute a part, likewise."""
+    asks_room_first: bool
+    """Whether room is made for an item before it is seen whether the chunk reads of it."""
+    external_costs_compute: bool
+    """Whether what is loaded needs the compute of what is encoded."""
+    get_encoder_once_asked: Callable[[Encoder, Encoder], Encoder]
+    """The encoder when a row was asked for: (as it was, as it would be with the row)."""
+    keeps_items_without_row: bool
+    """Whether who gets no row for want of an item holds others."""
+    forgets_restored_compute: bool
+    """Whether compute that a victim gives back is lost when the row that preempted it has items."""
+    withdraw_items: Callable[[Encoder, Request, Sequence[RequestId]], Encoder]
+    """Take back what a request planned in this step: (.., whose rows are left, in order)."""
+    free_items: Callable[[Encoder, Request, int | None], Encoder]
+    """Let a request's items go that end within its computed tokens; None: all of them."""
+    get_freed: Callable[[Sequence[str], Collection[str]], tuple[str, ...]]
+    """What the worker drops: (what is gone, what is there)."""
+
     # drafts
     get_num_padding: Callable[[Config, int, int, int, Iterable[RequestState]], int | None]
     """Drafts that a request is admitted with: (config, known tokens, hit tokens, budget, planned
@@ -116,6 +146,31 @@ class Rules:
     """A preempted request as a forced reset leaves it."""
     names_victims_of_resets: bool
     """Whether the next plan names those that a forced reset preempted."""
+
+    # sessions
+    get_num_kept: Callable[[RequestState], int]
+    """Leading tokens that a session keeps of a chunk that has stopped."""
+    get_stand_of_chunk: Callable[[Config, RequestState, TokenIds], Stand]
+    """Where the outputs of a new chunk stand in its grammar: (.., .., prompt)."""
+    get_num_kept_keys: Callable[[RequestState, int], int]
+    """Leading block keys that it keeps: (.., full blocks of kept tokens)."""
+    get_chunk_request: Callable[[Request, Request], Request]
+    """What a session asks for with its next chunk, but for the input: (request, update)."""
+    get_stopped: Callable[[Config, Pool, RequestState, Rules], tuple[Pool, RequestState]]
+    """A session at its stop: what it has computed, and holds."""
+    drops_rows_behind_stops: bool
+    """Whether what frames in flight sample for a session that has stopped is dropped."""
+    takes_back_from_sessions: bool
+    """Whether sessions that do not run give their blocks up where they are needed."""
+    # grammars
+    get_next_stand: Follow
+    """Where a token leads in a grammar, within one step."""
+    get_settled: Callable[[Config, RequestState, TokenIds], RequestState]
+    """A request with a grammar behind a step that delivered these tokens."""
+    masks_behind_placeholders: bool
+    """Whether a mask says anything of positions behind a draft that is a placeholder."""
+    has_mask_row: Callable[[Frame, FrameRow, RequestState], bool]
+    """Whether a mask that is made now has rows of it."""
 
     # endings
     compute_stop: Callable[[RequestState, TokenIds, int, int], Stop]

@@ -5,14 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from blockstep.spec.beside.encoder import (
+    free_items,
+    get_encoder_once_asked,
+    get_freed,
+    get_item_holder,
+    is_item_needed,
+    is_item_split,
+    withdraw_items,
+)
+from blockstep.spec.beside.grammar import get_next_stand
 from blockstep.spec.hashing import get_item_keys, get_request_behind_outputs
 from blockstep.spec.lives.commit import publishes_at_commit
 from blockstep.spec.lives.control import get_frames_after_reset, get_reset_request
 from blockstep.spec.lives.endings import compute_stop
+from blockstep.spec.lives.masks import get_settled, has_mask_row
+from blockstep.spec.lives.sessions import (
+    get_chunk_request,
+    get_num_kept,
+    get_num_kept_keys,
+    get_stand_of_chunk,
+    get_stopped,
+)
 from blockstep.spec.memory.prefix import get_joint_hit
 from blockstep.spec.memory.slots import count_reserved_blocks, count_skipped_blocks, revoke_slots
+from blockstep.spec.memory.states import compute_num_certain
 from blockstep.spec.pool import free_blocks, withdraw_blocks
-from blockstep.spec.requests import count_drafts_in_flight
+from blockstep.spec.requests import get_num_in_doubt
 from blockstep.spec.rules import Rules
 from blockstep.spec.step.admission import (
     get_num_cached_tokens,
@@ -51,7 +70,8 @@ STRICT_RULES: Final = Rules(
     get_joint_hit=get_joint_hit,
     count_reserved_blocks=count_reserved_blocks,
     count_skipped_blocks=count_skipped_blocks,
-    get_num_in_doubt=count_drafts_in_flight,
+    get_num_in_doubt=get_num_in_doubt,
+    compute_num_certain=compute_num_certain,
     get_aligned_share=get_aligned_share,
     hide_states=withdraw_blocks,
     waits_for_states=waits_for_states,
@@ -66,6 +86,17 @@ STRICT_RULES: Final = Rules(
     passes_over_too_long=False,
     counts_adapters_of_rows_only=False,
     get_num_cached_tokens=get_num_cached_tokens,
+    get_item_holder=get_item_holder,
+    is_item_needed=is_item_needed,
+    is_item_split=is_item_split,
+    asks_room_first=False,
+    external_costs_compute=False,
+    get_encoder_once_asked=get_encoder_once_asked,
+    keeps_items_without_row=False,
+    forgets_restored_compute=False,
+    withdraw_items=withdraw_items,
+    free_items=free_items,
+    get_freed=get_freed,
     get_num_padding=get_num_padding,
     keeps_drafts=keeps_drafts,
     get_preempted=get_preempted,
@@ -73,5 +104,16 @@ STRICT_RULES: Final = Rules(
     get_frames_after_reset=get_frames_after_reset,
     get_reset_request=get_reset_request,
     names_victims_of_resets=False,
+    get_num_kept=get_num_kept,
+    get_stand_of_chunk=get_stand_of_chunk,
+    get_num_kept_keys=get_num_kept_keys,
+    get_chunk_request=get_chunk_request,
+    get_stopped=get_stopped,
+    drops_rows_behind_stops=True,
+    takes_back_from_sessions=True,
+    get_next_stand=get_next_stand,
+    get_settled=get_settled,
+    masks_behind_placeholders=True,
+    has_mask_row=has_mask_row,
     compute_stop=compute_stop,
 )

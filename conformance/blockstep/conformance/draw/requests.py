@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.grammars import draw_grammar
 from blockstep.conformance.draw.groups import count_slots, list_boundaries
 from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.protocol.features import (
@@ -14,6 +15,7 @@ from blockstep.conformance.protocol.features import (
     EMBEDS,
     GRAMMAR,
     KEYS,
+    MASKS,
     MULTIMODAL,
     PRIORITY,
     STOPS,
@@ -112,6 +114,9 @@ def draw_late(swarm: Swarm, draw: Draw, request: v.Request) -> v.Request:
     if swarm.has(ADAPTERS):
         adapter = draw.choice((None, "x", "y", "z", *"xyz"[: swarm.config.max_loras + 1]))
         request = replace(request, adapter=adapter)
+    if swarm.has(MASKS) and swarm.has(GRAMMAR) and draw.chance(60):
+        grammar = draw_grammar(draw, swarm.vocabulary_size)
+        request = replace(request, structured_output=True, grammar=grammar)
     return request
 
 

@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 from blockstep.conformance.explore.world import World
-from blockstep.spec.requests import RequestState
+from blockstep.spec.requests import FrameRow, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import BlockKey, PauseState, RequestId, Status, TokenId, TokenIds
 
@@ -77,7 +77,7 @@ class Canonicaliser:
         ]
         frames: Form = tuple(
             tuple(
-                (labels[row.request_id], row.draft_token_ids, row.samples, row.is_dropped)
+                (labels[row.request_id], row.draft_token_ids, *_get_flags(row))
                 for row in frame.rows
             )
             for frame in state.frames
@@ -164,7 +164,26 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
         *(held.num_cached_blocks for held in request.holdings),
         request.num_cached_tokens,
         request.grammar_ready,
+        request.stand.state,
+        request.stand.reasoning_ended,
+        request.junction,
+        *_session_form(request),
     )
+
+
+def _get_flags(row: FrameRow) -> tuple[int, ...]:
+    return row.samples, row.is_dropped, row.num_in_doubt, row.has_mask, row.is_masked
+
+
+def _session_form(request: RequestState) -> Form:
+    """What has become of a session, and of the chunks to come when they came: nothing of others."""
+    asked = request.request
+    if not asked.resumable:
+        return ()
+    chunks = [(one.prompt_token_ids, one.max_tokens, one.resumable) for one in request.updates]
+    ends = (asked.min_tokens, asked.eos_token_id, asked.stop_token_ids, asked.arrival_time)
+    items = [(item.identifier, item.offset) for item in asked.items]
+    return asked.prompt_token_ids, asked.max_tokens, *ends, *items, tuple(chunks)
 
 
 def _get_sets(state: State) -> tuple[Iterable[RequestId], ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from blockstep.conformance.engine import Capability
-from blockstep.conformance.protocol.program import Action, Hostile, Misanswer, Propose
+from blockstep.conformance.protocol.program import Action, Hostile, Mask, Misanswer, Propose
 from blockstep.spec import vocabulary as v
 
 T = TypeVar("T", v.Config, v.Request)
@@ -174,7 +174,7 @@ MASKS = Feature(
     Capability.MASKS,
     config={"reasoning_end_token_id": None, "enable_in_reasoning": False},
     request=("grammar",),
-    actions=(v.GrammarFailed, v.GrammarBitmask),
+    actions=(Mask, v.GrammarFailed, v.GrammarBitmask),
     situations=("masks_", "rejected_grammar_behind"),
     properties=("P24",),
 )

@@ -53,6 +53,8 @@ class Mistake(StrEnum):
     """A row of nobody in the plan is added."""
     FOREIGN_ROW = "foreign_row"
     """A row is of somebody else."""
+    FORBIDDEN_TOKEN = "forbidden_token"  # noqa: S105 - likewise
+    """A row brings a token that its grammar forbids."""
     DOUBLE_ROW = "double_row"
     TOO_EARLY = "too_early"
     """The newest plan is answered although older ones are in flight."""
@@ -65,6 +67,14 @@ class Misanswer:
     """The worker answers with a mistake, which must be refused; nothing, if none can be made."""
 
     mistake: Mistake
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """The runner asks for the mask of a plan in flight; without one, nothing happens."""
+
+    place: int = 0
+    """Which one, counted from the oldest; the newest, if there are not so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +95,7 @@ Action: TypeAlias = (
     | Answer
     | Misanswer
     | Propose
+    | Mask
     | v.Abort
     | v.GrammarReady
     | v.GrammarFailed
@@ -120,6 +131,8 @@ def describe(action: Action) -> str:
             return "commit"
         case Misanswer(mistake=mistake):
             return f"commit    {mistake.replace('_', ' ')}"
+        case Mask(place=place):
+            return f"mask      plan {place + 1} in flight"
         case Propose(counts=counts):
             parts = " ".join(f"{count}({right} right)" for count, right in counts)
             return f"drafts    {parts}"

@@ -101,6 +101,39 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
             "than the blocks of its table hold."
         ),
     ),
+    "scheduled_drafts_are_accepted_by_the_grammar": (
+        "P23",
+        "The drafts that a row verifies are ones that the grammar of its request accepts.",
+    ),
+    "mask_has_the_rows_that_sample_under_a_grammar": (
+        "P23",
+        (
+            "The mask of a frame has one row for each request that samples in it and has a "
+            "grammar, and none for anybody else."
+        ),
+    ),
+    "mask_keeps_the_drafts_that_are_accepted": (
+        "P23",
+        (
+            "Of the drafts of a row a mask keeps those that the grammar accepts one behind the "
+            "other, and puts placeholders for the rest."
+        ),
+    ),
+    "mask_allows_what_the_grammar_does": (
+        "P23",
+        (
+            "At the place of each draft, and behind those that are kept, a mask allows exactly "
+            "the tokens that the grammar allows there; any where it is terminated, or still waits "
+            "for the end of reasoning."
+        ),
+    ),
+    "nothing_behind_a_placeholder_is_unmasked": (
+        "P24",
+        (
+            "Behind a draft that is a placeholder no token can be known to follow: what is masked "
+            "before it is masked behind it."
+        ),
+    ),
     "request_has_one_row": ("P26", "No request has two rows in one plan."),
     "row_is_of_an_unfinished_request": (
         "P26",

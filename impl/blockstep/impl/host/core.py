@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 from blockstep.impl.capabilities import HOST, list_config_problems
 from blockstep.impl.host.digests import Digest, find_digest
+from blockstep.impl.host.encoder import EncoderCache
 from blockstep.impl.host.grammars import Matcher
 from blockstep.impl.host.groups import GroupMemory
 from blockstep.impl.host.pool import BlockPool
 from blockstep.impl.host.prefix import PrefixMap
 from blockstep.impl.host.queues import make_queue
-from blockstep.impl.host.table import RequestTable
+from blockstep.impl.host.table import RequestTable, Session
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     BlockTables,
@@ -20,6 +21,7 @@ from blockstep.spec.vocabulary import (
     ConfigError,
     FrameId,
     PauseState,
+    Policy,
     RequestId,
     Stats,
     Status,
@@ -38,6 +40,7 @@ class Core:
     pool_type: ClassVar[type[BlockPool]] = BlockPool
     prefix_type: ClassVar[type[PrefixMap]] = PrefixMap
     groups_type: ClassVar[type[GroupMemory]] = GroupMemory
+    encoder_type: ClassVar[type[EncoderCache]] = EncoderCache
 
     def __init__(self, config: Config, digest: str | Digest = "sha256") -> None:
         problems = list_config_problems(config, HOST)
@@ -59,6 +62,8 @@ class Core:
         self.pool = self.pool_type(config.num_blocks, self.prefix)
         self.groups = self.groups_type(config, self.pool, self.prefix) if config.groups else None
         """Their memory, where a config names groups; None for the one that there is without."""
+        self.encoder = self.encoder_type(config) if config.encoder_cache_size else None
+        """What is kept of encoded items; None where no encoder is modelled."""
         self.table = RequestTable(len(config.kv_groups))
         self._no_new_blocks: BlockTables = ((),) * self.table.num_groups
         self._nothing_common = (0,) * self.table.num_groups
@@ -70,14 +75,22 @@ class Core:
         self.running: list[int] = []
         """Slots in running order."""
         self.pause_state = PauseState.UNPAUSED
-        self.frames: dict[FrameId, Mapping[RequestId, TokenIds | None]] = {}
+        self.frames: dict[FrameId, dict[RequestId, TokenIds | None]] = {}
         """Frames in flight, oldest first. Of each row, in order of scheduling: the drafts that it
         carries, or None where it does not sample. Rows of ended requests stay."""
+        self.sessions: dict[RequestId, Session] = {}
+        """Of each unfinished request that is resumable, what is to come."""
+        self.dropped: dict[FrameId, dict[RequestId, TokenIds]] = {}
+        """Of frames in flight, rows that sample behind the stop of a session: their drafts. In the
+        frame such a row stands as one that does not sample."""
         self.last_frame_of_ended: dict[RequestId, FrameId] = {}
         """Of ended requests that frames in flight name: the last of these frames."""
         self.next_frame_id: FrameId = 0
         self.matchers: dict[RequestId, Matcher] = {}
         """Of each unfinished request with a grammar, where that stands."""
+        self.verifiable: dict[FrameId, dict[RequestId, TokenIds]] = {}
+        """Of frames in flight whose mask was made: the drafts that placeholders turned out to stand
+        for, as far as grammars accept them. Nothing else is verified (P23)."""
         self.finished_req_ids: set[RequestId] = set()
         self.prev_frame_id: FrameId = -1
         """The last plan; -1 before the first."""
@@ -137,6 +150,8 @@ class Core:
         table = self.table
         self._withdraw_unwritten(slot)
         self._free_blocks(slot)
+        if self.encoder is not None:
+            self.encoder.drop(table.requests[slot])
         table.num_computed[slot] = 0
         table.spec_token_ids[slot] = ()
         table.num_preemptions[slot] += 1
@@ -161,6 +176,34 @@ class Core:
     def _requeue_preempted(self, slot: int) -> None:
         self.waiting.prepend((slot,))
 
+    def _list_idle(self, passed_over: Sequence[int] = ()) -> list[int]:
+        """Sessions that hold blocks and do not run, in the order in which they give them up: those
+        that rest before those that have input, and whoever is taken last before the others.
+
+        `passed_over`: who stands in no queue now, for others are tried before them.
+        """
+        if not self.sessions:
+            return []
+        line = [*passed_over, *self.skipped_waiting, *self.waiting]
+        if self.config.policy is Policy.PRIORITY:
+            line.sort(key=self.table.rank_of)
+        idle = [slot for slot in reversed(line) if self.table.num_computed[slot]]
+        resting = Status.WAITING_FOR_STREAMING_REQ
+        idle.sort(key=lambda slot: self.table.statuses[slot] is not resting)
+        return idle
+
+    def _take_back_one(self, needy: int, passed_over: Sequence[int] = ()) -> bool:
+        """A session other than this one gives its blocks up; False if none has any."""
+        idle = [slot for slot in self._list_idle(passed_over) if slot != needy]
+        if idle:
+            self._take_back(idle[0])
+        return bool(idle)
+
+    def _take_back(self, slot: int) -> None:
+        """A session that does not run gives its blocks up, and computes them again later."""
+        self._free_blocks(slot)
+        self.table.num_computed[slot] = 0
+
     def _free_blocks(self, slot: int) -> None:
         if self.groups is not None:
             self.groups.free(self.table.holdings[slot])
@@ -177,17 +220,25 @@ class Core:
         elif not self.waiting.remove(slot):
             self.skipped_waiting.remove(slot)
         self._free_blocks(slot)
+        if self.encoder is not None:
+            self.encoder.drop(table.requests[slot])
         request_id = table.requests[slot].request_id
         self.finished_req_ids.add(request_id)
         if table.last_frame[slot] in self.frames:
             self.last_frame_of_ended[request_id] = table.last_frame[slot]
         if self.matchers:
             self.matchers.pop(request_id, None)
+        if self.sessions:
+            self.sessions.pop(request_id, None)
         table.remove(slot)
 
     def _close_frame(self, frame_id: FrameId) -> None:
         """It is committed, and names nobody any more."""
         del self.frames[frame_id]
+        if self.verifiable:
+            self.verifiable.pop(frame_id, None)
+        if self.dropped:
+            self.dropped.pop(frame_id, None)
         if self.last_frame_of_ended:
             self.last_frame_of_ended = {
                 name: last for name, last in self.last_frame_of_ended.items() if last != frame_id

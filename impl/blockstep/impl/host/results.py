@@ -7,8 +7,10 @@ from typing import Final, TypeAlias
 
 from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.promises import Promises
+from blockstep.impl.host.sessions import Sessions
 from blockstep.impl.refusals import answer_problem, frame_out_of_order, unknown_frame
 from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
     Commit,
     FinishReason,
     FrameId,
@@ -22,10 +24,11 @@ from blockstep.spec.vocabulary import (
 
 Verdict: TypeAlias = tuple[FinishReason | None, int | None]
 """Why a request ends, and the stop token that ended it."""
+_NOT_CUT: Final[Mapping[RequestId, TokenIds]] = {}
 _GOES_ON: Final[Verdict] = (None, None)
 
 
-class Results(Promises, Masks):
+class Results(Promises, Masks, Sessions):
     """Takes Commit: all rows of it are checked before one changes anything."""
 
     def _commit(self, event: Commit) -> Outputs | Rejected:
@@ -34,12 +37,16 @@ class Results(Promises, Masks):
         if isinstance(frame, Rejected):
             return frame
         answers = {row.request_id: row.token_ids for row in event.sampled}
-        problem = self._result_problem(frame_id, len(event.sampled), frame, answers)
+        cut = self.verifiable.get(frame_id, _NOT_CUT) if self.verifiable else _NOT_CUT
+        verified = {**frame, **cut} if cut else frame
+        if self.dropped:
+            verified = {**verified, **self.dropped.get(frame_id, _NOT_CUT)}
+        problem = self._result_problem(frame_id, len(event.sampled), verified, answers)
         if problem is None and self.matchers:
             problem = self._grammar_result_problem(frame_id, answers)
         if problem is not None:
             return problem
-        rows = self._deliver_rows(frame, answers)
+        rows = self._deliver_rows(frame, answers, cut)
         self._close_frame(frame_id)
         return Outputs(tuple(rows))
 
@@ -56,18 +63,21 @@ class Results(Promises, Masks):
         self,
         frame: Mapping[RequestId, TokenIds | None],
         answers: Mapping[RequestId, TokenIds],
+        cut: Mapping[RequestId, TokenIds] = _NOT_CUT,
     ) -> list[OutputRow]:
-        """Store and deliver row by row."""
+        """Store and deliver row by row; `cut`: the drafts of a row, if only some were verified."""
         slot_of, promising = self.table.slot_of, self.async_scheduling
         rows: list[OutputRow] = []
         for request_id, drafts in frame.items():
             slot, tokens = slot_of.get(request_id), answers[request_id]
-            if slot is None or not tokens:
-                continue  # aborted meanwhile, or still in prefill
+            if slot is None or drafts is None:
+                continue  # aborted meanwhile, still in prefill, or behind the stop of a session
             if promising:
                 self._keep_promise(slot, len(drafts or ()))
             if drafts:
                 self._roll_back(slot, drafts, tokens)
+                if request_id in cut:
+                    self.drafts_scheduled -= len(drafts) - len(cut[request_id])
             rows.append(self._deliver(slot, tokens))
         return rows
 
@@ -90,7 +100,7 @@ class Results(Promises, Masks):
 
         Under asynchronous scheduling drafts are placeholders, and any token may be behind one.
         """
-        return self.async_scheduling or accepted == drafts[: len(accepted)]
+        return accepted == drafts[: len(accepted)] or DRAFT_PLACEHOLDER in drafts
 
     def _roll_back(self, slot: int, drafts: TokenIds, tokens: TokenIds) -> None:
         """Uncompute the rejected drafts (P14).
@@ -114,7 +124,7 @@ class Results(Promises, Masks):
             self._advance_grammar(request_id, delivered)
         if self.async_scheduling:
             self._publish_verified(slot)
-        if reason is not None:
+        if reason is not None and not (self.sessions and self._rest(slot)):
             self._finish(slot)
         return OutputRow(request_id, delivered, reason, stop_token_id, num_cached_tokens)
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from blockstep.spec.beside.encoder import get_reset
+from blockstep.spec.lives.endings import get_given_up
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.pool import get_num_free_blocks, withdraw_all
 from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.state import State
+from blockstep.spec.step.giving import get_givers, without_blocks
 from blockstep.spec.step.queues import process_prepend
 from blockstep.spec.vocabulary import Ack, PauseState, RequestId, ResetDone
 
@@ -24,7 +27,8 @@ def process_reset(state: State, reset_running_requests: bool) -> tuple[State, Re
 
     Blocks in use would be published again, so without `reset_running_requests` nothing happens
     while any block is held. With it the running requests are preempted first, the last one first,
-    and so they wait in the order in which they ran. Source: seed 001 "Reset Prefix Cache"; P25.
+    and so they wait in the order in which they ran; then sessions that do not run give up their
+    blocks, where upstream stops by an error. Source: seed 001 "Reset Prefix Cache"; P17, P25.
     """
     # refuse
     is_idle = get_num_free_blocks(state.pool) == state.config.num_usable_blocks
@@ -33,8 +37,28 @@ def process_reset(state: State, reset_running_requests: bool) -> tuple[State, Re
     # requests
     if reset_running_requests:
         state = process_forced_preemption(state)
+        state = process_forced_rest(state)
+    if get_num_free_blocks(state.pool) < state.config.num_usable_blocks:
+        return state, ResetDone(False)  # by a quirk only
     # pool
     return replace(state, pool=withdraw_all(state.pool)), ResetDone(True)
+
+
+def process_encoder_reset(state: State) -> tuple[State, Ack]:
+    """Forget every encoded item, those in use as well: what reads of one has it encoded anew.
+
+    A worker forgets behind the frames in flight, and each of those finds what it reads. KV that was
+    computed from items stays. Source: vLLM 0.19.1 `reset_encoder_cache`; P25.
+    """
+    return replace(state, encoder=get_reset(state.config, state.encoder)), Ack()
+
+
+def process_encoder_offer(state: State, identifiers: tuple[str, ...]) -> tuple[State, Ack]:
+    """Set what a connector holds of encoded items. Source: vLLM 0.19.1 `has_cache_item`; P22."""
+    if not state.encoder.size:
+        return state, Ack()
+    offered = tuple(sorted({*identifiers}))
+    return replace(state, encoder=replace(state.encoder, offered=offered)), Ack()
 
 
 def process_forced_preemption(state: State) -> State:
@@ -44,12 +68,12 @@ def process_forced_preemption(state: State) -> State:
     """
     rules = state.rules
     # pool, requests
-    pool = state.pool
+    pool, encoder = state.pool, state.encoder
     requests = state.requests.to_dict()
     waiting = list(state.waiting)
     for request_id in reversed(state.running):
         request = requests[request_id]
-        pool = release_slots(pool, request, rules)
+        pool, encoder = get_given_up(pool, encoder, request, rules)
         requests[request_id] = rules.get_reset_request(rules.get_preempted(request))
         process_prepend(state.config.policy, waiting, request_id, requests)
     # observe
@@ -58,6 +82,7 @@ def process_forced_preemption(state: State) -> State:
     return replace(
         state,
         pool=pool,
+        encoder=encoder,
         requests=FrozenMap(requests),
         waiting=tuple(waiting),
         running=(),
@@ -66,6 +91,21 @@ def process_forced_preemption(state: State) -> State:
         reset_req_ids=(*state.reset_req_ids, *named),
         stats=replace(state.stats, preemptions=preemptions),
     )
+
+
+def process_forced_rest(state: State) -> State:
+    """Take the blocks of all sessions that hold some without running, who gives way first, first.
+
+    Source: P17, P25.
+    """
+    config, rules = state.config, state.rules
+    pool, requests = state.pool, state.requests.to_dict()
+    queued = (*state.skipped_waiting, *state.waiting)
+    names = get_givers(config.policy, queued, requests) if rules.takes_back_from_sessions else []
+    for name in names:
+        pool = release_slots(pool, requests[name], rules)
+        requests[name] = without_blocks(requests[name])
+    return replace(state, pool=pool, requests=FrozenMap(requests)) if names else state
 
 
 def get_reset_request(request: RequestState) -> RequestState:

@@ -14,12 +14,15 @@ from typing import Any
 from blockstep.spec.releases import (
     adapters,
     drafts,
+    encoder,
     endings,
     flight,
+    grammars,
     groups,
     identity,
     memory,
     order,
+    sessions,
     states,
 )
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
@@ -31,7 +34,20 @@ __all__ = ["QUIRKS", "Quirk", "QuirkStory", "get_rules"]
 
 _STORIES: Mapping[Quirk, QuirkStory] = {
     story.quirk: story
-    for theme in (memory, groups, states, identity, order, adapters, drafts, flight, endings)
+    for theme in (
+        memory,
+        groups,
+        states,
+        identity,
+        order,
+        adapters,
+        encoder,
+        drafts,
+        flight,
+        sessions,
+        grammars,
+        endings,
+    )
     for story in theme.STORIES
 }
 QUIRKS: tuple[QuirkStory, ...] = tuple(_STORIES[quirk] for quirk in Quirk)

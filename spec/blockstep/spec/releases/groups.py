@@ -9,11 +9,11 @@ from typing import TypeAlias
 
 from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.memory.groups import compute_num_skipped_blocks
-from blockstep.spec.memory.prefix import compute_max_hit_blocks, count_runs, is_valid_hit
+from blockstep.spec.memory.prefix import count_runs, is_valid_hit
 from blockstep.spec.memory.slots import count_needed
 from blockstep.spec.pool import Pool, find_block
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
-from blockstep.spec.requests import Frame, Hit, Holding, RequestState
+from blockstep.spec.requests import Hit, Holding, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
@@ -21,7 +21,6 @@ from blockstep.spec.vocabulary import (
     Config,
     GroupKind,
     KVGroup,
-    RequestId,
 )
 
 Range: TypeAlias = tuple[int, int]
@@ -51,7 +50,7 @@ def get_alike(config: Config, pool: Pool, request: RequestState) -> list[Alike]:
     kinds = sorted(dict.fromkeys(config.groups), key=lambda group: group.kind is not GroupKind.FULL)
     alike = []
     for kind in kinds:
-        end = compute_max_hit_blocks(request.num_known_tokens, kind.block_size)
+        end = request.num_known_tokens // kind.block_size
         num_links = kind.block_size // config.block_size
         found: dict[int, list[BlockId | None]] = {}
         for index, group in enumerate(config.groups):
@@ -79,7 +78,7 @@ class Search:
 
         The block behind it, which a draft head gives back, may end at `last`.
         """
-        runs = one.get_runs(limit if Quirk.HEAD_GIVES_BACK_BY_TURNS in self.quirks else last)
+        runs = one.get_runs(last)
         for num_tokens in range(limit // self.unit * self.unit, 0, -self.unit):
             found = self.get_range(one.group, runs, num_tokens, limit)
             if found is not None:
@@ -114,31 +113,60 @@ class Search:
             return compute_num_skipped_blocks(group, num_tokens), end
         return None
 
-    def find_by_turns(self, alike: Sequence[Alike], last: int) -> list[Range]:
+    def find_by_turns(self, alike: Sequence[Alike], num_known: int) -> tuple[list[Range], int]:
         """What groups share once each in its turn, within what those before it left, has enough.
 
-        Full attention has one turn; and so has any other beside only one kind of it.
+        Full attention has one turn; and so has any other beside only one kind of it. Beside it: the
+        most tokens that any turn left.
         Source: vLLM 0.19.1 `HybridKVCacheCoordinator.find_longest_cache_hit`, when run.
         """
         is_full = [one.group.kind is GroupKind.FULL for one in alike]
         has_one_turn = len(alike) == 1 or (len(alike) == 2 and is_full[0])
-        ranges: list[Range] = []
-        limit = length = last
-        for one in alike:
-            ranges.append(self.look_up(one, length, last))
-            length = ranges[-1][1] * one.group.block_size
-        while length < limit and not has_one_turn:
-            limit = length
+        looked: set[int] = set()
+        ranges = [(0, 0)] * len(alike)
+        limit, length, longest = num_known, num_known - 1, 0
+        while length < limit:
+            is_first, limit = limit == num_known, length
             for number, one in enumerate(alike):
-                if not is_full[number]:
-                    ranges[number] = self.look_up(one, length, last)
-                    length = ranges[number][1] * one.group.block_size
-        return ranges
+                if is_full[number] and not is_first:
+                    continue
+                search, last = self.get_turn(one, length, num_known, number in looked)
+                ranges[number] = search.look_up(one, length, last)
+                left = ranges[number][1] * one.group.block_size
+                if search.num_behind:
+                    looked.add(number)
+                elif left < length:
+                    looked.clear()
+                length = left
+                longest = max(longest, length)
+            if has_one_turn:
+                break
+        return ranges, longest
+
+    def get_turn(
+        self, one: Alike, limit: int, num_known: int, has_looked: bool
+    ) -> tuple[Search, int]:
+        """How groups are looked at in their turn, and where the last block looked at may end.
+
+        `has_looked`: whether they were, with the block that a draft head gives back.
+        Source: vLLM 0.33.0 `HybridKVCacheCoordinator.find_longest_cache_hit`, when run.
+        """
+        last = num_known - 1
+        if Quirk.HEAD_GIVES_BACK_BY_TURNS in self.quirks:
+            return self, limit
+        if Quirk.HEAD_LOOKS_BEHIND_ONCE not in self.quirks:
+            return self, last
+        if has_looked:
+            return replace(self, num_behind=0), limit
+        end = num_known if Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK in self.quirks else last
+        is_state = one.group.kind is GroupKind.RECURRENT
+        return self, limit if is_state else min(limit + one.group.block_size * self.num_behind, end)
 
     def find(self, config: Config, pool: Pool, request: RequestState) -> Hit:
         """The hit, and the table of each group behind it."""
         alike = get_alike(config, pool, request)
-        ranges = self.find_by_turns(alike, request.num_known_tokens - 1)
+        num_known = request.num_known_tokens
+        ranges, longest = self.find_by_turns(alike, num_known)
         num_tokens = ranges[-1][1] * alike[-1].group.block_size
         tables: dict[int, tuple[BlockId, ...]] = {}
         for number, one in enumerate(alike):
@@ -152,12 +180,19 @@ class Search:
             for index, blocks in one.found.items():
                 held = [block_id for block_id in blocks[first:end] if block_id is not None]
                 tables[index] = (NULL_BLOCK,) * min(first, end) + tuple(held)
-        return Hit(num_tokens, tuple(tables[index] for index in range(len(config.groups))))
+        told = longest if Quirk.CHUNKS_END_AT_CHECKPOINTS in self.quirks else 0
+        junction = told if told > num_tokens else 0
+        return Hit(
+            num_tokens, tuple(tables[index] for index in range(len(config.groups))), junction
+        )
 
 
 def hits_are_searched(rules: Rules, config: Config) -> Rules:
     """A hit is looked for as the quirks among the rules have it: each is a turn of one search."""
-    search = Search(rules.quirks, lcm(*config.block_sizes), int(config.drops_last_hit_block))
+    quirks = rules.quirks
+    if len(config.groups) == 1:  # the last block is given back, and that is all
+        quirks -= {Quirk.HEAD_LOOKS_BEHIND_ONCE}
+    search = Search(quirks, lcm(*config.block_sizes), int(config.drops_last_hit_block))
     return replace(rules, get_joint_hit=search.find)
 
 
@@ -168,6 +203,26 @@ def windows_reserve_everything(rules: Rules, _config: Config) -> Rules:
         config: Config, pool: Pool, group: KVGroup, num_slots: int, hit: tuple[BlockId, ...]
     ) -> int:
         del config
+        return count_needed(pool, group, num_slots, num_slots, 0, hit)
+
+    return replace(rules, count_reserved_blocks=count_reserved_blocks)
+
+
+def windows_reserve_steps_in_flight(rules: Rules, _config: Config) -> Rules:
+    """The gate charges a window itself and the whole budget of each step that may be in flight."""
+
+    def count_reserved_blocks(
+        config: Config, pool: Pool, group: KVGroup, num_slots: int, hit: tuple[BlockId, ...]
+    ) -> int:
+        num_in_flight = config.max_num_batched_tokens * config.max_frames_in_flight
+        if group.kind is GroupKind.SLIDING_WINDOW:
+            num_tokens = group.sliding_window - 1 + num_in_flight
+        else:
+            num_tokens = group.attention_chunk_size + num_in_flight
+        num_blocks = -(-min(num_tokens, config.max_model_len) // group.block_size)
+        num_blocks += group.kind is GroupKind.SLIDING_WINDOW
+        if group.kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL):
+            num_slots = min(num_slots, num_blocks * group.block_size)
         return count_needed(pool, group, num_slots, num_slots, 0, hit)
 
     return replace(rules, count_reserved_blocks=count_reserved_blocks)
@@ -188,9 +243,19 @@ def chunk_keeps_a_named_block(rules: Rules, _config: Config) -> Rules:
 def windows_forget_doubt(rules: Rules, _config: Config) -> Rules:
     """A window moves on as if all drafts in flight were accepted."""
 
-    def get_num_in_doubt(frames: Sequence[Frame], request_id: RequestId) -> int:
-        del frames, request_id
+    def get_num_in_doubt(num_scheduled: int, num_drafts: int) -> int:
+        del num_scheduled, num_drafts
         return 0
+
+    return replace(rules, get_num_in_doubt=get_num_in_doubt)
+
+
+def all_in_flight_is_in_doubt(rules: Rules, _config: Config) -> Rules:
+    """A window stays where it was until what is in flight is answered, drafts or not."""
+
+    def get_num_in_doubt(num_scheduled: int, num_drafts: int) -> int:
+        del num_drafts
+        return num_scheduled
 
     return replace(rules, get_num_in_doubt=get_num_in_doubt)
 
@@ -284,5 +349,46 @@ STORIES = (
         "0.19.1",
         "asynchronous, one draft, blocks of 1, a window of 2: a draft in flight is rejected, and "
         "the token computed instead reads a null block",
+    ),
+    QuirkStory(
+        Quirk.HEAD_LOOKS_BEHIND_ONCE,
+        hits_are_searched,
+        "the block that a draft head gives back is looked for behind a longer hit than is left",
+        ("P5",),
+        "not found upstream",
+        "0.33.0",
+        "a draft head, blocks of 1, full attention, windows of 4 and 3; of the second's blocks the "
+        "fifth and sixth are lost: 4 tokens are hit, and behind them is no block of that window",
+    ),
+    QuirkStory(
+        Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK,
+        hits_are_searched,
+        "the block that a draft head gives back may end with the prompt",
+        (),
+        "not found upstream",
+        "0.33.0",
+        "a draft head, two groups in blocks of 1; 5 tokens are cached, and asked for again: 4 of "
+        "them are hit, not 3",
+        upon=(Quirk.HEAD_LOOKS_BEHIND_ONCE,),
+    ),
+    QuirkStory(
+        Quirk.WINDOWS_RESERVE_STEPS_IN_FLIGHT,
+        windows_reserve_steps_in_flight,
+        "the gate charges a window itself, all steps that may be in flight, and a block more",
+        ("P15",),
+        "#39734 (named in its source)",
+        "0.33.0",
+        "blocks of 1, a budget of 1, a window of 2, 3 blocks: a prompt of 5 tokens, which never "
+        "holds more than 2 blocks, is never admitted",
+    ),
+    QuirkStory(
+        Quirk.ALL_IN_FLIGHT_IS_IN_DOUBT,
+        all_in_flight_is_in_doubt,
+        "a window stays where it was until what is in flight is answered, drafts or not",
+        ("P8",),
+        "not found upstream",
+        "0.33.0",
+        "two steps in flight, blocks of 1, a budget of 1, a window of 1: the row that computes the "
+        "second token holds the block of the first",
     ),
 )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.spec.pool import Pool
+from blockstep.spec.releases.groups import hits_are_searched
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Hit, RequestState
 from blockstep.spec.rules import Rules
@@ -29,6 +30,45 @@ def chunks_round_to_nothing(rules: Rules, _config: Config) -> Rules:
         return last - num_computed if num_computed < last else num_new
 
     return replace(rules, get_aligned_share=get_aligned_share)
+
+
+def chunks_end_at_checkpoints(rules: Rules, config: Config) -> Rules:
+    """A chunk of a prompt ends before the last token, and where the hit of one group went on."""
+
+    def get_aligned_share(
+        config: Config, request: RequestState, num_computed: int, num_new: int
+    ) -> int:
+        modes = {group.mamba_cache_mode for group in config.groups}
+        num_prompt, num_known = len(request.request.prompt_token_ids), request.num_known_tokens
+        prompt_end = max(num_prompt, num_known - 1)
+        if MambaCacheMode.ALIGN not in modes or num_new <= 0 or num_computed >= prompt_end:
+            return num_new
+        size, end = config.block_size, num_computed + num_new
+        budget = config.max_num_batched_tokens
+        longest = min(budget, config.long_prefill_token_threshold or budget)
+        if end < prompt_end and (end // size * size > num_computed or size <= longest):
+            end = end // size * size
+        is_given_back = config.drops_last_hit_block
+        last = (num_known - (not is_given_back)) // size - is_given_back
+        stops = [last * size]
+        if num_computed % size:
+            stops.append((num_computed // size + 1) * size)
+        if num_computed < request.junction < end:
+            stops.append(num_computed + (request.junction - num_computed) // size * size)
+        within = [stop for stop in stops if num_computed < stop < end]
+        return max(min([*within, end]) - num_computed, 0)
+
+    return replace(hits_are_searched(rules, config), get_aligned_share=get_aligned_share)
+
+
+def states_are_left_at_once(rules: Rules, _config: Config) -> Rules:
+    """A state is left with the token behind it, also where others for drafts follow."""
+
+    def compute_num_certain(group: KVGroup, num_computed: int, num_in_doubt: int) -> int:
+        del group
+        return max(num_computed - num_in_doubt, 0)
+
+    return replace(rules, compute_num_certain=compute_num_certain)
 
 
 def fresh_states_are_waited_for(rules: Rules, config: Config) -> Rules:
@@ -104,5 +144,24 @@ STORIES = (
         "0.19.1",
         "PRIORITY, full attention and a recurrent group; a request takes a block and is then "
         "preempted in the same step: the block is named twice",
+    ),
+    QuirkStory(
+        Quirk.CHUNKS_END_AT_CHECKPOINTS,
+        chunks_end_at_checkpoints,
+        "a chunk of a prompt ends before the last token, and where the hit of one group went on",
+        ("P15",),
+        "not found upstream",
+        "0.33.0",
+        "states in blocks of 1, `align`: a prompt of 2 tokens is computed in two steps",
+    ),
+    QuirkStory(
+        Quirk.STATES_ARE_LEFT_AT_ONCE,
+        states_are_left_at_once,
+        "a state is left with the token behind it, also where others for drafts follow",
+        (),
+        "not found upstream",
+        "0.33.0",
+        "states in blocks of 1 and one behind them, `align`; a prompt of 2 tokens and the first "
+        "output: the plan of the second gives back the state of the first",
     ),
 )

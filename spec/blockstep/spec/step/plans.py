@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from blockstep.spec.beside.encoder import end_step, list_freed
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.requests import Frame, FrameRow
+from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
-from blockstep.spec.step.work import Step
+from blockstep.spec.step.encoding import list_encoder_inputs
+from blockstep.spec.step.work import Scheduled, Step
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     BlockId,
@@ -29,8 +31,11 @@ def get_plan(step: Step) -> Plan:
     new: list[NewRow] = []
     cached: list[CachedRow] = []
     resumed: list[CachedRow] = []
+    masked: list[RequestState] = []
     for row in step.rows:
         request = step.requests[row.request_id]
+        if request.request.grammar is not None and is_sampling(request, row):
+            masked.append(request)
         if row.status is Status.WAITING:
             new.append(NewRow(request.request, row.new_blocks, row.num_computed, row.num_scheduled))
             continue
@@ -49,7 +54,7 @@ def get_plan(step: Step) -> Plan:
                 draft_token_ids=row.drafts,
             )
         )
-    return Plan(
+    plan = Plan(
         frame_id=step.state.next_frame_id,
         new=tuple(new),
         cached=(*cached, *resumed),
@@ -57,7 +62,26 @@ def get_plan(step: Step) -> Plan:
         preempted_req_ids=tuple(sorted({*step.preempted, *step.state.reset_req_ids})),
         num_common_prefix_blocks=get_num_common_prefix_blocks(step),
         new_block_ids_to_zero=get_blocks_to_zero(step),
+        has_structured_output_requests=bool(masked),
+        pending_structured_output_tokens=any(one.num_output_placeholders for one in masked),
     )
+    if not step.encoder.size:
+        return plan
+    return replace(
+        plan,
+        scheduled_encoder_inputs=list_encoder_inputs(step, is_external=False),
+        external_encoder_inputs=list_encoder_inputs(step, is_external=True),
+        free_encoder_mm_hashes=list_freed(step.encoder, step.state.rules.get_freed),
+    )
+
+
+def is_sampling(request: RequestState, row: Scheduled) -> bool:
+    """Whether a row reaches the last token that will be known then, so that the worker samples.
+
+    Source: seed 001 "_update_after_schedule()"; P12.
+    """
+    num_computed = row.num_computed + row.num_scheduled
+    return num_computed >= request.num_known_tokens + request.num_output_placeholders
 
 
 def get_blocks_to_zero(step: Step) -> tuple[BlockId, ...]:
@@ -126,14 +150,19 @@ def process_advance(step: Step, plan: Plan) -> State:
     by the commit. Source: seed 001 "_update_after_schedule()"; P12.
     """
     rows = []
+    has_groups, rules = bool(step.state.config.groups), step.state.rules
     for row in step.rows:
         request = step.requests[row.request_id]
+        samples = is_sampling(request, row)
+        has_mask = samples and request.request.grammar is not None
+        num_drafts = len(row.drafts)
+        num_in_doubt = rules.get_num_in_doubt(row.num_scheduled, num_drafts) if has_groups else 0
+        rows.append(FrameRow(row.request_id, row.drafts, samples, False, num_in_doubt, has_mask))
         num_computed = row.num_computed + row.num_scheduled
-        samples = num_computed >= request.num_known_tokens + request.num_output_placeholders
-        rows.append(FrameRow(row.request_id, row.drafts, samples))
         step.requests[row.request_id] = replace(
             request, num_computed_tokens=num_computed, is_prefill_chunk=not samples
         )
+        step.encoder = rules.free_items(step.encoder, request.request, num_computed)
     if step.state.config.async_scheduling:
         process_promises(step, rows)
     frames = step.state.frames
@@ -152,6 +181,7 @@ def process_advance(step: Step, plan: Plan) -> State:
         prev_scheduled_req_ids=tuple(sorted(row.request_id for row in step.rows)),
         reset_req_ids=(),
         stats=step.stats,
+        encoder=end_step(step.encoder),
     )
 
 

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from blockstep.spec.memory.slots import allocate_slots, skip_slots
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import NOTHING_HELD, RequestState
+from blockstep.spec.requests import NOTHING_HELD, RequestState, count_in_doubt
+from blockstep.spec.step.giving import process_giving
 from blockstep.spec.step.queues import process_prepend, select_victim
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import RequestId, Status
@@ -22,6 +23,8 @@ def process_claim(
 ) -> tuple[tuple[Pool, RequestState] | None, int]:
     """Slots for the running request at `index`, at the cost of others as long as they are short.
 
+    Of others that run; one that runs alone asks sessions that do not, before it preempts itself.
+
     Returns what it is granted, or None if it had to preempt itself, and the index at which the
     running phase goes on: then that of the request behind it.
     Source: seed 001 "Preemption in the Running Loop"; P15, P16.
@@ -29,13 +32,15 @@ def process_claim(
     config, rules = step.state.config, step.state.rules
     request = step.requests[step.running[index]]
     if config.groups:
-        num_in_doubt = rules.get_num_in_doubt(step.state.frames, request.request_id)
+        num_in_doubt = count_in_doubt(step.state.frames, request.request_id)
         step.pool, request = skip_slots(config, step.pool, request, num_in_doubt, rules)
         step.requests[request.request_id] = request
     while True:
         granted = allocate_slots(config, step.pool, request, num_new, config.num_lookahead_tokens)
         if granted is not None:
             return granted, index
+        if len(step.running) == 1 and process_giving(step, request.request_id):
+            continue
         victim_index = select_victim(
             config.policy, step.running, step.requests, rules.get_victim_rank
         )
@@ -66,10 +71,13 @@ def process_preemption(step: Step, victim_index: int) -> RequestId:
     config, rules = step.state.config, step.state.rules
     victim_id = step.running.pop(victim_index)
     # select
-    step.withdraw(victim_id)
+    victim = step.requests[victim_id]
+    if step.withdraw(victim_id):
+        order = [row.request_id for row in step.rows]
+        step.encoder = rules.withdraw_items(step.encoder, victim.request, order)
+    step.encoder = rules.free_items(step.encoder, victim.request, None)
     step.preempted.append(victim_id)
     # pool, requests
-    victim = step.requests[victim_id]
     step.pool = rules.revoke_slots(step.pool, victim, config.block_sizes, rules)
     step.requests[victim_id] = rules.get_preempted(victim)
     step.stats = replace(step.stats, preemptions=step.stats.preemptions + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from blockstep.spec.beside.encoder import NO_ENCODER, Encoder
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
@@ -38,7 +39,9 @@ class Verdict(Enum):
     PASSED_OVER = auto()
     """It waits for something that this step does not bring; others may go first."""
     NO_ROOM = auto()
-    """It lacks tokens or blocks; nobody overtakes it."""
+    """It lacks tokens; nobody overtakes it."""
+    NO_BLOCKS = auto()
+    """It lacks blocks; nobody overtakes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +79,13 @@ class Step:
     waiting: list[RequestId]
     skipped: list[RequestId]
     stats: Stats
+    encoder: Encoder = NO_ENCODER
     rows: list[Scheduled] = field(default_factory=list)
     granted: list[Scheduled] = field(default_factory=list)
     """Those, and rows that were taken back."""
     preempted: list[RequestId] = field(default_factory=list)
+    passed_over: list[RequestId] = field(default_factory=list)
+    """Of those that wait, until all have been looked at: then they stand in their queue again."""
 
     def add(self, row: Scheduled) -> None:
         """Plan a row, and pay for it."""

@@ -271,7 +271,7 @@ def build_vllm_config(config: Config) -> VllmConfig:
     # Set again: without chunked prefill 0.11.1 puts it away when all of it is built.
     threshold = keywords["long_prefill_token_threshold"]
     built.scheduler_config.long_prefill_token_threshold = threshold
-    if not RELEASE.has_step_budget:
+    if not RELEASE.has_step_budget or RELEASE.has_group_gate:
         built.scheduler_config.max_num_batched_tokens = budget  # when it has been looked at
     if config.spec_method is not SpecMethod.NONE:
         # Set afterwards: a real `SpeculativeConfig` wants the weights of a proposer.

@@ -25,7 +25,8 @@ CHUNKS_OF_ANOTHER_SIZE = "chunked-local groups beside other block sizes: the rel
 SEVERAL_SIZES = "groups of several block sizes: the release wants one size"
 NO_RECURRENT = "recurrent groups: not followed in this release"
 NO_STATES_OF_ALL = "recurrent groups of mode all: the release has the others alone"
-PARTIAL_HITS = "recurrent groups beside other block sizes: the release shares parts of blocks"
+PARTS_OF_BLOCKS = "groups of several block sizes: the release publishes parts of blocks"
+NARROW_WINDOWS = "windows of one token: the release publishes no block of them"
 OTHER_MIXES = (
     "other groups than of full attention and, all before or all behind them, of one other kind"
 )
@@ -45,11 +46,14 @@ def find_problem(release: Release, config: Config) -> str | None:
         return NO_RECURRENT
     if not config.enable_prefix_caching or not groups:
         return None
-    if has_states and release.has_partial_hits:
+    if release.has_partial_hits:
         if any(group.mamba_cache_mode is MambaCacheMode.ALL for group in groups):
             return NO_STATES_OF_ALL
         if has_sizes:
-            return PARTIAL_HITS
+            return PARTS_OF_BLOCKS
+        # With a draft head one block of them is published: that which it gives back.
+        if not config.drops_last_hit_block and any(one.sliding_window == 1 for one in groups):
+            return NARROW_WINDOWS
     if has_chunks and config.drops_last_hit_block:
         return CHUNKS_WITH_A_HEAD
     if has_sizes and not release.has_mixed_groups:
@@ -88,8 +92,13 @@ def _mend(config: Config, reason: str) -> Config:
     """The config without what `reason` names."""
     if reason == CHUNKS_WITH_A_HEAD:
         return replace(config, spec_method=SpecMethod.NGRAM)
-    if reason in (SEVERAL_SIZES, CHUNKS_OF_ANOTHER_SIZE, PARTIAL_HITS):
+    if reason in (SEVERAL_SIZES, CHUNKS_OF_ANOTHER_SIZE, PARTS_OF_BLOCKS):
         return resize_blocks(config, max(config.block_sizes))
+    if reason == NARROW_WINDOWS:
+        wider = [
+            replace(g, sliding_window=2) if g.sliding_window == 1 else g for g in config.groups
+        ]
+        return replace(config, groups=tuple(wider))
     if reason == NO_STATES_OF_ALL:
         modes = {MambaCacheMode.ALL: MambaCacheMode.ALIGN}
         aligned = [

@@ -112,8 +112,8 @@ class Release:
     has_recurrent_groups: bool = False
     """Whether recurrent groups are followed."""
     has_partial_hits: bool = False
-    """Whether recurrent groups keep states at the ends of chunks alone (no mode `all`), and a hit
-    may end inside of a larger block beside them, which is then copied."""
+    """Whether a larger block is published in parts, too: a hit may end inside of one beside
+    recurrent groups, which keep states at the ends of chunks alone (no mode `all`)."""
     has_common_prefix: bool = True
     """Whether plans tell the blocks that all who run have in common."""
     has_frame_masks: bool = False

@@ -63,7 +63,7 @@ def list_out_of_reach() -> frozenset[str]:
         (not RELEASE.has_cache_opt_out, {"reading_skipped"}),
         (not RELEASE.masks_stops, {"min_tokens_held_back_a_stop"}),
         (not RELEASE.has_named_embeds, {"same_tokens_other_embeds"}),
-        (not RELEASE.has_mixed_groups, {"groups_larger_block_filled"}),
+        (not RELEASE.has_mixed_groups or RELEASE.has_partial_hits, {"groups_larger_block_filled"}),
         (not RELEASE.keeps_doubtful_blocks, {"groups_block_in_doubt"}),
         (not RELEASE.has_group_gate, {"groups_admitted_past_its_room"}),
     ):

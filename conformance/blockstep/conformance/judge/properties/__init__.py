@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from blockstep.conformance.judge.properties import (
     admission,
     budgets,
+    grammars,
     hits,
     messages,
     order,
@@ -53,7 +54,7 @@ class Property:
     checks: tuple[Sentence, ...]
 
 
-_FAMILIES = (pool, refusals, budgets, output, messages, admission, order, hits, tables)
+_FAMILIES = (pool, refusals, budgets, output, messages, admission, order, hits, tables, grammars)
 """In the order in which sentences of one property speak."""
 _SENTENCES = [
     found for family in _FAMILIES for found in vars(family).values() if isinstance(found, Sentence)
@@ -90,6 +91,8 @@ _STATEMENTS = {
     "P18 idempotent signals": "late, duplicate or unknown completions change nothing and kill "
     "nothing",
     "P21 statistics": "counters equal what happened, once each",
+    "P23 grammar in step": "the grammar's state equals the accepted output; invalid drafts are "
+    "never accepted",
     "P24 real drafts": "a dispatched draft is a draft proposed for exactly this position of this "
     "request",
     "P25 complete reset": "after a reset nothing computed before it can be hit",
@@ -130,6 +133,8 @@ ANSWER_TYPES: dict[type, tuple[type, ...]] = {
     v.Drafts: (v.DraftsTaken,),
     v.Abort: (v.Aborted,),
     v.GrammarReady: (v.Ack,),
+    v.GrammarFailed: (v.Outputs,),
+    v.GrammarBitmask: (v.GrammarOutput,),
     v.StreamingUpdate: (v.Ack, v.Aborted),
     v.SetPause: (v.Ack,),
     v.Reset: (v.ResetDone,),

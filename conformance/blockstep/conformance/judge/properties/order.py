@@ -29,7 +29,7 @@ from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
 
-@sentence("P16", v.Submit, v.Schedule, v.Commit, v.Abort, v.Reset)
+@sentence("P16", v.Submit, v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
 def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> Complaints:
     """Each unfinished request is in exactly one of the queues and the running list, by status."""
     after = step.after
@@ -125,7 +125,7 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
     yield from differing("skipped_waiting", skipped, list(step.after.skipped_waiting))
 
 
-@sentence("P16", v.Commit, v.Abort)
+@sentence("P16", v.Commit, v.Abort, v.GrammarFailed)
 def queues_lose_exactly_the_ended(step: Step, _ledger: Ledger) -> Complaints:
     """A commit or an abort takes the ended out of their queue; the others keep their order."""
     left = step.new.keys()
@@ -212,7 +212,7 @@ def _freed_by_last(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -
     return holders.free(victims[-1])
 
 
-@sentence("P16", v.Commit, v.Abort, v.Reset)
+@sentence("P16", v.Commit, v.Abort, v.GrammarFailed, v.Reset)
 def freed_tail_is_evicted_first(step: Step, _ledger: Ledger) -> Complaints:
     """Blocks of the ended join the end of the free queue, last block of each table first.
 

@@ -20,14 +20,14 @@ from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Ste
 from blockstep.spec import vocabulary as v
 
 
-@sentence("P1", v.Schedule, v.Commit, v.Abort, v.Reset)
+@sentence("P1", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
 def pool_keeps_its_size(step: Step, _ledger: Ledger) -> Complaints:
     """A state tells what each block of the pool carries, of no more and no fewer of them."""
     num_keys, num_blocks = len(step.after.block_keys), step.config.num_blocks
     return [Complaint(f"{num_keys} keys for {num_blocks} blocks")] if num_keys != num_blocks else ()
 
 
-@sentence("P1", v.Schedule, v.Commit, v.Abort, v.Reset)
+@sentence("P1", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
 def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
     """Its ref count is the number of its holders; free ones are in the free queue, once.
 
@@ -98,7 +98,7 @@ def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapsh
     return found
 
 
-@sentence("P3", v.Schedule, v.Commit, v.Abort, v.Reset)
+@sentence("P3", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
 def cache_map_and_blocks_agree(step: Step, _ledger: Ledger) -> Complaints:
     """The cache map has a block under a key exactly if the block carries the key, and once."""
     after = step.after
