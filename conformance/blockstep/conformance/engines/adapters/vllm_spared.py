@@ -44,12 +44,14 @@ def list_out_of_reach() -> frozenset[str]:
     waits = {"admitted_past_a_stale_one", "passed_over_for_its_tokens"}
     ends = {"commit_for_preempted", "ended_while_preempted"}
     resets = {name for name in WITNESSES if name.startswith("reset_forced")}
+    failures = {name for name in WITNESSES if name.startswith("masks_failed")}
     priorities = {name for name in WITNESSES if name.startswith("priority")}
     # Without drafts nobody outgrows the pool alone, or wants more tokens than in the step before.
     drafts = {"head_drop", "block_for_lookahead_only", "all_preempted_in_flight"}
     somebody_waits = RELEASE.has_pause or RELEASE.has_plain_grammar or RELEASE.has_async
     found = {"draft_placeholders_dropped"}  # quirk `placeholders_outlive_a_gap`
     for is_lacking, names in (
+        (not RELEASE.survives_bad_grammars, failures),
         (not RELEASE.has_sound_preemption, waits),
         (RELEASE.has_sound_async_reset, ends),  # it drops them: quirk `reset_drops_tokens`
         (not RELEASE.has_sound_async_reset, {"reset_forced_with_two_frames_in_flight"}),
@@ -77,7 +79,7 @@ def find_reason(run: Run, event: v.Event) -> str | None:
         case v.Submit(request=request):
             return _find_lack(run, request)
         case v.GrammarFailed():
-            return FAILED_GRAMMAR
+            return None if RELEASE.survives_bad_grammars else FAILED_GRAMMAR
         case v.Reset(reset_running_requests=True):
             if not RELEASE.has_forced_reset:
                 return "the release has no forced reset"
