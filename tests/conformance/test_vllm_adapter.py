@@ -183,7 +183,7 @@ def test_a_digest_stands_for_what_a_session_has_lost_since() -> None:
     digests, session = Digests(known(REFERENCE), 2), Known(Request("A", (1, 2, 3)))
     digests.learn(session, 0, [b"first", b"lost"], (1, 2, 3, 9))
     session.updates.append(Request("A", (5,), items=(MultiModalItem("a", 0, 1),)))
-    session.follow((1, 2, 3, 5))
+    session.follow((1, 2, 3, 5), max_tokens=16)
     digests.learn(session, 2, [b"third"], (1, 2, 3, 5, 6, 7))
     assert [key.token_ids for key in session.keys] == [(1, 2), (3, 9), (6, 7)]
     assert session.request.items == (MultiModalItem("a", 3, 1),)

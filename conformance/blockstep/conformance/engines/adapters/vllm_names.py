@@ -57,8 +57,8 @@ class Known:
     """Of the hit that the first output tells."""
     num_preemptions: int = 0
 
-    def follow(self, prompt_token_ids: Sequence[int]) -> None:
-        """Take in what a session's prompt has become.
+    def follow(self, prompt_token_ids: Sequence[int], max_tokens: int) -> None:
+        """Take in what a session's prompt has become, and by which count of outputs it stops.
 
         It grows where a chunk is taken: by what is kept of the output, and by the chunk, whose
         items count from its own start.
@@ -72,6 +72,7 @@ class Known:
         self.request = replace(
             chunk,
             prompt_token_ids=tuple(prompt_token_ids),
+            max_tokens=max_tokens,
             items=(*before.items, *items),
             **{name: getattr(before, name) for name in KEPT},
         )

@@ -18,6 +18,9 @@ PAST_THE_END = "min_tokens at the model length"
 BEHIND_DRAFTS = "a plan behind drafts in flight: fewer than no tokens"
 BEYOND_MAX_LORAS = "a plan with rows of more adapters than max_loras"
 ENDS_AMONG_THE_SKIPPED = "a preempted request passed over for its adapter before its frame ends it"
+STOPS_TWICE = "a plan with a session that a frame in flight may stop: it rests, and stops once more"
+RESET_AT_REST = "a forced reset while a session that does not run holds blocks: it raises"
+STOPS_WHILE_PREEMPTED = "a session that stops while preempted: its tokens or its place are lost"
 BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks than there are"
 PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
 FAILED_GRAMMAR = "a grammar that fails: the next plan raises what its compilation did"
@@ -86,6 +89,10 @@ def find_reason(run: Run, event: v.Event) -> str | None:
             # One frame of each is thrown away, in flight or not.
             if run.config.async_scheduling and not RELEASE.has_sound_async_reset:
                 return FORCED_RESET
+            if _list_stopping(run):
+                return STOPS_WHILE_PREEMPTED
+            if any(one.num_computed_tokens for one in (*run.scheduler.waiting, *run.get_skipped())):
+                return RESET_AT_REST
             return PAST_THE_END if _is_any_full(run, run.scheduler.running) else None
         case v.Schedule():
             waiting = [*run.scheduler.waiting, *run.get_skipped()]
@@ -102,6 +109,11 @@ def find_reason(run: Run, event: v.Event) -> str | None:
                 return BEHIND_STATES
             if _is_beyond_max_loras(run):
                 return BEYOND_MAX_LORAS
+            stopping = _list_stopping(run)
+            if any(one.num_output_placeholders and not _is_sure_to_end(one) for one in stopping):
+                return STOPS_TWICE
+            if stopping and _may_preempt(run):
+                return STOPS_WHILE_PREEMPTED
             if _may_end_among_the_skipped(run, waiting):
                 return ENDS_AMONG_THE_SKIPPED
             return _find_padding_problem(run, waiting)
@@ -172,6 +184,41 @@ def _may_end_among_the_skipped(run: Run, waiting: list[VllmRequest]) -> bool:
         and request.request_id in in_flight
         for request in waiting
     )
+
+
+def _list_stopping(run: Run) -> list[VllmRequest]:
+    """Sessions that run and that a frame in flight may stop."""
+    in_flight = {name for frame in run.frames.values() for name in frame.num_scheduled_tokens}
+    return [
+        request
+        for request in (run.scheduler.running if RELEASE.has_sessions else ())
+        if request.resumable and request.request_id in in_flight and _may_stop(run, request)
+    ]
+
+
+def _may_stop(run: Run, request: VllmRequest) -> bool:
+    """Whether what frames in flight sample may stop a request."""
+    asked = run.known[request.request_id].request
+    if request.is_prefill_chunk:
+        return False
+    if asked.eos_token_id is not None or asked.stop_token_ids or asked.repetition_detection:
+        return True
+    promised = max(request.num_output_placeholders, 1)
+    if not run.config.async_scheduling:
+        promised += run.config.num_speculative_tokens
+    return (
+        request.num_output_tokens + promised >= request.max_tokens
+        or request.num_tokens + promised >= run.config.max_model_len
+    )
+
+
+def _may_preempt(run: Run) -> bool:
+    """Whether the next plan may run out of blocks: there are fewer than all who run could take."""
+    config, running = run.config, run.scheduler.running
+    num_slots = sum(_count_wanted(config, one) + config.num_lookahead_tokens for one in running)
+    num_wanted = sum(num_slots // size + 2 * len(running) for size in config.block_sizes)
+    num_free: int = run.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return num_free < num_wanted
 
 
 def _is_sure_to_end(request: VllmRequest) -> bool:

@@ -69,7 +69,7 @@ class Run:
             return None
 
         def hash_blocks(target: VllmRequest) -> list[bytes]:
-            known.follow(target.prompt_token_ids)
+            known.follow(target.prompt_token_ids, target.max_tokens)
             items = () if self.config.encoder_cache_size else known.request.items
             if items:
                 target.mm_features = build_features(items)
