@@ -19,6 +19,7 @@ BEHIND_DRAFTS = "a plan behind drafts in flight: fewer than no tokens"
 BEYOND_MAX_LORAS = "a plan with rows of more adapters than max_loras"
 ENDS_AMONG_THE_SKIPPED = "a preempted request passed over for its adapter before its frame ends it"
 STOPS_TWICE = "a plan with a session that a frame in flight may stop: it rests, and stops once more"
+TRIMMED_PROMISES = "a session with drafts that the worker keeps: what its stop trims stays promised"
 RESET_AT_REST = "a forced reset while a session that does not run holds blocks: it raises"
 STOPS_WHILE_PREEMPTED = "a session that stops while preempted: its tokens or its place are lost"
 BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks than there are"
@@ -273,6 +274,8 @@ def _find_lack(run: Run, request: v.Request) -> str | None:
         return "the release has no repetition detection"
     if request.structured_output and not RELEASE.has_plain_grammar:
         return "a grammar: the release wants its bitmask when it plans"
+    if request.resumable and config.async_scheduling and config.num_speculative_tokens:
+        return TRIMMED_PROMISES
     if request.grammar is not None and _is_beyond(request.grammar):
         return f"a grammar over tokens from {VOCABULARY_SIZE} on: the model has none of them"
     if request.skip_reading_prefix_cache and not RELEASE.has_cache_opt_out:
