@@ -16,7 +16,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from blockstep.conformance.protocol.features import GROUPS
+from blockstep.conformance.protocol.features import BY_NAME, LATE
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.conformance.search.episodes import record_episode, run_episode
 from blockstep.conformance.search.options import CheckOptions
@@ -38,7 +38,7 @@ class Figures:
 
 def measure(preset: str, engine: str, num_events: int, features: tuple[str, ...] = ()) -> Figures:
     """Time whole episodes, then replay their events through each side alone."""
-    never = () if GROUPS.name in features else (GROUPS.name,)
+    never = tuple(name for name in LATE if name in BY_NAME and name not in features)
     options = CheckOptions(
         engine=engine, preset=preset, with_features=features, without_features=never
     )

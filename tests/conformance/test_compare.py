@@ -119,12 +119,14 @@ STATE = v.Snapshot(
     finished_req_ids=(),
     prev_scheduled_req_ids=("A",),
     stats=v.Stats(),
+    encoder=v.EncoderSnapshot((v.EncoderEntry("i", 1, ("A",)),), ("j",), 1, 2, ("k",)),
 )
 ANSWERS: list[v.Observation] = [
     v.Plan(
         0,
         new=(v.NewRow(REQUEST, ((1,),), 0, 2),),
         cached=(v.CachedRow("B", False, ((2,),), (1, 2), 1, 1, 1),),
+        scheduled_encoder_inputs=(v.EncoderInputs("A", (0,)),),
     ),
     v.Outputs((v.OutputRow("A", (3,), v.FinishReason.STOP, 3),)),
     v.DraftsTaken(("A",)),

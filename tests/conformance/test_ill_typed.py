@@ -299,7 +299,7 @@ FACTORIES = {
     "make_none": "returned None, which has no apply(); an engine has the methods",
     "make_half": "which has no snapshot()",
     "NamesText": "must be a set of names, not 'snapshot'",
-    "NamesUnknown": "'abrot' is none of abort, async,",
+    "NamesUnknown": "'abrot' is none of abort, adapters, async,",
     "TraitsOfText": "must be EngineTraits, not 'safety'",
     "EquivalenceOfText": "must be None (exact) or one of Renamed()",
     "FitsNothing": "must return a Config, not None",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
+from play_support import brought
 from play_support.grouped import FULL, WINDOW, attending_as, going_on
 from play_support.play import (
     CONFIG,
@@ -430,6 +431,7 @@ AT_EITHER: list[Case] = [
 """Held to the specification, and at safety."""
 
 ALONE: list[Case] = [
+    *brought.ALONE,
     *AT_EITHER,
     GIVEN_UP,
     (
@@ -797,7 +799,7 @@ def test_every_sentence_speaks_alone_somewhere() -> None:
     """A sentence that never does says nothing of its own: merge it, or plant what only it sees."""
     names = [case[0] for case in ALONE + BESIDE_THE_WORKER] + [IN_A_RELEASE]
     assert sorted(names) == sorted(SENTENCES)
-    assert len(SENTENCES) == 87
+    assert len(SENTENCES) == 88
 
 
 def test_up_to_block_ids_all_are_asked_but_three() -> None:
@@ -935,6 +937,7 @@ AT_SAFETY: list[Case] = [
 ]
 """The sentences of `JUDGED`, in their order."""
 OF_ANSWERS: list[Case] = [
+    *brought.OF_ANSWERS,
     (
         "computed_tokens_are_in_blocks_that_are_held",
         delivering_to_the_preempted,

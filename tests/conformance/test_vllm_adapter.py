@@ -20,7 +20,12 @@ from blockstep.conformance.engine import (
 )
 from blockstep.conformance.engines.adapters import vllm_releases
 from blockstep.conformance.engines.adapters.vllm_groups import find_problem
-from blockstep.conformance.engines.adapters.vllm_names import compute_block_key, get_lora_name
+from blockstep.conformance.engines.adapters.vllm_names import (
+    Digests,
+    Known,
+    compute_block_key,
+    get_lora_name,
+)
 from blockstep.conformance.engines.adapters.vllm_releases import (
     REFERENCE,
     Release,
@@ -131,35 +136,33 @@ compute_key = partial(compute_block_key, known(REFERENCE))
 
 def test_without_a_place_an_item_names_its_block_alone() -> None:
     old = known("0.18.1")
-    key = compute_block_key(old, REQUEST, None, (0, 1, 2, 3), 0, is_after_output=False)
+    key = compute_block_key(old, REQUEST, None, (0, 1, 2, 3), 0, is_continued=False)
     assert key.items == (("a", 0),)
 
 
 def test_all_items_name_a_block_where_the_release_looks_at_them() -> None:
     new = known("0.33.0")
-    key = compute_block_key(new, REQUEST, None, (4, 5, 6, 7), 4, is_after_output=True)
+    key = compute_block_key(new, REQUEST, None, (4, 5, 6, 7), 4, is_continued=True)
     assert key.items == (("a", -2), ("b", 2))
 
 
 def test_a_digest_stands_for_everything_that_shaped_the_block() -> None:
-    first = compute_block_key(
-        known(REFERENCE), REQUEST, None, (0, 1, 2, 3), 0, is_after_output=False
-    )
+    first = compute_block_key(known(REFERENCE), REQUEST, None, (0, 1, 2, 3), 0, is_continued=False)
     second = compute_block_key(
-        known(REFERENCE), REQUEST, first, (4, 5, 6, 7), 4, is_after_output=False
+        known(REFERENCE), REQUEST, first, (4, 5, 6, 7), 4, is_continued=False
     )
     assert first == BlockKey(None, (0, 1, 2, 3), "x", "s", (("a", 2),))
     assert second == BlockKey(first, (4, 5, 6, 7), "x", None, (("a", -2), ("b", 2)))
 
 
 def test_an_item_that_only_touches_a_block_is_no_part_of_it() -> None:
-    before = compute_key(REQUEST, None, (0, 1), 0, is_after_output=False)
-    between = compute_block_key(known(REFERENCE), REQUEST, before, (5,), 5, is_after_output=False)
+    before = compute_key(REQUEST, None, (0, 1), 0, is_continued=False)
+    between = compute_block_key(known(REFERENCE), REQUEST, before, (5,), 5, is_continued=False)
     assert before.items == between.items == ()
 
 
 def test_after_an_output_the_last_item_names_the_block() -> None:
-    key = compute_block_key(known(REFERENCE), REQUEST, None, (4, 5, 6, 7), 4, is_after_output=True)
+    key = compute_block_key(known(REFERENCE), REQUEST, None, (4, 5, 6, 7), 4, is_continued=True)
     assert key.items == (("b", 2),)
 
 
@@ -167,15 +170,25 @@ def test_after_an_output_the_last_item_names_the_block() -> None:
 def test_where_the_last_item_ends_it_may_name_an_output_block(
     version: str, items: tuple[tuple[str, int], ...]
 ) -> None:
-    key = compute_block_key(known(version), REQUEST, None, (7,), 7, is_after_output=True)
+    key = compute_block_key(known(version), REQUEST, None, (7,), 7, is_continued=True)
     assert key.items == items
 
 
 def test_the_first_block_names_every_item_though_outputs_complete_it() -> None:
-    key = compute_block_key(
-        known(REFERENCE), REQUEST, None, tuple(range(8)), 0, is_after_output=True
-    )
-    assert key.items == (("a", 2), ("b", 6))
+    digests = Digests(known(REFERENCE), 8)
+    digests.learn(Known(REQUEST), [b"digest"], tuple(range(8)))
+    assert digests.key_of[b"digest"].items == (("a", 2), ("b", 6))
+
+
+def test_a_digest_stands_for_what_a_session_has_lost_since() -> None:
+    digests, session = Digests(known(REFERENCE), 2), Known(Request("A", (1, 2, 3)))
+    digests.learn(session, [b"first", b"lost"], (1, 2, 3, 9))
+    session.updates.append(Request("A", (5,), items=(MultiModalItem("a", 0, 1),)))
+    session.follow((1, 2, 3, 5))
+    digests.learn(session, [b"third"], (1, 2, 3, 5, 6, 7))
+    assert [key.token_ids for key in session.keys] == [(1, 2), (3, 9), (6, 7)]
+    assert session.request.items == (MultiModalItem("a", 3, 1),)
+    assert not session.updates
 
 
 @pytest.mark.parametrize(("version", "embeds"), [("0.11.0", ((), ())), (REFERENCE, ((7, 8), (9,)))])
@@ -183,8 +196,8 @@ def test_a_digest_stands_for_the_embeddings_of_its_prompt_positions(
     version: str, embeds: tuple[tuple[int, ...], ...]
 ) -> None:
     request = Request("A", (0, 0, 0), prompt_embeds=(7, 8, 9))
-    first = compute_block_key(known(version), request, None, (0, 0), 0, is_after_output=False)
-    second = compute_block_key(known(version), request, first, (0, 5), 2, is_after_output=True)
+    first = compute_block_key(known(version), request, None, (0, 0), 0, is_continued=False)
+    second = compute_block_key(known(version), request, first, (0, 5), 2, is_continued=True)
     assert (first.embeds, second.embeds) == embeds
 
 
@@ -217,6 +230,9 @@ def test_it_is_an_engine_that_says_what_it_lacks() -> None:
         "grammar": RELEASE.has_plain_grammar,
         "async": RELEASE.has_async,
     }
+    has["sessions"] = RELEASE.has_sessions
+    has["masks"] = RELEASE.has_frame_masks
+    has["encoder"] = RELEASE.has_encoder
     has["cache statistics"] = RELEASE.has_sound_counters
     has["common prefix"] = RELEASE.has_common_prefix
     lacks = {"rejection", "statistics", "late drafts"} | {name for name in has if not has[name]}

@@ -250,7 +250,7 @@ PLANTED: dict[str, tuple[str, Change, Config, tuple[Action, ...], str]] = {
     ),
     "inputs for nobody": (
         "plan", load_inputs, Config(num_blocks=9), END,
-        "scheduled_encoder_inputs in this plan: {'gone': [0]}",
+        "scheduled_encoder_inputs names 'gone', who has no row in this plan",
     ),
     "a short list": (
         "plan", drop_an_entry, Config(num_blocks=9), END,

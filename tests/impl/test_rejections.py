@@ -11,11 +11,15 @@ from blockstep.impl.compiled import CompiledEngine
 from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     Abort,
+    Ack,
     Commit,
     Config,
     ConfigError,
     Drafts,
     Event,
+    Grammar,
+    GrammarBitmask,
+    GrammarFailed,
     GrammarReady,
     GroupKind,
     KVGroup,
@@ -27,6 +31,7 @@ from blockstep.spec.vocabulary import (
     Schedule,
     SetPause,
     SpecMethod,
+    StreamingUpdate,
     Submit,
 )
 
@@ -170,9 +175,43 @@ def test_an_unknown_digest_is_refused() -> None:
 
 def test_the_host_can_do_everything_that_conformance_asks_for() -> None:
     config = Config(num_blocks=2)
-    assert HostEngine(config).capabilities() == ALL_CAPABILITIES
-    lacking = {"groups", "common prefix"}
+    lacking = {"sessions", "masks", "encoder"}
+    assert HostEngine(config).capabilities() == ALL_CAPABILITIES - lacking
+    lacking |= {"groups", "common prefix", "adapters"}
     assert CompiledEngine(config).capabilities() == ALL_CAPABILITIES - lacking
+
+
+def test_an_encoder_is_refused_and_not_passed_over() -> None:
+    config = Config(num_blocks=2, encoder_compute_budget=4, encoder_cache_size=4)
+    for engine in (HostEngine, CompiledEngine):
+        with pytest.raises(ConfigError, match=r"encoder_cache_size = 4: .* has no encoder"):
+            engine(config)
+
+
+def test_sessions_are_refused_in_a_sentence() -> None:
+    for engine in (HostEngine, CompiledEngine):
+        s = engine(Config(num_blocks=2))
+        session = Request("a", (1,), max_tokens=1, resumable=True)
+        refused = s.apply(Submit(session))
+        assert refused == Rejected(RejectCode.BAD_REQUEST)
+        assert isinstance(refused, Rejected)
+        assert refused.detail.endswith("this engine has no sessions; leave it out")
+        assert s.apply(StreamingUpdate(session)) == Rejected(RejectCode.UNKNOWN_REQUEST)
+        assert s.apply(Submit(Request("a", (1,), max_tokens=1))) == Ack()
+        assert s.apply(StreamingUpdate(session)) == Rejected(RejectCode.NOT_RESUMABLE)
+
+
+def test_a_cap_on_adapters_and_masks_are_refused_in_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"max_loras = 1: .* no cap on adapters; leave it"):
+        CompiledEngine(Config(num_blocks=2, max_loras=1))
+    s = CompiledEngine(Config(num_blocks=2))
+    one = Grammar((((1, 0),),))
+    constrained = Request("a", (1,), max_tokens=1, structured_output=True, grammar=one)
+    assert s.apply(Submit(constrained)) == Rejected(RejectCode.BAD_REQUEST)
+    for event in (GrammarFailed("a"), GrammarBitmask(0)):
+        assert s.apply(event) == Rejected(RejectCode.MALFORMED_EVENT)
+    with pytest.raises(ConfigError, match=r"reasoning_end_token_id = 7: .* no masks"):
+        CompiledEngine(Config(num_blocks=2, reasoning_end_token_id=7))
 
 
 def test_several_groups_are_refused_and_not_taken_for_one() -> None:

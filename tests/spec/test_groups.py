@@ -546,5 +546,5 @@ class TestInvariants:
 def test_kinds_are_all_of_a_pool_with_one_null_block() -> None:
     assert create_pool(3).free_queue == (1, 2)
     assert [kind.value for kind in GroupKind] == [
-        *("full", "sliding_window", "chunked_local", "recurrent")
+        *("full", "sliding_window", "chunked_local", "recurrent", "cross_attention")
     ]

@@ -25,16 +25,21 @@ from blockstep.spec import (
     SetPause,
     SpecMethod,
     State,
+    StreamingUpdate,
     Submit,
     initial_state,
     transition,
 )
 from blockstep.spec.vocabulary import (
     MAX_INT,
+    EncoderOffer,
+    GroupKind,
+    KVGroup,
     RejectCode,
     RepetitionDetection,
     RowTokens,
     config_problems,
+    item_problem,
 )
 
 GOOD = Request("new", (1, 2, 3), max_tokens=4)
@@ -128,6 +133,12 @@ CASES: dict[str, tuple[object, RejectCode]] = {
         bad_request(items=(MultiModalItem("cat", 2, 1), MultiModalItem("dog", 0, 1))),
         R,
     ),
+    "item mask is a list": (bad_request(items=(MultiModalItem("cat", 0, 1, [True]),)), M),  # type: ignore[arg-type]
+    "item mask of ints": (bad_request(items=(MultiModalItem("cat", 0, 1, (1,)),)), M),  # type: ignore[arg-type]
+    "item mask too short": (bad_request(items=(MultiModalItem("cat", 0, 2, (True,)),)), R),
+    "item without an embedding": (bad_request(items=(MultiModalItem("cat", 0, 1, (False,)),)), R),
+    "offer of a string": (EncoderOffer("cat"), M),  # type: ignore[arg-type]
+    "offer of a nameless item": (EncoderOffer(("",)), M),
     "repetition is a tuple": (bad_request(repetition_detection=(1, 2)), M),
     "repetition of strings": (bad_request(repetition_detection=RepetitionDetection("a")), M),  # type: ignore[arg-type]
     "repetition once": (bad_request(repetition_detection=RepetitionDetection(2, 1, 1)), R),
@@ -152,6 +163,7 @@ CASES: dict[str, tuple[object, RejectCode]] = {
     "accepts what was no draft": (answer(("A", (8, 1)), B_ROW), RejectCode.BAD_RESULT),
     "the aborted row is wrong too": (answer(("A", (1,)), ("B", ())), RejectCode.BAD_RESULT),
     "drafts are None": (Drafts(None), M),  # type: ignore[arg-type]
+    "resumable with an int": (bad_request(resumable=1), M),
     "drafts of a string": (Drafts(("A",)), M),  # type: ignore[arg-type]
     "too many drafts": (Drafts((RowTokens("A", (1, 1, 1)),)), RejectCode.BAD_DRAFTS),
     "drafts twice": (Drafts((RowTokens("A"), RowTokens("A"))), RejectCode.BAD_DRAFTS),
@@ -161,6 +173,15 @@ CASES: dict[str, tuple[object, RejectCode]] = {
     "grammar of nobody": (GrammarReady("nobody"), RejectCode.UNKNOWN_REQUEST),
     "grammar of one without": (GrammarReady("A"), RejectCode.NOT_STRUCTURED),
     "grammar of None": (GrammarReady(None), M),  # type: ignore[arg-type]
+    "update of nobody": (
+        StreamingUpdate(replace(GOOD, request_id="nobody")),
+        RejectCode.UNKNOWN_REQUEST,
+    ),
+    "update of no session": (
+        StreamingUpdate(replace(GOOD, request_id="A")),
+        RejectCode.NOT_RESUMABLE,
+    ),
+    "update with None": (StreamingUpdate(None), M),  # type: ignore[arg-type]
     "pause with a string": (SetPause("paused_all"), M),  # type: ignore[arg-type]
     "pause with a bool": (SetPause(True), M),  # type: ignore[arg-type]
     "reset with an int": (Reset(1), M),  # type: ignore[arg-type]
@@ -180,7 +201,7 @@ def test_bad_input_is_rejected_and_changes_nothing(name: str) -> None:
 
 def test_there_are_enough_kinds() -> None:
     assert len(CASES) >= 40
-    elsewhere = {RejectCode.NEVER_FITS, RejectCode.FRAME_OUT_OF_ORDER}
+    elsewhere = {RejectCode.NEVER_FITS, RejectCode.FRAME_OUT_OF_ORDER, RejectCode.GRAMMAR_BEHIND}
     assert {code for _, code in CASES.values()} >= set(RejectCode) - elsewhere
 
 
@@ -196,6 +217,20 @@ def test_what_never_fits_is_refused_with_the_figures() -> None:
     assert not isinstance(fits, Rejected)
 
 
+BESIDE: dict[str, object] = {
+    "encoder_compute_budget": 4,
+    "encoder_cache_size": 4,
+    "disable_chunked_mm_input": True,
+    "is_encoder_decoder": True,
+    "enable_chunked_prefill": False,
+    "enable_prefix_caching": False,
+    "max_model_len": 64,
+}
+N = RejectCode.NEVER_FITS
+BOTH_4: dict[str, object] = {"encoder_compute_budget": 4, "encoder_cache_size": 4}
+BOTH_9: dict[str, object] = {"encoder_compute_budget": 9, "encoder_cache_size": 9}
+HEAD: dict[str, object] = {"spec_method": SpecMethod.EAGLE, "num_speculative_tokens": 1}
+WHOLE: dict[str, object] = {"disable_chunked_mm_input": True}
 CONFIGS: dict[str, dict[str, object]] = {
     "no usable block": {"num_blocks": 1},
     "negative blocks": {"num_blocks": -4},
@@ -213,6 +248,15 @@ CONFIGS: dict[str, dict[str, object]] = {
     "policy as string": {"policy": "fcfs"},
     "caching as int": {"enable_prefix_caching": 1},
     "depth zero": {"max_frames_in_flight": 0},
+    "compute for no cache": {"encoder_compute_budget": 4},
+    "a cache without compute": {"encoder_cache_size": 4},
+    "whole items without an encoder": {"disable_chunked_mm_input": True},
+    "a decoder without an encoder": {"is_encoder_decoder": True},
+    "across without an encoder": {"groups": (KVGroup(GroupKind.CROSS_ATTENTION, 16),)},
+    "encoder-decoder in chunks": {**BESIDE, "enable_chunked_prefill": True},
+    "encoder-decoder with prefix caching": {**BESIDE, "enable_prefix_caching": True},
+    "encoder-decoder with a threshold": {**BESIDE, "long_prefill_token_threshold": 2},
+    "encoder-decoder with items in parts": {**BESIDE, "disable_chunked_mm_input": False},
     "whole prompts that fit no step": {"enable_chunked_prefill": False, "max_model_len": 9000},
 }
 
@@ -226,6 +270,45 @@ def test_bad_config_is_refused_with_field_rule_and_fix(name: str) -> None:
     assert problems
     assert all(problem.field and problem.rule and problem.fix for problem in problems)
     assert str(problems[0]) in str(caught.value)
+
+
+def test_an_encoder_may_stand_beside_a_decoder() -> None:
+    config = replace(Config(num_blocks=8), **BESIDE)  # type: ignore[arg-type]
+    assert config_problems(config) == ()
+
+
+CAT, DOG = MultiModalItem("cat", 1, 3), MultiModalItem("dog", 4, 3)
+BIT = (False, True, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "items", "code", "says"),
+    [
+        ({}, (CAT, DOG), None, ""),
+        ({}, (replace(DOG, offset=6),), R, "item 'dog' at 6 must lie inside the prompt"),
+        ({}, (replace(CAT, length=5),), N, "item 'cat' at 1 must have 4 embeddings at most"),
+        ({}, (replace(CAT, length=5, is_embed=(True,) * 4 + (False,)),), None, ""),
+        ({"encoder_cache_size": 2}, (CAT,), N, "must have 2 embeddings at most"),
+        ({"encoder_compute_budget": 2}, (replace(CAT, is_embed=BIT),), None, ""),
+        (HEAD, (CAT, DOG), N, "and the next one have more than 4 embeddings, and no token between"),
+        (HEAD, (CAT, replace(DOG, offset=5)), None, ""),
+        (HEAD, (CAT, replace(DOG, identifier="cat")), None, ""),
+        (HEAD, (CAT, replace(DOG, is_embed=BIT)), None, ""),
+        (WHOLE | {"max_num_batched_tokens": 2}, (CAT,), N, "must have 2 tokens at most: no chunk"),
+        (WHOLE | {"long_prefill_token_threshold": 2}, (CAT,), N, "must have 2 tokens at most"),
+        (WHOLE | {"long_prefill_token_threshold": 3}, (CAT, DOG), None, ""),
+        (BESIDE, (CAT,), R, "item 'cat' at 1 stands beside the prompt: use offset 0"),
+        (BESIDE, (replace(CAT, offset=0, length=4),), None, ""),
+        (BESIDE | BOTH_9, (replace(CAT, offset=0, length=9),), None, ""),
+    ],
+)
+def test_what_an_encoder_can_never_take_is_refused(
+    changes: dict[str, object], items: tuple[MultiModalItem, ...], code: RejectCode, says: str
+) -> None:
+    config = replace(Config(num_blocks=8), **BOTH_4 | changes)  # type: ignore[arg-type]
+    problem = item_problem(config, Request("A", (1,) * 8, items=items))
+    assert (problem.code if problem else None) is code
+    assert says in (problem.detail if problem else "")
 
 
 def test_what_is_no_config_is_refused() -> None:
@@ -245,6 +328,7 @@ events = st.one_of(
     st.builds(Drafts, junk | st.lists(rows, max_size=3).map(tuple)),
     st.builds(Abort, junk),
     st.builds(GrammarReady, junk),
+    st.builds(StreamingUpdate, junk | st.builds(Request, st.sampled_from(["A", "B"]) | junk, junk)),
     st.builds(SetPause, junk),
     st.builds(Reset, junk),
 )

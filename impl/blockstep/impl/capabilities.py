@@ -34,20 +34,41 @@ HOST: Final = frozenset(
         "late drafts",
         "groups",
         "common prefix",
+        "adapters",
     )
 )
-"""Everything."""
-COMPILED: Final = HOST - {"groups", "common prefix"}
-"""The same for one KV-cache group, without its hint to the worker."""
+"""Everything but sessions, masks and an encoder."""
+COMPILED: Final = HOST - {"groups", "common prefix", "adapters"}
+"""The same for one KV-cache group, without its hint to the worker and what requests bring along."""
 
 
-def list_config_problems(config: Config) -> tuple[ConfigProblem, ...]:
-    """Every reason against a config for an engine that has one KV-cache group."""
+def list_config_problems(
+    config: Config, capabilities: frozenset[str] = COMPILED
+) -> tuple[ConfigProblem, ...]:
+    """Every reason against a config for an engine of these capabilities."""
     problems = config_problems(config)
-    if problems or not config.groups:
+    if problems:
         return problems
-    rule, fix = "must be empty: this engine has one KV-cache group", "leave it out"
-    return (ConfigProblem("groups", config.groups, rule, fix),)
+    lacking = list_needed(config) - capabilities
+    return tuple(
+        ConfigProblem(field, getattr(config, field), rule, fix)
+        for name, (field, rule, fix) in _LACKED.items()
+        if name in lacking
+    )
+
+
+_LACKED: Final = {
+    "groups": ("groups", "must be empty: this engine has one KV-cache group", "leave it out"),
+    "masks": (
+        "reasoning_end_token_id",
+        "must be None: this engine has no masks, so no grammar to hold off",
+        "leave it out",
+    ),
+    "adapters": ("max_loras", "must be 0: this engine has no cap on adapters", "leave it out"),
+    "encoder": ("encoder_cache_size", "must be 0: this engine has no encoder", "leave it out"),
+}
+"""By capability: the field of a config that asks for it, and why an engine without cannot have it.
+"""
 
 
 def list_needed(config: Config) -> frozenset[str]:
@@ -59,5 +80,8 @@ def list_needed(config: Config) -> frozenset[str]:
         "async": config.async_scheduling,
         "pipeline": several and not config.async_scheduling,
         "groups": bool(config.groups),
+        "adapters": config.max_loras > 0,
+        "masks": config.reasoning_end_token_id is not None,
+        "encoder": config.encoder_cache_size > 0,
     }
     return frozenset(name for name, is_asked in asked.items() if is_asked)

@@ -7,13 +7,18 @@ from collections.abc import Callable, Collection, Mapping
 from blockstep.spec.vocabulary import (
     Config,
     Drafts,
+    Event,
     FrameId,
+    GrammarBitmask,
+    GrammarFailed,
     RejectCode,
     Rejected,
     Request,
     RequestId,
     SpecMethod,
+    Submit,
     TokenIds,
+    item_problem,
 )
 
 
@@ -36,6 +41,11 @@ def submit_problem(
 ) -> Rejected | None:
     """Why a request cannot be taken, or None; `needed` blocks at its longest."""
     name, prompt = repr(request.request_id), len(request.prompt_token_ids)
+    if request.resumable:
+        return Rejected(
+            RejectCode.BAD_REQUEST,
+            f"request {name}: resumable: this engine has no sessions; leave it out",
+        )
     if is_unfinished:
         return Rejected(
             RejectCode.DUPLICATE_REQUEST,
@@ -47,6 +57,9 @@ def submit_problem(
             f"request {name}: a frame in flight has a row of an ended request of this id; "
             "commit the frame first",
         )
+    problem = item_problem(config, request)
+    if problem is not None:
+        return problem
     if prompt >= config.max_model_len:
         return Rejected(
             RejectCode.PROMPT_TOO_LONG,
@@ -62,20 +75,82 @@ def submit_problem(
     return None
 
 
-def grammar_problem(request: Request | None, request_id: RequestId) -> Rejected | None:
-    """Why the grammar of a request cannot be ready, or None; None for an unknown request."""
+def masks_problem(event: Event) -> Rejected | None:
+    """Why an engine without masks cannot take an event, or None."""
+    if isinstance(event, Submit) and event.request.grammar is not None:
+        name = event.request.request_id
+        return Rejected(
+            RejectCode.BAD_REQUEST,
+            f"request {name!r}: this engine has no masks, so no grammar; leave grammar out",
+        )
+    if isinstance(event, GrammarFailed | GrammarBitmask):
+        kind = type(event).__name__
+        return Rejected(
+            RejectCode.MALFORMED_EVENT, f"{kind}: this engine has no masks; do not send it"
+        )
+    return None
+
+
+def grammar_problem(
+    request: Request | None, request_id: RequestId, what: str = "ready"
+) -> Rejected | None:
+    """Why the grammar of a request cannot be ready, or have failed; None for an unknown request."""
     if request is None:
         return Rejected(
             RejectCode.UNKNOWN_REQUEST,
-            f"grammar ready: no unfinished request has the id {request_id!r}; submit it first",
+            f"grammar {what}: no unfinished request has the id {request_id!r}; submit it first",
         )
     if not request.structured_output:
         return Rejected(
             RejectCode.NOT_STRUCTURED,
-            f"grammar ready: request {request_id!r} has no grammar; "
+            f"grammar {what}: request {request_id!r} has no grammar; "
             "submit it with structured_output",
         )
     return None
+
+
+def mask_problem(
+    config: Config, event: GrammarBitmask, in_flight: Collection[FrameId]
+) -> Rejected | None:
+    """Why no mask can be made of a frame, whatever is in it, or None."""
+    name = f"mask of frame {event.frame_id}"
+    if event.frame_id not in in_flight:
+        return Rejected(
+            RejectCode.UNKNOWN_FRAME,
+            f"{name}: it is not in flight; in flight are {list(in_flight)}",
+        )
+    if event.drafts and not config.async_scheduling:
+        return Rejected(
+            RejectCode.BAD_DRAFTS,
+            f"{name}: without asynchronous scheduling its drafts are known; send none",
+        )
+    if len({row.request_id for row in event.drafts}) != len(event.drafts):
+        return Rejected(
+            RejectCode.BAD_DRAFTS, f"{name}: a request is named twice; send one row for each"
+        )
+    return None
+
+
+def grammar_behind(frame_id: FrameId, request_ids: Collection[RequestId]) -> Rejected:
+    """Older frames sample for requests of a mask."""
+    return Rejected(
+        RejectCode.GRAMMAR_BEHIND,
+        f"mask of frame {frame_id}: older frames sample for {sorted(request_ids)}, too; "
+        "commit those first",
+    )
+
+
+def update_problem(request_id: RequestId, is_unfinished: bool) -> Rejected:
+    """Why a session cannot go on where there are none."""
+    if not is_unfinished:
+        return Rejected(
+            RejectCode.UNKNOWN_REQUEST,
+            f"update: no unfinished request has the id {request_id!r}; submit it first",
+        )
+    return Rejected(
+        RejectCode.NOT_RESUMABLE,
+        f"update: request {request_id!r} is no session; submit it as resumable",
+    )
 
 
 def schedule_problem(config: Config, num_in_flight: int) -> Rejected | None:

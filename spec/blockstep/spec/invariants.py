@@ -9,6 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain, pairwise
 
+from blockstep.spec.beside.grammar import (
+    get_first_stand,
+    get_next_stand,
+    get_stand_behind,
+    get_stands,
+)
 from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.memory.groups import (
     compute_max_doubt,
@@ -16,10 +22,16 @@ from blockstep.spec.memory.groups import (
     compute_max_reach,
     compute_num_skipped_blocks,
 )
-from blockstep.spec.requests import NOTHING_HELD, count_drafts_in_flight, without_nulls
+from blockstep.spec.requests import (
+    NOTHING_HELD,
+    RequestState,
+    count_drafts_in_flight,
+    without_nulls,
+)
 from blockstep.spec.state import State
 from blockstep.spec.step.queues import get_rank
 from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
     NULL_BLOCK,
     BlockId,
     BlockKey,
@@ -102,7 +114,7 @@ def is_every_attended_block_held(state: State) -> bool:
     whose states of drafts move on. There attended is what the next row may go on from, and the
     blocks for states behind drafts. Source: P1, P8.
     """
-    for request in [state.requests[name] for name in state.running]:
+    for request in [it for it in state.requests.values() if any(it.block_tables)]:
         num_computed = request.num_computed_tokens
         num_certain = num_computed - count_drafts_in_flight(state.frames, request.request_id)
         for group, table in zip(state.config.kv_groups, request.block_tables, strict=True):
@@ -146,20 +158,50 @@ def is_every_request_in_one_place(state: State) -> bool:
     )
 
 
+def may_hold_blocks(request: RequestState) -> bool:
+    """Whether it runs, or is a session that has run. Source: P17."""
+    return request.status is Status.RUNNING or (
+        request.request.resumable
+        and request.status in (Status.WAITING, Status.WAITING_FOR_STREAMING_REQ)
+    )
+
+
+def is_every_rest_behind_a_stop(state: State) -> bool:
+    """A session rests only without further input, and nothing of it is in flight or promised.
+
+    It has computed what it keeps, or holds nothing. Source: P10, P12, P17.
+    """
+    in_flight = {
+        row.request_id for frame in state.frames for row in frame.rows if not row.is_dropped
+    }
+    return all(
+        request.request.resumable
+        and not request.updates
+        and request.request_id not in in_flight
+        and (request.num_output_placeholders, request.spec_token_ids) == (0, ())
+        and request.num_computed_tokens in (0, request.num_known_tokens - 1)
+        for request in state.requests.values()
+        if request.status is Status.WAITING_FOR_STREAMING_REQ
+    )
+
+
 def is_token_accounting_sound(state: State) -> bool:
     """Computed tokens are known, but for drafts in flight; only running requests have any.
 
     Source: P12.
     """
     drafts = {
-        row.request_id: len(row.draft_token_ids) for frame in state.frames for row in frame.rows
+        row.request_id: len(row.draft_token_ids)
+        for frame in state.frames
+        for row in frame.rows
+        if not row.is_dropped
     }
     return all(
         0
         <= request.num_computed_tokens
         <= request.num_known_tokens
         + (request.num_output_placeholders or drafts.get(request.request_id, 0))
-        and (request.status is Status.RUNNING or {*request.holdings} == {*NOTHING_HELD})
+        and (may_hold_blocks(request) or {*request.holdings} == {*NOTHING_HELD})
         and (all(request.block_tables) or request.num_computed_tokens == 0)
         for request in state.requests.values()
     )
@@ -172,7 +214,8 @@ def is_every_placeholder_in_flight(state: State) -> bool:
     """
     promised: dict[RequestId, int] = {}
     if state.config.async_scheduling:
-        for row in (row for frame in state.frames for row in frame.rows if row.samples):
+        rows = [row for frame in state.frames for row in frame.rows if not row.is_dropped]
+        for row in (row for row in rows if row.samples):
             tokens = 1 + len(row.draft_token_ids)
             promised[row.request_id] = promised.get(row.request_id, 0) + tokens
     return all(
@@ -187,12 +230,38 @@ def is_every_placeholder_in_flight(state: State) -> bool:
     )
 
 
-def is_within_limits(state: State) -> bool:
-    """Seats and frames are within their limits. Source: P9."""
+def is_every_grammar_in_step(state: State) -> bool:
+    """A grammar stands where the outputs lead it, and accepts the drafts that follow. Source: P23.
+
+    Those are the drafts that are known: attached, or in a frame that waits for its answer alone.
+    """
     config = state.config
+    for request in state.requests.values():
+        grammar, asked = request.request.grammar, request.request
+        if grammar is None:
+            continue
+        first = get_first_stand(config, asked.prompt_token_ids)
+        outputs = request.output_token_ids
+        if get_stand_behind(config, grammar, first, outputs, get_next_stand) != request.stand:
+            return False
+        rows = [row for frame in state.frames for row in frame.rows if row.has_mask]
+        mine = [row.verifiable_drafts for row in rows if row.request_id == request.request_id]
+        for drafts in (request.spec_token_ids, *mine[:1]):
+            known = tuple([token for token in drafts if token != DRAFT_PLACEHOLDER])
+            stands = get_stands(config, grammar, request.stand, known, get_next_stand)
+            if len(stands) <= len(known):
+                return False
+    return True
+
+
+def is_within_limits(state: State) -> bool:
+    """Seats, frames and adapters are within their limits. Source: P9."""
+    config = state.config
+    adapters = {state.requests[name].request.adapter for name in state.running} - {None}
     return (
         len(state.running) <= config.max_num_seqs
         and len(state.frames) <= config.max_frames_in_flight
+        and not 0 < config.max_loras < len(adapters)
     )
 
 
@@ -215,8 +284,10 @@ INVARIANTS: tuple[Callable[[State], bool], ...] = (
     is_every_attended_block_held,
     is_every_window_as_small_as_charged,
     is_every_request_in_one_place,
+    is_every_rest_behind_a_stop,
     is_token_accounting_sound,
     is_every_placeholder_in_flight,
+    is_every_grammar_in_step,
     is_within_limits,
     is_priority_queue_sorted,
 )

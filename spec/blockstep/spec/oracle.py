@@ -20,7 +20,11 @@ from blockstep.spec.vocabulary import (
     Drafts,
     DraftsTaken,
     Event,
+    GrammarBitmask,
+    GrammarFailed,
+    GrammarOutput,
     GrammarReady,
+    GrammarRow,
     Observation,
     Outputs,
     PauseState,
@@ -35,8 +39,10 @@ from blockstep.spec.vocabulary import (
     SetPause,
     Snapshot,
     Status,
+    StreamingUpdate,
     Submit,
     event_problem,
+    item_problem,
 )
 
 
@@ -108,6 +114,26 @@ class Oracle:
         """Report that the grammar of a request is compiled."""
         self._accepted(GrammarReady(request_id))
 
+    def update(self, request: Request) -> tuple[RequestId, ...]:
+        """Go on with a session, or end it if `request` is not resumable; returns who ended."""
+        answer = self._accepted(StreamingUpdate(request))
+        return answer.request_ids if isinstance(answer, Aborted) else ()
+
+    def grammar_failed(self, request_id: RequestId) -> Outputs:
+        """Report that the grammar of a request cannot be had; it ends."""
+        outputs = self._accepted(GrammarFailed(request_id))
+        assert isinstance(outputs, Outputs), "GrammarFailed is answered with Outputs"
+        return outputs
+
+    def mask(
+        self, plan: Plan, drafts: Mapping[RequestId, Iterable[int]] | None = None
+    ) -> tuple[GrammarRow, ...]:
+        """What `plan` may sample under grammars; `drafts` are those that only the worker knows."""
+        rows = tuple(RowTokens(name, tuple(tokens)) for name, tokens in (drafts or {}).items())
+        answer = self._accepted(GrammarBitmask(plan.frame_id, rows))
+        assert isinstance(answer, GrammarOutput), "GrammarBitmask is answered with GrammarOutput"
+        return answer.rows
+
     def pause(self, pause_state: PauseState = PauseState.PAUSED_ALL) -> None:
         """Set what the next step may schedule."""
         self._accepted(SetPause(pause_state))
@@ -135,7 +161,7 @@ class Oracle:
 
         Nothing changes: it need not be submitted, and no block is touched.
         """
-        problem = event_problem(Submit(request))
+        problem = event_problem(Submit(request)) or item_problem(self.state.config, request)
         if problem is not None:
             raise RejectedEvent(problem)
         config, rules = self.state.config, self.state.rules

@@ -56,6 +56,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.HIT_HOLDS_WHAT_IT_SKIPS,
                 Quirk.CHUNK_KEEPS_A_NAMED_BLOCK,
                 Quirk.WINDOWS_FORGET_DOUBT,
+                Quirk.ADAPTERS_OF_ROWS_ONLY,
             }
         ),
         frozenset(),
@@ -78,7 +79,15 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     ),
     (
         "0.17.1",
-        frozenset({Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT}),
+        frozenset(
+            {
+                Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,
+                Quirk.PADDING_UNMASKS_WHAT_FOLLOWS,
+                Quirk.MASK_OF_WHO_SAMPLES_BY_NOW,
+                Quirk.REASONING_ENDS_WITH_ITS_STEP,
+                Quirk.REASONING_ENDS_AT_THE_LAST_TOKEN,
+            }
+        ),
         frozenset({Quirk.HIT_HOLDS_WHAT_IT_SKIPS}),
     ),
     ("0.18.0", frozenset(), frozenset({Quirk.ONE_WAITING_QUEUE})),
@@ -89,6 +98,12 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.WINDOW_HIT_CUT_BLINDLY,
                 Quirk.WINDOWS_RESERVE_EVERYTHING,
                 Quirk.CHUNKS_ROUND_TO_NOTHING,
+                Quirk.SESSIONS_KEEP_THEIR_BLOCKS,
+                Quirk.SESSIONS_KEEP_MAX_TOKENS,
+                Quirk.SESSION_KEYS_ARE_APPENDED,
+                Quirk.SESSIONS_KEEP_WHAT_IS_COMPUTED,
+                Quirk.SESSIONS_KEEP_THEIR_PROMISES,
+                Quirk.SESSIONS_ADMITTED_WITH_LOOKAHEAD,
                 Quirk.FRESH_STATES_ARE_WAITED_FOR,
                 Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
                 Quirk.WITHDRAWN_BLOCKS_ARE_ZEROED,
@@ -150,6 +165,8 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
         frozenset(
             {
                 Quirk.VICTIM_WITHOUT_A_ROW_SHIFTS_THE_NEXT,
+                Quirk.REASONING_ENDS_WITH_ITS_STEP,
+                Quirk.REASONING_ENDS_AT_THE_LAST_TOKEN,
                 Quirk.WINDOWS_FORGET_DOUBT,
                 Quirk.CHUNKS_ROUND_TO_NOTHING,
                 Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
@@ -170,12 +187,18 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
     (
         "0.32.0",
         frozenset({Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK, Quirk.CHUNKS_END_AT_CHECKPOINTS}),
-        frozenset({Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT}),
+        frozenset(
+            {
+                Quirk.ONLY_THE_FIRST_FULL_GROUP_IS_CUT,
+                Quirk.SESSIONS_KEEP_MAX_TOKENS,
+                Quirk.SESSION_KEYS_ARE_APPENDED,
+            }
+        ),
     ),
     (
         "0.33.0",
         frozenset({Quirk.SELF_VICTIM_LETS_OTHERS_RUN, Quirk.DRAFTS_PUBLISH_AT_COMMIT}),
-        frozenset(),
+        frozenset({Quirk.SESSIONS_KEEP_WHAT_IS_COMPUTED}),
     ),
 )
 """Releases of vLLM that changed a quirk, oldest first: those that came, and those that went."""

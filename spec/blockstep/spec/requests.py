@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from blockstep.spec.beside.grammar import Stand
 from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
     NULL_BLOCK,
     BlockId,
     BlockKey,
@@ -28,6 +30,7 @@ class Holding:
     """Leading blocks of the table whose key is settled (hit or published)."""
 
 
+AT_THE_BEGINNING = Stand()
 NOTHING_HELD = (Holding(),)
 """Of one KV group before admission, and after preemption."""
 
@@ -73,6 +76,10 @@ class RequestState:
     num_cached_tokens: int = -1
     num_preemptions: int = 0
     grammar_ready: bool = False
+    updates: tuple[Request, ...] = ()
+    """Of a session: chunks to come, oldest first; one that is not resumable is the end of them."""
+    stand: Stand = AT_THE_BEGINNING
+    """Where its outputs stand in its grammar, if it has one (P23)."""
     junction: int = 0
     """That of its hit; in no strict run."""
 
@@ -115,9 +122,20 @@ class FrameRow:
     samples: bool
     """Whether the step reaches the last token that will be known, so that the worker samples."""
     is_dropped: bool = False
-    """Whether what it sampled is not delivered; in no strict run."""
+    """Whether what it sampled is not delivered: a session has stopped before it."""
     num_in_doubt: int = 0
     """Computed tokens of it that may have to be computed again: its drafts."""
+    has_mask: bool = False
+    """Whether what it samples is held to a grammar."""
+    is_masked: bool = False
+    """Whether a mask was made with its drafts: what still is a placeholder, nobody can accept."""
+
+    @property
+    def verifiable_drafts(self) -> TokenIds:
+        """Its drafts without those that a mask cut off, which stand last."""
+        if not self.is_masked or DRAFT_PLACEHOLDER not in self.draft_token_ids:
+            return self.draft_token_ids
+        return self.draft_token_ids[: self.draft_token_ids.index(DRAFT_PLACEHOLDER)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +159,15 @@ def count_drafts_in_flight(frames: Sequence[Frame], request_id: RequestId) -> in
         len(row.draft_token_ids)
         for frame in frames
         for row in frame.rows
-        if row.request_id == request_id
+        if row.request_id == request_id and not row.is_dropped
     )
 
 
 def count_in_doubt(frames: Sequence[Frame], request_id: RequestId) -> int:
     """Computed tokens of a request that frames in flight may take back. Source: P14."""
     return sum(
-        row.num_in_doubt for frame in frames for row in frame.rows if row.request_id == request_id
+        row.num_in_doubt
+        for frame in frames
+        for row in frame.rows
+        if row.request_id == request_id and not row.is_dropped
     )

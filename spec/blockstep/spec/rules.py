@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from blockstep.spec.beside.grammar import Follow
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Frame, Hit, Holding, RequestState
+from blockstep.spec.requests import Frame, FrameRow, Hit, Holding, RequestState
 from blockstep.spec.vocabulary import (
     BlockId,
     Config,
@@ -52,7 +53,7 @@ class Rules:
     """Free what a preempted request holds, given the block size of each group."""
     reserves_full_isl: bool
     """Whether `scheduler_reserve_full_isl` is known."""
-    get_num_lookahead_at_admission: Callable[[Config], int]
+    get_num_lookahead_at_admission: Callable[[Config, RequestState], int]
     publishes_at_commit: Callable[[Config], bool]
     """Whether a commit publishes the blocks that it fills."""
 
@@ -96,6 +97,8 @@ class Rules:
     """In which order those that a step passed over stand in their queue again."""
     passes_over_too_long: bool
     """Whether a prompt beyond the rest of the budget is passed over, without chunked prefill."""
+    counts_adapters_of_rows_only: bool
+    """Whether who runs without a row in the step leaves its adapter's seat to others."""
     get_num_cached_tokens: Callable[[RequestState, int], int]
     """What is told as cached once a request is admitted with a hit of so many tokens."""
 
@@ -117,6 +120,29 @@ class Rules:
     """A preempted request as a forced reset leaves it."""
     names_victims_of_resets: bool
     """Whether the next plan names those that a forced reset preempted."""
+
+    # sessions
+    get_num_kept: Callable[[RequestState], int]
+    """Leading tokens that a session keeps of a chunk that has stopped."""
+    get_num_kept_keys: Callable[[RequestState, int], int]
+    """Leading block keys that it keeps: (.., full blocks of kept tokens)."""
+    get_chunk_request: Callable[[Request, Request], Request]
+    """What a session asks for with its next chunk, but for the input: (request, update)."""
+    get_stopped: Callable[[Config, Pool, RequestState, Rules], tuple[Pool, RequestState]]
+    """A session at its stop: what it has computed, and holds."""
+    drops_rows_behind_stops: bool
+    """Whether what frames in flight sample for a session that has stopped is dropped."""
+    takes_back_from_sessions: bool
+    """Whether sessions that do not run give their blocks up where they are needed."""
+    # grammars
+    get_next_stand: Follow
+    """Where a token leads in a grammar, within one step."""
+    get_settled: Callable[[Config, RequestState, TokenIds], RequestState]
+    """A request with a grammar behind a step that delivered these tokens."""
+    masks_behind_placeholders: bool
+    """Whether a mask says anything of positions behind a draft that is a placeholder."""
+    has_mask_row: Callable[[Frame, FrameRow, RequestState], bool]
+    """Whether a mask that is made now has rows of it."""
 
     # endings
     compute_stop: Callable[[RequestState, TokenIds, int, int], Stop]

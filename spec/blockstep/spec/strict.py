@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from blockstep.spec.beside.grammar import get_next_stand
 from blockstep.spec.hashing import get_item_keys, get_request_behind_outputs
 from blockstep.spec.lives.commit import publishes_at_commit
 from blockstep.spec.lives.control import get_frames_after_reset, get_reset_request
 from blockstep.spec.lives.endings import compute_stop
+from blockstep.spec.lives.masks import get_settled, has_mask_row
+from blockstep.spec.lives.sessions import (
+    get_chunk_request,
+    get_num_kept,
+    get_num_kept_keys,
+    get_stopped,
+)
 from blockstep.spec.memory.prefix import get_joint_hit
 from blockstep.spec.memory.slots import count_reserved_blocks, count_skipped_blocks, revoke_slots
 from blockstep.spec.memory.states import compute_num_certain
@@ -66,6 +74,7 @@ STRICT_RULES: Final = Rules(
     has_skipped_queue=True,
     get_order_of_return=get_order_of_return,
     passes_over_too_long=False,
+    counts_adapters_of_rows_only=False,
     get_num_cached_tokens=get_num_cached_tokens,
     get_num_padding=get_num_padding,
     keeps_drafts=keeps_drafts,
@@ -74,5 +83,15 @@ STRICT_RULES: Final = Rules(
     get_frames_after_reset=get_frames_after_reset,
     get_reset_request=get_reset_request,
     names_victims_of_resets=False,
+    get_num_kept=get_num_kept,
+    get_num_kept_keys=get_num_kept_keys,
+    get_chunk_request=get_chunk_request,
+    get_stopped=get_stopped,
+    drops_rows_behind_stops=True,
+    takes_back_from_sessions=True,
+    get_next_stand=get_next_stand,
+    get_settled=get_settled,
+    masks_behind_placeholders=True,
+    has_mask_row=has_mask_row,
     compute_stop=compute_stop,
 )

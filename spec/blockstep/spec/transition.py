@@ -11,20 +11,33 @@ from typing import assert_never
 from blockstep.spec.lives.commit import process_commit
 from blockstep.spec.lives.control import process_pause, process_reset
 from blockstep.spec.lives.drafts import process_drafts
-from blockstep.spec.lives.lifecycle import process_abort, process_grammar_ready, process_submit
+from blockstep.spec.lives.lifecycle import (
+    process_abort,
+    process_grammar_failed,
+    process_grammar_ready,
+    process_submit,
+)
+from blockstep.spec.lives.masks import process_bitmask
+from blockstep.spec.lives.sessions import process_streaming_update
 from blockstep.spec.state import State
 from blockstep.spec.step.schedule import process_schedule
 from blockstep.spec.vocabulary import (
     Abort,
+    Ack,
     Commit,
     Drafts,
+    EncoderOffer,
+    EncoderReset,
     Event,
+    GrammarBitmask,
+    GrammarFailed,
     GrammarReady,
     Observation,
     Rejected,
     Reset,
     Schedule,
     SetPause,
+    StreamingUpdate,
     Submit,
     event_problem,
 )
@@ -67,9 +80,17 @@ def process_event(state: State, event: Event) -> tuple[State, Observation] | Rej
             return process_abort(state, request_ids)
         case GrammarReady(request_id=request_id):
             return process_grammar_ready(state, request_id)
+        case GrammarFailed(request_id=request_id):
+            return process_grammar_failed(state, request_id)
+        case GrammarBitmask():
+            return process_bitmask(state, event)
+        case StreamingUpdate(request=request):
+            return process_streaming_update(state, request)
         case SetPause(pause_state=pause_state):
             return process_pause(state, pause_state)
         case Reset(reset_running_requests=reset_running_requests):
             return process_reset(state, reset_running_requests)
+        case EncoderReset() | EncoderOffer():
+            return state, Ack()
         case _:
             assert_never(event)

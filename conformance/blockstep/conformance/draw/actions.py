@@ -6,6 +6,7 @@ takes its decisions from. Who draws an action sees a `View`: what any client cou
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,6 +21,7 @@ from blockstep.conformance.protocol.features import (
     DRAFTS,
     GRAMMAR,
     HOSTILE,
+    MASKS,
     PAUSE,
     RESET,
     Feature,
@@ -28,6 +30,7 @@ from blockstep.conformance.protocol.program import (
     Action,
     Answer,
     Hostile,
+    Mask,
     Misanswer,
     Mistake,
     Propose,
@@ -35,6 +38,8 @@ from blockstep.conformance.protocol.program import (
 from blockstep.spec import vocabulary as v
 
 T = TypeVar("T")
+PLAIN_MISTAKES = tuple(mistake for mistake in Mistake if mistake is not Mistake.FORBIDDEN_TOKEN)
+"""Those that need no grammar."""
 
 
 class SeededDraw:
@@ -161,7 +166,7 @@ def misanswer(view: View, draw: Draw) -> Action:
     """The worker answers wrongly; with drafts about, often in what it accepts."""
     if view.swarm.config.num_speculative_tokens and draw.chance(30):
         return Misanswer(Mistake.WRONG_DRAFT)
-    return Misanswer(draw.choice(tuple(Mistake)))
+    return Misanswer(draw.choice(tuple(Mistake) if view.swarm.has(MASKS) else PLAIN_MISTAKES))
 
 
 def propose(view: View, draw: Draw) -> Action:
@@ -196,6 +201,27 @@ def grammar_ready(view: View, draw: Draw) -> Action:
     live = view.client.live
     waiting = [name for name, request in live.items() if request.structured_output]
     return v.GrammarReady(draw.choice(waiting or [*live, "nobody"]))
+
+
+def grammar_failed(view: View, draw: Draw) -> Action:
+    """A grammar cannot be had: of one that uses one, or, by mistake, of another."""
+    live = view.client.live
+    structured = [name for name, request in live.items() if request.structured_output]
+    if structured and draw.chance(85):
+        return v.GrammarFailed(draw.choice(structured))
+    return v.GrammarFailed(draw.choice([*live, *view.client.ended[-2:], "nobody"]))
+
+
+def mask(view: View, draw: Draw) -> Action:
+    """The runner asks for a mask, most often of the newest plan; or a broken one asks."""
+    if view.swarm.has(HOSTILE) and draw.chance(25):
+        frames = [*(plan.frame_id for plan in view.client.plans), 10**6]
+        rows = tuple(
+            v.RowTokens(draw.choice([*view.client.live, "nobody"]), (0,) * draw.integer(0, 2))
+            for _ in range(draw.integer(0, 2))
+        )
+        return Hostile(v.GrammarBitmask(draw.choice(frames), rows))
+    return Mask(draw.integer(0, max(len(view.client.plans) - 1, 0)))
 
 
 def pause(_view: View, draw: Draw) -> Action:
@@ -257,6 +283,8 @@ ACTIONS: Mapping[str, WeightedAction] = {
     "reset": WeightedAction(reset, 2, RESET),
     "hostile": WeightedAction(hostile, 4, HOSTILE),
     "misanswer": WeightedAction(misanswer, 5, HOSTILE),
+    "grammar_failed": WeightedAction(grammar_failed, 2, MASKS),
+    "mask": WeightedAction(mask, 8, MASKS),
 }
 
 
@@ -274,15 +302,16 @@ def is_enabled(name: str, view: View) -> bool:
         return not _is_pipeline_full(view) or swarm.has(HOSTILE)
     if name == "grammar_ready":
         return bool(view.client.live)
+    if name == "mask":
+        return bool(view.client.plans)
     return True
 
 
 def next_action(view: View, draw: Draw) -> Action:
     """Draw an action by weight, and its details."""
     names = [name for name in ACTIONS if is_enabled(name, view)]
-    weights = [_weight(name, view) for name in names]
-    ticket = draw.integer(1, sum(weights))
-    chosen = next(index for index, total in enumerate(accumulate(weights)) if ticket <= total)
+    totals = [*accumulate([_weight(name, view) for name in names])]
+    chosen = bisect_left(totals, draw.integer(1, totals[-1]))
     return ACTIONS[names[chosen]].draw(view, draw)
 
 
@@ -314,6 +343,8 @@ def _is_ambush(view: View) -> bool:
 def _weight(name: str, view: View) -> int:
     """Without late commits an answer follows a full pipeline closely, as in real runs."""
     weight, habits = ACTIONS[name].weight, view.swarm.habits
+    if name == "grammar_ready" and view.swarm.has(MASKS):
+        return weight * 3
     if name == "schedule" and not view.client.live:
         return 4
     if name == "schedule" and _is_pipeline_full(view):

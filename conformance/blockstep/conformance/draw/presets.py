@@ -11,14 +11,20 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.grammars import draw_reasoning
 from blockstep.conformance.draw.groups import draw_groups
 from blockstep.conformance.protocol.features import (
     ABORTS,
+    ADAPTERS,
     ASYNC,
+    BY_NAME,
     CACHING,
     DRAFTS,
     FEATURES,
+    GRAMMAR,
     GROUPS,
+    LATE,
+    MASKS,
     NO_WISH,
     PAUSE,
     PIPELINE,
@@ -65,9 +71,15 @@ DEPTHS = (1, 1, 1, 2, 2, 3, 4)
 """Frames in flight, at most: what a config is drawn from. Some defects need three (#47900)."""
 MAX_DEPTH = max(DEPTHS)
 PROPOSERS = tuple(method for method in SpecMethod if method is not SpecMethod.NONE)
-GROUPED_ONE_IN = 4
-"""Of so many runs one has several KV groups, if its engine takes them."""
-SWITCHED = tuple(feature for feature in FEATURES if feature.request or feature.actions)
+LATE_ONE_IN = 4
+"""Of so many runs one has a feature of `LATE`, if its engine takes it."""
+ONLY_WISHED = frozenset({"masks", "sessions", "encoder"})
+"""Features of `LATE` that no run has unless they are wished for."""
+SWITCHED = tuple(
+    feature
+    for feature in FEATURES
+    if (feature.request or feature.actions) and feature.name not in LATE
+)
 """Features that a swarm switches on or off, whatever its config."""
 PRESETS = {preset.name: preset for preset in (TINY, SMALL, REAL)}
 
@@ -91,6 +103,8 @@ class Swarm:
     """Every other request of a storm has one: whoever decodes preempts them amid their chunks."""
     has_equals: bool = False
     """All are of one priority, came at once, and have long prompts: each is in the way of all."""
+    left_out: tuple[Feature, ...] = ()
+    """Features of `LATE` that were drawn, and that the engine does not take."""
 
     def has(self, feature: Feature) -> bool:
         """Whether a feature may come up."""
@@ -109,12 +123,11 @@ def draw_swarm(
     max_depth: int = MAX_DEPTH,
     wish: Wish = NO_WISH,
     is_judged_alone: bool = False,
-    takes_groups: Callable[[], bool] = lambda: True,
+    takes: Callable[[Feature], bool] = lambda _: True,
 ) -> Swarm:
     """Draw a swarm; `policy` fixes the policy, `max_depth` bounds the frames in flight.
 
-    Several KV groups are drawn last, where they are wished for or the engine takes them: whoever
-    lacks them is given what it would be given if there were none.
+    Features of `LATE` are drawn last, where they are wished for or the engine takes them.
 
     Where an engine is judged alone wrong memory shows only to who reads it: more swarms are storms.
     """
@@ -152,10 +165,32 @@ def draw_swarm(
         has_long_prompts=is_storm and is_judged_alone,
         has_equals=is_storm and is_judged_alone and draw.chance(25),
     )
-    if wish.decide(GROUPS, token_seed % GROUPED_ONE_IN == GROUPED_ONE_IN - 1):
-        swarm = replace(swarm, features=swarm.features | {GROUPS.name})
-        if GROUPS.name in wish.always or takes_groups():
-            config = draw_groups(config, draw, is_storm)
+    return _draw_late(swarm, draw, wish, takes)
+
+
+def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], bool]) -> Swarm:
+    """The swarm with features of `LATE`; the seed of its tokens decides which of them it has."""
+    config, seed = swarm.config, swarm.token_seed
+    drawn: set[str] = set()
+    left_out: list[Feature] = []
+    for name in LATE:
+        feature = BY_NAME.get(name)
+        is_drawn = seed % LATE_ONE_IN == LATE_ONE_IN - 1 and name not in ONLY_WISHED
+        seed //= LATE_ONE_IN
+        if feature is None or not wish.decide(feature, is_drawn):
+            continue
+        if name not in wish.always and not takes(feature):
+            left_out.append(feature)
+            continue
+        drawn.add(name)
+        if feature is GROUPS:
+            config = draw_groups(config, draw, swarm.is_storm)
+        elif feature is ADAPTERS:
+            config = replace(config, max_loras=draw.choice((1, 1, 2)))
+        elif feature is MASKS:
+            drawn |= {GRAMMAR.name} - wish.never
+            config = draw_reasoning(config, draw, swarm.vocabulary_size)
+    swarm = replace(swarm, features=swarm.features | drawn, left_out=tuple(left_out))
     return swarm.fit(config)
 
 

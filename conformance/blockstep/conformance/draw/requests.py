@@ -7,12 +7,15 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.grammars import draw_grammar
 from blockstep.conformance.draw.groups import count_slots, list_boundaries
 from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.protocol.features import (
+    ADAPTERS,
     EMBEDS,
     GRAMMAR,
     KEYS,
+    MASKS,
     MULTIMODAL,
     PRIORITY,
     STOPS,
@@ -80,7 +83,7 @@ def draw_request(
         max_tokens = swarm.config.max_model_len  # the model length will end it
     token = draw.integer(0, swarm.vocabulary_size - 1)
     priorities = swarm.has(PRIORITY) or swarm.config.policy is v.Policy.PRIORITY
-    return v.Request(
+    request = v.Request(
         request_id=name,
         prompt_token_ids=prompt,
         max_tokens=max_tokens,
@@ -103,6 +106,18 @@ def draw_request(
         skip_reading_prefix_cache=draw.chance(5),
         structured_output=swarm.has(GRAMMAR) and draw.chance(40),
     )
+    return draw_late(swarm, draw, request)
+
+
+def draw_late(swarm: Swarm, draw: Draw, request: v.Request) -> v.Request:
+    """The request with what features of `LATE` add to it, those that the swarm has."""
+    if swarm.has(ADAPTERS):
+        adapter = draw.choice((None, "x", "y", "z", *"xyz"[: swarm.config.max_loras + 1]))
+        request = replace(request, adapter=adapter)
+    if swarm.has(MASKS) and swarm.has(GRAMMAR) and draw.chance(60):
+        grammar = draw_grammar(draw, swarm.vocabulary_size)
+        request = replace(request, structured_output=True, grammar=grammar)
+    return request
 
 
 def among_others(stop: int, swarm: Swarm, index: int) -> v.TokenIds:

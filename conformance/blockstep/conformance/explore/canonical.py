@@ -76,7 +76,10 @@ class Canonicaliser:
             for key in (pool.block_keys[block_id] for block_id in places)
         ]
         frames: Form = tuple(
-            tuple(_row_form(row, labels[row.request_id]) for row in frame.rows)
+            tuple(
+                (labels[row.request_id], row.draft_token_ids, *_get_flags(row))
+                for row in frame.rows
+            )
             for frame in state.frames
         )
         if self._free_tokens:
@@ -161,13 +164,18 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
         *(held.num_cached_blocks for held in request.holdings),
         request.num_cached_tokens,
         request.grammar_ready,
-        *([request.junction] if request.junction else ()),
+        *_get_more(request.stand.state, request.stand.reasoning_ended, request.junction),
     )
 
 
-def _row_form(row: FrameRow, label: object) -> Form:
-    form = (label, row.draft_token_ids, row.samples, row.is_dropped)
-    return (*form, row.num_in_doubt) if row.num_in_doubt else form
+def _get_flags(row: FrameRow) -> tuple[int, ...]:
+    more = _get_more(row.num_in_doubt, row.has_mask, row.is_masked)
+    return row.samples, row.is_dropped, *more
+
+
+def _get_more(*values: int) -> tuple[int, ...]:
+    """What most states have none of, so that theirs is as short as without it."""
+    return values if any(values) else ()
 
 
 def _get_sets(state: State) -> tuple[Iterable[RequestId], ...]:

@@ -65,9 +65,11 @@ class World:
     @cached_property
     def free_tokens(self) -> frozenset[v.TokenId]:
         """Interchangeable tokens: no request names them. Empty if there is only one."""
-        named: set[v.TokenId | None] = set()
+        named: set[v.TokenId | None] = {self.config.reasoning_end_token_id}
         for request in self.requests:
             named |= {*request.prompt_token_ids, *request.stop_token_ids, request.eos_token_id}
+            states = () if request.grammar is None else request.grammar.edges
+            named |= {token for edges in states for token, _ in edges}
         free = frozenset(self.vocabulary).difference(named)
         return free if len(free) > 1 else frozenset()
 
@@ -77,6 +79,7 @@ class World:
         return (
             *map(v.Submit, self.requests),
             *(v.GrammarReady(r.request_id) for r in self.requests if r.structured_output),
+            *(v.GrammarFailed(r.request_id) for r in self.requests if r.grammar is not None),
             *(v.Abort((r.request_id,)) for r in self.requests if self.aborts),
             *map(v.Reset, self.resets),
             *map(v.SetPause, self.pauses),
@@ -137,17 +140,34 @@ def get_events(world: World, state: State) -> Iterator[v.Event]:
         for request_id in state.requests:
             for tokens in world.proposals:
                 yield v.Drafts((v.RowTokens(request_id, tokens),))
+    if any(request.grammar is not None for request in world.requests):
+        for frame in state.frames:
+            yield from get_masks(world, frame)
     if state.frames:
         yield from get_answers(world, state.frames[0])
         yield from get_wrong_answers(state)
     yield v.Commit(state.next_frame_id, ())
 
 
+def get_masks(world: World, frame: Frame) -> Iterator[v.GrammarBitmask]:
+    """A mask of a frame; with each choice of drafts where only the worker knows them."""
+    yield v.GrammarBitmask(frame.frame_id)
+    if not world.config.async_scheduling:
+        return
+    held = [row for row in frame.rows if row.has_mask and row.draft_token_ids]
+    choices = [product(world.vocabulary, repeat=len(row.draft_token_ids)) for row in held]
+    for drafts in product(*choices) if held else ():
+        rows = zip(held, drafts, strict=True)
+        told = tuple(v.RowTokens(row.request_id, tokens) for row, tokens in rows)
+        yield v.GrammarBitmask(frame.frame_id, told)
+
+
 def get_answers(world: World, frame: Frame) -> Iterator[v.Commit]:
-    """Every right answer to a frame: each number of accepted drafts, each token after them."""
+    """Every answer to a frame that a grammar may allow: each number of accepted drafts, each token
+    after them."""
     choices: list[list[v.TokenIds]] = []
     for row in frame.rows:
-        drafts = [world.vocabulary if d < 0 else (d,) for d in row.draft_token_ids]
+        drafts = [world.vocabulary if d < 0 else (d,) for d in row.verifiable_drafts]
         choices.append(
             [
                 tokens

@@ -95,6 +95,10 @@ def _judge_plan(
         what = f"{len(rows)} rows planned, {config.max_num_seqs} allowed"
         yield violated("P9", "plan_stays_within_max_num_seqs", what)
     names = [row.request_id for row in rows]
+    adapters = {live[name].adapter for name in names if name in live} - {None}
+    if config.max_loras and len(adapters) > config.max_loras:
+        what = f"adapters {sorted(map(str, adapters))} in one plan, {config.max_loras} allowed"
+        yield violated("P9", "plan_stays_within_max_loras", what)
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield violated("P26", "request_has_one_row", f"{name!r} has {names.count(name)} rows")
     for row in rows:

@@ -36,6 +36,8 @@ def first_attended(group: KVGroup, position: int) -> int:
             return position - position % group.attention_chunk_size
         case GroupKind.RECURRENT:
             return max(position - 1, 0)
+        case GroupKind.CROSS_ATTENTION:
+            return 0  # its tokens are the encoder's, and all are attended
         case _:
             assert_never(group.kind)
 
@@ -51,6 +53,8 @@ def most_attended_before(group: KVGroup) -> int | None:
             return group.attention_chunk_size - 1
         case GroupKind.RECURRENT:
             return 1 + 2 * group.num_speculative_blocks
+        case GroupKind.CROSS_ATTENTION:
+            return None
         case _:
             assert_never(group.kind)
 

@@ -57,6 +57,8 @@ class Client:
                         said = self.said.get(row.request_id, ())
                         self.said[row.request_id] = said + row.new_token_ids
                 self._end(row.request_id for row in rows if row.finish_reason is not None)
+            case v.GrammarFailed(), v.Outputs(rows=rows):
+                self._end(row.request_id for row in rows)
             case v.Abort(), v.Aborted(request_ids=request_ids, ending_req_ids=ending):
                 self._end(request_ids)
                 self.ending = tuple(dict.fromkeys((*self.ending, *ending)))

@@ -42,7 +42,9 @@ from blockstep.conformance.protocol.program import (
     Answer,
     Drain,
     Hostile,
+    Mask,
     Misanswer,
+    Mistake,
     Propose,
 )
 from blockstep.conformance.protocol.registry import SpecEngine
@@ -159,6 +161,10 @@ class LockStep(Client):
         if isinstance(action, Drain):
             return self._drain()
         missing, event = get_missing(action, self.lacking), None
+        if isinstance(action, Answer) and self._owes_a_mask():
+            findings = self.apply(self._ask(self.plans[0]))
+            if findings:
+                return findings
         if missing is None:
             event = self.resolve(action)
             missing = None if event is None else get_missing(event, self.lacking)
@@ -178,6 +184,10 @@ class LockStep(Client):
             case Misanswer(mistake=mistake):
                 answers = [self._answer(plan) for plan in self.plans]
                 return make_mistake(mistake, self.plans, answers, self.last_commit)
+            case Misanswer(mistake=Mistake.FORBIDDEN_TOKEN):
+                return self._forbidden()
+            case Mask(place=place):
+                return self._ask(self.plans[: place + 1][-1]) if self.plans else None
             case Propose(counts=counts) if self.config.async_scheduling:
                 self.worker.acceptance = tuple(right for _, right in counts)
                 return None
@@ -198,6 +208,26 @@ class LockStep(Client):
 
     def _answer(self, plan: v.Plan) -> v.Commit:
         return v.Commit(plan.frame_id, self.worker.answer(plan.frame_id))
+
+    def _owes_a_mask(self) -> bool:
+        """Whether the oldest plan samples under a grammar: then its mask comes before its answer,
+        and what is verified under it is known."""
+        masks = Capability.MASKS in self.capabilities
+        return masks and bool(self.plans) and self.plans[0].has_structured_output_requests
+
+    def _ask(self, plan: v.Plan) -> v.GrammarBitmask:
+        """Ask for the mask of a plan, and tell the drafts that only the worker knows."""
+        is_async = self.config.async_scheduling
+        return v.GrammarBitmask(
+            plan.frame_id, self.worker.tell_drafts(plan.frame_id) if is_async else ()
+        )
+
+    def _forbidden(self) -> v.Commit | None:
+        """An answer to the oldest plan in which a token is forbidden, if any is."""
+        if not self.plans:
+            return None
+        rows = self.worker.answer_wrongly(self.plans[0].frame_id)
+        return None if rows is None else v.Commit(self.plans[0].frame_id, rows)
 
     def _is_welcome(self, event: v.Event) -> bool:
         """Whether the spec would take the event now."""

@@ -55,7 +55,9 @@ def find_problem(
             return v.RejectCode.PIPELINE_FULL if is_full else None
         case v.Commit():
             return _problem_of_answer(event, plans, worker)
-        case v.GrammarReady(request_id=name):
+        case v.GrammarBitmask():
+            return _problem_of_asking(event, empty, plans, worker)
+        case v.GrammarReady(request_id=name) | v.GrammarFailed(request_id=name):
             if name not in live:
                 return v.RejectCode.UNKNOWN_REQUEST
             return None if live[name].structured_output else v.RejectCode.NOT_STRUCTURED
@@ -118,7 +120,32 @@ def _problem_of_answer(
     if event.sampled is right or event.sampled == right:
         return None
     drafts = {row.request_id: row.draft_token_ids for row in plans[0].rows}
+    if worker.forbids(event):
+        return v.RejectCode.BAD_RESULT
     return None if _can_be_said(event.sampled, right, drafts) else v.RejectCode.BAD_RESULT
+
+
+def _problem_of_asking(
+    event: v.GrammarBitmask, empty: State, plans: Sequence[v.Plan], worker: Worker
+) -> v.RejectCode | None:
+    """Why no mask can be made of a plan in flight."""
+    problem = v.event_problem(event)
+    if problem is not None:
+        return problem.code
+    place = next((at for at, plan in enumerate(plans) if plan.frame_id == event.frame_id), None)
+    if place is None:
+        return v.RejectCode.UNKNOWN_FRAME
+    names = [row.request_id for row in event.drafts]
+    if (names and not empty.config.async_scheduling) or len(set(names)) < len(names):
+        return v.RejectCode.BAD_DRAFTS
+    older = {
+        row.request_id
+        for plan in plans[:place]
+        for row in worker.answer(plan.frame_id)
+        if row.token_ids
+    }
+    masked = {row.view.request.request_id for row in worker.list_masked(event.frame_id)}
+    return v.RejectCode.GRAMMAR_BEHIND if masked & older else None
 
 
 def _can_be_said(

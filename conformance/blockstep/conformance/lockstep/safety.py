@@ -167,8 +167,8 @@ class SafetyRun(ScopedRun):
         if ill_typed is not None:
             return self.excuses.take([ill_typed], event, None, None)
         refused = isinstance(seen, v.Rejected) and self._may_refuse(event, problem)
-        due = v.Rejected if refused else ANSWER_TYPES[type(event)]
-        if type(seen) is not due:
+        due = (v.Rejected,) if refused else ANSWER_TYPES[type(event)]
+        if type(seen) not in due:
             what = f"{type(event).__name__} was answered with {type(seen).__name__}"
             found = violated("P18", "answer_is_of_the_kind_of_the_event", what)
             return self.excuses.take([found], event, None, None)

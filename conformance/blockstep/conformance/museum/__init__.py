@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from blockstep.conformance.engine import NO_TRAITS, Capability, EngineTraits
+from blockstep.conformance.engine import NO_TRAITS, EngineTraits
 from blockstep.conformance.museum import (
     admission,
     drafts,
@@ -25,7 +25,7 @@ from blockstep.conformance.museum import (
     promises,
 )
 from blockstep.conformance.museum.exhibit import Engine, Exhibit, collect
-from blockstep.conformance.protocol.features import without_states
+from blockstep.conformance.protocol.features import BY_NAME, GROUPS, LATE, without_states
 from blockstep.conformance.protocol.registry import load_engine
 from blockstep.spec.vocabulary import Config
 
@@ -37,12 +37,14 @@ EXHIBITS: Mapping[str, Exhibit] = collect((*(page.PAGE for page in _PAGES), grou
 """All planted defects, by name."""
 
 
-class _OneGroup(Engine):  # type: ignore[misc]
-    """What stands before the clean engine, where an exhibit is of one KV group."""
+class _Plain(Engine):  # type: ignore[misc]
+    """What stands before the clean engine: an exhibit is given no late feature but its own."""
+
+    left_out: frozenset[str]
 
     def capabilities(self) -> frozenset[str]:
         has: frozenset[str] = super().capabilities()
-        return has - {Capability.GROUPS}
+        return has - self.left_out
 
 
 def _leave_states_out(config: Config) -> tuple[Config, str | None]:
@@ -58,7 +60,10 @@ def build(name: str, traits: EngineTraits = NO_TRAITS) -> type[Any]:
     """
     chosen = EXHIBITS[name]
     clean: Any = load_engine("host")
-    before: tuple[type[Any], ...] = () if chosen.takes_groups else (_OneGroup,)
+    late = {name: BY_NAME[name].capability for name in LATE if name in BY_NAME}
+    taken = {chosen.takes, GROUPS.name if chosen.takes_groups else ""}
+    left_out = frozenset(late[name] for name in late.keys() - taken)
+    before: tuple[type[Any], ...] = (type("Plain", (_Plain,), {"left_out": left_out}),)
     if chosen.takes_groups and not chosen.takes_states:
         traits = replace(traits, fit_config=_leave_states_out)
     if chosen.part:

@@ -45,14 +45,19 @@ class Exhibit:
     """Whether it is given several KV groups. A defect of one group need not run with more."""
     takes_states: bool = False
     """Whether recurrent groups are among them."""
+    takes: str = ""
+    """The feature that it is given besides, of those that are drawn late; by name."""
 
 
 class Page:
     """The exhibits of one theme, in order of appearance."""
 
-    def __init__(self, takes_groups: bool = False, takes_states: bool = False) -> None:
+    def __init__(
+        self, takes_groups: bool = False, takes_states: bool = False, takes: str = ""
+    ) -> None:
         self.exhibits: list[Exhibit] = []
-        self._takes = {"takes_groups": takes_groups, "takes_states": takes_states}
+        self._takes: dict[str, object] = {"takes_groups": takes_groups}
+        self._takes |= {"takes_states": takes_states, "takes": takes}
 
     def exhibit(
         self, title: str, upstream: str, properties: str, **more: str

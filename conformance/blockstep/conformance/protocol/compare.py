@@ -32,6 +32,7 @@ def observation_differences(
 
     `with_hints`: the engine claims `Capability.COMMON_PREFIX`, so that what it tells is compared.
     """
+    with_hints = with_hints and isinstance(spec, Plan)
     if spec == engine:
         return _hint_differences(spec, engine) if with_hints else ()
     if type(spec) is not type(engine):

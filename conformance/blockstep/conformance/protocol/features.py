@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from blockstep.conformance.engine import Capability
-from blockstep.conformance.protocol.program import Action, Hostile, Misanswer, Propose
+from blockstep.conformance.protocol.program import Action, Hostile, Mask, Misanswer, Propose
 from blockstep.spec import vocabulary as v
 
 T = TypeVar("T", v.Config, v.Request)
@@ -64,11 +64,16 @@ class Feature:
 
 
 def without_states(config: v.Config) -> v.Config:
-    """The config without its recurrent KV groups.
+    """The config without its recurrent KV groups."""
+    return without_kind(config, v.GroupKind.RECURRENT)
+
+
+def without_kind(config: v.Config, kind: v.GroupKind) -> v.Config:
+    """The config without its KV groups of one kind.
 
     The smallest blocks that are left name what is in a block: what they do not divide is as small.
     """
-    groups = [group for group in config.groups if group.kind is not v.GroupKind.RECURRENT]
+    groups = [group for group in config.groups if group.kind is not kind]
     if len(groups) == len(config.groups):
         return config
     size = min([group.block_size for group in groups], default=config.block_size)
@@ -83,10 +88,13 @@ def resize_blocks(config: v.Config, size: int) -> v.Config:
 
 
 def settle_states(config: v.Config) -> v.Config:
-    """The config, without recurrent groups if they do not go with the rest of it.
+    """The config, without groups that do not go with the rest of it.
 
-    Their mode follows from prefix caching, and each draft needs a block of theirs.
+    The mode of recurrent ones follows from prefix caching, and each draft needs a block of theirs.
+    Nobody attends across without an encoder beside.
     """
+    if not config.is_encoder_decoder:
+        config = without_kind(config, v.GroupKind.CROSS_ATTENTION)
     return without_states(config) if v.config_problems(config) else config
 
 
@@ -155,10 +163,20 @@ GRAMMAR = Feature(
     "grammar",
     "structured output: a request waits until its grammar is compiled",
     Capability.GRAMMAR,
-    request=("structured_output",),
+    request=("structured_output", "grammar"),
     actions=(v.GrammarReady,),
     situations=("grammar_", "admission_after_skip", "rejected_not_structured"),
     properties=("P15", "P16"),
+)
+MASKS = Feature(
+    "masks",
+    "grammars: masks by row and draft position, and drafts cut to what a grammar accepts",
+    Capability.MASKS,
+    config={"reasoning_end_token_id": None, "enable_in_reasoning": False},
+    request=("grammar",),
+    actions=(Mask, v.GrammarFailed, v.GrammarBitmask),
+    situations=("masks_", "rejected_grammar_behind"),
+    properties=("P24",),
 )
 MULTIMODAL = Feature(
     "multimodal",
@@ -217,6 +235,36 @@ GROUPS = Feature(
     situations=("groups_",),
     properties=("P5", "P8"),
 )
+ENCODER = Feature(
+    "encoder",
+    "items are encoded, within a budget per step, into a cache that has room for some",
+    Capability.ENCODER,
+    config={
+        "encoder_compute_budget": 0,
+        "encoder_cache_size": 0,
+        "disable_chunked_mm_input": False,
+        "is_encoder_decoder": False,
+    },
+    actions=(v.EncoderReset, v.EncoderOffer),
+    properties=("P9",),
+)
+ADAPTERS = Feature(
+    "adapters",
+    "a cap on the different adapters among the requests that run; who is beyond it is passed over",
+    Capability.ADAPTERS,
+    config={"max_loras": 0},
+    situations=("adapters_",),
+    properties=("P9", "P15"),
+)
+SESSIONS = Feature(
+    "sessions",
+    "a request goes on with further input: it rests between two chunks, and keeps its blocks",
+    Capability.SESSIONS,
+    request=("resumable",),
+    actions=(v.StreamingUpdate,),
+    situations=("sessions_", "rejected_not_resumable"),
+    properties=("P3", "P10", "P13"),
+)
 CACHING = Feature(
     "caching",
     "prefix caching: blocks are found again by what is in them",
@@ -231,11 +279,14 @@ CACHING = Feature(
 
 FEATURES: tuple[Feature, ...] = (
     *(PRIORITY, DRAFTS, ASYNC, PIPELINE, PAUSE, RESET, GRAMMAR, MULTIMODAL, EMBEDS, KEYS, STOPS),
-    *(ABORTS, HOSTILE, GROUPS, CACHING),
+    *(ABORTS, HOSTILE, GROUPS, ADAPTERS, SESSIONS, MASKS, ENCODER, CACHING),
 )
 """The table. Whoever lacks several is fitted in this order: without `async`, several frames in
 flight are a `pipeline`."""
 BY_NAME: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}
+LATE = ("groups", "adapters", "masks", "sessions", "encoder")
+"""Names of features that are drawn when all else is, and only where they are taken: who lacks them
+is given what it would be given if there were none. Appended to, never put in another order."""
 SEVERAL_AT_ONCE = frozenset({ASYNC.name, PIPELINE.name})
 """Either has several frames in flight; no run has both."""
 SEVERAL_FRAMES = (

@@ -53,6 +53,8 @@ class Mistake(StrEnum):
     """A row of nobody in the plan is added."""
     FOREIGN_ROW = "foreign_row"
     """A row is of somebody else."""
+    FORBIDDEN_TOKEN = "forbidden_token"  # noqa: S105 - likewise
+    """A row brings a token that its grammar forbids."""
     DOUBLE_ROW = "double_row"
     TOO_EARLY = "too_early"
     """The newest plan is answered although older ones are in flight."""
@@ -65,6 +67,14 @@ class Misanswer:
     """The worker answers with a mistake, which must be refused; nothing, if none can be made."""
 
     mistake: Mistake
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """The runner asks for the mask of a plan in flight; without one, nothing happens."""
+
+    place: int = 0
+    """Which one, counted from the oldest; the newest, if there are not so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +95,16 @@ Action: TypeAlias = (
     | Answer
     | Misanswer
     | Propose
+    | Mask
     | v.Abort
     | v.GrammarReady
+    | v.GrammarFailed
+    | v.GrammarBitmask
+    | v.StreamingUpdate
     | v.SetPause
     | v.Reset
+    | v.EncoderReset
+    | v.EncoderOffer
     | Drain
     | Hostile
 )
@@ -115,6 +131,8 @@ def describe(action: Action) -> str:
             return "commit"
         case Misanswer(mistake=mistake):
             return f"commit    {mistake.replace('_', ' ')}"
+        case Mask(place=place):
+            return f"mask      plan {place + 1} in flight"
         case Propose(counts=counts):
             parts = " ".join(f"{count}({right} right)" for count, right in counts)
             return f"drafts    {parts}"
@@ -122,10 +140,20 @@ def describe(action: Action) -> str:
             return f"abort     {' '.join(request_ids)}"
         case v.GrammarReady(request_id=request_id):
             return f"grammar   {request_id} ready"
+        case v.GrammarFailed(request_id=request_id):
+            return f"grammar   {request_id} failed"
+        case v.GrammarBitmask(frame_id=frame_id, drafts=drafts):
+            return f"mask      frame {frame_id} {_rows(drafts)}".rstrip()
+        case v.StreamingUpdate(request=request):
+            return f"update    {describe_request(request)}"
         case v.SetPause(pause_state=pause_state):
             return f"pause     {pause_state}"
         case v.Reset(reset_running_requests=True):
             return "reset     running requests too"
+        case v.EncoderReset():
+            return "encoder   reset"
+        case v.EncoderOffer(identifiers=identifiers):
+            return f"encoder   is offered {' '.join(identifiers) or 'nothing'}"
         case Hostile(event=event):
             return f"hostile   {describe_event(event)}"
         case _:
@@ -167,8 +195,18 @@ def describe_request(request: v.Request) -> str:
         if name not in {"request_id", "prompt_token_ids", "max_tokens"} and value != getattr(
             defaults, name
         ):
-            parts.append(f"{name}={value}")
+            told = _items(value) if name == "items" else value
+            parts.append(f"{name}={told}")
     return " ".join(parts)
+
+
+def _items(items: tuple[v.MultiModalItem, ...]) -> str:
+    """As `repr` has it, without what is a default."""
+    told = [
+        f"MultiModalItem({', '.join(f'{name}={part!r}' for name, part in get_changed(it).items())})"
+        for it in items
+    ]
+    return f"({', '.join(told)}{',' if len(told) == 1 else ''})"
 
 
 def describe_event(event: object) -> str:
@@ -203,6 +241,13 @@ def _describe_observation(observation: object) -> str:
                 ("remapped", observation.remapped_req_ids),
             ):
                 parts += [f"{word} {' '.join(names)}"] if names else []
+            for word, told in (
+                ("encodes", observation.scheduled_encoder_inputs),
+                ("loads", observation.external_encoder_inputs),
+            ):
+                parts += [f"{word} {_numbers(one)} of {one.request_id}" for one in told]
+            dropped = observation.free_encoder_mm_hashes
+            parts += [f"drops {' '.join(dropped)}"] if dropped else []
             return f"plan {observation.frame_id}: {'; '.join(parts) or 'nothing to run'}"
         case v.Outputs(rows=rows):
             delivered = [
@@ -218,6 +263,10 @@ def _describe_observation(observation: object) -> str:
             return f"{shown(f'Aborted(request_ids={request_ids!r})', 200)}{later}"
         case _:
             return shown(repr(observation), 200)
+
+
+def _numbers(inputs: v.EncoderInputs) -> str:
+    return " ".join(f"item {index}" for index in inputs.item_indices)
 
 
 def _planned(row: v.NewRow | v.CachedRow) -> str:

@@ -10,15 +10,39 @@ from typing import cast
 from blockstep.conformance.engine import ALL_CAPABILITIES, Engine, EngineFactory
 from blockstep.conformance.protocol.findings import tell_error
 from blockstep.spec import Oracle
-from blockstep.spec.vocabulary import Config
+from blockstep.spec.profiles import STRICT, Profile
+from blockstep.spec.requests import RequestState
+from blockstep.spec.snapshots import get_request_snapshot, get_snapshot
+from blockstep.spec.vocabulary import Config, RequestSnapshot, Snapshot
+
+MEMO_SIZE_MAX = 512
+"""Requests as they were, at most, that the specification remembers to have shown."""
 
 
 class SpecEngine(Oracle):
-    """The specification, dressed as an engine."""
+    """The specification, dressed as an engine. It is shown after every event."""
+
+    def __init__(self, config: Config, profile: Profile = STRICT) -> None:
+        super().__init__(config, profile)
+        # By identity: most requests are the same object after an event. Holding the request keeps
+        # its identity from being given to another.
+        self._shown: dict[int, tuple[RequestState, RequestSnapshot]] = {}
 
     def capabilities(self) -> frozenset[str]:
         """Everything: it is what everything is measured by."""
         return ALL_CAPABILITIES
+
+    def snapshot(self) -> Snapshot:
+        """The state in the form that engines are compared in."""
+        if len(self._shown) > MEMO_SIZE_MAX:
+            self._shown.clear()
+        return get_snapshot(self.state, self._show)
+
+    def _show(self, request: RequestState) -> RequestSnapshot:
+        known = self._shown.get(id(request))
+        if known is None:
+            known = self._shown[id(request)] = request, get_request_snapshot(request)
+        return known[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,10 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         ("The rows of a plan run no more tokens together than `max_num_batched_tokens`."),
     ),
     "plan_stays_within_max_num_seqs": ("P9", "A plan has no more rows than `max_num_seqs`."),
+    "plan_stays_within_max_loras": (
+        "P9",
+        "The rows of a plan have no more different adapters together than `max_loras`.",
+    ),
     "row_stays_within_max_model_len": ("P9", "No row runs a position beyond `max_model_len`."),
     "hit_is_taken_only_where_one_may_be": (
         "P5",
@@ -95,6 +99,39 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         (
             "In a state, what counts as computed of a request is no less than nothing, and no more "
             "than the blocks of its table hold."
+        ),
+    ),
+    "scheduled_drafts_are_accepted_by_the_grammar": (
+        "P23",
+        "The drafts that a row verifies are ones that the grammar of its request accepts.",
+    ),
+    "mask_has_the_rows_that_sample_under_a_grammar": (
+        "P23",
+        (
+            "The mask of a frame has a row for each request that samples in it and has a grammar, "
+            "in the order of scheduling, and for nobody else."
+        ),
+    ),
+    "mask_keeps_the_drafts_that_are_accepted": (
+        "P23",
+        (
+            "Of the drafts of a row a mask keeps those that the grammar accepts one behind the "
+            "other, and puts placeholders for the rest."
+        ),
+    ),
+    "mask_allows_what_the_grammar_does": (
+        "P23",
+        (
+            "At the place of each draft, and behind those that are kept, a mask allows exactly "
+            "the tokens that the grammar allows there; any where it is terminated, or still waits "
+            "for the end of reasoning."
+        ),
+    ),
+    "nothing_behind_a_placeholder_is_unmasked": (
+        "P24",
+        (
+            "Behind a draft that is a placeholder no token can be known to follow: what is masked "
+            "before it is masked behind it."
         ),
     ),
     "request_has_one_row": ("P26", "No request has two rows in one plan."),

@@ -26,6 +26,7 @@ SOURCES = {
 _ROOMS = (
     *(f"blockstep.spec.vocabulary.{room}" for room in ("config", "request", "events")),
     *(f"blockstep.spec.vocabulary.{room}" for room in ("observations", "snapshot", "keys")),
+    "blockstep.spec.vocabulary.constants",
     "blockstep.spec.vocabulary.wellformed",
     "blockstep.conformance.engine",
     "blockstep.conformance.protocol.program",

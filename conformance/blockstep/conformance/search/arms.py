@@ -318,7 +318,7 @@ def _ask(engine: Engine, event: v.Event) -> v.Observation:
     except Exception as error:
         what = f"the engine raised {tell_error(error)}"
         raise BrokenError(f"{what}, given {describe_event(event)}") from error
-    if not isinstance(answer, (ANSWER_TYPES[type(event)], v.Rejected)):
+    if not isinstance(answer, (*ANSWER_TYPES[type(event)], v.Rejected)):
         raise BrokenError(f"{describe_event(event)} was answered with {type(answer).__name__}")
     if (fault := fault_of_types(event, answer, None)) is not None:
         raise BrokenError(fault.message)

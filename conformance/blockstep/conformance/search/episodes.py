@@ -20,7 +20,7 @@ from blockstep.conformance.engine import (
 )
 from blockstep.conformance.lockstep.driver import LockStep
 from blockstep.conformance.lockstep.runs import get_start
-from blockstep.conformance.protocol.features import GROUPS, find_lacking, fit
+from blockstep.conformance.protocol.features import find_lacking, fit
 from blockstep.conformance.protocol.findings import Finding, FindingKind
 from blockstep.conformance.protocol.program import Action, Drain, Program
 from blockstep.conformance.search.options import CheckOptions, find_profile, get_wish, load
@@ -112,8 +112,9 @@ def start_run(
     )
     for capability in missing:
         run.skip(capability)
-    if swarm.has(GROUPS) and not swarm.config.groups:
-        run.skip(Capability.GROUPS)
+    for feature in swarm.left_out:
+        assert feature.capability is not None
+        run.skip(feature.capability)
     seeks_aborts = run.equivalence == Safety.name and Capability.ABORT in run.capabilities
     return run, View(swarm.fit(config), run, seeks_aborts=seeks_aborts)
 
@@ -129,7 +130,7 @@ def draw_options(
         options.max_depth,
         get_wish(options),
         is_judged_alone,
-        lambda: Capability.GROUPS in get_capabilities(make_engine),
+        lambda feature: feature.capability in get_capabilities(make_engine),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from blockstep.conformance.draw.presets import MAX_DEPTH, REAL, TINY
+from blockstep.conformance.draw.presets import MAX_DEPTH, ONLY_WISHED, REAL, TINY
 from blockstep.conformance.engine import (
     BadEngineError,
     Deviation,
@@ -25,6 +25,7 @@ from blockstep.conformance.lockstep.runs import run_program
 from blockstep.conformance.protocol.features import (
     BY_NAME,
     GROUPS,
+    LATE,
     PRIORITY,
     SEVERAL_AT_ONCE,
     UsageError,
@@ -119,13 +120,12 @@ def require_wish(options: CheckOptions, facts: Facts) -> None:
 def release_canary(options: CheckOptions, engine: str = CANARY) -> int | None:
     """Events until the canary is caught; None if it survives.
 
-    It has several KV groups only if they are wished for: else it is caught as it ever was.
+    It has features of `LATE` only if they are wished for: else it is caught as it ever was.
     """
     num_events = 0
     canary = replace(options, engine=engine, preset=TINY.name, profile=STRICT.name)
-    if GROUPS.name not in get_wish(options).always:
-        never = (*options.without_features, GROUPS.name)
-        canary = replace(canary, without_features=never)
+    late = [name for name in LATE if name in BY_NAME and name not in get_wish(options).always]
+    canary = replace(canary, without_features=(*options.without_features, *late))
     make_engine = load_engine(engine)
     for index in range(CANARY_EPISODES):
         episode = run_episode(canary, index, make_engine)
@@ -173,7 +173,7 @@ every one, and few states are kept."""
 def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> tuple[str, ...]:
     """What a run must reach to be worth anything, with an engine that lacks these features."""
     wish = get_wish(options)
-    absent = {*lacking, *wish.never}
+    absent = {*lacking, *wish.never, *(ONLY_WISHED - wish.always)} & BY_NAME.keys()
     if options.policy is Policy.FCFS:
         absent.add(PRIORITY.name)
     if options.max_depth == 1:

@@ -49,9 +49,11 @@ from blockstep.impl.refusals import (
     drafts_problem,
     frame_problem,
     grammar_problem,
+    masks_problem,
     most_blocks,
     schedule_problem,
     submit_problem,
+    update_problem,
 )
 from blockstep.spec.vocabulary import (
     Abort,
@@ -62,9 +64,13 @@ from blockstep.spec.vocabulary import (
     ConfigError,
     Drafts,
     DraftsTaken,
+    EncoderOffer,
+    EncoderReset,
     Event,
     FinishReason,
     FrameId,
+    GrammarBitmask,
+    GrammarFailed,
     GrammarReady,
     Observation,
     Outputs,
@@ -78,6 +84,7 @@ from blockstep.spec.vocabulary import (
     SetPause,
     Snapshot,
     Stats,
+    StreamingUpdate,
     Submit,
     TokenIds,
     event_problem,
@@ -131,7 +138,7 @@ class CompiledEngine:
 
     def apply(self, event: Event) -> Observation:
         """Take one event. Never raises; what is refused changes nothing."""
-        problem = event_problem(event)
+        problem = event_problem(event) or masks_problem(event)
         if problem is not None:
             return problem
         match event:
@@ -148,11 +155,19 @@ class CompiledEngine:
                 return self._abort(request_ids)
             case GrammarReady(request_id=request_id):
                 return self._set_grammar_ready(request_id)
+            case StreamingUpdate(request=request):
+                return update_problem(
+                    request.request_id, request.request_id in self.requests.slot_of
+                )
             case SetPause(pause_state=pause_state):
                 self.pause_state = pause_state
                 return Ack()
             case Reset(reset_running_requests=reset_running_requests):
                 return ResetDone(self._reset(reset_running_requests))
+            case EncoderReset() | EncoderOffer():
+                return Ack()  # of an encoder that this engine has not
+            case GrammarFailed() | GrammarBitmask():
+                raise AssertionError("refused above")
             case _:
                 assert_never(event)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from blockstep.impl.host.adapters import AdapterSeats
+from blockstep.impl.host.encodings import Encodings
 from blockstep.impl.host.groups import GroupHits, GroupMemory
 from blockstep.impl.host.kinds import Extent
 from blockstep.impl.host.promises import Promises
@@ -10,23 +12,37 @@ from blockstep.impl.host.step import Step
 from blockstep.spec.vocabulary import BlockId, Policy, Status
 
 
-class WaitingPhase(Promises):
+class WaitingPhase(Promises, Encodings):
     """Admits waiting requests in the order of the policy; the first that does not fit ends it."""
 
     def _schedule_waiting(self, step: Step) -> None:
         passed_over: list[int] = []
+        if self.config.max_loras:
+            step.seats = self._count_seats(step)
         while step.budget > 0 and len(self.running) < self.config.max_num_seqs:
             queue = self._select_queue()
             if queue is None:
                 break
             slot = queue.head()
-            if not self._is_ready(slot) or self._awaits_tokens(slot):
+            if self._is_passed_over(slot, step):
                 passed_over.append(queue.pop())
                 continue
             if not self._try_admit(slot, queue, step):
                 break
         if passed_over:
             self.skipped_waiting.prepend(passed_over)
+
+    def _is_passed_over(self, slot: int, step: Step) -> bool:
+        """Whether others are tried before the head of a queue, which cannot be admitted now."""
+        if not self._is_ready(slot) or self._awaits_tokens(slot):
+            return True
+        return step.seats is not None and not step.seats.has_seat(self.table.requests[slot].adapter)
+
+    def _count_seats(self, _step: Step) -> AdapterSeats:
+        """The adapters of all who run, whether or not they have a row in this step (P9)."""
+        requests = self.table.requests
+        running = (requests[slot].adapter for slot in self.running)
+        return AdapterSeats(self.config.max_loras, running)
 
     def _select_queue(self) -> RequestQueue | None:
         """The queue whose head comes next; None if both are empty (seed 001, P16)."""
@@ -55,6 +71,9 @@ class WaitingPhase(Promises):
         hits = self._find_hits(slot)
         num_hit = len(hits) * self.block_size
         num_scheduled = self._tokens_to_admit(slot, num_hit, step.budget)
+        chosen = self._choose_if_any(slot, num_hit, num_scheduled, step)
+        if chosen is not None:
+            num_scheduled = chosen.num_tokens
         if num_scheduled <= 0:
             return False
         free, free_hits = self.pool.num_free, self.pool.count_free(hits)
@@ -67,6 +86,7 @@ class WaitingPhase(Promises):
             return False
         queue.pop()
         self._admit(slot, hits, needed, num_scheduled, step)
+        self._encode_if_any(slot, chosen, step)
         return True
 
     def _try_admit_to_groups(
@@ -75,6 +95,9 @@ class WaitingPhase(Promises):
         """The same where there are several tables."""
         hits = self._find_group_hits(groups, slot)
         num_scheduled = self._tokens_to_admit(slot, hits.num_tokens, step.budget)
+        chosen = self._choose_if_any(slot, hits.num_tokens, num_scheduled, step)
+        if chosen is not None:
+            num_scheduled = chosen.num_tokens
         num_scheduled = self._align_chunk(groups, slot, hits.num_tokens, num_scheduled)
         if num_scheduled <= 0:
             return False
@@ -90,6 +113,7 @@ class WaitingPhase(Promises):
         groups.adopt(self.table.holdings[slot], hits)
         step.taken.append(groups.take(self.table.holdings[slot], extent))
         self._start(slot, hits.num_tokens, num_scheduled, step)
+        self._encode_if_any(slot, chosen, step)
         return True
 
     def _find_group_hits(self, groups: GroupMemory, slot: int) -> GroupHits:
@@ -150,6 +174,8 @@ class WaitingPhase(Promises):
         self.running.append(slot)
         self._count_hits(slot, num_hit)
         step.admitted.append((slot, num_scheduled, resumed))
+        if step.seats is not None:
+            step.seats.take(table.requests[slot].adapter)
         step.budget -= num_scheduled
 
     def _count_hits(self, slot: int, num_hit: int) -> None:

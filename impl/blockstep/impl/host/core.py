@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import ClassVar
 
+from blockstep.impl.capabilities import HOST, list_config_problems
 from blockstep.impl.host.digests import Digest, find_digest
+from blockstep.impl.host.encoder import EncoderCache
+from blockstep.impl.host.grammars import Matcher
 from blockstep.impl.host.groups import GroupMemory
 from blockstep.impl.host.pool import BlockPool
 from blockstep.impl.host.prefix import PrefixMap
@@ -22,7 +25,6 @@ from blockstep.spec.vocabulary import (
     Stats,
     Status,
     TokenIds,
-    config_problems,
 )
 
 
@@ -30,16 +32,17 @@ class Core:
     """What all phases share. Requests are named by their slot in `table`.
 
     Raises:
-        ConfigError: `config_problems` has something against the config.
+        ConfigError: `list_config_problems` has something against the config.
         ValueError: no digest has the name given.
     """
 
     pool_type: ClassVar[type[BlockPool]] = BlockPool
     prefix_type: ClassVar[type[PrefixMap]] = PrefixMap
     groups_type: ClassVar[type[GroupMemory]] = GroupMemory
+    encoder_type: ClassVar[type[EncoderCache]] = EncoderCache
 
     def __init__(self, config: Config, digest: str | Digest = "sha256") -> None:
-        problems = config_problems(config)
+        problems = list_config_problems(config, HOST)
         if problems:
             raise ConfigError(problems)
         self.config = config
@@ -58,6 +61,8 @@ class Core:
         self.pool = self.pool_type(config.num_blocks, self.prefix)
         self.groups = self.groups_type(config, self.pool, self.prefix) if config.groups else None
         """Their memory, where a config names groups; None for the one that there is without."""
+        self.encoder = self.encoder_type(config) if config.encoder_cache_size else None
+        """What is kept of encoded items; None where no encoder is modelled."""
         self.table = RequestTable(len(config.kv_groups))
         self._no_new_blocks: BlockTables = ((),) * self.table.num_groups
         self._nothing_common = (0,) * self.table.num_groups
@@ -75,6 +80,11 @@ class Core:
         self.last_frame_of_ended: dict[RequestId, FrameId] = {}
         """Of ended requests that frames in flight name: the last of these frames."""
         self.next_frame_id: FrameId = 0
+        self.matchers: dict[RequestId, Matcher] = {}
+        """Of each unfinished request with a grammar, where that stands."""
+        self.verifiable: dict[FrameId, dict[RequestId, TokenIds]] = {}
+        """Of frames in flight whose mask was made: the drafts that placeholders turned out to stand
+        for, as far as grammars accept them. Nothing else is verified (P23)."""
         self.finished_req_ids: set[RequestId] = set()
         self.prev_frame_id: FrameId = -1
         """The last plan; -1 before the first."""
@@ -134,6 +144,8 @@ class Core:
         table = self.table
         self._withdraw_unwritten(slot)
         self._free_blocks(slot)
+        if self.encoder is not None:
+            self.encoder.drop(table.requests[slot])
         table.num_computed[slot] = 0
         table.spec_token_ids[slot] = ()
         table.num_preemptions[slot] += 1
@@ -174,15 +186,21 @@ class Core:
         elif not self.waiting.remove(slot):
             self.skipped_waiting.remove(slot)
         self._free_blocks(slot)
+        if self.encoder is not None:
+            self.encoder.drop(table.requests[slot])
         request_id = table.requests[slot].request_id
         self.finished_req_ids.add(request_id)
         if table.last_frame[slot] in self.frames:
             self.last_frame_of_ended[request_id] = table.last_frame[slot]
+        if self.matchers:
+            self.matchers.pop(request_id, None)
         table.remove(slot)
 
     def _close_frame(self, frame_id: FrameId) -> None:
         """It is committed, and names nobody any more."""
         del self.frames[frame_id]
+        if self.verifiable:
+            self.verifiable.pop(frame_id, None)
         if self.last_frame_of_ended:
             self.last_frame_of_ended = {
                 name: last for name, last in self.last_frame_of_ended.items() if last != frame_id

@@ -9,7 +9,9 @@ from blockstep.spec.vocabulary import (
     DraftsTaken,
     Rejected,
     RequestId,
+    RowTokens,
     Status,
+    TokenIds,
 )
 
 
@@ -24,9 +26,14 @@ class Proposals(Core):
         for row in event.drafts:
             slot = self.table.slot_of.get(row.request_id)
             if slot is not None and self._may_draft(slot):
-                self.table.spec_token_ids[slot] = row.token_ids
+                self.table.spec_token_ids[slot] = self._cut_proposal(row)
                 taken.append(row.request_id)
         return DraftsTaken(tuple(taken))
+
+    def _cut_proposal(self, row: RowTokens) -> TokenIds:
+        """The drafts that may be verified: the first ones, as far as a grammar accepts them."""
+        matcher = self.matchers.get(row.request_id)
+        return row.token_ids if matcher is None else matcher.cut(row.token_ids)
 
     def _may_draft(self, slot: int) -> bool:
         """Whether drafts would continue its known tokens: all but the last are computed (P24).

@@ -13,7 +13,8 @@ class Lineage:
     """Everything that names the blocks of one request.
 
     Tokens are only ever appended, never changed: a published block refers to its lineage for as
-    long as it can be hit, also after the request ended (P3).
+    long as it can be hit, also after the request ended (P3). A session that goes on drops some of
+    its last, but none that was computed, and so none of a published block.
 
         tokens   | block 0 | block 1 | block 2 | .. tail
         digests  |   d0    |   d1    |          each taken once, when first asked for
@@ -47,6 +48,16 @@ class Lineage:
     def append(self, token_id: int) -> None:
         """A verified output token."""
         self.tokens.append(token_id)
+
+    def go_on(self, request: Request, num_kept: int) -> None:
+        """A session has its next chunk: `request` is what it has become, and its tokens begin with
+        the first `num_kept` that there were."""
+        full = num_kept // self._block_size
+        del self._digests[full:], self._keys[full:]
+        self._group_keys = {at: key for at, key in self._group_keys.items() if at[0] < full}
+        self.request = request
+        self.tokens = array("i", request.prompt_token_ids)
+        self._ends = [item.offset + item.length for item in request.items]
 
     def name_blocks(self) -> list[bytes]:
         """The digests of all full blocks."""

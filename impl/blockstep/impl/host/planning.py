@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from blockstep.impl.host.admission import WaitingPhase
+from blockstep.impl.host.encoder import EncoderCache
 from blockstep.impl.host.groups import GroupMemory
+from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.running import RunningPhase
 from blockstep.impl.host.step import RunningRow, Step
 from blockstep.impl.refusals import schedule_problem
@@ -21,9 +24,10 @@ from blockstep.spec.vocabulary import (
 )
 
 _NOBODY: Final[tuple[()]] = ()
+_NO_MASKS: Final = (False, False)
 
 
-class Planning(RunningPhase, WaitingPhase):
+class Planning(RunningPhase, WaitingPhase, Masks):
     """Runs both phases and tells the worker what changed since the plan before (P26)."""
 
     def _schedule(self) -> Plan | Rejected:
@@ -32,7 +36,7 @@ class Planning(RunningPhase, WaitingPhase):
             return problem
         if self.groups is not None:
             self.groups.begin_step()
-        step = Step(budget=self._step_budget())
+        step = Step(self._step_budget(), encoder_budget=self.config.encoder_compute_budget)
         self._schedule_running(step)
         if not step.preempted_req_ids and self.pause_state is PauseState.UNPAUSED:
             self._schedule_waiting(step)
@@ -65,6 +69,7 @@ class Planning(RunningPhase, WaitingPhase):
         self.next_frame_id = frame_id + 1
         self.prev_frame_id = frame_id
         self.prev_scheduled_req_ids = list(frame)
+        is_masked, is_behind = self._tell_masks(frame) if self.matchers else _NO_MASKS
         if self.async_scheduling:
             self._promise_outputs(frame_id, frame)
         if frame:
@@ -74,8 +79,28 @@ class Planning(RunningPhase, WaitingPhase):
         preempted = tuple(sorted(step.preempted_req_ids))
         common = self._count_common_prefix()
         zeroed = () if self.groups is None else self._list_to_zero(self.groups, step)
-        return Plan(
-            frame_id, tuple(new), tuple(cached), finished, preempted, _NOBODY, common, zeroed
+        plan = Plan(
+            frame_id,
+            tuple(new),
+            tuple(cached),
+            finished,
+            preempted,
+            _NOBODY,
+            common,
+            zeroed,
+            has_structured_output_requests=is_masked,
+            pending_structured_output_tokens=is_behind,
+        )
+        return plan if self.encoder is None else self._tell_encoder(self.encoder, step, plan)
+
+    def _tell_encoder(self, encoder: EncoderCache, step: Step, plan: Plan) -> Plan:
+        """The plan with what is encoded, loaded and dropped for it."""
+        self._release_items(encoder, [*step.rows, *[row[0] for row in step.admitted]])
+        return replace(
+            plan,
+            scheduled_encoder_inputs=self._list_inputs(step),
+            external_encoder_inputs=self._list_inputs(step, external=True),
+            free_encoder_mm_hashes=encoder.announce(),
         )
 
     def _list_to_zero(self, groups: GroupMemory, step: Step) -> tuple[BlockId, ...]:

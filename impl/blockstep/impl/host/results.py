@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, TypeAlias
 
+from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.promises import Promises
 from blockstep.impl.refusals import answer_problem, frame_out_of_order, unknown_frame
 from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
     Commit,
     FinishReason,
     FrameId,
@@ -21,10 +23,11 @@ from blockstep.spec.vocabulary import (
 
 Verdict: TypeAlias = tuple[FinishReason | None, int | None]
 """Why a request ends, and the stop token that ended it."""
+_NOT_CUT: Final[Mapping[RequestId, TokenIds]] = {}
 _GOES_ON: Final[Verdict] = (None, None)
 
 
-class Results(Promises):
+class Results(Promises, Masks):
     """Takes Commit: all rows of it are checked before one changes anything."""
 
     def _commit(self, event: Commit) -> Outputs | Rejected:
@@ -33,10 +36,14 @@ class Results(Promises):
         if isinstance(frame, Rejected):
             return frame
         answers = {row.request_id: row.token_ids for row in event.sampled}
-        problem = self._result_problem(frame_id, len(event.sampled), frame, answers)
+        cut = self.verifiable.get(frame_id, _NOT_CUT) if self.verifiable else _NOT_CUT
+        verified = {**frame, **cut} if cut else frame
+        problem = self._result_problem(frame_id, len(event.sampled), verified, answers)
+        if problem is None and self.matchers:
+            problem = self._grammar_result_problem(frame_id, answers)
         if problem is not None:
             return problem
-        rows = self._deliver_rows(frame, answers)
+        rows = self._deliver_rows(frame, answers, cut)
         self._close_frame(frame_id)
         return Outputs(tuple(rows))
 
@@ -53,8 +60,9 @@ class Results(Promises):
         self,
         frame: Mapping[RequestId, TokenIds | None],
         answers: Mapping[RequestId, TokenIds],
+        cut: Mapping[RequestId, TokenIds] = _NOT_CUT,
     ) -> list[OutputRow]:
-        """Store and deliver row by row."""
+        """Store and deliver row by row; `cut`: the drafts of a row, if only some were verified."""
         slot_of, promising = self.table.slot_of, self.async_scheduling
         rows: list[OutputRow] = []
         for request_id, drafts in frame.items():
@@ -65,6 +73,8 @@ class Results(Promises):
                 self._keep_promise(slot, len(drafts or ()))
             if drafts:
                 self._roll_back(slot, drafts, tokens)
+                if request_id in cut:
+                    self.drafts_scheduled -= len(drafts) - len(cut[request_id])
             rows.append(self._deliver(slot, tokens))
         return rows
 
@@ -87,7 +97,7 @@ class Results(Promises):
 
         Under asynchronous scheduling drafts are placeholders, and any token may be behind one.
         """
-        return self.async_scheduling or accepted == drafts[: len(accepted)]
+        return accepted == drafts[: len(accepted)] or DRAFT_PLACEHOLDER in drafts
 
     def _roll_back(self, slot: int, drafts: TokenIds, tokens: TokenIds) -> None:
         """Uncompute the rejected drafts (P14).
@@ -107,6 +117,8 @@ class Results(Promises):
         request_id = self.table.requests[slot].request_id
         num_cached_tokens = self.table.num_cached_tokens[slot]  # not -1: it has been admitted
         delivered, (reason, stop_token_id) = self._accept(slot, tokens)
+        if self.matchers:
+            self._advance_grammar(request_id, delivered)
         if self.async_scheduling:
             self._publish_verified(slot)
         if reason is not None:

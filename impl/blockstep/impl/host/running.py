@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from blockstep.impl.host.encodings import Encodings
 from blockstep.impl.host.groups import GroupMemory
 from blockstep.impl.host.kinds import Extent
 from blockstep.impl.host.promises import Promises
@@ -13,16 +14,22 @@ from blockstep.spec.vocabulary import BlockTables, Policy, TokenIds
 _NOTHING: Final[tuple[()]] = ()
 
 
-class RunningPhase(Promises):
+class RunningPhase(Promises, Encodings):
     """Schedules the running requests in order; preempts when blocks run out (seed 001)."""
 
     def _schedule_running(self, step: Step) -> None:
         # Where a minimum is written out below, the call costs more than all else in its line.
         table, pool, running, groups = self.table, self.pool, self.running, self.groups
+        has_encoder, chosen = self.encoder is not None, None
         position = 0
         while position < len(running) and step.budget > 0:
             slot = running[position]
             num_scheduled = self._tokens_to_run(slot, step.budget)
+            if has_encoder:
+                computed = table.num_computed[slot]
+                chosen = self._choose_if_any(slot, computed, num_scheduled, step)
+                if chosen is not None:
+                    num_scheduled = chosen.num_tokens
             if groups is not None:
                 computed = table.num_computed[slot]
                 num_scheduled = self._align_chunk(groups, slot, computed, num_scheduled)
@@ -46,6 +53,8 @@ class RunningPhase(Promises):
             if table.spec_token_ids[slot]:
                 drafts = self._take_drafts(slot, num_scheduled)
             step.rows[slot] = (num_scheduled, taken, drafts)
+            if chosen is not None:
+                self._encode_if_any(slot, chosen, step)
             step.budget -= num_scheduled
             position += 1
 
@@ -132,6 +141,8 @@ class RunningPhase(Promises):
         row = step.rows.pop(victim, None)
         if row is not None:
             step.budget += row[0]
+            if self.encoder is not None:
+                self._undo_encoding(self.encoder, victim, step)
 
     def _take_drafts(self, slot: int, num_scheduled: int) -> TokenIds:
         """The drafts among the scheduled tokens; whatever did not fit is given up (P24)."""

@@ -6,18 +6,28 @@ from typing import assert_never
 
 from blockstep.impl.capabilities import HOST
 from blockstep.impl.host.drafts import Proposals
+from blockstep.impl.host.grammars import make_matcher
 from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.planning import Planning
 from blockstep.impl.host.results import Results
 from blockstep.impl.host.view import take_snapshot
-from blockstep.impl.refusals import grammar_problem, most_blocks, most_slots, submit_problem
+from blockstep.impl.refusals import (
+    most_blocks,
+    most_slots,
+    submit_problem,
+    update_problem,
+)
 from blockstep.spec.vocabulary import (
     Abort,
     Aborted,
     Ack,
     Commit,
     Drafts,
+    EncoderOffer,
+    EncoderReset,
     Event,
+    GrammarBitmask,
+    GrammarFailed,
     GrammarReady,
     Observation,
     Rejected,
@@ -29,6 +39,7 @@ from blockstep.spec.vocabulary import (
     SetPause,
     Snapshot,
     Status,
+    StreamingUpdate,
     Submit,
     event_problem,
 )
@@ -42,7 +53,7 @@ class HostEngine(Planning, Results, Proposals):
         digest: names block contents; "sha256", "crc32" (each hit is then verified), or your own.
 
     Raises:
-        ConfigError: `config_problems` has something against the config.
+        ConfigError: `list_config_problems` has something against the config.
         ValueError: no digest has the name given.
     """
 
@@ -68,11 +79,25 @@ class HostEngine(Planning, Results, Proposals):
                 return self._abort(request_ids)
             case GrammarReady(request_id=request_id):
                 return self._set_grammar_ready(request_id)
+            case GrammarFailed(request_id=request_id):
+                return self._fail_grammar(request_id)
+            case GrammarBitmask():
+                return self._make_mask(event)
+            case StreamingUpdate(request=request):
+                return update_problem(request.request_id, request.request_id in self.table.slot_of)
             case SetPause(pause_state=pause_state):
                 self.pause_state = pause_state
                 return Ack()
             case Reset(reset_running_requests=reset_running_requests):
                 return ResetDone(self._reset(reset_running_requests))
+            case EncoderReset():
+                if self.encoder is not None:
+                    self.encoder.reset()
+                return Ack()
+            case EncoderOffer(identifiers=identifiers):
+                if self.encoder is not None:
+                    self.encoder.offered = frozenset(identifiers)
+                return Ack()
             case _:
                 assert_never(event)
 
@@ -81,7 +106,7 @@ class HostEngine(Planning, Results, Proposals):
         return take_snapshot(self)
 
     def capabilities(self) -> frozenset[str]:
-        """What it implements: everything, as the values of conformance's `Capability`."""
+        """What it implements, as the values of conformance's `Capability`."""
         return HOST
 
     def _submit(self, request: Request) -> Ack | Rejected:
@@ -90,6 +115,9 @@ class HostEngine(Planning, Results, Proposals):
             return problem
         max_known = min(len(request.prompt_token_ids) + request.max_tokens, self.max_model_len)
         lineage = Lineage(request, self.block_size, self.digest)
+        matcher = make_matcher(self.config, request)
+        if matcher is not None:
+            self.matchers[request.request_id] = matcher
         if request.structured_output:
             status = Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
             self.skipped_waiting.append(self.table.add(request, lineage, status, max_known))
@@ -110,16 +138,6 @@ class HostEngine(Planning, Results, Proposals):
         if self.groups is not None:
             return self.groups.count_most(most_slots(self.config, request))
         return most_blocks(self.config, request)
-
-    def _set_grammar_ready(self, request_id: RequestId) -> Ack | Rejected:
-        slot = self.table.slot_of.get(request_id)
-        request = None if slot is None else self.table.requests[slot]
-        problem = grammar_problem(request, request_id)
-        if problem is not None:
-            return problem
-        assert slot is not None, "a request without a problem has a slot"
-        self.table.grammar_ready[slot] = True
-        return Ack()
 
     def _abort(self, request_ids: tuple[RequestId, ...]) -> Aborted:
         ended: list[RequestId] = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from blockstep.impl.host.adapters import AdapterSeats
+from blockstep.impl.host.encoder import Encoding
 from blockstep.spec.vocabulary import BlockTables, RequestId, TokenIds
 
 RunningRow: TypeAlias = tuple[int, BlockTables, TokenIds]
@@ -27,3 +29,9 @@ class Step:
     taken: list[BlockTables] = field(default_factory=list)
     """Blocks taken by those admitted, where there are several KV groups."""
     preempted_req_ids: list[RequestId] = field(default_factory=list)
+    encoder_budget: int = 0
+    """Embeddings that may still be encoded."""
+    encodings: dict[int, Encoding] = field(default_factory=dict)
+    """What rows need of an encoder, by slot, in order of scheduling."""
+    seats: AdapterSeats | None = None
+    """Adapters among those that run, as of the waiting phase; None where nobody counts them."""

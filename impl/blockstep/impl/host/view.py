@@ -26,13 +26,16 @@ def take_snapshot(core: Core) -> Snapshot:
         finished_req_ids=tuple(sorted(core.finished_req_ids)),
         prev_scheduled_req_ids=tuple(sorted(core.prev_scheduled_req_ids)),
         stats=core.stats(),
+        encoder=None if core.encoder is None else core.encoder.snapshot(),
     )
 
 
 def _request(core: Core, slot: int) -> RequestSnapshot:
     table = core.table
+    request_id = table.requests[slot].request_id
+    matcher = core.matchers.get(request_id)
     return RequestSnapshot(
-        request_id=table.requests[slot].request_id,
+        request_id=request_id,
         status=table.statuses[slot],
         output_token_ids=table.output_token_ids(slot),
         num_computed_tokens=table.num_computed[slot],
@@ -44,4 +47,6 @@ def _request(core: Core, slot: int) -> RequestSnapshot:
         num_cached_tokens=table.num_cached_tokens[slot],
         num_preemptions=table.num_preemptions[slot],
         grammar_ready=bool(table.grammar_ready[slot]),
+        grammar_state=matcher.position.state if matcher else 0,
+        reasoning_ended=matcher.reasoning_ended if matcher else False,
     )

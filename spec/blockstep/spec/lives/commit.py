@@ -7,6 +7,8 @@ from dataclasses import replace
 from blockstep.spec.hashing import extend_block_keys
 from blockstep.spec.lives.drafts import compute_num_rejected, is_accepted_prefix
 from blockstep.spec.lives.endings import get_extended, get_without_ended
+from blockstep.spec.lives.masks import get_advanced, get_forbidden
+from blockstep.spec.lives.sessions import get_with_sessions, goes_on, process_chunk_end
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import publish_slots, release_slots
 from blockstep.spec.pool import Pool
@@ -30,7 +32,8 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
 
     Rows of requests that ended meanwhile are passed over. A request that was preempted while its
     frame was in flight still gets its tokens; it computes their KV anew. No token is lost then, and
-    none sampled twice, because it was not admitted again yet (upstream #48245, #42043).
+    none sampled twice, because it was not admitted again yet (upstream #48245, #42043). A session
+    that stops is not over: it rests, or goes on with the next chunk.
     Source: seed 001 "Speculative Decoding & update_from_output()"; P13, P14, P18.
     """
     # refuse
@@ -41,7 +44,7 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     if frame is not state.frames[0]:
         detail = f"frame {state.frames[0].frame_id} is older than {frame.frame_id}; commit it first"
         return Rejected(RejectCode.FRAME_OUT_OF_ORDER, detail)
-    problem = get_result_problem(frame, commit)
+    problem = get_result_problem(frame, commit) or get_forbidden(state, frame, commit)
     if problem:
         return Rejected(RejectCode.BAD_RESULT, problem)
     # requests
@@ -50,6 +53,7 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     requests = state.requests.to_dict()
     outputs: list[OutputRow] = []
     ended: list[RequestId] = []
+    stopped: list[RequestId] = []
     for row in frame.rows:
         request = requests.get(row.request_id)
         tokens = sampled[row.request_id]
@@ -57,14 +61,21 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
             continue
         request = get_fulfilled(state.config, request, len(row.draft_token_ids))
         request = get_rolled_back(request, len(row.draft_token_ids), len(tokens))
-        stats = count_drafts(stats, len(row.draft_token_ids), len(tokens))
+        stats = count_drafts(stats, len(row.verifiable_drafts), len(tokens))
         request, output = get_extended(request, tokens, state.config.max_model_len, state.rules)
+        if row.has_mask:
+            advanced = get_advanced(state, request, output.new_token_ids)
+            assert advanced is not None, "what a grammar forbids was refused (P23)"
+            request = state.rules.get_settled(state.config, advanced, output.new_token_ids)
         outputs.append(output)
         if state.config.enable_prefix_caching:
             keys = extend_block_keys(request, state.config.block_size, state.rules)
             pool, request = publish_verified(state, pool, replace(request, block_keys=keys))
         if output.finish_reason is None:
             requests[row.request_id] = request
+        elif goes_on(request):
+            pool, requests[row.request_id] = process_chunk_end(state, pool, request)
+            stopped.append(row.request_id)
         else:
             pool = release_slots(pool, request, state.rules)
             del requests[row.request_id]
@@ -72,7 +83,9 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     frames = tuple(f for f in state.frames if f.frame_id != frame.frame_id)
     state = replace(state, pool=pool, requests=FrozenMap(requests), frames=frames, stats=stats)
     # observe
-    return get_without_ended(state, ended), Outputs(tuple(outputs))
+    state = get_without_ended(state, ended)
+    state = get_with_sessions(state, stopped) if stopped else state
+    return state, Outputs(tuple(outputs))
 
 
 def get_result_problem(frame: Frame, commit: Commit) -> str:
@@ -89,9 +102,9 @@ def get_result_problem(frame: Frame, commit: Commit) -> str:
         tokens = sampled[row.request_id]
         if not row.samples and tokens:
             return f"{row.request_id!r} has prompt left to compute and cannot sample: send no token"
-        if row.samples and not is_accepted_prefix(tokens, row.draft_token_ids):
+        if row.samples and not is_accepted_prefix(tokens, row.verifiable_drafts):
             return (
-                f"{row.request_id!r}: send some leading drafts of {row.draft_token_ids} "
+                f"{row.request_id!r}: send some leading drafts of {row.verifiable_drafts} "
                 f"and one token more, not {tokens}"
             )
     return ""

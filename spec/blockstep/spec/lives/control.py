@@ -10,6 +10,7 @@ from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.pool import get_num_free_blocks, withdraw_all
 from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.state import State
+from blockstep.spec.step.giving import get_givers, without_blocks
 from blockstep.spec.step.queues import process_prepend
 from blockstep.spec.vocabulary import Ack, PauseState, RequestId, ResetDone
 
@@ -24,7 +25,8 @@ def process_reset(state: State, reset_running_requests: bool) -> tuple[State, Re
 
     Blocks in use would be published again, so without `reset_running_requests` nothing happens
     while any block is held. With it the running requests are preempted first, the last one first,
-    and so they wait in the order in which they ran. Source: seed 001 "Reset Prefix Cache"; P25.
+    and so they wait in the order in which they ran; then sessions that do not run give up their
+    blocks, where upstream stops by an error. Source: seed 001 "Reset Prefix Cache"; P17, P25.
     """
     # refuse
     is_idle = get_num_free_blocks(state.pool) == state.config.num_usable_blocks
@@ -33,6 +35,9 @@ def process_reset(state: State, reset_running_requests: bool) -> tuple[State, Re
     # requests
     if reset_running_requests:
         state = process_forced_preemption(state)
+        state = process_forced_rest(state)
+    if get_num_free_blocks(state.pool) < state.config.num_usable_blocks:
+        return state, ResetDone(False)  # by a quirk only
     # pool
     return replace(state, pool=withdraw_all(state.pool)), ResetDone(True)
 
@@ -66,6 +71,21 @@ def process_forced_preemption(state: State) -> State:
         reset_req_ids=(*state.reset_req_ids, *named),
         stats=replace(state.stats, preemptions=preemptions),
     )
+
+
+def process_forced_rest(state: State) -> State:
+    """Take the blocks of all sessions that hold some without running, who gives way first, first.
+
+    Source: P17, P25.
+    """
+    config, rules = state.config, state.rules
+    pool, requests = state.pool, state.requests.to_dict()
+    queued = (*state.skipped_waiting, *state.waiting)
+    names = get_givers(config.policy, queued, requests) if rules.takes_back_from_sessions else []
+    for name in names:
+        pool = release_slots(pool, requests[name], rules)
+        requests[name] = without_blocks(requests[name])
+    return replace(state, pool=pool, requests=FrozenMap(requests)) if names else state
 
 
 def get_reset_request(request: RequestState) -> RequestState:

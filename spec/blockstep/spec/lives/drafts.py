@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from blockstep.spec.beside.grammar import get_stands
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
@@ -63,6 +64,18 @@ def can_take_drafts(state: State, request: RequestState) -> bool:
     )
 
 
+def get_accepted_drafts(state: State, request: RequestState, drafts: TokenIds) -> TokenIds:
+    """The leading drafts that the grammar of a request accepts; all where it has none.
+
+    Source: vLLM 0.19.1 `update_draft_token_ids`; P23.
+    """
+    grammar = request.request.grammar
+    if grammar is None:
+        return drafts
+    follow = state.rules.get_next_stand
+    return drafts[: len(get_stands(state.config, grammar, request.stand, drafts, follow)) - 1]
+
+
 def process_drafts(
     state: State, drafts: tuple[RowTokens, ...]
 ) -> tuple[State, DraftsTaken] | Rejected:
@@ -92,7 +105,8 @@ def process_drafts(
     for row in drafts:
         request = requests.get(row.request_id)
         if request is not None and can_take_drafts(state, request):
-            requests[row.request_id] = replace(request, spec_token_ids=row.token_ids)
+            tokens = get_accepted_drafts(state, request, row.token_ids)
+            requests[row.request_id] = replace(request, spec_token_ids=tokens)
             taken.append(row.request_id)
     # observe
     return replace(state, requests=type(state.requests)(requests)), DraftsTaken(tuple(taken))

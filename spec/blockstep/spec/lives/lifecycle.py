@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from blockstep.spec.beside.grammar import get_first_stand
 from blockstep.spec.hashing import extend_block_keys
 from blockstep.spec.lives.endings import get_without_ended
 from blockstep.spec.maps import FrozenMap
@@ -18,11 +19,16 @@ from blockstep.spec.step.queues import is_blocked, process_append
 from blockstep.spec.vocabulary import (
     Aborted,
     Ack,
+    Config,
+    FinishReason,
+    OutputRow,
+    Outputs,
     RejectCode,
     Rejected,
     Request,
     RequestId,
     Status,
+    item_problem,
 )
 
 
@@ -42,7 +48,15 @@ def get_submit_problem(state: State, request: Request) -> Rejected | None:
         if any(row.request_id == request_id for row in frame.rows):
             detail = f"frame {frame.frame_id} still names {request_id!r}; commit it first"
             return Rejected(RejectCode.REQUEST_IN_FLIGHT, detail)
-    num_prompt = len(request.prompt_token_ids)
+    return get_size_problem(config, request)
+
+
+def get_size_problem(config: Config, request: Request) -> Rejected | None:
+    """Why this request is too large ever to be served, or None. Source: upstream #52520; P11."""
+    problem = item_problem(config, request)
+    if problem is not None:
+        return problem
+    request_id, num_prompt = request.request_id, len(request.prompt_token_ids)
     if num_prompt >= config.max_model_len:
         detail = f"{request_id!r}: prompt {num_prompt} + 1 output > max_model_len"
         return Rejected(RejectCode.PROMPT_TOO_LONG, f"{detail} {config.max_model_len}; shorten it")
@@ -67,6 +81,9 @@ def process_submit(state: State, request: Request) -> tuple[State, Ack] | Reject
     blocked = Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     status = blocked if request.structured_output else Status.WAITING
     entry = RequestState(request, status, holdings=NOTHING_HELD * len(state.config.block_sizes))
+    if request.grammar is not None:
+        stand = get_first_stand(state.config, request.prompt_token_ids)
+        entry = replace(entry, stand=stand)
     if state.config.enable_prefix_caching:
         keys = extend_block_keys(entry, state.config.block_size, state.rules)
         entry = replace(entry, block_keys=keys)
@@ -90,6 +107,17 @@ def process_grammar_ready(state: State, request_id: RequestId) -> tuple[State, A
     Source: seed 001 "Filter on blocking status"; P18.
     """
     # refuse
+    request = get_structured(state, request_id)
+    if isinstance(request, Rejected):
+        return request
+    # requests
+    requests = state.requests.to_dict()
+    requests[request_id] = replace(request, grammar_ready=True)
+    return replace(state, requests=FrozenMap(requests)), Ack()
+
+
+def get_structured(state: State, request_id: RequestId) -> RequestState | Rejected:
+    """The request whose grammar something is said of, or why there is none. Source: P18."""
     request = state.requests.get(request_id)
     if request is None:
         detail = f"no unfinished request {request_id!r}"
@@ -97,10 +125,29 @@ def process_grammar_ready(state: State, request_id: RequestId) -> tuple[State, A
     if not request.request.structured_output:
         detail = f"{request_id!r} was submitted without structured_output"
         return Rejected(RejectCode.NOT_STRUCTURED, detail)
-    # requests
+    return request
+
+
+def process_grammar_failed(state: State, request_id: RequestId) -> tuple[State, Outputs] | Rejected:
+    """End a request whose grammar cannot be had, with a reason, wherever it is.
+
+    Upstream's engine ends, not the request: a compilation that fails raises amid the next plan.
+    Frames in flight still answer for it, and what they answer is passed over, as after an abort.
+    Source: vLLM 0.19.1 `is_grammar_ready`; P13, P18.
+    """
+    # refuse
+    request = get_structured(state, request_id)
+    if isinstance(request, Rejected):
+        return request
+    # pool, requests
+    pool = release_slots(state.pool, request, state.rules)
     requests = state.requests.to_dict()
-    requests[request_id] = replace(request, grammar_ready=True)
-    return replace(state, requests=FrozenMap(requests)), Ack()
+    del requests[request_id]
+    # observe
+    num_cached = max(request.num_cached_tokens, 0)
+    row = OutputRow(request_id, (), FinishReason.ERROR, num_cached_tokens=num_cached)
+    state = replace(state, pool=pool, requests=FrozenMap(requests))
+    return get_without_ended(state, [request_id]), Outputs((row,))
 
 
 def process_abort(state: State, request_ids: tuple[RequestId, ...]) -> tuple[State, Aborted]:

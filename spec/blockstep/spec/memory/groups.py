@@ -21,7 +21,7 @@ def compute_num_skipped_tokens(group: KVGroup, num_computed: int) -> int:
     Source: vLLM 0.19.1 `get_num_skipped_tokens`.
     """
     match group.kind:
-        case GroupKind.FULL:
+        case GroupKind.FULL | GroupKind.CROSS_ATTENTION:
             return 0
         case GroupKind.SLIDING_WINDOW:
             return max(num_computed - group.sliding_window + 1, 0)
@@ -69,7 +69,7 @@ def compute_max_held_blocks(
     size = group.block_size
     num_all = -(-num_slots // size)
     match group.kind:
-        case GroupKind.FULL:
+        case GroupKind.FULL | GroupKind.CROSS_ATTENTION:
             return num_all
         case GroupKind.SLIDING_WINDOW:
             num_tokens, offset = group.sliding_window - 1 + max_reach, size - 1

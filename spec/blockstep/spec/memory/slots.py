@@ -189,8 +189,14 @@ def can_finish(config: Config, pool: Pool, request: RequestState, hit: Hit, rule
     if not config.groups:
         return can_hold(config, pool, num_slots, num_slots, request.holdings, hit_tables)
     num_needed = sum(
-        rules.count_reserved_blocks(config, pool, group, num_slots, block_ids)
-        for group, block_ids in zip(config.groups, hit_tables, strict=True)
+        max(
+            rules.count_reserved_blocks(config, pool, group, num_slots, block_ids)
+            - len(without_nulls(holding.block_table)),
+            0,
+        )
+        for group, block_ids, holding in zip(
+            config.groups, hit_tables, request.holdings, strict=True
+        )
     )
     return num_needed <= get_num_free_blocks(pool)
 

@@ -11,7 +11,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from blockstep.spec.releases import drafts, endings, flight, groups, identity, memory, order, states
+from blockstep.spec.releases import (
+    adapters,
+    drafts,
+    endings,
+    flight,
+    grammars,
+    groups,
+    identity,
+    memory,
+    order,
+    sessions,
+    states,
+)
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.rules import Rules
 from blockstep.spec.strict import STRICT_RULES
@@ -21,7 +33,19 @@ __all__ = ["QUIRKS", "Quirk", "QuirkStory", "get_rules"]
 
 _STORIES: Mapping[Quirk, QuirkStory] = {
     story.quirk: story
-    for theme in (memory, groups, states, identity, order, drafts, flight, endings)
+    for theme in (
+        memory,
+        groups,
+        states,
+        identity,
+        order,
+        adapters,
+        drafts,
+        flight,
+        sessions,
+        grammars,
+        endings,
+    )
     for story in theme.STORIES
 }
 QUIRKS: tuple[QuirkStory, ...] = tuple(_STORIES[quirk] for quirk in Quirk)

@@ -45,7 +45,12 @@ def nothing_reserved(rules: Rules, _config: Config) -> Rules:
 
 def admitted_with_lookahead(rules: Rules, _config: Config) -> Rules:
     """A request is admitted with the slots for lookahead, which it does not need yet."""
-    return replace(rules, get_num_lookahead_at_admission=lambda config: config.num_lookahead_tokens)
+
+    def get_num_lookahead_at_admission(config: Config, request: RequestState) -> int:
+        del request
+        return config.num_lookahead_tokens
+
+    return replace(rules, get_num_lookahead_at_admission=get_num_lookahead_at_admission)
 
 
 def unnamed_blocks_first(rules: Rules, config: Config) -> Rules:

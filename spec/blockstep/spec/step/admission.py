@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+from blockstep.spec.beside.adapters import has_seat
 from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
-from blockstep.spec.memory.slots import allocate_slots, can_finish
+from blockstep.spec.memory.slots import NO_HIT, allocate_slots, can_finish, skip_slots
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Frame, Hit, RequestState, without_nulls
+from blockstep.spec.step.giving import process_giving
 from blockstep.spec.step.queues import is_blocked, process_prepend, select_queue
 from blockstep.spec.step.share import compute_num_drafts, compute_share
 from blockstep.spec.step.work import Scheduled, Step, Verdict
@@ -30,18 +32,17 @@ def process_waiting_phase(step: Step) -> None:
     it. Source: seed 001 "Waiting Queue -- Admission Gate"; seed 000 "Phase 2"; P15, P16.
     """
     config, rules = step.state.config, step.state.rules
-    passed_over: list[RequestId] = []
     while (step.waiting or step.skipped) and not step.budget.is_spent:
         if len(step.running) == config.max_num_seqs:
             break
         queue = select_queue(config.policy, step.waiting, step.skipped, step.requests)
         verdict = get_verdict(step, queue[0])
-        if verdict is Verdict.NO_ROOM:
+        if verdict in (Verdict.NO_ROOM, Verdict.NO_BLOCKS):
             break
         request_id = queue.pop(0)
         if verdict is Verdict.PASSED_OVER:
-            passed_over.append(request_id)
-    for request_id in reversed(rules.get_order_of_return(passed_over)):
+            step.passed_over.append(request_id)
+    for request_id in reversed(rules.get_order_of_return(step.passed_over)):
         queue = step.skipped if rules.has_skipped_queue else step.waiting
         process_prepend(config.policy, queue, request_id, step.requests)
 
@@ -55,17 +56,21 @@ def get_verdict(step: Step, request_id: RequestId) -> Verdict:
         verdict = gate(step, step.requests[request_id])
         if verdict is not None:
             return verdict
-    return process_admission(step, step.requests[request_id])
+    verdict = process_admission(step, step.requests[request_id])
+    while verdict is Verdict.NO_BLOCKS and not step.running and process_giving(step, request_id):
+        verdict = process_admission(step, step.requests[request_id])
+    return verdict
 
 
 def process_grammar_gate(step: Step, request: RequestState) -> Verdict | None:
     """Who waits for a grammar is passed over until it is compiled, and then is like all others.
 
-    Source: seed 001 "Filter on blocking status"; P15.
+    A session that rests is passed over until it goes on. Source: seed 001 "Filter on blocking
+    status"; P15.
     """
     if not is_blocked(request):
         return None
-    if not request.grammar_ready:
+    if request.status is Status.WAITING_FOR_STREAMING_REQ or not request.grammar_ready:
         return Verdict.PASSED_OVER
     step.requests[request.request_id] = replace(request, status=Status.WAITING)
     return None
@@ -81,9 +86,23 @@ def process_flight_gate(step: Step, request: RequestState) -> Verdict | None:
     return Verdict.PASSED_OVER if is_held else None
 
 
+def process_adapter_gate(step: Step, request: RequestState) -> Verdict | None:
+    """Who would bring one adapter too many is passed over until one of those that run is gone.
+
+    Source: vLLM 0.19.1 `schedule` ("Scheduling would exceed max_loras"); P9, P15.
+    """
+    adapter, max_loras = request.request.adapter, step.state.config.max_loras
+    if adapter is None or max_loras == 0:
+        return None
+    rows_only = step.state.rules.counts_adapters_of_rows_only
+    names = [row.request_id for row in step.rows] if rows_only else step.running
+    in_use = [step.requests[name].request.adapter for name in names]
+    return None if has_seat(adapter, in_use, max_loras) else Verdict.PASSED_OVER
+
+
 Gate: TypeAlias = Callable[[Step, RequestState], Verdict | None]
 """What may hold a waiting request up for reasons of its own; None lets it pass."""
-GATES: tuple[Gate, ...] = (process_grammar_gate, process_flight_gate)
+GATES: tuple[Gate, ...] = (process_grammar_gate, process_flight_gate, process_adapter_gate)
 """In this order, before anything is asked of budget and pool."""
 
 
@@ -99,6 +118,7 @@ def is_held_by_frames(frames: Sequence[Frame], request: RequestState) -> bool:
 def process_admission(step: Step, request: RequestState) -> Verdict:
     """Admit `request` if it fits; otherwise change nothing (P7).
 
+    A session goes on behind what it has computed, and looks for no hit.
     Source: seed 001 "Decision 2: Which WAITING requests get admitted?", "Full ISL reservation";
     upstream #37307; P7, P8.
     """
@@ -106,37 +126,41 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     # refuse
     unwritten = get_unwritten_states(step) if config.groups else []
     pool = rules.hide_states(step.pool, unwritten) if unwritten else step.pool
-    hit = get_prefix_hit(config, pool, request, rules)
+    num_computed = request.num_computed_tokens
+    hit = NO_HIT if num_computed else get_prefix_hit(config, pool, request, rules)
     if hit.junction != request.junction:
         request = replace(request, junction=hit.junction)
-    num_known = request.num_known_tokens
+    num_known, num_start = request.num_known_tokens, num_computed + hit.num_tokens
     running = (step.requests[row.request_id] for row in step.rows if row.status is Status.RUNNING)
     num_padding = rules.get_num_padding(
-        config, num_known, hit.num_tokens, step.budget.num_tokens, running
+        config, num_known, num_start, step.budget.num_tokens, running
     )
     if num_padding is None:
         return Verdict.NO_ROOM
     num_new = compute_share(
         num_known + num_padding,
-        hit.num_tokens,
+        num_start,
         rules.get_threshold(config, len(step.requests)),
         step.budget.num_tokens,
         end=num_known + num_padding,
         is_whole=not config.enable_chunked_prefill,
     )
     if config.groups:
-        num_new = rules.get_aligned_share(config, request, hit.num_tokens, num_new)
-    if num_new == 0:
+        num_new = rules.get_aligned_share(config, request, num_start, num_new)
+    if num_new <= 0:
         return Verdict.PASSED_OVER if rules.passes_over_too_long else Verdict.NO_ROOM
     if config.groups and rules.waits_for_states(step.state.pool, step.pool, unwritten, hit):
         return Verdict.NO_ROOM
+    pool = step.pool
+    if config.groups and num_computed:
+        pool, request = skip_slots(config, pool, request, 0, rules)
     is_reserved = config.scheduler_reserve_full_isl and rules.reserves_full_isl
-    if is_reserved and not can_finish(config, step.pool, request, hit, rules):
-        return Verdict.NO_ROOM
-    num_lookahead = rules.get_num_lookahead_at_admission(config)
-    granted = allocate_slots(config, step.pool, request, num_new, num_lookahead, hit)
+    if is_reserved and not can_finish(config, pool, request, hit, rules):
+        return Verdict.NO_BLOCKS
+    num_lookahead = rules.get_num_lookahead_at_admission(config, request)
+    granted = allocate_slots(config, pool, request, num_new, num_lookahead, hit)
     if granted is None:
-        return Verdict.NO_ROOM
+        return Verdict.NO_BLOCKS
     # pool
     step.pool, after = granted
     # requests
@@ -176,24 +200,27 @@ def process_entrance(
     Source: seed 001 "For Waiting Requests (First Prefill)"; P21.
     """
     num_known, num_hit = request.num_known_tokens, hit.num_tokens
+    num_start = request.num_computed_tokens + num_hit
     step.requests[request.request_id] = replace(
         after,
         status=Status.RUNNING,
-        num_computed_tokens=num_hit,
-        num_cached_tokens=step.state.rules.get_num_cached_tokens(request, num_hit),
+        num_computed_tokens=num_start,
+        num_cached_tokens=step.state.rules.get_num_cached_tokens(request, num_start),
     )
     step.running.append(request.request_id)
-    if reads_prefix_cache(step.state.config, request):
+    if num_start == num_hit and reads_prefix_cache(step.state.config, request):
         step.stats = replace(
             step.stats,
             prefix_cache_queries=step.stats.prefix_cache_queries + num_known,
             prefix_cache_hits=step.stats.prefix_cache_hits + num_hit,
         )
-    drafts = (DRAFT_PLACEHOLDER,) * compute_num_drafts(num_hit, num_new, num_known)
+    drafts = (DRAFT_PLACEHOLDER,) * compute_num_drafts(num_start, num_new, num_known)
     tables = after.block_tables
     hit_tables = hit.block_tables
     step.add(
-        Scheduled(request.request_id, num_hit, num_new, tables, hit_tables, drafts, request.status)
+        Scheduled(
+            request.request_id, num_start, num_new, tables, hit_tables, drafts, request.status
+        )
     )
 
 
@@ -202,12 +229,12 @@ def get_num_cached_tokens(request: RequestState, num_hit: int) -> int:
     return num_hit if request.num_cached_tokens < 0 else request.num_cached_tokens
 
 
-def get_num_lookahead_at_admission(config: Config) -> int:
+def get_num_lookahead_at_admission(config: Config, request: RequestState) -> int:
     """Slots for a proposer's lookahead that an admission asks for: none, nothing is drafted yet.
 
     Source: vLLM 0.19.1 `schedule`, when run; P8.
     """
-    del config
+    del config, request
     return 0
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.requests import Frame, FrameRow
+from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
-from blockstep.spec.step.work import Step
+from blockstep.spec.step.work import Scheduled, Step
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     BlockId,
@@ -29,8 +29,11 @@ def get_plan(step: Step) -> Plan:
     new: list[NewRow] = []
     cached: list[CachedRow] = []
     resumed: list[CachedRow] = []
+    masked: list[RequestState] = []
     for row in step.rows:
         request = step.requests[row.request_id]
+        if request.request.grammar is not None and is_sampling(request, row):
+            masked.append(request)
         if row.status is Status.WAITING:
             new.append(NewRow(request.request, row.new_blocks, row.num_computed, row.num_scheduled))
             continue
@@ -57,7 +60,18 @@ def get_plan(step: Step) -> Plan:
         preempted_req_ids=tuple(sorted({*step.preempted, *step.state.reset_req_ids})),
         num_common_prefix_blocks=get_num_common_prefix_blocks(step),
         new_block_ids_to_zero=get_blocks_to_zero(step),
+        has_structured_output_requests=bool(masked),
+        pending_structured_output_tokens=any(one.num_output_placeholders for one in masked),
     )
+
+
+def is_sampling(request: RequestState, row: Scheduled) -> bool:
+    """Whether a row reaches the last token that will be known then, so that the worker samples.
+
+    Source: seed 001 "_update_after_schedule()"; P12.
+    """
+    num_computed = row.num_computed + row.num_scheduled
+    return num_computed >= request.num_known_tokens + request.num_output_placeholders
 
 
 def get_blocks_to_zero(step: Step) -> tuple[BlockId, ...]:
@@ -129,13 +143,15 @@ def process_advance(step: Step, plan: Plan) -> State:
     has_groups, rules = bool(step.state.config.groups), step.state.rules
     for row in step.rows:
         request = step.requests[row.request_id]
-        num_computed = row.num_computed + row.num_scheduled
-        samples = num_computed >= request.num_known_tokens + request.num_output_placeholders
+        samples = is_sampling(request, row)
+        has_mask = samples and request.request.grammar is not None
         num_drafts = len(row.drafts)
         num_in_doubt = rules.get_num_in_doubt(row.num_scheduled, num_drafts) if has_groups else 0
-        rows.append(FrameRow(row.request_id, row.drafts, samples, num_in_doubt=num_in_doubt))
+        rows.append(FrameRow(row.request_id, row.drafts, samples, False, num_in_doubt, has_mask))
         step.requests[row.request_id] = replace(
-            request, num_computed_tokens=num_computed, is_prefill_chunk=not samples
+            request,
+            num_computed_tokens=row.num_computed + row.num_scheduled,
+            is_prefill_chunk=not samples,
         )
     if step.state.config.async_scheduling:
         process_promises(step, rows)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from blockstep.spec.memory.slots import allocate_slots, skip_slots
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import NOTHING_HELD, RequestState, count_in_doubt
+from blockstep.spec.step.giving import process_giving
 from blockstep.spec.step.queues import process_prepend, select_victim
 from blockstep.spec.step.work import Step
 from blockstep.spec.vocabulary import RequestId, Status
@@ -21,6 +22,8 @@ def process_claim(
     step: Step, index: int, num_new: int
 ) -> tuple[tuple[Pool, RequestState] | None, int]:
     """Slots for the running request at `index`, at the cost of others as long as they are short.
+
+    Of others that run; one that runs alone asks sessions that do not, before it preempts itself.
 
     Returns what it is granted, or None if it had to preempt itself, and the index at which the
     running phase goes on: then that of the request behind it.
@@ -36,6 +39,8 @@ def process_claim(
         granted = allocate_slots(config, step.pool, request, num_new, config.num_lookahead_tokens)
         if granted is not None:
             return granted, index
+        if len(step.running) == 1 and process_giving(step, request.request_id):
+            continue
         victim_index = select_victim(
             config.policy, step.running, step.requests, rules.get_victim_rank
         )

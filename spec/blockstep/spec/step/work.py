@@ -38,7 +38,9 @@ class Verdict(Enum):
     PASSED_OVER = auto()
     """It waits for something that this step does not bring; others may go first."""
     NO_ROOM = auto()
-    """It lacks tokens or blocks; nobody overtakes it."""
+    """It lacks tokens; nobody overtakes it."""
+    NO_BLOCKS = auto()
+    """It lacks blocks; nobody overtakes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,8 @@ class Step:
     granted: list[Scheduled] = field(default_factory=list)
     """Those, and rows that were taken back."""
     preempted: list[RequestId] = field(default_factory=list)
+    passed_over: list[RequestId] = field(default_factory=list)
+    """Of those that wait, until all have been looked at: then they stand in their queue again."""
 
     def add(self, row: Scheduled) -> None:
         """Plan a row, and pay for it."""

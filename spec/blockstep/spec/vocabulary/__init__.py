@@ -13,26 +13,41 @@ from blockstep.spec.vocabulary.config import (
     Policy,
     SpecMethod,
 )
+from blockstep.spec.vocabulary.constants import (
+    MAX_INT,
+    ConfigError,
+    ConfigProblem,
+    config_problems,
+)
 from blockstep.spec.vocabulary.events import (
     EVENT_TYPES,
     Abort,
     Commit,
     Drafts,
+    EncoderOffer,
+    EncoderReset,
     Event,
+    GrammarBitmask,
+    GrammarFailed,
     GrammarReady,
     PauseState,
     Reset,
     RowTokens,
     Schedule,
     SetPause,
+    StreamingUpdate,
     Submit,
 )
+from blockstep.spec.vocabulary.items import item_problem
 from blockstep.spec.vocabulary.keys import BlockKey
 from blockstep.spec.vocabulary.observations import (
     Aborted,
     Ack,
     CachedRow,
     DraftsTaken,
+    EncoderInputs,
+    GrammarOutput,
+    GrammarRow,
     NewRow,
     Observation,
     OutputRow,
@@ -49,6 +64,7 @@ from blockstep.spec.vocabulary.request import (
     BlockTables,
     FinishReason,
     FrameId,
+    Grammar,
     MultiModalItem,
     RepetitionDetection,
     Request,
@@ -57,14 +73,14 @@ from blockstep.spec.vocabulary.request import (
     TokenId,
     TokenIds,
 )
-from blockstep.spec.vocabulary.snapshot import RequestSnapshot, Snapshot, Stats
-from blockstep.spec.vocabulary.wellformed import (
-    MAX_INT,
-    ConfigError,
-    ConfigProblem,
-    config_problems,
-    event_problem,
+from blockstep.spec.vocabulary.snapshot import (
+    EncoderEntry,
+    EncoderSnapshot,
+    RequestSnapshot,
+    Snapshot,
+    Stats,
 )
+from blockstep.spec.vocabulary.wellformed import event_problem
 
 __all__ = [
     "DRAFT_PLACEHOLDER",
@@ -84,10 +100,20 @@ __all__ = [
     "ConfigProblem",
     "Drafts",
     "DraftsTaken",
+    "EncoderEntry",
+    "EncoderInputs",
+    "EncoderOffer",
+    "EncoderReset",
+    "EncoderSnapshot",
     "Event",
     "FinishReason",
     "FrameId",
+    "Grammar",
+    "GrammarBitmask",
+    "GrammarFailed",
+    "GrammarOutput",
     "GrammarReady",
+    "GrammarRow",
     "GroupKind",
     "KVGroup",
     "MambaCacheMode",
@@ -114,9 +140,11 @@ __all__ = [
     "SpecMethod",
     "Stats",
     "Status",
+    "StreamingUpdate",
     "Submit",
     "TokenId",
     "TokenIds",
     "config_problems",
     "event_problem",
+    "item_problem",
 ]

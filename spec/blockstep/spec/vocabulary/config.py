@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from blockstep.spec.vocabulary.request import TokenId
+
 
 class Policy(StrEnum):
     """How waiting requests are ordered, and who is preempted (seed 001, "Queue Selection")."""
@@ -37,6 +39,9 @@ class GroupKind(StrEnum):
     RECURRENT = "recurrent"
     """None: a layer goes on from the state behind the token before (Mamba, linear attention). A
     block holds the state at one boundary, the end of the block or where the request stands."""
+    CROSS_ATTENTION = "cross_attention"
+    """None: a layer attends to what the encoder made of the request's items. Their KV is held from
+    admission on, and none is added."""
 
 
 class MambaCacheMode(StrEnum):
@@ -104,9 +109,25 @@ class Config:
 
     What it will sample is then promised by placeholders, and drafts stay with the worker: a plan
     says how many, not which (seed 001, "Async scheduling skip-ahead")."""
+    reasoning_end_token_id: TokenId | None = None
+    """The token that ends reasoning, in a prompt or an output: a grammar holds from the token after
+    it on. None: from the first output on."""
+    enable_in_reasoning: bool = False
+    """Whether a grammar holds from the first output on all the same."""
+    max_loras: int = 0
+    """Different adapters among the requests that run, at most; 0: as many as there are."""
     groups: tuple[KVGroup, ...] = ()
     """KV-cache groups, which take blocks of equal bytes from one pool; a request has a block table
     for each. Empty: one group under full attention, of `block_size`."""
+    encoder_compute_budget: int = 0
+    """Embeddings that the encoder makes per step, at most."""
+    encoder_cache_size: int = 0
+    """Embeddings kept of encoded items, at most; 0: no encoder is modelled, items are but names."""
+    disable_chunked_mm_input: bool = False
+    """Whether a chunk of a prompt ends before an item of which it would reach a part only."""
+    is_encoder_decoder: bool = False
+    """Whether the encoder's tokens stand beside the prompt, and the decoder attends across. Without
+    chunked prefill and prefix caching: a prompt and its item are taken in one step."""
 
     @property
     def kv_groups(self) -> tuple[KVGroup, ...]:
@@ -119,6 +140,11 @@ class Config:
         if not self.groups:
             return (self.block_size,)
         return tuple([group.block_size for group in self.groups])
+
+    @property
+    def num_encoder_lookahead_tokens(self) -> int:
+        """Positions behind a chunk of which a draft head reads the embedding, too."""
+        return int(self.spec_method is SpecMethod.EAGLE)
 
     @property
     def num_usable_blocks(self) -> int:

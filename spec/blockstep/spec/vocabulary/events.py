@@ -73,6 +73,43 @@ class GrammarReady:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarFailed:
+    """The grammar of a request with `structured_output` could not be compiled, or broke later.
+
+    The request ends, wherever it is. Observation: `Outputs` with one row of it, without tokens.
+    """
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarBitmask:
+    """Which tokens may be sampled at each position of a frame? Observation: `GrammarOutput`.
+
+    Asked at any time between the plan and its Commit, if at all.
+    """
+
+    frame_id: FrameId
+    drafts: tuple[RowTokens, ...] = ()
+    """Under asynchronous scheduling only: what the placeholders of that frame stand for. Of a row
+    none is verified from then on but those that its grammar accepts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamingUpdate:
+    """A client goes on with a session, or ends it.
+
+    A resumable request brings the next chunk: its prompt stands behind what there is, and from the
+    stop before it on `max_tokens`, `min_tokens`, how it stops, `arrival_time` and `items` are its
+    own. One that is not resumable brings nothing, and says that no more comes. Observation: `Ack`,
+    or `Aborted` where the session rests and so ends here.
+    """
+
+    request: Request
+    """Of the same id."""
+
+
+@dataclass(frozen=True, slots=True)
 class SetPause:
     """Pause or resume scheduling."""
 
@@ -90,7 +127,40 @@ class Reset:
     reset_running_requests: bool = False
 
 
-Event: TypeAlias = Submit | Schedule | Commit | Drafts | Abort | GrammarReady | SetPause | Reset
+@dataclass(frozen=True, slots=True)
+class EncoderReset:
+    """Forget every encoded item, those in use as well (weights changed, say). Observation: `Ack`.
+
+    The worker forgets them, too, behind the frames in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderOffer:
+    """What a connector holds of encoded items from now on, instead of what it held before.
+
+    An item of these is loaded, not encoded: it takes room in the cache, and no compute.
+    Observation: `Ack`.
+    """
+
+    identifiers: tuple[str, ...] = ()
+
+
+Event: TypeAlias = (
+    Submit
+    | Schedule
+    | Commit
+    | Drafts
+    | Abort
+    | GrammarReady
+    | GrammarFailed
+    | GrammarBitmask
+    | StreamingUpdate
+    | SetPause
+    | Reset
+    | EncoderReset
+    | EncoderOffer
+)
 EVENT_TYPES: tuple[type, ...] = (
-    Submit, Schedule, Commit, Drafts, Abort, GrammarReady, SetPause, Reset,
-)  # fmt: skip
+    *(Submit, Schedule, Commit, Drafts, Abort, GrammarReady, GrammarFailed, GrammarBitmask),
+    *(StreamingUpdate, SetPause, Reset, EncoderReset, EncoderOffer),
+)

@@ -96,10 +96,18 @@ class BlockKey:
         while mine is not theirs:
             if mine is None or theirs is None or mine._hash != theirs._hash:
                 return False
-            if mine._link() != theirs._link():
+            if (
+                mine.token_ids != theirs.token_ids
+                or mine.group != theirs.group
+                or mine.adapter != theirs.adapter
+                or mine.cache_salt != theirs.cache_salt
+                or mine.items != theirs.items
+                or mine.embeds != theirs.embeds
+            ):
                 return False
             mine, theirs = mine.parent, theirs.parent
-        self._share(other)
+        if self.parent is not other.parent or self.token_ids is not other.token_ids:
+            self._share(other)
         return True
 
     def _share(self, other: BlockKey) -> None:

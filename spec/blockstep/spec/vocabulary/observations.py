@@ -40,13 +40,19 @@ class RejectCode(StrEnum):
     FRAME_OUT_OF_ORDER = "frame_out_of_order"
     """An older frame is still in flight: answers are taken in the order of the plans (P13)."""
     BAD_RESULT = "bad_result"
-    """The rows do not answer the frame: missing, foreign, of a wrong length, accepting no draft."""
+    """The rows do not answer the frame: missing, foreign, of a wrong length, accepting no draft, or
+    with a token that a grammar forbids."""
     BAD_DRAFTS = "bad_drafts"
-    """Speculation is off or asynchronous, too many drafts for one request, or one named twice."""
+    """Speculation is off or asynchronous, too many drafts for one request, or one named twice. With
+    a `GrammarBitmask`: scheduling is not asynchronous, or one is named twice."""
     UNKNOWN_REQUEST = "unknown_request"
     """No unfinished request has this id."""
     NOT_STRUCTURED = "not_structured"
     """The request does not use structured output, so it has no grammar."""
+    GRAMMAR_BEHIND = "grammar_behind"
+    """A request of which the mask has rows samples in an older frame, too: commit that first."""
+    NOT_RESUMABLE = "not_resumable"
+    """The request is no session, or its client has said that no more input comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,15 @@ class CachedRow:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderInputs:
+    """Items of one request that its row needs encoded."""
+
+    request_id: RequestId
+    item_indices: tuple[int, ...]
+    """Into `Request.items`, ascending."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One step's work. A plan with rows is a frame in flight until its Commit."""
 
@@ -140,6 +155,18 @@ class Plan:
     """Blocks to be zeroed before the step: what it takes newly for attention from a pool that
     serves recurrent groups too, by group. A state left in one may read as NaN, and a kernel reads
     whole blocks. Empty where no group is recurrent."""
+    scheduled_encoder_inputs: tuple[EncoderInputs, ...] = ()
+    """What the worker encodes before the step, in the order of the rows."""
+    external_encoder_inputs: tuple[EncoderInputs, ...] = ()
+    """What it loads from a connector instead, likewise."""
+    free_encoder_mm_hashes: tuple[str, ...] = ()
+    """Identifiers of items that the worker drops before anything else, in the order of eviction."""
+
+    has_structured_output_requests: bool = False
+    """Whether the frame's mask has rows: whether a row samples whose request has a `grammar`."""
+    pending_structured_output_tokens: bool = False
+    """Whether one of those has placeholders in older frames, which must be answered before a mask
+    can be made of this one (`GRAMMAR_BEHIND`)."""
 
     @property
     def rows(self) -> tuple[NewRow | CachedRow, ...]:
@@ -178,6 +205,28 @@ class Outputs:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarRow:
+    """What one request may sample in one frame."""
+
+    request_id: RequestId
+    allowed: tuple[TokenIds | None, ...]
+    """Of each of its drafts, then of the token behind them: the tokens that may stand there,
+    sorted; None where all may."""
+    draft_token_ids: TokenIds = ()
+    """Its drafts, as many as planned: those that its grammar accepts, then placeholders."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarOutput:
+    """The mask of a frame: a row for each request with a `grammar` that samples in it.
+
+    In the order of scheduling. Empty where there is none.
+    """
+
+    rows: tuple[GrammarRow, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class DraftsTaken:
     """The requests whose drafts were attached, in the order given; the others' were dropped."""
 
@@ -203,4 +252,6 @@ class ResetDone:
     success: bool
 
 
-Observation: TypeAlias = Plan | Outputs | DraftsTaken | Aborted | ResetDone | Ack | Rejected
+Observation: TypeAlias = (
+    Plan | Outputs | DraftsTaken | Aborted | GrammarOutput | ResetDone | Ack | Rejected
+)

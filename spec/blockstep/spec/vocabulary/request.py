@@ -43,6 +43,8 @@ class FinishReason(StrEnum):
     """The tail of its output repeats a pattern as often as it said it would not tolerate."""
     ABORT = "abort"
     """The client gave up."""
+    ERROR = "error"
+    """It cannot be served: its grammar could not be compiled, say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +60,42 @@ class RepetitionDetection:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """Which tokens may follow which output: an automaton over tokens, in state 0 before any.
+
+    A state without edges is *terminated*: the text is complete there. It accepts no token, so no
+    draft, and yet constrains nothing: its mask is full, and whatever is sampled leaves it as it is.
+    An end-of-sequence token has edges like others.
+    """
+
+    edges: tuple[tuple[tuple[TokenId, int], ...], ...]
+    """By state: (token, next state) for each token that is allowed, sorted by token."""
+
+
+@dataclass(frozen=True, slots=True)
 class MultiModalItem:
     """An image or a sound whose placeholder tokens lie in the prompt."""
 
     identifier: str
     """Names the content: equal identifiers mean equal content."""
     offset: int
-    """Position of its first placeholder token in the prompt."""
+    """Position of its first placeholder token in the prompt; 0 in an encoder-decoder model, where
+    it stands beside the prompt."""
     length: int
     """Placeholder tokens."""
+    is_embed: tuple[bool, ...] = ()
+    """Which of them stand for an embedding that the encoder makes, one or more; the others are
+    tokens between. Empty: all."""
+
+    @property
+    def num_embeds(self) -> int:
+        """Embeddings that the encoder makes of it."""
+        return sum(self.is_embed) if self.is_embed else self.length
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a client submits. Nothing in it changes after Submit."""
+    """What a client submits. Nothing in it changes after Submit, but for a session's input."""
 
     request_id: RequestId
     prompt_token_ids: TokenIds
@@ -98,5 +122,10 @@ class Request:
     tokens: equal numbers mean equal vectors. Empty: the model embeds the tokens itself."""
     skip_reading_prefix_cache: bool = False
     """True: it never takes a prefix hit (its prompt logprobs are wanted, say)."""
+    resumable: bool = False
+    """True: it is a session, which a stop does not end. It goes on with further input (event
+    `StreamingUpdate`), until the client says that there is no more."""
     structured_output: bool = False
     """True: it waits until its grammar is compiled (event `GrammarReady`)."""
+    grammar: Grammar | None = None
+    """Only with `structured_output`. None: every token is allowed, and no mask has rows of it."""

@@ -55,6 +55,41 @@ class RequestSnapshot:
     """Tokens of the prefix hit at its first admission; -1 before that."""
     num_preemptions: int = 0
     grammar_ready: bool = False
+    grammar_state: int = 0
+    """Where its outputs led its `grammar`: a state of it; 0 without one."""
+    reasoning_ended: bool = False
+    """Of a request with a `grammar`: whether `reasoning_end_token_id` stands in its prompt or in
+    its outputs. False where the config has none, or `enable_in_reasoning`."""
+    prompt_token_ids: TokenIds = ()
+    """Of a session: what its prompt has become. Empty for others, whose prompt stays."""
+    num_streaming_updates: int = 0
+    """Chunks of a session that wait for its next stop, the end of its input counted as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderEntry:
+    """What the encoder made of one item, or makes with a frame in flight."""
+
+    identifier: str
+    num_embeds: int
+    holders: tuple[RequestId, ...] = ()
+    """Who still needs it, sorted: a request stands there once for each place of the item in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSnapshot:
+    """The encoder's cache, in embeddings."""
+
+    entries: tuple[EncoderEntry, ...] = ()
+    """Sorted by identifier."""
+    freeable: tuple[str, ...] = ()
+    """Identifiers of those without a holder, next to be evicted first."""
+    num_free: int = 0
+    """Not taken by any entry."""
+    num_freeable: int = 0
+    """Those, and what entries without a holder take."""
+    freed: tuple[str, ...] = ()
+    """Identifiers that the next plan has the worker drop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +119,8 @@ class Snapshot:
     prev_scheduled_req_ids: tuple[RequestId, ...]
     """In the last plan (and not force-reset since), sorted."""
     stats: Stats
+    encoder: EncoderSnapshot | None = None
+    """None where no encoder is modelled."""
 
     def request(self, request_id: RequestId) -> RequestSnapshot | None:
         """The unfinished request of this id, or None."""

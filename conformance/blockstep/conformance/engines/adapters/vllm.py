@@ -15,7 +15,7 @@ in:
 * adapters are renamed, so that they cannot be taken for salts (`VllmEngine.separate_names`);
 * several ids are aborted one at a time, because `finish_requests` goes through a set of strings,
   in an order that differs from process to process;
-* items reach the block hasher and not the scheduler (see `vllm_build`).
+* without an encoder, items reach the block hasher and not the scheduler (see `vllm_build`).
 
 It gives no typed rejections, so it must be handed only events that are legal in its state. It has
 no counter of preemptions.
@@ -28,17 +28,19 @@ from functools import partial
 # First, because it says what to do where vLLM cannot be imported.
 from blockstep.conformance.engines.adapters.vllm_build import (
     RELEASE,
-    AnyGrammar,
+    Hasher,
     build_request,
     build_samples,
 )
 
 # isort: split
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
 from blockstep.conformance.engine import Capability, EngineFault, EngineTraits
 from blockstep.conformance.engines.adapters.vllm_audit import Audit
+from blockstep.conformance.engines.adapters.vllm_grammars import finish_compilation
 from blockstep.conformance.engines.adapters.vllm_groups import fit_groups
 from blockstep.conformance.engines.adapters.vllm_leftovers import (
     NOTE,
@@ -47,7 +49,7 @@ from blockstep.conformance.engines.adapters.vllm_leftovers import (
     check_state,
 )
 from blockstep.conformance.engines.adapters.vllm_names import Known
-from blockstep.conformance.engines.adapters.vllm_plans import read_outputs, read_plan
+from blockstep.conformance.engines.adapters.vllm_plans import read_mask, read_outputs, read_plan
 from blockstep.conformance.engines.adapters.vllm_releases import get_release_note
 from blockstep.conformance.engines.adapters.vllm_spared import (
     WORKAROUNDS,
@@ -118,6 +120,9 @@ class VllmEngine:
             Capability.GRAMMAR: RELEASE.has_plain_grammar,
             Capability.DRAFTS: RELEASE.has_drafts,
             Capability.ASYNC: RELEASE.has_async,
+            Capability.SESSIONS: RELEASE.has_sessions,
+            Capability.MASKS: RELEASE.has_frame_masks,
+            Capability.ENCODER: RELEASE.has_encoder,
         }
         return frozenset(one for one in Capability if has.get(one, True))
 
@@ -136,12 +141,21 @@ class VllmEngine:
                 return self._abort(request_ids)
             case v.GrammarReady(request_id=request_id):
                 # What the thread that compiles it does when it is done.
-                request = self.scheduler.requests[request_id]
-                request.structured_output_request.grammar = AnyGrammar()
+                finish_compilation(self.scheduler.requests[request_id])
+                return v.Ack()
+            case v.GrammarBitmask(frame_id=frame_id, drafts=drafts):
+                return self._mask(frame_id, drafts)
+            case v.EncoderReset():
+                self.scheduler.reset_encoder_cache()
+                return v.Ack()
+            case v.EncoderOffer(identifiers=identifiers):
+                self.scheduler.ec_connector.identifiers = frozenset(identifiers)
                 return v.Ack()
             case v.SetPause(pause_state=pause_state):
                 self.scheduler.set_pause_state(VllmPauseState[pause_state.name])
                 return v.Ack()
+            case v.StreamingUpdate(request=request):
+                return self._update(request)
             case v.Reset(reset_running_requests=flag):
                 keywords = {"reset_running_requests": flag} if RELEASE.has_forced_reset else {}
                 return v.ResetDone(self.scheduler.reset_prefix_cache(**keywords))
@@ -158,13 +172,35 @@ class VllmEngine:
         self.audit.check_state(shown)
         return shown
 
+    def _build(self, request: v.Request, hasher: Hasher | None) -> VllmRequest:
+        run = self.run
+        has_encoder = run.config.encoder_cache_size > 0
+        return build_request(request, hasher, run.lora_ids, self.separate_names, has_encoder)
+
     def _submit(self, request: v.Request) -> v.Ack:
         """Source: `add_request`."""
         run = self.run
-        built = build_request(request, run.hasher, run.lora_ids, self.separate_names)
-        run.known[request.request_id] = Known(request)
-        run.learn_keys(built)
+        known = run.known[request.request_id] = Known(request)
+        hasher = run.name_blocks(known)
+        built = self._build(request, hasher)
+        run.compile_grammar(built)
         self.scheduler.add_request(built)
+        return v.Ack()
+
+    def _update(self, request: v.Request) -> v.Ack | v.Aborted:
+        """Source: `add_request`, of an id in use."""
+        run, name = self.run, request.request_id
+        known = run.known[name]
+        # The front end hashes a chunk by itself; nobody looks at those digests.
+        built = self._build(request, run.hasher)
+        if request.resumable:
+            known.updates.append(request)
+        self.scheduler.add_request(built)
+        session = self.scheduler.requests.get(name)
+        if session is None:
+            run.ended.add(name)
+            return v.Aborted((name,))
+        known.follow(session.prompt_token_ids)
         return v.Ack()
 
     def _schedule(self) -> v.Plan:
@@ -205,20 +241,20 @@ class VllmEngine:
             prompt_logprobs_dict={},
             pooler_output=[],
         )
-        # Looked up before: a request that ends is forgotten, but its blocks stay named.
-        touched = [self.scheduler.requests.get(name) for name in names]
         frame = run.frames.pop(frame_id)
+        before = frozenset(self.scheduler.requests)
         answer = self.scheduler.update_from_output(frame, result)
         check_answer(run, answer, frame.num_scheduled_tokens.keys())
-        for request in touched:
-            if request is not None:
-                run.learn_keys(request)
         for core in answer.values():
             told = core.scheduler_stats
             if told is not None:
                 run.stats = add_counts(run.stats, told.prefix_cache_stats, told.spec_decoding_stats)
         rows = [row for core in answer.values() for row in read_outputs(run, core)]
-        run.ended.update(row.request_id for row in rows if row.finish_reason is not None)
+        requests = self.scheduler.requests
+        run.ended.update(name for name in names if name in before and name not in requests)
+        for name in names:
+            if name in requests:
+                run.known[name].follow(requests[name].prompt_token_ids)
         return v.Outputs(tuple(rows))
 
     def _drafts(self, drafts: tuple[v.RowTokens, ...]) -> v.DraftsTaken:
@@ -226,20 +262,32 @@ class VllmEngine:
 
         Synchronous only: the specification refuses drafts when the worker keeps them.
         """
-        handed = {row.request_id: list(row.token_ids) for row in drafts}
+        run, handed = self.run, {row.request_id: list(row.token_ids) for row in drafts}
         requests = self.scheduler.requests
         before = {name: requests[name].spec_token_ids for name in handed if name in requests}
         self.scheduler.update_draft_token_ids(DraftTokenIds([*handed], [*handed.values()]))
-        # A list of its own, or, where a grammar looked at it, maybe a copy; but another one.
-        return v.DraftsTaken(
-            tuple(
-                name
-                for name, token_ids in handed.items()
-                if name in before
-                and requests[name].spec_token_ids is not before[name]
-                and requests[name].spec_token_ids == token_ids
-            )
-        )
+        taken = []
+        for name, token_ids in handed.items():
+            # A list of its own, or what a grammar left of it; but another one than before.
+            if name in before and (kept := requests[name].spec_token_ids) is not before[name]:
+                has_grammar = requests[name].use_structured_output
+                is_cut = has_grammar and not run.known[name].is_prefill_chunk
+                if kept == (token_ids[: len(kept)] if is_cut else token_ids):
+                    taken.append(name)
+        return v.DraftsTaken(tuple(taken))
+
+    def _mask(self, frame_id: v.FrameId, drafts: tuple[v.RowTokens, ...]) -> v.GrammarOutput:
+        """Source: what the loop of `EngineCore` asks before it has a frame sample.
+
+        `update_draft_token_ids_in_output`, where drafts stay with the worker, and
+        `get_grammar_bitmask`.
+        """
+        frame = self.run.frames[frame_id]
+        if drafts:
+            names = [row.request_id for row in drafts]
+            proposed = DraftTokenIds(names, [list(row.token_ids) for row in drafts])
+            self.scheduler.update_draft_token_ids_in_output(proposed, frame)
+        return read_mask(self.run, frame, self.scheduler.get_grammar_bitmask(frame))
 
     def _abort(self, request_ids: tuple[v.RequestId, ...]) -> v.Aborted:
         """Source: `finish_requests`, one id at a time unless told otherwise (`abort_singly`).

@@ -2,9 +2,10 @@
 
 Nothing of vLLM is patched; what it takes from a model is given to it as plain values:
 
-* multimodal items shape block hashes only. Requests carry no encoder inputs, since the vocabulary
-  knows no encoder budget: the real block hasher sees the items, the scheduler does not.
-* speculation is a small stand-in for `SpeculativeConfig`; a compiled grammar accepts everything.
+* without an encoder, items shape block hashes only: the real block hasher sees them, and the
+  scheduler does not. With one (`vllm_encoder`) it has them, and budgets that are told.
+* speculation is a small stand-in for `SpeculativeConfig`; grammars have a backend of ours
+  (`vllm_grammars`).
 * adapters are LoRA names; an embedding is a vector of one element, its number;
 * a pipeline is a number: as many stages as frames may be in flight, where that is not
   asynchronous scheduling.
@@ -43,15 +44,22 @@ for name, value in RELEASE.environment:
 try:
     import numpy as np
     import torch
-    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        LoRAConfig,
+        ModelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
     from vllm.lora.request import LoRARequest
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
+        CrossAttentionSpec,
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheGroupSpec,
@@ -60,9 +68,19 @@ try:
         SlidingWindowSpec,
     )
     from vllm.v1.request import Request as VllmRequest
-    from vllm.v1.structured_output import StructuredOutputManager
-    from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+    from blockstep.conformance.engines.adapters.vllm_grammars import (
+        BACKEND,
+        build_manager,
+        describe_grammar,
+    )
+    from blockstep.conformance.engines.adapters.vllm_items import build_features
+
+    if RELEASE.has_encoder:
+        from blockstep.conformance.engines.adapters.vllm_encoder import (
+            ask_for_offers,
+            install_encoder,
+        )
     if RELEASE.has_repetition_detection:
         from vllm.sampling_params import RepetitionDetectionParams
     if RELEASE.has_hashing_module:
@@ -73,6 +91,7 @@ except ImportError as error:
     require_release(error)
     raise
 
+VOCABULARY_SIZE = 1024
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -81,7 +100,7 @@ MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "num_hidden_layers": 2,
-    "vocab_size": 1024,
+    "vocab_size": VOCABULARY_SIZE,
     "max_position_embeddings": 1 << 30,
 }
 """`config.json` of a two-layer Llama. The scheduler takes nothing from it but the model length."""
@@ -120,23 +139,6 @@ class Speculation:
         if name.startswith("use"):
             return lambda: False
         raise AttributeError(name)
-
-
-@StructuredOutputGrammar.register
-class AnyGrammar:
-    """A compiled grammar that every token satisfies (`StructuredOutputGrammar`)."""
-
-    def accept_tokens(self, _request_id: str, _tokens: list[int]) -> bool:
-        """Advance."""
-        return True
-
-    def validate_tokens(self, tokens: list[int]) -> list[int]:
-        """The drafts that satisfy it."""
-        return tokens
-
-    def is_terminated(self) -> bool:
-        """Whether it allows nothing more."""
-        return False
 
 
 def fit_keywords(function: Callable[..., Any], **keywords: Any) -> dict[str, Any]:
@@ -178,12 +180,15 @@ def build_scheduler(config: Config) -> Scheduler:
         Scheduler,
         vllm_config=vllm_config,
         kv_cache_config=KVCacheConfig(config.num_blocks, [], build_groups(config)),
-        structured_output_manager=StructuredOutputManager(vllm_config),
+        structured_output_manager=build_manager(vllm_config, config),
         block_size=lcm(*config.block_sizes) if is_told_both else config.block_size,
         hash_block_size=config.block_size,
         log_stats=True,
     )
-    return make_scheduler(**keywords)
+    scheduler = make_scheduler(**keywords)
+    if config.encoder_cache_size:
+        install_encoder(scheduler, config)
+    return scheduler
 
 
 def build_groups(config: Config) -> list[KVCacheGroupSpec]:
@@ -217,6 +222,7 @@ def _build_layer(group: KVGroup, num_heads: int) -> KVCacheSpec:
             ChunkedLocalAttentionSpec,
             {"attention_chunk_size": group.attention_chunk_size},
         ),
+        GroupKind.CROSS_ATTENTION: (CrossAttentionSpec, {}),
     }
     kind, sizes = kinds[group.kind]
     shape = {"block_size": group.block_size, "num_kv_heads": num_heads, "head_size": 1}
@@ -236,7 +242,8 @@ def build_vllm_config(config: Config) -> VllmConfig:
         max_num_batched_tokens=max(budget, config.max_model_len, config.max_num_seqs),
         max_num_scheduled_tokens=budget,
         max_model_len=config.max_model_len,
-        is_encoder_decoder=False,
+        is_encoder_decoder=config.is_encoder_decoder,
+        disable_chunked_mm_input=config.disable_chunked_mm_input,
         enable_chunked_prefill=config.enable_chunked_prefill,
         # Newer releases refuse one above the model length, where it says the same.
         long_prefill_token_threshold=min(config.long_prefill_token_threshold, config.max_model_len),
@@ -270,6 +277,10 @@ def build_vllm_config(config: Config) -> VllmConfig:
         # Set afterwards: a real `SpeculativeConfig` wants the weights of a proposer.
         stand_in: Any = Speculation(config.spec_method, config.num_speculative_tokens)
         built.speculative_config = stand_in
+    if config.encoder_cache_size:
+        ask_for_offers(built)
+    if config.max_loras:
+        built.lora_config = LoRAConfig(max_loras=config.max_loras)  # without one there is no cap
     return built
 
 
@@ -281,29 +292,12 @@ def build_hasher(config: Config) -> Hasher | None:
     return hasher
 
 
-def with_items(hasher: Hasher, request: Request) -> Hasher:
-    """The block hasher, shown the items of `request` while it hashes."""
-    features = [
-        MultiModalFeatureSpec(
-            data=None,
-            modality="image",
-            identifier=item.identifier,
-            mm_position=PlaceholderRange(offset=item.offset, length=item.length),
-        )
-        for item in request.items
-    ]
-
-    def hash_blocks(target: VllmRequest) -> list[bytes]:
-        target.mm_features = features
-        found = hasher(target)
-        target.mm_features = []
-        return found
-
-    return hash_blocks if features else hasher
-
-
 def build_request(
-    request: Request, hasher: Hasher | None, lora_ids: dict[str, int], separate_names: bool
+    request: Request,
+    hasher: Hasher | None,
+    lora_ids: dict[str, int],
+    separate_names: bool,
+    has_encoder: bool = False,
 ) -> VllmRequest:
     """The request as vLLM's front end would hand it to the scheduler.
 
@@ -312,6 +306,7 @@ def build_request(
         hasher: What names its full blocks; None without prefix caching.
         lora_ids: Number of each adapter seen in this run, from 1; a new one is added.
         separate_names: See `VllmEngine.separate_names`.
+        has_encoder: Whether the scheduler is told of the items, and not the hasher alone.
     """
     sampling = _build_sampling(request)
     lora = None
@@ -330,7 +325,9 @@ def build_request(
         lora_request=lora,
         cache_salt=request.cache_salt,
         priority=request.priority,
-        block_hasher=with_items(hasher, request) if hasher is not None else None,
+        block_hasher=hasher,
+        mm_features=list(build_features(request.items)) if has_encoder else None,
+        resumable=request.resumable,
     )
     return VllmRequest(**keywords)
 
@@ -351,6 +348,15 @@ def read_embeds(embeds: torch.Tensor | None) -> TokenIds:
     return () if embeds is None else tuple(map(int, embeds[:, 0].tolist()))
 
 
+def _build_constraint(request: Request) -> StructuredOutputsParams | None:
+    """What constrains its output; the front end has chosen a backend by then."""
+    if not request.structured_output:
+        return None
+    constraint = StructuredOutputsParams(grammar=describe_grammar(request.grammar))
+    constraint._backend = BACKEND
+    return constraint
+
+
 def _build_sampling(request: Request) -> SamplingParams:
     detection = request.repetition_detection
     keywords = fit_keywords(
@@ -364,9 +370,7 @@ def _build_sampling(request: Request) -> SamplingParams:
         if detection is not None
         else None,
         skip_reading_prefix_cache=request.skip_reading_prefix_cache,
-        structured_outputs=StructuredOutputsParams(regex=".*")
-        if request.structured_output
-        else None,
+        structured_outputs=_build_constraint(request),
     )
     sampling = SamplingParams(**keywords)
     # The way that the front end takes: where it stands, `Request` has no end-of-sequence token.

@@ -18,6 +18,7 @@ READ: Mapping[str, frozenset[str]] = MappingProxyType(
                 *("finished_req_ids", "preempted_req_ids", "num_common_prefix_blocks"),
                 *("structured_output_request_ids", "has_structured_output_requests"),
                 *("pending_structured_output_tokens", "num_spec_tokens_to_schedule"),
+                *("scheduled_encoder_inputs", "free_encoder_mm_hashes", "ec_connector_metadata"),
                 "new_block_ids_to_zero",
                 "skip_drafts",  # a hint to who proposes drafts: it may propose all the same
             }
@@ -25,7 +26,7 @@ READ: Mapping[str, frozenset[str]] = MappingProxyType(
         "NewRequestData": frozenset(
             {
                 *("req_id", "prompt_token_ids", "prompt_embeds", "sampling_params"),
-                *("lora_request", "block_ids", "num_computed_tokens"),
+                *("lora_request", "block_ids", "num_computed_tokens", "mm_features"),
             }
         ),
         "CachedRequestData": frozenset(
@@ -47,6 +48,7 @@ READ: Mapping[str, frozenset[str]] = MappingProxyType(
             {
                 *("num_running_reqs", "num_waiting_reqs", "num_skipped_waiting_reqs"),
                 *("kv_cache_usage", "prefix_cache_stats", "spec_decoding_stats"),
+                "encoder_cache_usage",
             }
         ),
     }
@@ -57,17 +59,17 @@ UNUSED: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "SchedulerOutput": frozenset(
             {
-                *("scheduled_encoder_inputs", "free_encoder_mm_hashes", "encoder_input_updates"),
+                "encoder_input_updates",
                 *("scheduled_encoder_input_stats", "grammar_bitmask", "num_invalid_spec_tokens"),
                 *("kv_connector_metadata", "kv_connector_block_state", "has_sync_kv_loads"),
-                *("ec_connector_metadata", "ec_manager_metadata", "partial_tail_offloads"),
+                *("ec_manager_metadata", "partial_tail_offloads"),
                 *("aux_output_connector_metadata", "kv_cache_block_copies"),
                 "block_table_updates",
             }
         ),
         "NewRequestData": frozenset(
             {
-                *("mm_features", "pooling_params", "prompt_is_token_ids", "prefill_token_ids"),
+                *("pooling_params", "prompt_is_token_ids", "prefill_token_ids"),
                 "replay_start",
             }
         ),
@@ -88,7 +90,7 @@ UNUSED: Mapping[str, frozenset[str]] = MappingProxyType(
         ),
         "SchedulerStats": frozenset(
             {
-                *("step_counter", "current_wave", "num_corrupted_reqs", "encoder_cache_usage"),
+                *("step_counter", "current_wave", "num_corrupted_reqs"),
                 *("num_kv_fetch_reqs_by_stage", "connector_prefix_cache_stats"),
                 *("kv_cache_eviction_events", "kv_connector_stats", "ec_connector_stats"),
                 *("waiting_lora_adapters", "running_lora_adapters", "cudagraph_stats"),

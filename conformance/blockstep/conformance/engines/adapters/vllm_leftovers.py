@@ -22,6 +22,7 @@ from blockstep.conformance.engines.adapters.vllm_fields import (
     get_unknown_note,
     is_empty,
 )
+from blockstep.conformance.engines.adapters.vllm_items import read_features
 from blockstep.conformance.engines.adapters.vllm_names import get_lora_name
 from blockstep.conformance.engines.adapters.vllm_state import Run
 from blockstep.spec import vocabulary as v
@@ -74,6 +75,7 @@ def check_plan(run: Run, output: SchedulerOutput, separate_names: bool) -> None:
         _check_known(
             "preempted_req_ids", output.preempted_req_ids or (), run.known, "who is unknown"
         )
+    _check_encoder_inputs(run, output)
     _check_finished(run, output.finished_req_ids)
     _check_hints(run, output)
 
@@ -115,6 +117,10 @@ def check_state(run: Run) -> None:
         for field in ("last_state_block_idx", "_allocated_block_reqs"):  # of recurrent groups
             names = getattr(manager, field, ())
             _check_known(field, names, scheduler.requests, "who is gone")
+    for identifier, holders in getattr(scheduler.encoder_cache_manager, "cached", {}).items():
+        _check_known(
+            f"encoder cache entry {identifier!r}", holders, scheduler.requests, "who is gone"
+        )
     pool = scheduler.kv_cache_manager.block_pool
     free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
     _check_once("free_block_queue", free)
@@ -150,11 +156,13 @@ def _check_rows(run: Run, output: SchedulerOutput, new_ids: list[v.RequestId]) -
 def _check_new_row(run: Run, new: NewRequestData, separate_names: bool) -> None:
     """What the worker is told of a newcomer is what was submitted."""
     request = run.known[new.req_id].request
+    items = request.items if run.config.encoder_cache_size else ()
     lora = None if request.adapter is None else get_lora_name(request.adapter, separate_names)
     told = None if new.lora_request is None else new.lora_request.lora_name
     for field, seen, expected in (
         ("prompt_token_ids", tuple(new.prompt_token_ids or ()), request.prompt_token_ids),
         ("lora_request", told, lora),
+        ("mm_features", read_features(new.mm_features), items),
         (
             "sampling_params",
             new.sampling_params,
@@ -163,6 +171,26 @@ def _check_new_row(run: Run, new: NewRequestData, separate_names: bool) -> None:
     ):
         if seen != expected:
             raise EngineFault(f"{field} of new row {new.req_id!r} is {seen!r}, not {expected!r}")
+
+
+def _check_encoder_inputs(run: Run, output: SchedulerOutput) -> None:
+    """What is to be encoded is of a row, and is an item of it; without an encoder there is none."""
+    inputs = output.scheduled_encoder_inputs
+    _check_known(
+        "scheduled_encoder_inputs",
+        inputs,
+        output.num_scheduled_tokens if run.config.encoder_cache_size else (),
+        "who has no row in this plan, or no encoder",
+    )
+    for name, indices in inputs.items():
+        _check_once(f"scheduled_encoder_inputs of {name!r}", indices)
+        of_request = range(len(run.known[name].request.items))
+        _check_known(f"scheduled_encoder_inputs of {name!r}", indices, of_request, "no item of it")
+    if not run.config.encoder_cache_size:
+        for field in ("free_encoder_mm_hashes", "ec_connector_metadata"):
+            value = getattr(output, field, None)
+            if not is_empty(value):
+                raise EngineFault(f"{field} in this plan: {value!r}, and there is no encoder")
 
 
 def _check_parallel(cached: CachedRequestData) -> None:
@@ -210,11 +238,20 @@ def _check_stop_reason(row: EngineCoreOutput) -> None:
 def _check_stats(run: Run, stats: SchedulerStats) -> None:
     scheduler = run.scheduler
     pool = scheduler.kv_cache_manager.block_pool
+    cache = scheduler.encoder_cache_manager
+    num_kept = cache.cache_size - cache.num_free_slots
     num_usable = pool.num_gpu_blocks - 1  # the null block is nobody's
     num_waiting = stats.num_waiting_reqs + getattr(stats, "num_skipped_waiting_reqs", 0)
     for field, seen, expected in (
         ("num_running_reqs", stats.num_running_reqs, len(scheduler.running)),
         ("num_waiting_reqs", num_waiting, len(scheduler.waiting) + len(run.get_skipped())),
+        (
+            "encoder_cache_usage",
+            getattr(stats, "encoder_cache_usage", 0.0),
+            num_kept / cache.cache_size
+            if hasattr(stats, "encoder_cache_usage") and num_kept
+            else 0,
+        ),
         ("kv_cache_usage", stats.kv_cache_usage, 1 - pool.get_num_free_blocks() / num_usable),
     ):
         if abs(seen - expected) > 1e-9:

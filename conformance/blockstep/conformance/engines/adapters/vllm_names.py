@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import pairwise
 
@@ -16,6 +17,13 @@ DIGEST_SIZE = sha256().digest_size
 """Bytes of a digest."""
 
 
+KEPT = (
+    *("priority", "adapter", "cache_salt", "prompt_embeds", "skip_reading_prefix_cache"),
+    *("resumable", "structured_output", "grammar"),
+)
+"""What a session has from its submission for good; the rest is that of its latest chunk."""
+
+
 def get_lora_name(adapter: str, separate_names: bool) -> str:
     """The LoRA name that stands for `adapter`: prefixed if names are to be kept from salts."""
     return ADAPTER_PREFIX + adapter if separate_names else adapter
@@ -26,7 +34,9 @@ class Known:
     """What is remembered of a request, since vLLM does not keep it, or not in every release."""
 
     request: Request
-    """As it was submitted."""
+    """As it was submitted; a session as it has become."""
+    updates: deque[Request] = field(default_factory=deque)
+    """What a session was given, and has not taken yet."""
     keys: list[BlockKey] = field(default_factory=list)
     """Of its full blocks."""
     promised: dict[FrameId, int] = field(default_factory=dict)
@@ -36,6 +46,25 @@ class Known:
     num_cached_tokens: int = -1
     """Of the hit that the first output tells."""
     num_preemptions: int = 0
+
+    def follow(self, prompt_token_ids: Sequence[int]) -> None:
+        """Take in what a session's prompt has become.
+
+        It grows where a chunk is taken: by what is kept of the output, and by the chunk, whose
+        items count from its own start.
+        """
+        before = self.request
+        if len(prompt_token_ids) == len(before.prompt_token_ids):
+            return
+        chunk = self.updates.popleft()
+        start = len(prompt_token_ids) - len(chunk.prompt_token_ids)
+        items = [replace(item, offset=item.offset + start) for item in chunk.items]
+        self.request = replace(
+            chunk,
+            prompt_token_ids=tuple(prompt_token_ids),
+            items=(*before.items, *items),
+            **{name: getattr(before, name) for name in KEPT},
+        )
 
 
 class Digests:
@@ -48,23 +77,25 @@ class Digests:
         self.collisions: list[tuple[BlockKey, BlockKey]] = []
         """Different contents of one digest: vLLM takes them for the same."""
 
-    def learn(
-        self, known: Known, digests: Sequence[bytes], token_ids: Sequence[int], has_output: bool
-    ) -> None:
-        """Take in the new ones of a request's `digests`, one for each of its full blocks."""
+    def learn(self, known: Known, digests: Sequence[bytes], token_ids: Sequence[int]) -> None:
+        """Take in the digests of a request's next full blocks, when they are made of its tokens.
+
+        A session may lose tokens later; a digest stands for what was there.
+        """
         keys, size = known.keys, self.block_size
-        for index in range(len(keys), len(digests)):
-            start = index * size
+        is_continued = bool(keys)
+        for digest in digests:
+            start = len(keys) * size
             key = compute_block_key(
                 self.release,
                 known.request,
                 keys[-1] if keys else None,
                 tuple(token_ids[start : start + size]),
                 start,
-                is_after_output=has_output,
+                is_continued=is_continued,
             )
             keys.append(key)
-            first = self.key_of.setdefault(digests[index], key)
+            first = self.key_of.setdefault(digest, key)
             if first != key:
                 self.collisions.append((first, key))
 
@@ -90,7 +121,7 @@ def compute_block_key(
     parent: BlockKey | None,
     token_ids: TokenIds,
     start: int,
-    is_after_output: bool,
+    is_continued: bool,
 ) -> BlockKey:
     """What the digest of one full block stands for.
 
@@ -98,10 +129,10 @@ def compute_block_key(
         items         |--- a ---|   |--- b ---|
         blocks    |  [(a,2)]  | [(a,-6),(b,2)] | ...       offsets count from the block's start
 
-    Once the request has output, some releases look at its last item alone, but for the first block
-    (`_gen_mm_extra_hash_keys` with `start_mm_idx` -1), so that is what the digest names; and some
-    of them take it also if it ends where the block begins. Where the place of an item is no part
-    of the digest, every offset is 0.
+    Some releases look at the last item alone, except where they begin with the first block: behind
+    a prompt (`_gen_mm_extra_hash_keys` with `start_mm_idx` -1), so that is what the digest names;
+    and some of them take it also if it ends where the block begins. Where the place of an item is
+    no part of the digest, every offset is 0.
     Source: `generate_block_hash_extra_keys`.
 
     Args:
@@ -110,10 +141,10 @@ def compute_block_key(
         parent: The key of the block before; None for the first.
         token_ids: The tokens of this block, exactly block-size many.
         start: Position of its first token.
-        is_after_output: Whether it was hashed when the request had output already.
+        is_continued: Whether digests of blocks before it were there already.
     """
     end = start + len(token_ids)
-    only_last = is_after_output and start > 0 and not release.has_all_items
+    only_last = is_continued and not release.has_all_items
     items = request.items[-1:] if only_last else request.items
     reach = int(only_last and not release.has_exact_ends)
     return BlockKey(

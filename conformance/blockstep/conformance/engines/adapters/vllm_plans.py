@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.engines.adapters.vllm_build import RELEASE, read_embeds
+from blockstep.conformance.engines.adapters.vllm_grammars import read_allowed
 from blockstep.conformance.engines.adapters.vllm_state import Run
 from blockstep.spec import vocabulary as v
+
+if RELEASE.has_encoder:
+    from blockstep.conformance.engines.adapters.vllm_encoder import read_inputs, read_loads
 
 
 def read_plan(
     run: Run, frame_id: v.FrameId, output: SchedulerOutput, preempted: set[v.RequestId]
 ) -> v.Plan:
     """Source: `SchedulerOutput`."""
+    has_masks, is_pending = _read_mask_flags(run, output)
+    inputs: tuple[v.EncoderInputs, ...] = ()
+    loads: tuple[v.EncoderInputs, ...] = ()
+    if run.config.encoder_cache_size:
+        inputs = read_inputs(output.scheduled_encoder_inputs)
+        loads = read_loads(output.ec_connector_metadata)
     return v.Plan(
         frame_id=frame_id,
         new=_read_new_rows(run, output),
@@ -25,6 +36,35 @@ def read_plan(
         preempted_req_ids=tuple(sorted(preempted)),
         num_common_prefix_blocks=tuple(output.num_common_prefix_blocks),
         new_block_ids_to_zero=tuple(getattr(output, "new_block_ids_to_zero", None) or ()),
+        scheduled_encoder_inputs=inputs,
+        external_encoder_inputs=loads,
+        free_encoder_mm_hashes=tuple(output.free_encoder_mm_hashes),
+        has_structured_output_requests=has_masks,
+        pending_structured_output_tokens=is_pending,
+    )
+
+
+def _read_mask_flags(run: Run, output: SchedulerOutput) -> tuple[bool, bool]:
+    """Whether a mask is due, and whether it must wait: of those who have a grammar.
+
+    vLLM has no request that asks for one that allows everything, as ours may; its flags speak of
+    those, too.
+    """
+    requests = run.scheduler.requests
+    masked = [
+        name
+        for name in output.num_scheduled_tokens
+        if run.known[name].request.grammar is not None and not requests[name].is_prefill_chunk
+    ]
+    if not masked:
+        return False, False
+    is_pending = any(
+        requests[name].num_output_placeholders > 1 + len(_get_drafts(output, name))
+        for name in masked
+    )
+    return (
+        output.has_structured_output_requests,
+        is_pending and output.pending_structured_output_tokens,
     )
 
 
@@ -128,3 +168,31 @@ def _get_told_cached(run: Run, row: EngineCoreOutput) -> int:
     if row.prefill_stats is not None:
         known.num_cached_tokens = row.prefill_stats.num_cached_tokens
     return known.num_cached_tokens
+
+
+def read_mask(run: Run, frame: SchedulerOutput, output: Any) -> v.GrammarOutput:
+    """The mask of a frame: a row for each draft of a request, and one more.
+
+    Who has a grammar that allows everything has rows in vLLM and none in ours; they must be full.
+
+    Source: `GrammarOutput`.
+
+    Raises:
+        EngineFault: rows are missing or left over, or not full where all is allowed.
+    """
+    if output is None:
+        return v.GrammarOutput()
+    masks = list(map(read_allowed, output.grammar_bitmask.tolist()))
+    rows = []
+    for name in output.structured_output_request_ids:
+        drafts = tuple(frame.scheduled_spec_decode_tokens.get(name, ()))
+        allowed, masks = tuple(masks[: len(drafts) + 1]), masks[len(drafts) + 1 :]
+        if len(allowed) <= len(drafts):
+            raise EngineFault(f"grammar_bitmask has {len(allowed)} rows of {name!r}, too few")
+        if run.known[name].request.grammar is not None:
+            rows.append(v.GrammarRow(name, allowed, drafts))
+        elif any(row is not None for row in allowed):
+            raise EngineFault(f"grammar_bitmask forbids {name!r} something; it has no grammar")
+    if masks:
+        raise EngineFault(f"grammar_bitmask has {len(masks)} rows more than its requests ask for")
+    return v.GrammarOutput(tuple(rows))

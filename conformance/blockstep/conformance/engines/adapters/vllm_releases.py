@@ -116,6 +116,12 @@ class Release:
     recurrent groups, which keep states at the ends of chunks alone (no mode `all`)."""
     has_common_prefix: bool = True
     """Whether plans tell the blocks that all who run have in common."""
+    has_frame_masks: bool = False
+    """Whether a mask is asked of a frame, and drafts that stay with the worker are cut by it."""
+    has_encoder: bool = False
+    """Whether its encoder cache, in embeddings, and an EC connector are followed."""
+    has_sessions: bool = False
+    """`Request.resumable`, and chunks that are added under an id in use."""
     has_equal_groups: bool = False
     """Whether several groups may all be equal."""
 
@@ -166,13 +172,24 @@ def _list_until_0_19() -> tuple[Release, ...]:
         has_exact_ends=True,
         has_mixed_groups=True,
         has_recurrent_groups=True,
+        has_sessions=True,
+        has_frame_masks=True,
+        has_encoder=True,
     )
     return (r0110, r0111, r0120, r0150, r0160, r0170, r0180, r0190)
 
 
 def _build_table() -> Mapping[str, Release]:
     older = _list_until_0_19()
-    r0200 = replace(older[-1], version="0.20.0", has_prefill_stats=True)
+    r0200 = replace(
+        older[-1],
+        version="0.20.0",
+        has_prefill_stats=True,
+        # Not tried there.
+        has_sessions=False,
+        has_frame_masks=False,
+        has_encoder=False,
+    )
     r0220 = replace(r0200, version="0.22.0", environment=(("VLLM_USE_V2_MODEL_RUNNER", "0"),))
     r0240 = replace(r0220, version="0.24.0", packages=SINCE_0_24)
     r0250 = replace(r0240, version="0.25.0", pads_drafts=True)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from vllm.v1.request import Request as VllmRequest
 
-from blockstep.conformance.engines.adapters.vllm_build import RELEASE
+from blockstep.conformance.engines.adapters.vllm_build import RELEASE, VOCABULARY_SIZE
 from blockstep.conformance.engines.adapters.vllm_state import Run
 from blockstep.conformance.judge.witnesses import WITNESSES
 from blockstep.spec import vocabulary as v
@@ -16,8 +16,11 @@ FORCED_RESET = "forced reset under asynchronous scheduling (#42043)"
 RESUMED_TOO_EARLY = "resumed before its tokens (#47900)"
 PAST_THE_END = "min_tokens at the model length"
 BEHIND_DRAFTS = "a plan behind drafts in flight: fewer than no tokens"
+BEYOND_MAX_LORAS = "a plan with rows of more adapters than max_loras"
+ENDS_AMONG_THE_SKIPPED = "a preempted request passed over for its adapter before its frame ends it"
 BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks than there are"
 PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
+FAILED_GRAMMAR = "a grammar that fails: the next plan raises what its compilation did"
 PADDED_TO_THE_END = "a plan behind padding to the model length (#53962)"
 
 WORKAROUNDS: Mapping[str, str] = MappingProxyType(
@@ -73,6 +76,8 @@ def find_reason(run: Run, event: v.Event) -> str | None:
     match event:
         case v.Submit(request=request):
             return _find_lack(run, request)
+        case v.GrammarFailed():
+            return FAILED_GRAMMAR
         case v.Reset(reset_running_requests=True):
             if not RELEASE.has_forced_reset:
                 return "the release has no forced reset"
@@ -93,6 +98,10 @@ def find_reason(run: Run, event: v.Event) -> str | None:
                 return BEHIND_DRAFTS
             if _is_behind_states(run):
                 return BEHIND_STATES
+            if _is_beyond_max_loras(run):
+                return BEYOND_MAX_LORAS
+            if _may_end_among_the_skipped(run, waiting):
+                return ENDS_AMONG_THE_SKIPPED
             return _find_padding_problem(run, waiting)
     return None
 
@@ -130,6 +139,44 @@ def _is_behind_states(run: Run) -> bool:
             if -(-end // one.block_size) + one.num_speculative_blocks < num_held:
                 return True
     return False
+
+
+def _is_beyond_max_loras(run: Run) -> bool:
+    """Whether more adapters than may be would have a row in the next plan.
+
+    Who runs and has no row takes no seat, so others may have been admitted into it.
+    """
+    cap, budget = run.config.max_loras, run.config.max_num_batched_tokens
+    seated = set()
+    for request in run.scheduler.running if cap else ():
+        num_tokens = 0 if _is_sure_to_end(request) else _count_wanted(run.config, request)
+        if request.lora_request is not None and min(num_tokens, budget) > 0:
+            seated.add(request.lora_request.lora_int_id)
+        budget -= min(num_tokens, budget)
+    return len(seated) > cap
+
+
+def _may_end_among_the_skipped(run: Run, waiting: list[VllmRequest]) -> bool:
+    """Whether a preempted request with a frame in flight may be passed over for its adapter.
+
+    If that frame ends it, it is taken out of one queue, and stays in that of who was passed over.
+    """
+    if not run.config.max_loras or not RELEASE.has_skipped_waiting:
+        return False
+    in_flight = {name for frame in run.frames.values() for name in frame.num_scheduled_tokens}
+    return any(
+        request.status.name == "PREEMPTED"
+        and request.lora_request is not None
+        and request.request_id in in_flight
+        for request in waiting
+    )
+
+
+def _is_sure_to_end(request: VllmRequest) -> bool:
+    """Whether a frame in flight takes a request to its `max_tokens`: no plan has a row of it."""
+    promised: int = request.num_output_placeholders
+    num_tokens: int = request.num_computed_tokens + 2 - promised
+    return promised > 0 and num_tokens >= request.num_prompt_tokens + request.max_tokens
 
 
 def _count_wanted(config: v.Config, request: VllmRequest) -> int:
@@ -177,11 +224,17 @@ def _find_lack(run: Run, request: v.Request) -> str | None:
         return "the release has no repetition detection"
     if request.structured_output and not RELEASE.has_plain_grammar:
         return "a grammar: the release wants its bitmask when it plans"
+    if request.grammar is not None and _is_beyond(request.grammar):
+        return f"a grammar over tokens from {VOCABULARY_SIZE} on: the model has none of them"
     if request.skip_reading_prefix_cache and not RELEASE.has_cache_opt_out:
         return "the release has no skip_reading_prefix_cache"
     if request.prompt_embeds and config.enable_prefix_caching and not RELEASE.has_named_embeds:
         return "embeddings with prefix caching: the release's front end has one or the other"
     return None
+
+
+def _is_beyond(grammar: v.Grammar) -> bool:
+    return any(token >= VOCABULARY_SIZE for edges in grammar.edges for token, _ in edges)
 
 
 def _is_any_full(run: Run, requests: list[VllmRequest]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
@@ -13,9 +14,19 @@ from vllm.v1.request import Request as VllmRequest
 from vllm.v1.spec_decode.metrics import SpecDecodingStats
 
 from blockstep.conformance.engine import EngineFault
-from blockstep.conformance.engines.adapters.vllm_build import RELEASE, build_hasher, build_scheduler
+from blockstep.conformance.engines.adapters.vllm_build import (
+    RELEASE,
+    Hasher,
+    build_hasher,
+    build_scheduler,
+)
+from blockstep.conformance.engines.adapters.vllm_grammars import begin_compilation
+from blockstep.conformance.engines.adapters.vllm_items import build_features
 from blockstep.conformance.engines.adapters.vllm_names import Digests, Known
 from blockstep.spec import vocabulary as v
+
+if RELEASE.has_encoder:
+    from blockstep.conformance.engines.adapters.vllm_encoder import read_encoder
 
 STATUSES = {"WAITING_FOR_FSM": v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}
 """Names that a status had in older releases."""
@@ -43,17 +54,39 @@ class Run:
         """Who has ended since the last plan."""
         self.next_frame_id: v.FrameId = 0
         self.lora_ids: dict[str, int] = {}
+        self.embeds: dict[str, int] = {}
+        """Embeddings of each entry of the encoder's cache."""
         self.stats = v.Stats()
         """What the answers told; each tells what was counted since the last one."""
 
-    def learn_keys(self, request: VllmRequest) -> None:
-        """Remember what the new digests of this request's full blocks stand for."""
-        self.digests.learn(
-            self.known[request.request_id],
-            request.block_hashes,
-            request.all_token_ids,
-            has_output=request.num_output_tokens > 0,
-        )
+    def name_blocks(self, known: Known) -> Hasher | None:
+        """What names the full blocks of a request: vLLM's hasher, and what it hashed remembered.
+
+        Where no encoder is modelled it is shown the items, which the scheduler is not.
+        """
+        hasher, digests = self.hasher, self.digests
+        if hasher is None:
+            return None
+
+        def hash_blocks(target: VllmRequest) -> list[bytes]:
+            known.follow(target.prompt_token_ids)
+            items = () if self.config.encoder_cache_size else known.request.items
+            if items:
+                target.mm_features = build_features(items)
+            found = hasher(target)
+            if items:
+                target.mm_features = []
+            if found:
+                digests.learn(known, found, target.all_token_ids)
+            return found
+
+        return hash_blocks
+
+    def compile_grammar(self, request: VllmRequest) -> None:
+        """What the front end does with a request before the scheduler sees it."""
+        if RELEASE.has_plain_grammar:
+            manager = self.scheduler.structured_output_manager
+            begin_compilation(manager, request, self.config.reasoning_end_token_id)
 
     def get_key(self, carried: bytes) -> v.BlockKey:
         """The key of a block that carries this: a digest, or several, and its group."""
@@ -117,6 +150,7 @@ def read_snapshot(run: Run) -> v.Snapshot:
         prev_scheduled_req_ids=tuple(sorted(scheduler.prev_step_scheduled_req_ids))
         if RELEASE.has_told_rows
         else run.planned,
+        encoder=read_encoder(scheduler, run.embeds) if run.config.encoder_cache_size else None,
         stats=add_counts(run.stats, scheduler.kv_cache_manager.prefix_cache_stats),
     )
 
@@ -144,7 +178,18 @@ def _read_request(run: Run, request: VllmRequest) -> v.RequestSnapshot:
         else request.num_cached_tokens,
         num_preemptions=request.num_preemptions if RELEASE.has_told_rows else known.num_preemptions,
         grammar_ready=structured is not None and structured.grammar is not None,
+        grammar_state=getattr(structured and structured.grammar, "state", 0),
+        reasoning_ended=_has_reasoned(run, known.request, structured),
+        prompt_token_ids=tuple(request.prompt_token_ids) if known.request.resumable else (),
+        num_streaming_updates=len(request.streaming_queue or ()) if RELEASE.has_sessions else 0,
     )
+
+
+def _has_reasoned(run: Run, request: v.Request, structured: Any) -> bool:
+    """Whether a grammar waits no more for the end of reasoning; False where none ever does."""
+    if request.grammar is None or run.config.enable_in_reasoning:
+        return False
+    return bool(structured.reasoning_ended)
 
 
 def _get_placeholders(run: Run, request: VllmRequest) -> int:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from blockstep.conformance.judge.properties import (
     admission,
     budgets,
+    grammars,
     hits,
     messages,
     order,
@@ -53,7 +54,7 @@ class Property:
     checks: tuple[Sentence, ...]
 
 
-_FAMILIES = (pool, refusals, budgets, output, messages, admission, order, hits, tables)
+_FAMILIES = (pool, refusals, budgets, output, messages, admission, order, hits, tables, grammars)
 """In the order in which sentences of one property speak."""
 _SENTENCES = [
     found for family in _FAMILIES for found in vars(family).values() if isinstance(found, Sentence)
@@ -90,6 +91,8 @@ _STATEMENTS = {
     "P18 idempotent signals": "late, duplicate or unknown completions change nothing and kill "
     "nothing",
     "P21 statistics": "counters equal what happened, once each",
+    "P23 grammar in step": "the grammar's state equals the accepted output; invalid drafts are "
+    "never accepted",
     "P24 real drafts": "a dispatched draft is a draft proposed for exactly this position of this "
     "request",
     "P25 complete reset": "after a reset nothing computed before it can be hit",
@@ -123,15 +126,20 @@ RENAMED_CHECKS: dict[type, tuple[Sentence, ...]] = {
 }
 """Likewise without those that speak of the order of the free queue."""
 
-ANSWER_TYPES: dict[type, type] = {
-    v.Submit: v.Ack,
-    v.Schedule: v.Plan,
-    v.Commit: v.Outputs,
-    v.Drafts: v.DraftsTaken,
-    v.Abort: v.Aborted,
-    v.GrammarReady: v.Ack,
-    v.SetPause: v.Ack,
-    v.Reset: v.ResetDone,
+ANSWER_TYPES: dict[type, tuple[type, ...]] = {
+    v.Submit: (v.Ack,),
+    v.Schedule: (v.Plan,),
+    v.Commit: (v.Outputs,),
+    v.Drafts: (v.DraftsTaken,),
+    v.Abort: (v.Aborted,),
+    v.GrammarReady: (v.Ack,),
+    v.GrammarFailed: (v.Outputs,),
+    v.GrammarBitmask: (v.GrammarOutput,),
+    v.StreamingUpdate: (v.Ack, v.Aborted),
+    v.SetPause: (v.Ack,),
+    v.Reset: (v.ResetDone,),
+    v.EncoderReset: (v.Ack,),
+    v.EncoderOffer: (v.Ack,),
 }
 """What an accepted event is answered with."""
 
@@ -151,8 +159,7 @@ def check_step(
         kind: type = v.Rejected
     else:
         kind = type(step.event)
-        due = ANSWER_TYPES.get(kind)
-        if type(step.observation) is not due:
+        if type(step.observation) not in ANSWER_TYPES.get(kind, ()):
             what = f"{kind.__name__} was answered with {type(step.observation).__name__}"
             return [violated("P18", "answer_is_of_the_kind_of_the_event", what)]
     findings = [] if worker is None else _tell(step, worker)

@@ -21,11 +21,13 @@ from blockstep.conformance.judge.properties.amounts import (
 from blockstep.conformance.judge.properties.hits import hit_now
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.queue_replay import (
+    Seats,
     freed_blocks,
     hides_a_rollback,
     in_policy_order,
     is_passed_over,
     left_behind,
+    may_pass_over,
     replay_schedule,
     victims_of,
 )
@@ -87,12 +89,13 @@ def _only_lost_drafts(step: Step, name: RequestId) -> bool:
 def plan_for_nobody_leaves_no_trace(step: Step, _ledger: Ledger) -> Complaints:
     """When nobody is scheduled or preempted, pool, queues and statistics are as before.
 
-    With several frames in flight who is passed over may change from one queue to the other.
+    Who is passed over, though nothing outside is to come for it, may change from one queue to the
+    other: for its tokens in flight, or its adapter.
     """
     if step.plan.new or step.plan.cached or step.preempted:
         return
     before, after = step.before, step.after
-    queues = () if step.config.max_frames_in_flight > 1 else ("waiting", "skipped_waiting")
+    queues = () if may_pass_over(step.config) else ("waiting", "skipped_waiting")
     for name in ("ref_counts", "free_queue", "block_keys", "cached", *queues, "running", "stats"):
         old, new = getattr(before, name), getattr(after, name)
         if old is not new and old != new:
@@ -112,7 +115,7 @@ def row_gains_exactly_the_blocks_it_needs(step: Step, _ledger: Ledger) -> Compla
         if row.kind is RowKind.RUNNING:
             tables = step.old[row.request_id].block_tables
             slots = running_slots(config, row.end)
-        held = zip(config.kv_groups, tables, strict=True)
+        held = zip(step.groups, tables, strict=True)
         need = [max(table_length(group, row.end, slots) - len(table), 0) for group, table in held]
         gained = [*map(len, row.gained_tables)]
         if gained != need:
@@ -193,9 +196,11 @@ def least_share(step: Step, ledger: Ledger, name: RequestId, expected: int) -> i
     Where chunks of a prompt end at states it may be fewer, but never none: rounded to nothing a
     request would wait for ever (upstream #40707).
     """
+    if not is_aligned(step.config):
+        return expected
     life, old = ledger.lives[name], step.old[name]
     is_decoding = old.num_computed_tokens >= max(life.num_prompt, life.num_known - 1)
-    return expected if is_decoding or not is_aligned(step.config) else min(expected, 1)
+    return expected if is_decoding else min(expected, 1)
 
 
 @sentence("P15", Schedule)
@@ -316,9 +321,13 @@ def _charge(
 
 
 def next_in_line(step: Step, ledger: Ledger) -> RequestId | None:
-    """Who would be admitted next: the first in policy order that waits for nothing outside."""
-    waiting = in_policy_order(ledger, step.after)
-    return next((name for name in waiting if not is_passed_over(ledger, step.new[name])), None)
+    """Who would be admitted next: the first in policy order that waits for nothing outside, and
+    whose adapter may join those of the running."""
+    seats = Seats(ledger, step.after.running)
+    for name in in_policy_order(ledger, step.after):
+        if not is_passed_over(ledger, step.new[name]) and seats.has_one_for(name):
+            return name
+    return None
 
 
 @sentence("P15", Schedule)

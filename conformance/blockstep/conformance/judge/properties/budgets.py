@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from operator import attrgetter
 
+from blockstep.conformance.judge.automaton import Automaton
 from blockstep.conformance.judge.properties.hits import may_ask_the_cache
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
@@ -25,6 +26,17 @@ def running_stays_within_max_num_seqs(step: Step, _ledger: Ledger) -> Complaints
     """At most `max_num_seqs` requests run."""
     running, limit = len(step.after.running), step.config.max_num_seqs
     return [Complaint(f"{running} requests run, {limit} may")] if running > limit else ()
+
+
+@sentence("P9", v.Schedule)
+def running_stays_within_max_loras(step: Step, ledger: Ledger) -> Complaints:
+    """At most `max_loras` different adapters are of those who run, with a row or without."""
+    limit = step.config.max_loras
+    if not limit:
+        return ()
+    lives = [ledger.lives[name] for name in step.after.running if name in ledger.lives]
+    used = sorted({life.request.adapter for life in lives if life.request.adapter is not None})
+    return [Complaint(f"adapters {used} are in use, {limit} may be")] if len(used) > limit else ()
 
 
 @sentence("P9", v.Schedule)
@@ -72,7 +84,7 @@ def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Complaints
             yield Complaint(f"{row.request_id!r} was admitted with {rest} tokens left out")
 
 
-@sentence("P12", v.Schedule, v.Commit, v.Abort, v.Reset)
+@sentence("P12", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
 def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints:
     """Computed is no more than known and promised, and exactly that by whoever is promised any.
 
@@ -112,7 +124,7 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
             yield unequal(what, "request", "", request)
 
 
-@sentence("P12", v.Schedule, v.Commit, v.Abort, v.Reset)
+@sentence("P12", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
 def only_running_requests_hold_anything(step: Step, _ledger: Ledger) -> Complaints:
     """Who waits has no block, no computed token and no draft."""
     no_tables, nothing_settled = nothing_held(step)
@@ -199,12 +211,24 @@ def submitted_request_starts_from_nothing(step: Step, _ledger: Ledger) -> Compla
     status = grammar if request.structured_output else waiting
     no_tables, nothing_settled = nothing_held(step)
     expected = v.RequestSnapshot(
-        request.request_id, status, block_tables=no_tables, num_cached_blocks=nothing_settled
+        request.request_id,
+        status,
+        block_tables=no_tables,
+        num_cached_blocks=nothing_settled,
+        reasoning_ended=has_stopped_reasoning(step.config, request),
     )
     seen = step.new.get(request.request_id)
     if seen != expected:
         what = f"{request.request_id!r} was accepted"
         yield unequal(what, f"request {request.request_id}", expected, seen)
+
+
+def has_stopped_reasoning(config: v.Config, request: v.Request) -> bool:
+    """Whether the prompt of a request ended its reasoning, where its grammar waits for that."""
+    if request.grammar is None:
+        return False
+    automaton = Automaton(config, request)
+    return automaton.is_reasoning_over(automaton.start)
 
 
 @sentence("P21", *v.EVENT_TYPES)
@@ -230,7 +254,7 @@ def _after(stats: v.Stats, step: Step, ledger: Ledger) -> v.Stats:
         for flight in ledger.frame_of(step):
             tokens = step.sampled.get(flight.request_id, ())
             if flight.drafts and flight.request_id in ledger.lives:
-                scheduled += len(flight.drafts)
+                scheduled += len(flight.verified)
                 accepted += len(tokens) - 1
     elif isinstance(step.event, v.Reset):
         if step.event.reset_running_requests:

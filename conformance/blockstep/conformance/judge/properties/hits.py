@@ -26,12 +26,12 @@ def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Compla
     With a draft head the block after the hit is recomputed too, so it must be there.
     """
     config = step.config
-    unit = lcm(*config.block_sizes)
+    unit = lcm(*step.block_sizes)
     for row in step.admitted_rows:
         life = ledger.lives[row.request_id]
         most = 0
         if may_ask_the_cache(step, life):
-            most = min([longest_of(config, life, group) for group in config.kv_groups])
+            most = min([longest_of(config, life, group) for group in step.groups])
         if row.first % unit or not 0 <= row.first <= max(most, 0):
             yield Complaint(
                 f"{row.request_id!r} has a hit of {row.first} tokens; "

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from blockstep.conformance.judge.automaton import Automaton, Place
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.conformance.judge.worker.names import Name, NamedText, PrefixNames
 from blockstep.spec import vocabulary as v
@@ -24,12 +25,14 @@ class Life(NamedText):
     """One unfinished request, from its submission on."""
 
     __slots__ = (
-        "admitted_in", "drafts", "grammar_ready", "last_planned_in", "num_cached_tokens",
-        "num_known_then", "preempted_at",
+        "admitted_in", "automaton", "drafts", "grammar_ready", "last_planned_in",
+        "num_cached_tokens", "num_known_then", "preempted_at",
     )  # fmt: skip
 
     def __init__(self, request: v.Request, names: PrefixNames) -> None:
         super().__init__(request, names)
+        self.automaton: Automaton | None = None
+        """Of its grammar, if it has one."""
         self.drafts: v.TokenIds = ()
         """Attached and not scheduled yet; under asynchronous scheduling their placeholders."""
         self.num_cached_tokens = -1
@@ -53,6 +56,21 @@ class Life(NamedText):
     def output_token_ids(self) -> v.TokenIds:
         """What was delivered."""
         return tuple(self.tokens[self.num_prompt :])
+
+    def find_place(self, delivered: v.TokenIds = ()) -> Place | None:
+        """Where its grammar stands behind its outputs and these; None: it forbids one of them."""
+        return (
+            None
+            if self.automaton is None
+            else self.automaton.read(self.output_token_ids + delivered)
+        )
+
+    def accept(self, drafts: v.TokenIds) -> v.TokenIds:
+        """The first of these drafts, as far as its grammar accepts them; all without one."""
+        if self.automaton is None:
+            return drafts
+        place = self.find_place()
+        return () if place is None else self.automaton.cut(place, drafts)
 
     @property
     def order(self) -> tuple[int, int, v.RequestId]:
@@ -83,6 +101,12 @@ class Life(NamedText):
             del self.tokens[count:], self.chain[count:]
 
 
+def cut_at_placeholder(drafts: v.TokenIds) -> v.TokenIds:
+    """The drafts before the first placeholder."""
+    at = drafts.index(v.DRAFT_PLACEHOLDER) if v.DRAFT_PLACEHOLDER in drafts else len(drafts)
+    return drafts[:at]
+
+
 @dataclass(frozen=True, slots=True)
 class FlightRow:
     """What a dispatched plan does for one request."""
@@ -93,11 +117,18 @@ class FlightRow:
     drafts: v.TokenIds
     samples: bool
     """All known and promised tokens are computed once it has run."""
+    verifiable: v.TokenIds | None = None
+    """The drafts that a mask has left of those that only the worker knew; None before a mask."""
 
     @property
     def num_promised(self) -> int:
         """Tokens that its commit may bring: the sampled one, and one for each draft."""
         return 1 + len(self.drafts) if self.samples else 0
+
+    @property
+    def verified(self) -> v.TokenIds:
+        """The drafts that its commit may accept."""
+        return self.drafts if self.verifiable is None else self.verifiable
 
 
 @dataclass(slots=True)
@@ -122,10 +153,18 @@ class Ledger:
     pause_state: v.PauseState = v.PauseState.UNPAUSED
     first_frame_since_reset: v.FrameId = 0
     """Frames below this were dispatched before the last reset."""
+    has_grammars: bool = False
+    """A request was submitted that has a grammar."""
+    has_sessions: bool = False
+    """A request was submitted that is resumable."""
     num_progress: int = 0
     """Events that brought somebody on or changed who competes: tokens delivered, a request
     submitted or ended, a grammar compiled, a reset."""
     names: PrefixNames = field(init=False)
+    _flying: dict[v.RequestId, tuple[PlannedRow, FlightRow]] = field(
+        default_factory=dict, repr=False
+    )
+    """What was asked of the rows of a plan that is not recorded yet."""
     _named: tuple[object, list[dict[Name, tuple[v.BlockId, ...]]]] = field(
         default=(None, []), repr=False
     )
@@ -159,6 +198,16 @@ class Ledger:
             self._named = (snapshot, named)
         return self._named[1][group]
 
+    def list_masked(self, frame_id: v.FrameId) -> list[FlightRow]:
+        """The rows of a frame in flight that sample under a grammar, and have not ended."""
+        rows = [row for row in self.frames.get(frame_id, ()) if row.samples]
+        lives = self.lives
+        return [
+            row
+            for row in rows
+            if row.request_id in lives and lives[row.request_id].automaton is not None
+        ]
+
     def count_drafts_in_flight(self, step: Step | None = None) -> Counter[v.RequestId]:
         """Of the computed tokens of each request, how many may yet be rejected.
 
@@ -174,9 +223,14 @@ class Ledger:
         return count
 
     def flight_row(self, row: PlannedRow) -> FlightRow:
-        """What is in flight once `row` is dispatched."""
+        """What is in flight once `row` is dispatched, before which nothing else is recorded."""
+        known = self._flying.get(row.request_id)
+        if known is not None and known[0] is row:
+            return known[1]
         due = self.lives[row.request_id].num_known + self.promised.get(row.request_id, 0)
-        return FlightRow(row.request_id, row.end, row.drafts, row.end >= due)
+        flight = FlightRow(row.request_id, row.end, row.drafts, row.end >= due)
+        self._flying[row.request_id] = row, flight
+        return flight
 
     def placeholders(self, request_id: v.RequestId) -> int:
         """What counts as known to the scheduler beyond the known tokens: what is promised.
@@ -205,6 +259,10 @@ class Ledger:
                 return
             case v.Submit(request=request), _:
                 self.lives[request.request_id] = Life(request, self.names)
+                self.has_sessions |= request.resumable
+                if request.grammar is not None:
+                    self.has_grammars = True
+                    self.lives[request.request_id].automaton = Automaton(self.config, request)
                 self.num_progress += 1
             case _, v.Plan():
                 self._record_plan(step)
@@ -213,11 +271,17 @@ class Ledger:
             case v.Drafts(drafts=drafts), v.DraftsTaken(request_ids=taken):
                 for proposal in drafts:
                     if proposal.request_id in taken and proposal.request_id in self.lives:
-                        self.lives[proposal.request_id].drafts = proposal.token_ids
+                        drafted = self.lives[proposal.request_id]
+                        drafted.drafts = drafted.accept(proposal.token_ids)
             case v.Abort(), v.Aborted(request_ids=request_ids, ending_req_ids=ending):
                 for request_id in request_ids:
                     self._end(request_id)
                 self.ending.update(ending)
+            case v.GrammarFailed(), v.Outputs(rows=rows):
+                for row in rows:
+                    self._end(row.request_id)
+            case v.GrammarBitmask(frame_id=frame_id), v.GrammarOutput(rows=masks):
+                self._record_mask(frame_id, masks)
             case v.GrammarReady(request_id=request_id), _:
                 life = self.lives.get(request_id)
                 if life is not None and not life.grammar_ready:
@@ -256,6 +320,7 @@ class Ledger:
             self.frames[plan.frame_id] = tuple(frame)
         self.ended = set()
         self.scheduled = {row.request_id for row in rows}
+        self._flying.clear()
 
     def _promise(self, request_id: v.RequestId, count: int) -> None:
         total = self.promised.pop(request_id, 0) + count
@@ -281,6 +346,18 @@ class Ledger:
             self.stopped_in_flight = set(filter(self.in_flight, self.stopped_in_flight))
         if rows:
             self.num_progress += 1
+
+    def _record_mask(self, frame_id: v.FrameId, masks: tuple[v.GrammarRow, ...]) -> None:
+        """Drafts that only the worker knew are verified as far as a mask has left them."""
+        left = {row.request_id: row.draft_token_ids for row in masks}
+        if not self.config.async_scheduling or frame_id not in self.frames:
+            return
+        self.frames[frame_id] = tuple(
+            replace(row, verifiable=cut_at_placeholder(left[row.request_id]))
+            if row.request_id in left
+            else row
+            for row in self.frames[frame_id]
+        )
 
     def _record_reset(self, forced: bool, next_frame_id: v.FrameId) -> None:
         self.num_progress += 1

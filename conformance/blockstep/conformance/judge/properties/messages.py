@@ -12,7 +12,7 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.spec.vocabulary import Abort, Commit, Schedule
+from blockstep.spec.vocabulary import Abort, Commit, GrammarFailed, Schedule
 
 
 @sentence("P26", Schedule)
@@ -23,7 +23,7 @@ def plan_tells_who_ended(step: Step, ledger: Ledger) -> Complaints:
     yield from differing("finished_req_ids kept", (), step.after.finished_req_ids)
 
 
-@sentence("P26", Commit, Abort)
+@sentence("P26", Commit, Abort, GrammarFailed)
 def ended_are_kept_for_the_next_plan(step: Step, ledger: Ledger) -> Complaints:
     """Who ends is remembered until the next plan."""
     ended = tuple(sorted(ledger.ended.union(step.ended)))
@@ -66,7 +66,7 @@ def rows_stand_in_the_order_of_the_running_list(step: Step, _ledger: Ledger) -> 
     new = [row.request_id for row in plan.new]
     resumed = [row.request_id for row in plan.cached if row.resumed]
     running = [row.request_id for row in plan.cached if not row.resumed]
-    for names in (new, running, resumed):
+    for names in filter(None, (new, running, resumed)):
         if any(name not in place for name in names):
             yield Complaint(f"{names} have rows, but not all of them run")
         elif names != sorted(names, key=place.__getitem__):

@@ -8,10 +8,12 @@ from blockstep.conformance.judge.properties.ledger import Ledger, order_of
 from blockstep.conformance.judge.properties.queue_replay import (
     Holders,
     freed_blocks,
+    get_seats,
     hides_a_rollback,
     in_policy_order,
     is_passed_over,
     left_behind,
+    may_pass_over,
     passed_over,
     replay_schedule,
     victims_of,
@@ -27,7 +29,7 @@ from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
 
-@sentence("P16", v.Submit, v.Schedule, v.Commit, v.Abort, v.Reset)
+@sentence("P16", v.Submit, v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
 def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> Complaints:
     """Each unfinished request is in exactly one of the queues and the running list, by status."""
     after = step.after
@@ -68,14 +70,21 @@ def newcomer_goes_to_the_end_of_its_queue(step: Step, ledger: Ledger) -> Complai
 def admissions_follow_the_policy(step: Step, ledger: Ledger) -> Complaints:
     """Admitted are the first in policy order that wait for nothing outside, none left out.
 
-    They wait for a grammar or, preempted in flight, for their own tokens.
+    They wait for a grammar, preempted in flight for their own tokens, or for a seat: as many
+    adapters as there may be are of others who run.
     """
     if not step.admitted_rows:
         return ()
     admitted = [row.request_id for row in step.admitted_rows]
-    waiting = in_policy_order(ledger, step.before)
-    ready = [name for name in waiting if not is_passed_over(ledger, step.old[name])]
-    return differing("order of admission", ready[: len(admitted)], admitted)
+    ready: list[v.RequestId] = []
+    seats = get_seats(step, ledger)
+    for name in in_policy_order(ledger, step.before):
+        if len(ready) < len(admitted) and not (
+            is_passed_over(ledger, step.old[name]) or not seats.has_one_for(name)
+        ):
+            ready.append(name)
+            seats.take(name)
+    return differing("order of admission", ready, admitted)
 
 
 @sentence("P16", v.Schedule)
@@ -91,7 +100,8 @@ def running_keeps_its_order(step: Step, _ledger: Ledger) -> Complaints:
 def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
     """The admitted leave; the preempted come to the head, the first preempted furthest back.
 
-    Who is passed over for its tokens in flight comes to the head of the skipped ones.
+    Who is passed over for its tokens in flight or for its adapter comes to the head of the skipped
+    ones.
     """
     victims = victims_of(step, ledger)
     if isinstance(step.event, v.Reset):
@@ -105,9 +115,7 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
     skipped = [name for name in old.skipped_waiting if name not in admitted]
     if step.config.policy is v.Policy.PRIORITY and victims:
         waiting.sort(key=lambda name: ledger.lives[name].order)
-    elif (
-        step.config.max_frames_in_flight > 1 and isinstance(step.event, v.Schedule) and old.waiting
-    ):
+    elif may_pass_over(step.config) and isinstance(step.event, v.Schedule) and old.waiting:
         moved = passed_over(step, ledger)
         skipped = [*moved, *(name for name in skipped if name not in moved)]
         waiting = [name for name in waiting if name not in moved]
@@ -117,7 +125,7 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
     yield from differing("skipped_waiting", skipped, list(step.after.skipped_waiting))
 
 
-@sentence("P16", v.Commit, v.Abort)
+@sentence("P16", v.Commit, v.Abort, v.GrammarFailed)
 def queues_lose_exactly_the_ended(step: Step, _ledger: Ledger) -> Complaints:
     """A commit or an abort takes the ended out of their queue; the others keep their order."""
     left = step.new.keys()
@@ -204,7 +212,7 @@ def _freed_by_last(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -
     return holders.free(victims[-1])
 
 
-@sentence("P16", v.Commit, v.Abort, v.Reset)
+@sentence("P16", v.Commit, v.Abort, v.GrammarFailed, v.Reset)
 def freed_tail_is_evicted_first(step: Step, _ledger: Ledger) -> Complaints:
     """Blocks of the ended join the end of the free queue, last block of each table first.
 

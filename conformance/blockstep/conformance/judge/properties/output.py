@@ -11,6 +11,7 @@ from blockstep.conformance.judge.properties.sentence import (
     Complaints,
     difference,
     differing,
+    once_a_step,
     sentence,
     unequal,
 )
@@ -72,6 +73,7 @@ def cut_at_stop(
     return sampled, None
 
 
+@once_a_step
 def expected_outputs(step: Step, ledger: Ledger) -> dict[v.RequestId, v.OutputRow]:
     """What a commit must deliver, worked out from what was sampled."""
     rows = {}
@@ -222,15 +224,17 @@ def dispatched_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> 
 def attached_drafts_are_the_last_proposed_ones(step: Step, ledger: Ledger) -> Complaints:
     """Who runs has as drafts what was proposed last and taken, until it is scheduled.
 
-    Who does not has none, says `only_running_requests_hold_anything`. Under asynchronous scheduling
-    these are placeholders for as many drafts as there may be, from a plan in which the request
-    sampled to the next plan.
+    Of one with a grammar as far as that accepts them. Who does not run has none, says
+    `only_running_requests_hold_anything`. Under asynchronous scheduling these are placeholders for
+    as many drafts as there may be, from a plan in which the request sampled to the next plan.
     """
     proposed: dict[v.RequestId, v.TokenIds] = {}
     if isinstance(step.event, v.Drafts) and isinstance(step.observation, v.DraftsTaken):
         taken = step.observation.request_ids
         proposed = {
-            row.request_id: row.token_ids for row in step.event.drafts if row.request_id in taken
+            row.request_id: ledger.lives[row.request_id].accept(row.token_ids)
+            for row in step.event.drafts
+            if row.request_id in taken and row.request_id in ledger.lives
         }
     elif isinstance(step.event, v.Schedule):
         if step.config.async_scheduling:

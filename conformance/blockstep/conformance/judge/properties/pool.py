@@ -9,19 +9,25 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
+from blockstep.conformance.judge.properties.sentence import (
+    Complaint,
+    Complaints,
+    once_a_step,
+    sentence,
+    unequal,
+)
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.spec import vocabulary as v
 
 
-@sentence("P1", v.Schedule, v.Commit, v.Abort, v.Reset)
+@sentence("P1", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
 def pool_keeps_its_size(step: Step, _ledger: Ledger) -> Complaints:
     """A state tells what each block of the pool carries, of no more and no fewer of them."""
     num_keys, num_blocks = len(step.after.block_keys), step.config.num_blocks
     return [Complaint(f"{num_keys} keys for {num_blocks} blocks")] if num_keys != num_blocks else ()
 
 
-@sentence("P1", v.Schedule, v.Commit, v.Abort, v.Reset)
+@sentence("P1", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
 def every_block_is_free_or_held(step: Step, _ledger: Ledger) -> Complaints:
     """Its ref count is the number of its holders; free ones are in the free queue, once.
 
@@ -76,6 +82,7 @@ def block_still_to_be_written_is_not_published(step: Step, ledger: Ledger) -> Co
             yield Complaint(f"{request.request_id!r} will write block {block}, which has a key")
 
 
+@once_a_step
 def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapshot, v.BlockId]]:
     found, sizes = [], step.block_sizes
     for request in step.after.requests:
@@ -91,7 +98,7 @@ def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapsh
     return found
 
 
-@sentence("P3", v.Schedule, v.Commit, v.Abort, v.Reset)
+@sentence("P3", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
 def cache_map_and_blocks_agree(step: Step, _ledger: Ledger) -> Complaints:
     """The cache map has a block under a key exactly if the block carries the key, and once."""
     after = step.after
@@ -224,6 +231,7 @@ def only_computed_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
     ]
 
 
+@once_a_step
 def verified_blocks(step: Step, ledger: Ledger) -> list[Stretch]:
     """What a commit publishes, for each group of each request.
 
@@ -308,6 +316,7 @@ def held_block_carries_the_extra_keys_of_its_request(step: Step, ledger: Ledger)
             yield Complaint(what)
 
 
+@once_a_step
 def _misnamed(step: Step, ledger: Ledger) -> list[tuple[str, v.BlockId, int, int]]:
     """Held blocks whose key is not their holder's, among the blocks that this step touched.
 
@@ -331,11 +340,12 @@ def _touched(step: Step, ledger: Ledger) -> list[Stretch]:
     """The full blocks that a step may have published."""
     if isinstance(step.event, v.Commit):
         return verified_blocks(step, ledger)
-    found = []
+    found: list[Stretch] = []
     for row in step.rows:
-        name, firsts = row.request_id, [0] * len(step.block_sizes)
+        name, firsts = row.request_id, (0,) * len(step.block_sizes)
         if row.kind is RowKind.RUNNING:
-            firsts = [*step.old[name].num_cached_blocks]
+            firsts = step.old[name].num_cached_blocks
         known = ledger.lives[name].num_known
-        found += _filled(step, name, firsts, step.new[name].block_tables, known)
+        if known // min(step.block_sizes) > min(firsts):
+            found += _filled(step, name, firsts, step.new[name].block_tables, known)
     return found

@@ -9,7 +9,7 @@ taken blocks that no answer shows, is the order not known; such a step is not re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from blockstep.conformance.judge.attended import blocks_of_drafts, count_unattended
@@ -66,6 +66,41 @@ def is_passed_over(ledger: Ledger, request: v.RequestSnapshot) -> bool:
     )
 
 
+class Seats:
+    """Adapters of those who run, while others join them: at most `max_loras` different ones."""
+
+    def __init__(self, ledger: Ledger, names: Iterable[v.RequestId]) -> None:
+        self._lives = ledger.lives
+        self._most = ledger.config.max_loras
+        self._taken: set[str | None] = set()
+        for name in names if self._most else ():
+            self.take(name)
+
+    def has_one_for(self, name: v.RequestId) -> bool:
+        """Whether a request has no adapter, one of theirs, or one that may join them."""
+        adapter = self._lives[name].request.adapter
+        if not self._most or adapter is None or adapter in self._taken:
+            return True
+        return len(self._taken) < self._most
+
+    def take(self, name: v.RequestId) -> None:
+        """A request joins them."""
+        adapter = self._lives[name].request.adapter
+        if adapter is not None:
+            self._taken.add(adapter)
+
+
+def may_pass_over(config: v.Config) -> bool:
+    """Whether one may be passed over that stands among the waiting ones."""
+    return config.max_frames_in_flight > 1 or config.max_loras > 0
+
+
+def get_seats(step: Step, ledger: Ledger) -> Seats:
+    """The seats as they are when a plan begins to admit."""
+    running = step.before.running if ledger.config.max_loras else ()
+    return Seats(ledger, [name for name in running if name not in step.preempted])
+
+
 def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
     """Whom a plan met at a queue's head and passed over, in the order in which it met them.
 
@@ -78,14 +113,15 @@ def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
     left = config.max_num_batched_tokens - sum(row.num_scheduled for row in step.running_rows)
     places = config.max_num_seqs - len(before.running)
     admitted = {row.request_id: row.num_scheduled for row in step.admitted_rows}
-    met = []
+    met, seats = [], get_seats(step, ledger)
     for name in in_policy_order(ledger, before):
         if left <= 0 or places <= 0:
             break
         if name in admitted:
             left -= admitted[name]
             places -= 1
-        elif is_passed_over(ledger, step.old[name]):
+            seats.take(name)
+        elif is_passed_over(ledger, step.old[name]) or not seats.has_one_for(name):
             met.append(name)
         else:
             break

@@ -104,10 +104,13 @@ def due_refusal(config: v.Config, event: object, ledger: Ledger) -> v.RejectCode
             if frame_id != next(iter(ledger.frames)):
                 return v.RejectCode.FRAME_OUT_OF_ORDER
             frame = ledger.frames[frame_id]
-            return None if _answers(config, sampled, frame) else v.RejectCode.BAD_RESULT
+            is_answer = _answers(config, sampled, frame) and _is_allowed(sampled, frame, ledger)
+            return None if is_answer else v.RejectCode.BAD_RESULT
+        case v.GrammarBitmask():
+            return _problem_of_asking(config, event, ledger)
         case v.Drafts(drafts=drafts):
             return None if _may_be_drafts(config, drafts) else v.RejectCode.BAD_DRAFTS
-        case v.GrammarReady(request_id=request_id):
+        case v.GrammarReady(request_id=request_id) | v.GrammarFailed(request_id=request_id):
             if request_id not in ledger.lives:
                 return v.RejectCode.UNKNOWN_REQUEST
             if not ledger.lives[request_id].request.structured_output:
@@ -116,6 +119,9 @@ def due_refusal(config: v.Config, event: object, ledger: Ledger) -> v.RejectCode
 
 
 def _never_served(config: v.Config, request: v.Request) -> v.RejectCode | None:
+    problem = v.item_problem(config, request)
+    if problem is not None:
+        return problem.code
     if len(request.prompt_token_ids) >= config.max_model_len:
         return v.RejectCode.PROMPT_TOO_LONG
     if least_need(config, request) > config.num_usable_blocks:
@@ -142,12 +148,41 @@ def _answers(config: v.Config, sampled: Sequence[v.RowTokens], frame: Sequence[F
         return False
     for row in frame:
         tokens = tokens_of[row.request_id]
-        least, most = (1, 1 + len(row.drafts)) if row.samples else (0, 0)
+        drafts = row.verified
+        least, most = (1, 1 + len(drafts)) if row.samples else (0, 0)
         if not least <= len(tokens) <= most:
             return False
-        if not config.async_scheduling and tokens[:-1] != row.drafts[: max(len(tokens) - 1, 0)]:
+        is_known = not config.async_scheduling or row.verifiable is not None
+        if is_known and tokens[:-1] != drafts[: max(len(tokens) - 1, 0)]:
             return False
     return True
+
+
+def _is_allowed(sampled: Sequence[v.RowTokens], frame: Sequence[FlightRow], ledger: Ledger) -> bool:
+    """Whether the grammars allow what was sampled, of those who have not ended."""
+    if not ledger.has_grammars:
+        return True
+    tokens_of = {row.request_id: row.token_ids for row in sampled}
+    lives = [ledger.lives[row.request_id] for row in frame if row.request_id in ledger.lives]
+    return not any(
+        life.automaton is not None and life.find_place(tokens_of[life.request.request_id]) is None
+        for life in lives
+    )
+
+
+def _problem_of_asking(
+    config: v.Config, event: v.GrammarBitmask, ledger: Ledger
+) -> v.RejectCode | None:
+    """Why no mask can be made of a frame now."""
+    if event.frame_id not in ledger.frames:
+        return v.RejectCode.UNKNOWN_FRAME
+    names = [row.request_id for row in event.drafts]
+    if (names and not config.async_scheduling) or len(set(names)) < len(names):
+        return v.RejectCode.BAD_DRAFTS
+    older = [rows for frame_id, rows in ledger.frames.items() if frame_id < event.frame_id]
+    sampling = {row.request_id for rows in older for row in rows if row.samples}
+    masked = {row.request_id for row in ledger.list_masked(event.frame_id)}
+    return v.RejectCode.GRAMMAR_BEHIND if masked & sampling else None
 
 
 def _may_be_drafts(config: v.Config, drafts: Sequence[v.RowTokens]) -> bool:
@@ -167,6 +202,11 @@ _STILL: dict[type, tuple[str, ...]] = {
     v.Submit: ("pause_state", "running", *_POOL, *_FRAMES),
     v.Drafts: ("pause_state", *_QUEUES, *_POOL, *_FRAMES),
     v.GrammarReady: ("pause_state", *_QUEUES, *_POOL, *_FRAMES),
+    v.GrammarFailed: (
+        *("pause_state", "block_keys", "cached"),
+        *("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"),
+    ),
+    v.GrammarBitmask: ("pause_state", "requests", *_QUEUES, *_POOL, *_FRAMES),
     v.SetPause: ("requests", *_QUEUES, *_POOL, *_FRAMES),
     v.Schedule: ("pause_state",),
     v.Commit: ("pause_state", "block_keys", "cached", "next_frame_id", "prev_scheduled_req_ids"),
@@ -175,6 +215,8 @@ _STILL: dict[type, tuple[str, ...]] = {
         *("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"),
     ),
     v.Reset: ("pause_state", "frames_in_flight", "next_frame_id", "finished_req_ids"),
+    v.EncoderReset: ("pause_state", "requests", *_QUEUES, *_POOL, *_FRAMES),
+    v.EncoderOffer: ("pause_state", "requests", *_QUEUES, *_POOL, *_FRAMES),
 }
 """Fields of a state that an accepted event leaves alone, by type of event."""
 
@@ -200,7 +242,7 @@ def event_leaves_alone_what_it_is_not_about(step: Step, _ledger: Ledger) -> Comp
     return found
 
 
-@sentence("P18", v.Submit, v.Drafts, v.GrammarReady, v.Abort)
+@sentence("P18", v.Submit, v.Drafts, v.GrammarReady, v.GrammarFailed, v.Abort)
 def event_leaves_other_requests_alone(step: Step, _ledger: Ledger) -> Complaints:
     """Requests that an event does not name, or whose part in it was dropped, are as before.
 
@@ -212,6 +254,8 @@ def event_leaves_other_requests_alone(step: Step, _ledger: Ledger) -> Complaints
         concerned, may_change = (step.event.request_id,), "grammar_ready"
     elif isinstance(step.observation, v.DraftsTaken):
         concerned, may_change = step.observation.request_ids, "spec_token_ids"
+    elif isinstance(step.event, v.GrammarFailed):
+        concerned = (step.event.request_id,)
     elif isinstance(step.observation, v.Aborted):
         concerned = step.observation.request_ids
     for name, old in step.old.items():

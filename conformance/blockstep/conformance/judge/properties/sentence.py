@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from functools import wraps
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
@@ -21,6 +22,9 @@ class Complaint(NamedTuple):
 Complaints: TypeAlias = Iterable[Complaint]
 Judge: TypeAlias = Callable[[Step, Ledger], Complaints]
 """Says what is wrong with a step; nothing if it is right."""
+T = TypeVar("T")
+WorkOut: TypeAlias = Callable[[Step, Ledger], T]
+"""Finds something of a step, from nothing but the step and what was known before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,20 @@ class Sentence:
     def finding(self, message: str, differences: tuple[Difference, ...] = ()) -> Finding:
         """What is found, in the name of this sentence."""
         return violated(self.property_id, self.sentence, message, *differences)
+
+
+def once_a_step(work_out: WorkOut[T]) -> WorkOut[T]:
+    """Have what several sentences ask of a step worked out once. None of them may change it."""
+
+    @wraps(work_out)
+    def get(step: Step, ledger: Ledger) -> T:
+        known = step.worked_out
+        if work_out not in known:
+            known[work_out] = work_out(step, ledger)
+        found: T = known[work_out]
+        return found
+
+    return get
 
 
 def judge(sentences: Iterable[Sentence], step: Step, ledger: Ledger) -> list[Finding]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 from blockstep.conformance.judge.attended import blocks_of_drafts
 from blockstep.spec import vocabulary as v
@@ -74,11 +75,18 @@ class Step:
     observation: v.Observation
     before: v.Snapshot
     after: v.Snapshot
-    block_sizes: tuple[int, ...] = field(init=False, repr=False)
-    """Token slots per block of each KV group."""
+    worked_out: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
+    """What sentences have found of it, by how: see `sentence.once_a_step`."""
 
-    def __post_init__(self) -> None:
-        self.block_sizes = self.config.block_sizes
+    @cached_property
+    def groups(self) -> tuple[v.KVGroup, ...]:
+        """The KV groups, also where there is one."""
+        return self.config.kv_groups
+
+    @cached_property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Token slots per block of each KV group."""
+        return self.config.block_sizes
 
     @cached_property
     def old(self) -> dict[v.RequestId, v.RequestSnapshot]:

@@ -10,10 +10,19 @@ from collections.abc import Iterator, Mapping
 
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.witnesses.adapters import ADAPTERS, of_adapters
 from blockstep.conformance.judge.witnesses.admission import ADMISSION, of_admission, of_waiting
 from blockstep.conformance.judge.witnesses.commits import COMMITS, of_commit, of_drafts
 from blockstep.conformance.judge.witnesses.frames import FRAMES, of_frames
 from blockstep.conformance.judge.witnesses.groups import GROUPED, of_ends, of_groups
+from blockstep.conformance.judge.witnesses.masks import (
+    MASKS,
+    of_failure,
+    of_mask,
+    of_masked_commit,
+    of_masked_plan,
+    of_proposals,
+)
 from blockstep.conformance.judge.witnesses.plans import (
     PLANS,
     PREEMPTION,
@@ -21,12 +30,28 @@ from blockstep.conformance.judge.witnesses.plans import (
     of_preemption,
     of_row,
 )
+from blockstep.conformance.judge.witnesses.sessions import (
+    SESSIONS,
+    of_returns,
+    of_stops,
+    of_update,
+)
 from blockstep.conformance.judge.witnesses.signals import SIGNALS, of_abort, of_reset
 from blockstep.spec import vocabulary as v
 
 REFUSALS = {f"rejected_{code}": f"an event was refused as {code}" for code in v.RejectCode}
 WITNESSES: Mapping[str, str] = (
-    ADMISSION | PLANS | PREEMPTION | COMMITS | SIGNALS | FRAMES | GROUPED | REFUSALS
+    ADMISSION
+    | PLANS
+    | PREEMPTION
+    | COMMITS
+    | SIGNALS
+    | FRAMES
+    | GROUPED
+    | ADAPTERS
+    | MASKS
+    | SESSIONS
+    | REFUSALS
 )
 """All situations, by name, with what they mean."""
 
@@ -54,12 +79,30 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield from of_frames(step, ledger)
             if step.config.groups:
                 yield from of_groups(step, ledger)
+            if step.config.max_loras:
+                yield from of_adapters(step, ledger)
+            if ledger.has_grammars:
+                yield from of_masked_plan(step)
+            if ledger.has_sessions:
+                yield from of_returns(step, ledger)
         case v.Commit(), v.Outputs(rows=rows):
             yield from of_commit(step, ledger, rows)
             if step.config.groups:
                 yield from of_ends(step)
-        case v.Drafts(), v.DraftsTaken():
+            if ledger.has_grammars:
+                yield from of_masked_commit(step)
+            if ledger.has_sessions:
+                yield from of_stops(step, ledger)
+        case v.GrammarBitmask(), v.GrammarOutput(rows=masks):
+            yield from of_mask(step, ledger, masks)
+        case v.GrammarFailed(), _:
+            yield from of_failure(step, ledger)
+        case v.StreamingUpdate(request=request), _:
+            yield from of_update(step, ledger, request)
+        case v.Drafts(drafts=drafts), v.DraftsTaken(request_ids=taken):
             yield from of_drafts(step, ledger)
+            if ledger.has_grammars:
+                yield from of_proposals(ledger, drafts, taken)
         case v.Abort(), v.Aborted():
             yield from of_abort(step, ledger)
         case v.Reset(), v.ResetDone(success=success):

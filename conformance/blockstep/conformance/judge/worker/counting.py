@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from blockstep.conformance.judge.worker.sampling import NextToken
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
-from blockstep.conformance.judge.worker.worker import NextToken, Tables, Worker
+from blockstep.conformance.judge.worker.worker import Tables, Worker
 from blockstep.spec import vocabulary as v
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from blockstep.conformance.judge.automaton import Automaton
 from blockstep.conformance.judge.worker.names import Name, NamedText, PrefixNames
 from blockstep.spec.vocabulary import BlockId, Request, TokenIds
 
@@ -13,7 +14,7 @@ class RequestView(NamedText):
     """One request as the worker sees it."""
 
     __slots__ = (
-        "is_preempted", "may_resume", "num_computed", "num_promised", "num_rejected",
+        "automaton", "is_preempted", "may_resume", "num_computed", "num_promised", "num_rejected",
         "num_unreported", "pages", "proposal", "state_indices", "tables",
     )  # fmt: skip
 
@@ -22,6 +23,8 @@ class RequestView(NamedText):
     ) -> None:
         super().__init__(request, names)
         sizes = block_sizes or (names.block_size,)
+        self.automaton: Automaton | None = None
+        """Of its grammar, if it has one."""
         self.num_computed = 0
         """Tokens whose KV exists once every plan so far has run."""
         self.num_unreported = 0
@@ -102,6 +105,8 @@ class FrameRow:
     num_known: int
     """Tokens it knew before."""
     sampled: TokenIds = ()
+    told: TokenIds = ()
+    """Its drafts, as the scheduler was told last, where it does not know them by itself."""
     is_astray: bool = False
     """It read KV of something else."""
 

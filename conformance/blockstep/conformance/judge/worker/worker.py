@@ -9,34 +9,28 @@ of the scheduler by what the frames in flight have sampled, and by the drafts th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from itertools import chain
 from typing import TypeAlias
 
 from blockstep.conformance.judge.attended import without_given_back
-from blockstep.conformance.judge.worker.kv import TaggedKV
+from blockstep.conformance.judge.worker.sampling import NextToken, Sampling
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
 from blockstep.conformance.protocol.findings import Difference, Finding, shown
 from blockstep.spec import vocabulary as v
 
-NextToken: TypeAlias = Callable[[Sequence[int]], int]
-"""Which token truly follows a text. Deterministic: what a request must get is unique."""
 Tables: TypeAlias = list[list[v.BlockId]]
 """Per KV group, positions in order."""
 
 
-class Worker(TaggedKV):
+class Worker(Sampling):
     """A model worker. One object is one run."""
 
     def __init__(self, config: v.Config, next_token: NextToken) -> None:
-        super().__init__(config)
-        self.next_token = next_token
-        self.views: dict[v.RequestId, RequestView] = {}
+        super().__init__(config, next_token)
         self.last_plan: v.Plan | None = None
         self.acceptance: tuple[int, ...] = (0,)
         """How many drafts are right, by turns, where the worker keeps its drafts to itself."""
-        self._frames: dict[v.FrameId, list[FrameRow]] = {}
-        """Dispatched, and their commit not heard of."""
         self._num_proposals = 0
         self._remapped: tuple[v.RequestId, ...] = ()
         """In the plan that runs."""
@@ -49,8 +43,15 @@ class Worker(TaggedKV):
         match event, observation:
             case _, v.Plan() as plan:
                 return self.execute(plan)
-            case v.Commit() as commit, v.Outputs():
+            case v.Commit() as commit, v.Outputs(rows=rows):
                 self.commit(commit)
+                self.hear_of_ends(row.request_id for row in rows if row.finish_reason is not None)
+            case v.GrammarBitmask() as asked, v.GrammarOutput() as mask:
+                return self.check_mask(asked, mask)
+            case v.GrammarFailed(request_id=request_id), v.Outputs():
+                self.hear_of_ends((request_id,))
+            case v.Abort(), v.Aborted(request_ids=request_ids):
+                self.hear_of_ends(request_ids)
             case v.Reset(reset_running_requests=forced), v.ResetDone(success=True):
                 self.reset(forced)
         return []
@@ -154,7 +155,7 @@ class Worker(TaggedKV):
     def _start_new(self, row: v.NewRow) -> FrameRow:
         if row.request_id in self.views:
             self._complain("P26", "new_row_is_new", f"{row.request_id!r} is known already")
-        view = RequestView(row.request, self.names, self.block_sizes)
+        view = self.make_view(row.request)
         self.views[row.request_id] = view
         view.tables = self._blocks(row.request_id, row.block_ids)
         view.num_computed = row.num_computed_tokens
@@ -183,7 +184,7 @@ class Worker(TaggedKV):
         That is complained of already. Their answers will not be delivered, so they are left with
         the old view; otherwise no later row of the request would be what the plan means by it.
         """
-        fresh = RequestView(view.request, self.names, self.block_sizes)
+        fresh = self.make_view(view.request)
         fresh.replace_tokens(tokens)
         fresh.tables, fresh.num_computed = view.tables, view.num_computed
         self.views[view.request.request_id] = fresh
@@ -283,10 +284,10 @@ class Worker(TaggedKV):
     ) -> list[v.BlockId]:
         """Those of them that there are. A null block may stand only where not all is attended."""
         least = 1 if group.kind is v.GroupKind.FULL else v.NULL_BLOCK
-        blocks = list(table)
-        if any(not least <= block < self.config.num_blocks for block in blocks):
+        blocks, num_blocks = list(table), self.config.num_blocks
+        if blocks and not (least <= min(blocks) and max(blocks) < num_blocks):
             self._complain("P1", "plan_names_real_blocks", f"{request_id!r} gets blocks {blocks}")
-            blocks = [block for block in blocks if least <= block < self.config.num_blocks]
+            blocks = [block for block in blocks if least <= block < num_blocks]
         return blocks
 
     def _start(
@@ -310,7 +311,10 @@ class Worker(TaggedKV):
         # Go on with as much of a wrong row as makes sense, to find what else is wrong.
         end = max(min(end, known + len(drafts), room), 0)
         first = min(first, end)
-        return FrameRow(view, first, end, drafts, samples=end >= known, num_known=known)
+        row = FrameRow(view, first, end, drafts, samples=end >= known, num_known=known)
+        if view.automaton is not None and drafts and not self.config.async_scheduling:
+            self.check_drafts(row)
+        return row
 
     def _count_slots(self, view: RequestView) -> int:
         """Tokens that each of its block tables has room for."""
@@ -333,20 +337,6 @@ class Worker(TaggedKV):
             for row in self._frames.get(frame_id, ())
         )
 
-    def _sample(self, row: FrameRow) -> v.TokenIds:
-        """The right drafts, and the token that follows them.
-
-        A draft is right if it is the token that truly follows. Who has read wrong KV goes astray.
-        """
-        text: list[int] = list(row.view.tokens) if row.drafts else row.view.tokens
-        sampled = [self.next_token(text) ^ row.is_astray]
-        for draft in row.drafts:
-            if draft != sampled[-1]:
-                break
-            text.append(draft)
-            sampled.append(self.next_token(text))
-        return tuple(sampled)
-
     def commit(self, event: v.Commit) -> None:
         """Learn that an answer was committed. Without this call, its own answer counts."""
         self._hears_more_than_plans = True
@@ -367,18 +357,6 @@ class Worker(TaggedKV):
                 view.num_computed -= len(row.sampled) - len(tokens)
                 for at in view.state_indices:
                     view.state_indices[at] -= len(row.sampled) - len(tokens)
-
-    def propose(self, request_id: v.RequestId, count: int, num_right: int) -> v.TokenIds:
-        """`count` drafts for a request: the first `num_right` will be accepted, the next not."""
-        return self._guess(self.views.get(request_id), count, num_right)
-
-    def _guess(self, view: RequestView | None, count: int, num_right: int) -> v.TokenIds:
-        text = [0] if view is None else list(view.tokens)
-        start = len(text)
-        for index in range(count):
-            true_token = self.next_token(text)
-            text.append(true_token ^ 1 if index == num_right else true_token)
-        return tuple(text[start:])
 
     # Comparison with the state.
 

@@ -1,0 +1,43 @@
+"""Grammars: small automata, whose texts are short, loop, or may go on for ever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.conformance.draw.decisions import Draw
+from blockstep.spec.vocabulary import Config, Grammar
+
+
+def draw_grammar(draw: Draw, vocabulary_size: int) -> Grammar:
+    """Two to five states; each but perhaps the last leads on, most often to the next one.
+
+    Few tokens are allowed, so most drafts are forbidden; now and then all of them are allowed.
+    """
+    num_states = draw.integer(2, 5)
+    states: list[tuple[tuple[int, int], ...]] = []
+    for state in range(num_states):
+        is_last = state == num_states - 1
+        if is_last and draw.chance(75):
+            states.append(())  # terminated
+            continue
+        most = vocabulary_size if draw.chance(15) else min(3, vocabulary_size)
+        tokens = {
+            draw.integer(0, vocabulary_size - 1) for _ in range(draw.integer(1, min(most, 8)))
+        }
+        edges = []
+        for token in sorted(tokens):
+            following = min(state + 1, num_states - 1)
+            edges.append((token, draw.integer(0, num_states - 1) if draw.chance(30) else following))
+        states.append(tuple(edges))
+    return Grammar(tuple(states))
+
+
+def draw_reasoning(config: Config, draw: Draw, vocabulary_size: int) -> Config:
+    """The config, now and then with a token that ends reasoning: grammars wait for it, or not."""
+    if not draw.chance(35):
+        return config
+    return replace(
+        config,
+        reasoning_end_token_id=draw.integer(0, vocabulary_size - 1),
+        enable_in_reasoning=draw.chance(25),
+    )

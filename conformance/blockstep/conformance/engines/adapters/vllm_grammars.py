@@ -1,0 +1,244 @@
+"""Grammars behind vLLM's own interface: compiled when an event says so, by a backend of ours.
+
+    Submit -----------> grammar_init -> executor.submit -> a future that nobody has finished
+    GrammarReady -----> the future runs `compile_grammar` of the backend
+    GrammarBitmask ---> update_draft_token_ids_in_output, get_grammar_bitmask -> mask rows
+
+The manager, its futures, its masks and its reasoning are the release's. Ours are what it has plugs
+for: a backend whose grammars are automata over tokens, so that their state can be read, an executor
+without threads, and who knows the token that ends reasoning.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_types import (
+    StructuredOutputBackend,
+    StructuredOutputGrammar,
+    StructuredOutputOptions,
+)
+
+from blockstep.spec import vocabulary as v
+
+BACKEND = "automata"
+"""The name of our backend; a run has one."""
+BITS = 32
+"""Tokens in one word of a mask."""
+
+
+@StructuredOutputGrammar.register
+class AnyGrammar:
+    """A compiled grammar that every token satisfies; it has no states."""
+
+    state = 0
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        """Advance."""
+        del request_id, tokens
+        return True
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        """The drafts that satisfy it."""
+        return tokens
+
+    def rollback(self, num_tokens: int) -> None:
+        """Go back: there is nowhere to go."""
+
+    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
+        """Allow everything."""
+        bitmask[batch_index].fill_(-1)
+
+    def is_terminated(self) -> bool:
+        """Whether it allows nothing more."""
+        return False
+
+    def reset(self) -> None:
+        """Begin anew."""
+
+
+@StructuredOutputGrammar.register
+class Automaton:
+    """A compiled grammar that is a table: the state it is in, and the tokens on from there.
+
+    What a grammar of the release does where it is asked for more than it can: it accepts a prefix
+    of the tokens and says no.
+    """
+
+    def __init__(self, edges: Sequence[Sequence[tuple[int, int]]]) -> None:
+        self.edges = [dict(edges_of_state) for edges_of_state in edges]
+        self.past = [0]
+        """States from the first on; the last one is where it stands."""
+
+    @property
+    def state(self) -> int:
+        """Where it stands."""
+        return self.past[-1]
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        """Advance as far as the tokens are allowed; whether all of them were."""
+        del request_id
+        for token in tokens:
+            follows = self.edges[self.state].get(token)
+            if follows is None:
+                return False
+            self.past.append(follows)
+        return True
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        """The longest prefix of the tokens that is allowed. Stays where it stands."""
+        state, allowed = self.state, []
+        for token in tokens:
+            follows = self.edges[state].get(token)
+            if follows is None:
+                break
+            state = follows
+            allowed.append(token)
+        return allowed
+
+    def rollback(self, num_tokens: int) -> None:
+        """Go back by so many tokens."""
+        if num_tokens:
+            del self.past[-num_tokens:]
+
+    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None:
+        """A bit for each token: whether it is allowed now."""
+        words = [0] * bitmask.shape[1]
+        for token in self.edges[self.state]:
+            words[token // BITS] |= 1 << token % BITS
+        signed = [word - (1 << BITS) if word >> (BITS - 1) else word for word in words]
+        bitmask[batch_index] = torch.tensor(signed, dtype=torch.int32)
+
+    def is_terminated(self) -> bool:
+        """Whether it allows nothing more."""
+        return not self.edges[self.state]
+
+    def reset(self) -> None:
+        """Begin anew."""
+        del self.past[1:]
+
+
+@StructuredOutputBackend.register
+class AutomatonBackend:
+    """Makes automata of their texts."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def compile_grammar(
+        self, request_type: StructuredOutputOptions, grammar_spec: str, **_keywords: Any
+    ) -> StructuredOutputGrammar:
+        """The automaton that `describe_grammar` wrote."""
+        del request_type
+        edges = json.loads(grammar_spec)
+        return AnyGrammar() if edges is None else Automaton(edges)
+
+    def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
+        """Full masks: so many rows of as many words as the vocabulary takes."""
+        num_words = -(-self.vocab_size // BITS)
+        return torch.full((max_num_seqs, num_words), -1, dtype=torch.int32)
+
+    def destroy(self) -> None:
+        """Nothing is kept."""
+
+
+def describe_grammar(grammar: v.Grammar | None) -> str:
+    """A grammar as text; None: every token is allowed."""
+    return json.dumps(grammar and grammar.edges)
+
+
+class Compilation(Future[Any]):
+    """A grammar that is compiled when an event says so, and not by a thread meanwhile."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__()
+        self._work = work
+
+    def finish(self) -> None:
+        """Compile it now."""
+        self.set_result(self._work())
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What was compiled. Waits for nobody: no time passes in a run."""
+        if not self.done():
+            raise TimeoutError
+        return super().result(timeout)
+
+
+class EventExecutor:
+    """Takes work, and leaves it undone: events do it."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any) -> Compilation:
+        """A future of `function(*args)`."""
+        return Compilation(lambda: function(*args))
+
+
+class EndOfReasoning:
+    """Knows one token: the one behind which an answer begins (`ReasoningParser`)."""
+
+    def __init__(self, token_id: v.TokenId) -> None:
+        self.token_id = token_id
+
+    def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
+        """Whether the token is in a text."""
+        return self.token_id in input_ids
+
+    def is_reasoning_end_streaming(
+        self, input_ids: Sequence[int], delta_ids: Iterable[int]
+    ) -> bool:
+        """Whether the token is in what came last."""
+        del input_ids
+        return self.token_id in delta_ids
+
+
+def begin_compilation(
+    manager: StructuredOutputManager, request: Any, end_token_id: v.TokenId | None
+) -> None:
+    """Do what front end and engine do with a new request before the scheduler sees it."""
+    structured = request.structured_output_request
+    if structured is not None and end_token_id is not None:
+        structured.reasoning_ended = end_token_id in request.prompt_token_ids
+    manager.grammar_init(request)
+
+
+def finish_compilation(request: Any) -> None:
+    """Compile the grammar of a request, as a thread would have done by now."""
+    pending = request.structured_output_request._grammar
+    if isinstance(pending, Compilation) and not pending.done():
+        pending.finish()
+
+
+def build_manager(vllm_config: Any, config: v.Config) -> StructuredOutputManager:
+    """The release's manager of grammars, with our plugs in it."""
+    manager = StructuredOutputManager(vllm_config)
+    plugs: Any = manager
+    # A tokenizer would make a pool of threads and one of the backends; we have none.
+    plugs.executor = EventExecutor()
+    plugs.tokenizer = None
+    plugs.backend = AutomatonBackend(vllm_config.model_config.get_vocab_size())
+    plugs.backend_name = BACKEND
+    end = config.reasoning_end_token_id
+    if end is not None:
+        # Older releases have one for all requests, newer ones make one for each.
+        plugs.reasoner = EndOfReasoning(end)
+        plugs.reasoner_cls = lambda tokenizer: EndOfReasoning(end)  # noqa: ARG005
+    plugs.enable_in_reasoning = config.enable_in_reasoning
+    return manager
+
+
+def read_allowed(words: list[int]) -> v.TokenIds | None:
+    """The tokens whose bits are set; None where all are."""
+    if all(word == -1 for word in words):
+        return None
+    return tuple(
+        index * BITS + bit
+        for index, word in enumerate(words)
+        if word
+        for bit in range(BITS)
+        if word >> bit & 1
+    )

@@ -1,0 +1,70 @@
+"""Grammars: P23 they stand where the outputs led them, and a plan tells that it is held to some.
+
+Masks are judged by the worker, which has automata of its own.
+"""
+
+from __future__ import annotations
+
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.sentence import (
+    Complaints,
+    differing,
+    sentence,
+    unequal,
+)
+from blockstep.conformance.judge.properties.step import Step
+from blockstep.spec import vocabulary as v
+
+
+@sentence("P23", v.Schedule, v.Commit, v.Drafts, v.GrammarBitmask, v.Reset)
+def grammar_stands_where_the_outputs_led_it(step: Step, ledger: Ledger) -> Complaints:
+    """The state of a grammar follows from what was delivered, whatever else happened: drafts,
+    rejections, preemptions, resets.
+
+    So does whether reasoning has ended, where the grammar waits for that.
+    """
+    if not ledger.has_grammars:
+        return
+    delivered = step.delivered if isinstance(step.event, v.Commit) else {}
+    for name, request in step.new.items():
+        life = ledger.lives.get(name)
+        if life is None:
+            continue
+        place, due = life.find_place(delivered.get(name, ())), (0, False)
+        if place is not None and life.automaton is not None:
+            due = (place.state, life.automaton.is_reasoning_over(place))
+        seen = (request.grammar_state, request.reasoning_ended)
+        if seen != due:
+            what = f"the grammar of {name!r} is not where its outputs led it"
+            yield unequal(what, "grammar_state, reasoning_ended", due, seen)
+
+
+@sentence("P23", v.Schedule)
+def plan_tells_that_it_has_a_mask(step: Step, ledger: Ledger) -> Complaints:
+    """A plan says whether a row samples under a grammar, and whether older frames owe tokens to
+    one that does: its mask must wait for them."""
+    masked = [
+        row
+        for row in step.rows
+        if ledger.lives[row.request_id].automaton is not None and ledger.flight_row(row).samples
+    ]
+    waits = any(ledger.placeholders(row.request_id) for row in masked)
+    plan = step.plan
+    yield from differing(
+        "has_structured_output_requests", bool(masked), plan.has_structured_output_requests
+    )
+    yield from differing(
+        "pending_structured_output_tokens", waits, plan.pending_structured_output_tokens
+    )
+
+
+@sentence("P23", v.GrammarFailed)
+def failed_grammar_ends_its_request(step: Step, ledger: Ledger) -> Complaints:
+    """A request whose grammar cannot be had ends with a reason and without a token, and nobody
+    else does."""
+    assert isinstance(step.event, v.GrammarFailed)
+    name = step.event.request_id
+    num_cached = max(ledger.lives[name].num_cached_tokens, 0)
+    row = v.OutputRow(name, (), v.FinishReason.ERROR, num_cached_tokens=num_cached)
+    yield from differing("rows", (row,), step.output_rows)
+    yield from differing("unfinished", sorted(step.old.keys() - {name}), sorted(step.new))

@@ -1,0 +1,227 @@
+"""Sampling: which tokens truly follow, under the grammars that hold them, and which are guessed.
+
+A grammar holds by an automaton of the worker's own, read along with the text that it knows. What an
+engine says may be sampled is compared with that, and nothing is sampled by it (D6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+from blockstep.conformance.judge.automaton import Automaton, Place
+from blockstep.conformance.judge.worker.kv import TaggedKV
+from blockstep.conformance.judge.worker.view import FrameRow, RequestView
+from blockstep.conformance.protocol.findings import Difference, Finding
+from blockstep.spec import vocabulary as v
+
+NextToken: TypeAlias = Callable[[Sequence[int]], int]
+"""Which token truly follows a text. Deterministic: what a request must get is unique."""
+
+
+class Sampling(TaggedKV):
+    """What a worker samples, proposes, and says of masks."""
+
+    def __init__(self, config: v.Config, next_token: NextToken) -> None:
+        super().__init__(config)
+        self.next_token = next_token
+        self.views: dict[v.RequestId, RequestView] = {}
+        self._frames: dict[v.FrameId, list[FrameRow]] = {}
+        """Dispatched, and their commit not heard of."""
+        self._ended: set[v.RequestId] = set()
+        """Of whose end it has heard, and no plan told so far."""
+
+    def make_view(self, request: v.Request) -> RequestView:
+        """What it knows of a request that it is told of."""
+        view = RequestView(request, self.names, self.block_sizes)
+        if request.grammar is not None:
+            view.automaton = Automaton(self.config, request)
+        self._ended.discard(request.request_id)
+        return view
+
+    def hear_of_ends(self, names: Iterable[v.RequestId]) -> None:
+        """Requests ended: of their rows in flight no mask need speak."""
+        self._ended.update(names)
+
+    def _choose(self, view: RequestView, text: Sequence[int]) -> v.TokenId:
+        """The token that truly follows a text: of those that its grammar allows, if any holds."""
+        token = self.next_token(text)
+        if view.automaton is None:
+            return token
+        place = view.automaton.read(text[view.num_prompt :])
+        allowed = None if place is None else view.automaton.list_allowed(place)
+        return token if allowed is None or token in allowed else allowed[token % len(allowed)]
+
+    def _sample(self, row: FrameRow) -> v.TokenIds:
+        """The right drafts, and the token that follows them.
+
+        A draft is right if it is the token that truly follows, and its grammar accepts it. Who has
+        read wrong KV goes astray.
+        """
+        view = row.view
+        text: list[int] = list(view.tokens) if row.drafts else view.tokens
+        first = self._choose(view, text)
+        if row.is_astray:
+            first = self._astray(view, text, first)
+        sampled = [first]
+        for draft in self._list_verifiable(row):
+            if draft != sampled[-1]:
+                break
+            text.append(draft)
+            sampled.append(self._choose(view, text))
+        return tuple(sampled)
+
+    def _astray(self, view: RequestView, text: Sequence[int], token: v.TokenId) -> v.TokenId:
+        """Another token than the one that truly follows, where the grammar leaves any."""
+        allowed = None
+        if view.automaton is not None:
+            place = view.automaton.read(text[view.num_prompt :])
+            allowed = None if place is None else view.automaton.list_allowed(place)
+        if allowed is None:
+            return token ^ 1
+        return allowed[(allowed.index(token) + 1) % len(allowed)]
+
+    def _list_verifiable(self, row: FrameRow) -> v.TokenIds:
+        """The drafts of a row that its grammar accepts; all where it has none."""
+        automaton = row.view.automaton
+        if automaton is None:
+            return row.drafts
+        place = self._place_of(row)
+        return row.drafts if place is None else automaton.cut(place, row.drafts)
+
+    def _place_of(self, row: FrameRow) -> Place | None:
+        """Where the grammar of a row stands before it; None: nowhere, or there is none."""
+        view = row.view
+        if view.automaton is None:
+            return None
+        return view.automaton.read(view.tokens[view.num_prompt : row.num_known])
+
+    def propose(self, request_id: v.RequestId, count: int, num_right: int) -> v.TokenIds:
+        """`count` drafts for a request: the first `num_right` will be accepted, the next not."""
+        return self._guess(self.views.get(request_id), count, num_right)
+
+    def _guess(self, view: RequestView | None, count: int, num_right: int) -> v.TokenIds:
+        text = [0] if view is None else list(view.tokens)
+        start = len(text)
+        for index in range(count):
+            true_token = self.next_token(text) if view is None else self._choose(view, text)
+            text.append(true_token ^ 1 if index == num_right else true_token)
+        return tuple(text[start:])
+
+    # Masks.
+
+    def tell_drafts(self, frame_id: v.FrameId) -> tuple[v.RowTokens, ...]:
+        """What the placeholders of a dispatched plan stand for, of those whom its mask is for."""
+        return tuple(
+            v.RowTokens(row.view.request.request_id, row.drafts)
+            for row in self.list_masked(frame_id)
+            if row.drafts
+        )
+
+    def answer_wrongly(self, frame_id: v.FrameId) -> tuple[v.RowTokens, ...] | None:
+        """What a dispatched plan sampled, and one token in it forbidden; None if none can be."""
+        masked = self.list_masked(frame_id)
+        for row in masked:
+            token = self._find_forbidden(row)
+            if token is not None:
+                rows = self._frames[frame_id]
+                return tuple(
+                    v.RowTokens(
+                        each.view.request.request_id,
+                        (*each.sampled[:-1], token) if each is row else each.sampled,
+                    )
+                    for each in rows
+                )
+        return None
+
+    def _find_forbidden(self, row: FrameRow) -> v.TokenId | None:
+        """A token that may not be the last that a row samples, if there is any."""
+        view = row.view
+        if view.automaton is None:
+            return None
+        text = [*view.tokens[view.num_prompt : row.num_known], *row.sampled[:-1]]
+        place = view.automaton.read(text)
+        allowed = None if place is None else view.automaton.list_allowed(place)
+        if allowed is None:
+            return None
+        return next(token for token in range(len(allowed) + 1) if token not in allowed)
+
+    def forbids(self, event: v.Commit) -> bool:
+        """Whether an answer has a token that a grammar forbids."""
+        tokens_of = {row.request_id: row.token_ids for row in event.sampled}
+        for row in self.list_masked(event.frame_id):
+            view = row.view
+            text = view.tokens[view.num_prompt : row.num_known]
+            tokens = tokens_of.get(view.request.request_id, ())
+            if view.automaton is not None and view.automaton.read([*text, *tokens]) is None:
+                return True
+        return False
+
+    def list_masked(self, frame_id: v.FrameId) -> list[FrameRow]:
+        """The rows that sample under a grammar, of those who have not ended."""
+        return [
+            row
+            for row in self._frames.get(frame_id, ())
+            if row.samples
+            and row.view.automaton is not None
+            and row.view.request.request_id not in self._ended
+        ]
+
+    def check_drafts(self, row: FrameRow) -> None:
+        """Drafts that a plan has a row verify are accepted by its grammar."""
+        valid = self._list_verifiable(row)
+        if valid != row.drafts:
+            name = row.view.request.request_id
+            what = f"{name!r} runs drafts {row.drafts}, of which its grammar accepts {valid}"
+            difference = Difference("draft_token_ids", str(valid), str(row.drafts))
+            self._complain("P23", "scheduled_drafts_are_accepted_by_the_grammar", what, difference)
+
+    def check_mask(self, asked: v.GrammarBitmask, mask: v.GrammarOutput) -> list[Finding]:
+        """Compare a mask with what the automata of its rows allow."""
+        self._findings = []
+        rows = self.list_masked(asked.frame_id)
+        due = [row.view.request.request_id for row in rows]
+        seen = [row.request_id for row in mask.rows]
+        if seen != due:
+            what = f"the mask of frame {asked.frame_id} has other rows"
+            difference = Difference("rows", str(due), str(seen))
+            self._complain("P23", "mask_has_the_rows_that_sample_under_a_grammar", what, difference)
+            return self._findings
+        told = {row.request_id: row.token_ids for row in asked.drafts}
+        for row, told_of in zip(rows, mask.rows, strict=True):
+            known = row.drafts
+            if self.config.async_scheduling:
+                known = row.told = told.get(told_of.request_id, row.told)[: len(row.drafts)]
+            self._check_mask_row(row, known, told_of)
+        return self._findings
+
+    def _check_mask_row(self, row: FrameRow, known: v.TokenIds, seen: v.GrammarRow) -> None:
+        """Hold a row of a mask to the drafts that are known: valid ones, allowed tokens, the rest.
+
+        drafts       a      b      -1
+        allowed    as the automaton says   |  masked, if what is before it is
+        """
+        view, place, name = row.view, self._place_of(row), seen.request_id
+        if view.automaton is None or place is None:
+            return  # it was made to say what it could not
+        valid = view.automaton.cut(place, known)
+        padded = (*valid, *(v.DRAFT_PLACEHOLDER,) * (len(row.drafts) - len(valid)))
+        if seen.draft_token_ids != padded:
+            difference = Difference("draft_token_ids", str(padded), str(seen.draft_token_ids))
+            what = f"{name!r}: its grammar accepts {valid} of {known}"
+            self._complain("P23", "mask_keeps_the_drafts_that_are_accepted", what, difference)
+            return
+        allowed: list[v.TokenIds | None] = [view.automaton.list_allowed(place)]
+        for draft in valid:
+            following = view.automaton.take(place, draft)
+            assert following is not None, "a draft that is accepted leads somewhere"
+            place = following
+            allowed.append(view.automaton.list_allowed(place))
+        held = list(seen.allowed)
+        if len(held) != 1 + len(padded) or held[: len(allowed)] != allowed:
+            difference = Difference("allowed", str(allowed), str(held[: len(allowed)]))
+            what = f"{name!r} behind {valid}"
+            self._complain("P23", "mask_allows_what_the_grammar_does", what, difference)
+        elif allowed[-1] is not None and None in held[len(allowed) :]:
+            what = f"{name!r}: behind {padded} all tokens are allowed"
+            self._complain("P24", "nothing_behind_a_placeholder_is_unmasked", what)

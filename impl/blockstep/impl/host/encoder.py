@@ -1,0 +1,248 @@
+"""Encoder: what it makes of the items in prompts is kept while somebody needs it, and then as long
+as there is room.
+
+    size        | held: a a b        | held by nobody: x y | free |
+                                       ^ evicted first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from blockstep.spec.vocabulary import (
+    Config,
+    EncoderEntry,
+    EncoderSnapshot,
+    MultiModalItem,
+    Request,
+    RequestId,
+)
+
+Place: TypeAlias = tuple[RequestId, int]
+"""An item in a request, by its index."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """What the encoder made of an item, or makes in a frame in flight."""
+
+    num_embeds: int
+    holders: set[Place] = field(default_factory=set)
+    """Places that still need it (P22): the same item may stand in a prompt twice."""
+
+
+@dataclass(slots=True)
+class Encoding:
+    """What a row needs of the encoder. Nothing is done for it yet."""
+
+    num_tokens: int
+    """Tokens of the row, which ends before an item that there is no room for."""
+    inputs: list[int] = field(default_factory=list)
+    """Items to be encoded."""
+    external: list[int] = field(default_factory=list)
+    """Items to be loaded."""
+    found: list[int] = field(default_factory=list)
+    """Items that are in the cache, or that an earlier one of these brings there."""
+    evicted: list[str] = field(default_factory=list)
+    """What has to go for them, in this order."""
+    num_embeds: int = 0
+    """To be encoded."""
+
+
+class EncoderCache:
+    """A cache of `encoder_cache_size` embeddings, by identifiers of items (P9, P22)."""
+
+    def __init__(self, config: Config) -> None:
+        self.size = config.encoder_cache_size
+        self.lookahead = config.num_encoder_lookahead_tokens
+        self.is_whole = config.disable_chunked_mm_input
+        """Whether an item is not cut by the end of a chunk."""
+        self.is_beside = config.is_encoder_decoder
+        """Whether items stand beside the prompt."""
+        self.entries: dict[str, Entry] = {}
+        self.freeable: dict[str, None] = {}
+        """Identifiers that nobody holds, next to be evicted first."""
+        self.num_free = self.size
+        self.freed: dict[str, None] = {}
+        """Evicted, and not announced yet."""
+        self.offered: frozenset[str] = frozenset()
+        """What a connector holds."""
+
+    @property
+    def num_freeable(self) -> int:
+        """Free embeddings, and those that nobody holds."""
+        return self.num_free + sum(self.entries[name].num_embeds for name in self.freeable)
+
+    # Choice: changes nothing.
+
+    def choose(self, request: Request, num_computed: int, num_tokens: int, budget: int) -> Encoding:
+        """What a row of so many tokens needs, and how many of them it can have.
+
+        Args:
+            request: of the row.
+            num_computed: tokens before the row.
+            num_tokens: of the row, as far as all else goes.
+            budget: embeddings that may still be encoded in this step.
+        """
+        chosen = Encoding(num_tokens)
+        if num_tokens <= 0:
+            return chosen
+        begin = num_computed + self.lookahead
+        for index, item in enumerate(request.items):
+            if item.offset >= begin + chosen.num_tokens:
+                break
+            if self._is_behind(item, num_computed):
+                continue
+            if self._is_there(item.identifier, chosen, request):
+                chosen.found.append(index)
+                continue
+            if self._would_cut(item, num_computed, num_tokens) or not self._make_place(
+                item, budget, chosen, request
+            ):
+                chosen.num_tokens = max(item.offset - begin, 0)
+                break
+            if not self._is_read(item, num_computed, num_tokens):
+                continue
+            if item.identifier in self.offered:
+                chosen.external.append(index)
+            else:
+                chosen.inputs.append(index)
+                chosen.num_embeds += item.num_embeds
+        return chosen
+
+    def _is_behind(self, item: MultiModalItem, num_computed: int) -> bool:
+        """Whether the KV of all its tokens is there."""
+        if self.is_beside:
+            return num_computed > 0
+        return item.offset + item.length <= num_computed
+
+    def _is_there(self, name: str, chosen: Encoding, request: Request) -> bool:
+        """Whether an item need not be brought in: it is kept, or an earlier one is the same."""
+        if any(request.items[i].identifier == name for i in chosen.inputs + chosen.external):
+            return True
+        return name in self.entries and name not in chosen.evicted
+
+    def _would_cut(self, item: MultiModalItem, num_computed: int, num_tokens: int) -> bool:
+        """Whether the row would end inside of an item that must not be cut."""
+        end = num_computed + num_tokens
+        return self.is_whole and num_computed < item.offset and end < item.offset + item.length
+
+    def _is_read(self, item: MultiModalItem, num_computed: int, num_tokens: int) -> bool:
+        """Whether the row, or the head behind it, reads one of its embeddings."""
+        if self.is_beside or not item.is_embed:
+            return True
+        begin = max(num_computed - item.offset, 0)
+        return any(item.is_embed[begin : num_computed + num_tokens + self.lookahead - item.offset])
+
+    def _make_place(
+        self, item: MultiModalItem, budget: int, chosen: Encoding, request: Request
+    ) -> bool:
+        """Whether it can be brought in, beside what is chosen; who has to go for it."""
+        if item.num_embeds > budget - chosen.num_embeds:
+            return False
+        items = request.items
+        brought = sum(items[i].num_embeds for i in chosen.inputs + chosen.external)
+        room = self.num_free + self._count(chosen.evicted) - brought
+        kept = {items[i].identifier for i in chosen.found}
+        evicted: list[str] = []
+        for name in self.freeable:
+            if room >= item.num_embeds:
+                break
+            if name not in kept and name not in chosen.evicted:
+                evicted.append(name)
+                room += self.entries[name].num_embeds
+        if room < item.num_embeds:
+            return False
+        chosen.evicted += evicted
+        return True
+
+    def _count(self, names: Iterable[str]) -> int:
+        return sum(self.entries[name].num_embeds for name in names)
+
+    # What is done once the row is certain.
+
+    def hold(self, request: Request, chosen: Encoding) -> None:
+        """The row has its blocks: what it needs is there, or will be when it runs."""
+        for name in chosen.evicted:
+            self._evict(name)
+        self._bring_back_lost(request, chosen)
+        for index in chosen.inputs + chosen.external:
+            item = request.items[index]
+            self.entries[item.identifier] = Entry(item.num_embeds)
+            self.num_free -= item.num_embeds
+            self.freed.pop(item.identifier, None)
+        for index in chosen.inputs + chosen.external + chosen.found:
+            name = request.items[index].identifier
+            self.freeable.pop(name, None)
+            self.entries[name].holders.add((request.request_id, index))
+
+    def _bring_back_lost(self, request: Request, chosen: Encoding) -> None:
+        """What was found, and then taken back with the row of another, is brought in."""
+        for index in chosen.found[:]:
+            item = request.items[index]
+            if not self._is_there(item.identifier, chosen, request):
+                chosen.found.remove(index)
+                chosen.inputs = sorted([*chosen.inputs, index])
+                chosen.num_embeds += item.num_embeds
+
+    def is_held(self, name: str) -> bool:
+        """Whether somebody needs it."""
+        return bool(self.entries[name].holders)
+
+    def release(self, request: Request, num_computed: int) -> None:
+        """It needs none of the items any more that are behind it."""
+        for index, item in enumerate(request.items):
+            if self._is_behind(item, num_computed):
+                self._let_go(request, index)
+
+    def drop(self, request: Request) -> None:
+        """It needs none of its items any more: it was preempted, or has ended."""
+        for index in range(len(request.items)):
+            self._let_go(request, index)
+
+    def reset(self) -> None:
+        """Forget everything, what is in use included."""
+        self.entries.clear()
+        self.freeable.clear()
+        self.freed.clear()
+        self.num_free = self.size
+
+    def announce(self) -> tuple[str, ...]:
+        """What the worker has to drop, once."""
+        freed = tuple(self.freed)
+        self.freed.clear()
+        return freed
+
+    def withdraw(self, name: str) -> None:
+        """It is not brought in after all."""
+        self.num_free += self.entries.pop(name).num_embeds
+        self.freeable.pop(name, None)
+
+    def _let_go(self, request: Request, index: int) -> None:
+        name = request.items[index].identifier
+        entry, place = self.entries.get(name), (request.request_id, index)
+        if entry is not None and place in entry.holders:
+            entry.holders.remove(place)
+            if not entry.holders:
+                self.freeable[name] = None
+
+    def _evict(self, name: str) -> None:
+        del self.freeable[name]
+        self.num_free += self.entries.pop(name).num_embeds
+        self.freed[name] = None
+
+    def snapshot(self) -> EncoderSnapshot:
+        """The canonical state."""
+        entries = [
+            EncoderEntry(name, entry.num_embeds, tuple(sorted(who for who, _ in entry.holders)))
+            for name, entry in sorted(self.entries.items())
+        ]
+        return EncoderSnapshot(
+            tuple(entries),
+            tuple(self.freeable),
+            self.num_free,
+            self.num_freeable,
+            tuple(self.freed),
+        )

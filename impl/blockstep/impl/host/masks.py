@@ -1,0 +1,118 @@
+"""Masks: what each row of a frame may sample, by the grammars of their requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from blockstep.impl.host.core import Core
+from blockstep.impl.host.grammars import Matcher
+from blockstep.impl.refusals import bad_result, grammar_behind, grammar_problem, mask_problem
+from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
+    Ack,
+    FinishReason,
+    FrameId,
+    GrammarBitmask,
+    GrammarOutput,
+    GrammarRow,
+    OutputRow,
+    Outputs,
+    Rejected,
+    RequestId,
+    TokenIds,
+)
+
+
+class Masks(Core):
+    """Makes masks of frames in flight, and holds what is sampled to them (P23)."""
+
+    def _set_grammar_ready(self, request_id: RequestId) -> Ack | Rejected:
+        slot = self.table.slot_of.get(request_id)
+        request = None if slot is None else self.table.requests[slot]
+        problem = grammar_problem(request, request_id)
+        if problem is not None:
+            return problem
+        assert slot is not None, "a request without a problem has a slot"
+        self.table.grammar_ready[slot] = True
+        return Ack()
+
+    def _fail_grammar(self, request_id: RequestId) -> Outputs | Rejected:
+        """It ends, wherever it is; what frames in flight sample for it goes with it."""
+        slot = self.table.slot_of.get(request_id)
+        request = None if slot is None else self.table.requests[slot]
+        problem = grammar_problem(request, request_id, "failed")
+        if problem is not None:
+            return problem
+        assert slot is not None, "a request without a problem has a slot"
+        num_cached_tokens = max(self.table.num_cached_tokens[slot], 0)
+        self._finish(slot)
+        row = OutputRow(request_id, (), FinishReason.ERROR, num_cached_tokens=num_cached_tokens)
+        return Outputs((row,))
+
+    def _make_mask(self, event: GrammarBitmask) -> GrammarOutput | Rejected:
+        """The mask of a frame, and its drafts cut to what the grammars accept."""
+        problem = mask_problem(self.config, event, self.frames)
+        if problem is not None:
+            return problem
+        frame = self.frames[event.frame_id]
+        masked = {name: row for name, row in frame.items() if self._is_masked(name, row)}
+        behind = [name for name in masked if self._samples_before(event.frame_id, name)]
+        if behind:
+            return grammar_behind(event.frame_id, behind)
+        told = {row.request_id: row.token_ids for row in event.drafts}
+        rows: list[GrammarRow] = []
+        for name, drafts in masked.items():
+            matcher, planned = self.matchers[name], drafts or ()
+            known = told.get(name, ()) if self.async_scheduling else planned
+            valid = self._cut_drafts(matcher, known[: len(planned)])
+            if self.async_scheduling:
+                self.verifiable.setdefault(event.frame_id, {})[name] = valid
+            padded = (*valid, *(DRAFT_PLACEHOLDER,) * (len(planned) - len(valid)))
+            rows.append(GrammarRow(name, matcher.list_masks(padded), padded))
+        return GrammarOutput(tuple(rows))
+
+    def _tell_masks(self, frame: Mapping[RequestId, TokenIds | None]) -> tuple[bool, bool]:
+        """Of a frame that promises nothing yet: whether its mask has rows, and whether a grammar is
+        behind one of them, because older frames have promised tokens."""
+        table = self.table
+        promised = [
+            table.num_output_placeholders[table.slot_of[name]]
+            for name, drafts in frame.items()
+            if self._is_masked(name, drafts)
+        ]
+        return bool(promised), any(promised)
+
+    def _is_masked(self, request_id: RequestId, drafts: TokenIds | None) -> bool:
+        """Whether a row of a frame in flight has a mask: it samples, and has a grammar."""
+        return drafts is not None and request_id in self.matchers
+
+    def _samples_before(self, frame_id: FrameId, request_id: RequestId) -> bool:
+        """Whether an older frame samples for a request: its grammar is behind this one."""
+        return any(
+            frame.get(request_id) is not None
+            for older, frame in self.frames.items()
+            if older < frame_id
+        )
+
+    def _cut_drafts(self, matcher: Matcher, drafts: TokenIds) -> TokenIds:
+        """The drafts that may be verified: the first ones, as far as its grammar accepts them."""
+        return matcher.cut(drafts)
+
+    def _grammar_result_problem(
+        self, frame_id: FrameId, answers: Mapping[RequestId, TokenIds]
+    ) -> Rejected | None:
+        """Why a grammar forbids what was sampled, or None."""
+        for name, tokens in answers.items():
+            matcher = self.matchers.get(name)
+            if matcher is not None and matcher.follow(tokens) is None:
+                rule = f"has {tokens}, of which its grammar forbids one"
+                return bad_result(frame_id, f"{name!r} {rule}; sample by the mask")
+        return None
+
+    def _advance_grammar(self, request_id: RequestId, delivered: TokenIds) -> None:
+        """Its grammar follows what is delivered, the last token included."""
+        matcher = self.matchers.get(request_id)
+        if matcher is not None:
+            position = matcher.follow(delivered)
+            assert position is not None, "a commit is refused whose tokens a grammar forbids"
+            matcher.position = position

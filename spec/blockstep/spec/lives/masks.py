@@ -1,0 +1,172 @@
+"""Masks: what a frame may sample under the grammars of its requests.
+
+A row that samples for a request with a grammar is held to it, at the place of each draft and behind
+the last one. What it sampled in older frames comes first: the mask of a frame is that of the text
+behind which it samples. Drafts that the scheduler knows were cut when they came (`lives.drafts`);
+those that only the worker knows are cut here, and the frame in flight remembers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from blockstep.spec.beside.grammar import get_mask, get_stand_behind, get_stands
+from blockstep.spec.requests import Frame, FrameRow, RequestState
+from blockstep.spec.state import State
+from blockstep.spec.vocabulary import (
+    DRAFT_PLACEHOLDER,
+    Commit,
+    Config,
+    GrammarBitmask,
+    GrammarOutput,
+    GrammarRow,
+    RejectCode,
+    Rejected,
+    RequestId,
+    TokenIds,
+)
+
+
+def process_bitmask(
+    state: State, bitmask: GrammarBitmask
+) -> tuple[State, GrammarOutput] | Rejected:
+    """Make the mask of a frame; nothing changes but drafts that only the worker knew.
+
+    Those are verified as far as the grammar accepts them; the rest are placeholders, which nobody
+    can accept. Without a word of a row it keeps those that it has. Asked once more, the same
+    follows from what is said then. Source: vLLM 0.19.1 `get_grammar_bitmask`,
+    `update_draft_token_ids_in_output`; P23, P24.
+    """
+    # refuse
+    frame = next((f for f in state.frames if f.frame_id == bitmask.frame_id), None)
+    if frame is None:
+        detail = f"frame {bitmask.frame_id} is not in flight; ask between its plan and its commit"
+        return Rejected(RejectCode.UNKNOWN_FRAME, detail)
+    told = {row.request_id: row.token_ids for row in bitmask.drafts}
+    problem = get_told_problem(state.config, bitmask)
+    if problem:
+        return Rejected(RejectCode.BAD_DRAFTS, problem)
+    masked = list_masked(state, frame)
+    behind = get_behind(state.frames, frame, masked)
+    if behind is not None:
+        detail = f"{behind!r} samples in a frame before {frame.frame_id}; commit that first"
+        return Rejected(RejectCode.GRAMMAR_BEHIND, detail)
+    # select
+    rows = {row.request_id: get_cut(state, row, told) for row in masked}
+    # observe
+    frame_after = replace(frame, rows=tuple([rows.get(row.request_id, row) for row in frame.rows]))
+    frames = tuple([frame_after if one is frame else one for one in state.frames])
+    answer = GrammarOutput(tuple([get_mask_row(state, row) for row in rows.values()]))
+    return replace(state, frames=frames), answer
+
+
+def get_told_problem(config: Config, bitmask: GrammarBitmask) -> str:
+    """Why drafts cannot be told with a mask; "" if they can. Source: S7; P18."""
+    names = [row.request_id for row in bitmask.drafts]
+    if names and not config.async_scheduling:
+        return "the drafts of a frame are known, for scheduling is not asynchronous: send none"
+    twice = [name for name in names if names.count(name) > 1]
+    return f"{twice[0]!r} is named twice; send one row per request" if twice else ""
+
+
+def list_masked(state: State, frame: Frame) -> list[FrameRow]:
+    """The rows of a frame that a mask has rows for: of requests that have not ended.
+
+    Source: vLLM 0.19.1 `get_grammar_bitmask`; P23.
+    """
+    found = []
+    for row in frame.rows:
+        request = state.requests.get(row.request_id)
+        if request is not None and state.rules.has_mask_row(frame, row, request):
+            found.append(row)
+    return found
+
+
+def has_mask_row(frame: Frame, row: FrameRow, request: RequestState) -> bool:
+    """Whether a row samples for a request with a grammar, as it was planned. Source: P23."""
+    del frame, request
+    return row.has_mask
+
+
+def get_behind(
+    frames: Sequence[Frame], frame: Frame, masked: Sequence[FrameRow]
+) -> RequestId | None:
+    """A request of which the mask has rows, and which samples in an older frame; or None.
+
+    Upstream defers such a frame until one older frame is answered, whatever their number (#45014).
+    Source: vLLM 0.19.1 `pending_structured_output_tokens`; P23.
+    """
+    names = {row.request_id for row in masked}
+    for older in frames[: frames.index(frame)]:
+        for row in older.rows:
+            if row.samples and not row.is_dropped and row.request_id in names:
+                return row.request_id
+    return None
+
+
+def get_cut(state: State, row: FrameRow, told: Mapping[RequestId, TokenIds]) -> FrameRow:
+    """A row of a frame once its mask is made: of its drafts those that the grammar accepts.
+
+    Source: vLLM 0.19.1 `update_draft_token_ids_in_output`; P23, P24.
+    """
+    if not state.config.async_scheduling:
+        return row
+    num_drafts = len(row.draft_token_ids)
+    request = state.requests[row.request_id]
+    grammar = request.request.grammar
+    assert grammar is not None, "a mask has rows of requests with a grammar"
+    drafts = told.get(row.request_id, row.draft_token_ids)[:num_drafts]
+    follow = state.rules.get_next_stand
+    stands = get_stands(state.config, grammar, request.stand, drafts, follow)
+    accepted = drafts[: len(stands) - 1]
+    padding = (DRAFT_PLACEHOLDER,) * (num_drafts - len(accepted))
+    return replace(row, draft_token_ids=accepted + padding, is_masked=True)
+
+
+def get_mask_row(state: State, row: FrameRow) -> GrammarRow:
+    """What one request may sample in a frame. Source: vLLM 0.19.1 `grammar_bitmask`; P23, P24."""
+    request = state.requests[row.request_id]
+    grammar = request.request.grammar
+    assert grammar is not None, "a mask has rows of requests with a grammar"
+    rules, drafts = state.rules, row.draft_token_ids
+    allowed = get_mask(
+        *(state.config, grammar, request.stand, drafts),
+        *(rules.get_next_stand, rules.masks_behind_placeholders),
+    )
+    return GrammarRow(row.request_id, allowed, drafts)
+
+
+def get_forbidden(state: State, frame: Frame, commit: Commit) -> str:
+    """Why an answer breaks a grammar; "" if it does not.
+
+    Upstream notes it and goes on, with a grammar that is somewhere else than the text.
+    Source: vLLM 0.19.1 `update_from_output`; P23.
+    """
+    held = {row.request_id for row in frame.rows if row.has_mask and not row.is_dropped}
+    for row in commit.sampled if held else ():
+        request = state.requests.get(row.request_id) if row.request_id in held else None
+        if request is not None and get_advanced(state, request, row.token_ids) is None:
+            return (
+                f"{row.request_id!r}: its grammar, in state {request.stand.state}, forbids one of "
+                f"{row.token_ids}; sample by the mask (GrammarBitmask)"
+            )
+    return ""
+
+
+def get_advanced(state: State, request: RequestState, tokens: TokenIds) -> RequestState | None:
+    """The request with its grammar where its new outputs lead; None if one is forbidden.
+
+    Source: vLLM 0.19.1 `update_from_output`; P23.
+    """
+    grammar = request.request.grammar
+    assert grammar is not None, "a mask has rows of requests with a grammar"
+    follow = state.rules.get_next_stand
+    stand = get_stand_behind(state.config, grammar, request.stand, tokens, follow)
+    return None if stand is None else replace(request, stand=stand)
+
+
+def get_settled(config: Config, request: RequestState, tokens: TokenIds) -> RequestState:
+    """A request with a grammar behind a step that delivered: as its tokens led it. Source: P23."""
+    del config, tokens
+    return request

@@ -1,0 +1,287 @@
+"""Sessions: requests that a stop does not end, for further input goes on with them.
+
+    a chunk     |------ prompt ------|---- outputs ----|x|         x: sampled last, never computed
+    the next    |--------- its prompt: all but x ------|-- input --|---- outputs ----
+
+A session that stops rests with its blocks until further input comes, and then waits for its turn
+like a newcomer, but behind tokens that are computed already. What it keeps is every known token but
+the last: that one was never computed, and it is what the client replaces by going on. So what a
+session keeps does not depend on drafts, frames in flight or preemption.
+
+What frames in flight sample behind a stop belongs to a chunk that is over, and is dropped. What
+they write is at positions which the next chunk computes again, in later frames.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.spec.hashing import extend_block_keys
+from blockstep.spec.lives.endings import get_without_ended
+from blockstep.spec.lives.lifecycle import get_size_problem
+from blockstep.spec.maps import FrozenMap
+from blockstep.spec.memory.groups import compute_num_skipped_blocks
+from blockstep.spec.memory.slots import release_slots
+from blockstep.spec.pool import Pool
+from blockstep.spec.requests import Frame, RequestState
+from blockstep.spec.rules import Rules
+from blockstep.spec.state import State
+from blockstep.spec.step.giving import without_blocks
+from blockstep.spec.step.queues import is_blocked, process_append
+from blockstep.spec.vocabulary import (
+    NULL_BLOCK,
+    Aborted,
+    Ack,
+    Config,
+    GroupKind,
+    Policy,
+    RejectCode,
+    Rejected,
+    Request,
+    RequestId,
+    Status,
+)
+
+RESTING = Status.WAITING_FOR_STREAMING_REQ
+
+
+# Input.
+
+
+def process_streaming_update(
+    state: State, update: Request
+) -> tuple[State, Ack | Aborted] | Rejected:
+    """Go on with a session: now if it rests, else when it stops. Or end it, likewise.
+
+    Who rests keeps its place in line under FCFS; that is before all newcomers, who never waited.
+    Source: vLLM 0.19.1 `add_request`; P11, P16.
+    """
+    # refuse
+    request = state.requests.get(update.request_id)
+    if request is None:
+        detail = f"no unfinished request {update.request_id!r}; submit it first"
+        return Rejected(RejectCode.UNKNOWN_REQUEST, detail)
+    problem = get_update_problem(state, request, update)
+    if problem is not None:
+        return problem
+    # pool, requests
+    requests = state.requests.to_dict()
+    if request.status is not RESTING:
+        requests[update.request_id] = replace(request, updates=(*request.updates, update))
+        return replace(state, requests=FrozenMap(requests)), Ack()
+    if not update.resumable:
+        del requests[update.request_id]
+        pool = release_slots(state.pool, request, state.rules)
+        state = replace(state, pool=pool, requests=FrozenMap(requests))
+        return get_without_ended(state, [update.request_id]), Aborted((update.request_id,))
+    requests[update.request_id] = get_continued(state.config, request, update, state.rules)
+    state = replace(state, requests=FrozenMap(requests))
+    if state.config.policy is Policy.PRIORITY:
+        return get_with_sessions(state, [update.request_id], is_new=False), Ack()
+    return state, Ack()
+
+
+def get_update_problem(state: State, request: RequestState, update: Request) -> Rejected | None:
+    """Why an unfinished request cannot go on with this input, or None.
+
+    The limits hold for the whole of it: what is known of it, or will be at its longest, and then
+    all further chunks, each at its longest, too. Upstream looks at each chunk alone (#42489,
+    #40072). Source: vLLM 0.19.1 `add_request`; P11.
+    """
+    name = update.request_id
+    if not request.request.resumable:
+        detail = f"{name!r} was submitted without resumable"
+        return Rejected(RejectCode.NOT_RESUMABLE, detail)
+    if request.updates and not request.updates[-1].resumable:
+        detail = f"no more input was to come for {name!r}; submit it anew once it has ended"
+        return Rejected(RejectCode.NOT_RESUMABLE, detail)
+    if not update.resumable:
+        return None
+    return get_size_problem(state.config, get_longest_request(state, request, update))
+
+
+def get_longest_request(state: State, request: RequestState, update: Request) -> Request:
+    """What a session may become by all chunks that are to come, and this one, at its longest.
+
+    Items of different chunks stand as near to each other as may be: a stop may come at once.
+    Source: upstream #42489; P11.
+    """
+    asked, max_model_len = request.request, state.config.max_model_len
+    longest, num_least = request.num_known_tokens, compute_num_kept(request.num_known_tokens)
+    if request.status is not RESTING:
+        num_least = len(asked.prompt_token_ids)
+        longest = compute_longest(num_least, asked.max_tokens, max_model_len)
+    for chunk in (*request.updates, update):
+        num_prompt = compute_num_kept(longest) + len(chunk.prompt_token_ids)
+        items = [replace(item, offset=item.offset + num_least) for item in chunk.items]
+        asked = state.rules.get_chunk_request(asked, chunk)
+        asked = replace(asked, prompt_token_ids=(0,) * num_prompt, items=(*asked.items, *items))
+        num_least += len(chunk.prompt_token_ids)
+        longest = compute_longest(num_prompt, asked.max_tokens, max_model_len)
+    return asked
+
+
+def compute_longest(num_prompt: int, max_tokens: int, max_model_len: int) -> int:
+    """Known tokens of a request at its longest. Source: seed 000 "Request Completion"; P11."""
+    return min(num_prompt + max_tokens, max_model_len)
+
+
+def compute_num_kept(num_known: int) -> int:
+    """Tokens that a session keeps of a chunk that has stopped: all but the last sampled one.
+
+    Source: vLLM 0.33.0 `_update_request_as_session`; P13.
+    """
+    return num_known - 1
+
+
+def get_continued(
+    config: Config, request: RequestState, update: Request, rules: Rules
+) -> RequestState:
+    """The session with its next chunk: what it keeps of the last one is prompt now.
+
+    The keys of its blocks follow the tokens: the one that it does not keep may have completed a
+    block. Source: vLLM 0.19.1 `_update_request_as_session`; P3, P6.
+    """
+    num_kept = rules.get_num_kept(request)
+    kept = request.all_token_ids[:num_kept]
+    items = [replace(item, offset=item.offset + len(kept)) for item in update.items]
+    asked = replace(
+        rules.get_chunk_request(request.request, update),
+        prompt_token_ids=kept + update.prompt_token_ids,
+        items=(*request.request.items, *items),
+    )
+    num_keys = rules.get_num_kept_keys(request, len(kept) // config.block_size)
+    request = replace(
+        request,
+        request=asked,
+        status=Status.WAITING,
+        output_token_ids=(),
+        block_keys=request.block_keys[:num_keys],
+    )
+    if not config.enable_prefix_caching:
+        return request
+    return replace(request, block_keys=extend_block_keys(request, config.block_size, rules))
+
+
+def get_num_kept(request: RequestState) -> int:
+    """Leading tokens that a session keeps, however many it has computed.
+
+    Source: vLLM 0.33.0 `_update_request_as_session`; P13.
+    """
+    return compute_num_kept(request.num_known_tokens)
+
+
+def get_num_kept_keys(request: RequestState, num_blocks: int) -> int:
+    """Leading keys that a session keeps: of blocks full of tokens that it keeps. Source: P3, P6."""
+    del request
+    return num_blocks
+
+
+def get_chunk_request(asked: Request, update: Request) -> Request:
+    """The request with what a chunk says of its outputs, and when it came. Not yet its input.
+
+    Priority, adapter, salt and grammar are the session's. Source: vLLM 0.33.0
+    `_update_request_as_session`; P13.
+    """
+    return replace(
+        asked,
+        max_tokens=update.max_tokens,
+        min_tokens=update.min_tokens,
+        eos_token_id=update.eos_token_id,
+        stop_token_ids=update.stop_token_ids,
+        repetition_detection=update.repetition_detection,
+        arrival_time=update.arrival_time,
+    )
+
+
+# A stop.
+
+
+def goes_on(request: RequestState) -> bool:
+    """Whether a request that has stopped is a session whose input has not ended.
+
+    Source: vLLM 0.19.1 `_handle_stopped_request`; P13.
+    """
+    is_over = bool(request.updates) and not request.updates[0].resumable
+    return request.request.resumable and not is_over
+
+
+def process_chunk_end(state: State, pool: Pool, request: RequestState) -> tuple[Pool, RequestState]:
+    """A session that has stopped: it goes on with the next chunk, or rests until there is one.
+
+    Source: vLLM 0.19.1 `_handle_stopped_request`; P13, P14.
+    """
+    pool, request = state.rules.get_stopped(state.config, pool, request, state.rules)
+    if not request.updates:
+        return pool, replace(request, status=RESTING)
+    update, *others = request.updates
+    request = replace(request, updates=tuple(others))
+    return pool, get_continued(state.config, request, update, state.rules)
+
+
+def get_stopped(
+    config: Config, pool: Pool, request: RequestState, rules: Rules
+) -> tuple[Pool, RequestState]:
+    """A session at its stop: computed is what it keeps, and nothing is promised any more.
+
+    It goes back behind drafts that were accepted past the stop, and frames in flight; if a window
+    or a state has gone on since, it gives up all its blocks, and computes everything again.
+    Source: P3, P12, P14, P24.
+    """
+    num_kept = rules.get_num_kept(request)
+    num_computed = min(request.num_computed_tokens, num_kept)
+    request = replace(request, num_output_placeholders=0, spec_token_ids=())
+    if config.groups and not can_go_back(config, request, num_computed):
+        pool = release_slots(pool, request, rules)
+        return pool, without_blocks(request)
+    return pool, replace(request, num_computed_tokens=num_computed)
+
+
+def can_go_back(config: Config, request: RequestState, num_computed: int) -> bool:
+    """Whether all is held that a row from position `num_computed` on reads.
+
+    Where drafts have states, the worker alone knows in which block the last one is, and only while
+    the request runs. Source: P3, P14, P26.
+    """
+    for group, table in zip(config.groups, request.block_tables, strict=True):
+        is_elsewhere = group.num_speculative_blocks or num_computed != request.num_computed_tokens
+        if group.kind is GroupKind.RECURRENT and is_elsewhere:
+            return False
+        if NULL_BLOCK in table[compute_num_skipped_blocks(group, num_computed) :]:
+            return False
+    return True
+
+
+def get_with_sessions(state: State, stopped: list[RequestId], is_new: bool = True) -> State:
+    """The state with these sessions in the queues that they belong in, behind all others.
+
+    What frames in flight sample for a chunk that `is_new`ly over is dropped.
+    Source: vLLM 0.19.1 `_enqueue_waiting_request`; P13, P16.
+    """
+    policy, rules, requests = state.config.policy, state.rules, state.requests
+    waiting = [name for name in state.waiting if name not in stopped]
+    skipped = [name for name in state.skipped_waiting if name not in stopped]
+    for name in stopped:
+        is_apart = rules.has_skipped_queue and (is_blocked(requests[name]) or not is_new)
+        process_append(policy, skipped if is_apart else waiting, name, requests)
+    frames = state.frames
+    if is_new and rules.drops_rows_behind_stops:
+        frames = tuple([drop_rows(frame, stopped) for frame in frames])
+    return replace(
+        state,
+        waiting=tuple(waiting),
+        skipped_waiting=tuple(skipped),
+        running=tuple([name for name in state.running if name not in stopped]),
+        frames=frames,
+    )
+
+
+def drop_rows(frame: Frame, request_ids: list[RequestId]) -> Frame:
+    """A frame in flight of which the rows of these requests deliver nothing. Source: P13."""
+    if not any(row.request_id in request_ids for row in frame.rows):
+        return frame
+    rows = [
+        replace(row, is_dropped=True) if row.request_id in request_ids else row
+        for row in frame.rows
+    ]
+    return replace(frame, rows=tuple(rows))

@@ -1,0 +1,29 @@
+"""Adapters: what a release does with the seats of adapters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.spec.releases.quirk import Quirk, QuirkStory
+from blockstep.spec.rules import Rules
+from blockstep.spec.vocabulary import Config
+
+
+def adapters_of_rows_only(rules: Rules, _config: Config) -> Rules:
+    """Who runs, but has no row in the step, leaves the seat of its adapter to others."""
+    return replace(rules, counts_adapters_of_rows_only=True)
+
+
+STORIES = (
+    QuirkStory(
+        Quirk.ADAPTERS_OF_ROWS_ONLY,
+        adapters_of_rows_only,
+        "who runs, but has no row in the step, leaves the seat of its adapter to others",
+        ("P9",),
+        "not found upstream",
+        "0.11.0 0.19.1 0.33.0",
+        "two frames, not asynchronous, max_loras 1; one request with an adapter is in flight, one "
+        "with another comes: it is admitted, and a later step has rows of both, where upstream "
+        "stops by an assertion",
+    ),
+)

@@ -1,0 +1,103 @@
+"""Grammars: what a release does with masks, and with the end of reasoning."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.spec.beside.grammar import Stand, holds
+from blockstep.spec.releases.quirk import Quirk, QuirkStory
+from blockstep.spec.requests import Frame, FrameRow, RequestState
+from blockstep.spec.rules import Rules
+from blockstep.spec.vocabulary import Config, Grammar, TokenId, TokenIds
+
+
+def padding_unmasks_what_follows(rules: Rules, _config: Config) -> Rules:
+    """Positions behind a draft that is a placeholder have a full mask."""
+    return replace(rules, masks_behind_placeholders=False)
+
+
+def mask_of_who_samples_by_now(rules: Rules, _config: Config) -> Rules:
+    """Who has rows of a mask is decided when it is made, not when the frame was planned."""
+
+    def has_mask_row(frame: Frame, row: FrameRow, request: RequestState) -> bool:
+        del row
+        is_asked = any(other.has_mask for other in frame.rows)
+        return is_asked and request.request.grammar is not None and not request.is_prefill_chunk
+
+    return replace(rules, has_mask_row=has_mask_row)
+
+
+def reasoning_ends_with_its_step(rules: Rules, _config: Config) -> Rules:
+    """Nothing holds the rest of the step in which reasoning ends, and no grammar reads it."""
+
+    def get_next_stand(
+        config: Config, grammar: Grammar, stand: Stand, token: TokenId
+    ) -> Stand | None:
+        if not holds(config, stand):
+            return stand
+        return rules.get_next_stand(config, grammar, stand, token)
+
+    def get_settled(config: Config, request: RequestState, tokens: TokenIds) -> RequestState:
+        if holds(config, request.stand) or config.reasoning_end_token_id not in tokens:
+            return request
+        return replace(request, stand=Stand(request.stand.state, reasoning_ended=True))
+
+    return replace(rules, get_next_stand=get_next_stand, get_settled=get_settled)
+
+
+def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
+    """The end of reasoning is seen where it is the last token of a step, and overlooked before."""
+
+    def get_settled(config: Config, request: RequestState, tokens: TokenIds) -> RequestState:
+        del tokens
+        text = request.all_token_ids
+        first = request.num_computed_tokens - request.num_output_placeholders
+        start = first if first >= 0 else max(len(text) + first, 0)
+        return rules.get_settled(config, request, text[start:])
+
+    return replace(rules, get_settled=get_settled)
+
+
+STORIES = (
+    QuirkStory(
+        Quirk.PADDING_UNMASKS_WHAT_FOLLOWS,
+        padding_unmasks_what_follows,
+        "positions behind a draft that a grammar cut off have a full mask",
+        ("P24",),
+        "not found upstream",
+        "0.19.1",
+        "asynchronous, two drafts, a grammar that refuses the first of them: its mask is held to "
+        "the grammar at the first position, and full at the next two",
+    ),
+    QuirkStory(
+        Quirk.MASK_OF_WHO_SAMPLES_BY_NOW,
+        mask_of_who_samples_by_now,
+        "who has rows of a mask is decided when it is made, not when its frame was planned",
+        (),
+        "not found upstream",
+        "0.19.1",
+        "two frames, two requests with grammars, the prompt of one in two chunks: once the second "
+        "is planned, the mask of the first has a row of it",
+    ),
+    QuirkStory(
+        Quirk.REASONING_ENDS_WITH_ITS_STEP,
+        reasoning_ends_with_its_step,
+        "nothing holds the rest of the step in which reasoning ends, and no grammar reads it",
+        ("P23", "P24"),
+        "#44006",
+        "0.19.1",
+        "a grammar that reasoning holds off; the drafts are the end of reasoning and a token that "
+        "the grammar forbids: both are taken, scheduled, and may be accepted",
+    ),
+    QuirkStory(
+        Quirk.REASONING_ENDS_AT_THE_LAST_TOKEN,
+        reasoning_ends_at_the_last_token,
+        "the end of reasoning is seen as the last token of a step only",
+        ("P23",),
+        "#43388",
+        "0.19.1",
+        "a grammar that reasoning holds off; a step samples the end of reasoning, a draft, and one "
+        "token more: the grammar never holds",
+        upon=(Quirk.REASONING_ENDS_WITH_ITS_STEP,),
+    ),
+)

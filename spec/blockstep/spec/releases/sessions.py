@@ -1,0 +1,139 @@
+"""Sessions: what a release does with requests that go on after a stop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.spec.pool import Pool
+from blockstep.spec.releases.quirk import Quirk, QuirkStory
+from blockstep.spec.requests import RequestState
+from blockstep.spec.rules import Rules
+from blockstep.spec.vocabulary import Config, Request
+
+
+def sessions_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
+    """A session that does not run keeps its blocks, whoever lacks some, and under any reset."""
+    return replace(rules, takes_back_from_sessions=False)
+
+
+def sessions_keep_max_tokens(rules: Rules, _config: Config) -> Rules:
+    """Each chunk of a session may sample as many tokens as the first."""
+
+    def get_chunk_request(asked: Request, update: Request) -> Request:
+        return replace(rules.get_chunk_request(asked, update), max_tokens=asked.max_tokens)
+
+    return replace(rules, get_chunk_request=get_chunk_request)
+
+
+def session_keys_are_appended(rules: Rules, _config: Config) -> Rules:
+    """The key of a block that the token left out has completed stays, and others follow it."""
+
+    def get_num_kept_keys(request: RequestState, num_blocks: int) -> int:
+        return max(len(request.block_keys), num_blocks)
+
+    return replace(rules, get_num_kept_keys=get_num_kept_keys)
+
+
+def sessions_keep_what_is_computed(rules: Rules, _config: Config) -> Rules:
+    """A session keeps as many tokens as are computed, those behind its stop included."""
+
+    def get_num_kept(request: RequestState) -> int:
+        return request.num_computed_tokens
+
+    def get_stopped(
+        config: Config, pool: Pool, request: RequestState, rules: Rules
+    ) -> tuple[Pool, RequestState]:
+        del config, rules
+        return pool, replace(request, num_output_placeholders=0, spec_token_ids=())
+
+    return replace(rules, get_num_kept=get_num_kept, get_stopped=get_stopped)
+
+
+def sessions_keep_their_promises(rules: Rules, _config: Config) -> Rules:
+    """What frames in flight sample behind a stop is delivered, and drafts outlive it."""
+
+    def get_stopped(
+        config: Config, pool: Pool, request: RequestState, within: Rules
+    ) -> tuple[Pool, RequestState]:
+        pool, after = rules.get_stopped(config, pool, request, within)
+        return pool, replace(
+            after,
+            num_output_placeholders=request.num_output_placeholders,
+            spec_token_ids=request.spec_token_ids,
+        )
+
+    return replace(rules, get_stopped=get_stopped, drops_rows_behind_stops=False)
+
+
+def sessions_admitted_with_lookahead(rules: Rules, _config: Config) -> Rules:
+    """A session that goes on is admitted with the slots for lookahead, others are not."""
+
+    def get_num_lookahead_at_admission(config: Config, request: RequestState) -> int:
+        if request.num_computed_tokens:
+            return config.num_lookahead_tokens
+        return rules.get_num_lookahead_at_admission(config, request)
+
+    return replace(rules, get_num_lookahead_at_admission=get_num_lookahead_at_admission)
+
+
+STORIES = (
+    QuirkStory(
+        Quirk.SESSIONS_KEEP_THEIR_BLOCKS,
+        sessions_keep_their_blocks,
+        "a session that does not run keeps its blocks, whoever lacks some, and under any reset",
+        ("P10", "P17", "P25"),
+        "#49439 (open)",
+        "0.19.1",
+        "a session that rests with two of three blocks, and a prompt of two blocks: it is never "
+        "admitted; a forced reset stops by an error",
+    ),
+    QuirkStory(
+        Quirk.SESSIONS_KEEP_MAX_TOKENS,
+        sessions_keep_max_tokens,
+        "each chunk of a session may sample as many tokens as the first",
+        ("P13",),
+        "not found upstream (fixed by 0.32.0)",
+        "0.19.1",
+        "a session of max_tokens 1 goes on with max_tokens 2: it stops after one token",
+    ),
+    QuirkStory(
+        Quirk.SESSION_KEYS_ARE_APPENDED,
+        session_keys_are_appended,
+        "the key of a block that the token left out has completed stays, and others follow it",
+        ("P3", "P6"),
+        "not found upstream (fixed by 0.32.0)",
+        "0.19.1",
+        "blocks of 2; a session of one token that samples one rests, and goes on with another "
+        "token: its first block carries the key of the token that was left out",
+    ),
+    QuirkStory(
+        Quirk.SESSIONS_KEEP_WHAT_IS_COMPUTED,
+        sessions_keep_what_is_computed,
+        "a session keeps as many tokens as are computed, those behind its stop included",
+        ("P3", "P12", "P13"),
+        "not found upstream (fixed in 0.33.0)",
+        "0.19.1",
+        "drafts; a session of max_tokens 2 accepts two drafts at once after its first token: it "
+        "stops at the first of them, and the next chunk is read behind the second",
+    ),
+    QuirkStory(
+        Quirk.SESSIONS_KEEP_THEIR_PROMISES,
+        sessions_keep_their_promises,
+        "what frames in flight sample behind a stop is delivered, and drafts outlive it",
+        ("P12", "P13", "P24"),
+        "not found upstream",
+        "0.19.1",
+        "asynchronous; a session samples its end-of-sequence token while its next row is in "
+        "flight: it rests, and is then delivered another token",
+    ),
+    QuirkStory(
+        Quirk.SESSIONS_ADMITTED_WITH_LOOKAHEAD,
+        sessions_admitted_with_lookahead,
+        "a session that goes on is admitted with the slots for lookahead, others are not",
+        (),
+        "not found upstream",
+        "0.19.1",
+        "blocks of 2, a draft model; a session goes on with tokens that end its block: it is "
+        "given one block more",
+    ),
+)

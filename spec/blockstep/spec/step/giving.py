@@ -1,0 +1,58 @@
+"""Giving: where nobody else can give way, sessions that do not run do.
+
+Between two chunks a session keeps its blocks, though nobody can say for how long: a client that
+never goes on would hold them for ever, and two that wait for their turn could each lack what the
+other holds (upstream #49439). So whoever lacks blocks while nobody else runs takes them from
+sessions, one at a time, and only as many as it needs. Since the empty pool can hold everybody
+alone, the first in line is then admitted, and who runs alone goes on: nobody waits for ever (P10),
+and each hold has an end (P17). While others run it waits for theirs, as everybody does.
+
+Those that rest give way before those that wait for their turn, and then whoever would be looked at
+last. A session that gave way has lost no tokens: it looks for a hit and computes the rest again, as
+after a preemption; but it did not run, so it is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from blockstep.spec.memory.slots import release_slots
+from blockstep.spec.requests import NOTHING_HELD, RequestState
+from blockstep.spec.step.queues import Requests, get_rank
+from blockstep.spec.step.work import Step
+from blockstep.spec.vocabulary import Policy, RequestId, Status
+
+
+def process_giving(step: Step, receiver_id: RequestId) -> bool:
+    """Take the blocks of one session, for a request that lacks some; whether there was one.
+
+    Source: upstream #49439; P10, P17.
+    """
+    if not step.state.rules.takes_back_from_sessions:
+        return False
+    queued = (*step.passed_over, *step.skipped, *step.waiting)
+    givers = get_givers(step.state.config.policy, queued, step.requests)
+    giver_id = next((name for name in givers if name != receiver_id), None)
+    if giver_id is None:
+        return False
+    giver = step.requests[giver_id]
+    step.pool = release_slots(step.pool, giver, step.state.rules)
+    step.requests[giver_id] = without_blocks(giver)
+    return True
+
+
+def get_givers(policy: Policy, queued: Iterable[RequestId], requests: Requests) -> list[RequestId]:
+    """Those in the queues that hold blocks, who gives way first, first. Source: P10, P17."""
+    holders = [name for name in queued if any(requests[name].block_tables)]
+    if policy is Policy.PRIORITY:
+        holders.sort(key=lambda name: get_rank(requests[name]))
+    holders.reverse()
+    holders.sort(key=lambda name: requests[name].status is not Status.WAITING_FOR_STREAMING_REQ)
+    return holders
+
+
+def without_blocks(request: RequestState) -> RequestState:
+    """A session once its blocks are gone: it computes all of it again. Source: P10, P17."""
+    held = NOTHING_HELD * len(request.holdings)
+    return replace(request, num_computed_tokens=0, holdings=held)

@@ -1,0 +1,226 @@
+"""Constants: what can be said against a config, whatever happens under it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blockstep.spec.vocabulary.config import (
+    Config,
+    GroupKind,
+    KVGroup,
+    MambaCacheMode,
+    Policy,
+    SpecMethod,
+)
+from blockstep.spec.vocabulary.items import find_encoder_rule
+
+MAX_INT = 2**31 - 1
+"""Token ids, counts and ticks fit in 31 bits, so that an engine may keep them in int32 arrays."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigProblem:
+    """One reason why a config cannot be used."""
+
+    field: str
+    value: object
+    rule: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"config: {self.field} = {shown(self.value)}: {self.rule}; {self.fix}"
+
+
+class ConfigError(ValueError):
+    """A config breaks the rules of `config_problems`."""
+
+    def __init__(self, problems: Sequence[ConfigProblem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(map(str, problems)))
+
+
+def is_count(value: object, at_least: int = 0) -> bool:
+    """Whether `value` is an int (no bool) between `at_least` and `MAX_INT`."""
+    return type(value) is int and at_least <= value <= MAX_INT
+
+
+def config_problems(config: object) -> tuple[ConfigProblem, ...]:
+    """Every reason against `config`; empty for a good one.
+
+    Sources: upstream's own start-up checks (`SchedulerConfig`), and seed 001 for the null block.
+    """
+    if not isinstance(config, Config):
+        return (ConfigProblem("config", config, "must be a Config", "build one"),)
+    found = _type_problems(config)
+    if found:
+        return tuple(found)
+
+    def expect(ok: bool, field: str, rule: str, fix: str) -> None:
+        if not ok:
+            found.append(ConfigProblem(field, getattr(config, field), rule, fix))
+
+    found += _group_problems(config)
+    field, rule, fix = find_encoder_rule(config)
+    if field:
+        expect(False, field, rule, fix)
+    expect(
+        (config.spec_method is SpecMethod.NONE) == (config.num_speculative_tokens == 0),
+        "num_speculative_tokens",
+        "must be 0 exactly when spec_method is none",
+        "set both, or neither",
+    )
+    expect(
+        config.enable_chunked_prefill or config.max_num_batched_tokens >= config.max_model_len,
+        "max_num_batched_tokens",
+        "without chunked prefill a whole prompt must fit one step's budget",
+        "raise it to max_model_len, or enable chunked prefill",
+    )
+    expect(
+        not config.async_scheduling or config.max_frames_in_flight > 1,
+        "async_scheduling",
+        "needs room for a plan ahead of the one that runs",
+        "set max_frames_in_flight to 2 or more, or leave async_scheduling out",
+    )
+    expect(
+        not config.enable_in_reasoning or config.reasoning_end_token_id is not None,
+        "enable_in_reasoning",
+        "says something only of a model that reasons",
+        "set reasoning_end_token_id, or leave it out",
+    )
+    return tuple(found)
+
+
+def _type_problems(config: Config) -> list[ConfigProblem]:
+    """Every reason against the types and the least values of fields."""
+    found: list[ConfigProblem] = []
+
+    def expect(ok: bool, field: str, rule: str, fix: str) -> None:
+        if not ok:
+            found.append(ConfigProblem(field, getattr(config, field), rule, fix))
+
+    for name, least in (
+        ("num_blocks", 2),
+        ("block_size", 1),
+        ("max_num_seqs", 1),
+        ("max_num_batched_tokens", 1),
+        ("max_model_len", 2),
+        ("long_prefill_token_threshold", 0),
+        ("num_speculative_tokens", 0),
+        ("max_frames_in_flight", 1),
+        ("max_loras", 0),
+        ("encoder_compute_budget", 0),
+        ("encoder_cache_size", 0),
+    ):
+        ok = is_count(getattr(config, name), least)
+        expect(ok, name, f"must be an int from {least} to {MAX_INT}", f"use at least {least}")
+    for name in (
+        "enable_prefix_caching",
+        "enable_chunked_prefill",
+        "scheduler_reserve_full_isl",
+        "async_scheduling",
+        "enable_in_reasoning",
+        "disable_chunked_mm_input",
+        "is_encoder_decoder",
+    ):
+        expect(type(getattr(config, name)) is bool, name, "must be a bool", "use True or False")
+    expect(isinstance(config.policy, Policy), "policy", "must be a Policy", "use Policy.FCFS")
+    expect(
+        isinstance(config.spec_method, SpecMethod),
+        "spec_method",
+        "must be a SpecMethod",
+        "use SpecMethod.NONE",
+    )
+    marker = config.reasoning_end_token_id
+    is_token = marker is None or is_count(marker)
+    expect(is_token, "reasoning_end_token_id", "must be None or a token id", "leave it out")
+    rule = "must be a tuple of KVGroup"
+    is_known = isinstance(config.groups, tuple) and all(
+        isinstance(group, KVGroup) for group in config.groups
+    )
+    expect(is_known, "groups", rule, "build some, or leave it out for one group")
+    return found
+
+
+def _group_problems(config: Config) -> list[ConfigProblem]:
+    """Every reason against the KV groups, each of them a `KVGroup`."""
+    found: list[ConfigProblem] = []
+    for index, group in enumerate(config.groups):
+        rule, fix = _group_rule(group)
+        if rule:
+            found.append(ConfigProblem(f"groups[{index}]", group, rule, fix))
+    sizes = [group.block_size for group in config.groups]
+    if found or not sizes:
+        return found
+    for index, group in enumerate(config.groups):
+        rule, fix = _recurrent_rule(config, group)
+        if rule:
+            found.append(ConfigProblem(f"groups[{index}]", group, rule, fix))
+    if any(size % config.block_size for size in sizes) or config.block_size not in sizes:
+        rule = f"must be the smallest block size of a group and divide every one: {sizes}"
+        fix = "name blocks by the smallest"
+        found.append(ConfigProblem("block_size", config.block_size, rule, fix))
+    return found
+
+
+def _group_rule(group: KVGroup) -> tuple[str, str]:
+    """The rule that a KV group breaks, and the fix; twice "" for a good one."""
+    if not isinstance(group.kind, GroupKind):
+        return "its kind must be a GroupKind", "use GroupKind.FULL"
+    if not is_count(group.block_size, 1):
+        return f"its block_size must be an int from 1 to {MAX_INT}", "use at least 1"
+    for name, kind in (
+        ("sliding_window", GroupKind.SLIDING_WINDOW),
+        ("attention_chunk_size", GroupKind.CHUNKED_LOCAL),
+    ):
+        size = getattr(group, name)
+        if group.kind is kind and not is_count(size, 1):
+            return f"its {name} must be an int from 1 to {MAX_INT}", "use at least 1"
+        if group.kind is not kind and not (type(size) is int and size == 0):
+            return f"only a group of kind {kind} has a {name}", f"leave {name} out"
+    if not isinstance(group.mamba_cache_mode, MambaCacheMode):
+        return "its mamba_cache_mode must be a MambaCacheMode", "use MambaCacheMode.NONE"
+    if not is_count(group.num_speculative_blocks):
+        return f"its num_speculative_blocks must be an int from 0 to {MAX_INT}", "use at least 0"
+    is_plain = group.mamba_cache_mode is MambaCacheMode.NONE and not group.num_speculative_blocks
+    if group.kind is not GroupKind.RECURRENT and not is_plain:
+        rule = "only a group of kind recurrent has a mamba_cache_mode and num_speculative_blocks"
+        return rule, "leave both out"
+    return "", ""
+
+
+def _recurrent_rule(config: Config, group: KVGroup) -> tuple[str, str]:
+    """The rule of recurrent groups that a config breaks by one, and the fix; twice "" for none.
+
+    Sources: vLLM 0.19.1 `MambaModelConfig` (modes), `MambaBase.get_kv_cache_spec` (drafts).
+    """
+    if group.kind is not GroupKind.RECURRENT:
+        return "", ""
+    mode = group.mamba_cache_mode
+    recurrent = [other for other in config.groups if other.kind is GroupKind.RECURRENT]
+    if any(other.mamba_cache_mode is not mode for other in recurrent):
+        return "all recurrent groups have one mamba_cache_mode", "give them the same"
+    if config.enable_prefix_caching == (mode is MambaCacheMode.NONE):
+        rule = "its mamba_cache_mode must be none exactly when prefix caching is off"
+        return rule, "use all or align with caching, none without"
+    if mode is MambaCacheMode.NONE and group.block_size < config.max_model_len:
+        rule = "its one state lies in its first block, so block_size is no less than max_model_len"
+        return rule, "raise its block_size"
+    if mode is MambaCacheMode.ALIGN and not config.enable_chunked_prefill:
+        return "chunks can end where blocks do with chunked prefill only", "enable it"
+    if mode is MambaCacheMode.ALIGN and group.num_speculative_blocks >= group.block_size:
+        rule = "with align a step among drafts ends one block at most, so it has fewer of them"
+        return rule, "use a block_size above num_speculative_blocks"
+    if group.num_speculative_blocks < config.num_speculative_tokens:
+        rule = "its num_speculative_blocks must be a state for each of num_speculative_tokens"
+        return rule, f"use {config.num_speculative_tokens}"
+    return "", ""
+
+
+def shown(value: object) -> str:
+    """A value on part of a line, whatever it is: Python refuses to print ints of 4301 digits."""
+    try:
+        text = repr(value)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,79 @@
+"""Items: what can be said against those of a request, and of an encoder, by a config alone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from blockstep.spec.vocabulary.config import Config, GroupKind
+from blockstep.spec.vocabulary.observations import RejectCode, Rejected
+from blockstep.spec.vocabulary.request import MultiModalItem, Request
+
+
+def find_encoder_rule(config: Config) -> tuple[str, str, str]:
+    """The field, the rule that it breaks, and the fix; thrice "" for a good encoder, or none.
+
+    Source: vLLM 0.19.1 `SchedulerConfig.__post_init__`, for encoder-decoder models.
+    """
+    if (config.encoder_compute_budget > 0) != (config.encoder_cache_size > 0):
+        rule = "must be above 0 exactly when encoder_cache_size is"
+        return "encoder_compute_budget", rule, "set both, or neither"
+    for field in ("disable_chunked_mm_input", "is_encoder_decoder"):
+        if getattr(config, field) and not config.encoder_cache_size:
+            return field, "needs an encoder", "set encoder_cache_size, or leave it out"
+    if config.is_encoder_decoder:
+        for field, wanted in (
+            ("disable_chunked_mm_input", True),
+            ("enable_chunked_prefill", False),
+            ("enable_prefix_caching", False),
+            ("long_prefill_token_threshold", 0),
+        ):
+            if getattr(config, field) != wanted:
+                return field, "does not go with is_encoder_decoder", f"use {wanted}"
+    elif any(group.kind is GroupKind.CROSS_ATTENTION for group in config.groups):
+        return "groups", "only an encoder-decoder model attends across", "set is_encoder_decoder"
+    return "", "", ""
+
+
+def item_problem(config: Config, request: Request) -> Rejected | None:
+    """Why the items of a request can never be taken under a config, or None.
+
+    An item stands inside of the prompt, or beside it in an encoder-decoder model. What is larger
+    than the encoder's cache, or than what it makes in a step, could never be encoded (P11); so it
+    is with two that a draft head needs at once: the last token of one reads the first of the next.
+    """
+    beside = config.is_encoder_decoder
+    for item in request.items:
+        if beside and item.offset > 0:
+            return _refuse(request, item, "stands beside the prompt: use offset 0")
+        if not beside and item.offset + item.length > len(request.prompt_token_ids):
+            return _refuse(request, item, "must lie inside the prompt: lengthen that")
+    if not config.encoder_cache_size or not request.items:
+        return None
+    most = min(config.encoder_compute_budget, config.encoder_cache_size)
+    for item in request.items:
+        if item.num_embeds > most:
+            return _refuse(request, item, f"must have {most} embeddings at most", is_bad=False)
+    if config.num_encoder_lookahead_tokens:
+        for item, after in pairwise(request.items):
+            if _are_needed_at_once(item, after) and item.num_embeds + after.num_embeds > most:
+                rule = f"and the next one have more than {most} embeddings, and no token between"
+                return _refuse(request, item, rule, is_bad=False)
+    threshold, budget = config.long_prefill_token_threshold, config.max_num_batched_tokens
+    most = min(budget, threshold) if threshold else budget
+    if config.disable_chunked_mm_input and not beside:
+        for item in request.items:
+            if item.length > most:
+                rule = f"must have {most} tokens at most: no chunk takes more, and none a part"
+                return _refuse(request, item, rule, is_bad=False)
+    return None
+
+
+def _are_needed_at_once(item: MultiModalItem, after: MultiModalItem) -> bool:
+    """Whether no token stands between two different items."""
+    return item.offset + item.length == after.offset and item.identifier != after.identifier
+
+
+def _refuse(request: Request, item: MultiModalItem, rule: str, is_bad: bool = True) -> Rejected:
+    code = RejectCode.BAD_REQUEST if is_bad else RejectCode.NEVER_FITS
+    text = f"item {item.identifier!r} at {item.offset}"
+    return Rejected(code, f"request {request.request_id!r}: {text} {rule}"[:300])

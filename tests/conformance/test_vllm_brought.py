@@ -1,0 +1,403 @@
+"""What requests bring to a vLLM release: adapters, sessions, grammars and encoder inputs.
+
+Each test hands events to the adapter alone, and looks at what the release plans, answers and shows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from blockstep.conformance.engines.adapters.vllm_releases import (
+    REFERENCE,
+    get_installed_version,
+    get_release,
+    get_release_problem,
+)
+from blockstep.conformance.protocol.registry import load_engine
+from blockstep.spec import vocabulary as v
+
+PROBLEM = get_release_problem(get_installed_version())
+# Importing vLLM imports torch, which warns of itself.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)),
+]
+RELEASE = get_release(get_installed_version() or REFERENCE)
+assert RELEASE is not None
+needs_reference = pytest.mark.skipif(
+    RELEASE.version != REFERENCE, reason=f"tells what vLLM {REFERENCE} does"
+)
+needs_sessions = pytest.mark.skipif(not RELEASE.has_sessions, reason="the release has no sessions")
+needs_masks = pytest.mark.skipif(
+    not RELEASE.has_frame_masks, reason="the release has no such masks"
+)
+needs_encoder = pytest.mark.skipif(not RELEASE.has_encoder, reason="the release's is not followed")
+
+
+class Told:
+    """An engine, and what it is asked in a line."""
+
+    def __init__(self, config: v.Config) -> None:
+        engine: Any = load_engine("vllm")(config)
+        self.engine = engine
+        self.scheduler = engine.run.scheduler
+
+    def submit(self, name: str, *tokens: int, **fields: Any) -> None:
+        """Hand in a request."""
+        self.engine.apply(v.Submit(v.Request(name, tokens, **fields)))
+
+    def update(self, name: str, *tokens: int, **fields: Any) -> v.Observation:
+        """Go on with a session; without tokens: end it."""
+        fields.setdefault("resumable", bool(tokens))
+        answer: v.Observation = self.engine.apply(
+            v.StreamingUpdate(v.Request(name, tokens or (0,), **fields))
+        )
+        return answer
+
+    def plan(self) -> v.Plan:
+        """Plan a step."""
+        plan: v.Plan = self.engine.apply(v.Schedule())
+        return plan
+
+    def commit(self, frame_id: int, **sampled: tuple[int, ...]) -> tuple[v.OutputRow, ...]:
+        """Answer a plan."""
+        rows = tuple(v.RowTokens(name, tokens) for name, tokens in sampled.items())
+        outputs: v.Outputs = self.engine.apply(v.Commit(frame_id, rows))
+        return outputs.rows
+
+    def mask(self, frame_id: int, **drafts: tuple[int, ...]) -> tuple[v.GrammarRow, ...]:
+        """What a frame may sample; the drafts are those that its placeholders stand for."""
+        rows = tuple(v.RowTokens(name, tokens) for name, tokens in drafts.items())
+        output: v.GrammarOutput = self.engine.apply(v.GrammarBitmask(frame_id, rows))
+        return output.rows
+
+    @property
+    def state(self) -> v.Snapshot:
+        """All of it now."""
+        shown: v.Snapshot = self.engine.snapshot()
+        return shown
+
+    def request(self, name: str) -> v.RequestSnapshot:
+        """A request as it stands."""
+        found = self.state.request(name)
+        assert found is not None
+        return found
+
+
+def rows_of(plan: v.Plan) -> dict[str, int]:
+    """Who has how many tokens in a plan."""
+    return {row.request_id: row.num_scheduled_tokens for row in plan.rows}
+
+
+# Adapters.
+
+
+@pytest.mark.parametrize(("max_loras", "planned"), [(0, "ABCD"), (1, "ACD"), (2, "ABCD")])
+def test_who_is_beyond_the_cap_is_passed_over(max_loras: int, planned: str) -> None:
+    told = Told(v.Config(num_blocks=20, max_loras=max_loras))
+    for name, adapter in (("A", "x"), ("B", "y"), ("C", None), ("D", "x")):
+        told.submit(name, 1, 2, adapter=adapter)
+    assert "".join(rows_of(told.plan())) == planned
+    if max_loras == 1:
+        told.commit(0, A=(5,), C=(5,), D=(5,))
+        told.engine.apply(v.Abort(("A", "D")))
+        assert sorted(rows_of(told.plan())) == ["B", "C"]
+
+
+def test_one_adapter_has_one_number_in_all_of_a_run() -> None:
+    told = Told(v.Config(num_blocks=20, max_loras=2))
+    for name, adapter in (("A", "x"), ("B", "y"), ("C", "x")):
+        told.submit(name, 1, 2, adapter=adapter)
+    numbers = [told.scheduler.requests[name].lora_request.lora_int_id for name in "ABC"]
+    assert numbers == [1, 2, 1]
+
+
+# Sessions.
+
+
+@needs_sessions
+def test_a_session_rests_with_its_blocks_and_goes_on_behind_what_it_computed() -> None:
+    told = Told(v.Config(num_blocks=20, block_size=2))
+    told.submit("A", 1, 2, 3, max_tokens=2, resumable=True)
+    assert rows_of(told.plan()) == {"A": 3}
+    told.commit(0, A=(7,))
+    assert rows_of(told.plan()) == {"A": 1}
+    (row,) = told.commit(1, A=(8,))
+    assert (row.new_token_ids, row.finish_reason) == ((8,), v.FinishReason.LENGTH)
+    resting = told.request("A")
+    assert resting.status is v.Status.WAITING_FOR_STREAMING_REQ
+    assert (resting.block_tables, resting.num_computed_tokens) == (((1, 2),), 4)
+    assert told.state.finished_req_ids == ()
+    assert told.update("A", 4, 5) == v.Ack()
+    awake = told.request("A")
+    assert (awake.status, awake.prompt_token_ids) == (v.Status.WAITING, (1, 2, 3, 7, 4, 5))
+    assert awake.output_token_ids == ()
+    plan = told.plan()
+    (new,) = plan.new
+    assert new.request.prompt_token_ids == (1, 2, 3, 7, 4, 5)
+    assert (new.block_ids, new.num_computed_tokens) == (((1, 2, 3),), 4)
+    assert new.num_scheduled_tokens == 2
+
+
+@needs_sessions
+def test_chunks_wait_for_the_stop_and_the_end_comes_last() -> None:
+    told = Told(v.Config(num_blocks=20, block_size=2))
+    told.submit("A", 1, 2, max_tokens=1, resumable=True)
+    told.update("A", 3)
+    told.update("A")
+    assert told.request("A").num_streaming_updates == 2
+    told.plan()
+    (row,) = told.commit(0, A=(9,))
+    assert row.finish_reason is v.FinishReason.LENGTH
+    again = told.request("A")
+    assert (again.status, again.num_streaming_updates) == (v.Status.WAITING, 1)
+    assert again.prompt_token_ids == (1, 2, 3)
+    plan = told.plan()
+    assert rows_of(plan) == {"A": 1}
+    assert plan.finished_req_ids == ()
+    (row,) = told.commit(1, A=(9,))
+    assert row.finish_reason is v.FinishReason.LENGTH
+    assert told.state.request("A") is None
+    assert told.plan().finished_req_ids == ("A",)
+
+
+@needs_sessions
+def test_the_end_finds_a_session_at_rest() -> None:
+    told = Told(v.Config(num_blocks=20, block_size=2))
+    told.submit("A", 1, 2, max_tokens=1, resumable=True)
+    told.plan()
+    told.commit(0, A=(9,))
+    assert told.update("A") == v.Aborted(("A",))
+    assert told.state.finished_req_ids == ("A",)
+
+
+@needs_reference
+def test_a_block_keeps_the_name_of_a_token_that_its_session_lost() -> None:
+    told = Told(v.Config(num_blocks=20, block_size=2))
+    told.submit("A", 1, 2, 3, max_tokens=1, resumable=True)
+    told.plan()
+    told.commit(0, A=(9,))
+    told.update("A", 4, 5)
+    told.plan()
+    told.commit(1, A=(9,))
+    named = [key.token_ids for key in told.state.block_keys if key is not None]
+    assert named == [(1, 2), (3, 9)]  # and in it is 3, 4
+
+
+@needs_sessions
+def test_items_of_a_chunk_count_from_its_start() -> None:
+    told = Told(v.Config(num_blocks=20, block_size=2))
+    item = v.MultiModalItem("cat", 0, 1)
+    told.submit("A", 1, 2, max_tokens=1, items=(item,), resumable=True)
+    told.update("A", 3, 4, items=(item,))
+    told.plan()
+    told.commit(0, A=(9,))
+    (new,) = told.plan().new
+    assert new.request.items == (item, v.MultiModalItem("cat", 2, 1))
+    told.commit(1, A=(9,))
+    named = [key.items for key in told.state.block_keys if key is not None]
+    assert named == [(("cat", 0),), (("cat", 0),)]
+
+
+# Grammars.
+
+ABC = v.Grammar((((1, 1), (2, 0)), ((3, 2),), ()))
+"""2 as often as one likes, then 1, then 3; then it is terminated."""
+
+
+@needs_masks
+def test_a_request_waits_for_its_grammar_and_is_masked_by_it_until_it_is_terminated() -> None:
+    told = Told(v.Config(num_blocks=20))
+    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
+    told.submit("B", 5, 6)
+    plan = told.plan()
+    assert rows_of(plan) == {"B": 2}
+    assert not plan.has_structured_output_requests
+    assert told.mask(0) == ()
+    told.engine.apply(v.GrammarReady("A"))
+    assert told.request("A").grammar_ready
+    plan = told.plan()
+    assert rows_of(plan) == {"A": 2}
+    assert plan.has_structured_output_requests
+    seen = []
+    for frame_id, token in enumerate((2, 1, 3, 8), start=1):
+        seen.append((told.request("A").grammar_state, told.mask(frame_id)[0].allowed))
+        told.commit(frame_id, A=(token,))
+        told.plan()
+    assert seen == [(0, ((1, 2),)), (0, ((1, 2),)), (1, ((3,),)), (2, (None,))]
+
+
+@needs_masks
+def test_drafts_are_cut_to_what_the_grammar_accepts() -> None:
+    told = Told(v.Config(num_blocks=20, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=3))
+    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
+    told.engine.apply(v.GrammarReady("A"))
+    told.plan()
+    told.commit(0, A=(2,))
+    taken = told.engine.apply(v.Drafts((v.RowTokens("A", (2, 1, 1)),)))
+    assert taken == v.DraftsTaken(("A",))
+    assert told.request("A").spec_token_ids == (2, 1)
+    told.plan()
+    (row,) = told.mask(1)
+    assert row == v.GrammarRow("A", ((1, 2), (1, 2), (3,)), (2, 1))
+    told.commit(1, A=(2, 1, 3))
+    assert told.request("A").grammar_state == 2
+
+
+@needs_masks
+def test_placeholders_are_told_before_the_mask_and_padded_behind_what_is_accepted() -> None:
+    told = Told(
+        v.Config(
+            num_blocks=20, max_frames_in_flight=2, async_scheduling=True,
+            spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2,
+        )
+    )  # fmt: skip
+    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
+    told.engine.apply(v.GrammarReady("A"))
+    assert not told.plan().pending_structured_output_tokens
+    assert told.mask(0) == (v.GrammarRow("A", ((1, 2),)),)
+    assert told.plan().pending_structured_output_tokens
+    told.commit(0, A=(2,))
+    (row,) = told.mask(1, A=(1, 2))
+    assert row == v.GrammarRow("A", ((1, 2), (3,), None), (1, v.DRAFT_PLACEHOLDER))
+    told.commit(1, A=(1, 3))
+    assert told.request("A").grammar_state == 2
+
+
+@needs_masks
+@pytest.mark.parametrize("is_held_in_reasoning", [False, True])
+def test_a_grammar_holds_behind_the_end_of_reasoning(is_held_in_reasoning: bool) -> None:
+    told = Told(
+        v.Config(num_blocks=20, reasoning_end_token_id=9, enable_in_reasoning=is_held_in_reasoning)
+    )
+    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
+    told.submit("B", 5, 9, structured_output=True, grammar=ABC)
+    told.engine.apply(v.GrammarReady("A"))
+    told.engine.apply(v.GrammarReady("B"))
+    told.plan()
+    held, free = (((1, 2),), ((1, 2),) if is_held_in_reasoning else (None,))
+    assert [row.allowed for row in told.mask(0)] == [free, held]
+    if is_held_in_reasoning:
+        return
+    told.commit(0, A=(9,), B=(1,))
+    assert [told.request(name).reasoning_ended for name in "AB"] == [True, True]
+    assert [told.request(name).grammar_state for name in "AB"] == [0, 1]
+    told.plan()
+    assert [row.allowed for row in told.mask(1)] == [((1, 2),), ((3,),)]
+
+
+@needs_masks
+def test_a_grammar_that_allows_everything_has_no_rows() -> None:
+    told = Told(v.Config(num_blocks=20))
+    told.submit("A", 5, 6, structured_output=True)
+    told.engine.apply(v.GrammarReady("A"))
+    assert not told.plan().has_structured_output_requests
+    assert told.mask(0) == ()
+    told.commit(0, A=(1000,))
+
+
+@needs_masks
+def test_a_grammar_that_fails_is_declined_and_kills_the_release() -> None:
+    told = Told(v.Config(num_blocks=20))
+    told.submit("A", 5, 6, structured_output=True, grammar=ABC)
+    assert told.engine.declines(v.GrammarFailed("A")) is not None
+    pending = told.scheduler.requests["A"].structured_output_request._grammar
+    pending.set_exception(ValueError("no such rule"))
+    with pytest.raises(ValueError, match="no such rule"):
+        told.plan()
+
+
+# Encoder inputs.
+
+
+def shows(name: str, offset: int, length: int = 4, **fields: Any) -> v.MultiModalItem:
+    """An item."""
+    return v.MultiModalItem(name, offset, length, **fields)
+
+
+def has_encoder(budget: int, size: int, **fields: Any) -> Told:
+    """An engine with an encoder."""
+    fields.setdefault("num_blocks", 40)
+    return Told(v.Config(encoder_compute_budget=budget, encoder_cache_size=size, **fields))
+
+
+TEXT = tuple(range(1, 13))
+"""Of twelve tokens."""
+
+
+@needs_encoder
+def test_a_chunk_stops_before_an_item_for_which_there_is_no_room() -> None:
+    told = has_encoder(8, 4)
+    told.submit("A", *TEXT, items=(shows("cat", 1), shows("dog", 6)))
+    plan = told.plan()
+    assert rows_of(plan) == {"A": 6}
+    assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (0,)),)
+    assert told.state.encoder == v.EncoderSnapshot(
+        (v.EncoderEntry("cat", 4),), ("cat",), num_free=0, num_freeable=4
+    )
+    told.commit(0, A=())
+    plan = told.plan()
+    assert rows_of(plan) == {"A": 6}
+    assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (1,)),)
+    assert plan.free_encoder_mm_hashes == ("cat",)
+
+
+@needs_encoder
+def test_embeddings_are_counted_and_not_positions() -> None:
+    mask = (True, False, False, True)
+    told = has_encoder(4, 4, max_num_batched_tokens=8)
+    told.submit("A", *TEXT, items=(shows("cat", 1, is_embed=mask), shows("dog", 6, is_embed=mask)))
+    assert told.plan().scheduled_encoder_inputs == (v.EncoderInputs("A", (0, 1)),)
+    assert told.state.encoder == v.EncoderSnapshot(
+        (v.EncoderEntry("cat", 2), v.EncoderEntry("dog", 2, ("A",))),
+        ("cat",),
+        num_free=0,
+        num_freeable=2,
+    )
+
+
+@needs_encoder
+def test_what_a_connector_holds_is_loaded_and_takes_no_compute() -> None:
+    told = has_encoder(4, 8)
+    told.engine.apply(v.EncoderOffer(("cat",)))
+    told.submit("A", *TEXT, items=(shows("cat", 1), shows("dog", 6)))
+    plan = told.plan()
+    assert plan.external_encoder_inputs == (v.EncoderInputs("A", (0,)),)
+    assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (1,)),)
+    told.commit(0, A=(7,))
+    plan = told.plan()
+    assert (plan.external_encoder_inputs, plan.scheduled_encoder_inputs) == ((), ())
+
+
+@needs_encoder
+def test_a_reset_forgets_all_and_tells_nobody() -> None:
+    told = has_encoder(8, 8)
+    told.submit("A", *TEXT, items=(shows("cat", 1), shows("dog", 6)))
+    told.plan()
+    assert told.engine.apply(v.EncoderReset()) == v.Ack()
+    assert told.state.encoder == v.EncoderSnapshot(num_free=8, num_freeable=8)
+    assert told.plan().free_encoder_mm_hashes == ()
+
+
+@needs_encoder
+def test_the_decoder_of_an_encoder_decoder_model_has_blocks_of_what_was_encoded() -> None:
+    told = has_encoder(
+        8, 8, enable_chunked_prefill=False, enable_prefix_caching=False, is_encoder_decoder=True,
+        disable_chunked_mm_input=True, block_size=2,
+        groups=(
+            v.KVGroup(v.GroupKind.FULL, 2), v.KVGroup(v.GroupKind.CROSS_ATTENTION, 2),
+        ),
+    )  # fmt: skip
+    told.submit("A", 1, 2, 3, items=(shows("cat", 0, 6),))
+    plan = told.plan()
+    assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (0,)),)
+    assert plan.new[0].block_ids == ((1, 2), (3, 4, 5))
+    shown = told.state.encoder
+    assert shown is not None
+    assert shown.freed == ("cat",)
+    told.commit(0, A=(7,))
+    plan = told.plan()
+    assert plan.free_encoder_mm_hashes == ("cat",)
+    assert plan.scheduled_encoder_inputs == ()

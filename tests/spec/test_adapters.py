@@ -1,0 +1,150 @@
+"""Adapters: who runs holds a seat of its adapter, and who finds none is passed over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from blockstep.spec import Commit, Config, Oracle, Outputs, Policy, Request, SpecMethod
+from blockstep.spec.beside.adapters import has_seat
+from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec.profiles import Profile, Quirk
+from blockstep.spec.vocabulary import Plan, RowTokens, Status
+
+CONFIG = Config(num_blocks=20, block_size=2, max_model_len=12, max_loras=1)
+
+
+def request(
+    name: str, adapter: str | None = None, max_tokens: int = 2, priority: int = 0
+) -> Request:
+    return Request(name, (1, 2, 3), adapter=adapter, max_tokens=max_tokens, priority=priority)
+
+
+def rows(plan: Plan) -> list[str]:
+    return [row.request_id for row in plan.rows]
+
+
+def answer(oracle: Oracle) -> None:
+    """Commit the oldest frame: every row that can sample samples the same token."""
+    frame = oracle.state.frames[0]
+    tokens = [RowTokens(row.request_id, (50,) if row.samples else ()) for row in frame.rows]
+    assert isinstance(oracle.apply(Commit(frame.frame_id, tuple(tokens))), Outputs)
+
+
+def test_a_second_adapter_is_passed_over_and_blocks_nobody() -> None:
+    oracle = Oracle(CONFIG)
+    for name, adapter in (("A", "x"), ("B", "y"), ("C", None), ("D", "x"), ("E", "z")):
+        oracle.submit(request(name, adapter))
+    assert rows(oracle.schedule()) == ["A", "C", "D"]
+    assert oracle.state.skipped_waiting == ("B", "E")
+    answer(oracle)
+    assert rows(oracle.schedule()) == ["A", "C", "D"]
+    answer(oracle)
+    assert rows(oracle.schedule()) == ["B"], "the first in line has the seat that is free"
+    assert list(oracle.state.skipped_waiting) == ["E"]
+
+
+def test_no_cap_lets_all_run() -> None:
+    oracle = Oracle(replace(CONFIG, max_loras=0))
+    for name in "xyz":
+        oracle.submit(request(name, name))
+    assert rows(oracle.schedule()) == ["x", "y", "z"]
+
+
+def test_who_is_passed_over_asks_nothing_of_the_cache() -> None:
+    """P7: a hit would be touched, and counted."""
+    oracle = Oracle(CONFIG)
+    oracle.submit(request("A", "y"))
+    oracle.schedule()
+    answer(oracle)
+    oracle.abort("A")
+    oracle.submit(request("B", "x"))
+    oracle.submit(request("C", "y"))
+    oracle.schedule()
+    asked = oracle.state.stats
+    answer(oracle)
+    oracle.schedule()
+    assert oracle.state.stats == asked
+    assert oracle.state.requests["C"].status is Status.WAITING
+
+
+def test_who_is_preempted_gives_the_seat_up_and_waits_for_the_next() -> None:
+    """A forced reset; the first in line takes the seat, and whoever ran may have to wait."""
+    oracle = Oracle(CONFIG)
+    oracle.submit(request("A", "x", max_tokens=5))
+    oracle.schedule()
+    answer(oracle)
+    oracle.submit(request("B", "y"))
+    assert rows(oracle.schedule()) == ["A"]
+    answer(oracle)
+    oracle.reset(reset_running_requests=True)
+    assert rows(oracle.schedule()) == ["B"], "passed over first, so it is first in line"
+    assert oracle.state.requests["A"].status is Status.PREEMPTED
+    answer(oracle)
+    assert rows(oracle.schedule()) == ["B"]
+    answer(oracle)
+    assert rows(oracle.schedule()) == ["A"]
+
+
+def test_priority_says_who_gets_the_seat() -> None:
+    oracle = Oracle(replace(CONFIG, policy=Policy.PRIORITY))
+    oracle.submit(request("A", "x", priority=2))
+    oracle.schedule()
+    answer(oracle)
+    for name, adapter, priority in (("B", "y", 3), ("C", "z", 1), ("D", "x", 4)):
+        oracle.submit(request(name, adapter, priority=priority))
+    assert sorted(rows(oracle.schedule())) == ["A", "D"]
+    answer(oracle)
+    assert rows(oracle.schedule()) == ["D"], "as long as A or D runs, x is in use"
+    answer(oracle)
+    assert rows(oracle.schedule()) == ["C"]
+
+
+@pytest.mark.parametrize(
+    "several",
+    [
+        {"max_frames_in_flight": 2},
+        {"max_frames_in_flight": 2, "async_scheduling": True},
+    ],
+    ids=["pipeline", "async"],
+)
+@pytest.mark.parametrize("quirk", [False, True])
+def test_adapters_of_rows_only(several: dict[str, bool | int], quirk: bool) -> None:
+    """A waits for its own token, which is its last: it has no row, and keeps its seat."""
+    quirks = {Quirk.ADAPTERS_OF_ROWS_ONLY} if quirk else set()
+    config = replace(CONFIG, **several)  # type: ignore[arg-type]
+    oracle = Oracle(config, Profile("some", frozenset(quirks)))
+    oracle.submit(request("A", "x", max_tokens=1))
+    oracle.schedule()
+    oracle.submit(request("B", "y", max_tokens=1))
+    assert rows(oracle.schedule()) == ["B"] * quirk
+    broken = get_broken_invariants(oracle.state)
+    assert broken == (("is_within_limits",) if quirk else ())
+    answer(oracle)
+    assert rows(oracle.schedule()) == ["B"] * (not quirk)
+
+
+def test_a_seat_is_shared_and_none_is_needed_without_an_adapter() -> None:
+    assert has_seat(None, ["x"], 1)
+    assert has_seat("x", ["x", "x", None], 1)
+    assert not has_seat("y", ["x", None], 1)
+    assert has_seat("y", ["x", "x"], 2)
+    assert not has_seat("z", ["x", "y"], 2)
+    assert has_seat("y", ["x"], 0)
+
+
+def test_drafts_and_chunks_keep_the_seat() -> None:
+    config = replace(
+        CONFIG,
+        max_num_batched_tokens=2,
+        spec_method=SpecMethod.NGRAM,
+        num_speculative_tokens=1,
+    )
+    oracle = Oracle(config)
+    oracle.submit(request("A", "x"))
+    oracle.submit(request("B", "y"))
+    assert rows(oracle.schedule()) == ["A"]
+    answer(oracle)
+    assert rows(oracle.schedule()) == ["A"], "one token is left of the budget, and no seat"
+    assert oracle.state.skipped_waiting == ("B",)

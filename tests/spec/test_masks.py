@@ -1,0 +1,417 @@
+"""Masks: a frame samples what its grammars allow, and a grammar stands where the outputs led it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+import pytest
+
+from blockstep.spec import (
+    Abort,
+    Accepted,
+    Commit,
+    Config,
+    Drafts,
+    Grammar,
+    GrammarBitmask,
+    GrammarFailed,
+    GrammarReady,
+    Oracle,
+    RejectedEvent,
+    Request,
+    Reset,
+    Schedule,
+    SpecMethod,
+    Submit,
+    transition,
+)
+from blockstep.spec.beside.grammar import (
+    Stand,
+    get_mask,
+    get_next_stand,
+    get_stand_behind,
+    get_stands,
+)
+from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec.state import State
+from blockstep.spec.vocabulary import (
+    Ack,
+    FinishReason,
+    GrammarOutput,
+    GrammarRow,
+    Outputs,
+    Plan,
+    RejectCode,
+    Rejected,
+    RequestSnapshot,
+    RowTokens,
+    Status,
+    TokenIds,
+)
+
+EOS = 9
+ONE_TWO = Grammar((((1, 1), (EOS, 2)), ((2, 0),), ()))
+"""(1 2)* and the end of the text."""
+CONFIG = Config(num_blocks=20, block_size=2, max_model_len=24, max_num_batched_tokens=16)
+DRAFTING = replace(CONFIG, spec_method=SpecMethod.NGRAM, num_speculative_tokens=3)
+ASYNC = replace(DRAFTING, async_scheduling=True, max_frames_in_flight=3)
+REASONING = replace(DRAFTING, reasoning_end_token_id=7)
+
+
+def constrained(name: str = "A", grammar: Grammar = ONE_TWO, **more: object) -> Request:
+    request = Request(name, (5, 5), max_tokens=12, structured_output=True, grammar=grammar)
+    return replace(request, **more)  # type: ignore[arg-type]
+
+
+def begin(config: Config, *requests: Request) -> Oracle:
+    """Requests whose grammars are compiled."""
+    oracle = Oracle(config)
+    for request in requests:
+        oracle.submit(request)
+        if request.structured_output:
+            oracle.grammar_ready(request.request_id)
+    return oracle
+
+
+def step(oracle: Oracle, **sampled: TokenIds) -> Plan:
+    plan = oracle.schedule()
+    oracle.commit(plan, sampled)
+    assert get_broken_invariants(oracle.state) == ()
+    return plan
+
+
+def shown(oracle: Oracle, name: str = "A") -> RequestSnapshot:
+    found = oracle.snapshot().request(name)
+    assert found is not None
+    return found
+
+
+# The machine alone.
+
+
+def follow(tokens: TokenIds, stand: Stand, config: Config = CONFIG) -> Stand | None:
+    return get_stand_behind(config, ONE_TWO, stand, tokens, get_next_stand)
+
+
+def test_tokens_lead_from_state_to_state() -> None:
+    assert follow((1, 2, 1), Stand()) == Stand(1)
+    assert follow((1, 1), Stand()) is None
+    assert follow((1, 2, EOS), Stand()) == Stand(2)
+    assert follow((4, 4, 4), Stand(2)) == Stand(2), "a complete text constrains nothing"
+
+
+def test_the_longest_accepted_prefix_of_drafts() -> None:
+    for drafts in product((1, 2, 3, EOS, -1), repeat=3):
+        stands = get_stands(CONFIG, ONE_TWO, Stand(), drafts, get_next_stand)
+        accepted = drafts[: len(stands) - 1]
+        assert follow(accepted, Stand()) == stands[-1]
+        if accepted != drafts:
+            refused = drafts[len(accepted)]
+            assert refused not in [token for token, _ in ONE_TWO.edges[stands[-1].state]]
+
+
+def test_a_complete_text_accepts_no_draft() -> None:
+    assert get_stands(CONFIG, ONE_TWO, Stand(2), (1, 2), get_next_stand) == (Stand(2),)
+
+
+def test_reasoning_is_held_by_nothing_up_to_its_last_token() -> None:
+    assert follow((3, 7, 1), Stand(), REASONING) == Stand(1, reasoning_ended=True)
+    assert follow((3, 7, 2), Stand(), REASONING) is None
+    wanted = replace(REASONING, enable_in_reasoning=True)
+    assert follow((3,), Stand(), wanted) is None
+    assert follow((1, 2), Stand(), wanted) == Stand(0), "nothing is ended"
+
+
+def test_a_mask_repeats_itself_behind_a_placeholder() -> None:
+    mask = get_mask(CONFIG, ONE_TWO, Stand(), (1, -1, -1), get_next_stand, True)
+    assert mask == ((1, EOS), (2,), (2,), (2,))
+    mask = get_mask(CONFIG, ONE_TWO, Stand(), (EOS, -1), get_next_stand, True)
+    assert mask == ((1, EOS), None, None), "the text is complete there"
+    mask = get_mask(REASONING, ONE_TWO, Stand(), (3, 7, 1), get_next_stand, True)
+    assert mask == (None, None, (1, EOS), (2,))
+
+
+# A request with a grammar.
+
+
+def test_a_mask_has_rows_of_those_that_sample_and_have_a_grammar() -> None:
+    free = Request("B", (5,), structured_output=True)
+    long = constrained("C", prompt_token_ids=tuple(range(16)))
+    oracle = begin(CONFIG, constrained(), free, long)
+    plan = oracle.schedule()
+    assert [row.request_id for row in plan.rows] == ["A", "B", "C"]
+    assert plan.has_structured_output_requests
+    assert not plan.pending_structured_output_tokens
+    assert oracle.mask(plan) == (GrammarRow("A", ((1, EOS),)),)
+    oracle.commit(plan, {"A": (1,), "B": (8,)})
+    assert shown(oracle).grammar_state == 1
+    assert shown(oracle, "B").grammar_state == 0
+
+
+def test_nothing_is_masked_where_nobody_has_a_grammar() -> None:
+    oracle = begin(CONFIG, Request("B", (5,), structured_output=True))
+    plan = oracle.schedule()
+    assert not plan.has_structured_output_requests
+    assert oracle.mask(plan) == ()
+
+
+def test_a_forbidden_token_is_no_result() -> None:
+    oracle = begin(CONFIG, constrained())
+    plan = oracle.schedule()
+    before = oracle.state
+    with pytest.raises(RejectedEvent, match=r"bad_result: 'A': its grammar, in state 0, forbids"):
+        oracle.commit(plan, {"A": (2,)})
+    assert oracle.state == before
+    oracle.commit(plan, {"A": (1,)})
+
+
+def test_drafts_are_cut_when_they_come() -> None:
+    oracle = begin(DRAFTING, constrained(), Request("B", (5,)))
+    step(oracle, A=(1,), B=(1,))
+    assert oracle.propose({"A": (2, 1, 1), "B": (2, 1, 1)}) == ("A", "B")
+    assert shown(oracle).spec_token_ids == (2, 1)
+    plan = oracle.schedule()
+    assert oracle.mask(plan) == (GrammarRow("A", ((2,), (1, EOS), (2,)), (2, 1)),)
+    oracle.commit(plan, {"A": (2, EOS), "B": (3,)})
+    assert shown(oracle).grammar_state == 2, "a rejected draft left no trace"
+    oracle.propose({"A": (1,)})
+    assert shown(oracle).spec_token_ids == ()
+    plan = oracle.schedule()
+    assert oracle.mask(plan) == (GrammarRow("A", (None,)),)
+    oracle.commit(plan, {"A": (4,), "B": (3,)})
+    assert shown(oracle).grammar_state == 2
+
+
+def test_the_token_that_stops_leads_no_further_than_others() -> None:
+    """With min_tokens the text goes on behind its end, and nothing holds it."""
+    oracle = begin(CONFIG, constrained(eos_token_id=EOS, min_tokens=2))
+    step(oracle, A=(EOS,))
+    assert shown(oracle).grammar_state == 2
+    outputs = oracle.commit(oracle.schedule(), {"A": (EOS,)})
+    assert outputs.rows[0].finish_reason is FinishReason.STOP
+
+
+def test_reasoning_ends_in_the_prompt_or_amid_a_step() -> None:
+    oracle = begin(REASONING, constrained(), constrained("B", prompt_token_ids=(7, 5)))
+    assert not shown(oracle).reasoning_ended
+    assert shown(oracle, "B").reasoning_ended
+    plan = oracle.schedule()
+    assert plan.has_structured_output_requests
+    assert oracle.mask(plan) == (GrammarRow("A", (None,)), GrammarRow("B", ((1, EOS),)))
+    oracle.commit(plan, {"A": (2,), "B": (1,)})
+    oracle.propose({"A": (7, 1, 1)})
+    plan = oracle.schedule()
+    assert oracle.mask(plan)[0] == GrammarRow("A", (None, (1, EOS), (2,)), (7, 1))
+    oracle.commit(plan, {"A": (7, 1, 2), "B": (2,)})
+    assert shown(oracle).reasoning_ended
+    assert shown(oracle).grammar_state == 0
+    assert get_broken_invariants(oracle.state) == ()
+
+
+# Asynchronous scheduling: only the worker knows the drafts.
+
+
+def test_a_mask_waits_for_the_tokens_before_it() -> None:
+    oracle = begin(ASYNC, constrained(), Request("B", (5,)))
+    first, second = oracle.schedule(), oracle.schedule()
+    assert not first.pending_structured_output_tokens
+    assert second.pending_structured_output_tokens
+    with pytest.raises(RejectedEvent, match="grammar_behind: 'A' samples in a frame before 1"):
+        oracle.mask(second)
+    assert oracle.mask(first) == (GrammarRow("A", ((1, EOS),)),)
+    oracle.commit(first, {"A": (1,), "B": (1,)})
+    told = {"A": (2, 1, 1), "B": (1, 1, 1), "nobody": (1,)}
+    assert oracle.mask(second, told) == (GrammarRow("A", ((2,), (1, EOS), (2,), (2,)), (2, 1, -1)),)
+    with pytest.raises(RejectedEvent, match=r"bad_result: .* leading drafts of \(2, 1\)"):
+        oracle.commit(second, {"A": (2, 1, 2, 1), "B": (4,)})
+    oracle.commit(second, {"A": (2, 1, 2), "B": (4,)})
+    assert get_broken_invariants(oracle.state) == ()
+    assert shown(oracle).grammar_state == 0
+    assert oracle.state.stats.drafts_scheduled == 5, "what was cut is not verified"
+    assert oracle.state.stats.drafts_accepted == 2
+
+
+def test_of_a_row_of_which_nothing_was_told_no_draft_is_accepted() -> None:
+    oracle = begin(ASYNC, constrained())
+    first, second = oracle.schedule(), oracle.schedule()
+    oracle.commit(first, {"A": (1,)})
+    assert oracle.mask(second) == (GrammarRow("A", ((2,),) * 4, (-1, -1, -1)),)
+    with pytest.raises(RejectedEvent, match="bad_result"):
+        oracle.commit(second, {"A": (2, 1)})
+    assert oracle.mask(second, {"A": (2, 3)})[0].draft_token_ids == (2, -1, -1)
+    assert oracle.mask(second)[0].draft_token_ids == (2, -1, -1), "it keeps what it has"
+    oracle.commit(second, {"A": (2, 1)})
+
+
+def test_without_a_mask_a_commit_is_held_to_the_grammar_all_the_same() -> None:
+    oracle = begin(ASYNC, constrained())
+    first, second = oracle.schedule(), oracle.schedule()
+    oracle.commit(first, {"A": (1,)})
+    with pytest.raises(RejectedEvent, match="forbids one of"):
+        oracle.commit(second, {"A": (2, 2)})
+    oracle.commit(second, {"A": (2, 1)})
+
+
+def test_a_mask_of_others_need_not_wait() -> None:
+    """Nor does one whose older frame was a chunk of its prompt."""
+    config = replace(ASYNC, max_num_batched_tokens=4)
+    oracle = begin(config, constrained("A", prompt_token_ids=(5,) * 6))
+    first, second = oracle.schedule(), oracle.schedule()
+    assert not first.has_structured_output_requests
+    assert oracle.mask(first) == ()
+    assert second.has_structured_output_requests
+    assert not second.pending_structured_output_tokens
+    assert oracle.mask(second) == (GrammarRow("A", ((1, EOS),)),)
+
+
+def test_what_a_mask_is_refused_for() -> None:
+    oracle = begin(DRAFTING, constrained())
+    plan = oracle.schedule()
+    for event, code in (
+        (GrammarBitmask(7), RejectCode.UNKNOWN_FRAME),
+        (GrammarBitmask(plan.frame_id, (RowTokens("A", (1,)),)), RejectCode.BAD_DRAFTS),
+        (GrammarBitmask(-1), RejectCode.MALFORMED_EVENT),
+    ):
+        assert oracle.apply(event) == Rejected(code)
+    oracle = begin(ASYNC, constrained())
+    twice = GrammarBitmask(oracle.schedule().frame_id, (RowTokens("A"), RowTokens("A")))
+    assert oracle.apply(twice) == Rejected(RejectCode.BAD_DRAFTS)
+
+
+# Ends and returns.
+
+
+@pytest.mark.parametrize("where", ["waits for it", "waits", "runs", "in flight", "preempted"])
+def test_a_grammar_that_fails_ends_its_request_wherever_it_is(where: str) -> None:
+    oracle = Oracle(CONFIG)
+    oracle.submit(constrained())
+    if where != "waits for it":
+        oracle.grammar_ready("A")
+    plan = oracle.schedule() if where in ("runs", "in flight", "preempted") else None
+    if where == "runs" and plan is not None:
+        oracle.commit(plan, {"A": (1,)})
+    if where == "preempted":
+        oracle.reset(reset_running_requests=True)
+    outputs = oracle.grammar_failed("A")
+    assert [(row.request_id, row.new_token_ids) for row in outputs.rows] == [("A", ())]
+    assert outputs.rows[0].finish_reason is FinishReason.ERROR
+    assert get_broken_invariants(oracle.state) == ()
+    assert oracle.num_free_blocks == CONFIG.num_usable_blocks
+    if where in ("in flight", "preempted") and plan is not None:
+        assert oracle.mask(plan) == ()
+        assert oracle.commit(plan, {"A": (4,)}) == Outputs(), "nobody is held to anything"
+    assert oracle.schedule().finished_req_ids == ("A",)
+    with pytest.raises(RejectedEvent, match="unknown_request"):
+        oracle.grammar_failed("A")
+
+
+def test_a_grammar_of_one_without_cannot_fail() -> None:
+    oracle = begin(CONFIG, Request("B", (5,)))
+    assert oracle.apply(GrammarFailed("B")) == Rejected(RejectCode.NOT_STRUCTURED)
+
+
+def test_a_grammar_outlives_preemption_and_takes_tokens_that_come_later() -> None:
+    oracle = begin(ASYNC, constrained())
+    first, second = oracle.schedule(), oracle.schedule()
+    oracle.commit(first, {"A": (1,)})
+    oracle.reset(reset_running_requests=True)
+    assert shown(oracle).status is Status.PREEMPTED
+    assert shown(oracle).grammar_state == 1
+    assert oracle.mask(second, {"A": (2, 1, 2)})[0].allowed == ((2,), (1, EOS), (2,), (1, EOS))
+    oracle.commit(second, {"A": (2, 1)})
+    assert shown(oracle).grammar_state == 1
+    third = oracle.schedule()
+    assert oracle.mask(third) == (GrammarRow("A", ((2,),)),)
+
+
+# Random walks.
+
+
+def draw_event(draw: Random, state: State) -> object:
+    """Something that may happen; what is sampled is mostly what a mask would allow."""
+    names = [*state.requests] or ["A"]
+    name = draw.choice(names)
+    kind = draw.randrange(12)
+    if kind < 2:
+        marker = (7,) if draw.random() < 0.2 else ()
+        asked = constrained(draw.choice("ABC"), prompt_token_ids=(5, 5, *marker))
+        return Submit(replace(asked, eos_token_id=EOS, min_tokens=draw.randrange(4)))
+    if kind < 4:
+        return GrammarReady(name)
+    if kind == 4:
+        drafts = tuple(draw.choice((1, 2, 7, EOS)) for _ in range(draw.randrange(4)))
+        if not state.config.async_scheduling:
+            return Drafts((RowTokens(name, drafts),))
+        frame_id = draw.choice([frame.frame_id for frame in state.frames] or [0])
+        return GrammarBitmask(frame_id, (RowTokens(name, drafts),))
+    if kind == 5:
+        return draw.choice((Reset(True), Abort((name,)), GrammarFailed(name)))
+    if kind < 8 or not state.frames:
+        return Schedule()
+    rows = []
+    for row in state.frames[0].rows:
+        stand = state.requests[row.request_id].stand if row.request_id in state.requests else None
+        number = 1 + draw.randrange(len(row.verifiable_drafts) + 1)
+        if stand is None or not row.samples:
+            rows.append(RowTokens(row.request_id, (4,) * row.samples))
+            continue
+        tokens = row.verifiable_drafts[: number - 1]
+        if -1 in tokens:
+            tokens = ()
+        stands = get_stands(state.config, ONE_TWO, stand, tokens, get_next_stand)
+        edges = ONE_TWO.edges[stands[-1].state] or ((4, 2),)
+        token = draw.choice([token for token, _ in edges])
+        if state.config.reasoning_end_token_id and not stands[-1].reasoning_ended:
+            token = draw.choice((4, 7))
+        rows.append(RowTokens(row.request_id, (*tokens, token)))
+    return Commit(state.frames[0].frame_id, tuple(rows))
+
+
+def walk(text: TokenIds, prompt: TokenIds, has_reasoning: bool) -> tuple[int, bool]:
+    """The grammar's state and whether reasoning has ended, token by token."""
+    ended, state = has_reasoning and 7 in prompt, 0
+    for token in text:
+        if has_reasoning and not ended:
+            ended = token == 7
+        elif state != 2:
+            state = {(0, 1): 1, (0, EOS): 2, (1, 2): 0}[state, token]
+    return state, ended
+
+
+@pytest.mark.parametrize("has_reasoning", [False, True])
+@pytest.mark.parametrize("config", [DRAFTING, ASYNC, replace(CONFIG, max_frames_in_flight=3)])
+def test_the_state_of_a_grammar_is_that_of_the_accepted_output(
+    config: Config, has_reasoning: bool
+) -> None:
+    if has_reasoning:
+        config = replace(config, reasoning_end_token_id=7)
+    seen: set[tuple[str, bool]] = set()
+    draw, oracle = Random(41), Oracle(replace(config, num_blocks=9))
+    for _ in range(800):
+        event = draw_event(draw, oracle.state)
+        result = transition(oracle.state, event)  # type: ignore[arg-type]
+        seen.add((type(event).__name__, isinstance(result, Accepted)))
+        if isinstance(result, Rejected):
+            continue
+        oracle.state = result.state
+        assert get_broken_invariants(oracle.state) == ()
+        for request in oracle.state.requests.values():
+            prompt = request.request.prompt_token_ids
+            expected = walk(request.output_token_ids, prompt, has_reasoning)
+            assert (request.stand.state, request.stand.reasoning_ended) == expected
+        if isinstance(result.observation, GrammarOutput):
+            for row in result.observation.rows:
+                assert len(row.allowed) == len(row.draft_token_ids) + 1
+    assert {(name, True) for name in ("Commit", "Reset", "GrammarFailed")} <= seen
+
+
+def test_a_masks_event_changes_nothing_but_the_drafts_of_its_frame() -> None:
+    oracle = begin(ASYNC, constrained())
+    first, second = oracle.schedule(), oracle.schedule()
+    oracle.commit(first, {"A": (1,)})
+    before = oracle.snapshot()
+    oracle.mask(second, {"A": (2,)})
+    assert oracle.snapshot() == before
+    assert oracle.apply(GrammarReady("A")) == Ack()

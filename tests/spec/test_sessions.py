@@ -1,0 +1,392 @@
+"""Sessions: what a chunk keeps of the one before, who rests, and who gives blocks back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from groups_support import full, recurrent, window
+
+from blockstep.spec import (
+    Commit,
+    Config,
+    Drafts,
+    MultiModalItem,
+    Oracle,
+    Outputs,
+    Policy,
+    RejectedEvent,
+    Request,
+    SpecMethod,
+)
+from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec.profiles import Profile, Quirk
+from blockstep.spec.requests import RequestState
+from blockstep.spec.vocabulary import (
+    FinishReason,
+    OutputRow,
+    Plan,
+    RejectCode,
+    Rejected,
+    RowTokens,
+    Status,
+    StreamingUpdate,
+)
+
+CONFIG = Config(num_blocks=20, block_size=2, max_model_len=16)
+RESTING = Status.WAITING_FOR_STREAMING_REQ
+DRAFTING: dict[str, Any] = {"spec_method": SpecMethod.NGRAM, "num_speculative_tokens": 2}
+AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}
+
+
+def session(*tokens: int, name: str = "A", max_tokens: int = 2, **more: Any) -> Request:
+    return Request(name, tokens, max_tokens=max_tokens, resumable=True, **more)
+
+
+def end(name: str = "A") -> Request:
+    return Request(name, (0,))
+
+
+def answer(oracle: Oracle, *tokens: int) -> tuple[OutputRow, ...]:
+    """Commit the oldest frame: every row that samples, the first of them or all accepted ones."""
+    frame = oracle.state.frames[0]
+    sampled = [RowTokens(row.request_id, tokens if row.samples else ()) for row in frame.rows]
+    outputs = oracle.apply(Commit(frame.frame_id, tuple(sampled)))
+    assert isinstance(outputs, Outputs), outputs
+    assert get_broken_invariants(oracle.state) == ()
+    return outputs.rows
+
+
+def step(oracle: Oracle, token: int = 9) -> Plan:
+    plan = oracle.schedule()
+    if plan.rows:
+        answer(oracle, token)
+    return plan
+
+
+def state_of(oracle: Oracle, name: str = "A") -> RequestState:
+    return oracle.state.requests[name]
+
+
+def rest(oracle: Oracle, *tokens: int, name: str = "A", max_tokens: int = 1) -> None:
+    """Let a session of these tokens run its first chunk."""
+    oracle.submit(session(*tokens, name=name, max_tokens=max_tokens))
+    for _ in range(20):
+        if oracle.state.requests[name].status is RESTING:
+            return
+        step(oracle)
+    pytest.fail("it did not come to rest")
+
+
+def test_a_session_rests_with_its_blocks_and_goes_on_behind_all_but_its_last_token() -> None:
+    oracle = Oracle(CONFIG)
+    oracle.submit(session(1, 2, 3))
+    step(oracle, 5)
+    oracle.schedule()
+    (row,) = answer(oracle, 6)
+    assert row == OutputRow("A", (6,), FinishReason.LENGTH)
+    resting = state_of(oracle)
+    assert (resting.status, resting.num_computed_tokens) == (RESTING, 4)
+    assert oracle.state.skipped_waiting == ("A",)
+    assert oracle.state.finished_req_ids == ()
+    assert oracle.schedule().rows == ()
+    assert not oracle.reset(), "its blocks are held"
+    assert oracle.update(session(7, 8, max_tokens=1, arrival_time=3)) == ()
+    shown = oracle.snapshot().request("A")
+    assert shown is not None
+    assert shown.prompt_token_ids == (1, 2, 3, 5, 7, 8)
+    assert (shown.status, shown.output_token_ids) == (Status.WAITING, ())
+    plan = oracle.schedule()
+    (new,) = plan.new
+    assert new.request == session(1, 2, 3, 5, 7, 8, max_tokens=1, arrival_time=3)
+    assert (new.num_computed_tokens, new.num_scheduled_tokens) == (4, 2)
+    assert new.block_ids == state_of(oracle).block_tables
+    assert new.block_ids[0][:2] == resting.block_tables[0]
+    (row,) = answer(oracle, 4)
+    assert row.finish_reason is FinishReason.LENGTH
+    assert oracle.update(end()) == ("A",)
+    assert oracle.num_free_blocks == 19
+    assert oracle.schedule().finished_req_ids == ("A",)
+
+
+def test_input_that_came_before_the_stop_is_taken_at_the_stop() -> None:
+    oracle = Oracle(CONFIG)
+    oracle.submit(session(1, 2))
+    oracle.update(session(3, max_tokens=1))
+    oracle.update(end())
+    oracle.submit(Request("B", (1,), max_tokens=9))
+    assert state_of(oracle).updates == (session(3, max_tokens=1), end())
+    step(oracle)
+    step(oracle)
+    assert state_of(oracle).status is Status.WAITING
+    assert oracle.state.waiting == ("A",)
+    assert state_of(oracle).request.prompt_token_ids == (1, 2, 9, 3)
+    shown = oracle.snapshot().request("A")
+    assert shown is not None
+    assert shown.num_streaming_updates == 1
+    step(oracle)
+    assert "A" not in oracle.state.requests, "the end had come, so it does not rest"
+    assert oracle.state.finished_req_ids == ("A",)
+
+
+def code_of(oracle: Oracle, update: Request) -> RejectCode | None:
+    before = oracle.state
+    seen = oracle.apply(StreamingUpdate(update))
+    if not isinstance(seen, Rejected):
+        return None
+    assert oracle.state == before
+    assert seen.detail
+    return seen.code
+
+
+def test_what_is_no_session_or_has_ended_is_not_gone_on_with() -> None:
+    oracle = Oracle(CONFIG)
+    oracle.submit(Request("B", (1,)))
+    assert code_of(oracle, session(1)) is RejectCode.UNKNOWN_REQUEST
+    assert code_of(oracle, session(1, name="B")) is RejectCode.NOT_RESUMABLE
+    oracle.submit(session(1))
+    oracle.update(end())
+    assert code_of(oracle, session(1)) is RejectCode.NOT_RESUMABLE
+    assert code_of(oracle, end()) is RejectCode.NOT_RESUMABLE
+    with pytest.raises(RejectedEvent):
+        oracle.submit(session(1))
+
+
+def test_the_limits_hold_for_the_whole() -> None:
+    """Known tokens count while it rests; before that each chunk counts at its longest."""
+    oracle = Oracle(CONFIG)
+    oracle.submit(session(*range(8), max_tokens=8, eos_token_id=99))
+    assert code_of(oracle, session(1)) is RejectCode.PROMPT_TOO_LONG, "15 are kept at most"
+    oracle.schedule()
+    answer(oracle, 99)
+    assert code_of(oracle, session(*range(8))) is RejectCode.PROMPT_TOO_LONG
+    assert code_of(oracle, session(*range(7), max_tokens=1)) is None
+    oracle = Oracle(replace(CONFIG, num_blocks=4))
+    oracle.submit(session(1, 2, max_tokens=2))
+    assert code_of(oracle, session(3, 4, max_tokens=3)) is RejectCode.NEVER_FITS
+    assert code_of(oracle, session(3, max_tokens=3)) is None
+    assert code_of(oracle, session(3, max_tokens=1)) is RejectCode.NEVER_FITS, "behind the other"
+
+
+def test_a_chunk_says_when_it_ends_and_its_items_lie_behind_all_else() -> None:
+    oracle = Oracle(CONFIG)
+    first = MultiModalItem("x", 0, 1)
+    oracle.submit(session(1, 2, max_tokens=1, items=(first,), stop_token_ids=(9,), min_tokens=1))
+    step(oracle, 9)
+    chunk = session(3, 4, max_tokens=3, items=(MultiModalItem("y", 1, 1),), stop_token_ids=(8,))
+    oracle.update(chunk)
+    asked = state_of(oracle).request
+    assert asked.items == (first, MultiModalItem("y", 3, 1))
+    assert (asked.max_tokens, asked.min_tokens, asked.stop_token_ids) == (3, 0, (8,))
+    step(oracle, 9)
+    oracle.schedule()
+    (row,) = answer(oracle, 8)
+    assert (row.finish_reason, row.stop_token_id) == (FinishReason.STOP, 8)
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_session_keys_are_appended(quirk: bool) -> None:
+    """P3, P6: the token that is left out had completed the first block."""
+    quirks = {Quirk.SESSION_KEYS_ARE_APPENDED} if quirk else set()
+    oracle = Oracle(CONFIG, Profile("some", frozenset(quirks)))
+    rest(oracle, 1)
+    oracle.update(session(7, 8, max_tokens=1))
+    step(oracle)
+    (key,) = state_of(oracle).block_keys[:1]
+    assert key.token_ids == ((1, 9) if quirk else (1, 7))
+    assert oracle.peek(Request("B", (1, 7, 0))) == (0 if quirk else 2)
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_sessions_keep_max_tokens(quirk: bool) -> None:
+    quirks = {Quirk.SESSIONS_KEEP_MAX_TOKENS} if quirk else set()
+    oracle = Oracle(CONFIG, Profile("some", frozenset(quirks)))
+    rest(oracle, 1)
+    oracle.update(session(2, max_tokens=2))
+    step(oracle)
+    assert (state_of(oracle).status is RESTING) is quirk
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_sessions_keep_what_is_computed(quirk: bool) -> None:
+    """Two drafts are accepted, and the first is the last token of the chunk."""
+    quirks = {Quirk.SESSIONS_KEEP_WHAT_IS_COMPUTED} if quirk else set()
+    oracle = Oracle(replace(CONFIG, **DRAFTING), Profile("some", frozenset(quirks)))
+    oracle.submit(session(1, max_tokens=2))
+    step(oracle, 9)
+    oracle.apply(Drafts((RowTokens("A", (8, 7)),)))
+    oracle.schedule()
+    frame = oracle.state.frames[0]
+    oracle.apply(Commit(frame.frame_id, (RowTokens("A", (8, 7, 6)),)))
+    oracle.update(session(4, 5, 3))
+    assert state_of(oracle).request.prompt_token_ids[:3] == ((1, 9, 8) if quirk else (1, 9, 4))
+    (row,) = oracle.schedule().rows
+    assert row.num_computed_tokens == (4 if quirk else 2)
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_sessions_keep_their_promises(quirk: bool) -> None:
+    quirks = {Quirk.SESSIONS_KEEP_THEIR_PROMISES} if quirk else set()
+    oracle = Oracle(replace(CONFIG, **AHEAD), Profile("some", frozenset(quirks)))
+    oracle.submit(session(1, max_tokens=4, eos_token_id=9))
+    oracle.schedule()
+    oracle.schedule()
+    frame = oracle.state.frames[0]
+    oracle.apply(Commit(frame.frame_id, (RowTokens("A", (9,)),)))
+    assert state_of(oracle).status is RESTING
+    assert state_of(oracle).num_output_placeholders == quirk
+    frame = oracle.state.frames[0]
+    outputs = oracle.apply(Commit(frame.frame_id, (RowTokens("A", (3,)),)))
+    assert outputs == Outputs((OutputRow("A", (3,)),) if quirk else ())
+
+
+def test_a_session_goes_on_while_its_old_row_is_in_flight() -> None:
+    oracle = Oracle(replace(CONFIG, **AHEAD))
+    oracle.submit(session(1, max_tokens=4, eos_token_id=9))
+    oracle.schedule()
+    oracle.schedule()
+    answer(oracle, 9)
+    oracle.update(session(2, max_tokens=1))
+    (new,) = oracle.schedule().new
+    assert (new.num_computed_tokens, new.request.prompt_token_ids) == (1, (1, 2))
+    assert answer(oracle, 3) == ()
+    (row,) = answer(oracle, 4)
+    assert row.new_token_ids == (4,)
+
+
+def test_a_session_that_stops_after_it_was_preempted_rests_without_blocks() -> None:
+    """T8: nothing of it is lost, and it stands in one queue."""
+    for more in (AHEAD, {"max_frames_in_flight": 2}):
+        for chunks in ((), (session(7, max_tokens=1),)):
+            oracle = Oracle(replace(CONFIG, **more))
+            oracle.submit(session(1, 2, max_tokens=1))
+            for chunk in chunks:
+                oracle.update(chunk)
+            oracle.schedule()
+            oracle.reset(reset_running_requests=True)
+            answer(oracle, 5)
+            assert state_of(oracle).num_computed_tokens == 0
+            if not chunks:
+                assert state_of(oracle).status is RESTING
+                oracle.update(session(7, max_tokens=1))
+            (new,) = oracle.schedule().new
+            assert new.request.prompt_token_ids == (1, 2, 7)
+            answer(oracle, 5)
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_sessions_keep_their_blocks(quirk: bool) -> None:
+    """P10: a newcomer needs what one holds that rests, and nobody runs."""
+    quirks = {Quirk.SESSIONS_KEEP_THEIR_BLOCKS} if quirk else set()
+    oracle = Oracle(replace(CONFIG, num_blocks=4), Profile("some", frozenset(quirks)))
+    rest(oracle, 1, 2, 3)
+    oracle.submit(Request("B", (4, 5, 6), max_tokens=1))
+    plan = oracle.schedule()
+    assert bool(plan.rows) is not quirk
+    assert oracle.reset(reset_running_requests=True) is not quirk
+    assert state_of(oracle).num_computed_tokens == (3 if quirk else 0)
+    assert plan.preempted_req_ids == ()
+
+
+def test_two_that_wait_with_blocks_do_not_wait_for_each_other() -> None:
+    """Upstream #49439: each lacks what the other holds; the later in line gives way."""
+    oracle = Oracle(replace(CONFIG, num_blocks=5))
+    rest(oracle, 1, 2, 3)
+    rest(oracle, 4, 5, 6, name="B")
+    oracle.update(session(7, 8, 9, max_tokens=1))
+    oracle.update(session(7, 8, 9, name="B", max_tokens=1))
+    (new,) = step(oracle).new
+    assert (new.request_id, new.num_computed_tokens) == ("A", 3)
+    assert state_of(oracle, "B").num_computed_tokens == 0
+    (new,) = step(oracle).new
+    assert (new.request_id, new.num_computed_tokens) == ("B", 2), "a hit on what it had computed"
+
+
+def test_those_that_rest_give_way_before_those_that_wait() -> None:
+    """Of six blocks three sessions hold two each; the first in line lacks one."""
+    oracle = Oracle(replace(CONFIG, num_blocks=7))
+    for token, name in enumerate("ABC"):
+        rest(oracle, token, token, token, name=name)
+    oracle.update(session(7, 7, 7, name="C", max_tokens=1))
+    oracle.update(session(7, 7, 7, max_tokens=1))
+    plan = oracle.schedule()
+    assert [row.request_id for row in plan.rows] == ["A", "C"]
+    held = {name: request.num_computed_tokens for name, request in oracle.state.requests.items()}
+    assert held == {"A": 6, "B": 0, "C": 6}, "C, behind B, keeps its own"
+
+
+def test_one_that_runs_alone_takes_blocks_before_it_preempts_itself() -> None:
+    oracle = Oracle(replace(CONFIG, num_blocks=4, scheduler_reserve_full_isl=False))
+    rest(oracle, 1, 2, 3)
+    oracle.submit(Request("B", (4,), max_tokens=4))
+    for _ in range(4):
+        step(oracle, 7)
+    assert "B" not in oracle.state.requests
+    assert oracle.state.stats.preemptions == 0
+    assert state_of(oracle).num_computed_tokens == 0
+
+
+def test_while_others_run_nobody_takes_blocks_from_a_session() -> None:
+    oracle = Oracle(replace(CONFIG, num_blocks=4))
+    rest(oracle, 1, 2, 3)
+    oracle.submit(Request("B", (4,), max_tokens=2))
+    oracle.submit(Request("C", (4, 4), max_tokens=2))
+    assert [row.request_id for row in oracle.schedule().rows] == ["B"]
+    assert state_of(oracle).num_computed_tokens == 3
+
+
+def test_priority_places_a_session_anew_when_its_input_came() -> None:
+    oracle = Oracle(replace(CONFIG, policy=Policy.PRIORITY))
+    rest(oracle, 1)
+    rest(oracle, 2, name="B")
+    oracle.update(session(3, max_tokens=1, arrival_time=5))
+    assert oracle.state.skipped_waiting == ("B", "A")
+    assert get_broken_invariants(oracle.state) == ()
+
+
+def test_a_window_that_has_gone_on_and_a_state_behind_drafts_are_computed_again() -> None:
+    """With three plans ahead the window before the token at which it goes on is given back."""
+    for num_frames, num_computed in ((2, 2), (3, 0)):
+        more = AHEAD | {"max_frames_in_flight": num_frames}
+        oracle = Oracle(replace(CONFIG, block_size=1, groups=(full(1), window(1, 2)), **more))
+        oracle.submit(session(1, 2, max_tokens=6, eos_token_id=9))
+        for _ in range(num_frames):
+            oracle.schedule()
+        answer(oracle, 9)
+        assert state_of(oracle).num_computed_tokens == num_computed
+        assert any(state_of(oracle).block_tables) is (num_computed > 0)
+    oracle = Oracle(replace(CONFIG, groups=(recurrent(2),)))
+    rest(oracle, 1, 2)
+    assert state_of(oracle).num_computed_tokens == 2
+    drafting = DRAFTING | {"num_speculative_tokens": 1}
+    oracle = Oracle(replace(CONFIG, groups=(recurrent(2, num_speculative=1),), **drafting))
+    rest(oracle, 1, 2)
+    assert state_of(oracle).num_computed_tokens == 0
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_sessions_admitted_with_lookahead(quirk: bool) -> None:
+    quirks = {Quirk.SESSIONS_ADMITTED_WITH_LOOKAHEAD} if quirk else set()
+    more = {"spec_method": SpecMethod.DRAFT_MODEL, "num_speculative_tokens": 2}
+    oracle = Oracle(replace(CONFIG, **more), Profile("some", frozenset(quirks)))  # type: ignore[arg-type]
+    rest(oracle, 1, 2)
+    oracle.update(session(3, 4, max_tokens=1))
+    (new,) = oracle.schedule().new
+    assert len(new.block_ids[0]) == (3 if quirk else 2)
+
+
+def test_an_abort_ends_a_session_wherever_it_is() -> None:
+    oracle = Oracle(CONFIG)
+    rest(oracle, 1)
+    assert oracle.abort("A") == ("A",)
+    assert oracle.num_free_blocks == 19
+    rest(oracle, 1)
+    oracle.update(session(2, max_tokens=1))
+    assert oracle.abort("A") == ("A",)
+    oracle.submit(session(1))
+    oracle.update(session(2, max_tokens=1))
+    oracle.schedule()
+    assert oracle.abort("A") == ("A",)
+    assert oracle.num_free_blocks == 19
+    assert get_broken_invariants(oracle.state) == ()
