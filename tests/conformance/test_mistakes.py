@@ -15,9 +15,9 @@ from blockstep.conformance.protocol.program import (
     Propose,
     describe,
 )
-from blockstep.conformance.protocol.registry import load_engine
+from blockstep.conformance.protocol.registry import SpecEngine, load_engine
 from blockstep.spec import Config, Request, Schedule, SpecMethod, Submit
-from blockstep.spec.vocabulary import RejectCode
+from blockstep.spec.vocabulary import Commit, Grammar, GrammarReady, RejectCode
 
 CONFIG = Config(
     num_blocks=12,
@@ -57,14 +57,29 @@ def test_every_mistake_is_refused(mistake: Mistake, depth: int) -> None:
     before = run.engine.snapshot()
     num_events = run.num_events
     assert run.perform(Misanswer(mistake)) == []
-    impossible = (mistake is Mistake.TOO_EARLY and depth == 1) or (
-        mistake is Mistake.WRONG_DRAFT and depth == 2
+    impossible = (
+        (mistake is Mistake.TOO_EARLY and depth == 1)
+        or (mistake is Mistake.WRONG_DRAFT and depth == 2)
+        or mistake is Mistake.FORBIDDEN_TOKEN  # nobody has a grammar
     )
     assert run.num_events == num_events + (not impossible)
     assert run.engine.snapshot() == before
     if not impossible:
         answer = run.exchanges[-1].expected
         assert getattr(answer, "code", None) is CODES.get(mistake, RejectCode.BAD_RESULT)
+
+
+def test_a_token_that_a_grammar_forbids_is_refused() -> None:
+    run = LockStep.start(CONFIG, SpecEngine, keep_exchanges=True)
+    grammar = Grammar((((0, 0), (1, 0)),))
+    request = Request("A", (1, 2), max_tokens=9, structured_output=True, grammar=grammar)
+    for action in (Submit(request), GrammarReady("A"), Schedule()):
+        assert run.perform(action) == []
+    assert run.perform(Misanswer(Mistake.FORBIDDEN_TOKEN)) == []
+    commit, answer = run.exchanges[-1].event, run.exchanges[-1].expected
+    assert isinstance(commit, Commit)
+    assert commit.sampled[0].token_ids == (2,)
+    assert getattr(answer, "code", None) is RejectCode.BAD_RESULT
 
 
 def test_without_a_plan_there_is_nothing_to_be_wrong_about() -> None:

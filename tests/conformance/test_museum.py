@@ -18,7 +18,7 @@ from blockstep.conformance.command.main import app
 from blockstep.conformance.engine import Capability, Safety, get_traits
 from blockstep.conformance.judge.properties import PROPERTIES
 from blockstep.conformance.judge.properties.output import cut_at_stop
-from blockstep.conformance.judge.worker.sampling import NextToken
+from blockstep.conformance.judge.worker import NextToken
 from blockstep.conformance.museum import EXHIBITS, Exhibit, build
 from blockstep.conformance.museum.exhibit import Defect, Page, collect
 from blockstep.conformance.museum.trial import (

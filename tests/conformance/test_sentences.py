@@ -774,6 +774,11 @@ def test_a_sentence_speaks_alone(case: Case) -> None:
     assert play(case) == [case[0]]
 
 
+@pytest.mark.parametrize("case", brought.OF_MASKS, ids=[case[0] for case in brought.OF_MASKS])
+def test_what_the_worker_says_of_a_mask_it_says_alone(case: Case) -> None:
+    assert play(case) == [case[0]]
+
+
 @pytest.mark.parametrize("case", BESIDE_THE_WORKER, ids=[case[0] for case in BESIDE_THE_WORKER])
 def test_a_sentence_speaks_alone_where_no_worker_does(case: Case) -> None:
     """`explore` judges without a worker; where there is one, it sees the same from its side."""
@@ -799,7 +804,7 @@ def test_every_sentence_speaks_alone_somewhere() -> None:
     """A sentence that never does says nothing of its own: merge it, or plant what only it sees."""
     names = [case[0] for case in ALONE + BESIDE_THE_WORKER] + [IN_A_RELEASE]
     assert sorted(names) == sorted(SENTENCES)
-    assert len(SENTENCES) == 88
+    assert len(SENTENCES) == 91
 
 
 def test_up_to_block_ids_all_are_asked_but_three() -> None:

@@ -6,15 +6,29 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 from tests.impl.test_groups import draw_groups_config
-from tests.impl.test_soak import draw_config, draw_event
+from tests.impl.test_soak import NAMES, draw_config, draw_event
 
 from blockstep.impl.host import CRC32, SHA256, HostEngine
 from blockstep.spec import Oracle
-from blockstep.spec.vocabulary import Config, Event, Plan, Submit
+from blockstep.spec.vocabulary import (
+    Commit,
+    Config,
+    Event,
+    Grammar,
+    GrammarBitmask,
+    GrammarFailed,
+    GrammarOutput,
+    GrammarReady,
+    Plan,
+    RowTokens,
+    SpecMethod,
+    Submit,
+    TokenIds,
+)
 
 DrawEvent: TypeAlias = Callable[[random.Random, HostEngine], Event]
 
@@ -45,6 +59,12 @@ def look(event: Event, answer: object, host: HostEngine) -> list[str]:
         used = {host.table.requests[slot].adapter for slot in host.running} - {None}
         if 0 < host.config.max_loras == len(used):
             seen.append("no seat left")
+    if isinstance(answer, GrammarOutput):
+        for row in answer.rows:
+            if row.allowed[0] is not None:
+                seen.append("masked")
+            if row.draft_token_ids[:1] not in ((), (-1,)) and row.draft_token_ids[-1] == -1:
+                seen.append("cut")
     return seen
 
 
@@ -75,3 +95,96 @@ def test_adapters() -> None:
 @pytest.mark.soak
 def test_adapters_over_many_seeds() -> None:
     compare_adapters(range(1000, 4000), 250)
+
+
+# Masks.
+
+
+WITH_PLACEHOLDERS: dict[str, Any] = {
+    "max_frames_in_flight": 2, "async_scheduling": True,
+    "spec_method": SpecMethod.NGRAM, "num_speculative_tokens": 2,
+}  # fmt: skip
+
+
+def draw_grammar(draw: random.Random) -> Grammar:
+    """Of tokens 0 to 2; a state may have no edges, and then the text is complete there."""
+    num_states = draw.randint(1, 4)
+    states = []
+    for _ in range(num_states):
+        tokens = [token for token in range(3) if draw.random() < 0.7]
+        states.append(tuple([(token, draw.randrange(num_states)) for token in tokens]))
+    return Grammar(tuple(states))
+
+
+def draw_mask_event(draw: random.Random, host: HostEngine) -> Event:
+    kind = draw.random()
+    if kind < 0.02:
+        return GrammarFailed(draw.choice(NAMES))
+    if kind < 0.1 and host.table.slot_of:
+        return GrammarReady(draw.choice(list(host.table.slot_of)))
+    if kind < 0.35 and host.frames:
+        return draw_mask(draw, host)
+    event = draw_event(draw, host)
+    if isinstance(event, Submit) and draw.random() < 0.7:
+        has_one = draw.random() < 0.9
+        grammar = draw_grammar(draw) if has_one else None
+        return Submit(replace(event.request, structured_output=True, grammar=grammar))
+    if isinstance(event, Commit) and draw.random() < 0.9:
+        rows = [RowTokens(row.request_id, obey(draw, host, event, row)) for row in event.sampled]
+        return Commit(event.frame_id, tuple(rows))
+    return event
+
+
+def draw_mask(draw: random.Random, host: HostEngine) -> Event:
+    frame_id = draw.choice([*host.frames, min(host.frames), draw.randrange(9)])
+    rows = []
+    if draw.random() < (0.9 if host.config.async_scheduling else 0.03):
+        for name in [*host.frames.get(frame_id, ()), draw.choice(NAMES)]:
+            if draw.random() < 0.9:
+                tokens = draw.choices(range(3), k=draw.randint(0, 4))
+                rows.append(RowTokens(name, tuple(tokens)))
+    return GrammarBitmask(frame_id, tuple(rows))
+
+
+def obey(draw: random.Random, host: HostEngine, event: Commit, row: RowTokens) -> TokenIds:
+    """Tokens as many as given, or fewer, of which the grammar forbids none."""
+    matcher = host.matchers.get(row.request_id)
+    if matcher is None or not row.token_ids:
+        return row.token_ids
+    drafts = host.frames[event.frame_id][row.request_id] or ()
+    position, tokens = matcher.position, []
+    for count in range(len(row.token_ids)):
+        allowed = matcher.list_allowed(position)
+        token = draw.choice((0, 1, 2) if allowed is None else allowed)
+        tokens.append(token)
+        position = matcher.go_on(position, token) or position
+        if count < len(drafts) and drafts[count] not in (token, -1):
+            break
+    return tuple(tokens)
+
+
+def compare_masks(seeds: range, num_events: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        draw = random.Random(seed)
+        config = draw_any_config(draw)
+        if not config.groups and draw.random() < 0.5:
+            config = replace(config, **WITH_PLACEHOLDERS)
+        reasons = draw.random() < 0.4
+        config = replace(
+            config,
+            reasoning_end_token_id=draw.randrange(3) if reasons else None,
+            enable_in_reasoning=reasons and draw.random() < 0.3,
+        )
+        seen += run_both(seed, num_events, config, draw_mask_event)
+    assert min(seen[name] for name in ("cut", "Commit Rejected", "GrammarFailed Outputs")) > 0
+    assert seen["masked"] > len(seeds)
+
+
+def test_masks() -> None:
+    compare_masks(range(25), 200)
+
+
+@pytest.mark.soak
+def test_masks_over_many_seeds() -> None:
+    compare_masks(range(1000, 3000), 300)

@@ -297,8 +297,9 @@ BIT = (False, True, False)
         (WHOLE | {"max_num_batched_tokens": 2}, (CAT,), N, "must have 2 tokens at most: no chunk"),
         (WHOLE | {"long_prefill_token_threshold": 2}, (CAT,), N, "must have 2 tokens at most"),
         (WHOLE | {"long_prefill_token_threshold": 3}, (CAT, DOG), None, ""),
-        (BESIDE, (CAT,), R, "item 'cat' at 1 stands beside the prompt: use offset 0"),
+        (BESIDE, (CAT,), R, "item 'cat' at 1 stands beside the prompt: use offset 0, and no mask"),
         (BESIDE, (replace(CAT, offset=0, length=4),), None, ""),
+        (BESIDE, (replace(CAT, offset=0, is_embed=BIT),), R, "use offset 0, and no mask"),
         (BESIDE | BOTH_9, (replace(CAT, offset=0, length=9),), None, ""),
     ],
 )

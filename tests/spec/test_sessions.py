@@ -25,6 +25,7 @@ from blockstep.spec.profiles import Profile, Quirk
 from blockstep.spec.requests import RequestState
 from blockstep.spec.vocabulary import (
     FinishReason,
+    Grammar,
     OutputRow,
     Plan,
     RejectCode,
@@ -390,3 +391,19 @@ def test_an_abort_ends_a_session_wherever_it_is() -> None:
     assert oracle.abort("A") == ("A",)
     assert oracle.num_free_blocks == 19
     assert get_broken_invariants(oracle.state) == ()
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_sessions_keep_their_grammar(quirk: bool) -> None:
+    """P23: each chunk begins the grammar anew; upstream's is complete, and holds nothing more."""
+    quirks = {Quirk.SESSIONS_KEEP_THEIR_GRAMMAR} if quirk else set()
+    oracle = Oracle(CONFIG, Profile("some", frozenset(quirks)))
+    grammar = Grammar((((5, 1),), ()))
+    oracle.submit(session(1, max_tokens=1, structured_output=True, grammar=grammar))
+    oracle.grammar_ready("A")
+    oracle.schedule()
+    oracle.apply(Commit(0, (RowTokens("A", (5,)),)))
+    oracle.update(session(2, max_tokens=1))
+    oracle.schedule()
+    seen = oracle.apply(Commit(1, (RowTokens("A", (9,)),)))
+    assert isinstance(seen, Rejected) is not quirk

@@ -37,6 +37,10 @@ class GroupsWalk:
         """A request that can be served, if the one that is drawn can."""
         random, prompt = self.random, self.draw_prompt()
         request = Request(f"r{number}", prompt, random.randint(1, 6), priority=random.randint(0, 2))
+        return self.submit_if_servable(request)
+
+    def submit_if_servable(self, request: Request) -> Request | None:
+        """The request, taken in, or None."""
         if not slots.is_servable(self.oracle.state.config, request):
             return None
         self.oracle.submit(request)

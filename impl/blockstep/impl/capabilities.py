@@ -35,10 +35,11 @@ HOST: Final = frozenset(
         "groups",
         "common prefix",
         "adapters",
+        "masks",
     )
 )
-"""Everything but sessions, masks and an encoder."""
-COMPILED: Final = HOST - {"groups", "common prefix", "adapters"}
+"""Everything but sessions and an encoder."""
+COMPILED: Final = HOST - {"groups", "common prefix", "adapters", "masks"}
 """The same for one KV-cache group, without its hint to the worker and what requests bring along."""
 
 

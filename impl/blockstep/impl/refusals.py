@@ -41,11 +41,6 @@ def submit_problem(
 ) -> Rejected | None:
     """Why a request cannot be taken, or None; `needed` blocks at its longest."""
     name, prompt = repr(request.request_id), len(request.prompt_token_ids)
-    if request.resumable:
-        return Rejected(
-            RejectCode.BAD_REQUEST,
-            f"request {name}: resumable: this engine has no sessions; leave it out",
-        )
     if is_unfinished:
         return Rejected(
             RejectCode.DUPLICATE_REQUEST,
@@ -75,8 +70,14 @@ def submit_problem(
     return None
 
 
-def masks_problem(event: Event) -> Rejected | None:
-    """Why an engine without masks cannot take an event, or None."""
+def brought_problem(event: Event) -> Rejected | None:
+    """Why an engine without masks and sessions cannot take an event, or None."""
+    if isinstance(event, Submit) and event.request.resumable:
+        name = event.request.request_id
+        return Rejected(
+            RejectCode.BAD_REQUEST,
+            f"request {name!r}: resumable: this engine has no sessions; leave it out",
+        )
     if isinstance(event, Submit) and event.request.grammar is not None:
         name = event.request.request_id
         return Rejected(
@@ -149,7 +150,7 @@ def update_problem(request_id: RequestId, is_unfinished: bool) -> Rejected:
         )
     return Rejected(
         RejectCode.NOT_RESUMABLE,
-        f"update: request {request_id!r} is no session; submit it as resumable",
+        f"update: request {request_id!r} is no session that takes more input; submit one",
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain, pairwise
 
+from blockstep.spec.beside.encoder import count_free, count_freeable
 from blockstep.spec.beside.grammar import (
     get_first_stand,
     get_next_stand,
@@ -21,6 +22,8 @@ from blockstep.spec.memory.groups import (
     compute_max_held_blocks,
     compute_max_reach,
     compute_num_skipped_blocks,
+    count_tokens_across,
+    get_num_slots_of,
 )
 from blockstep.spec.requests import (
     NOTHING_HELD,
@@ -35,6 +38,7 @@ from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     BlockId,
     BlockKey,
+    Config,
     GroupKind,
     Policy,
     RequestId,
@@ -118,6 +122,8 @@ def is_every_attended_block_held(state: State) -> bool:
         num_computed = request.num_computed_tokens
         num_certain = num_computed - count_drafts_in_flight(state.frames, request.request_id)
         for group, table in zip(state.config.kv_groups, request.block_tables, strict=True):
+            if group.kind is GroupKind.CROSS_ATTENTION:
+                continue
             num_blocks = len(table) - group.num_speculative_blocks
             is_gap_free = group.kind is not GroupKind.RECURRENT
             if is_gap_free and NULL_BLOCK in table[table.count(NULL_BLOCK) :]:
@@ -202,9 +208,16 @@ def is_token_accounting_sound(state: State) -> bool:
         <= request.num_known_tokens
         + (request.num_output_placeholders or drafts.get(request.request_id, 0))
         and (may_hold_blocks(request) or {*request.holdings} == {*NOTHING_HELD})
-        and (all(request.block_tables) or request.num_computed_tokens == 0)
+        and (request.num_computed_tokens == 0 or is_every_table_begun(state.config, request))
         for request in state.requests.values()
     )
+
+
+def is_every_table_begun(config: Config, request: RequestState) -> bool:
+    """There is a block in each table, but for one across to no items. Source: P12."""
+    num_across = count_tokens_across(config, request.request)
+    groups = zip(config.kv_groups, request.block_tables, strict=True)
+    return all(table or get_num_slots_of(group, 1, num_across) == 0 for group, table in groups)
 
 
 def is_every_placeholder_in_flight(state: State) -> bool:
@@ -265,6 +278,38 @@ def is_within_limits(state: State) -> bool:
     )
 
 
+def is_encoder_cache_exact(state: State) -> bool:
+    """No more is kept than there is room for; freeable is what nobody holds, once each.
+
+    Between two steps nothing is planned. Source: vLLM 0.19.1 `EncoderCacheManager`; P9, P22.
+    """
+    encoder = state.encoder
+    unheld = [name for name, entry in encoder.entries.items() if not entry.holders]
+    return (
+        0 <= count_free(encoder) <= count_freeable(encoder) <= encoder.size
+        and sorted(encoder.freeable) == sorted(unheld)
+        and (encoder.budget, encoder.planned, encoder.evicted) == (0, (), ())
+        and not (encoder.entries if not encoder.is_shared else encoder.freed)
+    )
+
+
+def is_every_held_item_needed(state: State) -> bool:
+    """An entry is held for places of its item that a running request has not computed yet.
+
+    Source: P7, P22.
+    """
+    for identifier, entry in state.encoder.entries.items():
+        for name, index in entry.holders:
+            if name not in state.running:
+                return False
+            request = state.requests[name]
+            item = request.request.items[index]
+            is_behind = item.offset + item.length <= request.num_computed_tokens
+            if item.identifier != identifier or is_behind:
+                return False
+    return True
+
+
 def is_priority_queue_sorted(state: State) -> bool:
     """Under PRIORITY both waiting queues are in order of rank. Source: P16."""
     if state.config.policy is not Policy.PRIORITY:
@@ -289,6 +334,8 @@ INVARIANTS: tuple[Callable[[State], bool], ...] = (
     is_every_placeholder_in_flight,
     is_every_grammar_in_step,
     is_within_limits,
+    is_encoder_cache_exact,
+    is_every_held_item_needed,
     is_priority_queue_sorted,
 )
 

@@ -19,6 +19,8 @@ from blockstep.spec.vocabulary import (
     Config,
     Drafts,
     DraftsTaken,
+    EncoderOffer,
+    EncoderReset,
     Event,
     GrammarBitmask,
     GrammarFailed,
@@ -147,6 +149,14 @@ class Oracle:
         done = self._accepted(Reset(reset_running_requests))
         assert isinstance(done, ResetDone), "Reset is answered with ResetDone"
         return done.success
+
+    def reset_encoder(self) -> None:
+        """Forget every encoded item."""
+        self._accepted(EncoderReset())
+
+    def offer(self, *identifiers: str) -> None:
+        """Set what a connector holds of encoded items."""
+        self._accepted(EncoderOffer(identifiers))
 
     def _accepted(self, event: Event) -> Observation:
         observation = self.apply(event)

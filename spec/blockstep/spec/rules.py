@@ -7,11 +7,12 @@ what a release does instead wraps one of them (architecture D5).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from blockstep.spec.beside.grammar import Follow
+from blockstep.spec.beside.encoder import Encoder, Holder
+from blockstep.spec.beside.grammar import Follow, Stand
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Frame, FrameRow, Hit, Holding, RequestState
 from blockstep.spec.vocabulary import (
@@ -19,6 +20,7 @@ from blockstep.spec.vocabulary import (
     Config,
     FinishReason,
     KVGroup,
+    MultiModalItem,
     Request,
     RequestId,
     TokenIds,
@@ -102,6 +104,30 @@ class Rules:
     get_num_cached_tokens: Callable[[RequestState, int], int]
     """What is told as cached once a request is admitted with a hit of so many tokens."""
 
+    # encoder
+    get_item_holder: Callable[[Request, int], Holder]
+    """As whom a request holds an item of its."""
+    is_item_needed: Callable[[MultiModalItem, int, int, int], bool]
+    """Whether a chunk reads of an item: (.., computed, tokens, tokens read ahead)."""
+    is_item_split: Callable[[MultiModalItem, int, int, int], bool]
+    """Whether a chunk is to end before an item of which it would compute a part, likewise."""
+    asks_room_first: bool
+    """Whether room is made for an item before it is seen whether the chunk reads of it."""
+    external_costs_compute: bool
+    """Whether what is loaded needs the compute of what is encoded."""
+    get_encoder_once_asked: Callable[[Encoder, Encoder], Encoder]
+    """The encoder when a row was asked for: (as it was, as it would be with the row)."""
+    keeps_items_without_row: bool
+    """Whether who gets no row for want of an item holds others."""
+    forgets_restored_compute: bool
+    """Whether compute that a victim gives back is lost when the row that preempted it has items."""
+    withdraw_items: Callable[[Encoder, Request, Sequence[RequestId]], Encoder]
+    """Take back what a request planned in this step: (.., whose rows are left, in order)."""
+    free_items: Callable[[Encoder, Request, int | None], Encoder]
+    """Let a request's items go that end within its computed tokens; None: all of them."""
+    get_freed: Callable[[Sequence[str], Collection[str]], tuple[str, ...]]
+    """What the worker drops: (what is gone, what is there)."""
+
     # drafts
     get_num_padding: Callable[[Config, int, int, int, Iterable[RequestState]], int | None]
     """Drafts that a request is admitted with: (config, known tokens, hit tokens, budget, planned
@@ -124,6 +150,8 @@ class Rules:
     # sessions
     get_num_kept: Callable[[RequestState], int]
     """Leading tokens that a session keeps of a chunk that has stopped."""
+    get_stand_of_chunk: Callable[[Config, RequestState, TokenIds], Stand]
+    """Where the outputs of a new chunk stand in its grammar: (.., .., prompt)."""
     get_num_kept_keys: Callable[[RequestState, int], int]
     """Leading block keys that it keeps: (.., full blocks of kept tokens)."""
     get_chunk_request: Callable[[Request, Request], Request]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from blockstep.spec.beside.encoder import Encoder, count_free, count_freeable
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
-from blockstep.spec.vocabulary import RequestSnapshot, Snapshot
+from blockstep.spec.vocabulary import EncoderEntry, EncoderSnapshot, RequestSnapshot, Snapshot
 
 
 def get_snapshot(
@@ -33,6 +34,24 @@ def get_snapshot(
         finished_req_ids=state.finished_req_ids,
         prev_scheduled_req_ids=state.prev_scheduled_req_ids,
         stats=state.stats,
+        encoder=get_encoder_snapshot(state.encoder),
+    )
+
+
+def get_encoder_snapshot(encoder: Encoder) -> EncoderSnapshot | None:
+    """The encoder's cache, holders by request. Source: architecture D1."""
+    if not encoder.size:
+        return None
+    entries = [
+        EncoderEntry(name, entry.num_embeds, tuple([holder[0] for holder in entry.holders]))
+        for name, entry in sorted(encoder.entries.items())
+    ]
+    return EncoderSnapshot(
+        entries=tuple(entries),
+        freeable=encoder.freeable,
+        num_free=count_free(encoder),
+        num_freeable=count_freeable(encoder),
+        freed=encoder.freed,
     )
 
 

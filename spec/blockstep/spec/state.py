@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from blockstep.spec.beside.encoder import NO_ENCODER, Encoder, create_encoder
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.pool import Pool, create_pool
 from blockstep.spec.requests import Frame, RequestState
@@ -42,6 +43,7 @@ class State:
     reset_req_ids: tuple[RequestId, ...] = ()
     """Preempted by a reset since the last plan, where the rules have the next one name them."""
     stats: Stats = NO_STATS
+    encoder: Encoder = NO_ENCODER
 
 
 def create_state(config: Config, rules: Rules) -> State:
@@ -54,5 +56,9 @@ def create_state(config: Config, rules: Rules) -> State:
     if problems:
         raise ConfigError(problems)
     return State(
-        config=config, rules=rules, pool=create_pool(config.num_blocks), requests=FrozenMap()
+        config=config,
+        rules=rules,
+        pool=create_pool(config.num_blocks),
+        requests=FrozenMap(),
+        encoder=create_encoder(config),
     )

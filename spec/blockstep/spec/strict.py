@@ -5,6 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from blockstep.spec.beside.encoder import (
+    free_items,
+    get_encoder_once_asked,
+    get_freed,
+    get_item_holder,
+    is_item_needed,
+    is_item_split,
+    withdraw_items,
+)
 from blockstep.spec.beside.grammar import get_next_stand
 from blockstep.spec.hashing import get_item_keys, get_request_behind_outputs
 from blockstep.spec.lives.commit import publishes_at_commit
@@ -15,6 +24,7 @@ from blockstep.spec.lives.sessions import (
     get_chunk_request,
     get_num_kept,
     get_num_kept_keys,
+    get_stand_of_chunk,
     get_stopped,
 )
 from blockstep.spec.memory.prefix import get_joint_hit
@@ -76,6 +86,17 @@ STRICT_RULES: Final = Rules(
     passes_over_too_long=False,
     counts_adapters_of_rows_only=False,
     get_num_cached_tokens=get_num_cached_tokens,
+    get_item_holder=get_item_holder,
+    is_item_needed=is_item_needed,
+    is_item_split=is_item_split,
+    asks_room_first=False,
+    external_costs_compute=False,
+    get_encoder_once_asked=get_encoder_once_asked,
+    keeps_items_without_row=False,
+    forgets_restored_compute=False,
+    withdraw_items=withdraw_items,
+    free_items=free_items,
+    get_freed=get_freed,
     get_num_padding=get_num_padding,
     keeps_drafts=keeps_drafts,
     get_preempted=get_preempted,
@@ -84,6 +105,7 @@ STRICT_RULES: Final = Rules(
     get_reset_request=get_reset_request,
     names_victims_of_resets=False,
     get_num_kept=get_num_kept,
+    get_stand_of_chunk=get_stand_of_chunk,
     get_num_kept_keys=get_num_kept_keys,
     get_chunk_request=get_chunk_request,
     get_stopped=get_stopped,

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from blockstep.spec.lives.commit import process_commit
-from blockstep.spec.lives.control import process_pause, process_reset
+from blockstep.spec.lives.control import (
+    process_encoder_offer,
+    process_encoder_reset,
+    process_pause,
+    process_reset,
+)
 from blockstep.spec.lives.drafts import process_drafts
 from blockstep.spec.lives.lifecycle import (
     process_abort,
@@ -23,7 +28,6 @@ from blockstep.spec.state import State
 from blockstep.spec.step.schedule import process_schedule
 from blockstep.spec.vocabulary import (
     Abort,
-    Ack,
     Commit,
     Drafts,
     EncoderOffer,
@@ -90,7 +94,9 @@ def process_event(state: State, event: Event) -> tuple[State, Observation] | Rej
             return process_pause(state, pause_state)
         case Reset(reset_running_requests=reset_running_requests):
             return process_reset(state, reset_running_requests)
-        case EncoderReset() | EncoderOffer():
-            return state, Ack()
+        case EncoderReset():
+            return process_encoder_reset(state)
+        case EncoderOffer(identifiers=identifiers):
+            return process_encoder_offer(state, identifiers)
         case _:
             assert_never(event)

@@ -1,4 +1,4 @@
-"""What requests bring: plays with adapters, and the sentences that speak of them alone."""
+"""What requests bring: plays with adapters and grammars, and the sentences that speak of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from blockstep.conformance.judge.properties import Step
+from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.impl.host import HostEngine
-from blockstep.spec.vocabulary import Config, Schedule, Submit
-from play_support.play import Bend, Play, request
+from blockstep.spec.vocabulary import (
+    Config,
+    FinishReason,
+    Grammar,
+    GrammarBitmask,
+    GrammarFailed,
+    GrammarOutput,
+    GrammarReady,
+    Schedule,
+    Submit,
+)
+from play_support.play import Bend, Play, changed, first_output, observed, request
+from play_support.scenes import AHEAD, DRAFTING_AHEAD
 
 Case: TypeAlias = tuple[str, Callable[[], Play], Callable[[Any], object], Bend]
 """The sentence, a play that is right, what is planted, and how the last step is bent."""
@@ -36,7 +49,98 @@ def uncapped(config: Config) -> HostEngine:
     return HostEngine(replace(config, max_loras=0))
 
 
+STEPS = Grammar((((1, 1), (2, 1)), ((3, 2), (4, 2)), ((1, 0),)))
+"""1 or 2, then 3 or 4, then 1, and again."""
+HELD = request("A", 1, 2, 3, max_tokens=9, structured_output=True, grammar=STEPS)
+
+
+def held(config: Config = AHEAD) -> Play:
+    """A has its grammar, and its first step is planned."""
+    return Play(config, SpecEngine).do(Submit(HELD), GrammarReady("A"), Schedule())
+
+
+def held_and_committed() -> Play:
+    return held().commit()
+
+
+def failed() -> Play:
+    return held().do(GrammarFailed("A"))
+
+
+def masked() -> Play:
+    play = held()
+    return play.do(GrammarBitmask(play.plans[0].frame_id))
+
+
+def masked_with_drafts() -> Play:
+    """Of two drafts the first is right, and its grammar forbids the other."""
+    play = Play(DRAFTING_AHEAD, SpecEngine)
+    play.worker.acceptance = (1,)
+    play.do(Submit(HELD), GrammarReady("A"), Schedule(), Schedule()).commit()
+    frame_id = play.plans[0].frame_id
+    play.do(GrammarBitmask(frame_id, play.worker.tell_drafts(frame_id)))
+    (row,) = masks_of(play.step)
+    assert row.draft_token_ids[0] > 0 > row.draft_token_ids[1]
+    return play
+
+
+def masks_of(step: Step) -> Any:
+    assert isinstance(step.observation, GrammarOutput)
+    return step.observation.rows
+
+
+def with_mask(step: Step, **fields: Any) -> Step:
+    """Another row of A in a mask."""
+    (row,) = masks_of(step)
+    return observed(step, rows=(replace(row, **fields),))
+
+
+OF_MASKS: list[Case] = [
+    (
+        "mask_has_the_rows_that_sample_under_a_grammar",
+        masked,
+        nothing,
+        lambda s: observed(s, rows=()),
+    ),
+    (
+        "mask_allows_what_the_grammar_does",
+        masked,
+        nothing,
+        lambda s: with_mask(s, allowed=((1, 2, 3),)),
+    ),
+    (
+        "mask_keeps_the_drafts_that_are_accepted",
+        masked_with_drafts,
+        nothing,
+        lambda s: with_mask(s, draft_token_ids=(-1, -1)),
+    ),
+    (
+        "nothing_behind_a_placeholder_is_unmasked",
+        masked_with_drafts,
+        nothing,
+        lambda s: with_mask(s, allowed=(*masks_of(s)[0].allowed[:2], None)),
+    ),
+]
+"""What the worker says of masks."""
 ALONE: list[Case] = [
+    (
+        "grammar_stands_where_the_outputs_led_it",
+        held_and_committed,
+        nothing,
+        lambda s: changed(s, "A", grammar_state=0),
+    ),
+    (
+        "plan_tells_that_it_has_a_mask",
+        held,
+        nothing,
+        lambda s: observed(s, has_structured_output_requests=False),
+    ),
+    (
+        "failed_grammar_ends_its_request",
+        failed,
+        nothing,
+        lambda s: first_output(s, finish_reason=FinishReason.ABORT),
+    ),
     (
         "running_stays_within_max_loras",
         of_two_adapters,

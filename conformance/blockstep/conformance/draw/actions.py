@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from random import Random
 from typing import Protocol, TypeAlias, TypeVar
@@ -115,9 +115,17 @@ class View:
     """Nobody compares, so aborts are tried often, and of those in flight above all: what they leave
     behind shows in nothing else."""
 
+    ready: set[v.RequestId] = field(default_factory=set)
+    """Whose grammars were said to be compiled."""
+
     def note(self, action: Action) -> None:
         """An action was done."""
-        self.num_submitted += isinstance(action, v.Submit)
+        match action:
+            case v.Submit(request=request):
+                self.num_submitted += 1
+                self.ready.discard(request.request_id)
+            case v.GrammarReady(request_id=name):
+                self.ready.add(name)
 
 
 Drawing: TypeAlias = Callable[[View, Draw], Action]
@@ -200,6 +208,8 @@ def grammar_ready(view: View, draw: Draw) -> Action:
     """A grammar is compiled, of one that waits for it if there is one."""
     live = view.client.live
     waiting = [name for name, request in live.items() if request.structured_output]
+    if view.swarm.has(MASKS) and draw.chance(85):
+        waiting = [name for name in waiting if name not in view.ready] or waiting
     return v.GrammarReady(draw.choice(waiting or [*live, "nobody"]))
 
 

@@ -23,6 +23,7 @@ from blockstep.conformance.protocol.features import (
     FEATURES,
     GRAMMAR,
     GROUPS,
+    KEYS,
     LATE,
     MASKS,
     NO_WISH,
@@ -33,6 +34,7 @@ from blockstep.conformance.protocol.features import (
     SEVERAL_AT_ONCE,
     Feature,
     Wish,
+    settle_states,
 )
 from blockstep.spec.vocabulary import Config, Policy, SpecMethod
 
@@ -73,7 +75,7 @@ MAX_DEPTH = max(DEPTHS)
 PROPOSERS = tuple(method for method in SpecMethod if method is not SpecMethod.NONE)
 LATE_ONE_IN = 4
 """Of so many runs one has a feature of `LATE`, if its engine takes it."""
-ONLY_WISHED = frozenset({"masks", "sessions", "encoder"})
+ONLY_WISHED = frozenset({"sessions", "encoder"})
 """Features of `LATE` that no run has unless they are wished for."""
 SWITCHED = tuple(
     feature
@@ -176,9 +178,15 @@ def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], 
     for name in LATE:
         feature = BY_NAME.get(name)
         is_drawn = seed % LATE_ONE_IN == LATE_ONE_IN - 1 and name not in ONLY_WISHED
+        if feature is MASKS and GRAMMAR.name in wish.always:
+            is_drawn = seed % 2 > 0
+        if feature is MASKS and GRAMMAR.name in wish.never:
+            is_drawn = False
         seed //= LATE_ONE_IN
         if feature is None or not wish.decide(feature, is_drawn):
             continue
+        if feature is ADAPTERS and KEYS.name in wish.never and name not in wish.always:
+            continue  # adapters are keys
         if name not in wish.always and not takes(feature):
             left_out.append(feature)
             continue
@@ -188,8 +196,13 @@ def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], 
         elif feature is ADAPTERS:
             config = replace(config, max_loras=draw.choice((1, 1, 2)))
         elif feature is MASKS:
-            drawn |= {GRAMMAR.name} - wish.never
+            drawn |= {GRAMMAR.name, DRAFTS.name} - wish.never
             config = draw_reasoning(config, draw, swarm.vocabulary_size)
+            if wish.decide(DRAFTS, draw.chance(60)) and not config.num_speculative_tokens:
+                method, count = draw.choice(PROPOSERS), draw.integer(1, 4)
+                config = settle_states(
+                    replace(config, spec_method=method, num_speculative_tokens=count)
+                )
     swarm = replace(swarm, features=swarm.features | drawn, left_out=tuple(left_out))
     return swarm.fit(config)
 

@@ -165,6 +165,7 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
         request.num_cached_tokens,
         request.grammar_ready,
         *_get_more(request.stand.state, request.stand.reasoning_ended, request.junction),
+        *_session_form(request),
     )
 
 
@@ -176,6 +177,17 @@ def _get_flags(row: FrameRow) -> tuple[int, ...]:
 def _get_more(*values: int) -> tuple[int, ...]:
     """What most states have none of, so that theirs is as short as without it."""
     return values if any(values) else ()
+
+
+def _session_form(request: RequestState) -> Form:
+    """What has become of a session, and of the chunks to come when they came: nothing of others."""
+    asked = request.request
+    if not asked.resumable:
+        return ()
+    chunks = [(one.prompt_token_ids, one.max_tokens, one.resumable) for one in request.updates]
+    ends = (asked.min_tokens, asked.eos_token_id, asked.stop_token_ids, asked.arrival_time)
+    items = [(item.identifier, item.offset) for item in asked.items]
+    return asked.prompt_token_ids, asked.max_tokens, *ends, *items, tuple(chunks)
 
 
 def _get_sets(state: State) -> tuple[Iterable[RequestId], ...]:

@@ -47,6 +47,8 @@ class World:
     resets: tuple[bool, ...] = ()
     """Values of `reset_running_requests` to be tried."""
     pauses: tuple[v.PauseState, ...] = ()
+    updates: tuple[v.Request, ...] = ()
+    """What sessions may go on with, or end by."""
     expected: Counts | None = None
     """What a complete walk must count; a change of the specification shows up here."""
 
@@ -56,7 +58,7 @@ class World:
 
         Ids take part in a decision under PRIORITY only, where they break ties.
         """
-        if self.config.policy is v.Policy.PRIORITY:
+        if self.config.policy is v.Policy.PRIORITY or self.updates:
             return {request.request_id: rank for rank, request in enumerate(self.requests)}
         models = {r.request_id: replace(r, request_id="") for r in self.requests}
         distinct = list(dict.fromkeys(models.values()))
@@ -65,6 +67,8 @@ class World:
     @cached_property
     def free_tokens(self) -> frozenset[v.TokenId]:
         """Interchangeable tokens: no request names them. Empty if there is only one."""
+        if self.updates:
+            return frozenset()
         named: set[v.TokenId | None] = {self.config.reasoning_end_token_id}
         for request in self.requests:
             named |= {*request.prompt_token_ids, *request.stop_token_ids, request.eos_token_id}
@@ -81,6 +85,7 @@ class World:
             *(v.GrammarReady(r.request_id) for r in self.requests if r.structured_output),
             *(v.GrammarFailed(r.request_id) for r in self.requests if r.grammar is not None),
             *(v.Abort((r.request_id,)) for r in self.requests if self.aborts),
+            *map(v.StreamingUpdate, self.updates),
             *map(v.Reset, self.resets),
             *map(v.SetPause, self.pauses),
         )

@@ -45,6 +45,10 @@ _FULL_OF_2 = v.KVGroup(v.GroupKind.FULL, 2)
 _CHUNKS = v.KVGroup(v.GroupKind.CHUNKED_LOCAL, 2, attention_chunk_size=4)
 
 
+_GRAMMAR = v.Grammar((((0, 1),), ((1, 0), (2, 2)), ()))
+"""0, then 1 and once more, or 2 and whatever comes."""
+
+
 def _states(block_size: int, mode: v.MambaCacheMode, num_speculative: int = 0) -> v.KVGroup:
     return v.KVGroup(
         v.GroupKind.RECURRENT,
@@ -172,6 +176,20 @@ _TABLE = (
     World("edge", "an item that ends where the blocks of the outputs begin",
         v.Config(5, 1, 1, 2, 4), (_a(1, 3, items=(_item("z", 0),)),),
         expected=Counts(20, 25, 59, 16)),
+    World("grammar", "a grammar of three tokens, drafts, forced resets",
+        v.Config(6, 1, 1, 3, 6, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2),
+        (_a(1, 4, structured_output=True, grammar=_GRAMMAR, eos_token_id=2, min_tokens=2),),
+        vocabulary=(0, 1, 2), resets=(True,)),
+    World("masks", "a grammar, two plans in flight, drafts with the worker: what a mask cuts off",
+        v.Config(8, 1, 1, 3, 6, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2, **_AHEAD),
+        (_a(1, 3, structured_output=True, grammar=_GRAMMAR),), vocabulary=(0, 1, 2)),
+    World("reasoning", "a grammar that holds once reasoning has ended, drafts",
+        v.Config(6, 1, 1, 4, 6, reasoning_end_token_id=2, **_NGRAM),
+        (_a(1, 4, structured_output=True, grammar=_GRAMMAR),), vocabulary=(0, 1, 2)),
+    World("chunked", "two grammars, two plans in flight, one prompt in two chunks",
+        v.Config(6, 1, 2, 2, 4, max_frames_in_flight=2, **_UNCACHED),
+        (_a(1, 1, structured_output=True, grammar=_GRAMMAR),
+         _b(2, 1, structured_output=True, grammar=_GRAMMAR))),
     World("alone", "one request with room for drafts that finds its own first block again",
         v.Config(4, 1, 1, 2, 5, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2),
         (_a(2, 1),), expected=Counts(12, 31, 27, 8)),

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from blockstep.conformance.draw.mistakes import make_mistake
 from blockstep.conformance.engine import (
     Capability,
     Engine,
@@ -30,10 +29,10 @@ from blockstep.conformance.engine import (
 from blockstep.conformance.judge.properties import Ledger, Step, check_step
 from blockstep.conformance.judge.witnesses import situations
 from blockstep.conformance.judge.worker import Worker
-from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.lockstep.exchange import Exchange, blame_spec, fault_of, get_first_state
 from blockstep.conformance.lockstep.excuses import Excuses
 from blockstep.conformance.lockstep.liveness import Watch, drain_bound
+from blockstep.conformance.lockstep.runner import Runner, ask_mask
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences
 from blockstep.conformance.protocol.features import Feature, find_lacking, fit, get_missing
 from blockstep.conformance.protocol.findings import Finding, FindingKind
@@ -41,35 +40,24 @@ from blockstep.conformance.protocol.program import (
     Action,
     Answer,
     Drain,
-    Hostile,
-    Mask,
-    Misanswer,
-    Mistake,
-    Propose,
 )
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.conformance.protocol.tokens import token_function
 from blockstep.conformance.protocol.typed import fault_of_types
 from blockstep.spec import vocabulary as v
-from blockstep.spec.lives.drafts import can_take_drafts
 from blockstep.spec.profiles import STRICT, Profile
-from blockstep.spec.transition import transition
 
 EXPLICABLE = frozenset({FindingKind.PROPERTY, FindingKind.LIVENESS})
 """What a quirk can be the reason of."""
 
 
 @dataclass(slots=True, kw_only=True)
-class LockStep(Client):
+class LockStep(Runner):
     """One run of one engine beside the spec, and what its client remembers. Not reusable."""
 
-    config: v.Config
     engine: Engine
-    worker: Worker
-    spec: SpecEngine
     ledger: Ledger
     witnesses: Counter[str]
-    capabilities: frozenset[str]
     lacking: tuple[Feature, ...]
     """What the engine is not given, for want of a capability."""
     judged: frozenset[v.RejectCode]
@@ -162,7 +150,7 @@ class LockStep(Client):
             return self._drain()
         missing, event = get_missing(action, self.lacking), None
         if isinstance(action, Answer) and self._owes_a_mask():
-            findings = self.apply(self._ask(self.plans[0]))
+            findings = self.apply(ask_mask(self.worker, self.plans[0]))
             if findings:
                 return findings
         if missing is None:
@@ -173,74 +161,6 @@ class LockStep(Client):
         elif event is not None:
             return self.apply(event)
         return []
-
-    def resolve(self, action: Action) -> v.Event | None:
-        """The event that an action comes to now; None when it comes to nothing."""
-        match action:
-            case Answer():
-                if not self.plans:
-                    return None
-                return self._answer(self.plans[0])
-            case Misanswer(mistake=mistake):
-                answers = [self._answer(plan) for plan in self.plans]
-                return make_mistake(mistake, self.plans, answers, self.last_commit)
-            case Misanswer(mistake=Mistake.FORBIDDEN_TOKEN):
-                return self._forbidden()
-            case Mask(place=place):
-                return self._ask(self.plans[: place + 1][-1]) if self.plans else None
-            case Propose(counts=counts) if self.config.async_scheduling:
-                self.worker.acceptance = tuple(right for _, right in counts)
-                return None
-            case Propose(counts=counts):
-                rows = tuple(
-                    v.RowTokens(name, self.worker.propose(name, *counts[index % len(counts)]))
-                    for index, name in enumerate(self.sampled)
-                )
-                return self._proposal(rows) if rows else None
-            case Hostile(event=v.Commit() as event) if self._is_welcome(event):
-                return None  # a right answer but not the worker's: it would lose its tokens
-            case Hostile(event=event):
-                return event
-            case Drain():
-                return None
-            case _:
-                return action
-
-    def _answer(self, plan: v.Plan) -> v.Commit:
-        return v.Commit(plan.frame_id, self.worker.answer(plan.frame_id))
-
-    def _owes_a_mask(self) -> bool:
-        """Whether the oldest plan samples under a grammar: then its mask comes before its answer,
-        and what is verified under it is known."""
-        masks = Capability.MASKS in self.capabilities
-        return masks and bool(self.plans) and self.plans[0].has_structured_output_requests
-
-    def _ask(self, plan: v.Plan) -> v.GrammarBitmask:
-        """Ask for the mask of a plan, and tell the drafts that only the worker knows."""
-        is_async = self.config.async_scheduling
-        return v.GrammarBitmask(
-            plan.frame_id, self.worker.tell_drafts(plan.frame_id) if is_async else ()
-        )
-
-    def _forbidden(self) -> v.Commit | None:
-        """An answer to the oldest plan in which a token is forbidden, if any is."""
-        if not self.plans:
-            return None
-        rows = self.worker.answer_wrongly(self.plans[0].frame_id)
-        return None if rows is None else v.Commit(self.plans[0].frame_id, rows)
-
-    def _is_welcome(self, event: v.Event) -> bool:
-        """Whether the spec would take the event now."""
-        return not isinstance(transition(self.spec.state, event), v.Rejected)
-
-    def _proposal(self, rows: tuple[v.RowTokens, ...]) -> v.Drafts | None:
-        """Drafts for everybody, or for those who can take them if the engine drops none."""
-        if not {Capability.REJECTION, Capability.LATE_DRAFTS} & self.capabilities:
-            state = self.spec.state
-            requests = [state.requests.get(row.request_id) for row in rows]
-            pairs = zip(rows, requests, strict=True)
-            rows = tuple(row for row, known in pairs if known and can_take_drafts(state, known))
-        return v.Drafts(rows) if rows else None
 
     def apply(self, event: v.Event) -> list[Finding]:
         """Give one event to both sides and check everything that can be checked.

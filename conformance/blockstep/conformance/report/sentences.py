@@ -108,8 +108,8 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
     "mask_has_the_rows_that_sample_under_a_grammar": (
         "P23",
         (
-            "The mask of a frame has a row for each request that samples in it and has a grammar, "
-            "in the order of scheduling, and for nobody else."
+            "The mask of a frame has one row for each request that samples in it and has a "
+            "grammar, and none for anybody else."
         ),
     ),
     "mask_keeps_the_drafts_that_are_accepted": (

@@ -157,11 +157,16 @@ RARE_AT_TINY = {
 }
 """Where requests are two or three tokens long, seen a few times in 60,000 events."""
 RARE_UNLESS_WANTED = {
+    *("adapters_base_model_goes_past", "adapters_shared_seat_goes_past", "adapters_seat_taken"),
+    *("masks_of_drafts", "masks_draft_cut", "masks_behind_a_cut_draft", "masks_of_the_preempted"),
+    *("masks_in_reasoning", "masks_draft_cut_when_proposed", "masks_resumed_amid_its_grammar"),
+    *("masks_reasoning_ended", "masks_failed_while_it_runs", "masks_failed_in_flight"),
+    "rejected_grammar_behind",
     *("groups_block_in_doubt", "groups_hit_cut_by_a_window", "groups_admitted_past_its_room"),
     *("groups_preempted_with_nulls", "groups_preempted_about_to_slide"),
     *("groups_resumed_behind_nulls", "groups_hit_of_a_state", "groups_state_left"),
 }
-"""Required where every run has several KV groups: one in four does otherwise."""
+"""Required where every run has the feature that they need: one in four does otherwise."""
 RARE_WHERE_WANTED = {
     TINY.name: {"head_drop", "groups_hit_of_a_state"},
     REAL.name: {"head_drop", "groups_hit_of_a_state"},
@@ -185,8 +190,8 @@ def required_witnesses(options: CheckOptions, lacking: tuple[str, ...] = ()) -> 
     left_out = NOT_REQUIRED | deepest | rare
     if GROUPS.name in wish.always:
         left_out |= RARE_WHERE_WANTED.get(options.preset, set())
-    else:
-        left_out |= RARE_UNLESS_WANTED
+    wanted = tuple(text for name in wish.always & {*LATE} for text in BY_NAME[name].situations)
+    left_out |= {name for name in RARE_UNLESS_WANTED if not name.startswith(wanted)}
     return tuple(
         name
         for name in WITNESSES

@@ -46,10 +46,10 @@ from blockstep.impl.compiled.view import View
 from blockstep.impl.refusals import (
     answer_problem,
     bad_result,
+    brought_problem,
     drafts_problem,
     frame_problem,
     grammar_problem,
-    masks_problem,
     most_blocks,
     schedule_problem,
     submit_problem,
@@ -138,7 +138,7 @@ class CompiledEngine:
 
     def apply(self, event: Event) -> Observation:
         """Take one event. Never raises; what is refused changes nothing."""
-        problem = event_problem(event) or masks_problem(event)
+        problem = event_problem(event) or brought_problem(event)
         if problem is not None:
             return problem
         match event:

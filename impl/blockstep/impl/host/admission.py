@@ -27,8 +27,12 @@ class WaitingPhase(Promises, Encodings):
             if self._is_passed_over(slot, step):
                 passed_over.append(queue.pop())
                 continue
-            if not self._try_admit(slot, queue, step):
-                break
+            while not self._try_admit(slot, queue, step):
+                if self.running or not self.sessions or not self._take_back_one(slot, passed_over):
+                    break
+            else:
+                continue
+            break
         if passed_over:
             self.skipped_waiting.prepend(passed_over)
 
@@ -57,6 +61,8 @@ class WaitingPhase(Promises, Encodings):
     def _is_ready(self, slot: int) -> bool:
         """Whether it may be admitted; a request whose grammar has arrived is promoted here."""
         table = self.table
+        if table.statuses[slot] is Status.WAITING_FOR_STREAMING_REQ:
+            return False
         if table.statuses[slot] is not Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             return True
         if not table.grammar_ready[slot]:
@@ -66,6 +72,8 @@ class WaitingPhase(Promises, Encodings):
 
     def _try_admit(self, slot: int, queue: RequestQueue, step: Step) -> bool:
         """Admit the head of `queue`, or change nothing at all and return False (P7)."""
+        if self.table.num_computed[slot]:
+            return self._try_go_on(slot, queue, step)
         if self.groups is not None:
             return self._try_admit_to_groups(self.groups, slot, queue, step)
         hits = self._find_hits(slot)
@@ -115,6 +123,42 @@ class WaitingPhase(Promises, Encodings):
         self._start(slot, hits.num_tokens, num_scheduled, step)
         self._encode_if_any(slot, chosen, step)
         return True
+
+    def _try_go_on(self, slot: int, queue: RequestQueue, step: Step) -> bool:
+        """The same for a session that has kept its blocks: it goes on behind what is computed."""
+        table, groups, holdings = self.table, self.groups, self.table.holdings[slot]
+        computed, num_known = table.num_computed[slot], table.num_known[slot]
+        num_scheduled = self._tokens_to_admit(slot, computed, step.budget)
+        chosen = self._choose_if_any(slot, computed, num_scheduled, step)
+        if chosen is not None:
+            num_scheduled = chosen.num_tokens
+        if groups is not None:
+            num_scheduled = self._align_chunk(groups, slot, computed, num_scheduled)
+        if num_scheduled <= 0:
+            return False
+        free = self.pool.num_free
+        if self.config.scheduler_reserve_full_isl and self._count_lacking(slot, num_known) > free:
+            return False
+        if self._count_lacking(slot, computed + num_scheduled) > free:
+            return False
+        queue.pop()
+        if groups is not None:
+            groups.leave(holdings, computed, 0)
+            end = computed + num_scheduled
+            step.taken.append(groups.take(holdings, Extent(end, end)))
+        else:
+            needed = self._count_lacking(slot, computed + num_scheduled)
+            holdings[0].blocks += self.pool.take(needed)
+        self._begin(slot, num_scheduled, step)
+        self._encode_if_any(slot, chosen, step)
+        return True
+
+    def _count_lacking(self, slot: int, num_tokens: int) -> int:
+        """Blocks that it lacks to hold so many tokens."""
+        end = min(num_tokens, self.max_model_len)
+        if self.groups is not None:
+            return self.groups.count_missing(self.table.holdings[slot], Extent(end, end))
+        return max(-(-end // self.block_size) - len(self.table.holdings[slot][0].blocks), 0)
 
     def _find_group_hits(self, groups: GroupMemory, slot: int) -> GroupHits:
         if not self._asks_cache(slot):
@@ -166,13 +210,17 @@ class WaitingPhase(Promises, Encodings):
 
     def _start(self, slot: int, num_hit: int, num_scheduled: int, step: Step) -> None:
         """It has blocks for its first step, and runs behind its hit."""
+        self.table.num_computed[slot] = num_hit
+        self._count_hits(slot, num_hit)
+        self._begin(slot, num_scheduled, step)
+
+    def _begin(self, slot: int, num_scheduled: int, step: Step) -> None:
+        """It runs behind what is computed."""
         table = self.table
-        table.num_computed[slot] = num_hit
-        self._publish(slot, num_hit, num_scheduled)
+        self._publish(slot, table.num_computed[slot], num_scheduled)
         resumed = table.statuses[slot] is Status.PREEMPTED
         table.statuses[slot] = Status.RUNNING
         self.running.append(slot)
-        self._count_hits(slot, num_hit)
         step.admitted.append((slot, num_scheduled, resumed))
         if step.seats is not None:
             step.seats.take(table.requests[slot].adapter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 from blockstep.impl.capabilities import HOST, list_config_problems
@@ -13,7 +13,7 @@ from blockstep.impl.host.groups import GroupMemory
 from blockstep.impl.host.pool import BlockPool
 from blockstep.impl.host.prefix import PrefixMap
 from blockstep.impl.host.queues import make_queue
-from blockstep.impl.host.table import RequestTable
+from blockstep.impl.host.table import RequestTable, Session
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
     BlockTables,
@@ -21,6 +21,7 @@ from blockstep.spec.vocabulary import (
     ConfigError,
     FrameId,
     PauseState,
+    Policy,
     RequestId,
     Stats,
     Status,
@@ -74,9 +75,14 @@ class Core:
         self.running: list[int] = []
         """Slots in running order."""
         self.pause_state = PauseState.UNPAUSED
-        self.frames: dict[FrameId, Mapping[RequestId, TokenIds | None]] = {}
+        self.frames: dict[FrameId, dict[RequestId, TokenIds | None]] = {}
         """Frames in flight, oldest first. Of each row, in order of scheduling: the drafts that it
         carries, or None where it does not sample. Rows of ended requests stay."""
+        self.sessions: dict[RequestId, Session] = {}
+        """Of each unfinished request that is resumable, what is to come."""
+        self.dropped: dict[FrameId, dict[RequestId, TokenIds]] = {}
+        """Of frames in flight, rows that sample behind the stop of a session: their drafts. In the
+        frame such a row stands as one that does not sample."""
         self.last_frame_of_ended: dict[RequestId, FrameId] = {}
         """Of ended requests that frames in flight name: the last of these frames."""
         self.next_frame_id: FrameId = 0
@@ -170,6 +176,34 @@ class Core:
     def _requeue_preempted(self, slot: int) -> None:
         self.waiting.prepend((slot,))
 
+    def _list_idle(self, passed_over: Sequence[int] = ()) -> list[int]:
+        """Sessions that hold blocks and do not run, in the order in which they give them up: those
+        that rest before those that have input, and whoever is taken last before the others.
+
+        `passed_over`: who stands in no queue now, for others are tried before them.
+        """
+        if not self.sessions:
+            return []
+        line = [*passed_over, *self.skipped_waiting, *self.waiting]
+        if self.config.policy is Policy.PRIORITY:
+            line.sort(key=self.table.rank_of)
+        idle = [slot for slot in reversed(line) if self.table.num_computed[slot]]
+        resting = Status.WAITING_FOR_STREAMING_REQ
+        idle.sort(key=lambda slot: self.table.statuses[slot] is not resting)
+        return idle
+
+    def _take_back_one(self, needy: int, passed_over: Sequence[int] = ()) -> bool:
+        """A session other than this one gives its blocks up; False if none has any."""
+        idle = [slot for slot in self._list_idle(passed_over) if slot != needy]
+        if idle:
+            self._take_back(idle[0])
+        return bool(idle)
+
+    def _take_back(self, slot: int) -> None:
+        """A session that does not run gives its blocks up, and computes them again later."""
+        self._free_blocks(slot)
+        self.table.num_computed[slot] = 0
+
     def _free_blocks(self, slot: int) -> None:
         if self.groups is not None:
             self.groups.free(self.table.holdings[slot])
@@ -194,6 +228,8 @@ class Core:
             self.last_frame_of_ended[request_id] = table.last_frame[slot]
         if self.matchers:
             self.matchers.pop(request_id, None)
+        if self.sessions:
+            self.sessions.pop(request_id, None)
         table.remove(slot)
 
     def _close_frame(self, frame_id: FrameId) -> None:
@@ -201,6 +237,8 @@ class Core:
         del self.frames[frame_id]
         if self.verifiable:
             self.verifiable.pop(frame_id, None)
+        if self.dropped:
+            self.dropped.pop(frame_id, None)
         if self.last_frame_of_ended:
             self.last_frame_of_ended = {
                 name: last for name, last in self.last_frame_of_ended.items() if last != frame_id

@@ -151,6 +151,17 @@ class GroupMemory:
             for block in holding.blocks[num_computed // group.block_size :]:
                 self.prefix.withdraw(block)
 
+    def can_go_back(self, holdings: Sequence[Holding], num_computed: int) -> bool:
+        """Whether all that is read behind so many tokens is held still, and as it was.
+
+        A step may have run ahead of them: windows have moved on, and a state is one of later
+        tokens.
+        """
+        return all(
+            not group.is_state and holding.num_left <= group.first_block(num_computed)
+            for group, holding in zip(self.groups, holdings, strict=True)
+        )
+
     def free(self, holdings: Sequence[Holding]) -> None:
         """Let go of everything, group by group, each from its last block to its first."""
         for holding in holdings:

@@ -63,10 +63,12 @@ class Masks(Core):
         rows: list[GrammarRow] = []
         for name, drafts in masked.items():
             matcher, planned = self.matchers[name], drafts or ()
-            known = told.get(name, ()) if self.async_scheduling else planned
-            valid = self._cut_drafts(matcher, known[: len(planned)])
             if self.async_scheduling:
-                self.verifiable.setdefault(event.frame_id, {})[name] = valid
+                verifiable = self.verifiable.setdefault(event.frame_id, {})
+                known = told.get(name, verifiable.get(name, ()))[: len(planned)]
+                valid = verifiable[name] = self._cut_drafts(matcher, known)
+            else:
+                valid = self._cut_drafts(matcher, planned)
             padded = (*valid, *(DRAFT_PLACEHOLDER,) * (len(planned) - len(valid)))
             rows.append(GrammarRow(name, matcher.list_masks(padded), padded))
         return GrammarOutput(tuple(rows))

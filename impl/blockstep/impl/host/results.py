@@ -7,6 +7,7 @@ from typing import Final, TypeAlias
 
 from blockstep.impl.host.masks import Masks
 from blockstep.impl.host.promises import Promises
+from blockstep.impl.host.sessions import Sessions
 from blockstep.impl.refusals import answer_problem, frame_out_of_order, unknown_frame
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
@@ -27,7 +28,7 @@ _NOT_CUT: Final[Mapping[RequestId, TokenIds]] = {}
 _GOES_ON: Final[Verdict] = (None, None)
 
 
-class Results(Promises, Masks):
+class Results(Promises, Masks, Sessions):
     """Takes Commit: all rows of it are checked before one changes anything."""
 
     def _commit(self, event: Commit) -> Outputs | Rejected:
@@ -38,6 +39,8 @@ class Results(Promises, Masks):
         answers = {row.request_id: row.token_ids for row in event.sampled}
         cut = self.verifiable.get(frame_id, _NOT_CUT) if self.verifiable else _NOT_CUT
         verified = {**frame, **cut} if cut else frame
+        if self.dropped:
+            verified = {**verified, **self.dropped.get(frame_id, _NOT_CUT)}
         problem = self._result_problem(frame_id, len(event.sampled), verified, answers)
         if problem is None and self.matchers:
             problem = self._grammar_result_problem(frame_id, answers)
@@ -67,8 +70,8 @@ class Results(Promises, Masks):
         rows: list[OutputRow] = []
         for request_id, drafts in frame.items():
             slot, tokens = slot_of.get(request_id), answers[request_id]
-            if slot is None or not tokens:
-                continue  # aborted meanwhile, or still in prefill
+            if slot is None or drafts is None:
+                continue  # aborted meanwhile, still in prefill, or behind the stop of a session
             if promising:
                 self._keep_promise(slot, len(drafts or ()))
             if drafts:
@@ -121,7 +124,7 @@ class Results(Promises, Masks):
             self._advance_grammar(request_id, delivered)
         if self.async_scheduling:
             self._publish_verified(slot)
-        if reason is not None:
+        if reason is not None and not (self.sessions and self._rest(slot)):
             self._finish(slot)
         return OutputRow(request_id, delivered, reason, stop_token_id, num_cached_tokens)
 

@@ -10,12 +10,10 @@ from blockstep.impl.host.grammars import make_matcher
 from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.planning import Planning
 from blockstep.impl.host.results import Results
+from blockstep.impl.host.table import Session
 from blockstep.impl.host.view import take_snapshot
 from blockstep.impl.refusals import (
-    most_blocks,
-    most_slots,
     submit_problem,
-    update_problem,
 )
 from blockstep.spec.vocabulary import (
     Abort,
@@ -84,7 +82,7 @@ class HostEngine(Planning, Results, Proposals):
             case GrammarBitmask():
                 return self._make_mask(event)
             case StreamingUpdate(request=request):
-                return update_problem(request.request_id, request.request_id in self.table.slot_of)
+                return self._update(request)
             case SetPause(pause_state=pause_state):
                 self.pause_state = pause_state
                 return Ack()
@@ -118,6 +116,8 @@ class HostEngine(Planning, Results, Proposals):
         matcher = make_matcher(self.config, request)
         if matcher is not None:
             self.matchers[request.request_id] = matcher
+        if request.resumable:
+            self.sessions[request.request_id] = Session()
         if request.structured_output:
             status = Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
             self.skipped_waiting.append(self.table.add(request, lineage, status, max_known))
@@ -134,11 +134,6 @@ class HostEngine(Planning, Results, Proposals):
             self.is_in_flight(request.request_id),
         )
 
-    def _most_blocks(self, request: Request) -> int:
-        if self.groups is not None:
-            return self.groups.count_most(most_slots(self.config, request))
-        return most_blocks(self.config, request)
-
     def _abort(self, request_ids: tuple[RequestId, ...]) -> Aborted:
         ended: list[RequestId] = []
         for request_id in request_ids:
@@ -153,6 +148,8 @@ class HostEngine(Planning, Results, Proposals):
         if reset_running_requests:
             while self.running:
                 self._preempt(self.running.pop())
+            for slot in self._list_idle():
+                self._take_back(slot)
             self.prev_scheduled_req_ids = ()
         elif not self.pool.is_unused():
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from blockstep.impl.host.lineage import Lineage
@@ -27,6 +28,19 @@ class Holding:
         del self.blocks[:]
         self.num_cached = self.num_left = 0
         self.has_spare = False
+
+
+@dataclass(slots=True)
+class Session:
+    """What is to come of one."""
+
+    updates: deque[Request] = field(default_factory=deque)
+    """Chunks that wait for its next stop. One that is not resumable ends them."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its client has said that no more input comes."""
+        return bool(self.updates) and not self.updates[-1].resumable
 
 
 class RequestTable:
@@ -77,6 +91,14 @@ class RequestTable:
         self.is_prefill_chunk[slot] = self.grammar_ready[slot] = False
         self.slot_of[request.request_id] = slot
         return slot
+
+    def go_on(self, slot: int, request: Request, max_known: int) -> None:
+        """A session has its next chunk: `request` is what it has become."""
+        self.requests[slot] = request
+        self.num_prompt[slot] = self.num_known[slot] = len(request.prompt_token_ids)
+        self.max_known[slot] = max_known
+        self.is_watched[slot] = _is_watched(request)
+        self.statuses[slot] = Status.WAITING
 
     def remove(self, slot: int) -> None:
         """Forget an ended request."""

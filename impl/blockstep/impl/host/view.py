@@ -33,7 +33,7 @@ def take_snapshot(core: Core) -> Snapshot:
 def _request(core: Core, slot: int) -> RequestSnapshot:
     table = core.table
     request_id = table.requests[slot].request_id
-    matcher = core.matchers.get(request_id)
+    matcher, session = core.matchers.get(request_id), core.sessions.get(request_id)
     return RequestSnapshot(
         request_id=request_id,
         status=table.statuses[slot],
@@ -49,4 +49,6 @@ def _request(core: Core, slot: int) -> RequestSnapshot:
         grammar_ready=bool(table.grammar_ready[slot]),
         grammar_state=matcher.position.state if matcher else 0,
         reasoning_ended=matcher.reasoning_ended if matcher else False,
+        prompt_token_ids=table.requests[slot].prompt_token_ids if session else (),
+        num_streaming_updates=len(session.updates) if session else 0,
     )

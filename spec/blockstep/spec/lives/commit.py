@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from blockstep.spec.hashing import extend_block_keys
 from blockstep.spec.lives.drafts import compute_num_rejected, is_accepted_prefix
-from blockstep.spec.lives.endings import get_extended, get_without_ended
+from blockstep.spec.lives.endings import get_extended, get_given_up, get_without_ended
 from blockstep.spec.lives.masks import get_advanced, get_forbidden
 from blockstep.spec.lives.sessions import get_with_sessions, goes_on, process_chunk_end
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.memory.slots import publish_slots, release_slots
+from blockstep.spec.memory.slots import publish_slots
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.state import State
@@ -49,7 +49,7 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
         return Rejected(RejectCode.BAD_RESULT, problem)
     # requests
     sampled = {row.request_id: row.token_ids for row in commit.sampled}
-    pool, stats = state.pool, state.stats
+    pool, encoder, stats = state.pool, state.encoder, state.stats
     requests = state.requests.to_dict()
     outputs: list[OutputRow] = []
     ended: list[RequestId] = []
@@ -77,11 +77,18 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
             pool, requests[row.request_id] = process_chunk_end(state, pool, request)
             stopped.append(row.request_id)
         else:
-            pool = release_slots(pool, request, state.rules)
+            pool, encoder = get_given_up(pool, encoder, request, state.rules)
             del requests[row.request_id]
             ended.append(row.request_id)
     frames = tuple(f for f in state.frames if f.frame_id != frame.frame_id)
-    state = replace(state, pool=pool, requests=FrozenMap(requests), frames=frames, stats=stats)
+    state = replace(
+        state,
+        pool=pool,
+        requests=FrozenMap(requests),
+        frames=frames,
+        stats=stats,
+        encoder=encoder,
+    )
     # observe
     state = get_without_ended(state, ended)
     state = get_with_sessions(state, stopped) if stopped else state

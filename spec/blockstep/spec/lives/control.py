@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from blockstep.spec.beside.encoder import get_reset
+from blockstep.spec.lives.endings import get_given_up
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.pool import get_num_free_blocks, withdraw_all
@@ -42,6 +44,23 @@ def process_reset(state: State, reset_running_requests: bool) -> tuple[State, Re
     return replace(state, pool=withdraw_all(state.pool)), ResetDone(True)
 
 
+def process_encoder_reset(state: State) -> tuple[State, Ack]:
+    """Forget every encoded item, those in use as well: what reads of one has it encoded anew.
+
+    A worker forgets behind the frames in flight, and each of those finds what it reads. KV that was
+    computed from items stays. Source: vLLM 0.19.1 `reset_encoder_cache`; P25.
+    """
+    return replace(state, encoder=get_reset(state.config, state.encoder)), Ack()
+
+
+def process_encoder_offer(state: State, identifiers: tuple[str, ...]) -> tuple[State, Ack]:
+    """Set what a connector holds of encoded items. Source: vLLM 0.19.1 `has_cache_item`; P22."""
+    if not state.encoder.size:
+        return state, Ack()
+    offered = tuple(sorted({*identifiers}))
+    return replace(state, encoder=replace(state.encoder, offered=offered)), Ack()
+
+
 def process_forced_preemption(state: State) -> State:
     """Preempt everything that runs. The next plan treats nobody as known from the last one.
 
@@ -49,12 +68,12 @@ def process_forced_preemption(state: State) -> State:
     """
     rules = state.rules
     # pool, requests
-    pool = state.pool
+    pool, encoder = state.pool, state.encoder
     requests = state.requests.to_dict()
     waiting = list(state.waiting)
     for request_id in reversed(state.running):
         request = requests[request_id]
-        pool = release_slots(pool, request, rules)
+        pool, encoder = get_given_up(pool, encoder, request, rules)
         requests[request_id] = rules.get_reset_request(rules.get_preempted(request))
         process_prepend(state.config.policy, waiting, request_id, requests)
     # observe
@@ -63,6 +82,7 @@ def process_forced_preemption(state: State) -> State:
     return replace(
         state,
         pool=pool,
+        encoder=encoder,
         requests=FrozenMap(requests),
         waiting=tuple(waiting),
         running=(),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from blockstep.spec.beside.encoder import Encoder
+from blockstep.spec.memory.slots import release_slots
+from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules, Stop
 from blockstep.spec.state import State
@@ -94,6 +97,15 @@ def is_repeating(outputs: TokenIds, detection: RepetitionDetection) -> bool:
         if tail == tail[:size] * detection.min_count:
             return True
     return False
+
+
+def get_given_up(
+    pool: Pool, encoder: Encoder, request: RequestState, rules: Rules
+) -> tuple[Pool, Encoder]:
+    """Pool and encoder without what a request holds of them. Source: vLLM 0.19.1 `_free_request`;
+    P1, P22.
+    """
+    return release_slots(pool, request, rules), rules.free_items(encoder, request.request, None)
 
 
 def get_without_ended(state: State, ended: list[RequestId]) -> State:

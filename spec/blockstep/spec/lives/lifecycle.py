@@ -6,12 +6,11 @@ from dataclasses import replace
 
 from blockstep.spec.beside.grammar import get_first_stand
 from blockstep.spec.hashing import extend_block_keys
-from blockstep.spec.lives.endings import get_without_ended
+from blockstep.spec.lives.endings import get_given_up, get_without_ended
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import (
     compute_max_blocks,
     is_servable,
-    release_slots,
 )
 from blockstep.spec.requests import NOTHING_HELD, RequestState
 from blockstep.spec.state import State
@@ -140,13 +139,13 @@ def process_grammar_failed(state: State, request_id: RequestId) -> tuple[State, 
     if isinstance(request, Rejected):
         return request
     # pool, requests
-    pool = release_slots(state.pool, request, state.rules)
+    pool, encoder = get_given_up(state.pool, state.encoder, request, state.rules)
     requests = state.requests.to_dict()
     del requests[request_id]
     # observe
     num_cached = max(request.num_cached_tokens, 0)
     row = OutputRow(request_id, (), FinishReason.ERROR, num_cached_tokens=num_cached)
-    state = replace(state, pool=pool, requests=FrozenMap(requests))
+    state = replace(state, pool=pool, requests=FrozenMap(requests), encoder=encoder)
     return get_without_ended(state, [request_id]), Outputs((row,))
 
 
@@ -157,14 +156,14 @@ def process_abort(state: State, request_ids: tuple[RequestId, ...]) -> tuple[Sta
     are free at once. Source: seed 001 "finish_requests()"; P13, P18.
     """
     # pool, requests
-    pool = state.pool
+    pool, encoder = state.pool, state.encoder
     requests = state.requests.to_dict()
     ended: list[RequestId] = []
     for request_id in request_ids:
         request = requests.pop(request_id, None)
         if request is not None:
-            pool = release_slots(pool, request, state.rules)
+            pool, encoder = get_given_up(pool, encoder, request, state.rules)
             ended.append(request_id)
     # observe
-    state = replace(state, pool=pool, requests=FrozenMap(requests))
+    state = replace(state, pool=pool, requests=FrozenMap(requests), encoder=encoder)
     return get_without_ended(state, ended), Aborted(tuple(ended))

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from blockstep.spec.beside.grammar import Stand, get_first_stand
 from blockstep.spec.hashing import extend_block_keys
-from blockstep.spec.lives.endings import get_without_ended
+from blockstep.spec.lives.endings import get_given_up, get_without_ended
 from blockstep.spec.lives.lifecycle import get_size_problem
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.groups import compute_num_skipped_blocks
@@ -40,6 +41,7 @@ from blockstep.spec.vocabulary import (
     Request,
     RequestId,
     Status,
+    TokenIds,
 )
 
 RESTING = Status.WAITING_FOR_STREAMING_REQ
@@ -71,8 +73,8 @@ def process_streaming_update(
         return replace(state, requests=FrozenMap(requests)), Ack()
     if not update.resumable:
         del requests[update.request_id]
-        pool = release_slots(state.pool, request, state.rules)
-        state = replace(state, pool=pool, requests=FrozenMap(requests))
+        pool, encoder = get_given_up(state.pool, state.encoder, request, state.rules)
+        state = replace(state, pool=pool, requests=FrozenMap(requests), encoder=encoder)
         return get_without_ended(state, [update.request_id]), Aborted((update.request_id,))
     requests[update.request_id] = get_continued(state.config, request, update, state.rules)
     state = replace(state, requests=FrozenMap(requests))
@@ -156,6 +158,7 @@ def get_continued(
         request=asked,
         status=Status.WAITING,
         output_token_ids=(),
+        stand=rules.get_stand_of_chunk(config, request, asked.prompt_token_ids),
         block_keys=request.block_keys[:num_keys],
     )
     if not config.enable_prefix_caching:
@@ -169,6 +172,14 @@ def get_num_kept(request: RequestState) -> int:
     Source: vLLM 0.33.0 `_update_request_as_session`; P13.
     """
     return compute_num_kept(request.num_known_tokens)
+
+
+def get_stand_of_chunk(config: Config, request: RequestState, prompt: TokenIds) -> Stand:
+    """Where the outputs of a new chunk stand in its grammar, if any: at its beginning.
+
+    What was sampled before is prompt now. Source: P23.
+    """
+    return get_first_stand(config, prompt) if request.request.grammar is not None else request.stand
 
 
 def get_num_kept_keys(request: RequestState, num_blocks: int) -> int:
@@ -281,7 +292,7 @@ def drop_rows(frame: Frame, request_ids: list[RequestId]) -> Frame:
     if not any(row.request_id in request_ids for row in frame.rows):
         return frame
     rows = [
-        replace(row, is_dropped=True) if row.request_id in request_ids else row
+        replace(row, is_dropped=True, has_mask=False) if row.request_id in request_ids else row
         for row in frame.rows
     ]
     return replace(frame, rows=tuple(rows))

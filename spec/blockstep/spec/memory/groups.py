@@ -12,7 +12,7 @@ from math import gcd
 from typing import assert_never
 
 from blockstep.spec.memory.states import compute_max_held_states
-from blockstep.spec.vocabulary import Config, GroupKind, KVGroup
+from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, Request
 
 
 def compute_num_skipped_tokens(group: KVGroup, num_computed: int) -> int:
@@ -82,3 +82,18 @@ def compute_max_held_blocks(
             assert_never(group.kind)
     # What is attended begins so far into a block at most: a window anywhere, a chunk not.
     return min(num_all, -(-(offset + num_tokens) // size))
+
+
+def count_tokens_across(config: Config, request: Request) -> int:
+    """Tokens of the encoder that a request attends to across. Source: vLLM 0.19.1 `schedule`."""
+    if not config.is_encoder_decoder:
+        return 0
+    return sum([item.num_embeds for item in request.items])
+
+
+def get_num_slots_of(group: KVGroup, num_slots: int, num_across: int) -> int:
+    """Slots in the table of one group: those of its tokens, or all of the encoder's.
+
+    Source: vLLM 0.19.1 `KVCacheCoordinator.allocate_new_blocks`; P8.
+    """
+    return num_across if group.kind is GroupKind.CROSS_ATTENTION else num_slots

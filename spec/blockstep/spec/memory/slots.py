@@ -21,6 +21,8 @@ from blockstep.spec.memory.groups import (
     compute_max_held_blocks,
     compute_max_reach,
     compute_num_skipped_blocks,
+    count_tokens_across,
+    get_num_slots_of,
 )
 from blockstep.spec.memory.states import (
     compute_num_new_states,
@@ -115,7 +117,15 @@ def compute_max_blocks(config: Config, request: Request) -> int:
     if not config.groups:
         return compute_num_blocks(num_slots, config.block_size)
     reach, doubt = compute_max_reach(config), compute_max_doubt(config)
-    return sum([compute_max_held_blocks(group, num_slots, reach, doubt) for group in config.groups])
+    num_across = count_tokens_across(config, request)
+    return sum(
+        [
+            compute_max_held_blocks(
+                group, get_num_slots_of(group, num_slots, num_across), reach, doubt
+            )
+            for group in config.groups
+        ]
+    )
 
 
 def is_servable(config: Config, request: Request) -> bool:
@@ -161,8 +171,11 @@ def can_hold(
     num_slots: int,
     holdings: tuple[Holding, ...],
     hit_tables: BlockTables,
+    num_across: int = 0,
 ) -> bool:
     """Whether the free blocks suffice for `num_slots` in all groups together.
+
+    `num_across`: slots of a group that attends across.
 
     Source: seed 001 "Phase 2"; P8.
     """
@@ -172,7 +185,14 @@ def can_hold(
         return num_needed <= get_num_free_blocks(pool)
     num_needed = sum(
         [
-            count_needed(pool, group, num_tokens, num_slots, len(holding.block_table), hit)
+            count_needed(
+                pool,
+                group,
+                num_tokens,
+                get_num_slots_of(group, num_slots, num_across),
+                len(holding.block_table),
+                hit,
+            )
             for group, holding, hit in zip(config.groups, holdings, hit_tables, strict=True)
         ]
     )
@@ -188,9 +208,12 @@ def can_finish(config: Config, pool: Pool, request: RequestState, hit: Hit, rule
     hit_tables = hit.block_tables or ((),) * len(request.holdings)
     if not config.groups:
         return can_hold(config, pool, num_slots, num_slots, request.holdings, hit_tables)
+    num_across = count_tokens_across(config, request.request)
     num_needed = sum(
         max(
-            rules.count_reserved_blocks(config, pool, group, num_slots, block_ids)
+            rules.count_reserved_blocks(
+                config, pool, group, get_num_slots_of(group, num_slots, num_across), block_ids
+            )
             - len(without_nulls(holding.block_table)),
             0,
         )
@@ -235,8 +258,9 @@ def allocate_slots(
     num_slots = compute_num_slots(num_computed, num_new, num_lookahead, config.max_model_len)
     block_sizes = config.block_sizes
     hit_tables = hit.block_tables or ((),) * len(block_sizes)
+    num_across = count_tokens_across(config, request.request)
     # refuse
-    if not can_hold(config, pool, num_tokens, num_slots, request.holdings, hit_tables):
+    if not can_hold(config, pool, num_tokens, num_slots, request.holdings, hit_tables, num_across):
         return None
     # pool
     for block_ids in hit.block_tables:
@@ -248,8 +272,10 @@ def allocate_slots(
             group, hit_table = config.groups[index], hit_tables[index]
             pool, after = extend_states(pool, group, holding, hit_table, num_blocks)
         else:
-            size, hit_table = block_sizes[index], hit_tables[index]
-            pool, after = extend_holding(pool, holding, hit_table, num_slots, size)
+            size, hit_table, num_owned = block_sizes[index], hit_tables[index], num_slots
+            if config.groups:
+                num_owned = get_num_slots_of(config.groups[index], num_slots, num_across)
+            pool, after = extend_holding(pool, holding, hit_table, num_owned, size)
         holdings.append(after)
     # requests
     if holdings != [*request.holdings]:

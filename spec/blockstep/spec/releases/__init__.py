@@ -14,6 +14,7 @@ from typing import Any
 from blockstep.spec.releases import (
     adapters,
     drafts,
+    encoder,
     endings,
     flight,
     grammars,
@@ -40,6 +41,7 @@ _STORIES: Mapping[Quirk, QuirkStory] = {
         identity,
         order,
         adapters,
+        encoder,
         drafts,
         flight,
         sessions,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from blockstep.spec.beside.grammar import Stand
 from blockstep.spec.pool import Pool
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import Config, Request
+from blockstep.spec.vocabulary import Config, Request, TokenIds
 
 
 def sessions_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
@@ -23,6 +24,16 @@ def sessions_keep_max_tokens(rules: Rules, _config: Config) -> Rules:
         return replace(rules.get_chunk_request(asked, update), max_tokens=asked.max_tokens)
 
     return replace(rules, get_chunk_request=get_chunk_request)
+
+
+def sessions_keep_their_grammar(rules: Rules, _config: Config) -> Rules:
+    """The grammar of a session goes on from chunk to chunk, behind the token that was left out."""
+
+    def get_stand_of_chunk(config: Config, request: RequestState, prompt: TokenIds) -> Stand:
+        del config, prompt
+        return request.stand
+
+    return replace(rules, get_stand_of_chunk=get_stand_of_chunk)
 
 
 def session_keys_are_appended(rules: Rules, _config: Config) -> Rules:
@@ -95,6 +106,15 @@ STORIES = (
         "not found upstream (fixed by 0.32.0)",
         "0.19.1",
         "a session of max_tokens 1 goes on with max_tokens 2: it stops after one token",
+    ),
+    QuirkStory(
+        Quirk.SESSIONS_KEEP_THEIR_GRAMMAR,
+        sessions_keep_their_grammar,
+        "the grammar of a session goes on from chunk to chunk, behind the token that was left out",
+        ("P23",),
+        "not found upstream",
+        "0.19.1",
+        "a grammar of one token; a session samples it, and goes on: nothing holds the next chunk",
     ),
     QuirkStory(
         Quirk.SESSION_KEYS_ARE_APPENDED,

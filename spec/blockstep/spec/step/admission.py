@@ -11,6 +11,11 @@ from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
 from blockstep.spec.memory.slots import NO_HIT, allocate_slots, can_finish, skip_slots
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import Frame, Hit, RequestState, without_nulls
+from blockstep.spec.step.encoding import (
+    process_items_asked,
+    process_items_refused,
+    process_items_taken,
+)
 from blockstep.spec.step.giving import process_giving
 from blockstep.spec.step.queues import is_blocked, process_prepend, select_queue
 from blockstep.spec.step.share import compute_num_drafts, compute_share
@@ -145,27 +150,44 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
         end=num_known + num_padding,
         is_whole=not config.enable_chunked_prefill,
     )
-    if config.groups:
-        num_new = rules.get_aligned_share(config, request, num_start, num_new)
     if num_new <= 0:
         return Verdict.PASSED_OVER if rules.passes_over_too_long else Verdict.NO_ROOM
+    claim = process_items_asked(step, request, num_start, num_new)
+    num_new = claim.num_tokens
+    if config.groups:
+        num_new = rules.get_aligned_share(config, request, num_start, num_new)
+    if num_new == 0:
+        process_items_refused(step, request, is_for_items=True)
+        return Verdict.NO_ROOM
     if config.groups and rules.waits_for_states(step.state.pool, step.pool, unwritten, hit):
         return Verdict.NO_ROOM
-    pool = step.pool
-    if config.groups and num_computed:
-        pool, request = skip_slots(config, pool, request, 0, rules)
-    is_reserved = config.scheduler_reserve_full_isl and rules.reserves_full_isl
-    if is_reserved and not can_finish(config, pool, request, hit, rules):
-        return Verdict.NO_BLOCKS
-    num_lookahead = rules.get_num_lookahead_at_admission(config, request)
-    granted = allocate_slots(config, pool, request, num_new, num_lookahead, hit)
+    granted = get_slots_at_admission(step, request, num_new, hit)
     if granted is None:
+        process_items_refused(step, request)
         return Verdict.NO_BLOCKS
     # pool
     step.pool, after = granted
     # requests
     process_entrance(step, request, after, hit, num_new)
+    process_items_taken(step, request, claim)
     return Verdict.ADMITTED
+
+
+def get_slots_at_admission(
+    step: Step, request: RequestState, num_new: int, hit: Hit
+) -> tuple[Pool, RequestState] | None:
+    """Slots for the first tokens of a waiting request, or None if it does not fit.
+
+    Source: seed 001 "Full ISL reservation"; P7, P8.
+    """
+    config, rules, pool = step.state.config, step.state.rules, step.pool
+    if config.groups and request.num_computed_tokens:
+        pool, request = skip_slots(config, pool, request, 0, rules)
+    is_reserved = config.scheduler_reserve_full_isl and rules.reserves_full_isl
+    if is_reserved and not can_finish(config, pool, request, hit, rules):
+        return None
+    num_lookahead = rules.get_num_lookahead_at_admission(config, request)
+    return allocate_slots(config, pool, request, num_new, num_lookahead, hit)
 
 
 def get_unwritten_states(step: Step) -> list[BlockId]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from blockstep.spec.beside.encoder import end_step, list_freed
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
+from blockstep.spec.step.encoding import list_encoder_inputs
 from blockstep.spec.step.work import Scheduled, Step
 from blockstep.spec.vocabulary import (
     DRAFT_PLACEHOLDER,
@@ -52,7 +54,7 @@ def get_plan(step: Step) -> Plan:
                 draft_token_ids=row.drafts,
             )
         )
-    return Plan(
+    plan = Plan(
         frame_id=step.state.next_frame_id,
         new=tuple(new),
         cached=(*cached, *resumed),
@@ -62,6 +64,14 @@ def get_plan(step: Step) -> Plan:
         new_block_ids_to_zero=get_blocks_to_zero(step),
         has_structured_output_requests=bool(masked),
         pending_structured_output_tokens=any(one.num_output_placeholders for one in masked),
+    )
+    if not step.encoder.size:
+        return plan
+    return replace(
+        plan,
+        scheduled_encoder_inputs=list_encoder_inputs(step, is_external=False),
+        external_encoder_inputs=list_encoder_inputs(step, is_external=True),
+        free_encoder_mm_hashes=list_freed(step.encoder, step.state.rules.get_freed),
     )
 
 
@@ -148,11 +158,11 @@ def process_advance(step: Step, plan: Plan) -> State:
         num_drafts = len(row.drafts)
         num_in_doubt = rules.get_num_in_doubt(row.num_scheduled, num_drafts) if has_groups else 0
         rows.append(FrameRow(row.request_id, row.drafts, samples, False, num_in_doubt, has_mask))
+        num_computed = row.num_computed + row.num_scheduled
         step.requests[row.request_id] = replace(
-            request,
-            num_computed_tokens=row.num_computed + row.num_scheduled,
-            is_prefill_chunk=not samples,
+            request, num_computed_tokens=num_computed, is_prefill_chunk=not samples
         )
+        step.encoder = rules.free_items(step.encoder, request.request, num_computed)
     if step.state.config.async_scheduling:
         process_promises(step, rows)
     frames = step.state.frames
@@ -171,6 +181,7 @@ def process_advance(step: Step, plan: Plan) -> State:
         prev_scheduled_req_ids=tuple(sorted(row.request_id for row in step.rows)),
         reset_req_ids=(),
         stats=step.stats,
+        encoder=end_step(step.encoder),
     )
 
 

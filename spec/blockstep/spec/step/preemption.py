@@ -71,10 +71,13 @@ def process_preemption(step: Step, victim_index: int) -> RequestId:
     config, rules = step.state.config, step.state.rules
     victim_id = step.running.pop(victim_index)
     # select
-    step.withdraw(victim_id)
+    victim = step.requests[victim_id]
+    if step.withdraw(victim_id):
+        order = [row.request_id for row in step.rows]
+        step.encoder = rules.withdraw_items(step.encoder, victim.request, order)
+    step.encoder = rules.free_items(step.encoder, victim.request, None)
     step.preempted.append(victim_id)
     # pool, requests
-    victim = step.requests[victim_id]
     step.pool = rules.revoke_slots(step.pool, victim, config.block_sizes, rules)
     step.requests[victim_id] = rules.get_preempted(victim)
     step.stats = replace(step.stats, preemptions=step.stats.preemptions + 1)

@@ -6,6 +6,12 @@ from dataclasses import replace
 
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
+from blockstep.spec.step.encoding import (
+    Claim,
+    process_items_asked,
+    process_items_refused,
+    process_items_taken,
+)
 from blockstep.spec.step.preemption import process_claim
 from blockstep.spec.step.share import compute_num_drafts, compute_share, is_past_max_tokens
 from blockstep.spec.step.work import Scheduled, Step
@@ -21,13 +27,14 @@ def process_running_phase(step: Step) -> None:
     index = 0
     while index < len(step.running) and not step.budget.is_spent:
         request = step.requests[step.running[index]]
-        num_new = get_num_running_tokens(step, request)
+        num_new, claim = get_running_share(step, request)
         if num_new <= 0:
             index += 1
             continue
         granted, index = process_claim(step, index, num_new)
         if granted is not None:
             process_grant(step, request, num_new, granted)
+            process_items_taken(step, request, claim)
             index += 1
         elif not step.state.rules.goes_on_after_self_victim(step.state.config):
             return
@@ -43,8 +50,24 @@ def goes_on_after_self_victim(config: Config) -> bool:
     return False
 
 
+def get_running_share(step: Step, request: RequestState) -> tuple[int, Claim]:
+    """Tokens that a running request gets in this step, none if 0 or less; and its items.
+
+    Source: seed 001 "For Running Requests"; P15, P22.
+    """
+    num_computed = request.num_computed_tokens
+    num_new = get_num_running_tokens(step, request)
+    claim = process_items_asked(step, request, num_computed, num_new)
+    if claim.num_tokens < num_new and claim.num_tokens == 0:
+        process_items_refused(step, request, is_for_items=True)
+    config, num_new = step.state.config, claim.num_tokens
+    if config.groups:
+        num_new = step.state.rules.get_aligned_share(config, request, num_computed, num_new)
+    return num_new, claim
+
+
 def get_num_running_tokens(step: Step, request: RequestState) -> int:
-    """Tokens that a running request gets in this step; none if 0 or less.
+    """Tokens that a running request could have in this step; none if 0 or less.
 
     Position max_model_len - 1 is never computed: the token sampled before it was the last.
     Source: seed 001 "For Running Requests", "Async scheduling skip-ahead".
@@ -54,16 +77,13 @@ def get_num_running_tokens(step: Step, request: RequestState) -> int:
     num_prompt = len(asked.prompt_token_ids)
     if is_past_max_tokens(num_computed, num_placeholders, num_prompt, asked.max_tokens):
         return 0
-    num_new = compute_share(
+    return compute_share(
         request.num_known_tokens + num_placeholders + len(request.spec_token_ids),
         num_computed,
         step.state.rules.get_threshold(config, len(step.requests)),
         step.budget.num_tokens,
         end=config.max_model_len - 1,
     )
-    if not config.groups:
-        return num_new
-    return step.state.rules.get_aligned_share(config, request, num_computed, num_new)
 
 
 def process_grant(

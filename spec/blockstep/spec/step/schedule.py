@@ -9,6 +9,7 @@ Iteration".
 
 from __future__ import annotations
 
+from blockstep.spec.beside.encoder import begin_step
 from blockstep.spec.state import State
 from blockstep.spec.step.admission import process_waiting_phase
 from blockstep.spec.step.plans import get_plan, process_advance
@@ -49,4 +50,5 @@ def create_step(state: State) -> Step:
         waiting=list(state.waiting),
         skipped=list(state.skipped_waiting),
         stats=state.stats,
+        encoder=begin_step(state.encoder, state.config.encoder_compute_budget),
     )

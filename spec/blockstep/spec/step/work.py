@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from blockstep.spec.beside.encoder import NO_ENCODER, Encoder
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.state import State
@@ -78,6 +79,7 @@ class Step:
     waiting: list[RequestId]
     skipped: list[RequestId]
     stats: Stats
+    encoder: Encoder = NO_ENCODER
     rows: list[Scheduled] = field(default_factory=list)
     granted: list[Scheduled] = field(default_factory=list)
     """Those, and rows that were taken back."""

@@ -43,8 +43,8 @@ def item_problem(config: Config, request: Request) -> Rejected | None:
     """
     beside = config.is_encoder_decoder
     for item in request.items:
-        if beside and item.offset > 0:
-            return _refuse(request, item, "stands beside the prompt: use offset 0")
+        if beside and (item.offset > 0 or item.is_embed):
+            return _refuse(request, item, "stands beside the prompt: use offset 0, and no mask")
         if not beside and item.offset + item.length > len(request.prompt_token_ids):
             return _refuse(request, item, "must lie inside the prompt: lengthen that")
     if not config.encoder_cache_size or not request.items:

@@ -184,6 +184,8 @@ def _is_edge(value: object) -> bool:
 def _range_problem(request: Request) -> Rejected | None:
     if not request.prompt_token_ids:
         return _bad(request, "prompt_token_ids", "is empty: a prompt has at least one token")
+    if request.prompt_embeds and request.resumable:
+        return _bad(request, "prompt_embeds", "must be left out of a session: it grows by tokens")
     if request.prompt_embeds and len(request.prompt_embeds) != len(request.prompt_token_ids):
         return _bad(
             request,

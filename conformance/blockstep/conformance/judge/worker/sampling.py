@@ -179,16 +179,17 @@ class Sampling(TaggedKV):
     def check_mask(self, asked: v.GrammarBitmask, mask: v.GrammarOutput) -> list[Finding]:
         """Compare a mask with what the automata of its rows allow."""
         self._findings = []
-        rows = self.list_masked(asked.frame_id)
-        due = [row.view.request.request_id for row in rows]
-        seen = [row.request_id for row in mask.rows]
+        rows = {row.view.request.request_id: row for row in self.list_masked(asked.frame_id)}
+        due = sorted(rows)
+        seen = sorted(row.request_id for row in mask.rows)
         if seen != due:
             what = f"the mask of frame {asked.frame_id} has other rows"
             difference = Difference("rows", str(due), str(seen))
             self._complain("P23", "mask_has_the_rows_that_sample_under_a_grammar", what, difference)
             return self._findings
         told = {row.request_id: row.token_ids for row in asked.drafts}
-        for row, told_of in zip(rows, mask.rows, strict=True):
+        for told_of in mask.rows:
+            row = rows[told_of.request_id]
             known = row.drafts
             if self.config.async_scheduling:
                 known = row.told = told.get(told_of.request_id, row.told)[: len(row.drafts)]

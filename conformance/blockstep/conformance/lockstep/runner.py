@@ -1,0 +1,102 @@
+"""Runner: what actions come to, as the client and the worker of a run know it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blockstep.conformance.draw.mistakes import make_mistake
+from blockstep.conformance.engine import Capability
+from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.lockstep.client import Client
+from blockstep.conformance.protocol.program import (
+    Action,
+    Answer,
+    Drain,
+    Hostile,
+    Mask,
+    Misanswer,
+    Mistake,
+    Propose,
+)
+from blockstep.conformance.protocol.registry import SpecEngine
+from blockstep.spec import vocabulary as v
+from blockstep.spec.lives.drafts import can_take_drafts
+from blockstep.spec.transition import transition
+
+
+@dataclass(slots=True, kw_only=True)
+class Runner(Client):
+    """Who turns actions into events."""
+
+    config: v.Config
+    worker: Worker
+    spec: SpecEngine
+    capabilities: frozenset[str]
+
+    def resolve(self, action: Action) -> v.Event | None:
+        """The event that an action comes to now; None when it comes to nothing."""
+        match action:
+            case Answer():
+                if not self.plans:
+                    return None
+                return self._answer(self.plans[0])
+            case Misanswer(mistake=Mistake.FORBIDDEN_TOKEN):
+                return forbid(self.worker, self.plans)
+            case Misanswer(mistake=mistake):
+                answers = [self._answer(plan) for plan in self.plans]
+                return make_mistake(mistake, self.plans, answers, self.last_commit)
+            case Mask(place=place):
+                return ask_mask(self.worker, self.plans[: place + 1][-1]) if self.plans else None
+            case Propose(counts=counts) if self.config.async_scheduling:
+                self.worker.acceptance = tuple(right for _, right in counts)
+                return None
+            case Propose(counts=counts):
+                rows = tuple(
+                    v.RowTokens(name, self.worker.propose(name, *counts[index % len(counts)]))
+                    for index, name in enumerate(self.sampled)
+                )
+                return self._proposal(rows) if rows else None
+            case Hostile(event=v.Commit() as event) if self._is_welcome(event):
+                return None  # a right answer but not the worker's: it would lose its tokens
+            case Hostile(event=event):
+                return event
+            case Drain():
+                return None
+            case _:
+                return action
+
+    def _answer(self, plan: v.Plan) -> v.Commit:
+        return v.Commit(plan.frame_id, self.worker.answer(plan.frame_id))
+
+    def _owes_a_mask(self) -> bool:
+        """Whether the oldest plan samples under a grammar: its mask comes before its answer."""
+        can_ask = Capability.MASKS in self.capabilities and self.plans
+        return bool(can_ask) and self.plans[0].has_structured_output_requests
+
+    def _is_welcome(self, event: v.Event) -> bool:
+        """Whether the spec would take the event now."""
+        return not isinstance(transition(self.spec.state, event), v.Rejected)
+
+    def _proposal(self, rows: tuple[v.RowTokens, ...]) -> v.Drafts | None:
+        """Drafts for everybody, or for those who can take them if the engine drops none."""
+        if not {Capability.REJECTION, Capability.LATE_DRAFTS} & self.capabilities:
+            state = self.spec.state
+            requests = [state.requests.get(row.request_id) for row in rows]
+            pairs = zip(rows, requests, strict=True)
+            rows = tuple(row for row, known in pairs if known and can_take_drafts(state, known))
+        return v.Drafts(rows) if rows else None
+
+
+def ask_mask(worker: Worker, plan: v.Plan) -> v.GrammarBitmask:
+    """Ask for the mask of a plan in flight, and tell the drafts that only the worker knows."""
+    is_async = worker.config.async_scheduling
+    return v.GrammarBitmask(plan.frame_id, worker.tell_drafts(plan.frame_id) if is_async else ())
+
+
+def forbid(worker: Worker, plans: Sequence[v.Plan]) -> v.Commit | None:
+    """An answer to the oldest plan in which a token is forbidden, if any can be."""
+    if not plans:
+        return None
+    rows = worker.answer_wrongly(plans[0].frame_id)
+    return None if rows is None else v.Commit(plans[0].frame_id, rows)

@@ -1,0 +1,141 @@
+"""Sessions: requests that a stop does not end. They rest, and go on with further input.
+
+| prompt | outputs of a chunk | x        x: the last one, which nobody has read
+| prompt of the next chunk       | ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.impl.host.core import Core
+from blockstep.impl.host.table import Session
+from blockstep.impl.refusals import most_blocks, most_slots, submit_problem, update_problem
+from blockstep.spec.vocabulary import (
+    Aborted,
+    Ack,
+    Policy,
+    Rejected,
+    Request,
+    Status,
+)
+
+
+class Sessions(Core):
+    """Lets them rest at a stop, and go on behind what is computed (P3, P13)."""
+
+    def _most_blocks(self, request: Request) -> int:
+        """Blocks that it holds at once, at most (P11)."""
+        if self.groups is not None:
+            return self.groups.count_most(most_slots(self.config, request))
+        return most_blocks(self.config, request)
+
+    def _update(self, update: Request) -> Ack | Aborted | Rejected:
+        """A client goes on, or says that no more comes."""
+        slot = self.table.slot_of.get(update.request_id)
+        session = self.sessions.get(update.request_id)
+        if slot is None or session is None or session.is_closed:
+            return update_problem(update.request_id, slot is not None)
+        problem = self._limit_problem(slot, session, update) if update.resumable else None
+        if problem is not None:
+            return problem
+        if self.table.statuses[slot] is not Status.WAITING_FOR_STREAMING_REQ:
+            session.updates.append(update)
+            return Ack()
+        if not update.resumable:
+            self._finish(slot)
+            return Aborted((update.request_id,))
+        self._go_on_in_line(slot, update)
+        return Ack()
+
+    def _limit_problem(self, slot: int, session: Session, update: Request) -> Rejected | None:
+        """Why the whole of it can never fit, if every chunk has as many outputs as it may (P11)."""
+        whole = self.table.requests[slot]
+        if self.table.statuses[slot] is Status.WAITING_FOR_STREAMING_REQ:
+            num_kept = self.table.num_known[slot] - 1
+            whole = _append_chunk(whole, tuple(self.table.lineages[slot].tokens[:num_kept]), update)
+        else:
+            for chunk in (*session.updates, update):
+                end = min(len(whole.prompt_token_ids) + whole.max_tokens, self.max_model_len) - 1
+                kept = (*whole.prompt_token_ids, *[0] * (end - len(whole.prompt_token_ids)))
+                whole = _append_chunk(whole, kept, chunk)
+        return submit_problem(self.config, whole, self._most_blocks(whole), False, False)
+
+    def _rest(self, slot: int) -> bool:
+        """Let it rest at its stop, or go on; False if it ends, as it is no session any more."""
+        session = self.sessions.get(self.table.requests[slot].request_id)
+        if session is None or (session.updates and not session.updates[0].resumable):
+            return False
+        self._leave_line(slot)
+        self._drop_rows_behind(slot)
+        table = self.table
+        table.num_output_placeholders[slot] = 0
+        table.spec_token_ids[slot] = ()
+        if session.updates:
+            self._go_on(slot, session.updates.popleft())
+            self.waiting.append(slot)
+        else:
+            table.statuses[slot] = Status.WAITING_FOR_STREAMING_REQ
+            self.skipped_waiting.append(slot)
+        return True
+
+    def _leave_line(self, slot: int) -> None:
+        """It has run, or was preempted since."""
+        if self.table.statuses[slot] is Status.RUNNING:
+            self.running.remove(slot)
+            self._go_back(slot)
+        elif not self.waiting.remove(slot):
+            self.skipped_waiting.remove(slot)
+
+    def _go_back(self, slot: int) -> None:
+        """Behind its last token nothing is computed, whatever frames in flight run."""
+        num_computed = self._count_kept(slot)
+        self.table.num_computed[slot] = num_computed
+        groups, holdings = self.groups, self.table.holdings[slot]
+        if groups is not None and not groups.can_go_back(holdings, num_computed):
+            self._take_back(slot)
+
+    def _drop_rows_behind(self, slot: int) -> None:
+        """What younger frames sample for it stands behind its stop: nobody gets that (P13)."""
+        request_id = self.table.requests[slot].request_id
+        for frame_id, frame in self.frames.items():
+            drafts = frame.get(request_id)
+            if drafts is not None:
+                frame[request_id] = None
+                self.dropped.setdefault(frame_id, {})[request_id] = drafts
+
+    def _go_on_in_line(self, slot: int, update: Request) -> None:
+        """It rests, and goes on where it stands; by priority, where its new arrival puts it."""
+        if self.config.policy is Policy.FCFS:
+            self._go_on(slot, update)
+            return
+        self.skipped_waiting.remove(slot)
+        self._go_on(slot, update)
+        self.skipped_waiting.append(slot)
+
+    def _go_on(self, slot: int, update: Request) -> None:
+        """Its next chunk stands behind what it keeps: all tokens but the last."""
+        table, lineage = self.table, self.table.lineages[slot]
+        num_kept = self._count_kept(slot)
+        whole = _append_chunk(table.requests[slot], tuple(lineage.tokens[:num_kept]), update)
+        lineage.go_on(whole, num_kept)
+        table.go_on(slot, whole, min(len(lineage.tokens) + whole.max_tokens, self.max_model_len))
+
+    def _count_kept(self, slot: int) -> int:
+        return self.table.num_known[slot] - 1
+
+
+def _append_chunk(whole: Request, kept: tuple[int, ...], update: Request) -> Request:
+    """What a session becomes with its next chunk, behind the tokens that it keeps."""
+    shifted = [replace(item, offset=item.offset + len(kept)) for item in update.items]
+    return replace(
+        whole,
+        prompt_token_ids=(*kept, *update.prompt_token_ids),
+        max_tokens=update.max_tokens,
+        min_tokens=update.min_tokens,
+        eos_token_id=update.eos_token_id,
+        stop_token_ids=update.stop_token_ids,
+        repetition_detection=update.repetition_detection,
+        arrival_time=update.arrival_time,
+        items=(*whole.items, *shifted),
+    )

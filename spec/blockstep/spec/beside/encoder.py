@@ -1,0 +1,350 @@
+"""Encoder: what it may make in a step, and the cache of what it has made.
+
+    cache    | held | held | freeable: evicted last ... next |  free  |      embeddings
+    prompt   |  text  | item | text |   item   |  text               |      tokens
+    chunk                |-- computed now --|+| embeddings read; + by a draft head, one ahead
+
+An entry is of one item, and all who bring that item share it. It is held once for each place of the
+item in a running request, from the first chunk that reads of it until a chunk ends behind it. Then
+it is freeable: kept until somebody needs the room. What a step plans is there as soon as it runs,
+and frames run in order, so a frame in flight has read before a later one drops. What the step takes
+back was never there: who shared it in this step has it encoded instead, and what was evicted for it
+returns. So the references are occurrences, and no entry is one that nobody computes (P22, P4).
+
+An encoder-decoder model shares nothing: the embeddings of an item are read by the very step that
+makes them, and dropped with the next one.
+
+No deadlock comes of it (P10): a chunk stops before an item that does not fit, and between two
+chunks a request holds the one item that it stands in. Only a draft head may want the next one
+besides; who then gets nothing holds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+from blockstep.spec.maps import FrozenMap
+from blockstep.spec.vocabulary import Config, MultiModalItem, Request, RequestId
+
+Holder: TypeAlias = tuple[RequestId, int]
+"""A place of an item: its index in a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An encoded item."""
+
+    num_embeds: int
+    holders: tuple[Holder, ...] = ()
+    """Sorted."""
+
+
+NO_ENTRIES: Final[FrozenMap[str, Entry]] = FrozenMap()
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedItem:
+    """An item that the step being planned encodes, or loads."""
+
+    holder: Holder
+    """For whom."""
+    identifier: str
+    num_embeds: int
+    is_external: bool
+    """It is loaded: no compute goes into it."""
+
+    @property
+    def cost(self) -> int:
+        """Embeddings that the encoder makes for it."""
+        return 0 if self.is_external else self.num_embeds
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """An encoder and its cache; the last three fields say something while a step is planned."""
+
+    size: int
+    """Embeddings in the cache, at most; 0: there is no encoder."""
+    is_shared: bool = True
+    """False: of an encoder-decoder model."""
+    entries: FrozenMap[str, Entry] = NO_ENTRIES
+    """By identifier."""
+    freeable: tuple[str, ...] = ()
+    """Those without a holder, next to be evicted first."""
+    offered: tuple[str, ...] = ()
+    """What a connector holds, sorted."""
+    freed: tuple[str, ...] = ()
+    """What the next plan has the worker drop, where nothing is shared."""
+    budget: int = 0
+    """Embeddings that the step may still have made."""
+    planned: tuple[PlannedItem, ...] = ()
+    evicted: tuple[tuple[str, int], ...] = ()
+    """Identifiers, with embeddings, the first one first."""
+
+
+NO_ENCODER: Final = Encoder(0)
+
+
+def create_encoder(config: Config) -> Encoder:
+    """An encoder that has made nothing yet. Source: vLLM 0.19.1 `EncoderCacheManager`; P22."""
+    if not config.encoder_cache_size:
+        return NO_ENCODER
+    return Encoder(config.encoder_cache_size, is_shared=not config.is_encoder_decoder)
+
+
+# Room.
+
+
+def count_free(encoder: Encoder) -> int:
+    """Embeddings that nothing takes. Source: vLLM 0.19.1 `num_free_slots`; P22."""
+    num_free = encoder.size - sum([entry.num_embeds for entry in encoder.entries.values()])
+    if not encoder.is_shared:
+        num_free -= sum([planned.num_embeds for planned in encoder.planned])
+    return num_free
+
+
+def count_freeable(encoder: Encoder) -> int:
+    """Embeddings that nobody holds. Source: vLLM 0.19.1 `num_freeable_slots`; P22."""
+    entries = encoder.entries
+    return count_free(encoder) + sum([entries[name].num_embeds for name in encoder.freeable])
+
+
+def fits(num_embeds: int, cost: int, num_freeable: int, budget: int) -> bool:
+    """Whether an item of this cost is made within the budget, and kept.
+
+    Source: vLLM 0.19.1 `can_allocate`; P9, P22.
+    """
+    return num_embeds <= num_freeable and cost <= budget
+
+
+def evict_for(encoder: Encoder, num_embeds: int) -> Encoder:
+    """The cache with so many embeddings free: what became freeable first is gone first.
+
+    The caller has seen that it fits. Source: vLLM 0.19.1 `can_allocate`; P16, P22.
+    """
+    entries, num_evicted = encoder.entries.to_dict(), 0
+    num_free = count_free(encoder)
+    evicted: list[tuple[str, int]] = []
+    while num_free < num_embeds:
+        identifier = encoder.freeable[num_evicted]
+        entry = entries.pop(identifier)
+        evicted.append((identifier, entry.num_embeds))
+        num_free += entry.num_embeds
+        num_evicted += 1
+    if not evicted:
+        return encoder
+    return replace(
+        encoder,
+        entries=FrozenMap(entries),
+        freeable=encoder.freeable[num_evicted:],
+        evicted=(*encoder.evicted, *evicted),
+    )
+
+
+# Holding.
+
+
+def hold_entry(encoder: Encoder, identifier: str, holder: Holder) -> Encoder:
+    """One holder more of an entry. Source: vLLM 0.19.1 `check_and_update_cache`; P22."""
+    entry = encoder.entries[identifier]
+    if holder in entry.holders:
+        return encoder
+    entry = Entry(entry.num_embeds, tuple(sorted((*entry.holders, holder))))
+    return replace(
+        encoder,
+        entries=get_with_entry(encoder, identifier, entry),
+        freeable=tuple([name for name in encoder.freeable if name != identifier]),
+    )
+
+
+def let_go(encoder: Encoder, identifier: str, holder: Holder) -> Encoder:
+    """One holder less; who does not hold it changes nothing. The last one leaves it freeable.
+
+    Source: vLLM 0.19.1 `free_encoder_input`; P18, P22.
+    """
+    entry = encoder.entries.get(identifier)
+    if entry is None or holder not in entry.holders:
+        return encoder
+    holders = tuple([other for other in entry.holders if other != holder])
+    freeable = encoder.freeable if holders else (*encoder.freeable, identifier)
+    entries = get_with_entry(encoder, identifier, Entry(entry.num_embeds, holders))
+    return replace(encoder, entries=entries, freeable=freeable)
+
+
+def get_with_entry(encoder: Encoder, identifier: str, entry: Entry) -> FrozenMap[str, Entry]:
+    """The entries with one that is new, or another than before. Source: P22."""
+    entries = encoder.entries.to_dict()
+    entries[identifier] = entry
+    return FrozenMap(entries)
+
+
+def free_items(encoder: Encoder, request: Request, num_computed: int | None = None) -> Encoder:
+    """Let a request's items go that end within its computed tokens; without a number, all of them.
+
+    Known tokens only: no draft stands for an item, so a rejected one takes nobody back into it.
+    Source: vLLM 0.19.1 `_free_encoder_inputs`, `EncoderCacheManager.free`; P22.
+    """
+    if not encoder.size or not request.items or not encoder.is_shared:
+        return encoder
+    for index, item in enumerate(request.items):
+        if num_computed is None or item.offset + item.length <= num_computed:
+            encoder = let_go(encoder, item.identifier, (request.request_id, index))
+    return encoder
+
+
+def get_item_holder(request: Request, index: int) -> Holder:
+    """As whom a request holds an item of its: each place of it counts. Source: P22."""
+    return request.request_id, index
+
+
+# One item of a chunk.
+
+
+def is_item_needed(item: MultiModalItem, num_computed: int, num_new: int, num_ahead: int) -> bool:
+    """Whether a chunk of `num_new` tokens reads an embedding of the item.
+
+    A draft head reads those of the tokens behind each, so `num_ahead` more.
+    Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`, which forgets them here; P15, P22.
+    """
+    first = max(num_computed - item.offset, 0)
+    end = min(num_computed + num_new + num_ahead - item.offset, item.length)
+    return any(item.is_embed[first:end]) if item.is_embed else first < end
+
+
+def compute_end_before(offset: int, num_computed: int, num_ahead: int) -> int:
+    """Tokens of a chunk that ends before an item, so that nobody reads of it; 0 where it begins.
+
+    Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P10, P22.
+    """
+    return max(offset - num_computed - num_ahead, 0)
+
+
+def is_item_split(item: MultiModalItem, num_computed: int, num_new: int, num_ahead: int) -> bool:
+    """Whether a chunk from before an item would compute a part of it only.
+
+    Who stands where it begins takes what it can, or it might wait for ever: so does a draft head
+    that reads it already. Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P10.
+    """
+    end = item.offset + item.length
+    return num_computed + num_ahead < item.offset and num_computed + num_new < end
+
+
+def take_item(encoder: Encoder, request: Request, index: int, holder: Holder) -> Encoder:
+    """Hold an item of a request: as it is there, or planned with this step.
+
+    Source: vLLM 0.19.1 `check_and_update_cache`, `allocate`; P22.
+    """
+    item = request.items[index]
+    identifier, num_embeds = item.identifier, item.num_embeds
+    if identifier in encoder.entries:
+        return hold_entry(encoder, identifier, holder)
+    planned = PlannedItem(
+        (request.request_id, index), identifier, num_embeds, identifier in encoder.offered
+    )
+    assert num_embeds <= count_freeable(encoder), "the check of the room came first"
+    encoder = evict_for(encoder, num_embeds)
+    if encoder.is_shared:
+        entries = get_with_entry(encoder, identifier, Entry(num_embeds, (holder,)))
+        encoder = replace(encoder, entries=entries)
+    return replace(
+        encoder, budget=encoder.budget - planned.cost, planned=(*encoder.planned, planned)
+    )
+
+
+# One step.
+
+
+def get_encoder_once_asked(before: Encoder, claimed: Encoder) -> Encoder:
+    """The encoder when a row was asked for that may still not be: as it was. Source: P7, P22."""
+    del claimed
+    return before
+
+
+def begin_step(encoder: Encoder, budget: int) -> Encoder:
+    """The encoder with the compute of one step. Source: vLLM 0.19.1 `schedule`; P9."""
+    return replace(encoder, budget=budget) if encoder.size else encoder
+
+
+def withdraw_items(encoder: Encoder, request: Request, order: Sequence[RequestId]) -> Encoder:
+    """Take back what a request had planned in this step.
+
+    Who shares it in this step has it encoded instead, the first of `order`, at the same cost. Else
+    it is not there, its compute is left for others, and so is its room: what was evicted last in
+    this step returns to where it was, as far as it fits. Upstream leaves an entry that nobody
+    computes. Source: upstream #23347; P4, P9, P22.
+    """
+    name, entries = request.request_id, encoder.entries.to_dict()
+    planned: list[PlannedItem] = []
+    budget = encoder.budget
+    for item in encoder.planned:
+        if item.holder[0] != name:
+            planned.append(item)
+            continue
+        heirs = [heir for heir in entries[item.identifier].holders if heir[0] != name]
+        if heirs:
+            heir = min(heirs, key=lambda other: (order.index(other[0]), other[1]))
+            planned.append(replace(item, holder=heir))
+        else:
+            del entries[item.identifier]
+            budget += item.cost
+    planned.sort(key=lambda item: order.index(item.holder[0]))
+    encoder = replace(encoder, entries=FrozenMap(entries), planned=tuple(planned), budget=budget)
+    return get_with_evicted(encoder)
+
+
+def get_with_evicted(encoder: Encoder) -> Encoder:
+    """The cache with what was evicted last in this step, as far as it fits. Source: P7, P22."""
+    num_free, entries = count_free(encoder), encoder.entries.to_dict()
+    evicted, freeable = [*encoder.evicted], [*encoder.freeable]
+    for identifier, num_embeds in reversed(encoder.evicted):
+        if identifier in encoder.entries:
+            continue  # made anew in this step
+        if num_embeds > num_free:
+            break
+        num_free -= num_embeds
+        evicted.remove((identifier, num_embeds))
+        freeable.insert(0, identifier)
+        entries[identifier] = Entry(num_embeds)
+    return replace(
+        encoder,
+        entries=FrozenMap(entries),
+        freeable=tuple(freeable),
+        evicted=tuple(evicted),
+    )
+
+
+def list_freed(
+    encoder: Encoder, get_freed: Callable[[Sequence[str], Collection[str]], tuple[str, ...]]
+) -> tuple[str, ...]:
+    """What the plan has the worker drop: what was evicted for it; where nothing is shared, what the
+    plan before had it make. Source: vLLM 0.19.1 `get_freed_mm_hashes`; P22.
+    """
+    if encoder.is_shared:
+        return get_freed([name for name, _ in encoder.evicted], encoder.entries)
+    return get_freed(encoder.freed, [planned.identifier for planned in encoder.planned])
+
+
+def get_freed(gone: Sequence[str], present: Collection[str]) -> tuple[str, ...]:
+    """What the worker drops: each that is gone, but for what the step makes anew.
+
+    Source: vLLM 0.19.1 `get_freed_mm_hashes`; upstream #52482; P22.
+    """
+    return tuple([name for name in dict.fromkeys(gone) if name not in present])
+
+
+def end_step(encoder: Encoder) -> Encoder:
+    """The encoder once the plan is on its way. Source: vLLM 0.19.1 `get_freed_mm_hashes`; P22."""
+    if not encoder.size:
+        return encoder
+    made = () if encoder.is_shared else tuple([item.identifier for item in encoder.planned])
+    return replace(encoder, freed=made, budget=0, planned=(), evicted=())
+
+
+def get_reset(config: Config, encoder: Encoder) -> Encoder:
+    """The encoder with nothing made; what a connector holds, it holds.
+
+    Source: vLLM 0.19.1 `reset_encoder_cache`; P25.
+    """
+    return replace(create_encoder(config), offered=encoder.offered)

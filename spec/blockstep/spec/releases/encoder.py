@@ -1,0 +1,253 @@
+"""Encoder: what a release does with its budgets, and with the cache of what it has made."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from blockstep.spec.beside.encoder import Encoder, Holder, let_go
+from blockstep.spec.maps import FrozenMap
+from blockstep.spec.releases.quirk import Quirk, QuirkStory
+from blockstep.spec.rules import Rules
+from blockstep.spec.vocabulary import Config, MultiModalItem, Request, RequestId
+
+
+def places_of_items_are_one(rules: Rules, _config: Config) -> Rules:
+    """A request holds an item once, whatever its places, and lets it go behind the first."""
+
+    def get_item_holder(request: Request, index: int) -> Holder:
+        names = [item.identifier for item in request.items]
+        return request.request_id, names.index(names[index])
+
+    def free_items(encoder: Encoder, request: Request, num_computed: int | None) -> Encoder:
+        if not encoder.is_shared:
+            return rules.free_items(encoder, request, num_computed)
+        for index, item in enumerate(request.items):
+            if num_computed is None or item.offset + item.length <= num_computed:
+                holder = get_item_holder(request, index)
+                encoder = let_go(encoder, item.identifier, holder)
+        return encoder
+
+    return replace(rules, get_item_holder=get_item_holder, free_items=free_items)
+
+
+def asking_evicts_and_holds(rules: Rules, _config: Config) -> Rules:
+    """What a row would evict is gone, and what it would share is held, before it is granted."""
+
+    def get_encoder_once_asked(before: Encoder, claimed: Encoder) -> Encoder:
+        entries = claimed.entries.to_dict()
+        for item in claimed.planned[len(before.planned) :]:
+            entries.pop(item.identifier, None)
+        return replace(
+            claimed,
+            entries=FrozenMap(entries),
+            planned=before.planned,
+            budget=before.budget,
+        )
+
+    return replace(rules, get_encoder_once_asked=get_encoder_once_asked)
+
+
+def items_held_without_a_row(rules: Rules, _config: Config) -> Rules:
+    """Who gets no token for want of one item goes on to hold others."""
+    return replace(rules, keeps_items_without_row=True)
+
+
+def withdrawn_items_stay(rules: Rules, _config: Config) -> Rules:
+    """What a row that is taken back would have had encoded counts as encoded."""
+
+    def withdraw_items(encoder: Encoder, request: Request, order: Sequence[RequestId]) -> Encoder:
+        del order
+        made = [
+            item
+            for item in encoder.planned
+            if item.holder[0] == request.request_id and not item.is_external
+        ]
+        return replace(
+            encoder,
+            planned=tuple([item for item in encoder.planned if item not in made]),
+            budget=encoder.budget + sum(item.cost for item in made),
+        )
+
+    return replace(rules, withdraw_items=withdraw_items)
+
+
+def restored_compute_is_forgotten(rules: Rules, _config: Config) -> Rules:
+    """Compute that a victim gives back is lost if who preempts it has items of its own."""
+    return replace(rules, forgets_restored_compute=True)
+
+
+def room_is_asked_before_need(rules: Rules, _config: Config) -> Rules:
+    """A chunk stops before an item without room, also if it would read nothing of it."""
+    return replace(rules, asks_room_first=True)
+
+
+def head_reads_ahead_of_the_encoder(rules: Rules, _config: Config) -> Rules:
+    """What only a draft head reads, one token ahead, is not encoded; a masked item always is."""
+
+    def is_item_needed(
+        item: MultiModalItem, num_computed: int, num_new: int, num_ahead: int
+    ) -> bool:
+        del num_ahead
+        first = max(num_computed - item.offset, 0)
+        end = min(num_computed + num_new - item.offset, item.length)
+        if not item.is_embed:
+            return first < end
+        return any(item.is_embed[first : end or item.length])
+
+    return replace(rules, is_item_needed=is_item_needed)
+
+
+def head_never_begins_a_whole_item(rules: Rules, _config: Config) -> Rules:
+    """A draft head, which reads one token ahead, stands before an item that a chunk would split."""
+
+    def is_item_split(
+        item: MultiModalItem, num_computed: int, num_new: int, num_ahead: int
+    ) -> bool:
+        del num_ahead
+        is_before = num_computed < item.offset
+        return is_before and num_computed + num_new < item.offset + item.length
+
+    return replace(rules, is_item_split=is_item_split)
+
+
+def loaded_items_need_compute(rules: Rules, _config: Config) -> Rules:
+    """What a connector holds is loaded only if the compute to encode it is there."""
+    return replace(rules, external_costs_compute=True)
+
+
+def remade_items_are_dropped(rules: Rules, _config: Config) -> Rules:
+    """The worker is told to drop what was evicted, even if the same step makes it anew."""
+
+    def get_freed(gone: Sequence[str], present: Collection[str]) -> tuple[str, ...]:
+        del present
+        return tuple(gone)
+
+    return replace(rules, get_freed=get_freed)
+
+
+def room_beside_grows(rules: Rules, _config: Config) -> Rules:
+    """An encoder-decoder model gives back the room of an item with each step, and at the end."""
+
+    def free_items(encoder: Encoder, request: Request, num_computed: int | None) -> Encoder:
+        if encoder.is_shared or not encoder.size:
+            return rules.free_items(encoder, request, num_computed)
+        if any(item.holder[0] == request.request_id for item in encoder.planned):
+            return encoder
+        num_more = sum(item.num_embeds for item in request.items)
+        return replace(encoder, size=encoder.size + num_more)
+
+    return replace(rules, free_items=free_items)
+
+
+STORIES = (
+    QuirkStory(
+        Quirk.PLACES_OF_ITEMS_ARE_ONE,
+        places_of_items_are_one,
+        "a request holds an item once, whatever its places, and lets it go behind the first",
+        ("P22",),
+        "not found upstream",
+        "0.19.1",
+        "one item twice in a prompt; a chunk ends behind the first place and within the second: "
+        "nobody holds the item any more",
+    ),
+    QuirkStory(
+        Quirk.ASKING_EVICTS_AND_HOLDS,
+        asking_evicts_and_holds,
+        "what a row would evict is gone, and what it would share is held, before it is granted",
+        ("P7", "P22"),
+        "#31857 (merged, for some exits)",
+        "0.19.1",
+        "room for one item, which nobody holds; a request with another one comes, and there is no "
+        "block for it: it is not admitted, and the item is evicted all the same",
+    ),
+    QuirkStory(
+        Quirk.ITEMS_HELD_WITHOUT_A_ROW,
+        items_held_without_a_row,
+        "who gets no token for want of one item goes on to hold others",
+        ("P7", "P10", "P15"),
+        "#31857 (merged, for other exits)",
+        "0.19.1",
+        "a draft head, room for two items; two requests stand before the last token of an item, "
+        "with another one right behind it: each waits for what the other holds, for ever",
+    ),
+    QuirkStory(
+        Quirk.WITHDRAWN_ITEMS_STAY,
+        withdrawn_items_stay,
+        "what a row that is taken back would have had encoded counts as encoded",
+        ("P4", "P22"),
+        "#23347 (merged, without the entry)",
+        "0.19.1",
+        "PRIORITY; a row with an item is planned, then preempted by one behind it: it comes back, "
+        "and the item that nobody made is not planned again",
+    ),
+    QuirkStory(
+        Quirk.RESTORED_COMPUTE_IS_FORGOTTEN,
+        restored_compute_is_forgotten,
+        "compute that a victim gives back is lost if who preempts it has items of its own",
+        ("P15",),
+        "not found upstream",
+        "0.19.1",
+        "PRIORITY, compute for two items; a row with one is preempted by one with another: a third "
+        "request, which runs, has no compute left for its own",
+    ),
+    QuirkStory(
+        Quirk.ROOM_IS_ASKED_BEFORE_NEED,
+        room_is_asked_before_need,
+        "a chunk stops before an item without room, also if it would read nothing of it",
+        ("P15",),
+        "not found upstream",
+        "0.19.1",
+        "room for one item, which is held; the next one begins with a token that is no embedding: "
+        "a chunk that ends behind that token is not planned",
+    ),
+    QuirkStory(
+        Quirk.HEAD_READS_AHEAD_OF_THE_ENCODER,
+        head_reads_ahead_of_the_encoder,
+        "what only a draft head reads, one token ahead, is not encoded",
+        ("P22",),
+        "not found upstream",
+        "0.19.1",
+        "a draft head, a budget of 1; a prompt of a token and an item: the first chunk has the "
+        "head read of the item, which is not encoded",
+    ),
+    QuirkStory(
+        Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM,
+        head_never_begins_a_whole_item,
+        "a draft head, which reads one token ahead, stands before an item that a chunk would split",
+        ("P10", "P15"),
+        "not found upstream",
+        "0.19.1",
+        "a draft head, whole items, a budget of 2; a prompt of a token and an item of 2: it is "
+        "never planned",
+    ),
+    QuirkStory(
+        Quirk.LOADED_ITEMS_NEED_COMPUTE,
+        loaded_items_need_compute,
+        "what a connector holds is loaded only if the compute to encode it is there",
+        ("P15",),
+        "not found upstream",
+        "0.19.1",
+        "compute for one item; a prompt of two, the second one offered: the chunk stops before it",
+    ),
+    QuirkStory(
+        Quirk.REMADE_ITEMS_ARE_DROPPED,
+        remade_items_are_dropped,
+        "the worker is told to drop what was evicted, even if the same step makes it anew",
+        ("P22", "P26"),
+        "#52482 (merged)",
+        "0.19.1",
+        "room for two items; a step evicts both for one, and makes one of them anew for a request "
+        "behind: the plan names it among those to be dropped",
+    ),
+    QuirkStory(
+        Quirk.ROOM_BESIDE_GROWS,
+        room_beside_grows,
+        "an encoder-decoder model gives back the room of an item with each step, and at the end",
+        ("P9", "P22"),
+        "#55733, #51228",
+        "0.19.1",
+        "an encoder-decoder model, room for one item; one request with one runs for two steps: "
+        "then two newcomers have theirs encoded in one step",
+    ),
+)

@@ -1,0 +1,154 @@
+"""Encoding: what of an encoder the row of one request needs, asked and taken at one place each.
+
+    | computed |  item  | text |  item: no room  |
+               |---- the chunk ----|                 it ends before what cannot be read
+
+Asked before the row has its blocks, taken when it has them; in between others may be preempted,
+which leaves more room, and the items that were there for it are there or can be made anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from blockstep.spec.beside.encoder import (
+    Encoder,
+    compute_end_before,
+    count_freeable,
+    evict_for,
+    fits,
+    take_item,
+)
+from blockstep.spec.requests import RequestState
+from blockstep.spec.rules import Rules
+from blockstep.spec.step.work import Step
+from blockstep.spec.vocabulary import Config, EncoderInputs, MultiModalItem, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a row may have of the tokens that it could have, and the items that these read."""
+
+    num_tokens: int
+    items: tuple[int, ...] = ()
+    """Indices, ascending."""
+    encoder: Encoder | None = None
+    """As it would be with the row; None where it is as it is."""
+
+
+def process_items_asked(
+    step: Step, request: RequestState, num_computed: int, num_new: int
+) -> Claim:
+    """How far a chunk of `num_new` tokens can be read. Nothing is taken yet.
+
+    Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P7, P15, P22.
+    """
+    items = request.request.items
+    if num_new <= 0 or not step.encoder.size or not items:
+        return Claim(num_new)
+    if items[-1].offset + items[-1].length <= num_computed and step.encoder.is_shared:
+        return Claim(num_new)
+    config, rules = step.state.config, step.state.rules
+    if config.is_encoder_decoder:
+        claim = get_claim_beside(step.encoder, rules, request.request, num_computed, num_new)
+    else:
+        claim = get_claim(config, step.encoder, rules, request.request, num_computed, num_new)
+    if claim.encoder is not None:
+        step.encoder = rules.get_encoder_once_asked(step.encoder, claim.encoder)
+    return claim
+
+
+def get_claim(
+    config: Config,
+    encoder: Encoder,
+    rules: Rules,
+    request: Request,
+    num_computed: int,
+    num_new: int,
+) -> Claim:
+    """The claim of a chunk whose items stand in the prompt: up to the first that does not fit.
+
+    Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`; P9, P15, P22.
+    """
+    num_ahead, taken = config.num_encoder_lookahead_tokens, []
+    for index, item in enumerate(request.items):
+        if item.offset >= num_computed + num_new + num_ahead:
+            break
+        if item.offset + item.length <= num_computed:
+            continue
+        is_needed = rules.is_item_needed(item, num_computed, num_new, num_ahead)
+        if not is_needed and not rules.asks_room_first:
+            continue
+        if item.identifier not in encoder.entries:
+            is_split = config.disable_chunked_mm_input and rules.is_item_split(
+                item, num_computed, num_new, num_ahead
+            )
+            if is_split or not has_room(encoder, rules, item):
+                num_new = compute_end_before(item.offset, num_computed, num_ahead)
+                break
+            if not is_needed:
+                encoder = evict_for(encoder, item.num_embeds)
+                continue
+        encoder = take_item(encoder, request, index, rules.get_item_holder(request, index))
+        taken.append(index)
+    return Claim(num_new, tuple(taken), encoder)
+
+
+def get_claim_beside(
+    encoder: Encoder, rules: Rules, request: Request, num_computed: int, num_new: int
+) -> Claim:
+    """The claim of a chunk whose items stand beside the prompt: all with the first, or nothing.
+
+    Source: vLLM 0.19.1 `_try_schedule_encoder_inputs`, `EncoderDecoderCacheManager`; P9, P22.
+    """
+    if num_computed > 0:
+        return Claim(num_new)
+    taken = []
+    for index, item in enumerate(request.items):
+        if not has_room(encoder, rules, item):
+            return Claim(0, (), encoder)
+        encoder = take_item(encoder, request, index, rules.get_item_holder(request, index))
+        taken.append(index)
+    return Claim(num_new, tuple(taken), encoder)
+
+
+def has_room(encoder: Encoder, rules: Rules, item: MultiModalItem) -> bool:
+    """Whether an item can be made now, and kept. Source: vLLM 0.19.1 `can_allocate`; P9, P22."""
+    is_made = item.identifier not in encoder.offered or rules.external_costs_compute
+    cost = item.num_embeds if is_made else 0
+    return fits(item.num_embeds, cost, count_freeable(encoder), encoder.budget)
+
+
+def process_items_taken(step: Step, request: RequestState, claim: Claim) -> None:
+    """A row has its blocks: hold the items that it reads, and have made what is not there.
+
+    Source: vLLM 0.19.1 `schedule` ("Allocate the encoder cache"); P9, P22.
+    """
+    rules, asked = step.state.rules, request.request
+    num_planned = len(step.encoder.planned)
+    for index in claim.items:
+        holder = rules.get_item_holder(asked, index)
+        step.encoder = take_item(step.encoder, asked, index, holder)
+    is_made = any(item.cost > 0 for item in step.encoder.planned[num_planned:])
+    if is_made and rules.forgets_restored_compute and claim.encoder is not None:
+        step.encoder = replace(step.encoder, budget=claim.encoder.budget)
+    assert step.encoder.budget >= 0, "the compute is never overdrawn (P9)"
+
+
+def process_items_refused(step: Step, request: RequestState, is_for_items: bool = False) -> None:
+    """Who gets no row holds nothing, or two could wait for what the other one holds.
+
+    `is_for_items`: it is for want of an item that there is no row. Source: vLLM 0.19.1 `schedule`
+    ("untouch the request"), which forgets this case; upstream #31857; P7, P10, P22.
+    """
+    if not (is_for_items and step.state.rules.keeps_items_without_row):
+        step.encoder = step.state.rules.free_items(step.encoder, request.request, None)
+
+
+def list_encoder_inputs(step: Step, is_external: bool) -> tuple[EncoderInputs, ...]:
+    """What a step encodes, or loads, in the order of the rows. Source: vLLM 0.19.1 `schedule`."""
+    found: dict[str, list[int]] = {}
+    for item in step.encoder.planned:
+        if item.is_external is is_external:
+            found.setdefault(item.holder[0], []).append(item.holder[1])
+    return tuple([EncoderInputs(name, tuple(sorted(indices))) for name, indices in found.items()])
