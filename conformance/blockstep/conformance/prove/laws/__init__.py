@@ -16,6 +16,7 @@ from blockstep.conformance.prove.laws import (
     allocation,
     counts,
     drafts,
+    encoder,
     groups,
     host,
     output,
@@ -28,7 +29,7 @@ from blockstep.conformance.prove.laws import (
     step,
 )
 
-_AMOUNTS = (counts, slots, publishing, allocation, groups, states, drafts, promises)
+_AMOUNTS = (counts, slots, publishing, allocation, groups, states, encoder, drafts, promises)
 _BLOCKS_AND_STEPS = (pool, preemption, step, admission, output, host)
 ROOMS: Final = tuple(module.ROOM for module in (*_AMOUNTS, *_BLOCKS_AND_STEPS))
 LAWS: Final[Mapping[str, Law]] = MappingProxyType(
