@@ -166,15 +166,19 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
         *(held.num_cached_blocks for held in request.holdings),
         request.num_cached_tokens,
         request.grammar_ready,
-        request.stand.state,
-        request.stand.reasoning_ended,
-        request.junction,
+        *_get_more(request.stand.state, request.stand.reasoning_ended, request.junction),
         *_session_form(request),
     )
 
 
 def _get_flags(row: FrameRow) -> tuple[int, ...]:
-    return row.samples, row.is_dropped, row.num_in_doubt, row.has_mask, row.is_masked
+    more = _get_more(row.num_in_doubt, row.has_mask, row.is_masked)
+    return row.samples, row.is_dropped, *more
+
+
+def _get_more(*values: int) -> tuple[int, ...]:
+    """What most states have none of, so that theirs is as short as without it."""
+    return values if any(values) else ()
 
 
 def _session_form(request: RequestState) -> Form:
