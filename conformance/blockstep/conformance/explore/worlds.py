@@ -26,8 +26,12 @@ def _request(name: v.RequestId, num_tokens: int, max_tokens: int, **more: Any) -
     return v.Request(name, prompt, max_tokens=max_tokens, **more)
 
 
-def _item(name: str, offset: int) -> v.MultiModalItem:
-    return v.MultiModalItem(name, offset, 1)
+def _item(name: str, offset: int, length: int = 1, **more: Any) -> v.MultiModalItem:
+    return v.MultiModalItem(name, offset, length, **more)
+
+
+def _encoder(budget: int, size: int) -> dict[str, Any]:
+    return {"encoder_compute_budget": budget, "encoder_cache_size": size}
 
 
 def _group(kind: str, block_size: int, **more: Any) -> v.KVGroup:
@@ -59,9 +63,41 @@ def _states(block_size: int, mode: v.MambaCacheMode, num_speculative: int = 0) -
     )
 
 
+_HEAD: dict[str, Any] = {"spec_method": v.SpecMethod.EAGLE, "num_speculative_tokens": 1}
+_BESIDE: dict[str, Any] = {
+    "enable_chunked_prefill": False,
+    "disable_chunked_mm_input": True,
+    "is_encoder_decoder": True,
+    "groups": (_FULL_OF_2, v.KVGroup(v.GroupKind.CROSS_ATTENTION, 2)),
+}
 _NGRAM: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 1}
 
 _TABLE = (
+    World("cache", "a cache for one item, which two requests bring, and one each of their own",
+        v.Config(6, 2, 2, 3, 5, **_encoder(1, 1)),
+        (_a(3, 1, items=(_item("x", 0), _item("y", 2))), _b(3, 1, items=(_item("x", 1),))),
+        aborts=True, resets=(True,), encoder_resets=True, offers=((), ("x",))),
+    World("twice", "one item at two places of a prompt, and a chunk that ends within the second",
+        v.Config(6, 2, 2, 3, 6, **_encoder(2, 2)),
+        (_a(4, 1, items=(_item("x", 0, 2), _item("x", 2, 2))), _b(2, 1, items=(_item("y", 0, 2),))),
+        aborts=True),
+    World("lookahead", "a draft head that reads one token ahead: two items side by side, twice",
+        v.Config(9, 1, 2, 2, 6, long_prefill_token_threshold=1, **_encoder(4, 4), **_HEAD),
+        (_a(3, 1, items=(_item("x", 0, 2), _item("y", 2))),
+         _b(3, 1, items=(_item("z", 0, 2), _item("w", 2))))),
+    World("parts", "whole items, a mask, and a head: what begins, and what is not read yet",
+        v.Config(9, 1, 2, 3, 6, disable_chunked_mm_input=True, **_encoder(2, 2), **_HEAD),
+        (_a(4, 1, items=(_item("x", 1, 3, is_embed=(False, True, True)),)),
+         _b(2, 1, items=(_item("y", 0, 2),)))),
+    World("compute", "PRIORITY, no caching: a row with an item is taken back for one with another",
+        v.Config(8, 1, 3, 6, 4, long_prefill_token_threshold=2,
+                 **_RANKED, **_UNRESERVED, **_UNCACHED, **_encoder(2, 3)),
+        (_a(3, 1, priority=2, items=(_item("x", 2),)), _b(3, 1, items=(_item("y", 2),)),
+         _c(3, 1, priority=1, items=(_item("z", 2),)))),
+    World("beside", "an encoder-decoder model: the room of an item, and its blocks across",
+        v.Config(8, 2, 2, 4, 4, **_BESIDE, **_UNCACHED, **_encoder(2, 3)),
+        (_a(1, 2, items=(_item("x", 0, 2),)), _b(2, 2, items=(_item("y", 0),)), _c(1, 1)),
+        aborts=True, encoder_resets=True, offers=((), ("y",))),
     World("loop", "one request that finds its own first block again",
         v.Config(3, 1, 1, 2, 3), (_a(2, 1),), expected=Counts(8, 11, 21, 5)),
     World("pair", "two requests, three blocks, two tokens to sample, aborts",
@@ -202,17 +238,21 @@ _TABLE = (
     World("grammar", "a grammar of three tokens, drafts, forced resets",
         v.Config(6, 1, 1, 3, 6, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2),
         (_a(1, 4, structured_output=True, grammar=_GRAMMAR, eos_token_id=2, min_tokens=2),),
-        vocabulary=(0, 1, 2), resets=(True,)),
+        vocabulary=(0, 1, 2), resets=(True,),
+        expected=Counts(632, 8_291, 2_096, 30)),
     World("masks", "a grammar, two plans in flight, drafts with the worker: what a mask cuts off",
         v.Config(8, 1, 1, 3, 6, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2, **_AHEAD),
-        (_a(1, 3, structured_output=True, grammar=_GRAMMAR),), vocabulary=(0, 1, 2)),
+        (_a(1, 3, structured_output=True, grammar=_GRAMMAR),), vocabulary=(0, 1, 2),
+        expected=Counts(1_530, 13_547, 8_049, 40)),
     World("reasoning", "a grammar that holds once reasoning has ended, drafts",
         v.Config(6, 1, 1, 4, 6, reasoning_end_token_id=2, **_NGRAM),
-        (_a(1, 4, structured_output=True, grammar=_GRAMMAR),), vocabulary=(0, 1, 2)),
+        (_a(1, 4, structured_output=True, grammar=_GRAMMAR),), vocabulary=(0, 1, 2),
+        expected=Counts(4_688, 26_128, 13_403, 30)),
     World("chunked", "two grammars, two plans in flight, one prompt in two chunks",
         v.Config(6, 1, 2, 2, 4, max_frames_in_flight=2, **_UNCACHED),
         (_a(1, 1, structured_output=True, grammar=_GRAMMAR),
-         _b(2, 1, structured_output=True, grammar=_GRAMMAR))),
+         _b(2, 1, structured_output=True, grammar=_GRAMMAR)),
+        expected=Counts(218, 1_047, 1_223, 12)),
     World("alone", "one request with room for drafts that finds its own first block again",
         v.Config(4, 1, 1, 2, 5, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2),
         (_a(2, 1),), expected=Counts(12, 31, 27, 8)),
