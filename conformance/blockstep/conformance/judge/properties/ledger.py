@@ -35,10 +35,10 @@ class FlightRow:
     drafts: v.TokenIds
     samples: bool
     """All known and promised tokens are computed once it has run."""
-    is_dropped: bool = False
-    """It samples for a chunk of a session that is over, and delivers nothing."""
     verifiable: v.TokenIds | None = None
     """The drafts that a mask has left of those that only the worker knew; None before a mask."""
+    is_dropped: bool = False
+    """It samples for a chunk of a session that is over, and delivers nothing."""
 
     @property
     def num_promised(self) -> int:
