@@ -51,6 +51,8 @@ from blockstep.spec.vocabulary import (
     Abort,
     Config,
     Event,
+    GroupKind,
+    KVGroup,
     NewRow,
     Observation,
     Outputs,
@@ -541,6 +543,30 @@ def test_what_passes_with_one_quirk_is_explained_by_it() -> None:
     assert find_causes(program, make_engine, frozenset(), follows) == (cause,)
     assert find_causes(program, make_engine, frozenset(), follows - {cause.name}) == ()
     assert read_cause(str(cause)) == cause
+
+
+@pytest.mark.parametrize(
+    ("profile", "expected"),
+    [
+        ("", Quirk.WINDOWS_RESERVE_EVERYTHING),  # the first that it passes with
+        ("strict+windows_reserve_steps_in_flight", Quirk.WINDOWS_RESERVE_STEPS_IN_FLIGHT),
+        ("strict+min_tokens_mask_length", Quirk.WINDOWS_RESERVE_EVERYTHING),
+        ("vllm-of-a-friend", Quirk.WINDOWS_RESERVE_EVERYTHING),
+    ],
+)
+def test_what_is_known_of_an_engine_explains_before_what_is_known_of_others(
+    profile: str, expected: Quirk
+) -> None:
+    class Known:
+        traits = EngineTraits(profile=profile)
+
+        def __new__(cls, config: Config) -> Engine:  # type: ignore[misc]
+            return SpecEngine(config, find("strict+windows_reserve_steps_in_flight"))
+
+    window = KVGroup(GroupKind.SLIDING_WINDOW, 1, sliding_window=2)
+    config = Config(num_blocks=3, block_size=1, max_num_batched_tokens=1, groups=(window,))
+    program = Program(config, (Submit(Request("A", (0,) * 5, max_tokens=1)), Schedule()))
+    assert find_causes(program, Known, frozenset(), tuple(Quirk)) == (Cause(Means.QUIRK, expected),)
 
 
 # The command.

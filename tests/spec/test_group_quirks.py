@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from groups_support import chunks, full, window
 
-from blockstep.spec import Config, Oracle, Request, SpecMethod, Status
+from blockstep.spec import Config, Oracle, Rejected, Request, SpecMethod, Status, Submit
 from blockstep.spec.hashing import extend_block_keys, get_group_keys
 from blockstep.spec.memory.prefix import get_prefix_hit
 from blockstep.spec.pool import create_pool, publish_blocks
@@ -151,3 +151,74 @@ def test_a_chunk_keeps_a_named_block(quirk: bool, expected: tuple[int, ...]) -> 
     oracle.schedule()
     (table,) = oracle.state.requests["A"].block_tables
     assert table == expected
+
+
+def test_a_head_looks_behind_once() -> None:
+    """Behind the one token that is left of four, the first window has no block any more."""
+    groups, lost = (full(1), window(1, 2), window(1, 3)), [(1, 1), (2, 2)]
+    assert find((), groups, 6, lost, has_head=True) == NO_HIT
+    quirks = [Quirk.HEAD_LOOKS_BEHIND_ONCE]
+    assert find(quirks, groups, 6, lost, has_head=True) == (1, ((1,), (101,), (201,)))
+    assert find(quirks, groups, 6, lost)[0] == find((), groups, 6, lost)[0] == 5, "without a head"
+
+
+def test_of_one_group_a_head_gives_back_the_last_block_that_was_found() -> None:
+    lost = [(0, 5)]
+    for quirks in ([], [Quirk.HEAD_LOOKS_BEHIND_ONCE, Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK]):
+        assert find(quirks, (window(1, 2),), 6, lost, has_head=True)[0] == 4
+
+
+def test_a_head_gives_back_the_last_block() -> None:
+    groups = (full(2), window(2, 2))
+    quirks = [Quirk.HEAD_LOOKS_BEHIND_ONCE, Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK]
+    hits = [[find(some, groups, n, has_head=True)[0] for n in (5, 6, 7)] for some in ((), quirks)]
+    assert hits == [[2, 2, 4], [2, 4, 4]]
+    assert find(quirks, groups, 6) == find((), groups, 6), "without a head"
+
+
+@pytest.mark.parametrize(
+    ("group", "budget", "num_frames", "expected"),
+    [
+        (window(1, 2), 1, 1, 3),  # a token before it, one of the step, and a block
+        (window(1, 2), 2, 2, 6),
+        (window(2, 4), 3, 1, 4),
+        (chunks(1, 3), 2, 1, 5),  # a chunk, and a step
+        (full(1), 1, 1, 8),
+        (window(1, 2), 9, 1, 8),  # the prompt itself, which is shorter
+    ],
+)
+def test_windows_reserve_steps_in_flight(
+    group: KVGroup, budget: int, num_frames: int, expected: int
+) -> None:
+    """The least pool in which a prompt of 8 tokens is admitted."""
+    profile = Profile("some", frozenset({Quirk.WINDOWS_RESERVE_STEPS_IN_FLIGHT}))
+    admitted = []
+    for num_usable in range(1, 10):
+        config = Config(
+            num_usable + 1, group.block_size, 1, budget, 12, enable_prefix_caching=False,
+            max_frames_in_flight=num_frames, async_scheduling=num_frames > 1, groups=(group,),
+        )  # fmt: skip
+        oracle = Oracle(config, profile)
+        answer = oracle.apply(Submit(Request("A", tuple(range(8)), max_tokens=1)))
+        if not isinstance(answer, Rejected) and oracle.schedule().rows:
+            admitted.append(num_usable)
+    assert admitted == list(range(expected, 10))
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, (0, 2, 3)), (True, (1, 2, 3))])
+def test_all_in_flight_is_in_doubt(quirk: bool, expected: tuple[int, ...]) -> None:
+    """No draft: what is in flight is certain, and the first token is behind the window."""
+    config = Config(
+        9, 1, max_num_batched_tokens=1, max_model_len=9, max_frames_in_flight=3,
+        async_scheduling=True, groups=(window(1, 2),),
+    )  # fmt: skip
+    quirks = {Quirk.ALL_IN_FLIGHT_IS_IN_DOUBT} if quirk else set()
+    oracle = Oracle(config, Profile("some", frozenset(quirks)))
+    oracle.submit(Request("A", (1, 2, 3, 4, 5), max_tokens=2))
+    plans = [oracle.schedule() for _ in range(3)]
+    (table,) = oracle.state.requests["A"].block_tables
+    assert table == expected
+    oracle.commit(plans[0], {})
+    oracle.schedule()
+    (table,) = oracle.state.requests["A"].block_tables
+    assert table.count(NULL_BLOCK) == 2 - 2 * quirk

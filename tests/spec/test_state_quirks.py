@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from groups_support import full, recurrent, window
 
-from blockstep.spec import Config, Oracle, Policy, Request
+from blockstep.spec import Config, Oracle, Policy, Request, SpecMethod
+from blockstep.spec.pool import withdraw_blocks
 from blockstep.spec.profiles import Profile, Quirk
 from blockstep.spec.vocabulary import MambaCacheMode, Plan
 
@@ -110,3 +114,79 @@ def test_withdrawn_blocks_are_zeroed(quirk: bool) -> None:
     assert (row.request_id, len(taken)) == ("high", 1)
     assert plan.new_block_ids_to_zero[-1:] == taken
     assert len(plan.new_block_ids_to_zero) == 1 + quirk
+
+
+def run_prompt(oracle: Oracle, name: str, prompt: tuple[int, ...]) -> list[int]:
+    """Tokens of each row until the first output."""
+    oracle.submit(Request(name, prompt, max_tokens=1))
+    amounts: list[int] = []
+    while oracle.state.requests and len(amounts) < 9:
+        plan = oracle.schedule()
+        amounts += [row.num_scheduled_tokens for row in plan.rows]
+        if plan.rows:
+            answer(oracle, plan)
+        else:
+            amounts.append(0)
+    return amounts
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "budget", "more", "right", "quirk"),
+    [
+        (6, 64, {}, [6], [4, 2]),  # the last boundary before the last token
+        (7, 64, {}, [6, 1], [6, 1]),
+        (1, 64, {}, [1], [1]),
+        (7, 5, {}, [4, 2, 1], [4, 2, 1]),
+        (5, 1, {}, [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]),  # no step has room for a block
+        (9, 64, {"long_prefill_token_threshold": 3}, [2, 2, 2, 2, 1], [2, 2, 2, 2, 1]),
+    ],
+)
+def test_chunks_end_at_checkpoints(
+    num_prompt: int, budget: int, more: dict[str, Any], right: list[int], quirk: list[int]
+) -> None:
+    config = Config(
+        30, 2, max_num_batched_tokens=budget, max_model_len=16, groups=(recurrent(2),), **more
+    )
+    found = [
+        run_prompt(oracle, "A", tuple(range(num_prompt)))
+        for oracle in (oracle_of(config), oracle_of(config, Quirk.CHUNKS_END_AT_CHECKPOINTS))
+    ]
+    assert found == [right, quirk]
+
+
+def test_less_than_a_block_waits_for_a_step_that_has_room_for_one() -> None:
+    """B could have one token beside A, and a whole block in the next step."""
+    config = Config(40, 2, max_num_batched_tokens=3, max_model_len=16, groups=(recurrent(2),))
+    for quirk in (False, True):
+        oracle = oracle_of(config, *([Quirk.CHUNKS_END_AT_CHECKPOINTS] if quirk else []))
+        oracle.submit(Request("A", (1, 2, 3), max_tokens=1))
+        oracle.submit(Request("B", (4, 5, 6, 7), max_tokens=1))
+        rows = {row.request_id: row.num_scheduled_tokens for row in oracle.schedule().rows}
+        assert rows == ({"A": 2} if quirk else {"A": 2, "B": 1})
+
+
+def test_a_chunk_ends_where_the_hit_of_one_group_went_on() -> None:
+    """Full attention has six tokens, its state is gone: the next that comes shall find one."""
+    config = Config(30, 2, max_model_len=16, groups=(full(2), recurrent(2)))
+    for quirk, expected in ((False, [8, 1]), (True, [6, 2, 1])):
+        oracle = oracle_of(config, *([Quirk.CHUNKS_END_AT_CHECKPOINTS] if quirk else []))
+        prompt = (1, 2, 3, 4, 5, 6)
+        assert sum(run_prompt(oracle, "A", (*prompt, 7))) == 7
+        pool = oracle.state.pool
+        states = [b for b, key in enumerate(pool.block_keys) if key is not None and key.group == 1]
+        oracle.state = replace(oracle.state, pool=withdraw_blocks(pool, states))
+        assert run_prompt(oracle, "B", (*prompt, 8, 9, 10)) == expected
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, 0), (True, 1)])
+def test_states_are_left_at_once(quirk: bool, expected: int) -> None:
+    config = Config(
+        20, 1, max_model_len=16, spec_method=SpecMethod.NGRAM, num_speculative_tokens=1,
+        groups=(recurrent(1, MambaCacheMode.ALL, 1),),
+    )  # fmt: skip
+    oracle = oracle_of(config, *([Quirk.STATES_ARE_LEFT_AT_ONCE] if quirk else []))
+    oracle.submit(Request("A", (1, 2), max_tokens=4))
+    answer(oracle, oracle.schedule())
+    oracle.schedule()
+    (table,) = oracle.state.requests["A"].block_tables
+    assert table.count(0) == expected

@@ -301,6 +301,8 @@ class EngineTraits:
     `blockstep hunt` switches them off."""
     version: str = ""
     """Of what is under test."""
+    profile: str = ""
+    """What is known of that version, by name (`--profile`): a hunt asks it before any other."""
     notes: tuple[str, ...] = ()
     """What a run has to say of it beside its verdict, a sentence each."""
 

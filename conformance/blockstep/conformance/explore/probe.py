@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from blockstep.conformance.engine import Capability, Engine, Equivalence, Renamed, SamePlans
+from blockstep.conformance.judge.automaton import Automaton
 from blockstep.conformance.judge.properties import Ledger, Step, check_step
 from blockstep.conformance.judge.properties.ledger import FlightRow, Life
 from blockstep.conformance.judge.witnesses import WITNESSES, situations
@@ -75,6 +76,9 @@ def get_ledger(state: State) -> Ledger:
         life.drafts = request.spec_token_ids
         life.num_cached_tokens = request.num_cached_tokens
         life.grammar_ready = request.grammar_ready
+        if request.request.grammar is not None:
+            ledger.has_grammars = True
+            life.automaton = Automaton(state.config, request.request)
     behind: dict[v.RequestId, int] = {}
     for frame in reversed(state.frames):
         rows = []
@@ -82,7 +86,10 @@ def get_ledger(state: State) -> Ledger:
             known = state.requests.get(row.request_id)
             computed = 0 if known is None else known.num_computed_tokens
             end = max(computed - behind.get(row.request_id, 0), 0)
-            flight = FlightRow(row.request_id, end, row.draft_token_ids, row.samples)
+            drafts, verifiable = row.draft_token_ids, None
+            if row.is_masked:
+                drafts, verifiable = (v.DRAFT_PLACEHOLDER,) * len(drafts), row.verifiable_drafts
+            flight = FlightRow(row.request_id, end, drafts, row.samples, verifiable)
             behind[row.request_id] = behind.get(row.request_id, 0) + flight.num_promised
             rows.append(flight)
         ledger.frames[frame.frame_id] = tuple(rows)

@@ -26,8 +26,12 @@ def _request(name: v.RequestId, num_tokens: int, max_tokens: int, **more: Any) -
     return v.Request(name, prompt, max_tokens=max_tokens, **more)
 
 
-def _item(name: str, offset: int) -> v.MultiModalItem:
-    return v.MultiModalItem(name, offset, 1)
+def _item(name: str, offset: int, length: int = 1, **more: Any) -> v.MultiModalItem:
+    return v.MultiModalItem(name, offset, length, **more)
+
+
+def _encoder(budget: int, size: int) -> dict[str, Any]:
+    return {"encoder_compute_budget": budget, "encoder_cache_size": size}
 
 
 def _group(kind: str, block_size: int, **more: Any) -> v.KVGroup:
@@ -42,7 +46,12 @@ _AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}
 _WINDOW = v.KVGroup(v.GroupKind.SLIDING_WINDOW, 1, sliding_window=2)
 _FULL = v.KVGroup(v.GroupKind.FULL, 1)
 _FULL_OF_2 = v.KVGroup(v.GroupKind.FULL, 2)
+_ONE_TOKEN = v.Grammar((((0, 1),), ()))
 _CHUNKS = v.KVGroup(v.GroupKind.CHUNKED_LOCAL, 2, attention_chunk_size=4)
+
+
+_GRAMMAR = v.Grammar((((0, 1),), ((1, 0), (2, 2)), ()))
+"""0, then 1 and once more, or 2 and whatever comes."""
 
 
 def _states(block_size: int, mode: v.MambaCacheMode, num_speculative: int = 0) -> v.KVGroup:
@@ -54,9 +63,41 @@ def _states(block_size: int, mode: v.MambaCacheMode, num_speculative: int = 0) -
     )
 
 
+_HEAD: dict[str, Any] = {"spec_method": v.SpecMethod.EAGLE, "num_speculative_tokens": 1}
+_BESIDE: dict[str, Any] = {
+    "enable_chunked_prefill": False,
+    "disable_chunked_mm_input": True,
+    "is_encoder_decoder": True,
+    "groups": (_FULL_OF_2, v.KVGroup(v.GroupKind.CROSS_ATTENTION, 2)),
+}
 _NGRAM: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 1}
 
 _TABLE = (
+    World("cache", "a cache for one item, which two requests bring, and one each of their own",
+        v.Config(6, 2, 2, 3, 5, **_encoder(1, 1)),
+        (_a(3, 1, items=(_item("x", 0), _item("y", 2))), _b(3, 1, items=(_item("x", 1),))),
+        aborts=True, resets=(True,), encoder_resets=True, offers=((), ("x",))),
+    World("twice", "one item at two places of a prompt, and a chunk that ends within the second",
+        v.Config(6, 2, 2, 3, 6, **_encoder(2, 2)),
+        (_a(4, 1, items=(_item("x", 0, 2), _item("x", 2, 2))), _b(2, 1, items=(_item("y", 0, 2),))),
+        aborts=True),
+    World("lookahead", "a draft head that reads one token ahead: two items side by side, twice",
+        v.Config(9, 1, 2, 2, 6, long_prefill_token_threshold=1, **_encoder(4, 4), **_HEAD),
+        (_a(3, 1, items=(_item("x", 0, 2), _item("y", 2))),
+         _b(3, 1, items=(_item("z", 0, 2), _item("w", 2))))),
+    World("parts", "whole items, a mask, and a head: what begins, and what is not read yet",
+        v.Config(9, 1, 2, 3, 6, disable_chunked_mm_input=True, **_encoder(2, 2), **_HEAD),
+        (_a(4, 1, items=(_item("x", 1, 3, is_embed=(False, True, True)),)),
+         _b(2, 1, items=(_item("y", 0, 2),)))),
+    World("compute", "PRIORITY, no caching: a row with an item is taken back for one with another",
+        v.Config(8, 1, 3, 6, 4, long_prefill_token_threshold=2,
+                 **_RANKED, **_UNRESERVED, **_UNCACHED, **_encoder(2, 3)),
+        (_a(3, 1, priority=2, items=(_item("x", 2),)), _b(3, 1, items=(_item("y", 2),)),
+         _c(3, 1, priority=1, items=(_item("z", 2),)))),
+    World("beside", "an encoder-decoder model: the room of an item, and its blocks across",
+        v.Config(8, 2, 2, 4, 4, **_BESIDE, **_UNCACHED, **_encoder(2, 3)),
+        (_a(1, 2, items=(_item("x", 0, 2),)), _b(2, 2, items=(_item("y", 0),)), _c(1, 1)),
+        aborts=True, encoder_resets=True, offers=((), ("y",))),
     World("loop", "one request that finds its own first block again",
         v.Config(3, 1, 1, 2, 3), (_a(2, 1),), expected=Counts(8, 11, 21, 5)),
     World("pair", "two requests, three blocks, two tokens to sample, aborts",
@@ -136,6 +177,8 @@ _TABLE = (
         expected=Counts(12, 17, 39, 8)),
     World("charged", "a window of two tokens, and a prompt that is longer than the pool",
         v.Config(4, 1, 1, 1, 6, groups=(_WINDOW,)), (_a(5, 1),), expected=Counts(20, 25, 55, 16)),
+    World("snug", "a window of two tokens, and a pool of two blocks",
+        v.Config(3, 1, 1, 1, 6, groups=(_WINDOW,)), (_a(5, 1),), expected=Counts(16, 19, 49, 13)),
     World("ragged", "chunks of five tokens, which begin and end inside blocks of three",
         v.Config(4, 3, 1, 1, 7, groups=(_group("chunked_local", 3, attention_chunk_size=5),)),
         (_a(6, 1),), expected=Counts(26, 31, 76, 22)),
@@ -143,6 +186,10 @@ _TABLE = (
         v.Config(24, 1, 1, 1, 11, spec_method=v.SpecMethod.EAGLE, num_speculative_tokens=1,
                  groups=(_group("full", 3), _group("sliding_window", 1, sliding_window=3))),
         (_a(10, 1),), expected=Counts(51, 102, 158, 44)),
+    World("repeated", "drafts of a head, full attention and a window: a prompt that comes again",
+        v.Config(9, 1, 1, 3, 5, spec_method=v.SpecMethod.EAGLE, num_speculative_tokens=1,
+                 groups=(_FULL, _WINDOW)),
+        (_a(3, 1),), expected=Counts(12, 24, 27, 8)),
     World("narrow", "a window of one token, which needs nothing before it, beside full attention",
         v.Config(9, 1, 1, 4, 6, groups=(_FULL, _group("sliding_window", 1, sliding_window=1))),
         (_a(4, 1), _b(2, 1, token=1)), expected=Counts(389, 681, 1_131, 33)),
@@ -166,6 +213,46 @@ _TABLE = (
     World("edge", "an item that ends where the blocks of the outputs begin",
         v.Config(5, 1, 1, 2, 4), (_a(1, 3, items=(_item("z", 0),)),),
         expected=Counts(20, 25, 59, 16)),
+    World("seat", "two adapters and one seat, two plans in flight, forced resets",
+        v.Config(5, 1, 3, 3, 3, max_frames_in_flight=2, max_loras=1),
+        (_a(1, 2, adapter="x"), _b(1, 1, adapter="y")),
+        aborts=True, resets=(True,), expected=Counts(3_149, 15_651, 11_589, 21)),
+    World("session", "a session of two chunks, and one that lacks its blocks; both resets between",
+        v.Config(4, 2, 2, 3, 6), (_a(1, 1, resumable=True), _b(3, 1)),
+        vocabulary=(0, 1), aborts=True, resets=_BOTH,
+        updates=(_a(1, 2, token=1, resumable=True), _a(1, 1)),
+        expected=Counts(7_898, 50_673, 36_484, 31)),
+    World("overshot", "a session that stops amid the drafts that it has accepted",
+        v.Config(7, 1, 1, 4, 6, spec_method=v.SpecMethod.DRAFT_MODEL, num_speculative_tokens=2),
+        (_a(1, 2, resumable=True),), updates=(_a(2, 1, resumable=True), _a(1, 1)),
+        expected=Counts(255, 944, 1_019, 21)),
+    World("behind", "a session that stops while its next row is in flight",
+        v.Config(5, 1, 1, 3, 5, **_AHEAD), (_a(1, 2, resumable=True, eos_token_id=1),),
+        vocabulary=(0, 1), resets=(True,), updates=(_a(1, 2, resumable=True), _a(1, 1)),
+        expected=Counts(1_306, 4_435, 5_718, 20)),
+    World("anew", "a session whose chunks each begin a grammar",
+        v.Config(6, 1, 1, 3, 5),
+        (_a(1, 1, structured_output=True, grammar=_ONE_TOKEN, resumable=True),),
+        vocabulary=(0, 1), updates=(_a(1, 2, resumable=True), _a(1, 1)),
+        expected=Counts(1_674, 6_412, 6_374, 31)),
+    World("grammar", "a grammar of three tokens, drafts, forced resets",
+        v.Config(6, 1, 1, 3, 6, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2),
+        (_a(1, 4, structured_output=True, grammar=_GRAMMAR, eos_token_id=2, min_tokens=2),),
+        vocabulary=(0, 1, 2), resets=(True,),
+        expected=Counts(632, 8_291, 2_096, 30)),
+    World("masks", "a grammar, two plans in flight, drafts with the worker: what a mask cuts off",
+        v.Config(8, 1, 1, 3, 6, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2, **_AHEAD),
+        (_a(1, 3, structured_output=True, grammar=_GRAMMAR),), vocabulary=(0, 1, 2),
+        expected=Counts(1_530, 13_547, 8_049, 40)),
+    World("reasoning", "a grammar that holds once reasoning has ended, drafts",
+        v.Config(6, 1, 1, 4, 6, reasoning_end_token_id=2, **_NGRAM),
+        (_a(1, 4, structured_output=True, grammar=_GRAMMAR),), vocabulary=(0, 1, 2),
+        expected=Counts(4_688, 26_128, 13_403, 30)),
+    World("chunked", "two grammars, two plans in flight, one prompt in two chunks",
+        v.Config(6, 1, 2, 2, 4, max_frames_in_flight=2, **_UNCACHED),
+        (_a(1, 1, structured_output=True, grammar=_GRAMMAR),
+         _b(2, 1, structured_output=True, grammar=_GRAMMAR)),
+        expected=Counts(218, 1_047, 1_223, 12)),
     World("alone", "one request with room for drafts that finds its own first block again",
         v.Config(4, 1, 1, 2, 5, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2),
         (_a(2, 1),), expected=Counts(12, 31, 27, 8)),

@@ -7,7 +7,7 @@ engines, true where something is done against a defect). All of them are off at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,7 +19,7 @@ from blockstep.conformance.protocol.features import UsageError
 from blockstep.conformance.protocol.program import Program
 from blockstep.conformance.search.wrapped import Wrapped, Wrapping, unwrapped
 from blockstep.spec import vocabulary as v
-from blockstep.spec.profiles import SPARING, Profile, Quirk
+from blockstep.spec.profiles import SPARING, Profile, Quirk, get_profile
 
 
 class Means(StrEnum):
@@ -105,11 +105,12 @@ def find_causes(
     program: Program,
     make_engine: EngineFactory,
     forgiven: frozenset[Cause],
-    quirks: Iterable[Quirk],
+    quirks: Collection[Quirk],
 ) -> tuple[Cause, ...]:
     """A least set of known defects that, forgiven as well, lets the program pass; () if none does.
 
-    One alone is tried first, a quirk before anything else: what declines an event hides more.
+    One alone is tried first, a quirk before anything else: what declines an event hides more. And
+    what is known of this engine before what is known of others, which may be alike by chance.
 
     Args:
         program: What fails.
@@ -117,6 +118,16 @@ def find_causes(
         forgiven: What is forgiven already.
         quirks: What may account for it, besides workarounds and what the engine declines.
     """
+    own = get_profile(get_traits(make_engine).profile)
+    known = [quirk for quirk in quirks if own is None or quirk in own.quirks]
+    others = [quirk for quirk in quirks if quirk not in known]
+    found = _find_causes(program, make_engine, forgiven, known)
+    return found or (_find_causes(program, make_engine, forgiven, others) if others else ())
+
+
+def _find_causes(
+    program: Program, make_engine: EngineFactory, forgiven: frozenset[Cause], quirks: list[Quirk]
+) -> tuple[Cause, ...]:
     asked = [Cause(Means.QUIRK, quirk) for quirk in quirks]
     asked += [Cause(Means.WORKAROUND, name) for name in get_traits(make_engine).workarounds]
     lenient = Forgiving(make_engine, None)

@@ -137,6 +137,8 @@ class WaitingPhase(Promises, Encodings):
         if num_scheduled <= 0:
             return False
         free = self.pool.num_free
+        if groups is not None:
+            free += groups.count_leaving(holdings, computed)
         if self.config.scheduler_reserve_full_isl and self._count_lacking(slot, num_known) > free:
             return False
         if self._count_lacking(slot, computed + num_scheduled) > free:

@@ -90,9 +90,10 @@ class Sessions(Core):
     def _go_back(self, slot: int) -> None:
         """Behind its last token nothing is computed, whatever frames in flight run."""
         num_computed = self._count_kept(slot)
+        has_run_ahead = self.table.num_computed[slot] > num_computed
         self.table.num_computed[slot] = num_computed
         groups, holdings = self.groups, self.table.holdings[slot]
-        if groups is not None and not groups.can_go_back(holdings, num_computed):
+        if groups is not None and not groups.can_go_back(holdings, num_computed, has_run_ahead):
             self._take_back(slot)
 
     def _drop_rows_behind(self, slot: int) -> None:

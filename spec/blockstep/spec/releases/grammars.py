@@ -37,7 +37,10 @@ def reasoning_ends_with_its_step(rules: Rules, _config: Config) -> Rules:
             return stand
         return rules.get_next_stand(config, grammar, stand, token)
 
-    def get_settled(config: Config, request: RequestState, tokens: TokenIds) -> RequestState:
+    def get_settled(
+        config: Config, before: Stand, request: RequestState, tokens: TokenIds
+    ) -> RequestState:
+        del before
         if holds(config, request.stand) or config.reasoning_end_token_id not in tokens:
             return request
         return replace(request, stand=Stand(request.stand.state, reasoning_ended=True))
@@ -48,12 +51,16 @@ def reasoning_ends_with_its_step(rules: Rules, _config: Config) -> Rules:
 def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
     """The end of reasoning is seen where it is the last token of a step, and overlooked before."""
 
-    def get_settled(config: Config, request: RequestState, tokens: TokenIds) -> RequestState:
+    def get_settled(
+        config: Config, before: Stand, request: RequestState, tokens: TokenIds
+    ) -> RequestState:
         del tokens
         text = request.all_token_ids
         first = request.num_computed_tokens - request.num_output_placeholders
-        start = first if first >= 0 else max(len(text) + first, 0)
-        return rules.get_settled(config, request, text[start:])
+        seen = text[first if first >= 0 else max(len(text) + first, 0) :]
+        after = rules.get_settled(config, before, request, seen)
+        is_seen = holds(config, before) or config.reasoning_end_token_id in seen
+        return after if is_seen else replace(after, stand=before)
 
     return replace(rules, get_settled=get_settled)
 
@@ -98,6 +105,5 @@ STORIES = (
         "0.19.1",
         "a grammar that reasoning holds off; a step samples the end of reasoning, a draft, and one "
         "token more: the grammar never holds",
-        upon=(Quirk.REASONING_ENDS_WITH_ITS_STEP,),
     ),
 )

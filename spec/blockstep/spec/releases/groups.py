@@ -364,7 +364,7 @@ STORIES = (
         Quirk.HEAD_GIVES_BACK_THE_LAST_BLOCK,
         hits_are_searched,
         "the block that a draft head gives back may end with the prompt",
-        (),
+        ("P5",),
         "not found upstream",
         "0.33.0",
         "a draft head, two groups in blocks of 1; 5 tokens are cached, and asked for again: 4 of "
@@ -375,7 +375,7 @@ STORIES = (
         Quirk.WINDOWS_RESERVE_STEPS_IN_FLIGHT,
         windows_reserve_steps_in_flight,
         "the gate charges a window itself, all steps that may be in flight, and a block more",
-        ("P15",),
+        ("P10", "P11", "P15"),
         "#39734 (named in its source)",
         "0.33.0",
         "blocks of 1, a budget of 1, a window of 2, 3 blocks: a prompt of 5 tokens, which never "

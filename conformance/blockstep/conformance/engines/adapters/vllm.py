@@ -87,6 +87,7 @@ class VllmEngine:
         out_of_reach=list_out_of_reach(),
         workarounds=WORKAROUNDS,
         version=RELEASE.version,
+        profile=RELEASE.profile,
         notes=tuple(note for note in (get_release_note(RELEASE.version), NOTE) if note),
     )
 

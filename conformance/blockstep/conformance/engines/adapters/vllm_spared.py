@@ -72,6 +72,7 @@ def list_out_of_reach() -> frozenset[str]:
         (not RELEASE.has_mixed_groups or RELEASE.has_partial_hits, {"groups_larger_block_filled"}),
         (not RELEASE.keeps_doubtful_blocks, {"groups_block_in_doubt"}),
         (not RELEASE.has_group_gate, {"groups_admitted_past_its_room"}),
+        (not RELEASE.has_recurrent_groups, {"groups_state_left", "groups_hit_of_a_state"}),
     ):
         found |= names if is_lacking else set()
     return frozenset(found)

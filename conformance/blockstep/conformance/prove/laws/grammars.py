@@ -1,0 +1,238 @@
+"""Grammars: which drafts are accepted, what a mask says, where outputs lead. PYTEST_DONT_REWRITE.
+
+Tokens are symbolic. The grammar is `(1 2)* 9`: state 0 before 1 or 9, state 1 before 2, and state 2
+where the text is complete. Where there is reasoning, 7 ends it.
+"""
+
+from __future__ import annotations
+
+from blockstep.conformance.prove import harness as h
+from blockstep.conformance.prove.law import Right, Room, instead, instead_in
+from blockstep.spec.beside.grammar import (
+    Follow,
+    Stand,
+    get_allowed,
+    get_first_stand,
+    get_mask,
+    get_next_stand,
+    get_stand_behind,
+    get_stands,
+    holds,
+    is_terminated,
+)
+from blockstep.spec.requests import FrameRow
+from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, Config, Grammar, TokenId, TokenIds
+
+ROOM = Room("grammars")
+GRAMMAR = Grammar((((1, 1), (9, 2)), ((2, 0),), ()))
+PLAIN = h.build_config()
+REASONING = h.build_config(reasoning_end_token_id=7)
+PAD = DRAFT_PLACEHOLDER
+Mask = tuple[TokenIds | None, ...]
+
+
+# Mistakes.
+
+
+@instead(get_next_stand, theirs="#44006")
+def nothing_holds_the_rest_of_the_step_in_which_reasoning_ends(
+    right: Right[Stand | None], config: Config, stand: Stand
+) -> Stand | None:
+    """The marker is noted once the step is over."""
+    return right() if holds(config, stand) else stand
+
+
+@instead(get_next_stand)
+def marker_is_read_by_the_grammar(
+    right: Right[Stand | None], config: Config, stand: Stand, token: TokenId
+) -> Stand | None:
+    """The token that ends reasoning is the first one that the grammar holds."""
+    if not holds(config, stand) and token == config.reasoning_end_token_id:
+        return right(stand=Stand(stand.state, reasoning_ended=True))
+    return right()
+
+
+@instead(get_next_stand)
+def refused_token_is_passed_over(right: Right[Stand | None], stand: Stand) -> Stand | None:
+    """The grammar stays where it is, as if the token had not been there."""
+    found = right()
+    return stand if found is None else found
+
+
+@instead(get_stands)
+def only_the_first_draft_is_read(
+    right: Right[tuple[Stand, ...]], drafts: TokenIds
+) -> tuple[Stand, ...]:
+    """The rest of the drafts goes where the first one goes."""
+    found = right(drafts=drafts[:1])
+    return found if len(found) == 1 else found + found[-1:] * (len(drafts) - 1)
+
+
+@instead(get_stands)
+def placeholder_is_a_draft_like_others(
+    config: Config, grammar: Grammar, stand: Stand, drafts: TokenIds, follow: Follow
+) -> tuple[Stand, ...]:
+    """It is taken, and leads nowhere."""
+    found = [stand]
+    for token in drafts:
+        after = found[-1] if token == PAD else follow(config, grammar, found[-1], token)
+        if after is None:
+            break
+        found.append(after)
+    return tuple(found)
+
+
+@instead(get_mask, theirs="not found upstream")
+def padding_unmasks_what_follows(right: Right[Mask]) -> Mask:
+    """Behind a draft that is a placeholder the mask is full."""
+    return right(masks_behind_placeholders=False)
+
+
+@instead(get_mask)
+def every_position_has_the_mask_of_the_first(right: Right[Mask], drafts: TokenIds) -> Mask:
+    """Drafts are not read."""
+    return right(drafts=(PAD,) * len(drafts))
+
+
+@instead(is_terminated)
+def complete_text_forbids_everything() -> bool:
+    """A state without edges is a state like others."""
+    return False
+
+
+@instead(get_first_stand)
+def prompt_has_ended_no_reasoning() -> Stand:
+    """Only outputs are looked at."""
+    return Stand()
+
+
+@instead_in(FrameRow, "verifiable_drafts")
+def cut_drafts_may_be_accepted(self: FrameRow) -> TokenIds:
+    """A placeholder stands for whatever the worker says, before a mask and behind it."""
+    return self.draft_token_ids
+
+
+# Drafts.
+
+
+def is_led(state: int, token: int) -> bool:
+    """Whether a token is accepted in a state, written out."""
+    return (state == 0 and token in (1, 9)) or (state == 1 and token == 2)
+
+
+def lead(state: int, token: int) -> int:
+    """Where it leads, written out."""
+    return 0 if state == 1 else 1 if token == 1 else 2
+
+
+@ROOM.law(
+    "P23", (1, 3), refused_token_is_passed_over, only_the_first_draft_is_read,
+    placeholder_is_a_draft_like_others,
+)  # fmt: skip
+def check_drafts_are_cut_to_the_longest_prefix_that_is_accepted(first: int, second: int) -> None:
+    """A placeholder is never in it."""
+    assert first >= PAD and second >= PAD
+    stands = get_stands(PLAIN, GRAMMAR, Stand(), (first, second), get_next_stand)
+    if not is_led(0, first):
+        assert len(stands) == 1
+    elif not is_led(lead(0, first), second):
+        assert len(stands) == 2
+    else:
+        assert len(stands) == 3
+
+
+@ROOM.law("P23", (4,), refused_token_is_passed_over)
+def check_complete_text_accepts_no_draft(token: int) -> None:
+    """Whatever the draft is."""
+    assert token >= 0
+    stands = get_stands(PLAIN, GRAMMAR, Stand(2), (token,), get_next_stand)
+    assert len(stands) == 1
+
+
+@ROOM.law("P24", (2, 3), cut_drafts_may_be_accepted)
+def check_nobody_can_accept_a_draft_that_a_mask_cut_off(num_accepted: int, num_cut: int) -> None:
+    """Before a mask every placeholder may stand for something."""
+    assert 0 <= num_accepted <= 3 and 0 <= num_cut <= 3
+    drafts = (1,) * num_accepted + (PAD,) * num_cut
+    row = FrameRow("A", drafts, samples=True, has_mask=True, is_masked=True)
+    assert row.verifiable_drafts == drafts[:num_accepted]
+    assert FrameRow("A", drafts, samples=True).verifiable_drafts == drafts
+
+
+# Masks.
+
+
+@ROOM.law(
+    "P24", (1, PAD), padding_unmasks_what_follows, every_position_has_the_mask_of_the_first,
+    only_the_first_draft_is_read,
+)  # fmt: skip
+def check_mask_follows_the_grammar_through_the_drafts(first: int, second: int) -> None:
+    """Behind what it does not accept every position has the mask before: none is full."""
+    assert first >= PAD and second >= PAD
+    mask = get_mask(PLAIN, GRAMMAR, Stand(), (first, second), get_next_stand, True)
+    behind: TokenIds | None = (1, 9)
+    assert len(mask) == 3
+    assert mask[0] == behind
+    if is_led(0, first):
+        behind = (2,) if first == 1 else None
+    assert mask[1] == behind
+    if is_led(0, first) and is_led(lead(0, first), second):
+        behind = (1, 9)
+    assert mask[2] == behind
+
+
+@ROOM.law("P23", (5,), complete_text_forbids_everything)
+def check_complete_text_is_held_by_nothing(token: int) -> None:
+    """It stays where it is, whatever is sampled."""
+    assert token >= 0
+    allowed = get_allowed(PLAIN, GRAMMAR, Stand(2))
+    assert allowed is None
+    assert get_stand_behind(PLAIN, GRAMMAR, Stand(2), (token,), get_next_stand) == Stand(2)
+
+
+@ROOM.law("P23", (3,), refused_token_is_passed_over)
+def check_token_is_allowed_by_a_mask_exactly_if_it_can_be_read(token: int) -> None:
+    """So that who samples by the mask is never refused."""
+    assert token >= 0
+    for state in (0, 1):
+        allowed = get_allowed(PLAIN, GRAMMAR, Stand(state))
+        read = get_stand_behind(PLAIN, GRAMMAR, Stand(state), (token,), get_next_stand)
+        assert allowed is not None
+        assert (token in allowed) == (read is not None)
+
+
+# Outputs.
+
+
+@ROOM.law(
+    "P23", (4, 7, 1), nothing_holds_the_rest_of_the_step_in_which_reasoning_ends,
+)  # fmt: skip
+def check_outputs_lead_to_the_same_state_however_steps_divide_them(
+    first: int, second: int, third: int
+) -> None:
+    """Also where reasoning ends within one of them."""
+    assert first >= 0 and second >= 0 and third >= 0
+    text = (first, second, third)
+    config, grammar, follow = REASONING, GRAMMAR, get_next_stand
+    at_once = get_stand_behind(config, grammar, Stand(), text, follow)
+    halfway = get_stand_behind(config, grammar, Stand(), text[:1], follow)
+    assert halfway is not None
+    for token in text[1:]:
+        if halfway is not None:
+            halfway = get_stand_behind(config, grammar, halfway, (token,), follow)
+    ended = 7 in text[:2]
+    assert at_once == halfway
+    assert at_once is None or at_once.reasoning_ended == (ended or third == 7)
+
+
+@ROOM.law(
+    "P23", (4,), marker_is_read_by_the_grammar, prompt_has_ended_no_reasoning,
+)  # fmt: skip
+def check_grammar_begins_behind_the_end_of_reasoning(token: int) -> None:
+    """In the prompt or in an output; before that every token may be sampled."""
+    assert token >= 0
+    stand = get_first_stand(REASONING, (token,))
+    assert stand.reasoning_ended == (token == 7)
+    assert get_first_stand(PLAIN, (token,)) == Stand()
+    behind = get_stand_behind(REASONING, GRAMMAR, Stand(), (token,), get_next_stand)
+    assert behind == Stand(0, reasoning_ended=token == 7)
