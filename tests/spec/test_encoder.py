@@ -327,6 +327,13 @@ def test_a_refused_admission_evicts_nothing_and_holds_nothing() -> None:
 # Beside the prompt.
 
 
+def test_nothing_is_loaded_for_an_encoder_decoder_model() -> None:
+    oracle = oracle_of(**BESIDE)
+    oracle.offer("c")
+    oracle.submit(request("A", "cc"))
+    assert made(step(oracle)) == {"A": (0,)}
+
+
 def test_an_item_beside_the_prompt_is_made_with_it_and_dropped_behind_it() -> None:
     oracle = oracle_of(**BESIDE)
     oracle.submit(request("A", "cc"))
