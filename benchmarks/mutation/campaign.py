@@ -42,6 +42,7 @@ class Plan:
     """What is played, and from what seed."""
 
     first: tuple[Stage, ...] = (
+        ("host", "small groups", 4_000),
         ("host", "tiny", 3_000),
         (COLLIDING, "small", 3_000),
         ("host", "small", 14_000),
@@ -49,8 +50,9 @@ class Plan:
         ("compiled", "small", 3_000),
         (COMPILED_ARRAYS, "small", 3_000),
     )
-    """For every mutant."""
+    """For every mutant. Several KV groups first: of runs drawn freely one in four has them."""
     deep: tuple[Stage, ...] = (
+        ("host", "small groups", 30_000),
         ("host", "small", 150_000),
         (COLLIDING, "small", 15_000),
         ("compiled", "small", 8_000),

@@ -173,7 +173,7 @@ def _render_runs(results: Mapping[str, Any]) -> str:
         + make_table(("run", "modules", "every mutant plays", "survivors play as well"), rows)
         + f"\nEach on: {'. '.join(where)}. Numbers are events, from seed "
         + f"{', '.join(str(seed) for seed in dict.fromkeys(run['seed'] for run in runs))} on, of "
-        + "presets tiny (t) and small. What is explained as equivalent plays no longer.\n\n"
+        + "presets tiny (t) and small, (g) with several KV groups in each run. What is explained as equivalent plays no longer.\n\n"
         + f"Here {'; '.join(texts)}.\n"
     )
 
@@ -183,15 +183,18 @@ def _shorten(command: str) -> str:
     return re.sub(r"( --only \S+)+", " --only ...", command)
 
 
+_MARKS = {"tiny": " t", "small groups": " g"}
+
+
 def _list_stages(run: Mapping[str, Any], kind: str) -> str:
     """Those that are there for one of the modules of the run."""
     stages: list[Stage] = [
-        (engine, preset, num)
-        for engine, preset, num in run[kind]
-        if any(is_for((engine, preset, num), name) for name in run["modules"])
+        (engine, drawn, num)
+        for engine, drawn, num in run[kind]
+        if any(is_for((engine, drawn, num), name) for name in run["modules"])
     ]
     return ", ".join(
-        f"{num:,}{' t' * (preset == 'tiny')} {ENGINES[engine][0]}" for engine, preset, num in stages
+        f"{num:,}{_MARKS.get(drawn, '')} {ENGINES[engine][0]}" for engine, drawn, num in stages
     )
 
 

@@ -43,7 +43,8 @@ KEPT = "blockstep.spec.vocabulary"
 """Never imported twice: both sides must mean the same classes."""
 
 Stage: TypeAlias = tuple[str, str, int]
-"""An engine, a preset, and how many events are played at least."""
+"""An engine; a preset, and behind it the features that every run has: `small groups`; and how many
+events are played at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +122,11 @@ def play_mutant(
 def play(check: Any, stages: Sequence[Stage], seed: int) -> Outcome:
     """Play episodes in their order, stage after stage, until the first finding."""
     total = 0
-    for engine, preset, num_events in stages:
-        options = check.CheckOptions(engine=engine, preset=preset, seed=seed)
+    for engine, drawn, num_events in stages:
+        preset, *features = drawn.split()
+        options = check.CheckOptions(
+            engine=engine, preset=preset, seed=seed, with_features=tuple(features)
+        )
         registry: Any = importlib.import_module("blockstep.conformance.protocol.registry")
         make_engine = registry.load_engine(engine)
         played, index = 0, 0

@@ -202,6 +202,12 @@ def test_a_mutant_of_the_engine_is_killed_by_a_property() -> None:
     assert outcome.detail.startswith("P1 ")
 
 
+def test_a_mutant_of_groups_is_killed_where_each_run_has_some() -> None:
+    old, new = "min(num_computed, self.size - 1)", "min(num_computed, self.size - 2)"
+    stages: tuple[Stage, ...] = (("host", "small groups", 800),)
+    assert play_changed("impl/host/kinds.py", old, new, stages).killed_by
+
+
 COMPILED: tuple[Stage, ...] = (("compiled", "small", 400),)
 
 

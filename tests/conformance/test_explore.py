@@ -216,7 +216,7 @@ def test_a_digest_speaks_of_every_field_of_a_state() -> None:
         "finished_req_ids", "prev_scheduled_req_ids", "reset_req_ids",
         "status", "output_token_ids", "num_computed_tokens", "num_output_placeholders",
         "spec_token_ids", "is_prefill_chunk", "holdings", "block_table", "num_cached_blocks",
-        "num_cached_tokens", "grammar_ready", "stand", "updates", "junction",
+        "num_cached_tokens", "grammar_ready", "junction", "stand", "updates",
         "rows", "draft_token_ids", "samples", "is_dropped", "num_in_doubt", "has_mask", "is_masked",
         "ref_counts", "free_queue", "cached",
     }  # fmt: skip

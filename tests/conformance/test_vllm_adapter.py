@@ -176,16 +176,16 @@ def test_where_the_last_item_ends_it_may_name_an_output_block(
 
 def test_the_first_block_names_every_item_though_outputs_complete_it() -> None:
     digests = Digests(known(REFERENCE), 8)
-    digests.learn(Known(REQUEST), [b"digest"], tuple(range(8)))
+    digests.learn(Known(REQUEST), 0, [b"digest"], tuple(range(8)))
     assert digests.key_of[b"digest"].items == (("a", 2), ("b", 6))
 
 
 def test_a_digest_stands_for_what_a_session_has_lost_since() -> None:
     digests, session = Digests(known(REFERENCE), 2), Known(Request("A", (1, 2, 3)))
-    digests.learn(session, [b"first", b"lost"], (1, 2, 3, 9))
+    digests.learn(session, 0, [b"first", b"lost"], (1, 2, 3, 9))
     session.updates.append(Request("A", (5,), items=(MultiModalItem("a", 0, 1),)))
-    session.follow((1, 2, 3, 5))
-    digests.learn(session, [b"third"], (1, 2, 3, 5, 6, 7))
+    session.follow((1, 2, 3, 5), max_tokens=16)
+    digests.learn(session, 2, [b"third"], (1, 2, 3, 5, 6, 7))
     assert [key.token_ids for key in session.keys] == [(1, 2), (3, 9), (6, 7)]
     assert session.request.items == (MultiModalItem("a", 3, 1),)
     assert not session.updates

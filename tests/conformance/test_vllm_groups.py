@@ -192,7 +192,7 @@ def test_an_engine_is_given_a_config_that_its_adapter_fits() -> None:
 def test_a_block_is_named_by_its_last_digest_or_by_all_of_them() -> None:
     digests = Digests(OURS, 2)
     names = [bytes([n]) * DIGEST_SIZE for n in range(3)]
-    digests.learn(Known(Request("A", tuple(range(6)))), names, range(6))
+    digests.learn(Known(Request("A", tuple(range(6)))), 0, names, range(6))
     keys = [digests.key_of[name] for name in names]
     assert digests.read(names[1], 0) is keys[1]
     assert digests.read(names[1], 2) == keys[1].in_group(2)
@@ -438,6 +438,19 @@ def test_a_part_of_a_block_is_named_by_as_many_tokens_as_it_says(
         engine.snapshot()
 
 
+@pytest.mark.skipif(PROBLEM is not None or VERSION != "0.33.0", reason="tells why it is declined")
+def test_no_block_of_a_narrow_window_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = importlib.import_module(f"{ADAPTER}_build")
+    monkeypatch.setattr(builder, "require_groups", lambda *_: None)
+    engine = importlib.import_module(ADAPTER).VllmEngine(build(FULL, NARROW))
+    for frame_id, name in enumerate("AB"):
+        engine.apply(Submit(Request(name, tuple(range(9)), max_tokens=1)))
+        (row,) = engine.apply(Schedule()).new
+        assert row.num_computed_tokens == 0, "full attention has all of it the second time"
+        engine.apply(Commit(frame_id, (RowTokens(name, (7,)),)))
+    assert {key.group for key in engine.snapshot().block_keys if key is not None} == {0}
+
+
 @needs_vllm
 @pytest.mark.parametrize("lie", ["swapped", "short", "null"])
 def test_a_table_that_is_told_to_another_group_is_found(
@@ -471,6 +484,24 @@ def test_what_all_have_in_common_is_told_of_each_group() -> None:
         pair.apply(Submit(Request(name, tuple(range(9)), max_tokens=9)))
         plan = pair.step(9, 9)
     assert plan.num_common_prefix_blocks == (4, 2, 0)
+
+
+@needs_reference
+def test_a_prompt_is_admitted_that_holds_more_states_than_it_is_charged() -> None:
+    """Its second chunk reads one state and writes another; the pool has one block.
+
+    It preempts itself, and is not admitted again: beside its own state it wants a second one.
+    """
+    config = Config(2, 2, max_num_batched_tokens=2, max_model_len=8, groups=(ALIGNED,))
+    asked = Submit(Request("A", tuple(range(5)), max_tokens=1))
+    assert isinstance(SpecEngine(config).apply(asked), Rejected)
+    engine = importlib.import_module(ADAPTER).VllmEngine(config)
+    engine.apply(asked)
+    plans = [engine.apply(Schedule())]
+    engine.apply(Commit(0, (RowTokens("A", ()),)))
+    plans += [engine.apply(Schedule()) for _ in range(9)]
+    assert [len(plan.rows) for plan in plans] == [1, *[0] * 9]
+    assert plans[1].preempted_req_ids == ("A",)
 
 
 @needs_vllm

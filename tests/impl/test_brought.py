@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import pytest
 from tests.impl.test_groups import draw_groups_config
-from tests.impl.test_soak import NAMES, draw_config, draw_event
+from tests.impl.test_soak import NAMES, draw_config, draw_event, draw_request
 
 from blockstep.impl.host import CRC32, SHA256, HostEngine
 from blockstep.spec import Oracle
@@ -26,6 +26,7 @@ from blockstep.spec.vocabulary import (
     Plan,
     RowTokens,
     SpecMethod,
+    StreamingUpdate,
     Submit,
     TokenIds,
 )
@@ -188,3 +189,50 @@ def test_masks() -> None:
 @pytest.mark.soak
 def test_masks_over_many_seeds() -> None:
     compare_masks(range(1000, 3000), 300)
+
+
+# Sessions.
+
+
+def draw_session_event(draw: random.Random, host: HostEngine) -> Event:
+    if draw.random() < 0.15:
+        name = draw.choice([*host.table.slot_of, *host.sessions, draw.choice(NAMES)])
+        request = replace(draw_request(draw), request_id=name, resumable=draw.random() < 0.85)
+        short = request.prompt_token_ids[: draw.randint(1, 4)]
+        items = tuple([item for item in request.items if item.offset + item.length <= len(short)])
+        request = replace(request, prompt_token_ids=short, prompt_embeds=(), items=items)
+        return StreamingUpdate(replace(request, structured_output=False))
+    event = draw_event(draw, host)
+    if isinstance(event, Commit) and draw.random() < 0.95:
+        # What is behind a stop is answered all the same.
+        lost = host.dropped.get(event.frame_id, {})
+        rows = [
+            RowTokens(row.request_id, (0,)) if row.request_id in lost else row
+            for row in event.sampled
+        ]
+        return Commit(event.frame_id, tuple(rows))
+    if isinstance(event, Submit) and draw.random() < 0.7:
+        most = draw.randint(1, 6)
+        prompt = event.request.prompt_token_ids[:most]
+        items = tuple([i for i in event.request.items if i.offset + i.length <= len(prompt)])
+        request = replace(event.request, resumable=True, prompt_token_ids=prompt, items=items)
+        return Submit(replace(request, prompt_embeds=(), max_tokens=draw.randint(1, 3)))
+    return event
+
+
+def compare_sessions(seeds: range, num_events: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        draw = random.Random(seed)
+        seen += run_both(seed, num_events, draw_any_config(draw), draw_session_event)
+    assert seen["StreamingUpdate Aborted"] > 0
+    assert seen["StreamingUpdate Ack"] > len(seeds)
+
+
+def test_sessions() -> None:
+    compare_sessions(range(25), 200)
+
+
+@pytest.mark.soak
+def test_sessions_over_many_seeds() -> None:
+    compare_sessions(range(1000, 3000), 300)

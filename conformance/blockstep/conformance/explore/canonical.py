@@ -20,6 +20,7 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 from blockstep.conformance.explore.world import World
+from blockstep.spec.beside.encoder import Encoder
 from blockstep.spec.requests import FrameRow, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import BlockKey, PauseState, RequestId, Status, TokenId, TokenIds
@@ -94,6 +95,7 @@ class Canonicaliser:
             tuple(sorted(tuple(places[block_id] for block_id in blocks) for blocks in equals)),
             frames,
             *(tuple(sorted(labels[name] for name in names)) for names in _get_sets(state)),
+            *_encoder_form(state.encoder, labels),
         )
 
     def _label(self, state: State) -> dict[RequestId, tuple[int, int]]:
@@ -164,15 +166,19 @@ def _request_form(request: RequestState, label: object, places: dict[int, int]) 
         *(held.num_cached_blocks for held in request.holdings),
         request.num_cached_tokens,
         request.grammar_ready,
-        request.stand.state,
-        request.stand.reasoning_ended,
-        request.junction,
+        *_get_more(request.stand.state, request.stand.reasoning_ended, request.junction),
         *_session_form(request),
     )
 
 
 def _get_flags(row: FrameRow) -> tuple[int, ...]:
-    return row.samples, row.is_dropped, row.num_in_doubt, row.has_mask, row.is_masked
+    more = _get_more(row.num_in_doubt, row.has_mask, row.is_masked)
+    return row.samples, row.is_dropped, *more
+
+
+def _get_more(*values: int) -> tuple[int, ...]:
+    """What most states have none of, so that theirs is as short as without it."""
+    return values if any(values) else ()
 
 
 def _session_form(request: RequestState) -> Form:
@@ -184,6 +190,17 @@ def _session_form(request: RequestState) -> Form:
     ends = (asked.min_tokens, asked.eos_token_id, asked.stop_token_ids, asked.arrival_time)
     items = [(item.identifier, item.offset) for item in asked.items]
     return asked.prompt_token_ids, asked.max_tokens, *ends, *items, tuple(chunks)
+
+
+def _encoder_form(encoder: Encoder, labels: Mapping[RequestId, Any]) -> Form:
+    """What is kept of items, and who holds it; between two steps there is no more."""
+    if not encoder.size:
+        return ()
+    entries = []
+    for name, entry in sorted(encoder.entries.items()):
+        holders = sorted((labels[holder], index) for holder, index in entry.holders)
+        entries.append((name, entry.num_embeds, tuple(holders)))
+    return encoder.size, tuple(entries), encoder.freeable, encoder.offered, encoder.freed
 
 
 def _get_sets(state: State) -> tuple[Iterable[RequestId], ...]:

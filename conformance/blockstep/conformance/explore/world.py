@@ -47,6 +47,9 @@ class World:
     resets: tuple[bool, ...] = ()
     """Values of `reset_running_requests` to be tried."""
     pauses: tuple[v.PauseState, ...] = ()
+    encoder_resets: bool = False
+    offers: tuple[tuple[str, ...], ...] = ()
+    """What a connector may hold of encoded items."""
     updates: tuple[v.Request, ...] = ()
     """What sessions may go on with, or end by."""
     expected: Counts | None = None
@@ -88,6 +91,8 @@ class World:
             *map(v.StreamingUpdate, self.updates),
             *map(v.Reset, self.resets),
             *map(v.SetPause, self.pauses),
+            *((v.EncoderReset(),) if self.encoder_resets else ()),
+            *map(v.EncoderOffer, self.offers),
         )
 
     @cached_property

@@ -26,8 +26,12 @@ def _request(name: v.RequestId, num_tokens: int, max_tokens: int, **more: Any) -
     return v.Request(name, prompt, max_tokens=max_tokens, **more)
 
 
-def _item(name: str, offset: int) -> v.MultiModalItem:
-    return v.MultiModalItem(name, offset, 1)
+def _item(name: str, offset: int, length: int = 1, **more: Any) -> v.MultiModalItem:
+    return v.MultiModalItem(name, offset, length, **more)
+
+
+def _encoder(budget: int, size: int) -> dict[str, Any]:
+    return {"encoder_compute_budget": budget, "encoder_cache_size": size}
 
 
 def _group(kind: str, block_size: int, **more: Any) -> v.KVGroup:
@@ -42,6 +46,7 @@ _AHEAD: dict[str, Any] = {"max_frames_in_flight": 2, "async_scheduling": True}
 _WINDOW = v.KVGroup(v.GroupKind.SLIDING_WINDOW, 1, sliding_window=2)
 _FULL = v.KVGroup(v.GroupKind.FULL, 1)
 _FULL_OF_2 = v.KVGroup(v.GroupKind.FULL, 2)
+_ONE_TOKEN = v.Grammar((((0, 1),), ()))
 _CHUNKS = v.KVGroup(v.GroupKind.CHUNKED_LOCAL, 2, attention_chunk_size=4)
 
 
@@ -58,6 +63,13 @@ def _states(block_size: int, mode: v.MambaCacheMode, num_speculative: int = 0) -
     )
 
 
+_HEAD: dict[str, Any] = {"spec_method": v.SpecMethod.EAGLE, "num_speculative_tokens": 1}
+_BESIDE: dict[str, Any] = {
+    "enable_chunked_prefill": False,
+    "disable_chunked_mm_input": True,
+    "is_encoder_decoder": True,
+    "groups": (_FULL_OF_2, v.KVGroup(v.GroupKind.CROSS_ATTENTION, 2)),
+}
 _NGRAM: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 1}
 
 _TABLE = (
@@ -176,6 +188,28 @@ _TABLE = (
     World("edge", "an item that ends where the blocks of the outputs begin",
         v.Config(5, 1, 1, 2, 4), (_a(1, 3, items=(_item("z", 0),)),),
         expected=Counts(20, 25, 59, 16)),
+    World("seat", "two adapters and one seat, two plans in flight, forced resets",
+        v.Config(5, 1, 3, 3, 3, max_frames_in_flight=2, max_loras=1),
+        (_a(1, 2, adapter="x"), _b(1, 1, adapter="y")),
+        aborts=True, resets=(True,), expected=Counts(3_149, 15_651, 11_589, 21)),
+    World("session", "a session of two chunks, and one that lacks its blocks; both resets between",
+        v.Config(4, 2, 2, 3, 6), (_a(1, 1, resumable=True), _b(3, 1)),
+        vocabulary=(0, 1), aborts=True, resets=_BOTH,
+        updates=(_a(1, 2, token=1, resumable=True), _a(1, 1)),
+        expected=Counts(7_898, 50_673, 36_484, 31)),
+    World("overshot", "a session that stops amid the drafts that it has accepted",
+        v.Config(7, 1, 1, 4, 6, spec_method=v.SpecMethod.DRAFT_MODEL, num_speculative_tokens=2),
+        (_a(1, 2, resumable=True),), updates=(_a(2, 1, resumable=True), _a(1, 1)),
+        expected=Counts(255, 944, 1_019, 21)),
+    World("behind", "a session that stops while its next row is in flight",
+        v.Config(5, 1, 1, 3, 5, **_AHEAD), (_a(1, 2, resumable=True, eos_token_id=1),),
+        vocabulary=(0, 1), resets=(True,), updates=(_a(1, 2, resumable=True), _a(1, 1)),
+        expected=Counts(1_306, 4_435, 5_718, 20)),
+    World("anew", "a session whose chunks each begin a grammar",
+        v.Config(6, 1, 1, 3, 5),
+        (_a(1, 1, structured_output=True, grammar=_ONE_TOKEN, resumable=True),),
+        vocabulary=(0, 1), updates=(_a(1, 2, resumable=True), _a(1, 1)),
+        expected=Counts(1_674, 6_412, 6_374, 31)),
     World("grammar", "a grammar of three tokens, drafts, forced resets",
         v.Config(6, 1, 1, 3, 6, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=2),
         (_a(1, 4, structured_output=True, grammar=_GRAMMAR, eos_token_id=2, min_tokens=2),),
@@ -238,6 +272,36 @@ _TABLE = (
                  groups=(_states(4, v.MambaCacheMode.NONE, 1), _FULL_OF_2)),
         (_a(1, 3), _b(2, 2)),
         vocabulary=(0, 1), aborts=True, expected=Counts(580, 4_029, 2_074, 12)),
+    World("cache", "a cache for one item, which two requests bring, and one each of their own",
+        v.Config(6, 2, 2, 3, 5, **_encoder(1, 1)),
+        (_a(3, 1, items=(_item("x", 0), _item("y", 2))), _b(3, 1, items=(_item("x", 1),))),
+        aborts=True, resets=(True,), encoder_resets=True, offers=((), ("x",)),
+        expected=Counts(2_754, 21_050, 9_878, 26)),
+    World("twice", "one item at two places of a prompt, and a chunk that ends within the second",
+        v.Config(6, 2, 2, 3, 6, **_encoder(2, 2)),
+        (_a(4, 1, items=(_item("x", 0, 2), _item("x", 2, 2))), _b(2, 1, items=(_item("y", 0, 2),))),
+        aborts=True, expected=Counts(1_838, 6_862, 5_702, 23)),
+    World("lookahead", "a draft head that reads one token ahead: two items side by side, twice",
+        v.Config(9, 1, 2, 2, 6, long_prefill_token_threshold=1, **_encoder(4, 4), **_HEAD),
+        (_a(3, 1, items=(_item("x", 0, 2), _item("y", 2))),
+         _b(3, 1, items=(_item("z", 0, 2), _item("w", 2)))),
+        expected=Counts(299, 897, 1_025, 23)),
+    World("parts", "whole items, a mask, and a head: what begins, and what is not read yet",
+        v.Config(9, 1, 2, 3, 6, disable_chunked_mm_input=True, **_encoder(2, 2), **_HEAD),
+        (_a(4, 1, items=(_item("x", 1, 3, is_embed=(False, True, True)),)),
+         _b(2, 1, items=(_item("y", 0, 2),))),
+        expected=Counts(263, 789, 801, 17)),
+    World("compute", "PRIORITY, no caching: a row with an item is taken back for one with another",
+        v.Config(8, 1, 3, 4, 5, long_prefill_token_threshold=1,
+                 **_RANKED, **_UNRESERVED, **_UNCACHED, **_encoder(2, 3)),
+        (_a(4, 1, priority=2, items=(_item("x", 3),)),
+         _b(3, 1, priority=1, items=(_item("y", 2),)), _c(2, 1, items=(_item("z", 1),))),
+        expected=Counts(2_609, 4_630, 11_947, 22)),
+    World("beside", "an encoder-decoder model: the room of an item, and its blocks across",
+        v.Config(8, 2, 2, 4, 4, **_BESIDE, **_UNCACHED, **_encoder(2, 3)),
+        (_a(1, 2, items=(_item("x", 0, 2),)), _b(2, 2, items=(_item("y", 0),)), _c(1, 1)),
+        aborts=True, encoder_resets=True, offers=((), ("y",)),
+        expected=Counts(2_928, 22_868, 13_436, 13)),
     World("tokens", "FCFS with caching: three tokens to sample, two of them alike, both resets",
         v.Config(5, 2, 3, 3, 6), (_a(3, 3), _b(2, 3)),
         vocabulary=(0, 1, 2), aborts=True, resets=_BOTH,

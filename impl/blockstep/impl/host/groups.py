@@ -151,16 +151,28 @@ class GroupMemory:
             for block in holding.blocks[num_computed // group.block_size :]:
                 self.prefix.withdraw(block)
 
-    def can_go_back(self, holdings: Sequence[Holding], num_computed: int) -> bool:
+    def can_go_back(
+        self, holdings: Sequence[Holding], num_computed: int, has_run_ahead: bool
+    ) -> bool:
         """Whether all that is read behind so many tokens is held still, and as it was.
 
-        A step may have run ahead of them: windows have moved on, and a state is one of later
-        tokens.
+        Steps may have run ahead of them: windows have moved on, and a state is one of later tokens.
+        Among spare blocks only who verified the last drafts knows which one has the state.
         """
         return all(
-            not group.is_state and holding.num_left <= group.first_block(num_computed)
+            holding.num_left <= group.first_block(num_computed)
+            and not (group.is_state and (has_run_ahead or group.num_spare))
             for group, holding in zip(self.groups, holdings, strict=True)
         )
+
+    def count_leaving(self, holdings: Sequence[Holding], num_computed: int) -> int:
+        """Blocks that are free once those are given up that no token behind reads."""
+        leaving = [
+            block
+            for group, holding in zip(self.groups, holdings, strict=True)
+            for block in holding.blocks[holding.num_left : group.first_block(num_computed)]
+        ]
+        return sum(block != NULL_BLOCK and self.pool.ref_counts[block] == 1 for block in leaving)
 
     def free(self, holdings: Sequence[Holding]) -> None:
         """Let go of everything, group by group, each from its last block to its first."""
@@ -241,6 +253,16 @@ class GroupMemory:
             later = group.count_blocks(num_known) - len(shared)
             free = sum(block != NULL_BLOCK and self.pool.is_free(block) for block in shared)
             needed += min(later + free, group.count_held(num_known))
+        return needed
+
+    def count_to_end(self, holdings: Sequence[Holding], num_computed: int, num_known: int) -> int:
+        """Free blocks that all known tokens of a session need at once, at most (P11, P15)."""
+        needed = 0
+        for group, holding in zip(self.groups, holdings, strict=True):
+            kept = holding.blocks[group.first_block(num_computed) :]
+            own = sum(b != NULL_BLOCK and self.pool.ref_counts[b] == 1 for b in kept)
+            later = max(group.count_blocks(num_known) - len(holding.blocks), 0)
+            needed += min(later, max(group.count_held(num_known) - own, 0))
         return needed
 
     def adopt(self, holdings: Sequence[Holding], hits: GroupHits) -> None:

@@ -200,7 +200,7 @@ class VllmEngine:
         if session is None:
             run.ended.add(name)
             return v.Aborted((name,))
-        known.follow(session.prompt_token_ids)
+        known.follow(session.prompt_token_ids, session.max_tokens)
         return v.Ack()
 
     def _schedule(self) -> v.Plan:
@@ -254,7 +254,8 @@ class VllmEngine:
         run.ended.update(name for name in names if name in before and name not in requests)
         for name in names:
             if name in requests:
-                run.known[name].follow(requests[name].prompt_token_ids)
+                request = requests[name]
+                run.known[name].follow(request.prompt_token_ids, request.max_tokens)
         return v.Outputs(tuple(rows))
 
     def _drafts(self, drafts: tuple[v.RowTokens, ...]) -> v.DraftsTaken:

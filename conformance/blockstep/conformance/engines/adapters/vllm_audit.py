@@ -26,7 +26,7 @@ from vllm.v1.core.kv_cache_utils import (
 
 from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.engines.adapters.vllm_build import HASH, build_embeds
-from blockstep.conformance.engines.adapters.vllm_names import get_lora_name
+from blockstep.conformance.engines.adapters.vllm_names import get_lora_name, get_text
 from blockstep.spec import vocabulary as v
 
 
@@ -170,7 +170,7 @@ class Audit:
         start, size = key.index * len(key.token_ids), len(key.token_ids)
         items = [
             SimpleNamespace(
-                identifier=identifier,
+                identifier=get_text(identifier),
                 mm_position=SimpleNamespace(offset=start + offset, length=max(1, 1 - offset)),
             )
             for identifier, offset in key.items
@@ -187,7 +187,7 @@ class Audit:
         request: Any = SimpleNamespace(
             mm_features=items,
             lora_request=lora,
-            cache_salt=key.cache_salt,
+            cache_salt=key.cache_salt and get_text(key.cache_salt),
             prompt_embeds=build_embeds((0,) * start + key.embeds) if has_embeds else None,
             _prompt_embeds_per_block_hashes={},
         )

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from blockstep.conformance.engines.adapters.vllm_groups import require_groups
-from blockstep.conformance.engines.adapters.vllm_names import get_lora_name
+from blockstep.conformance.engines.adapters.vllm_names import get_lora_name, get_text
 from blockstep.conformance.engines.adapters.vllm_releases import require_release
 from blockstep.spec.vocabulary import Config, GroupKind, KVGroup, Request, SpecMethod, TokenIds
 
@@ -323,7 +323,7 @@ def build_request(
         eos_token_id=request.eos_token_id,
         arrival_time=float(request.arrival_time),
         lora_request=lora,
-        cache_salt=request.cache_salt,
+        cache_salt=request.cache_salt and get_text(request.cache_salt),
         priority=request.priority,
         block_hasher=hasher,
         mm_features=list(build_features(request.items)) if has_encoder else None,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
+from blockstep.conformance.engines.adapters.vllm_names import get_text
 from blockstep.spec import vocabulary as v
 
 
@@ -19,7 +20,7 @@ def build_features(items: tuple[v.MultiModalItem, ...]) -> list[MultiModalFeatur
         MultiModalFeatureSpec(
             data=None,
             modality="image",
-            identifier=item.identifier,
+            identifier=get_text(item.identifier),
             mm_position=PlaceholderRange(
                 offset=item.offset,
                 length=item.length,

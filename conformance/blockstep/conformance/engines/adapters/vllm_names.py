@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import pairwise
+from sys import intern
 
 from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.engines.adapters.vllm_releases import Release
@@ -26,7 +27,16 @@ KEPT = (
 
 def get_lora_name(adapter: str, separate_names: bool) -> str:
     """The LoRA name that stands for `adapter`: prefixed if names are to be kept from salts."""
-    return ADAPTER_PREFIX + adapter if separate_names else adapter
+    return get_text(ADAPTER_PREFIX + adapter if separate_names else adapter)
+
+
+def get_text(text: str) -> str:
+    """The one object that stands for all equal texts.
+
+    vLLM hashes pickles, and in a pickle an object that comes twice is written once: a name and a
+    salt of one text give another digest where they are one object. Its front end reads each anew.
+    """
+    return intern(text)
 
 
 @dataclass(slots=True)
@@ -47,8 +57,8 @@ class Known:
     """Of the hit that the first output tells."""
     num_preemptions: int = 0
 
-    def follow(self, prompt_token_ids: Sequence[int]) -> None:
-        """Take in what a session's prompt has become.
+    def follow(self, prompt_token_ids: Sequence[int], max_tokens: int) -> None:
+        """Take in what a session's prompt has become, and by which count of outputs it stops.
 
         It grows where a chunk is taken: by what is kept of the output, and by the chunk, whose
         items count from its own start.
@@ -62,6 +72,7 @@ class Known:
         self.request = replace(
             chunk,
             prompt_token_ids=tuple(prompt_token_ids),
+            max_tokens=max_tokens,
             items=(*before.items, *items),
             **{name: getattr(before, name) for name in KEPT},
         )
@@ -77,12 +88,21 @@ class Digests:
         self.collisions: list[tuple[BlockKey, BlockKey]] = []
         """Different contents of one digest: vLLM takes them for the same."""
 
-    def learn(self, known: Known, digests: Sequence[bytes], token_ids: Sequence[int]) -> None:
+    def learn(
+        self, known: Known, num_before: int, digests: Sequence[bytes], token_ids: Sequence[int]
+    ) -> None:
         """Take in the digests of a request's next full blocks, when they are made of its tokens.
 
         A session may lose tokens later; a digest stands for what was there.
+
+        Args:
+            known: The request.
+            num_before: Digests that it has; keys beyond are forgotten.
+            digests: Those that are new.
+            token_ids: All of its tokens.
         """
         keys, size = known.keys, self.block_size
+        del keys[num_before:]
         is_continued = bool(keys)
         for digest in digests:
             start = len(keys) * size

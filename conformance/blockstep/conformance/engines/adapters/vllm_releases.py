@@ -118,6 +118,8 @@ class Release:
     """Whether plans tell the blocks that all who run have in common."""
     has_frame_masks: bool = False
     """Whether a mask is asked of a frame, and drafts that stay with the worker are cut by it."""
+    survives_bad_grammars: bool = False
+    """Whether a grammar that fails ends its request, and not the engine; and is followed."""
     has_encoder: bool = False
     """Whether its encoder cache, in embeddings, and an EC connector are followed."""
     has_sessions: bool = False

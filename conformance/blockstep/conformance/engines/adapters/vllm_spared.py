@@ -18,6 +18,10 @@ PAST_THE_END = "min_tokens at the model length"
 BEHIND_DRAFTS = "a plan behind drafts in flight: fewer than no tokens"
 BEYOND_MAX_LORAS = "a plan with rows of more adapters than max_loras"
 ENDS_AMONG_THE_SKIPPED = "a preempted request passed over for its adapter before its frame ends it"
+STOPS_TWICE = "a plan with a session that a frame in flight may stop: it rests, and stops once more"
+TRIMMED_PROMISES = "a session with drafts that the worker keeps: what its stop trims stays promised"
+RESET_AT_REST = "a forced reset while a session that does not run holds blocks: it raises"
+STOPS_WHILE_PREEMPTED = "a session that stops while preempted: its tokens or its place are lost"
 BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks than there are"
 PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
 FAILED_GRAMMAR = "a grammar that fails: the next plan raises what its compilation did"
@@ -44,12 +48,14 @@ def list_out_of_reach() -> frozenset[str]:
     waits = {"admitted_past_a_stale_one", "passed_over_for_its_tokens"}
     ends = {"commit_for_preempted", "ended_while_preempted"}
     resets = {name for name in WITNESSES if name.startswith("reset_forced")}
+    failures = {name for name in WITNESSES if name.startswith("masks_failed")}
     priorities = {name for name in WITNESSES if name.startswith("priority")}
     # Without drafts nobody outgrows the pool alone, or wants more tokens than in the step before.
     drafts = {"head_drop", "block_for_lookahead_only", "all_preempted_in_flight"}
     somebody_waits = RELEASE.has_pause or RELEASE.has_plain_grammar or RELEASE.has_async
     found = {"draft_placeholders_dropped"}  # quirk `placeholders_outlive_a_gap`
     for is_lacking, names in (
+        (not RELEASE.survives_bad_grammars, failures),
         (not RELEASE.has_sound_preemption, waits),
         (RELEASE.has_sound_async_reset, ends),  # it drops them: quirk `reset_drops_tokens`
         (not RELEASE.has_sound_async_reset, {"reset_forced_with_two_frames_in_flight"}),
@@ -66,6 +72,7 @@ def list_out_of_reach() -> frozenset[str]:
         (not RELEASE.has_mixed_groups or RELEASE.has_partial_hits, {"groups_larger_block_filled"}),
         (not RELEASE.keeps_doubtful_blocks, {"groups_block_in_doubt"}),
         (not RELEASE.has_group_gate, {"groups_admitted_past_its_room"}),
+        (not RELEASE.has_recurrent_groups, {"groups_state_left", "groups_hit_of_a_state"}),
     ):
         found |= names if is_lacking else set()
     return frozenset(found)
@@ -77,13 +84,17 @@ def find_reason(run: Run, event: v.Event) -> str | None:
         case v.Submit(request=request):
             return _find_lack(run, request)
         case v.GrammarFailed():
-            return FAILED_GRAMMAR
+            return None if RELEASE.survives_bad_grammars else FAILED_GRAMMAR
         case v.Reset(reset_running_requests=True):
             if not RELEASE.has_forced_reset:
                 return "the release has no forced reset"
             # One frame of each is thrown away, in flight or not.
             if run.config.async_scheduling and not RELEASE.has_sound_async_reset:
                 return FORCED_RESET
+            if _list_stopping(run):
+                return STOPS_WHILE_PREEMPTED
+            if any(one.num_computed_tokens for one in (*run.scheduler.waiting, *run.get_skipped())):
+                return RESET_AT_REST
             return PAST_THE_END if _is_any_full(run, run.scheduler.running) else None
         case v.Schedule():
             waiting = [*run.scheduler.waiting, *run.get_skipped()]
@@ -100,6 +111,11 @@ def find_reason(run: Run, event: v.Event) -> str | None:
                 return BEHIND_STATES
             if _is_beyond_max_loras(run):
                 return BEYOND_MAX_LORAS
+            stopping = _list_stopping(run)
+            if any(one.num_output_placeholders and not _is_sure_to_end(one) for one in stopping):
+                return STOPS_TWICE
+            if stopping and _may_preempt(run):
+                return STOPS_WHILE_PREEMPTED
             if _may_end_among_the_skipped(run, waiting):
                 return ENDS_AMONG_THE_SKIPPED
             return _find_padding_problem(run, waiting)
@@ -172,6 +188,42 @@ def _may_end_among_the_skipped(run: Run, waiting: list[VllmRequest]) -> bool:
     )
 
 
+def _list_stopping(run: Run) -> list[VllmRequest]:
+    """Sessions that run and that a frame in flight may stop."""
+    in_flight = {name for frame in run.frames.values() for name in frame.num_scheduled_tokens}
+    return [
+        request
+        for request in (run.scheduler.running if RELEASE.has_sessions else ())
+        if request.resumable and request.request_id in in_flight and _may_stop(run, request)
+    ]
+
+
+def _may_stop(run: Run, request: VllmRequest) -> bool:
+    """Whether what frames in flight sample may stop a request."""
+    asked = run.known[request.request_id].request
+    if request.is_prefill_chunk:
+        return False
+    if asked.eos_token_id is not None or asked.stop_token_ids or asked.repetition_detection:
+        return True
+    promised = max(request.num_output_placeholders, 1)
+    if not run.config.async_scheduling:
+        promised += run.config.num_speculative_tokens
+    is_longest: bool = (
+        request.num_output_tokens + promised >= request.max_tokens
+        or request.num_tokens + promised >= run.config.max_model_len
+    )
+    return is_longest
+
+
+def _may_preempt(run: Run) -> bool:
+    """Whether the next plan may run out of blocks: there are fewer than all who run could take."""
+    config, running = run.config, run.scheduler.running
+    num_slots = sum(_count_wanted(config, one) + config.num_lookahead_tokens for one in running)
+    num_wanted = sum(num_slots // size + 2 * len(running) for size in config.block_sizes)
+    num_free: int = run.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return num_free < num_wanted
+
+
 def _is_sure_to_end(request: VllmRequest) -> bool:
     """Whether a frame in flight takes a request to its `max_tokens`: no plan has a row of it."""
     promised: int = request.num_output_placeholders
@@ -224,6 +276,8 @@ def _find_lack(run: Run, request: v.Request) -> str | None:
         return "the release has no repetition detection"
     if request.structured_output and not RELEASE.has_plain_grammar:
         return "a grammar: the release wants its bitmask when it plans"
+    if request.resumable and config.async_scheduling and config.num_speculative_tokens:
+        return TRIMMED_PROMISES
     if request.grammar is not None and _is_beyond(request.grammar):
         return f"a grammar over tokens from {VOCABULARY_SIZE} on: the model has none of them"
     if request.skip_reading_prefix_cache and not RELEASE.has_cache_opt_out:

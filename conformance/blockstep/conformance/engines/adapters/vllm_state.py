@@ -69,7 +69,7 @@ class Run:
             return None
 
         def hash_blocks(target: VllmRequest) -> list[bytes]:
-            known.follow(target.prompt_token_ids)
+            known.follow(target.prompt_token_ids, target.max_tokens)
             items = () if self.config.encoder_cache_size else known.request.items
             if items:
                 target.mm_features = build_features(items)
@@ -77,7 +77,7 @@ class Run:
             if items:
                 target.mm_features = []
             if found:
-                digests.learn(known, found, target.all_token_ids)
+                digests.learn(known, len(target.block_hashes), found, target.all_token_ids)
             return found
 
         return hash_blocks

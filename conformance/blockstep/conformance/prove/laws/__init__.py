@@ -12,10 +12,12 @@ from typing import Final
 
 from blockstep.conformance.prove.law import Law
 from blockstep.conformance.prove.laws import (
+    adapters,
     admission,
     allocation,
     counts,
     drafts,
+    encoder,
     grammars,
     groups,
     host,
@@ -24,13 +26,17 @@ from blockstep.conformance.prove.laws import (
     preemption,
     promises,
     publishing,
+    sessions,
     slots,
     states,
     step,
 )
 
-_AMOUNTS = (counts, slots, publishing, allocation, groups, states, drafts, grammars, promises)
-_BLOCKS_AND_STEPS = (pool, preemption, step, admission, output, host)
+_AMOUNTS = (
+    *(counts, slots, publishing, allocation, groups, states, encoder),
+    *(drafts, grammars, promises),
+)
+_BLOCKS_AND_STEPS = (pool, preemption, step, admission, adapters, sessions, output, host)
 ROOMS: Final = tuple(module.ROOM for module in (*_AMOUNTS, *_BLOCKS_AND_STEPS))
 LAWS: Final[Mapping[str, Law]] = MappingProxyType(
     {law.name: law for room in ROOMS for law in room.laws}

@@ -1,0 +1,101 @@
+"""Adapters: how many different ones run, in a step and over steps. PYTEST_DONT_REWRITE."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from blockstep.conformance.prove import harness as h
+from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.spec.beside.adapters import has_seat, is_within_max_loras
+from blockstep.spec.step.admission import process_waiting_phase
+from blockstep.spec.step.work import Step
+
+ROOM = Room("adapters")
+
+
+# Mistakes.
+
+
+@instead(is_within_max_loras)
+def seat_is_given_at_the_cap(num_in_use: int, is_in_use: bool, max_loras: int) -> bool:
+    """The comparison lets one too many in."""
+    return is_in_use or num_in_use <= max_loras
+
+
+@instead(is_within_max_loras)
+def adapter_in_use_needs_a_seat_of_its_own(num_in_use: int, max_loras: int) -> bool:
+    """Seats are counted by request."""
+    return num_in_use < max_loras
+
+
+@instead(process_waiting_phase, theirs="not found upstream")
+def adapters_of_rows_only(right: Right[None], step: Step) -> None:
+    """Who runs without a row in this step leaves its seat to others, as upstream has it."""
+    before = step.state
+    step.state = replace(before, rules=replace(before.rules, counts_adapters_of_rows_only=True))
+    right()
+    step.state = before
+
+
+@instead(has_seat)
+def newcomers_of_the_step_are_not_counted(
+    right: Right[bool], in_use: Collection[str | None]
+) -> bool:
+    """The adapters in use are those from before the step; here nobody ran."""
+    return right(in_use=[None for _ in in_use])
+
+
+# Laws.
+
+
+@ROOM.law("P9", (1, 0, 2), seat_is_given_at_the_cap)
+def check_one_more_leaves_them_within_max_loras(
+    num_in_use: int, is_in_use: int, max_loras: int
+) -> None:
+    """Whatever came and went before: from within the cap an admission leads nowhere else."""
+    assert 1 <= max_loras and 0 <= is_in_use <= 1 and is_in_use <= num_in_use <= max_loras
+    if is_within_max_loras(num_in_use, is_in_use == 1, max_loras):
+        assert num_in_use + 1 - is_in_use <= max_loras
+
+
+@ROOM.law("P15", (2, 2), adapter_in_use_needs_a_seat_of_its_own)
+def check_nobody_is_passed_over_for_an_adapter_that_is_in_use(
+    num_in_use: int, max_loras: int
+) -> None:
+    """Nor for a seat that is free."""
+    assert 1 <= num_in_use <= max_loras
+    may_share = is_within_max_loras(num_in_use, True, max_loras)
+    assert may_share
+    assert is_within_max_loras(num_in_use, False, max_loras) == (num_in_use < max_loras)
+
+
+@ROOM.law("P9", (5, 5, 3, 4), adapters_of_rows_only)
+def check_who_runs_keeps_its_seat_with_a_row_or_without(
+    known_a: int, computed_a: int, known_b: int, budget: int
+) -> None:
+    """Two plans in flight, no placeholders: a has a row as far as it has something to compute."""
+    assert 0 <= computed_a <= known_a and 1 <= known_a < 8000 and 1 <= known_b < 8000
+    assert 1 <= budget
+    config = h.build_config(8192, max_num_batched_tokens=budget, max_loras=1)
+    config = replace(config, max_frames_in_flight=2)
+    running = (h.build_runner("a", known_a, computed_a, (1,), adapter="x"),)
+    waiting = (h.build_request("b", known_b, adapter="y"),)
+    after, _ = h.schedule(h.build_state(config, running, waiting))
+    assert after.running == ("a",)
+    assert "b" in after.requests
+
+
+@ROOM.law("P9 P16", (5, 3, 20), newcomers_of_the_step_are_not_counted)
+def check_of_two_adapters_for_one_seat_the_first_in_line_has_it(
+    known_a: int, known_b: int, budget: int
+) -> None:
+    """Newcomers, or whoever was preempted and comes back: neither runs, so neither has a seat."""
+    assert 1 <= known_a < 8000 and 1 <= known_b < 8000 and 1 <= budget
+    config = h.build_config(8192, max_num_batched_tokens=budget, max_loras=1)
+    waiting = (
+        h.build_request("a", known_a, adapter="x"),
+        h.build_request("b", known_b, adapter="y"),
+    )
+    after, _ = h.schedule(h.build_state(config, (), waiting))
+    assert after.running == ("a",)

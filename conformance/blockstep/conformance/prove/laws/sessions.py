@@ -1,0 +1,145 @@
+"""Sessions: what one keeps of its tokens, and who gives way to whom. PYTEST_DONT_REWRITE."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from blockstep.conformance.prove import harness as h
+from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.spec.lives.sessions import (
+    compute_longest,
+    compute_num_kept,
+    get_num_kept,
+    get_num_kept_keys,
+    get_stopped,
+)
+from blockstep.spec.pool import Pool
+from blockstep.spec.requests import Holding, RequestState
+from blockstep.spec.step.admission import process_admission
+from blockstep.spec.step.giving import process_giving
+from blockstep.spec.step.work import Step, Verdict
+from blockstep.spec.strict import STRICT_RULES
+from blockstep.spec.vocabulary import BlockKey, Status
+
+ROOM = Room("sessions")
+
+
+# Mistakes.
+
+
+@instead(get_num_kept, theirs="0.19.1")
+def as_many_are_kept_as_are_computed(request: RequestState) -> int:
+    """Drafts that were accepted behind the stop, and frames in flight, count as kept."""
+    return request.num_computed_tokens
+
+
+@instead(get_num_kept)
+def last_token_is_kept(request: RequestState) -> int:
+    """It is known, but nobody has computed it."""
+    return request.num_known_tokens
+
+
+@instead(get_stopped, theirs="0.19.1")
+def computed_is_left_as_it_is(pool: Pool, request: RequestState) -> tuple[Pool, RequestState]:
+    """What lies behind the stop stays computed, though other tokens come there."""
+    return pool, request
+
+
+@instead(get_num_kept_keys, theirs="0.19.1")
+def keys_are_appended(request: RequestState, num_blocks: int) -> int:
+    """Those of known tokens stay, that of the token left out with them."""
+    return max(len(request.block_keys), num_blocks)
+
+
+@instead(compute_num_kept, theirs="#42489")
+def chunks_are_looked_at_alone() -> int:
+    """What is kept of the chunk before does not count."""
+    return 0
+
+
+@instead(compute_longest)
+def outputs_are_not_counted(num_prompt: int, max_model_len: int) -> int:
+    """A chunk is as long as its prompt."""
+    return min(num_prompt, max_model_len)
+
+
+@instead(process_giving, theirs="#49439")
+def sessions_never_give_way() -> bool:
+    """Their blocks are theirs for as long as they rest."""
+    return False
+
+
+@instead(process_admission)
+def sessions_give_way_unasked(right: Right[Verdict], step: Step, request: RequestState) -> Verdict:
+    """One gives its blocks up to whoever comes, whether or not it lacks any."""
+    process_giving(step, request.request_id)
+    return right()
+
+
+# Laws.
+
+
+@ROOM.law("P3 P13", (5, 3, 0), as_many_are_kept_as_are_computed, last_token_is_kept)
+def check_all_but_the_last_token_is_kept_however_many_are_computed(
+    num_prompt: int, num_outputs: int, num_computed: int
+) -> None:
+    """Of a chunk that has stopped: while it ran, or after it was preempted."""
+    assert 1 <= num_prompt and 1 <= num_outputs and 0 <= num_computed
+    request = h.build_request("a", num_prompt, num_outputs, resumable=True)
+    request = replace(request, num_computed_tokens=num_computed)
+    assert STRICT_RULES.get_num_kept(request) == num_prompt + num_outputs - 1
+
+
+@ROOM.law("P3 P12", (5, 3, 2), computed_is_left_as_it_is)
+def check_nothing_behind_what_is_kept_stays_computed(
+    num_prompt: int, num_outputs: int, num_computed: int
+) -> None:
+    """Fewer are only where it was preempted."""
+    assert 1 <= num_prompt and 1 <= num_outputs and 0 <= num_computed
+    request = h.build_request("a", num_prompt, num_outputs, resumable=True)
+    request = replace(request, num_computed_tokens=num_computed)
+    pool = h.build_pool((0,), (), ())
+    _, after = get_stopped(h.build_config(), pool, request, STRICT_RULES)
+    assert after.num_computed_tokens == min(num_computed, num_prompt + num_outputs - 1)
+
+
+@ROOM.law("P3 P6", (6, 3), keys_are_appended)
+def check_keys_are_kept_of_blocks_full_of_tokens_that_are_kept(
+    num_known: int, block_size: int
+) -> None:
+    """There are keys of all full blocks; the last token, which is left out, may complete one."""
+    assert 2 <= num_known and 1 <= block_size
+    keys = cast("tuple[BlockKey, ...]", h.Tokens(num_known // block_size))
+    request = replace(h.build_request("a", num_known), block_keys=keys)
+    num_kept = compute_num_kept(num_known)
+    num_keys = STRICT_RULES.get_num_kept_keys(request, num_kept // block_size)
+    assert num_keys * block_size <= num_kept < (num_keys + 1) * block_size
+
+
+@ROOM.law("P11", (5, 3, 2, 4, 100), chunks_are_looked_at_alone, outputs_are_not_counted)
+def check_a_session_never_outgrows_what_its_chunks_were_reckoned_as(
+    num_prompt: int, num_outputs: int, num_more: int, max_tokens: int, max_model_len: int
+) -> None:
+    """However early a chunk stops: `num_more` tokens come behind what is kept of it then."""
+    assert 1 <= num_prompt and 1 <= num_outputs <= max_tokens and 1 <= num_more
+    assert num_prompt + num_outputs <= max_model_len
+    reckoned = compute_num_kept(compute_longest(num_prompt, max_tokens, max_model_len)) + num_more
+    assert num_prompt + num_outputs - 1 + num_more <= reckoned
+
+
+@ROOM.law("P10 P17", (20, 8, 100), sessions_never_give_way, sessions_give_way_unasked)
+def check_nobody_waits_for_a_session_that_rests(known_b: int, block_size: int, budget: int) -> None:
+    """Of three blocks a holds two, b needs at most three: a keeps its own where one is enough."""
+    assert 1 <= block_size and 1 <= budget and 1 <= known_b <= 3 * block_size < 8192
+    config = h.build_config(block_size, num_blocks=4, max_num_batched_tokens=budget)
+    resting = replace(
+        h.build_runner("a", 2 * block_size, 2 * block_size - 1, (1, 2), resumable=True),
+        status=Status.WAITING_FOR_STREAMING_REQ,
+    )
+    state = h.build_state(config, (resting,), (h.build_request("b", known_b),))
+    after, _ = h.schedule(replace(state, running=(), skipped_waiting=("a",)))
+    assert after.running == ("b",)
+    holds = after.requests["a"].holdings == (Holding((1, 2), 0),)
+    assert holds == (known_b <= block_size)
+    assert holds or after.requests["a"].num_computed_tokens == 0
