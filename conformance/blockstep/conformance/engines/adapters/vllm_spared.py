@@ -208,10 +208,11 @@ def _may_stop(run: Run, request: VllmRequest) -> bool:
     promised = max(request.num_output_placeholders, 1)
     if not run.config.async_scheduling:
         promised += run.config.num_speculative_tokens
-    return (
+    is_longest: bool = (
         request.num_output_tokens + promised >= request.max_tokens
         or request.num_tokens + promised >= run.config.max_model_len
     )
+    return is_longest
 
 
 def _may_preempt(run: Run) -> bool:
