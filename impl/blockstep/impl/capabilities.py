@@ -36,10 +36,11 @@ HOST: Final = frozenset(
         "common prefix",
         "adapters",
         "masks",
+        "sessions",
     )
 )
-"""Everything but sessions and an encoder."""
-COMPILED: Final = HOST - {"groups", "common prefix", "adapters", "masks"}
+"""Everything but an encoder."""
+COMPILED: Final = HOST - {"groups", "common prefix", "adapters", "masks", "sessions"}
 """The same for one KV-cache group, without its hint to the worker and what requests bring along."""
 
 

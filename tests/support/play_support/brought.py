@@ -18,9 +18,10 @@ from blockstep.spec.vocabulary import (
     GrammarOutput,
     GrammarReady,
     Schedule,
+    StreamingUpdate,
     Submit,
 )
-from play_support.play import Bend, Play, changed, first_output, observed, request
+from play_support.play import CONFIG, Bend, Play, after, changed, first_output, observed, request
 from play_support.scenes import AHEAD, DRAFTING_AHEAD
 
 Case: TypeAlias = tuple[str, Callable[[], Play], Callable[[Any], object], Bend]
@@ -122,7 +123,31 @@ OF_MASKS: list[Case] = [
     ),
 ]
 """What the worker says of masks."""
+
+
+def resting() -> Play:
+    """A session has come to its stop, and rests with its blocks."""
+    session = request("A", 1, 2, 3, max_tokens=1, resumable=True)
+    return Play(CONFIG, SpecEngine).do(Submit(session), Schedule()).commit()
+
+
+def ended_at_rest() -> Play:
+    return resting().do(StreamingUpdate(request("A", 0)))
+
+
 ALONE: list[Case] = [
+    (
+        "session_goes_on_behind_all_but_its_last_token",
+        resting,
+        nothing,
+        lambda s: changed(s, "A", num_streaming_updates=1),
+    ),
+    (
+        "end_of_its_input_ends_who_rests",
+        ended_at_rest,
+        nothing,
+        lambda s: after(s, requests=s.before.requests),
+    ),
     (
         "grammar_stands_where_the_outputs_led_it",
         held_and_committed,

@@ -18,6 +18,7 @@ from blockstep.conformance.protocol.features import (
     MASKS,
     MULTIMODAL,
     PRIORITY,
+    SESSIONS,
     STOPS,
 )
 from blockstep.spec import vocabulary as v
@@ -117,7 +118,41 @@ def draw_late(swarm: Swarm, draw: Draw, request: v.Request) -> v.Request:
     if swarm.has(MASKS) and swarm.has(GRAMMAR) and draw.chance(60):
         grammar = draw_grammar(draw, swarm.vocabulary_size)
         request = replace(request, structured_output=True, grammar=grammar)
+    if swarm.has(SESSIONS) and request.grammar is None and draw.chance(60):
+        # Room is left for what is to come.
+        prompt = request.prompt_token_ids[: max(len(request.prompt_token_ids) // 2, 1)]
+        request = replace(
+            request,
+            resumable=True,
+            prompt_embeds=(),
+            prompt_token_ids=prompt,
+            items=tuple(it for it in request.items if it.offset + it.length <= len(prompt)),
+            max_tokens=min(request.max_tokens, 4),
+            min_tokens=min(request.min_tokens, 4),
+        )
     return request
+
+
+def draw_update(swarm: Swarm, draw: Draw, session: v.Request, index: int) -> v.Request:
+    """The next chunk of a session, or word that no more comes."""
+    if draw.chance(25):
+        return v.Request(session.request_id, (0,))
+    room = get_room(swarm, draw) - len(session.prompt_token_ids)
+    most = min(2 * swarm.config.block_size, max(room // 2, 1))
+    chunk = draw_request(swarm, draw, session.request_id, index)
+    prompt = draw.tokens(draw.integer(1, most), swarm.vocabulary_size)
+    count = min(chunk.max_tokens, draw.integer(1, 3))
+    return replace(
+        chunk,
+        resumable=True,
+        structured_output=False,
+        grammar=None,
+        prompt_embeds=(),
+        prompt_token_ids=prompt,
+        items=draw_items(draw, len(prompt)) if chunk.items else (),
+        max_tokens=count,
+        min_tokens=min(chunk.min_tokens, count),
+    )
 
 
 def among_others(stop: int, swarm: Swarm, index: int) -> v.TokenIds:

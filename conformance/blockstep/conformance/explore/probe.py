@@ -13,7 +13,8 @@ from typing import TypeAlias
 from blockstep.conformance.engine import Capability, Engine, Equivalence, Renamed, SamePlans
 from blockstep.conformance.judge.automaton import Automaton
 from blockstep.conformance.judge.properties import Ledger, Step, check_step
-from blockstep.conformance.judge.properties.ledger import FlightRow, Life
+from blockstep.conformance.judge.properties.ledger import FlightRow
+from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.witnesses import WITNESSES, situations
 from blockstep.conformance.lockstep.plans import only_plan
 from blockstep.conformance.protocol.compare import observation_differences, snapshot_differences

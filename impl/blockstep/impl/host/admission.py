@@ -139,8 +139,13 @@ class WaitingPhase(Promises, Encodings):
         free = self.pool.num_free
         if groups is not None:
             free += groups.count_leaving(holdings, computed)
-        if self.config.scheduler_reserve_full_isl and self._count_lacking(slot, num_known) > free:
-            return False
+        if self.config.scheduler_reserve_full_isl:
+            if groups is None:
+                whole = self._count_lacking(slot, num_known)
+            else:
+                whole = groups.count_to_end(holdings, computed, num_known)
+            if whole > free:
+                return False
         if self._count_lacking(slot, computed + num_scheduled) > free:
             return False
         queue.pop()

@@ -255,6 +255,16 @@ class GroupMemory:
             needed += min(later + free, group.count_held(num_known))
         return needed
 
+    def count_to_end(self, holdings: Sequence[Holding], num_computed: int, num_known: int) -> int:
+        """Free blocks that all known tokens of a session need at once, at most (P11, P15)."""
+        needed = 0
+        for group, holding in zip(self.groups, holdings, strict=True):
+            kept = holding.blocks[group.first_block(num_computed) :]
+            own = sum(b != NULL_BLOCK and self.pool.ref_counts[b] == 1 for b in kept)
+            later = max(group.count_blocks(num_known) - len(holding.blocks), 0)
+            needed += min(later, max(group.count_held(num_known) - own, 0))
+        return needed
+
     def adopt(self, holdings: Sequence[Holding], hits: GroupHits) -> None:
         """Hold the hits of all groups, before any group takes a block."""
         self.pool.touch(hits.shared())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.impl.host.core import Core
+from blockstep.impl.host.grammars import make_matcher
 from blockstep.impl.host.table import Session
 from blockstep.impl.refusals import most_blocks, most_slots, submit_problem, update_problem
 from blockstep.spec.vocabulary import (
@@ -120,6 +121,9 @@ class Sessions(Core):
         num_kept = self._count_kept(slot)
         whole = _append_chunk(table.requests[slot], tuple(lineage.tokens[:num_kept]), update)
         lineage.go_on(whole, num_kept)
+        matcher = make_matcher(self.config, whole)
+        if matcher is not None:  # its grammar begins anew, for outputs are those of the chunk
+            self.matchers[whole.request_id] = matcher
         table.go_on(slot, whole, min(len(lineage.tokens) + whole.max_tokens, self.max_model_len))
 
     def _count_kept(self, slot: int) -> int:

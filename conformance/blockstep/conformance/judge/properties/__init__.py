@@ -23,6 +23,7 @@ from blockstep.conformance.judge.properties import (
     output,
     pool,
     refusals,
+    sessions,
     tables,
 )
 from blockstep.conformance.judge.properties.ledger import Ledger
@@ -54,7 +55,19 @@ class Property:
     checks: tuple[Sentence, ...]
 
 
-_FAMILIES = (pool, refusals, budgets, output, messages, admission, order, hits, tables, grammars)
+_FAMILIES = (
+    pool,
+    refusals,
+    budgets,
+    output,
+    messages,
+    admission,
+    order,
+    hits,
+    tables,
+    grammars,
+    sessions,
+)
 """In the order in which sentences of one property speak."""
 _SENTENCES = [
     found for family in _FAMILIES for found in vars(family).values() if isinstance(found, Sentence)

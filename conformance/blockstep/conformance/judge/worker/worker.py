@@ -153,7 +153,13 @@ class Worker(Sampling):
                 self._complain("P26", "remapped_request_has_a_row", what)
 
     def _start_new(self, row: v.NewRow) -> FrameRow:
-        if row.request_id in self.views:
+        known = self.views.get(row.request_id)
+        if known is not None and known.request.resumable and row.request.resumable:
+            # A session that has gone on: what it held and holds no more it has given back.
+            kept = set(chain(*row.block_ids))
+            gone = [[block for block in table if block not in kept] for table in known.tables]
+            self.give_back(row.request_id, gone, "gave way, or went on")
+        elif known is not None:
             self._complain("P26", "new_row_is_new", f"{row.request_id!r} is known already")
         view = self.make_view(row.request)
         self.views[row.request_id] = view
@@ -385,6 +391,8 @@ class Worker(Sampling):
             if request.status not in (v.Status.RUNNING, v.Status.PREEMPTED):
                 continue
             view = self.views.get(request.request_id)
+            if view is not None and is_outdated(view, request):
+                continue
             if view is None:
                 what = f"{request.request_id!r} is unknown"
                 self._complain("P26", "running_request_is_known", what)
@@ -423,3 +431,10 @@ class Worker(Sampling):
             return tables
         pairs = zip(tables, request.block_tables, strict=True)
         return tuple([without_given_back(*pair) for pair in pairs])
+
+
+def is_outdated(view: RequestView, request: v.RequestSnapshot) -> bool:
+    """Whether a session has gone on since a plan told of it last: the next row will tell."""
+    if not view.request.resumable or request.status is v.Status.RUNNING:
+        return False
+    return request.prompt_token_ids != view.request.prompt_token_ids
