@@ -102,8 +102,8 @@ QUIRK_ROWS = rows_of("| quirk | differs after | in | violates after | in world |
 UNSEEN = {Quirk.ONLY_FULL_ATTENTION_IS_ZEROED, Quirk.PADDING_UNMASKS_WHAT_FOLLOWS}
 """Quirks that no transition of a walk shows as wrong: what is zeroed, and what a mask says, is the
 worker's to judge."""
-UNREACHED = {Quirk.HEAD_LOOKS_BEHIND_ONCE}
-"""Quirks that no world is small enough for."""
+UNREACHED = {Quirk.HEAD_LOOKS_BEHIND_ONCE, Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON}
+"""Quirks that no world is small enough for, or that change a hint alone, of which no walk asks."""
 DEFECT_ROWS = {
     name: (length, world, difference)
     for world, (defects,) in rows_of("| world | defect, events, first difference |").items()
