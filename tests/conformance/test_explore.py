@@ -33,6 +33,7 @@ from blockstep.spec.profiles import (
     get_smallest_profile,
     initial_state,
 )
+from blockstep.spec.releases.encoder import STORIES as ENCODER_STORIES
 from blockstep.spec.requests import Frame, FrameRow, Holding, RequestState
 from blockstep.spec.snapshots import get_snapshot
 from blockstep.spec.state import State
@@ -99,9 +100,13 @@ def rows_of(head: str) -> dict[str, list[str]]:
 
 WORLD_ROWS = rows_of("| world | states | transitions | refused | depth | what |")
 QUIRK_ROWS = rows_of("| quirk | differs after | in | violates after | in world | property |")
-UNSEEN = {Quirk.ONLY_FULL_ATTENTION_IS_ZEROED, Quirk.PADDING_UNMASKS_WHAT_FOLLOWS}
-"""Quirks that no transition of a walk shows as wrong: what is zeroed, and what a mask says, is the
-worker's to judge."""
+UNSEEN = {
+    Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
+    Quirk.PADDING_UNMASKS_WHAT_FOLLOWS,
+    *(story.quirk for story in ENCODER_STORIES),
+}
+"""Quirks that no transition of a walk shows as wrong: what is zeroed, what a mask says, and what is
+there of an item is the worker's to judge."""
 UNREACHED = {Quirk.HEAD_LOOKS_BEHIND_ONCE}
 """Quirks that no world is small enough for."""
 DEFECT_ROWS = {
