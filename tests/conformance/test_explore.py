@@ -104,6 +104,10 @@ UNSEEN = {
     Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
     Quirk.PADDING_UNMASKS_WHAT_FOLLOWS,
     *(story.quirk for story in ENCODER_STORIES),
+} - {
+    Quirk.ITEMS_HELD_WITHOUT_A_ROW,
+    Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM,
+    Quirk.ROOM_BESIDE_GROWS,
 }
 """Quirks that no transition of a walk shows as wrong: what is zeroed, what a mask says, and what is
 there of an item is the worker's to judge."""
