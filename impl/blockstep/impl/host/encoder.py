@@ -232,6 +232,8 @@ class EncoderCache:
             entry.holders.remove(place)
             if not entry.holders:
                 self.freeable[name] = None
+                if self.is_beside:  # its KV is kept across, so nobody looks for it again
+                    self._evict(name)
 
     def _evict(self, name: str) -> None:
         del self.freeable[name]
