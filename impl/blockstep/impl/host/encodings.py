@@ -53,7 +53,7 @@ class Encodings(Core):
             return
         step.encoder_budget += chosen.num_embeds
         for index in chosen.inputs + chosen.external:
-            name = request.items[index].identifier
+            name = encoder.name_of(request, index)
             if not encoder.is_held(name):
                 encoder.withdraw(name)
             else:
