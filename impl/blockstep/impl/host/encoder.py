@@ -179,8 +179,7 @@ class EncoderCache:
             item = request.items[index]
             self.entries[self.name_of(request, index)] = Entry(item.identifier, item.num_embeds)
             self.num_free -= item.num_embeds
-            if item.identifier in self.freed and not self.is_beside:
-                self.freed.remove(item.identifier)
+            self.freed = [name for name in self.freed if name != item.identifier]
         for index in chosen.inputs + chosen.external + chosen.found:
             name = self.name_of(request, index)
             self.freeable.pop(name, None)
