@@ -227,7 +227,7 @@ class EncoderCache:
 
     def announce(self) -> tuple[str, ...]:
         """What the worker has to drop, once."""
-        freed = tuple(self.freed)
+        freed = tuple(dict.fromkeys(self.freed))
         self.freed.clear()
         return freed
 
