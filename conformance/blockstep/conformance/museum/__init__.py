@@ -34,7 +34,7 @@ __all__ = ["EXHIBITS", "Exhibit", "build"]
 
 _PAGES = (pool, admission, preemption, drafts, promises, plan, identity, groups)
 
-_BROUGHT = (brought.ADAPTERS, brought.GRAMMARS)
+_BROUGHT = (brought.ADAPTERS, brought.GRAMMARS, brought.SESSIONS)
 EXHIBITS: Mapping[str, Exhibit] = collect(
     (*(page.PAGE for page in _PAGES), groups.STATES, *_BROUGHT)
 )

@@ -23,6 +23,7 @@ def _unmask(row: Any) -> Any:
 
 ADAPTERS = Page(takes="adapters")
 GRAMMARS = Page(takes="masks")
+SESSIONS = Page(takes="sessions")
 
 
 @ADAPTERS.exhibit("adapters count while they have a row", "vLLM 0.19.1 schedule", "P9 P16")
@@ -91,4 +92,12 @@ class MaskOfAStaleGrammar(Defect):
     """It is of the text before what those frames have sampled."""
 
     def _samples_before(self, _frame_id: int, _request_id: str) -> bool:
+        return False
+
+
+@SESSIONS.exhibit("sessions keep their blocks, whoever lacks them", "#49439", "P10 P17")
+class SessionsNeverGiveWay(Defect):
+    """Two that wait for their turn may each lack what the other holds."""
+
+    def _take_back_one(self, _needy: int, _passed_over: Any = ()) -> bool:
         return False
