@@ -14,11 +14,13 @@ from random import Random
 from typing import Protocol, TypeAlias, TypeVar
 
 from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.items import IDENTIFIERS
 from blockstep.conformance.draw.presets import Habit, Swarm
 from blockstep.conformance.draw.requests import Text, draw_request, draw_twin, draw_update
 from blockstep.conformance.protocol.features import (
     ABORTS,
     DRAFTS,
+    ENCODER,
     GRAMMAR,
     HOSTILE,
     MASKS,
@@ -242,6 +244,16 @@ def streaming_update(view: View, draw: Draw) -> Action:
     return v.StreamingUpdate(draw_update(swarm, draw, session, index))
 
 
+def encoder_reset(_view: View, _draw: Draw) -> Action:
+    """All that was encoded is forgotten."""
+    return v.EncoderReset()
+
+
+def encoder_offer(_view: View, draw: Draw) -> Action:
+    """A connector has some of the items from now on, or none."""
+    return v.EncoderOffer(tuple(name for name in IDENTIFIERS if draw.chance(35)))
+
+
 def mask(view: View, draw: Draw) -> Action:
     """The runner asks for a mask, most often of the newest plan; or a broken one asks."""
     if view.swarm.has(HOSTILE) and draw.chance(25):
@@ -315,6 +327,8 @@ ACTIONS: Mapping[str, WeightedAction] = {
     "misanswer": WeightedAction(misanswer, 5, HOSTILE),
     "grammar_failed": WeightedAction(grammar_failed, 2, MASKS),
     "mask": WeightedAction(mask, 8, MASKS),
+    "encoder_reset": WeightedAction(encoder_reset, 2, ENCODER),
+    "encoder_offer": WeightedAction(encoder_offer, 3, ENCODER),
     "streaming_update": WeightedAction(streaming_update, 14, SESSIONS),
 }
 

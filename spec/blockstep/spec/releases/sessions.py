@@ -112,7 +112,7 @@ STORIES = (
         Quirk.SESSIONS_KEEP_MAX_TOKENS,
         sessions_keep_max_tokens,
         "each chunk of a session may sample as many tokens as the first",
-        ("P13",),
+        ("P11", "P13"),
         "not found upstream (fixed by 0.32.0)",
         "0.19.1",
         "a session of max_tokens 1 goes on with max_tokens 2: it stops after one token",
@@ -170,7 +170,7 @@ STORIES = (
         Quirk.SESSIONS_ADMITTED_WITH_LOOKAHEAD,
         sessions_admitted_with_lookahead,
         "a session that goes on is admitted with the slots for lookahead, others are not",
-        (),
+        ("P8",),
         "not found upstream",
         "0.19.1",
         "blocks of 2, a draft model; a session goes on with tokens that end its block: it is "

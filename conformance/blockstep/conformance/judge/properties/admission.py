@@ -192,12 +192,23 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
         left -= seen
 
 
+def has_items_ahead(step: Step, ledger: Ledger, name: RequestId) -> bool:
+    """Whether a request has items that its encoder may have to make first."""
+    if not step.config.encoder_cache_size:
+        return False
+    items = ledger.lives[name].request.items
+    computed = 0 if step.config.is_encoder_decoder else step.old[name].num_computed_tokens
+    return any(item.offset + item.length > computed for item in items)
+
+
 def least_share(step: Step, ledger: Ledger, name: RequestId, expected: int) -> int:
     """The fewest tokens that a row may run of those that it could.
 
     Where chunks of a prompt end at states it may be fewer, but never none: rounded to nothing a
     request would wait for ever (upstream #40707).
     """
+    if has_items_ahead(step, ledger, name):
+        return 0  # a chunk stops before an item that does not fit
     if not is_aligned(step.config):
         return expected
     life, old = ledger.lives[name], step.old[name]
@@ -287,7 +298,7 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
     ):
         return ()
     name = next_in_line(step, ledger)
-    if name is None or any(step.new[name].block_tables):
+    if name is None or any(step.new[name].block_tables) or has_items_ahead(step, ledger, name):
         return ()
     life = ledger.lives[name]
     num_hit, hits = hit_now(step, ledger, life)

@@ -126,6 +126,9 @@ def _never_served(config: v.Config, request: v.Request) -> v.RejectCode | None:
     problem = v.item_problem(config, request)
     if problem is not None:
         return problem.code
+    problem = v.item_problem(config, request)
+    if problem is not None:
+        return problem.code
     if len(request.prompt_token_ids) >= config.max_model_len:
         return v.RejectCode.PROMPT_TOO_LONG
     if least_need(config, request) > config.num_usable_blocks:
@@ -225,7 +228,7 @@ _QUEUES = ("waiting", "skipped_waiting", "running")
 _FRAMES = ("frames_in_flight", "next_frame_id", "finished_req_ids", "prev_scheduled_req_ids")
 
 _STILL: dict[type, tuple[str, ...]] = {
-    v.Submit: ("pause_state", "running", *_POOL, *_FRAMES),
+    v.Submit: ("pause_state", "running", "encoder", *_POOL, *_FRAMES),
     v.Drafts: ("pause_state", *_QUEUES, *_POOL, *_FRAMES),
     v.GrammarReady: ("pause_state", *_QUEUES, *_POOL, *_FRAMES),
     v.GrammarFailed: (
@@ -237,7 +240,9 @@ _STILL: dict[type, tuple[str, ...]] = {
         *("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"),
     ),
     v.GrammarBitmask: ("pause_state", "requests", *_QUEUES, *_POOL, *_FRAMES),
-    v.SetPause: ("requests", *_QUEUES, *_POOL, *_FRAMES),
+    v.SetPause: ("requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
+    v.EncoderReset: ("pause_state", "requests", *_QUEUES, *_POOL, *_FRAMES),
+    v.EncoderOffer: ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
     v.Schedule: ("pause_state",),
     v.Commit: ("pause_state", "block_keys", "cached", "next_frame_id", "prev_scheduled_req_ids"),
     v.Abort: (

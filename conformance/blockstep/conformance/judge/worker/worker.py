@@ -14,7 +14,8 @@ from itertools import chain
 from typing import TypeAlias
 
 from blockstep.conformance.judge.attended import without_given_back
-from blockstep.conformance.judge.worker.sampling import NextToken, Sampling
+from blockstep.conformance.judge.worker.items import Items
+from blockstep.conformance.judge.worker.sampling import NextToken
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
 from blockstep.conformance.protocol.findings import Difference, Finding, shown
 from blockstep.spec import vocabulary as v
@@ -23,7 +24,7 @@ Tables: TypeAlias = list[list[v.BlockId]]
 """Per KV group, positions in order."""
 
 
-class Worker(Sampling):
+class Worker(Items):
     """A model worker. One object is one run."""
 
     def __init__(self, config: v.Config, next_token: NextToken) -> None:
@@ -46,6 +47,8 @@ class Worker(Sampling):
             case v.Commit() as commit, v.Outputs(rows=rows):
                 self.commit(commit)
                 self.hear_of_ends(row.request_id for row in rows if row.finish_reason is not None)
+            case v.EncoderReset(), v.Ack():
+                self.forget_items()
             case v.GrammarBitmask() as asked, v.GrammarOutput() as mask:
                 return self.check_mask(asked, mask)
             case v.GrammarFailed(request_id=request_id), v.Outputs():
@@ -78,6 +81,8 @@ class Worker(Sampling):
         rows += [row for row in map(self._start_cached, plan.cached) if row is not None]
         if plan.remapped_req_ids:
             self._check_remapped(plan)
+        if self.config.encoder_cache_size:
+            self.encode(plan, rows)
         if plan.new_block_ids_to_zero:
             self.zero(plan.new_block_ids_to_zero)
         self._last_scheduled = {row.request_id for row in plan.rows}
