@@ -25,7 +25,8 @@ runs that knew of no defect; [how to read it](../explanation/findings.md). A num
 the shortest program, in actions; `-`: not found there.
 
 Made by `python -m benchmarks.findings` from the results of
-`blockstep hunt --engine vllm --profile vllm-RELEASE --json FILE`.
+`blockstep hunt --engine vllm --profile vllm-RELEASE --json FILE`. Beside a release stands what
+every run of its hunt had (`--with`).
 """
 
 
@@ -41,18 +42,27 @@ def main() -> int:
     return 0
 
 
-def release_of(hunt: dict[str, Any]) -> list[int]:
-    """The release as numbers, to sort by."""
-    return [int(part) for part in hunt["engine_version"].split(".")]
+def release_of(hunt: dict[str, Any]) -> tuple[bool, list[int]]:
+    """What to sort by: hunts with a feature in every run come last; the release as numbers."""
+    return bool(hunt.get("with")), [int(part) for part in hunt["engine_version"].split(".")]
+
+
+def column_of(hunt: dict[str, Any]) -> str:
+    """The head of its column."""
+    return " ".join([hunt["engine_version"], *(f"with {name}" for name in hunt.get("with", ()))])
 
 
 def render(hunts: list[dict[str, Any]]) -> str:
-    """A table of all, then each defect with the program of the latest release that has it."""
+    """A table of all, then each defect with the program of the latest release that has it.
+
+    One without a feature in every run, if there is any.
+    """
     titles: dict[str, dict[str, dict[str, Any]]] = {}
     for hunt in hunts:
         for defect in hunt["defects"]:
-            titles.setdefault(title_of(defect), {})[hunt["engine_version"]] = defect
-    releases = [hunt["engine_version"] for hunt in hunts]
+            titles.setdefault(title_of(defect), {})[column_of(hunt)] = defect
+    releases = [column_of(hunt) for hunt in hunts]
+    plain = {column_of(hunt) for hunt in hunts if not hunt.get("with")}
     lines = [HEAD, "| | " + " | ".join(releases) + " |", "|---|" + "---|" * len(releases)]
     for title, found in titles.items():
         cells = [str(len(found[one]["program"])) if one in found else "-" for one in releases]
@@ -60,7 +70,8 @@ def render(hunts: list[dict[str, Any]]) -> str:
     events = [f"{hunt['num_events']:,}" for hunt in hunts]
     lines.append("| *events played* | " + " | ".join(events) + " |")
     for title, found in titles.items():
-        release, defect = next(reversed(found.items()))
+        shown = {one: defect for one, defect in found.items() if one in plain} or found
+        release, defect = next(reversed(shown.items()))
         first = defect["findings"][0]
         lines += ["", f"## {title}", "", f"Found by {first['property'] or first['kind']}"]
         lines[-1] += f" `{first['sentence']}`, here in {release}:"

@@ -61,7 +61,7 @@ PLAIN = {
 """The same of a request."""
 ALWAYS_DONE = {Submit, Schedule, Commit, Answer, Drain}
 NAMES = list(BY_NAME)
-UNDRAWN = {"sessions", "encoder"}
+UNDRAWN: set[str] = set()
 """Features that nothing draws so far."""
 DRAWN = [name for name in NAMES if name not in UNDRAWN]
 WITH_CAPABILITY = [name for name in DRAWN if BY_NAME[name].capability]

@@ -98,7 +98,7 @@ from play_support.scenes import (
 from blockstep.conformance.draw.actions import SeededDraw, View, next_action
 from blockstep.conformance.draw.presets import PRESETS, draw_swarm
 from blockstep.conformance.judge.properties import CHECKS_OF, PROPERTIES, Step, check_step
-from blockstep.conformance.judge.properties.ledger import Life
+from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.worker.names import PrefixNames
 from blockstep.conformance.protocol.features import Wish, find_lacking
 from blockstep.conformance.protocol.program import Answer, Hostile, Misanswer, Propose

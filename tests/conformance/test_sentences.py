@@ -774,8 +774,11 @@ def test_a_sentence_speaks_alone(case: Case) -> None:
     assert play(case) == [case[0]]
 
 
-@pytest.mark.parametrize("case", brought.OF_MASKS, ids=[case[0] for case in brought.OF_MASKS])
-def test_what_the_worker_says_of_a_mask_it_says_alone(case: Case) -> None:
+BROUGHT = brought.OF_MASKS + brought.OF_ITEMS
+
+
+@pytest.mark.parametrize("case", BROUGHT, ids=[case[0] for case in BROUGHT])
+def test_what_the_worker_says_of_masks_and_items_it_says_alone(case: Case) -> None:
     assert play(case) == [case[0]]
 
 
@@ -804,7 +807,7 @@ def test_every_sentence_speaks_alone_somewhere() -> None:
     """A sentence that never does says nothing of its own: merge it, or plant what only it sees."""
     names = [case[0] for case in ALONE + BESIDE_THE_WORKER] + [IN_A_RELEASE]
     assert sorted(names) == sorted(SENTENCES)
-    assert len(SENTENCES) == 91
+    assert len(SENTENCES) == 96
 
 
 def test_up_to_block_ids_all_are_asked_but_three() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from blockstep.conformance.engine import EngineFault
 from blockstep.conformance.engines.adapters.vllm_releases import (
     REFERENCE,
     get_installed_version,
@@ -22,6 +23,7 @@ PROBLEM = get_release_problem(get_installed_version())
 # Importing vLLM imports torch, which warns of itself.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+    pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning"),  # of xgrammar
     pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM)),
 ]
 RELEASE = get_release(get_installed_version() or REFERENCE)
@@ -36,11 +38,14 @@ needs_masks = pytest.mark.skipif(
 needs_encoder = pytest.mark.skipif(not RELEASE.has_encoder, reason="the release's is not followed")
 
 
+XGRAMMAR = "blockstep.conformance.engines.adapters.vllm_xgrammar:XgrammarEngine"
+
+
 class Told:
     """An engine, and what it is asked in a line."""
 
-    def __init__(self, config: v.Config) -> None:
-        engine: Any = load_engine("vllm")(config)
+    def __init__(self, config: v.Config, name: str = "vllm") -> None:
+        engine: Any = load_engine(name)(config)
         self.engine = engine
         self.scheduler = engine.run.scheduler
 
@@ -60,6 +65,10 @@ class Told:
         """Plan a step."""
         plan: v.Plan = self.engine.apply(v.Schedule())
         return plan
+
+    def declines(self, event: v.Event) -> str:
+        """Why an event would not be given to it; empty if it would."""
+        return self.engine.declines(event) or ""
 
     def commit(self, frame_id: int, **sampled: tuple[int, ...]) -> tuple[v.OutputRow, ...]:
         """Answer a plan."""
@@ -114,7 +123,95 @@ def test_one_adapter_has_one_number_in_all_of_a_run() -> None:
     assert numbers == [1, 2, 1]
 
 
+PIPELINE: dict[str, Any] = {"max_frames_in_flight": 2}
+
+
+@needs_reference
+def test_a_plan_that_would_seat_too_many_adapters_is_declined_and_raises() -> None:
+    """A runs without a row while it waits for its token, and B takes its seat."""
+    told = Told(v.Config(num_blocks=20, max_loras=1, **PIPELINE))
+    told.submit("A", 1, max_tokens=3, adapter="x")
+    told.submit("B", 1, max_tokens=3, adapter="y")
+    told.plan()
+    assert rows_of(told.plan()) == {"B": 1}
+    told.commit(0, A=(7,))
+    assert told.declines(v.Schedule()) == ""  # B has no row: it waits for its token
+    told.commit(1, B=(7,))
+    assert "more adapters" in told.declines(v.Schedule())
+    with pytest.raises(AssertionError):
+        told.plan()
+
+
+@needs_reference
+def test_who_may_end_while_passed_over_is_not_planned_past_for_it_would_stay_in_a_queue() -> None:
+    told = Told(v.Config(num_blocks=3, block_size=1, max_loras=1, **PIPELINE))
+    told.submit("A", 1, max_tokens=2, adapter="y")
+    told.plan()
+    told.submit("B", 1, max_tokens=1, adapter="x")
+    told.plan()
+    told.engine.apply(v.Reset(reset_running_requests=True))
+    told.commit(0, A=(7,))
+    assert "passed over for its adapter" in told.declines(v.Schedule())
+    told.plan()
+    told.commit(1, B=(7,))
+    with pytest.raises(EngineFault, match="names 'B', who is gone"):
+        _ = told.state
+
+
 # Sessions.
+
+
+@needs_reference
+def test_a_session_that_a_frame_in_flight_may_stop_is_not_planned_for_it_would_stop_twice() -> None:
+    told = Told(v.Config(num_blocks=20, async_scheduling=True, **PIPELINE))
+    told.submit("A", 1, 1, max_tokens=5, stop_token_ids=(1,), resumable=True)
+    told.plan()
+    assert "stops once more" in told.declines(v.Schedule())
+    told.plan()
+    told.commit(0, A=(1,))
+    told.commit(1, A=(1,))
+    with pytest.raises(EngineFault, match="name 'A' 2 times"):
+        _ = told.state
+
+
+@needs_reference
+def test_a_session_that_stops_while_preempted_is_lost_and_a_reset_is_declined() -> None:
+    told = Told(v.Config(num_blocks=20))
+    told.submit("A", 1, 2, max_tokens=1, resumable=True)
+    told.update("A", 3, 4)
+    told.plan()
+    reset = v.Reset(reset_running_requests=True)
+    assert "while preempted" in told.declines(reset)
+    told.engine.apply(reset)
+    told.commit(0, A=(7,))
+    assert told.request("A").status is v.Status.WAITING
+    assert told.state.waiting == told.state.skipped_waiting == ()
+
+
+@needs_reference
+def test_a_forced_reset_raises_where_a_session_rests() -> None:
+    told = Told(v.Config(num_blocks=20))
+    told.submit("A", 1, 2, max_tokens=1, resumable=True)
+    told.plan()
+    told.commit(0, A=(7,))
+    reset = v.Reset(reset_running_requests=True)
+    assert "holds blocks" in told.declines(reset)
+    with pytest.raises(RuntimeError, match="Failed to reset"):
+        told.engine.apply(reset)
+
+
+@needs_reference
+def test_a_session_keeps_what_its_stop_trimmed_promised_and_is_declined() -> None:
+    drafts: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 1}
+    told = Told(v.Config(num_blocks=20, async_scheduling=True, **PIPELINE, **drafts))
+    asked = v.Request("A", (1, 2), max_tokens=2, resumable=True)
+    assert "stays promised" in told.declines(v.Submit(asked))
+    told.engine.apply(v.Submit(asked))
+    told.plan()
+    told.commit(0, A=(7,))
+    told.plan()
+    told.commit(1, A=(7, 7))
+    assert told.request("A").num_output_placeholders == 1
 
 
 @needs_sessions
@@ -298,7 +395,7 @@ def test_a_grammar_that_allows_everything_has_no_rows() -> None:
     told.commit(0, A=(1000,))
 
 
-@needs_masks
+@needs_reference
 def test_a_grammar_that_fails_is_declined_and_kills_the_release() -> None:
     told = Told(v.Config(num_blocks=20))
     told.submit("A", 5, 6, structured_output=True, grammar=ABC)
@@ -307,6 +404,33 @@ def test_a_grammar_that_fails_is_declined_and_kills_the_release() -> None:
     pending.set_exception(ValueError("no such rule"))
     with pytest.raises(ValueError, match="no such rule"):
         told.plan()
+
+
+ENDS_WITH_2 = v.Grammar((((1, 1), (3, 0)), ((2, 2), (4, 0)), ()))
+
+
+@needs_reference
+def test_a_backend_of_the_release_masks_like_the_automaton_that_its_grammar_was_made_of() -> None:
+    told = Told(v.Config(num_blocks=20), XGRAMMAR)
+    told.submit("A", 5, 6, structured_output=True, grammar=ENDS_WITH_2)
+    told.engine.apply(v.GrammarReady("A"))
+    seen = []
+    for frame_id, token in enumerate((3, 1, 2, 8)):
+        told.plan()
+        (row,) = told.mask(frame_id)
+        told.commit(frame_id, A=(token,))
+        seen.append((row.allowed[0], told.request("A").grammar_state))
+    assert seen == [((1, 3), 0), ((1, 3), 1), ((2, 4), 2), (None, 2)]
+    structured = told.scheduler.requests["A"].structured_output_request
+    assert type(structured.grammar.inner).__name__ == "XgrammarGrammar"
+
+
+@needs_reference
+def test_a_grammar_that_ends_otherwise_is_not_for_that_backend() -> None:
+    told = Told(v.Config(num_blocks=20), XGRAMMAR)
+    asked = v.Request("A", (5, 6), structured_output=True, grammar=ABC)
+    assert "cannot be given" in told.declines(v.Submit(asked))
+    assert "has none" in told.declines(v.Submit(v.Request("A", (5,), structured_output=True)))
 
 
 # Encoder inputs.

@@ -17,12 +17,15 @@ from blockstep.spec import Oracle
 from blockstep.spec.vocabulary import (
     Commit,
     Config,
+    EncoderOffer,
+    EncoderReset,
     Event,
     Grammar,
     GrammarBitmask,
     GrammarFailed,
     GrammarOutput,
     GrammarReady,
+    MultiModalItem,
     Plan,
     RowTokens,
     SpecMethod,
@@ -60,6 +63,9 @@ def look(event: Event, answer: object, host: HostEngine) -> list[str]:
         used = {host.table.requests[slot].adapter for slot in host.running} - {None}
         if 0 < host.config.max_loras == len(used):
             seen.append("no seat left")
+        seen += ["encoded"] * len(answer.scheduled_encoder_inputs)
+        seen += ["loaded"] * len(answer.external_encoder_inputs)
+        seen += ["dropped"] * len(answer.free_encoder_mm_hashes)
     if isinstance(answer, GrammarOutput):
         for row in answer.rows:
             if row.allowed[0] is not None:
@@ -236,3 +242,56 @@ def test_sessions() -> None:
 @pytest.mark.soak
 def test_sessions_over_many_seeds() -> None:
     compare_sessions(range(1000, 3000), 300)
+
+
+# Encoder.
+
+
+def draw_items(draw: random.Random, num_prompt: int, most: int) -> tuple[MultiModalItem, ...]:
+    """Items of at most so many tokens, one behind the other, and some positions between them."""
+    items: list[MultiModalItem] = []
+    end = draw.randint(0, 2)
+    while end < num_prompt and len(items) < 4:
+        length = min(draw.randint(1, most), num_prompt - end)
+        mask = tuple([draw.random() < 0.6 for _ in range(length)]) if draw.random() < 0.3 else ()
+        items.append(MultiModalItem(draw.choice("vwxyz"), end, length, mask if any(mask) else ()))
+        end += length + draw.choice((0, 0, 1, 2))
+    return tuple(items)
+
+
+def draw_encoder_event(draw: random.Random, host: HostEngine) -> Event:
+    kind = draw.random()
+    if kind < 0.02:
+        return EncoderReset()
+    if kind < 0.05:
+        return EncoderOffer(tuple(draw.sample("vwxyz", draw.randint(0, 2))))
+    event = draw_event(draw, host)
+    if isinstance(event, Submit) and draw.random() < 0.8:
+        request = event.request
+        items = draw_items(draw, len(request.prompt_token_ids), draw.randint(1, 5))
+        return Submit(replace(request, items=items, prompt_embeds=()))
+    return event
+
+
+def compare_encoder(seeds: range, num_events: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        draw = random.Random(seed)
+        config = replace(
+            draw_any_config(draw),
+            encoder_compute_budget=draw.randint(2, 8),
+            encoder_cache_size=draw.randint(3, 9),
+            disable_chunked_mm_input=draw.random() < 0.2,
+        )
+        seen += run_both(seed, num_events, config, draw_encoder_event)
+    assert min(seen[name] for name in ("encoded", "dropped")) > len(seeds)
+    assert seen["loaded"] > 0
+
+
+def test_encoder() -> None:
+    compare_encoder(range(25), 200)
+
+
+@pytest.mark.soak
+def test_encoder_over_many_seeds() -> None:
+    compare_encoder(range(1000, 3000), 300)

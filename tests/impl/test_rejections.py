@@ -175,9 +175,9 @@ def test_an_unknown_digest_is_refused() -> None:
 
 def test_the_host_can_do_everything_that_conformance_asks_for() -> None:
     config = Config(num_blocks=2)
-    lacking = {"sessions", "encoder"}
+    lacking = {"encoder"}
     assert HostEngine(config).capabilities() == ALL_CAPABILITIES - lacking
-    lacking |= {"groups", "common prefix", "adapters", "masks"}
+    lacking |= {"groups", "common prefix", "adapters", "masks", "sessions"}
     assert CompiledEngine(config).capabilities() == ALL_CAPABILITIES - lacking
 
 
@@ -189,16 +189,15 @@ def test_an_encoder_is_refused_and_not_passed_over() -> None:
 
 
 def test_sessions_are_refused_in_a_sentence() -> None:
-    for engine in (HostEngine, CompiledEngine):
-        s = engine(Config(num_blocks=2))
-        session = Request("a", (1,), max_tokens=1, resumable=True)
-        refused = s.apply(Submit(session))
-        assert refused == Rejected(RejectCode.BAD_REQUEST)
-        assert isinstance(refused, Rejected)
-        assert refused.detail.endswith("this engine has no sessions; leave it out")
-        assert s.apply(StreamingUpdate(session)) == Rejected(RejectCode.UNKNOWN_REQUEST)
-        assert s.apply(Submit(Request("a", (1,), max_tokens=1))) == Ack()
-        assert s.apply(StreamingUpdate(session)) == Rejected(RejectCode.NOT_RESUMABLE)
+    s = CompiledEngine(Config(num_blocks=2))
+    session = Request("a", (1,), max_tokens=1, resumable=True)
+    refused = s.apply(Submit(session))
+    assert refused == Rejected(RejectCode.BAD_REQUEST)
+    assert isinstance(refused, Rejected)
+    assert refused.detail.endswith("this engine has no sessions; leave it out")
+    assert s.apply(StreamingUpdate(session)) == Rejected(RejectCode.UNKNOWN_REQUEST)
+    assert s.apply(Submit(Request("a", (1,), max_tokens=1))) == Ack()
+    assert s.apply(StreamingUpdate(session)) == Rejected(RejectCode.NOT_RESUMABLE)
 
 
 def test_a_cap_on_adapters_and_masks_are_refused_in_a_sentence() -> None:

@@ -36,10 +36,14 @@ HOST: Final = frozenset(
         "common prefix",
         "adapters",
         "masks",
+        "sessions",
+        "encoder",
     )
 )
-"""Everything but sessions and an encoder."""
-COMPILED: Final = HOST - {"groups", "common prefix", "adapters", "masks"}
+"""Everything."""
+COMPILED: Final = HOST - {
+    *("groups", "common prefix", "adapters", "masks", "sessions", "encoder"),
+}
 """The same for one KV-cache group, without its hint to the worker and what requests bring along."""
 
 

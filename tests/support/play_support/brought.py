@@ -11,16 +11,19 @@ from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
     Config,
+    EncoderInputs,
     FinishReason,
     Grammar,
     GrammarBitmask,
     GrammarFailed,
     GrammarOutput,
     GrammarReady,
+    MultiModalItem,
     Schedule,
+    StreamingUpdate,
     Submit,
 )
-from play_support.play import Bend, Play, changed, first_output, observed, request
+from play_support.play import CONFIG, Bend, Play, after, changed, first_output, observed, request
 from play_support.scenes import AHEAD, DRAFTING_AHEAD
 
 Case: TypeAlias = tuple[str, Callable[[], Play], Callable[[Any], object], Bend]
@@ -122,7 +125,109 @@ OF_MASKS: list[Case] = [
     ),
 ]
 """What the worker says of masks."""
+
+
+def resting() -> Play:
+    """A session has come to its stop, and rests with its blocks."""
+    session = request("A", 1, 2, 3, max_tokens=1, resumable=True)
+    return Play(CONFIG, SpecEngine).do(Submit(session), Schedule()).commit()
+
+
+def ended_at_rest() -> Play:
+    return resting().do(StreamingUpdate(request("A", 0)))
+
+
+CAT, DOG = MultiModalItem("cat", 0, 2), MultiModalItem("dog", 3, 2)
+
+
+def encoding(budget: int = 2, size: int = 4, num_steps: int = 0) -> Play:
+    """A has two items of two embeddings each; the first one is made in its first step."""
+    config = replace(
+        CONFIG,
+        encoder_compute_budget=budget,
+        encoder_cache_size=size,
+        max_num_batched_tokens=3 if num_steps else 8,
+    )
+    pictured = request("A", 1, 2, 3, 4, 5, 6, items=(CAT, DOG))
+    return Play(config, SpecEngine).do(Submit(pictured)).run(num_steps).do(Schedule())
+
+
+def encoding_more() -> Play:
+    """Its first chunk has read the first item, which stays where it is; the second is made."""
+    return encoding(4, 4, 1)
+
+
+def amid_an_item() -> Play:
+    config = replace(
+        CONFIG, encoder_compute_budget=2, encoder_cache_size=4, max_num_batched_tokens=1
+    )
+    return Play(config, SpecEngine).do(Submit(request("A", 1, 2, 3, items=(CAT,))), Schedule())
+
+
+def encoding_at_ease() -> Play:
+    return encoding(4, 2)
+
+
+def with_inputs(*indices: int) -> Bend:
+    """Other items of A are made."""
+    inputs = (EncoderInputs("A", indices),) if indices else ()
+    return lambda step: observed(step, scheduled_encoder_inputs=inputs)
+
+
+def with_encoder(step: Step, **fields: Any) -> Step:
+    """Another state of the encoder."""
+    encoder = step.after.encoder
+    assert encoder is not None
+    return after(step, encoder=replace(encoder, **fields))
+
+
+def with_entry(step: Step, **fields: Any) -> Step:
+    """Another entry of what the first step made."""
+    encoder = step.after.encoder
+    assert encoder is not None
+    (entry,) = encoder.entries
+    return with_encoder(step, entries=(replace(entry, **fields),))
+
+
+OF_ITEMS: list[Case] = [
+    ("plan_stays_within_encoder_compute_budget", encoding, nothing, with_inputs(0, 1)),
+    ("items_stay_within_encoder_cache_size", encoding_at_ease, nothing, with_inputs(0, 1)),
+    ("encoded_item_is_of_its_request", encoding, nothing, with_inputs(0, 7)),
+    ("item_is_made_once", encoding_more, nothing, with_inputs(0, 1)),
+    ("item_that_a_row_reads_is_there", encoding, nothing, with_inputs()),
+]
+"""What the worker says of items."""
 ALONE: list[Case] = [
+    (
+        "encoder_cache_adds_up",
+        encoding,
+        nothing,
+        lambda s: with_encoder(s, num_free=9),
+    ),
+    (
+        "encoder_cache_stays_within_its_size",
+        encoding,
+        nothing,
+        lambda s: with_encoder(with_entry(s, num_embeds=9), num_free=-5, num_freeable=4),
+    ),
+    (
+        "only_running_requests_hold_items",
+        amid_an_item,
+        nothing,
+        lambda s: with_entry(s, holders=("A", "nobody")),
+    ),
+    (
+        "session_goes_on_behind_all_but_its_last_token",
+        resting,
+        nothing,
+        lambda s: changed(s, "A", num_streaming_updates=1),
+    ),
+    (
+        "end_of_its_input_ends_who_rests",
+        ended_at_rest,
+        nothing,
+        lambda s: after(s, requests=s.before.requests),
+    ),
     (
         "grammar_stands_where_the_outputs_led_it",
         held_and_committed,

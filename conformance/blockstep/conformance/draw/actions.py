@@ -8,22 +8,25 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from random import Random
 from typing import Protocol, TypeAlias, TypeVar
 
 from blockstep.conformance.draw.decisions import Draw
+from blockstep.conformance.draw.items import IDENTIFIERS
 from blockstep.conformance.draw.presets import Habit, Swarm
-from blockstep.conformance.draw.requests import Text, draw_request, draw_twin
+from blockstep.conformance.draw.requests import Text, draw_request, draw_twin, draw_update
 from blockstep.conformance.protocol.features import (
     ABORTS,
     DRAFTS,
+    ENCODER,
     GRAMMAR,
     HOSTILE,
     MASKS,
     PAUSE,
     RESET,
+    SESSIONS,
     Feature,
 )
 from blockstep.conformance.protocol.program import (
@@ -35,6 +38,7 @@ from blockstep.conformance.protocol.program import (
     Mistake,
     Propose,
 )
+from blockstep.conformance.protocol.sessions import Session
 from blockstep.spec import vocabulary as v
 
 T = TypeVar("T")
@@ -71,6 +75,11 @@ class Memory(Protocol):
     @property
     def live(self) -> dict[v.RequestId, v.Request]:
         """Accepted and not ended, in order of submission."""
+        ...
+
+    @property
+    def sessions(self) -> dict[v.RequestId, Session]:
+        """Where those among them stand that are resumable."""
         ...
 
     @property
@@ -222,6 +231,29 @@ def grammar_failed(view: View, draw: Draw) -> Action:
     return v.GrammarFailed(draw.choice([*live, *view.client.ended[-2:], "nobody"]))
 
 
+def streaming_update(view: View, draw: Draw) -> Action:
+    """A session goes on, most often one with nothing before it; now and then what is none."""
+    client, swarm, index = view.client, view.swarm, view.num_submitted
+    if swarm.has(HOSTILE) and draw.chance(8):
+        name = draw.choice([*client.live, *client.ended[-2:], "nobody"])
+        return v.StreamingUpdate(replace(v.Request(name, (0, 0)), resumable=draw.chance(50)))
+    open_ones = [name for name, one in client.sessions.items() if not one.is_closed]
+    waiting = [name for name in open_ones if not client.sessions[name].updates]
+    name = draw.choice((waiting if waiting and draw.chance(70) else open_ones) or ["nobody"])
+    session = client.live.get(name, v.Request(name, (0,)))
+    return v.StreamingUpdate(draw_update(swarm, draw, session, index))
+
+
+def encoder_reset(_view: View, _draw: Draw) -> Action:
+    """All that was encoded is forgotten."""
+    return v.EncoderReset()
+
+
+def encoder_offer(_view: View, draw: Draw) -> Action:
+    """A connector has some of the items from now on, or none."""
+    return v.EncoderOffer(tuple(name for name in IDENTIFIERS if draw.chance(35)))
+
+
 def mask(view: View, draw: Draw) -> Action:
     """The runner asks for a mask, most often of the newest plan; or a broken one asks."""
     if view.swarm.has(HOSTILE) and draw.chance(25):
@@ -295,6 +327,9 @@ ACTIONS: Mapping[str, WeightedAction] = {
     "misanswer": WeightedAction(misanswer, 5, HOSTILE),
     "grammar_failed": WeightedAction(grammar_failed, 2, MASKS),
     "mask": WeightedAction(mask, 8, MASKS),
+    "encoder_reset": WeightedAction(encoder_reset, 2, ENCODER),
+    "encoder_offer": WeightedAction(encoder_offer, 3, ENCODER),
+    "streaming_update": WeightedAction(streaming_update, 14, SESSIONS),
 }
 
 
@@ -312,6 +347,8 @@ def is_enabled(name: str, view: View) -> bool:
         return not _is_pipeline_full(view) or swarm.has(HOSTILE)
     if name == "grammar_ready":
         return bool(view.client.live)
+    if name == "streaming_update":
+        return bool(view.client.sessions) or swarm.has(HOSTILE)
     if name == "mask":
         return bool(view.client.plans)
     return True

@@ -13,6 +13,7 @@ from enum import StrEnum
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.grammars import draw_reasoning
 from blockstep.conformance.draw.groups import draw_groups
+from blockstep.conformance.draw.items import draw_encoder
 from blockstep.conformance.protocol.features import (
     ABORTS,
     ADAPTERS,
@@ -20,6 +21,7 @@ from blockstep.conformance.protocol.features import (
     BY_NAME,
     CACHING,
     DRAFTS,
+    ENCODER,
     FEATURES,
     GRAMMAR,
     GROUPS,
@@ -195,6 +197,8 @@ def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], 
             config = draw_groups(config, draw, swarm.is_storm)
         elif feature is ADAPTERS:
             config = replace(config, max_loras=draw.choice((1, 1, 2)))
+        elif feature is ENCODER:
+            config = draw_encoder(config, draw)
         elif feature is MASKS:
             drawn |= {GRAMMAR.name, DRAFTS.name} - wish.never
             config = draw_reasoning(config, draw, swarm.vocabulary_size)

@@ -9,15 +9,18 @@ from typing import Any, TypeAlias
 from blockstep.conformance.draw.decisions import Draw
 from blockstep.conformance.draw.grammars import draw_grammar
 from blockstep.conformance.draw.groups import count_slots, list_boundaries
+from blockstep.conformance.draw.items import draw_encoded
 from blockstep.conformance.draw.presets import Swarm
 from blockstep.conformance.protocol.features import (
     ADAPTERS,
     EMBEDS,
+    ENCODER,
     GRAMMAR,
     KEYS,
     MASKS,
     MULTIMODAL,
     PRIORITY,
+    SESSIONS,
     STOPS,
 )
 from blockstep.spec import vocabulary as v
@@ -45,6 +48,9 @@ def draw_twin(
         "items": kept,
         "prompt_embeds": (*other.prompt_embeds, 0)[:length],
     }
+    if swarm.has(ENCODER):
+        del keys["items"]  # what an identifier names has one length
+        twin = replace(twin, items=kept)
     if draw.chance(25):
         changed = draw.choice([key for key, value in keys.items() if value] or ["adapter"])
         keys[changed] = getattr(twin, changed)
@@ -117,7 +123,46 @@ def draw_late(swarm: Swarm, draw: Draw, request: v.Request) -> v.Request:
     if swarm.has(MASKS) and swarm.has(GRAMMAR) and draw.chance(60):
         grammar = draw_grammar(draw, swarm.vocabulary_size)
         request = replace(request, structured_output=True, grammar=grammar)
+    if swarm.has(ENCODER):
+        length = len(request.prompt_token_ids)
+        drawn = draw.chance(70) and not request.prompt_embeds
+        items = draw_encoded(draw, length, swarm.config, swarm.token_seed) if drawn else ()
+        request = replace(request, items=items)
+    if swarm.has(SESSIONS) and request.grammar is None and draw.chance(60):
+        # Room is left for what is to come.
+        prompt = request.prompt_token_ids[: max(len(request.prompt_token_ids) // 2, 1)]
+        request = replace(
+            request,
+            resumable=True,
+            prompt_embeds=(),
+            prompt_token_ids=prompt,
+            items=tuple(it for it in request.items if it.offset + it.length <= len(prompt)),
+            max_tokens=min(request.max_tokens, 4),
+            min_tokens=min(request.min_tokens, 4),
+        )
     return request
+
+
+def draw_update(swarm: Swarm, draw: Draw, session: v.Request, index: int) -> v.Request:
+    """The next chunk of a session, or word that no more comes."""
+    if draw.chance(25):
+        return v.Request(session.request_id, (0,))
+    room = get_room(swarm, draw) - len(session.prompt_token_ids)
+    most = min(2 * swarm.config.block_size, max(room // 2, 1))
+    chunk = draw_request(swarm, draw, session.request_id, index)
+    prompt = draw.tokens(draw.integer(1, most), swarm.vocabulary_size)
+    count = min(chunk.max_tokens, draw.integer(1, 3))
+    return replace(
+        chunk,
+        resumable=True,
+        structured_output=False,
+        grammar=None,
+        prompt_embeds=(),
+        prompt_token_ids=prompt,
+        items=() if swarm.has(ENCODER) or not chunk.items else draw_items(draw, len(prompt)),
+        max_tokens=count,
+        min_tokens=min(chunk.min_tokens, count),
+    )
 
 
 def among_others(stop: int, swarm: Swarm, index: int) -> v.TokenIds:

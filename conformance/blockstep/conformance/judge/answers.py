@@ -7,7 +7,7 @@ own answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 from blockstep.conformance.judge.properties import (
     Ledger,
@@ -63,16 +63,20 @@ def judge_answer(
     said: Mapping[v.RequestId, v.TokenIds],
     event: v.Event,
     seen: v.Observation,
+    dropped: Container[tuple[v.FrameId, v.RequestId]] = (),
 ) -> Iterator[Finding]:
     """What is wrong with an answer of the right kind.
 
-    `live` are those who have not ended, `said` is what was delivered to them, both before it.
+    `live` are those who have not ended, `said` is what was delivered to them, both before it;
+    `dropped` rows of frames in flight that sample for a chunk of a session that is over.
     """
     match event, seen:
         case v.Schedule(), v.Plan() as plan:
             yield from _judge_plan(config, live, plan)
         case v.Commit(), v.Outputs(rows=rows):
-            yield from _judge_outputs(dict(_expected_outputs(config, live, said, event)), rows)
+            due = dict(_expected_outputs(config, live, said, event))
+            over = [name for name in due if (event.frame_id, name) in dropped]
+            yield from _judge_outputs({name: due[name] for name in due if name not in over}, rows)
         case v.Abort(request_ids=named), v.Aborted(request_ids=now, ending_req_ids=later):
             ended = [*dict.fromkeys(now), *dict.fromkeys(later)]
             twice = {name for name in ended if ended.count(name) > 1}
@@ -118,7 +122,7 @@ def _judge_new_row(config: v.Config, row: v.NewRow, request: v.Request) -> Itera
         what = f"{row.request_id!r} is not the request that was submitted"
         yield violated("P26", "new_row_carries_the_request_as_submitted", what)
     may_hit = config.enable_prefix_caching and not request.skip_reading_prefix_cache
-    if row.num_computed_tokens and not may_hit:
+    if row.num_computed_tokens and not may_hit and not request.resumable:
         what = f"{row.request_id!r} has a hit of {row.num_computed_tokens} tokens"
         yield violated("P5", "hit_is_taken_only_where_one_may_be", what)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from blockstep.conformance.draw.requests import Text
+from blockstep.conformance.protocol.sessions import Session
 from blockstep.spec import vocabulary as v
 
 TEXTS_MAX = 6
@@ -18,6 +19,10 @@ class Client:
 
     live: dict[v.RequestId, v.Request] = field(default_factory=dict)
     """Accepted and not ended, in order of submission."""
+    sessions: dict[v.RequestId, Session] = field(default_factory=dict)
+    """Where those among them stand that are resumable."""
+    dropped: set[tuple[v.FrameId, v.RequestId]] = field(default_factory=set)
+    """Rows of frames in flight that sample for a chunk of a session that is over."""
     ended: list[v.RequestId] = field(default_factory=list)
     texts: deque[v.TokenIds] = field(default_factory=lambda: deque(maxlen=TEXTS_MAX))
     """Prompt and outputs of those that ended last."""
@@ -43,6 +48,12 @@ class Client:
                 return
             case v.Submit(request=request), _:
                 self.live[request.request_id] = request
+                if request.resumable:
+                    self.sessions[request.request_id] = Session()
+            case v.StreamingUpdate(request=request), v.Aborted(request_ids=request_ids):
+                self._end(request_ids)
+            case v.StreamingUpdate(request=request), _:
+                self._go_on(request)
             case v.Schedule(), v.Plan() as plan:
                 self.end_aborted()
                 self.last_plan = plan
@@ -51,17 +62,44 @@ class Client:
             case v.Commit(frame_id=frame_id, sampled=sampled), v.Outputs(rows=rows):
                 self.last_commit = event
                 self.plans = [plan for plan in self.plans if plan.frame_id != frame_id]
+                self.dropped = {row for row in self.dropped if row[0] != frame_id}
                 self.sampled = tuple(row.request_id for row in sampled if row.token_ids)
                 for row in rows:
                     if row.request_id in self.live:  # whoever has ended may come again
                         said = self.said.get(row.request_id, ())
                         self.said[row.request_id] = said + row.new_token_ids
-                self._end(row.request_id for row in rows if row.finish_reason is not None)
+                self._end(row.request_id for row in rows if self._is_over(row))
             case v.GrammarFailed(), v.Outputs(rows=rows):
                 self._end(row.request_id for row in rows)
             case v.Abort(), v.Aborted(request_ids=request_ids, ending_req_ids=ending):
                 self._end(request_ids)
                 self.ending = tuple(dict.fromkeys((*self.ending, *ending)))
+
+    def _go_on(self, update: v.Request) -> None:
+        """A client goes on with a session: now if it rests."""
+        name = update.request_id
+        outputs = self.said.get(name, ())
+        self._continue(name, self.sessions[name].update(self.live[name], outputs, update))
+
+    def _continue(self, name: v.RequestId, request: v.Request | None) -> None:
+        """A session is now what this request says; None: it is as it was."""
+        if request is not None:
+            self.live[name] = request
+            self.said.pop(name, None)
+
+    def _is_over(self, row: v.OutputRow) -> bool:
+        """Whether an output ends a request; a session may rest, or go on with its next chunk."""
+        if row.finish_reason is None:
+            return False
+        session, name = self.sessions.get(row.request_id), row.request_id
+        if session is None or name not in self.live or session.ends_at_its_stop:
+            return True
+        self.texts.append(self.live[name].prompt_token_ids + self.said[name])
+        self._continue(name, session.stop(self.live[name], self.said[name]))
+        for plan in self.plans:
+            if any(row.request_id == name for row in plan.rows):
+                self.dropped.add((plan.frame_id, name))
+        return False
 
     def end_aborted(self) -> None:
         """A plan is made: whoever was to end with it has ended."""
@@ -70,6 +108,7 @@ class Client:
 
     def _end(self, request_ids: Iterable[v.RequestId]) -> None:
         for request_id in request_ids:
+            self.sessions.pop(request_id, None)
             request, said = self.live.pop(request_id, None), self.said.pop(request_id, ())
             self.ended.append(request_id)
             self.ending = tuple(name for name in self.ending if name != request_id)

@@ -342,7 +342,9 @@ class LockStep(Runner):
         for name, request in list(self.live.items()):
             if request.structured_output and not findings:
                 findings = self.perform(v.GrammarReady(name))
-        bound, watch = drain_bound(self.live, self.config.max_model_len), Watch()
+        for name in [name for name, one in self.sessions.items() if not one.is_closed]:
+            findings = findings or self.perform(v.StreamingUpdate(v.Request(name, (0,))))
+        bound, watch = self._bound(), Watch()
         for _ in range(bound):
             if findings or not self.live:
                 break
@@ -355,6 +357,9 @@ class LockStep(Runner):
         if self.live and not findings:
             return self._stall(watch, f"{bound} steps did not end them")
         return findings or self._answer_all()
+
+    def _bound(self) -> int:
+        return drain_bound(self.live, self.config.max_model_len, self.sessions)
 
     def _stall(self, watch: Watch, why: str) -> list[Finding]:
         findings = self._unexplained([watch.stall(self.live, why)])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from blockstep.conformance.protocol.findings import Difference, Finding, FindingKind
 from blockstep.conformance.protocol.program import describe_observation
+from blockstep.conformance.protocol.sessions import Session
 from blockstep.spec.vocabulary import MAX_INT, Plan, Request, RequestId, Snapshot, Stats
 
 LINES_MAX = 12
@@ -91,12 +92,17 @@ def _what_matters(snapshot: Snapshot) -> Snapshot:
     )
 
 
-def drain_bound(live: Mapping[RequestId, Request], max_model_len: int = MAX_INT) -> int:
+def drain_bound(
+    live: Mapping[RequestId, Request],
+    max_model_len: int = MAX_INT,
+    sessions: Mapping[RequestId, Session] | None = None,
+) -> int:
     """Steps within which a drained scheduler must end these requests.
 
     Each step computes a token at least, and each of the requests may be preempted by each other
     one and start again. A generous bound: it is there to end, not to measure.
     """
-    texts = (len(request.prompt_token_ids) + request.max_tokens for request in live.values())
+    chunks = [chunk for one in (sessions or {}).values() for chunk in one.updates]
+    texts = [len(one.prompt_token_ids) + one.max_tokens for one in (*live.values(), *chunks)]
     work = sum(min(length, max_model_len) for length in texts)
-    return 20 + work * (1 + len(live))
+    return 20 + work * (1 + len(live) + len(chunks))

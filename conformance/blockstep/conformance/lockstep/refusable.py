@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from blockstep.conformance.judge.worker import Worker
+from blockstep.conformance.lockstep.client import Client
 from blockstep.conformance.protocol.findings import Finding, violated
 from blockstep.conformance.protocol.program import describe_observation
+from blockstep.conformance.protocol.sessions import get_longest
 from blockstep.spec import vocabulary as v
 from blockstep.spec.state import State
 from blockstep.spec.transition import transition
@@ -66,6 +68,25 @@ def find_problem(
         case _:
             problem = v.event_problem(event)
             return None if problem is None else problem.code
+
+
+def find_problem_of_update(
+    event: v.StreamingUpdate, empty: State, client: Client
+) -> v.RejectCode | None:
+    """Why a client cannot go on with a request now."""
+    problem = v.event_problem(event)
+    if problem is not None:
+        return problem.code
+    update = event.request
+    if update.request_id not in client.live:
+        return v.RejectCode.UNKNOWN_REQUEST
+    session = client.sessions.get(update.request_id)
+    if session is None or session.is_closed:
+        return v.RejectCode.NOT_RESUMABLE
+    if not update.resumable:
+        return None
+    request, said = client.live[update.request_id], client.said.get(update.request_id, ())
+    return _code_of(empty, v.Submit(get_longest(empty.config, request, said, session, update)))
 
 
 def may_take(code: v.RejectCode, event: v.Event, plans: Sequence[v.Plan], worker: Worker) -> bool:

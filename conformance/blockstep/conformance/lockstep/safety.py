@@ -34,6 +34,7 @@ from blockstep.conformance.lockstep.exchange import Exchange, fault_of
 from blockstep.conformance.lockstep.refusable import (
     ILL_FORMED,
     find_problem,
+    find_problem_of_update,
     judge_mistake,
     list_in_flight,
     may_take,
@@ -120,6 +121,8 @@ class SafetyRun(ScopedRun):
         return self.live[name].prompt_token_ids + self.said.get(name, ())
 
     def _find_problem(self, event: v.Event) -> v.RejectCode | None:
+        if isinstance(event, v.StreamingUpdate):
+            return find_problem_of_update(event, self.spec.state, self)
         return find_problem(event, self.spec.state, self.live, self.plans, self.worker)
 
     def _is_welcome(self, event: v.Event) -> bool:
@@ -179,7 +182,7 @@ class SafetyRun(ScopedRun):
             return self.excuses.take(findings, event, None, None)
         if isinstance(event, v.Schedule):
             self.end_aborted()
-        findings = [*judge_answer(self.config, self.live, self.said, event, seen)]
+        findings = [*judge_answer(self.config, self.live, self.said, event, seen, self.dropped)]
         findings += self.worker.observe(event, seen)
         if after is not None and self.before is not None:
             findings += self._judge_state(event, seen, self.before, after)

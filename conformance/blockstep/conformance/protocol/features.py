@@ -246,7 +246,8 @@ ENCODER = Feature(
         "is_encoder_decoder": False,
     },
     actions=(v.EncoderReset, v.EncoderOffer),
-    properties=("P9",),
+    situations=("encoder_",),
+    properties=("P9", "P22"),
 )
 ADAPTERS = Feature(
     "adapters",

@@ -101,6 +101,29 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
             "than the blocks of its table hold."
         ),
     ),
+    "plan_stays_within_encoder_compute_budget": (
+        "P9",
+        "A plan has no more embeddings made than `encoder_compute_budget`; loaded ones are none.",
+    ),
+    "items_stay_within_encoder_cache_size": (
+        "P9",
+        (
+            "Once a plan has dropped and made what it names, the worker keeps no more embeddings "
+            "than `encoder_cache_size`."
+        ),
+    ),
+    "encoded_item_is_of_its_request": (
+        "P22",
+        "What a plan has encoded for a request is one of that request's items.",
+    ),
+    "item_is_made_once": ("P22", "An item that is there is not encoded or loaded once more."),
+    "item_that_a_row_reads_is_there": (
+        "P22",
+        (
+            "Each item of which a row reads an embedding, a draft head one position further, was "
+            "encoded or loaded, and not dropped since."
+        ),
+    ),
     "scheduled_drafts_are_accepted_by_the_grammar": (
         "P23",
         "The drafts that a row verifies are ones that the grammar of its request accepts.",

@@ -95,6 +95,8 @@ class EncoderCache:
                 break
             if self._is_behind(item, num_computed):
                 continue
+            if not self._is_read(item, num_computed, num_tokens):
+                continue
             if self._is_there(item.identifier, chosen, request):
                 chosen.found.append(index)
                 continue
@@ -103,8 +105,6 @@ class EncoderCache:
             ):
                 chosen.num_tokens = max(item.offset - begin, 0)
                 break
-            if not self._is_read(item, num_computed, num_tokens):
-                continue
             if item.identifier in self.offered:
                 chosen.external.append(index)
             else:
@@ -127,7 +127,8 @@ class EncoderCache:
     def _would_cut(self, item: MultiModalItem, num_computed: int, num_tokens: int) -> bool:
         """Whether the row would end inside of an item that must not be cut."""
         end = num_computed + num_tokens
-        return self.is_whole and num_computed < item.offset and end < item.offset + item.length
+        begin = num_computed + self.lookahead
+        return self.is_whole and begin < item.offset and end < item.offset + item.length
 
     def _is_read(self, item: MultiModalItem, num_computed: int, num_tokens: int) -> bool:
         """Whether the row, or the head behind it, reads one of its embeddings."""
@@ -140,7 +141,8 @@ class EncoderCache:
         self, item: MultiModalItem, budget: int, chosen: Encoding, request: Request
     ) -> bool:
         """Whether it can be brought in, beside what is chosen; who has to go for it."""
-        if item.num_embeds > budget - chosen.num_embeds:
+        is_encoded = item.identifier not in self.offered
+        if is_encoded and item.num_embeds > budget - chosen.num_embeds:
             return False
         items = request.items
         brought = sum(items[i].num_embeds for i in chosen.inputs + chosen.external)
@@ -165,9 +167,12 @@ class EncoderCache:
 
     def hold(self, request: Request, chosen: Encoding) -> None:
         """The row has its blocks: what it needs is there, or will be when it runs."""
-        for name in chosen.evicted:
-            self._evict(name)
         self._bring_back_lost(request, chosen)
+        brought = {request.items[i].identifier for i in chosen.inputs + chosen.external}
+        needed = sum(request.items[i].num_embeds for i in chosen.inputs + chosen.external)
+        for name in chosen.evicted:  # unless the row of another made room meanwhile
+            if name in brought or self.num_free < needed:
+                self._evict(name)
         for index in chosen.inputs + chosen.external:
             item = request.items[index]
             self.entries[item.identifier] = Entry(item.num_embeds)

@@ -9,8 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.impl.host.core import Core
+from blockstep.impl.host.grammars import make_matcher
 from blockstep.impl.host.table import Session
-from blockstep.impl.refusals import most_blocks, most_slots, submit_problem, update_problem
+from blockstep.impl.refusals import (
+    count_beside,
+    most_blocks,
+    most_slots,
+    submit_problem,
+    update_problem,
+)
 from blockstep.spec.vocabulary import (
     Aborted,
     Ack,
@@ -27,7 +34,8 @@ class Sessions(Core):
     def _most_blocks(self, request: Request) -> int:
         """Blocks that it holds at once, at most (P11)."""
         if self.groups is not None:
-            return self.groups.count_most(most_slots(self.config, request))
+            num_beside = count_beside(request)
+            return self.groups.count_most(most_slots(self.config, request), num_beside)
         return most_blocks(self.config, request)
 
     def _update(self, update: Request) -> Ack | Aborted | Rejected:
@@ -120,6 +128,9 @@ class Sessions(Core):
         num_kept = self._count_kept(slot)
         whole = _append_chunk(table.requests[slot], tuple(lineage.tokens[:num_kept]), update)
         lineage.go_on(whole, num_kept)
+        matcher = make_matcher(self.config, whole)
+        if matcher is not None:  # its grammar begins anew, for outputs are those of the chunk
+            self.matchers[whole.request_id] = matcher
         table.go_on(slot, whole, min(len(lineage.tokens) + whole.max_tokens, self.max_model_len))
 
     def _count_kept(self, slot: int) -> int:

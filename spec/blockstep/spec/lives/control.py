@@ -54,8 +54,12 @@ def process_encoder_reset(state: State) -> tuple[State, Ack]:
 
 
 def process_encoder_offer(state: State, identifiers: tuple[str, ...]) -> tuple[State, Ack]:
-    """Set what a connector holds of encoded items. Source: vLLM 0.19.1 `has_cache_item`; P22."""
-    if not state.encoder.size:
+    """Set what a connector holds of encoded items.
+
+    Nothing is loaded for an encoder-decoder model: what a step reads, it makes. Upstream loads it,
+    and takes no blocks for it across. Source: vLLM 0.19.1 `has_cache_item`; P8, P22.
+    """
+    if not state.encoder.size or not state.encoder.is_shared:
         return state, Ack()
     offered = tuple(sorted({*identifiers}))
     return replace(state, encoder=replace(state.encoder, offered=offered)), Ack()

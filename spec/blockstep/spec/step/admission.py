@@ -238,7 +238,8 @@ def process_entrance(
         )
     drafts = (DRAFT_PLACEHOLDER,) * compute_num_drafts(num_start, num_new, num_known)
     tables = after.block_tables
-    hit_tables = hit.block_tables
+    is_kept = num_start > num_hit
+    hit_tables = request.block_tables if is_kept else hit.block_tables
     step.add(
         Scheduled(
             request.request_id, num_start, num_new, tables, hit_tables, drafts, request.status

@@ -55,7 +55,7 @@ class Scheduled:
     new_blocks: BlockTables
     """Per group: blocks appended in this step; all of them for an admitted request."""
     hit: BlockTables = ()
-    """Per group: those of them that it shares; empty for who runs."""
+    """Per group: those of them that it shares, or that a session kept; empty for who runs."""
     drafts: TokenIds = ()
     status: Status = Status.RUNNING
     """What it was before: RUNNING, or WAITING or PREEMPTED when the step admits it."""

@@ -138,7 +138,8 @@ class EncoderReset:
 class EncoderOffer:
     """What a connector holds of encoded items from now on, instead of what it held before.
 
-    An item of these is loaded, not encoded: it takes room in the cache, and no compute.
+    An item of these is loaded, not encoded: it takes room in the cache, and no compute. It says
+    nothing without an encoder, and to an encoder-decoder model, for which nothing is loaded.
     Observation: `Ack`.
     """
 

@@ -157,11 +157,11 @@ class Compilation(Future[Any]):
 
     def __init__(self, work: Callable[[], Any]) -> None:
         super().__init__()
-        self._work = work
+        self.work = work
 
     def finish(self) -> None:
         """Compile it now."""
-        self.set_result(self._work())
+        self.set_result(self.work())
 
     def result(self, timeout: float | None = None) -> Any:
         """What was compiled. Waits for nobody: no time passes in a run."""

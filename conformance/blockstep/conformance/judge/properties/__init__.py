@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from blockstep.conformance.judge.properties import (
     admission,
     budgets,
+    encoder,
     grammars,
     hits,
     messages,
@@ -23,6 +24,7 @@ from blockstep.conformance.judge.properties import (
     output,
     pool,
     refusals,
+    sessions,
     tables,
 )
 from blockstep.conformance.judge.properties.ledger import Ledger
@@ -54,7 +56,20 @@ class Property:
     checks: tuple[Sentence, ...]
 
 
-_FAMILIES = (pool, refusals, budgets, output, messages, admission, order, hits, tables, grammars)
+_FAMILIES = (
+    pool,
+    refusals,
+    budgets,
+    output,
+    messages,
+    admission,
+    order,
+    hits,
+    tables,
+    grammars,
+    sessions,
+    encoder,
+)
 """In the order in which sentences of one property speak."""
 _SENTENCES = [
     found for family in _FAMILIES for found in vars(family).values() if isinstance(found, Sentence)
@@ -91,6 +106,8 @@ _STATEMENTS = {
     "P18 idempotent signals": "late, duplicate or unknown completions change nothing and kill "
     "nothing",
     "P21 statistics": "counters equal what happened, once each",
+    "P22 encoder cache": "references count occurrences; budget restored on rollback; no release of "
+    "what is still needed",
     "P23 grammar in step": "the grammar's state equals the accepted output; invalid drafts are "
     "never accepted",
     "P24 real drafts": "a dispatched draft is a draft proposed for exactly this position of this "

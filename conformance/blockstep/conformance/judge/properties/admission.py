@@ -64,6 +64,7 @@ def request_without_a_row_stays_the_same(step: Step, ledger: Ledger) -> Complain
         elif not (
             _only_promoted(step, ledger, name)
             or _only_lost_drafts(step, name)
+            or name in step.giving
             or name in step.preempted
         ):
             yield unequal(f"{name!r} has no row but changed", f"request {name}", old, new)
@@ -112,8 +113,9 @@ def row_gains_exactly_the_blocks_it_needs(step: Step, _ledger: Ledger) -> Compla
     config = step.config
     for row in step.rows:
         tables, slots = row.hit_tables, row.end
-        if row.kind is RowKind.RUNNING:
+        if row.kind in (RowKind.RUNNING, RowKind.CONTINUED):
             tables = step.old[row.request_id].block_tables
+        if row.kind is RowKind.RUNNING:
             slots = running_slots(config, row.end)
         held = zip(step.groups, tables, strict=True)
         need = [max(table_length(group, row.end, slots) - len(table), 0) for group, table in held]
@@ -136,10 +138,10 @@ def admission_leaves_room_for_the_whole_prompt(step: Step, ledger: Ledger) -> Co
     given back on the way, because nobody attends to it any more, does not.
     """
     reserves = step.config.scheduler_reserve_full_isl
-    if not reserves or not step.admitted_rows:
+    if not reserves or not step.newcomers or step.hides_what_was_given:
         return
     room = replay_schedule(step, ledger, ()).room
-    for row in step.admitted_rows:
+    for row in step.newcomers:
         known = ledger.lives[row.request_id].num_known
         num_free, num_free_hits = room[row.request_id]
         need = num_free_hits + _reserve(step.config, row.first, known, row.hit_tables)
@@ -190,12 +192,23 @@ def running_request_gets_all_it_can(step: Step, ledger: Ledger) -> Complaints:
         left -= seen
 
 
+def has_items_ahead(step: Step, ledger: Ledger, name: RequestId) -> bool:
+    """Whether a request has items that its encoder may have to make first."""
+    if not step.config.encoder_cache_size:
+        return False
+    items = ledger.lives[name].request.items
+    computed = 0 if step.config.is_encoder_decoder else step.old[name].num_computed_tokens
+    return any(item.offset + item.length > computed for item in items)
+
+
 def least_share(step: Step, ledger: Ledger, name: RequestId, expected: int) -> int:
     """The fewest tokens that a row may run of those that it could.
 
     Where chunks of a prompt end at states it may be fewer, but never none: rounded to nothing a
     request would wait for ever (upstream #40707).
     """
+    if has_items_ahead(step, ledger, name):
+        return 0  # a chunk stops before an item that does not fit
     if not is_aligned(step.config):
         return expected
     life, old = ledger.lives[name], step.old[name]
@@ -285,7 +298,7 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
     ):
         return ()
     name = next_in_line(step, ledger)
-    if name is None:
+    if name is None or any(step.new[name].block_tables) or has_items_ahead(step, ledger, name):
         return ()
     life = ledger.lives[name]
     num_hit, hits = hit_now(step, ledger, life)
@@ -338,7 +351,7 @@ def nobody_is_preempted_while_blocks_suffice(step: Step, ledger: Ledger) -> Comp
     them, and then there were fewer without the last victim's; or was the last victim itself.
     """
     victims = victims_of(step, ledger)
-    if not victims or step.config.policy is not Policy.FCFS:
+    if not victims or step.hides_what_was_given or step.config.policy is not Policy.FCFS:
         return ()
     free = replay_schedule(step, ledger, victims).room_of_the_last
     last = step.old[victims[-1]]

@@ -98,7 +98,8 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
         if life is None:
             yield Complaint(f"{request.request_id!r} was never submitted, or has ended")
             continue
-        known = life.num_prompt + len(request.output_token_ids)
+        num_prompt = len(request.prompt_token_ids) or life.num_prompt
+        known = num_prompt + len(request.output_token_ids)
         computed = request.num_computed_tokens
         owed = promised.get(request.request_id, 0)
         # The last token is not computed yet: known, freshly sampled, or promised.
@@ -126,9 +127,11 @@ def counters_stay_within_what_is_known(step: Step, ledger: Ledger) -> Complaints
 
 @sentence("P12", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
 def only_running_requests_hold_anything(step: Step, _ledger: Ledger) -> Complaints:
-    """Who waits has no block, no computed token and no draft."""
+    """Who waits has no block, no computed token and no draft; a session no draft."""
     no_tables, nothing_settled = nothing_held(step)
     for request in step.after.requests:
+        if request.prompt_token_ids and not request.spec_token_ids:
+            continue  # a session may hold what it keeps
         if request.status is not v.Status.RUNNING and (
             request.block_tables != no_tables
             or request.num_computed_tokens
@@ -144,6 +147,7 @@ def nothing_held(step: Step) -> tuple[v.BlockTables, tuple[int, ...]]:
     return ((),) * num_groups, (0,) * num_groups
 
 
+_GOING_ON = (RowKind.RUNNING, RowKind.CONTINUED)
 _MOVED_BY_A_ROW = (
     *("num_computed_tokens", "is_prefill_chunk", "spec_token_ids", "status"),
     *("output_token_ids", "grammar_ready"),
@@ -168,7 +172,7 @@ def row_advances_by_what_it_runs(step: Step, ledger: Ledger) -> Complaints:
             for name, one, other in zip(_MOVED_BY_A_ROW, due, seen, strict=True):
                 if one != other:
                     yield _moved(row, name, one, other)
-        if row.kind is RowKind.RUNNING and old.num_computed_tokens != row.first:
+        if row.kind in _GOING_ON and old.num_computed_tokens != row.first:
             yield _moved(row, "num_computed_tokens before", old.num_computed_tokens, row.first)
         if not step.config.enable_prefix_caching and any(new.num_cached_blocks):
             nothing_settled = nothing_held(step)[1]
@@ -216,6 +220,7 @@ def submitted_request_starts_from_nothing(step: Step, _ledger: Ledger) -> Compla
         block_tables=no_tables,
         num_cached_blocks=nothing_settled,
         reasoning_ended=has_stopped_reasoning(step.config, request),
+        prompt_token_ids=request.prompt_token_ids if request.resumable else (),
     )
     seen = step.new.get(request.request_id)
     if seen != expected:
@@ -245,15 +250,18 @@ def _after(stats: v.Stats, step: Step, ledger: Ledger) -> v.Stats:
     scheduled, accepted = stats.drafts_scheduled, stats.drafts_accepted
     if isinstance(step.event, v.Schedule):
         preemptions += len(step.preempted)
-        for row in step.admitted_rows:
+        for row in step.newcomers:
             life = ledger.lives[row.request_id]
             if may_ask_the_cache(step, life):
                 queries += life.num_known
                 hits += row.first
+        if step.hides_what_was_given:
+            queries = step.after.stats.prefix_cache_queries
+            hits = step.after.stats.prefix_cache_hits
     elif isinstance(step.event, v.Commit):
         for flight in ledger.frame_of(step):
             tokens = step.sampled.get(flight.request_id, ())
-            if flight.drafts and flight.request_id in ledger.lives:
+            if flight.drafts and flight.request_id in ledger.lives and not flight.is_dropped:
                 scheduled += len(flight.verified)
                 accepted += len(tokens) - 1
     elif isinstance(step.event, v.Reset):

@@ -7,7 +7,8 @@ from math import lcm
 from typing import TypeAlias
 
 from blockstep.conformance.judge.attended import count_unattended, is_recurrent
-from blockstep.conformance.judge.properties.ledger import Ledger, Life
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.properties.sentence import Complaint, Complaints, sentence, unequal
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.worker.names import Name
@@ -27,7 +28,7 @@ def hit_is_whole_blocks_and_leaves_a_token(step: Step, ledger: Ledger) -> Compla
     """
     config = step.config
     unit = lcm(*step.block_sizes)
-    for row in step.admitted_rows:
+    for row in step.newcomers:
         life = ledger.lives[row.request_id]
         most = 0
         if may_ask_the_cache(step, life):
@@ -61,7 +62,7 @@ def hit_is_the_longest_there_is(step: Step, ledger: Ledger) -> Complaints:
     """
     if not step.admitted_rows or not (step.before.cached or step.config.groups):
         return
-    for row in step.admitted_rows:
+    for row in step.newcomers:
         life = ledger.lives[row.request_id]
         if not may_ask_the_cache(step, life):
             continue
@@ -135,7 +136,7 @@ def hit_takes_the_oldest_copy(step: Step, ledger: Ledger) -> Complaints:
     """
     if not step.before.cached:
         return
-    for row in step.admitted_rows:
+    for row in step.newcomers:
         life = ledger.lives[row.request_id]
         for group, table in enumerate(row.hit_tables):
             named, size = ledger.named_blocks(step.before, group), step.block_sizes[group]

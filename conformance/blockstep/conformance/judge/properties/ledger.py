@@ -8,97 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
-from blockstep.conformance.judge.automaton import Automaton, Place
+from blockstep.conformance.judge.automaton import Automaton
+from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
-from blockstep.conformance.judge.worker.names import Name, NamedText, PrefixNames
+from blockstep.conformance.judge.worker.names import Name, PrefixNames
+from blockstep.conformance.protocol.sessions import Session
 from blockstep.spec import vocabulary as v
-
-
-def order_of(request: v.Request) -> tuple[int, int, v.RequestId]:
-    """The place of a request under the priority policy: lower goes first."""
-    return (request.priority, request.arrival_time, request.request_id)
-
-
-class Life(NamedText):
-    """One unfinished request, from its submission on."""
-
-    __slots__ = (
-        "admitted_in", "automaton", "drafts", "grammar_ready", "last_planned_in",
-        "num_cached_tokens", "num_known_then", "preempted_at",
-    )  # fmt: skip
-
-    def __init__(self, request: v.Request, names: PrefixNames) -> None:
-        super().__init__(request, names)
-        self.automaton: Automaton | None = None
-        """Of its grammar, if it has one."""
-        self.drafts: v.TokenIds = ()
-        """Attached and not scheduled yet; under asynchronous scheduling their placeholders."""
-        self.num_cached_tokens = -1
-        """Tokens of the hit at its first admission; -1 before that."""
-        self.grammar_ready = False
-        self.admitted_in: v.FrameId = -1
-        """The plan of its last admission; -1 before that."""
-        self.last_planned_in: v.FrameId = -1
-        """The last plan with a row of it."""
-        self.preempted_at: int | None = None
-        """What `Ledger.num_progress` was when it was last preempted for want of blocks."""
-        self.num_known_then = 0
-        """What it knew then, tokens."""
-
-    @property
-    def num_known(self) -> int:
-        """Prompt and outputs, tokens."""
-        return len(self.tokens)
-
-    @property
-    def output_token_ids(self) -> v.TokenIds:
-        """What was delivered."""
-        return tuple(self.tokens[self.num_prompt :])
-
-    def find_place(self, delivered: v.TokenIds = ()) -> Place | None:
-        """Where its grammar stands behind its outputs and these; None: it forbids one of them."""
-        return (
-            None
-            if self.automaton is None
-            else self.automaton.read(self.output_token_ids + delivered)
-        )
-
-    def accept(self, drafts: v.TokenIds) -> v.TokenIds:
-        """The first of these drafts, as far as its grammar accepts them; all without one."""
-        if self.automaton is None:
-            return drafts
-        place = self.find_place()
-        return () if place is None else self.automaton.cut(place, drafts)
-
-    @property
-    def order(self) -> tuple[int, int, v.RequestId]:
-        """Its place under the priority policy: lower goes first."""
-        return order_of(self.request)
-
-    def block_name(self, index: int, size: int = 0) -> Name:
-        """The name of the full block at `index` of its table, all of whose tokens are known.
-
-        `size`: its slots, where there are others than those of `Config.block_size`.
-        """
-        end = (index + 1) * (size or self.names.block_size)
-        start = len(self.chain)
-        if start < end:
-            tokens = self.tokens[start:end]
-            self.names.extend(self.chain, self.root, tokens, self.extras, start)
-        return self.chain[end - 1]
-
-    def block_name_with(self, delivered: v.TokenIds, index: int, size: int) -> Name:
-        """Likewise with outputs that a step delivers, which are not recorded yet."""
-        count = len(self.tokens)
-        if (index + 1) * size <= count:
-            return self.block_name(index, size)
-        self.tokens.extend(delivered)
-        try:
-            return self.block_name(index, size)
-        finally:
-            del self.tokens[count:], self.chain[count:]
 
 
 def cut_at_placeholder(drafts: v.TokenIds) -> v.TokenIds:
@@ -119,6 +37,8 @@ class FlightRow:
     """All known and promised tokens are computed once it has run."""
     verifiable: v.TokenIds | None = None
     """The drafts that a mask has left of those that only the worker knew; None before a mask."""
+    is_dropped: bool = False
+    """It samples for a chunk of a session that is over, and delivers nothing."""
 
     @property
     def num_promised(self) -> int:
@@ -217,9 +137,13 @@ class Ledger:
         count: Counter[v.RequestId] = Counter()
         for frame_id, rows in self.frames.items():
             if frame_id != answered:
-                count.update({row.request_id: len(row.drafts) for row in rows})
+                count.update(
+                    {row.request_id: len(row.drafts) for row in rows if not row.is_dropped}
+                )
         if step and isinstance(step.event, v.Schedule):
             count.update({row.request_id: len(row.drafts) for row in step.rows})
+        for name in self.list_stopped(step) if step else ():
+            del count[name]
         return count
 
     def flight_row(self, row: PlannedRow) -> FlightRow:
@@ -244,12 +168,18 @@ class Ledger:
         if isinstance(step.event, v.Schedule):
             change = {row.request_id: self.flight_row(row).num_promised for row in step.rows}
         elif isinstance(step.event, v.Commit):
-            change = {row.request_id: -row.num_promised for row in self.frame_of(step)}
+            change = {
+                row.request_id: -row.num_promised
+                for row in self.frame_of(step)
+                if not row.is_dropped
+            }
         else:
             return self.promised
         promised = dict(self.promised)
         for request_id, count in change.items():
             promised[request_id] = promised.get(request_id, 0) + count
+        for request_id in self.list_stopped(step):
+            promised[request_id] = 0
         return promised
 
     def record(self, step: Step) -> None:
@@ -282,6 +212,12 @@ class Ledger:
                     self._end(row.request_id)
             case v.GrammarBitmask(frame_id=frame_id), v.GrammarOutput(rows=masks):
                 self._record_mask(frame_id, masks)
+            case v.StreamingUpdate(), v.Aborted(request_ids=request_ids):
+                for request_id in request_ids:
+                    self._end(request_id)
+            case v.StreamingUpdate(request=request), _:
+                self._update(request)
+                self.num_progress += 1
             case v.GrammarReady(request_id=request_id), _:
                 life = self.lives.get(request_id)
                 if life is not None and not life.grammar_ready:
@@ -335,17 +271,86 @@ class Ledger:
 
     def _record_outputs(self, frame_id: v.FrameId, rows: tuple[v.OutputRow, ...]) -> None:
         for flight in self.frames.pop(frame_id, ()):
-            self._promise(flight.request_id, -flight.num_promised)
+            if not flight.is_dropped:
+                self._promise(flight.request_id, -flight.num_promised)
         for row in rows:
             if row.request_id in self.lives:
                 self.lives[row.request_id].tokens.extend(row.new_token_ids)
             if row.finish_reason is not None:
-                self._end(row.request_id)
+                self._stop(row.request_id)
                 self.stopped_in_flight.add(row.request_id)
         if self.stopped_in_flight:
             self.stopped_in_flight = set(filter(self.in_flight, self.stopped_in_flight))
         if rows:
             self.num_progress += 1
+
+    def _update(self, update: v.Request) -> None:
+        """A client goes on with a session."""
+        life = self.lives[update.request_id]
+        if life.session is not None:
+            self._go_on(life, life.session.update(life.request, life.output_token_ids, update))
+
+    def _stop(self, request_id: v.RequestId) -> None:
+        """A request came to a stop: it ends, or a session rests, or goes on."""
+        life = self.lives.get(request_id)
+        if life is None or life.session is None or life.session.ends_at_its_stop:
+            self._end(request_id)
+            return
+        self._go_on(life, life.session.stop(life.request, life.output_token_ids))
+        life.drafts = ()
+        # What frames in flight sample belongs to a chunk that is over.
+        self.promised.pop(request_id, None)
+        for frame_id, rows in self.frames.items():
+            self.frames[frame_id] = tuple(
+                replace(row, is_dropped=row.is_dropped or row.request_id == request_id)
+                for row in rows
+            )
+
+    def _go_on(self, life: Life, request: v.Request | None) -> None:
+        """A session is what this request says now, and begins its grammar anew; None: as it was."""
+        life.go_on(request)
+        if request is not None and life.automaton is not None:
+            life.automaton = Automaton(self.config, request)
+
+    def list_ended(self, step: Step) -> list[v.RequestId]:
+        """Whom a commit or an abort ended; not sessions that rest, or go on."""
+        return [name for name in step.ended if not self.goes_on(name, step)]
+
+    def list_stopped(self, step: Step) -> list[v.RequestId]:
+        """Sessions that a commit brought to a stop, and did not end."""
+        if not self.has_sessions or not isinstance(step.event, v.Commit):
+            return []
+        return [name for name in step.ended if self.goes_on(name, step)]
+
+    def list_going_on(self, step: Step) -> list[v.RequestId]:
+        """Those of them that go on with their next chunk at once."""
+        sessions = [(name, self.lives[name].session) for name in self.list_stopped(step)]
+        return [name for name, session in sessions if session is not None and session.updates]
+
+    def goes_on(self, name: v.RequestId, step: Step) -> bool:
+        """Whether one of whom a commit told a stop is a session that it does not end."""
+        life = self.lives.get(name)
+        if life is None or life.session is None or not isinstance(step.event, v.Commit):
+            return False
+        return not life.session.ends_at_its_stop
+
+    def get_request_after(self, step: Step, name: v.RequestId) -> v.Request:
+        """What a request is after a step that is not recorded yet."""
+        life = self.lives[name]
+        return life.request if life.session is None else self.foresee(step, name)[0]
+
+    def foresee(self, step: Step, name: v.RequestId) -> tuple[v.Request, Session]:
+        """What a session is after a step that is not recorded yet, and where it stands."""
+        life = self.lives[name]
+        assert life.session is not None, "only a session goes on"
+        said = step.delivered.get(name, ()) if isinstance(step.event, v.Commit) else ()
+        outputs = life.output_token_ids + said
+        session, after = deepcopy(life.session), None
+        if isinstance(step.event, v.StreamingUpdate) and step.event.request.request_id == name:
+            after = session.update(life.request, outputs, step.event.request)
+        elif name in self.list_stopped(step):
+            after = session.stop(life.request, outputs)
+        return after or life.request, session
 
     def _record_mask(self, frame_id: v.FrameId, masks: tuple[v.GrammarRow, ...]) -> None:
         """Drafts that only the worker knew are verified as far as a mask has left them."""

@@ -12,7 +12,7 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
-from blockstep.spec.vocabulary import Abort, Commit, GrammarFailed, Schedule
+from blockstep.spec.vocabulary import Abort, Commit, GrammarFailed, Schedule, StreamingUpdate
 
 
 @sentence("P26", Schedule)
@@ -23,10 +23,10 @@ def plan_tells_who_ended(step: Step, ledger: Ledger) -> Complaints:
     yield from differing("finished_req_ids kept", (), step.after.finished_req_ids)
 
 
-@sentence("P26", Commit, Abort, GrammarFailed)
+@sentence("P26", Commit, Abort, GrammarFailed, StreamingUpdate)
 def ended_are_kept_for_the_next_plan(step: Step, ledger: Ledger) -> Complaints:
     """Who ends is remembered until the next plan."""
-    ended = tuple(sorted(ledger.ended.union(step.ended)))
+    ended = tuple(sorted(ledger.ended.union(ledger.list_ended(step))))
     return differing("finished_req_ids", ended, step.after.finished_req_ids)
 
 

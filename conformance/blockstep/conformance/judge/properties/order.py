@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from blockstep.conformance.judge.properties.ledger import Ledger, order_of
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.life import order_of
 from blockstep.conformance.judge.properties.queue_replay import (
     Holders,
     freed_blocks,
@@ -28,6 +29,11 @@ from blockstep.conformance.judge.properties.sentence import (
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.spec import vocabulary as v
 
+_PASSED_OVER = (
+    v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+    v.Status.WAITING_FOR_STREAMING_REQ,
+)
+
 
 @sentence("P16", v.Submit, v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
 def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> Complaints:
@@ -42,10 +48,7 @@ def every_request_stands_in_one_queue(step: Step, _ledger: Ledger) -> Complaints
         Complaint(f"{name!r} is {request.status} and in the wrong queue")
         for name, request in step.new.items()
         if (request.status is v.Status.RUNNING) is not (name in running)
-        or (
-            request.status is v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-            and name not in after.skipped_waiting
-        )
+        or (request.status in _PASSED_OVER and name not in after.skipped_waiting)
     ]
 
 
@@ -126,14 +129,38 @@ def queues_keep_their_order(step: Step, ledger: Ledger) -> Complaints:
 
 
 @sentence("P16", v.Commit, v.Abort, v.GrammarFailed)
-def queues_lose_exactly_the_ended(step: Step, _ledger: Ledger) -> Complaints:
-    """A commit or an abort takes the ended out of their queue; the others keep their order."""
+def queues_lose_exactly_the_ended(step: Step, ledger: Ledger) -> Complaints:
+    """A commit or an abort takes the ended out of their queue; the others keep their order.
+
+    A session that has come to a stop joins the end of one: of the skipped ones if it rests.
+    """
     left = step.new.keys()
+    stopped = ledger.list_stopped(step)
+    if stopped:
+        yield from _queues_with(step, ledger, stopped)
+        return
     for queue in ("waiting", "skipped_waiting", "running"):
         old, new = getattr(step.before, queue), getattr(step.after, queue)
         if old != new:
             expected = tuple(name for name in old if name in left)
             yield from differing(queue, expected, new)
+
+
+def _queues_with(step: Step, ledger: Ledger, stopped: Sequence[v.RequestId]) -> Complaints:
+    """The queues once sessions have come to a stop."""
+    going_on = set(ledger.list_going_on(step))
+    joining = {
+        "waiting": [name for name in stopped if name in going_on],
+        "skipped_waiting": [name for name in stopped if name not in going_on],
+        "running": [],
+    }
+    for queue, joined in joining.items():
+        old = [name for name in getattr(step.before, queue) if name in step.new]
+        expected = [*(name for name in old if name not in stopped), *joined]
+        if queue != "running" and step.config.policy is v.Policy.PRIORITY:
+            requests = {name: ledger.get_request_after(step, name) for name in expected}
+            expected.sort(key=lambda name: order_of(requests[name]))
+        yield from differing(queue, tuple(expected), getattr(step.after, queue))
 
 
 @sentence("P16", v.Schedule)
@@ -169,7 +196,7 @@ def nobody_is_admitted_after_a_preemption(step: Step, _ledger: Ledger) -> Compla
 def new_blocks_come_from_the_head_of_the_free_queue(step: Step, ledger: Ledger) -> Complaints:
     """The least recently freed block is evicted first; hits leave from wherever they are."""
     victims = victims_of(step, ledger)
-    if hides_a_rollback(step, victims):
+    if hides_a_rollback(step, victims) or step.hides_what_was_given:
         return ()
     replay = replay_schedule(step, ledger, victims)
     if replay.wrong:
@@ -188,7 +215,7 @@ def preempted_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     Checked for the last victim also where the rest of the queue cannot be replayed.
     """
     victims = victims_of(step, ledger)
-    if not victims:
+    if not victims or step.hides_what_was_given:
         return ()
     freed = _freed_by_last(step, ledger, victims)
     queue = list(step.after.free_queue)
@@ -213,7 +240,7 @@ def _freed_by_last(step: Step, ledger: Ledger, victims: Sequence[v.RequestId]) -
 
 
 @sentence("P16", v.Commit, v.Abort, v.GrammarFailed, v.Reset)
-def freed_tail_is_evicted_first(step: Step, _ledger: Ledger) -> Complaints:
+def freed_tail_is_evicted_first(step: Step, ledger: Ledger) -> Complaints:
     """Blocks of the ended join the end of the free queue, last block of each table first.
 
     A block that others still hold stays out. Ended in order: of scheduling in a commit, as named
@@ -221,11 +248,23 @@ def freed_tail_is_evicted_first(step: Step, _ledger: Ledger) -> Complaints:
     """
     before, after = step.before, step.after
     if not isinstance(step.event, v.Reset):
-        names = step.ended
+        names = [name for name in step.ended if _is_freed(step, ledger, name)]
     else:
-        names = list(reversed(before.running)) if step.event.reset_running_requests else []
+        if not step.event.reset_running_requests:
+            names = []
+        elif ledger.has_sessions:
+            return ()  # in which order those give way that do not run is a policy
+        else:
+            names = list(reversed(before.running))
     freed = freed_blocks(before, [name for name in names if name in step.old]) if names else []
     return differing("free_queue", (*before.free_queue, *freed), after.free_queue)
+
+
+def _is_freed(step: Step, ledger: Ledger, name: v.RequestId) -> bool:
+    """Whether one that was told a stop gave its blocks back; a session may keep them."""
+    if not ledger.goes_on(name, step):
+        return True
+    return name in step.new and not any(step.new[name].block_tables)
 
 
 # P10. A victim computes again what it had, so preempting is the one thing that a scheduler can do

@@ -80,7 +80,7 @@ def expected_outputs(step: Step, ledger: Ledger) -> dict[v.RequestId, v.OutputRo
     for flight in ledger.frame_of(step):
         name = flight.request_id
         life, tokens = ledger.lives.get(name), step.sampled.get(name)
-        if life is not None and tokens:
+        if life is not None and tokens and not flight.is_dropped:
             outputs = list(life.output_token_ids)
             delivered, stop = cut_at_stop(step.config, life.request, outputs, tokens)
             reason, stop_token = stop or (None, None)
@@ -121,9 +121,12 @@ def finish_reason_is_the_one_that_holds(step: Step, ledger: Ledger) -> Complaint
 
 
 @sentence("P13", v.Commit)
-def finished_request_is_forgotten_and_others_stay(step: Step, _ledger: Ledger) -> Complaints:
-    """Exactly those that were told a finish reason are gone after a commit."""
-    expected = step.old.keys() - set(step.ended)
+def finished_request_is_forgotten_and_others_stay(step: Step, ledger: Ledger) -> Complaints:
+    """Exactly those that were told a finish reason are gone after a commit.
+
+    But for sessions whose input has not ended.
+    """
+    expected = step.old.keys() - set(ledger.list_ended(step))
     if step.new.keys() != expected:
         what = "a commit ended others than it said"
         yield unequal(what, "unfinished", sorted(expected), sorted(step.new))
@@ -131,11 +134,17 @@ def finished_request_is_forgotten_and_others_stay(step: Step, _ledger: Ledger) -
 
 @sentence("P13", v.Commit)
 def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Complaints:
-    """A state holds as outputs what was delivered, in order."""
+    """A state holds as outputs what was delivered, in order.
+
+    Of a session that goes on with its next chunk: nothing so far.
+    """
+    going_on = set(ledger.list_going_on(step))
     for name, new in step.new.items():
         life = ledger.lives.get(name)
         if life is not None:
-            expected = life.output_token_ids + step.delivered.get(name, ())
+            expected = (
+                () if name in going_on else life.output_token_ids + step.delivered.get(name, ())
+            )
             if new.output_token_ids != expected:
                 what = f"the state has other outputs of {name!r}"
                 yield unequal(what, "outputs", expected, new.output_token_ids)
@@ -163,7 +172,7 @@ def sampling_leaves_one_token_to_compute(step: Step, ledger: Ledger) -> Complain
     promised = ledger.promised_after(step)
     for flight in ledger.frame_of(step):
         new = step.new.get(flight.request_id)
-        if new is None or new.status is not v.Status.RUNNING:
+        if new is None or new.status is not v.Status.RUNNING or flight.is_dropped:
             continue
         life = ledger.lives[flight.request_id]
         known = life.num_prompt + len(new.output_token_ids)
@@ -184,10 +193,13 @@ def commit_changes_only_outputs_and_computed_tokens(step: Step, ledger: Ledger) 
 
     Under asynchronous scheduling one who runs may settle blocks too.
     """
-    in_frame = {row.request_id for row in ledger.frame_of(step) if row.samples}
+    in_frame = {
+        row.request_id for row in ledger.frame_of(step) if row.samples and not row.is_dropped
+    }
+    stopped = ledger.list_stopped(step)
     for name, new in step.new.items():
         old = step.old.get(name)
-        if old is None or new is old:
+        if old is None or new is old or name in stopped:
             continue
         sampled = name in in_frame
         runs = sampled and new.status is v.Status.RUNNING

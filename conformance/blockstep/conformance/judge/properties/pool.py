@@ -89,7 +89,7 @@ def _unfinished_blocks(step: Step, ledger: Ledger) -> list[tuple[v.RequestSnapsh
         tables, life = request.block_tables, ledger.lives.get(request.request_id)
         if life is None or not tables[0]:
             continue
-        known = life.num_prompt + len(request.output_token_ids)
+        known = (len(request.prompt_token_ids) or life.num_prompt) + len(request.output_token_ids)
         filled = min(request.num_computed_tokens, known)
         for table, size in zip(tables, sizes):  # noqa: B905 - tables are counted elsewhere
             found += [(request, block) for block in table[filled // size :]]
@@ -177,7 +177,7 @@ def _unsettled(new: v.RequestSnapshot, ends: tuple[int, ...]) -> Complaint:
 
 def _settled_before(step: Step, row: PlannedRow) -> Sequence[int]:
     """Per group: blocks of a row's table that were settled when the step began, or by its hit."""
-    if row.kind is RowKind.RUNNING:
+    if row.kind in (RowKind.RUNNING, RowKind.CONTINUED):
         return step.old[row.request_id].num_cached_blocks
     return [len(table) for table in row.hit_tables]
 
@@ -264,8 +264,11 @@ def verified_full_blocks_are_published(step: Step, ledger: Ledger) -> Complaints
         name = stretch.request_id
         yield from _unpublished(step, name, stretch.blocks)
         ends[name] = (*ends.get(name, ()), stretch.end)
+    stopped = ledger.list_stopped(step)
     for name, settled in ends.items():
         new = step.new.get(name)
+        if name in stopped and new is not None and not any(new.block_tables):
+            continue  # a session that cannot go back computes all of it again
         if new is not None and new.num_cached_blocks != settled:
             yield _unsettled(new, settled)
 
@@ -343,7 +346,7 @@ def _touched(step: Step, ledger: Ledger) -> list[Stretch]:
     found: list[Stretch] = []
     for row in step.rows:
         name, firsts = row.request_id, (0,) * len(step.block_sizes)
-        if row.kind is RowKind.RUNNING:
+        if row.kind in (RowKind.RUNNING, RowKind.CONTINUED):
             firsts = step.old[name].num_cached_blocks
         known = ledger.lives[name].num_known
         if known // min(step.block_sizes) > min(firsts):

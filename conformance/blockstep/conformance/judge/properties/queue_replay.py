@@ -57,8 +57,11 @@ def in_policy_order(ledger: Ledger, snapshot: v.Snapshot) -> list[v.RequestId]:
 
 
 def is_passed_over(ledger: Ledger, request: v.RequestSnapshot) -> bool:
-    """Whether a request waits for something outside: its grammar, or its tokens in flight."""
+    """Whether a request waits for something outside: its grammar, its tokens in flight, or for
+    further input."""
     if ledger.promised.get(request.request_id):
+        return True
+    if request.status is v.Status.WAITING_FOR_STREAMING_REQ:
         return True
     return (
         request.status is v.Status.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from blockstep.conformance.judge.properties.amounts import least_need, most_need
 from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
+from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.properties.sentence import (
     Complaint,
     Complaints,
@@ -19,6 +20,7 @@ from blockstep.conformance.judge.properties.sentence import (
     unequal,
 )
 from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.protocol.sessions import get_longest
 from blockstep.spec import vocabulary as v
 
 
@@ -44,7 +46,7 @@ def rejected_event_changes_nothing(step: Step, _ledger: Ledger) -> Complaints:
 _FOR_SIZE = (v.RejectCode.PROMPT_TOO_LONG, v.RejectCode.NEVER_FITS)
 
 
-@sentence("P11", v.Submit)
+@sentence("P11", v.Submit, v.StreamingUpdate)
 def accepted_request_fits_an_empty_pool(step: Step, ledger: Ledger) -> Complaints:
     """What was accepted can be served: at its longest it fits the pool when nobody else runs."""
     code = due_refusal(step.config, step.event, ledger)
@@ -58,7 +60,7 @@ def request_is_refused_for_its_size_only_if_it_never_fits(step: Step, ledger: Le
     code = step.observation.code
     if code not in _FOR_SIZE or code is due_refusal(step.config, step.event, ledger):
         return ()
-    if code is v.RejectCode.NEVER_FITS and _may_be_too_large(step.config, step.event):
+    if code is v.RejectCode.NEVER_FITS and _may_be_too_large(step.config, step.event, ledger):
         return ()
     return [Complaint(f"refused as {code}, which is not so")]
 
@@ -106,6 +108,8 @@ def due_refusal(config: v.Config, event: object, ledger: Ledger) -> v.RejectCode
             frame = ledger.frames[frame_id]
             is_answer = _answers(config, sampled, frame) and _is_allowed(sampled, frame, ledger)
             return None if is_answer else v.RejectCode.BAD_RESULT
+        case v.StreamingUpdate(request=request):
+            return _problem_of_going_on(config, request, ledger)
         case v.GrammarBitmask():
             return _problem_of_asking(config, event, ledger)
         case v.Drafts(drafts=drafts):
@@ -122,6 +126,9 @@ def _never_served(config: v.Config, request: v.Request) -> v.RejectCode | None:
     problem = v.item_problem(config, request)
     if problem is not None:
         return problem.code
+    problem = v.item_problem(config, request)
+    if problem is not None:
+        return problem.code
     if len(request.prompt_token_ids) >= config.max_model_len:
         return v.RejectCode.PROMPT_TOO_LONG
     if least_need(config, request) > config.num_usable_blocks:
@@ -129,13 +136,14 @@ def _never_served(config: v.Config, request: v.Request) -> v.RejectCode | None:
     return None
 
 
-def _may_be_too_large(config: v.Config, event: v.Event) -> bool:
+def _may_be_too_large(config: v.Config, event: v.Event, ledger: Ledger) -> bool:
     """Whether windows make it a matter of counting if a request fits: with luck it would."""
-    return (
-        bool(config.groups)
-        and isinstance(event, v.Submit)
-        and most_need(config, event.request) > config.num_usable_blocks
-    )
+    if not config.groups or not isinstance(event, v.Submit | v.StreamingUpdate):
+        return False
+    request = event.request
+    if isinstance(event, v.StreamingUpdate):
+        request = _at_its_longest(config, ledger.lives[request.request_id], request)
+    return most_need(config, request) > config.num_usable_blocks
 
 
 def _answers(config: v.Config, sampled: Sequence[v.RowTokens], frame: Sequence[FlightRow]) -> bool:
@@ -170,6 +178,27 @@ def _is_allowed(sampled: Sequence[v.RowTokens], frame: Sequence[FlightRow], ledg
     )
 
 
+def _problem_of_going_on(
+    config: v.Config, update: v.Request, ledger: Ledger
+) -> v.RejectCode | None:
+    """Why a request cannot go on with this input; the limits hold for the whole of it."""
+    life = ledger.lives.get(update.request_id)
+    if life is None:
+        return v.RejectCode.UNKNOWN_REQUEST
+    session = life.session
+    if session is None or session.is_closed:
+        return v.RejectCode.NOT_RESUMABLE
+    return (
+        _never_served(config, _at_its_longest(config, life, update)) if update.resumable else None
+    )
+
+
+def _at_its_longest(config: v.Config, life: Life, update: v.Request) -> v.Request:
+    """What a session may become by a chunk, and by those that stand before it."""
+    assert life.session is not None, "only a session goes on"
+    return get_longest(config, life.request, life.output_token_ids, life.session, update)
+
+
 def _problem_of_asking(
     config: v.Config, event: v.GrammarBitmask, ledger: Ledger
 ) -> v.RejectCode | None:
@@ -199,15 +228,21 @@ _QUEUES = ("waiting", "skipped_waiting", "running")
 _FRAMES = ("frames_in_flight", "next_frame_id", "finished_req_ids", "prev_scheduled_req_ids")
 
 _STILL: dict[type, tuple[str, ...]] = {
-    v.Submit: ("pause_state", "running", *_POOL, *_FRAMES),
+    v.Submit: ("pause_state", "running", "encoder", *_POOL, *_FRAMES),
     v.Drafts: ("pause_state", *_QUEUES, *_POOL, *_FRAMES),
     v.GrammarReady: ("pause_state", *_QUEUES, *_POOL, *_FRAMES),
     v.GrammarFailed: (
         *("pause_state", "block_keys", "cached"),
         *("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"),
     ),
+    v.StreamingUpdate: (
+        *("pause_state", "running", "block_keys", "cached"),
+        *("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"),
+    ),
     v.GrammarBitmask: ("pause_state", "requests", *_QUEUES, *_POOL, *_FRAMES),
-    v.SetPause: ("requests", *_QUEUES, *_POOL, *_FRAMES),
+    v.SetPause: ("requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
+    v.EncoderReset: ("pause_state", "requests", *_QUEUES, *_POOL, *_FRAMES),
+    v.EncoderOffer: ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
     v.Schedule: ("pause_state",),
     v.Commit: ("pause_state", "block_keys", "cached", "next_frame_id", "prev_scheduled_req_ids"),
     v.Abort: (
@@ -242,7 +277,7 @@ def event_leaves_alone_what_it_is_not_about(step: Step, _ledger: Ledger) -> Comp
     return found
 
 
-@sentence("P18", v.Submit, v.Drafts, v.GrammarReady, v.GrammarFailed, v.Abort)
+@sentence("P18", v.Submit, v.Drafts, v.GrammarReady, v.GrammarFailed, v.StreamingUpdate, v.Abort)
 def event_leaves_other_requests_alone(step: Step, _ledger: Ledger) -> Complaints:
     """Requests that an event does not name, or whose part in it was dropped, are as before.
 
@@ -254,6 +289,8 @@ def event_leaves_other_requests_alone(step: Step, _ledger: Ledger) -> Complaints
         concerned, may_change = (step.event.request_id,), "grammar_ready"
     elif isinstance(step.observation, v.DraftsTaken):
         concerned, may_change = step.observation.request_ids, "spec_token_ids"
+    elif isinstance(step.event, v.StreamingUpdate):
+        concerned = (step.event.request.request_id,)
     elif isinstance(step.event, v.GrammarFailed):
         concerned = (step.event.request_id,)
     elif isinstance(step.observation, v.Aborted):
@@ -331,7 +368,8 @@ def forced_reset_preempts_all_who_run(step: Step, _ledger: Ledger) -> Complaints
     if after.running or after.prev_scheduled_req_ids or not _all_free(step, after):
         yield Complaint("after a forced reset somebody still runs or holds a block")
     for name, old in step.old.items():
-        if name not in step.before.running and step.new.get(name) != old:
+        is_session = bool(old.prompt_token_ids) and any(old.block_tables)
+        if name not in step.before.running and step.new.get(name) != old and not is_session:
             yield Complaint(f"a reset changed {name!r}, which did not run")
 
 

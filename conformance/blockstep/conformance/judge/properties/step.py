@@ -22,6 +22,8 @@ class RowKind(StrEnum):
     RUNNING = "running"
     NEW = "new"
     RESUMED = "resumed"
+    CONTINUED = "continued"
+    """A session, announced again behind the blocks that it kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,8 @@ class Step:
         """Whom a commit or an abort ended, in the order of its answer."""
         if isinstance(self.observation, v.Aborted):
             return list(self.observation.request_ids)
+        if not isinstance(self.observation, v.Outputs):
+            return []
         return [row.request_id for row in self.output_rows if row.finish_reason is not None]
 
     @cached_property
@@ -159,12 +163,56 @@ class Step:
 
         The plan has them in two lists; their common order is that of the running list.
         """
-        rows = [self._row(row, RowKind.NEW) for row in self.plan.new]
+        rows = [self._row(row, self._kind_of(row)) for row in self.plan.new]
         rows += [self._row(row, RowKind.RESUMED) for row in self.plan.cached if row.resumed]
         if len(rows) > 1:
             place = {name: index for index, name in enumerate(self.after.running)}
             rows.sort(key=lambda row: place.get(row.request_id, len(place)))
         return rows
+
+    def _kind_of(self, row: v.NewRow) -> RowKind:
+        """A new row, or one of a session that goes on with the blocks that it had."""
+        old = self.old.get(row.request_id)
+        if old is None or not old.prompt_token_ids or not any(old.block_tables):
+            return RowKind.NEW
+        pairs = zip(old.block_tables, row.block_ids, strict=True)
+        is_kept = row.num_computed_tokens == old.num_computed_tokens and all(
+            len(told) >= len(held)
+            # What is attended to no more was given back on the way.
+            and all(one in (block, v.NULL_BLOCK) for one, block in zip(told, held, strict=False))
+            for held, told in pairs
+        )
+        return RowKind.CONTINUED if is_kept else RowKind.NEW
+
+    @cached_property
+    def newcomers(self) -> list[PlannedRow]:
+        """Of the admitted rows those of who held nothing: they may ask the cache."""
+        return [row for row in self.admitted_rows if row.kind is not RowKind.CONTINUED]
+
+    @cached_property
+    def giving(self) -> list[v.RequestId]:
+        """Sessions that held blocks without running, and gave them to another."""
+        found = []
+        rows = {row.request_id: row.kind for row in self.admitted_rows}
+        for name, old in self.old.items():
+            if old.prompt_token_ids and name not in self.place and any(old.block_tables):
+                new = self.new.get(name)
+                if rows.get(name, RowKind.CONTINUED) is not RowKind.CONTINUED or (
+                    new is not None and name not in rows and not any(new.block_tables)
+                ):
+                    found.append(name)
+        return found
+
+    @property
+    def hides_what_was_given(self) -> bool:
+        """Whether sessions gave blocks back in this step, at a time that is not seen.
+
+        Where nobody ran, one may have given them to who was admitted before it, and hit them again.
+        """
+        kept = [row for row in self.admitted_rows if row.kind is RowKind.CONTINUED]
+        if self.giving or (kept and self.config.groups):
+            return True
+        return bool(kept) and not self.running_rows and self.admitted_rows[0] not in kept
 
     def _row(self, row: v.NewRow | v.CachedRow, kind: RowKind) -> PlannedRow:
         tables = row.block_ids if isinstance(row, v.NewRow) else row.new_block_ids
@@ -178,6 +226,10 @@ class Step:
                 pairs = zip(self.config.groups, self.old[name].block_tables, strict=True)
                 moved = frozenset(chain(*[blocks_of_drafts(*pair) for pair in pairs]))
             return PlannedRow(name, kind, first, count, tables, no_hits, drafts, moved=moved)
+        if kind is RowKind.CONTINUED:
+            kept = [*map(len, self.old[name].block_tables)]
+            gained = tuple([table[count:] for table, count in zip(tables, kept, strict=True)])
+            return PlannedRow(name, kind, first, count, gained, ((),) * len(tables), drafts)
         held = [*zip(tables, self.block_sizes, strict=True)]
         hits = tuple([table[: first // size] for table, size in held])
         gained = tuple([table[first // size :] for table, size in held])
@@ -186,7 +238,8 @@ class Step:
     def tables_of(self, row: PlannedRow) -> v.BlockTables:
         """The block tables that a plan gives the request of a row, nothing given back."""
         tables = row.hit_tables
-        if row.kind is RowKind.RUNNING and not row.is_remapped:
+        is_kept = row.kind in (RowKind.RUNNING, RowKind.CONTINUED)
+        if is_kept and not row.is_remapped:
             tables = self.old[row.request_id].block_tables
         pairs = zip(tables, row.gained_tables, strict=True)
         return tuple([table + gained for table, gained in pairs])

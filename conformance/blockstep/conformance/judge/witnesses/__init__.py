@@ -13,6 +13,7 @@ from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.witnesses.adapters import ADAPTERS, of_adapters
 from blockstep.conformance.judge.witnesses.admission import ADMISSION, of_admission, of_waiting
 from blockstep.conformance.judge.witnesses.commits import COMMITS, of_commit, of_drafts
+from blockstep.conformance.judge.witnesses.encoder import ENCODER, of_encoder_reset, of_items
 from blockstep.conformance.judge.witnesses.frames import FRAMES, of_frames
 from blockstep.conformance.judge.witnesses.groups import GROUPED, of_ends, of_groups
 from blockstep.conformance.judge.witnesses.masks import (
@@ -51,6 +52,7 @@ WITNESSES: Mapping[str, str] = (
     | ADAPTERS
     | MASKS
     | SESSIONS
+    | ENCODER
     | REFUSALS
 )
 """All situations, by name, with what they mean."""
@@ -81,6 +83,8 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield from of_groups(step, ledger)
             if step.config.max_loras:
                 yield from of_adapters(step, ledger)
+            if step.config.encoder_cache_size:
+                yield from of_items(step, ledger)
             if ledger.has_grammars:
                 yield from of_masked_plan(step)
             if ledger.has_sessions:
@@ -95,6 +99,8 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield from of_stops(step, ledger)
         case v.GrammarBitmask(), v.GrammarOutput(rows=masks):
             yield from of_mask(step, ledger, masks)
+        case v.EncoderReset(), _:
+            yield from of_encoder_reset(step)
         case v.GrammarFailed(), _:
             yield from of_failure(step, ledger)
         case v.StreamingUpdate(request=request), _:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from blockstep.conformance.judge.properties.amounts import blocks_for
-from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger, Life
+from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
+from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.properties.pool import verified_blocks
 from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.witnesses.frames import num_frames

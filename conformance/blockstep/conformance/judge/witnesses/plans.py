@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from blockstep.conformance.judge.properties.amounts import blocks_for, share_of
-from blockstep.conformance.judge.properties.ledger import Ledger, Life
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.life import Life
 from blockstep.conformance.judge.properties.queue_replay import victims_of
 from blockstep.conformance.judge.properties.step import PlannedRow, RowKind, Step
 from blockstep.spec.vocabulary import PauseState

@@ -14,7 +14,8 @@ from itertools import chain
 from typing import TypeAlias
 
 from blockstep.conformance.judge.attended import without_given_back
-from blockstep.conformance.judge.worker.sampling import NextToken, Sampling
+from blockstep.conformance.judge.worker.items import Items
+from blockstep.conformance.judge.worker.sampling import NextToken
 from blockstep.conformance.judge.worker.view import FrameRow, RequestView
 from blockstep.conformance.protocol.findings import Difference, Finding, shown
 from blockstep.spec import vocabulary as v
@@ -23,7 +24,7 @@ Tables: TypeAlias = list[list[v.BlockId]]
 """Per KV group, positions in order."""
 
 
-class Worker(Sampling):
+class Worker(Items):
     """A model worker. One object is one run."""
 
     def __init__(self, config: v.Config, next_token: NextToken) -> None:
@@ -46,6 +47,8 @@ class Worker(Sampling):
             case v.Commit() as commit, v.Outputs(rows=rows):
                 self.commit(commit)
                 self.hear_of_ends(row.request_id for row in rows if row.finish_reason is not None)
+            case v.EncoderReset(), v.Ack():
+                self.forget_items()
             case v.GrammarBitmask() as asked, v.GrammarOutput() as mask:
                 return self.check_mask(asked, mask)
             case v.GrammarFailed(request_id=request_id), v.Outputs():
@@ -78,6 +81,8 @@ class Worker(Sampling):
         rows += [row for row in map(self._start_cached, plan.cached) if row is not None]
         if plan.remapped_req_ids:
             self._check_remapped(plan)
+        if self.config.encoder_cache_size:
+            self.encode(plan, rows)
         if plan.new_block_ids_to_zero:
             self.zero(plan.new_block_ids_to_zero)
         self._last_scheduled = {row.request_id for row in plan.rows}
@@ -153,7 +158,13 @@ class Worker(Sampling):
                 self._complain("P26", "remapped_request_has_a_row", what)
 
     def _start_new(self, row: v.NewRow) -> FrameRow:
-        if row.request_id in self.views:
+        known = self.views.get(row.request_id)
+        if known is not None and known.request.resumable and row.request.resumable:
+            # A session that has gone on: what it held and holds no more it has given back.
+            kept = set(chain(*row.block_ids))
+            gone = [[block for block in table if block not in kept] for table in known.tables]
+            self.give_back(row.request_id, gone, "gave way, or went on")
+        elif known is not None:
             self._complain("P26", "new_row_is_new", f"{row.request_id!r} is known already")
         view = self.make_view(row.request)
         self.views[row.request_id] = view
@@ -385,6 +396,8 @@ class Worker(Sampling):
             if request.status not in (v.Status.RUNNING, v.Status.PREEMPTED):
                 continue
             view = self.views.get(request.request_id)
+            if view is not None and is_outdated(view, request):
+                continue
             if view is None:
                 what = f"{request.request_id!r} is unknown"
                 self._complain("P26", "running_request_is_known", what)
@@ -423,3 +436,10 @@ class Worker(Sampling):
             return tables
         pairs = zip(tables, request.block_tables, strict=True)
         return tuple([without_given_back(*pair) for pair in pairs])
+
+
+def is_outdated(view: RequestView, request: v.RequestSnapshot) -> bool:
+    """Whether a session has gone on since a plan told of it last: the next row will tell."""
+    if not view.request.resumable or request.status is v.Status.RUNNING:
+        return False
+    return request.prompt_token_ids != view.request.prompt_token_ids

@@ -17,6 +17,7 @@ from blockstep.conformance.prove.laws import (
     allocation,
     counts,
     drafts,
+    encoder,
     grammars,
     groups,
     host,
@@ -31,7 +32,10 @@ from blockstep.conformance.prove.laws import (
     step,
 )
 
-_AMOUNTS = (counts, slots, publishing, allocation, groups, states, drafts, grammars, promises)
+_AMOUNTS = (
+    *(counts, slots, publishing, allocation, groups, states, encoder),
+    *(drafts, grammars, promises),
+)
 _BLOCKS_AND_STEPS = (pool, preemption, step, admission, adapters, sessions, output, host)
 ROOMS: Final = tuple(module.ROOM for module in (*_AMOUNTS, *_BLOCKS_AND_STEPS))
 LAWS: Final[Mapping[str, Law]] = MappingProxyType(

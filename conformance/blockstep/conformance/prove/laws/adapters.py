@@ -65,7 +65,8 @@ def check_nobody_is_passed_over_for_an_adapter_that_is_in_use(
 ) -> None:
     """Nor for a seat that is free."""
     assert 1 <= num_in_use <= max_loras
-    assert is_within_max_loras(num_in_use, True, max_loras)
+    may_share = is_within_max_loras(num_in_use, True, max_loras)
+    assert may_share
     assert is_within_max_loras(num_in_use, False, max_loras) == (num_in_use < max_loras)
 
 

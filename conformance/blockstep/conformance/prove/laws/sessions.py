@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 from blockstep.conformance.prove import harness as h
 from blockstep.conformance.prove.law import Right, Room, instead
-from blockstep.spec.hashing import extend_block_keys
 from blockstep.spec.lives.sessions import (
     compute_longest,
     compute_num_kept,
-    get_continued,
     get_num_kept,
     get_num_kept_keys,
     get_stopped,
@@ -21,7 +20,7 @@ from blockstep.spec.step.admission import process_admission
 from blockstep.spec.step.giving import process_giving
 from blockstep.spec.step.work import Step, Verdict
 from blockstep.spec.strict import STRICT_RULES
-from blockstep.spec.vocabulary import Request, Status
+from blockstep.spec.vocabulary import BlockKey, Status
 
 ROOM = Room("sessions")
 
@@ -105,19 +104,17 @@ def check_nothing_behind_what_is_kept_stays_computed(
     assert after.num_computed_tokens == min(num_computed, num_prompt + num_outputs - 1)
 
 
-@ROOM.law("P3 P6", (2, 3, 4), keys_are_appended)
-def check_keys_of_a_session_are_those_of_its_tokens(last: int, first: int, second: int) -> None:
-    """Blocks of two; the token left out had completed one."""
-    assert 0 <= last and 0 <= first and 0 <= second
-    chunk = Request("a", (1,), resumable=True)
-    config = replace(h.build_config(2), enable_prefix_caching=True)
-    before = replace(h.build_request("a", 1), request=chunk, output_token_ids=(last,))
-    before = replace(before, block_keys=extend_block_keys(before, 2, STRICT_RULES))
-    update = replace(chunk, prompt_token_ids=(first, second))
-    after = get_continued(config, before, update, STRICT_RULES)
-    anew = replace(before, request=after.request, output_token_ids=(), block_keys=())
-    assert after.request.prompt_token_ids == (1, first, second)
-    assert after.block_keys == extend_block_keys(anew, 2, STRICT_RULES)
+@ROOM.law("P3 P6", (6, 3), keys_are_appended)
+def check_keys_are_kept_of_blocks_full_of_tokens_that_are_kept(
+    num_known: int, block_size: int
+) -> None:
+    """There are keys of all full blocks; the last token, which is left out, may complete one."""
+    assert 2 <= num_known and 1 <= block_size
+    keys = cast("tuple[BlockKey, ...]", h.Tokens(num_known // block_size))
+    request = replace(h.build_request("a", num_known), block_keys=keys)
+    num_kept = compute_num_kept(num_known)
+    num_keys = STRICT_RULES.get_num_kept_keys(request, num_kept // block_size)
+    assert num_keys * block_size <= num_kept < (num_keys + 1) * block_size
 
 
 @ROOM.law("P11", (5, 3, 2, 4, 100), chunks_are_looked_at_alone, outputs_are_not_counted)

@@ -1,0 +1,44 @@
+"""Encoder: P22 what its cache holds adds up. What is made and read is said by the worker."""
+
+from __future__ import annotations
+
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.sentence import Complaints, differing, sentence
+from blockstep.conformance.judge.properties.step import Step
+from blockstep.spec import vocabulary as v
+
+
+@sentence("P22", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset, v.EncoderReset)
+def encoder_cache_adds_up(step: Step, _ledger: Ledger) -> Complaints:
+    """What is free is what no entry takes; freeable are exactly those that nobody holds."""
+    encoder = step.after.encoder
+    if encoder is None:
+        return
+    unheld = [entry for entry in encoder.entries if not entry.holders]
+    free = step.config.encoder_cache_size - sum(entry.num_embeds for entry in encoder.entries)
+    freeable = free + sum(entry.num_embeds for entry in unheld)
+    yield from differing("num_free", free, encoder.num_free)
+    yield from differing("num_freeable", freeable, encoder.num_freeable)
+    names = sorted(entry.identifier for entry in unheld)
+    yield from differing("freeable", names, sorted(encoder.freeable))
+
+
+@sentence("P9", v.Schedule)
+def encoder_cache_stays_within_its_size(step: Step, _ledger: Ledger) -> Complaints:
+    """No more embeddings are kept than there is room for."""
+    encoder, size = step.after.encoder, step.config.encoder_cache_size
+    if encoder is not None:
+        held = sum(entry.num_embeds for entry in encoder.entries)
+        yield from differing("embeddings kept", min(held, size), held)
+
+
+@sentence("P22", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset)
+def only_running_requests_hold_items(step: Step, _ledger: Ledger) -> Complaints:
+    """Who has ended, or was preempted, holds no item."""
+    encoder = step.after.encoder
+    if encoder is None:
+        return
+    running = set(step.after.running)
+    held = {name for entry in encoder.entries for name in entry.holders}
+    kept = {one.request_id for one in step.after.requests if one.prompt_token_ids}  # sessions
+    yield from differing("holders that do not run", [], sorted(held - running - kept))

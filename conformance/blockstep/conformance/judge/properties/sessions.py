@@ -1,0 +1,44 @@
+"""Sessions: P13 what is delivered and what a client brings make one text, and nothing is lost."""
+
+from __future__ import annotations
+
+from blockstep.conformance.judge.properties.ledger import Ledger
+from blockstep.conformance.judge.properties.sentence import (
+    Complaint,
+    Complaints,
+    differing,
+    sentence,
+    unequal,
+)
+from blockstep.conformance.judge.properties.step import Step
+from blockstep.spec import vocabulary as v
+
+RESTING = v.Status.WAITING_FOR_STREAMING_REQ
+
+
+@sentence("P13", v.Commit, v.StreamingUpdate)
+def session_goes_on_behind_all_but_its_last_token(step: Step, ledger: Ledger) -> Complaints:
+    """A stop lets a session rest, or go on with its next chunk; then its prompt is all that it knew
+    but the last token, and the chunk. What comes before the stop waits for it."""
+    for name, new in step.new.items() if ledger.has_sessions else ():
+        life = ledger.lives.get(name)
+        if life is None or life.session is None or name in ledger.list_ended(step):
+            continue
+        request, session = ledger.foresee(step, name)
+        due = (request.prompt_token_ids, len(session.updates), session.is_resting)
+        seen = (new.prompt_token_ids, new.num_streaming_updates, new.status is RESTING)
+        if seen != due:
+            what = f"{name!r} is not what its chunks make it"
+            yield unequal(what, "prompt, chunks to come, whether it rests", due, seen)
+
+
+@sentence("P13", v.StreamingUpdate)
+def end_of_its_input_ends_who_rests(step: Step, ledger: Ledger) -> Complaints:
+    """A session that rests ends when no more comes; any other ends at its stop."""
+    assert isinstance(step.event, v.StreamingUpdate)
+    update = step.event.request
+    session = ledger.lives[update.request_id].session
+    is_over = session is not None and session.is_resting and not update.resumable
+    yield from differing("aborted", [update.request_id] if is_over else [], step.ended)
+    if (update.request_id in step.new) is is_over:
+        yield Complaint(f"{update.request_id!r} should{' not' * is_over} be there any more")

@@ -1,0 +1,80 @@
+"""Items: what the worker's encoder has made, and whether each row finds there what it reads.
+
+    plan -> drop what it names -> make, or load, what it names -> each row gathers its embeddings
+
+The drops come first: an item that a plan has dropped and made is there (upstream #52482).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from blockstep.conformance.judge.worker.sampling import NextToken, Sampling
+from blockstep.conformance.judge.worker.view import FrameRow
+from blockstep.spec import vocabulary as v
+
+
+class Items(Sampling):
+    """A worker's store of encoded items."""
+
+    def __init__(self, config: v.Config, next_token: NextToken) -> None:
+        super().__init__(config, next_token)
+        self.encoded: dict[str, int] = {}
+        """Embeddings of each item that is there, by its identifier."""
+
+    def forget_items(self) -> None:
+        """The encoder was reset: nothing is there any more."""
+        self.encoded.clear()
+
+    def encode(self, plan: v.Plan, rows: Sequence[FrameRow]) -> None:
+        """Drop, make and load what a plan names; then every row reads."""
+        for identifier in plan.free_encoder_mm_hashes:
+            self.encoded.pop(identifier, None)
+        made = self._fill(plan.scheduled_encoder_inputs)
+        self._fill(plan.external_encoder_inputs)
+        budget, size = self.config.encoder_compute_budget, self.config.encoder_cache_size
+        if made > budget:
+            what = f"{made} embeddings are made in one step, {budget} may be"
+            self._complain("P9", "plan_stays_within_encoder_compute_budget", what)
+        held = sum(self.encoded.values())
+        if held > size:
+            what = f"{held} embeddings of {sorted(self.encoded)} are kept, {size} may be"
+            self._complain("P9", "items_stay_within_encoder_cache_size", what)
+        if not self.config.is_encoder_decoder:
+            for row in rows:
+                self._gather(row)
+
+    def _fill(self, inputs: Sequence[v.EncoderInputs]) -> int:
+        """Items that come into the store; returns their embeddings."""
+        total = 0
+        for entry in inputs:
+            view = self.views.get(entry.request_id)
+            items = () if view is None else view.request.items
+            for index in entry.item_indices:
+                if not 0 <= index < len(items):
+                    what = f"{entry.request_id!r} has no item {index}"
+                    self._complain("P22", "encoded_item_is_of_its_request", what)
+                    continue
+                identifier, count = items[index].identifier, items[index].num_embeds
+                if identifier in self.encoded and not self.config.is_encoder_decoder:
+                    what = f"{identifier!r} is there, and is made again for {entry.request_id!r}"
+                    self._complain("P22", "item_is_made_once", what)
+                self.encoded[identifier] = count
+                total += count
+        return total
+
+    def _gather(self, row: FrameRow) -> None:
+        """Every embedding at a position of a row is there; a draft head reads one further."""
+        end = row.end + self.config.num_encoder_lookahead_tokens
+        for identifier in self._list_read(row, end):
+            if identifier not in self.encoded:
+                name = row.view.request.request_id
+                what = f"{name!r} reads {identifier!r} at positions {row.first} to {end - 1}"
+                self._complain("P22", "item_that_a_row_reads_is_there", what)
+
+    def _list_read(self, row: FrameRow, end: int) -> Iterator[str]:
+        """Items of which a row reads an embedding."""
+        for item in row.view.request.items:
+            first, last = max(row.first - item.offset, 0), min(end - item.offset, item.length)
+            if first < last and (not item.is_embed or any(item.is_embed[first:last])):
+                yield item.identifier

@@ -1,0 +1,287 @@
+"""Encoder: where chunks end, what is made within the budget, what is taken back and shared.
+
+PYTEST_DONT_REWRITE. Positions and amounts are symbolic; names of items are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from blockstep.conformance.prove.law import Right, Room, instead
+from blockstep.spec.beside.encoder import (
+    Encoder,
+    Entry,
+    compute_end_before,
+    count_free,
+    count_freeable,
+    evict_for,
+    fits,
+    free_items,
+    get_with_evicted,
+    is_item_needed,
+    is_item_split,
+    take_item,
+    withdraw_items,
+)
+from blockstep.spec.maps import FrozenMap
+from blockstep.spec.vocabulary import MultiModalItem, Request
+
+ROOM = Room("encoder")
+
+
+def item(offset: int, length: int, name: str = "x") -> MultiModalItem:
+    """An item without a mask."""
+    return MultiModalItem(name, offset, length)
+
+
+def request_of(name: str, *items: MultiModalItem) -> Request:
+    """A request with these items."""
+    return Request(name, (0,), items=items)
+
+
+def cache(size: int, budget: int, **unheld: int) -> Encoder:
+    """A cache of entries that nobody holds, in this order; and what a step may have made."""
+    entries = {name: Entry(num_embeds) for name, num_embeds in unheld.items()}
+    return Encoder(size, entries=FrozenMap(entries), freeable=tuple(entries), budget=budget)
+
+
+# Mistakes.
+
+
+@instead(compute_end_before)
+def chunk_ends_where_the_item_begins(offset: int, num_computed: int) -> int:
+    """The head reads one token ahead."""
+    return max(offset - num_computed, 0)
+
+
+@instead(compute_end_before)
+def chunk_ends_a_token_early(right: Right[int]) -> int:
+    """To be on the safe side."""
+    return max(right() - 1, 0)
+
+
+@instead(is_item_needed, theirs="not found upstream")
+def what_the_head_reads_ahead_is_not_needed(right: Right[bool]) -> bool:
+    """As if there were no head."""
+    return right(num_ahead=0)
+
+
+@instead(is_item_needed)
+def item_is_needed_until_the_chunk_behind_it(right: Right[bool], num_computed: int) -> bool:
+    """As of the token before."""
+    return right(num_computed=num_computed - 1)
+
+
+@instead(is_item_split, theirs="not found upstream")
+def head_never_begins_a_whole_item(item: MultiModalItem, num_computed: int, num_new: int) -> bool:
+    """It reads of the item already, and may not end before."""
+    return num_computed < item.offset and num_computed + num_new < item.offset + item.length
+
+
+@instead(fits)
+def item_has_the_whole_cache(num_embeds: int, cost: int, budget: int) -> bool:
+    """What others hold is forgotten."""
+    return cost <= budget
+
+
+@instead(fits)
+def compute_is_without_end(num_embeds: int, num_freeable: int) -> bool:
+    """Only the room counts."""
+    return num_embeds <= num_freeable
+
+
+@instead(evict_for)
+def all_that_nobody_holds_is_evicted(encoder: Encoder) -> Encoder:
+    """Once anything is."""
+    held = {name: encoder.entries[name] for name in ("y", "z") if name not in encoder.freeable}
+    gone = tuple([(name, encoder.entries[name].num_embeds) for name in encoder.freeable])
+    entries = {name: entry for name, entry in held.items() if name in encoder.entries}
+    return replace(encoder, entries=FrozenMap(entries), freeable=(), evicted=gone)
+
+
+@instead(withdraw_items, theirs="#23347")
+def entry_stays_that_nobody_makes(encoder: Encoder, request: Request) -> Encoder:
+    """The row is gone, and its compute is given back."""
+    mine = [it for it in encoder.planned if it.holder[0] == request.request_id]
+    planned = tuple([it for it in encoder.planned if it not in mine])
+    budget = encoder.budget + sum([it.cost for it in mine])
+    return replace(encoder, planned=planned, budget=budget)
+
+
+@instead(withdraw_items)
+def compute_is_not_given_back(right: Right[Encoder], encoder: Encoder) -> Encoder:
+    """Only the entry goes."""
+    return replace(right(), budget=encoder.budget)
+
+
+@instead(withdraw_items)
+def heir_gets_it_for_nothing(right: Right[Encoder], encoder: Encoder) -> Encoder:
+    """The compute is given back, though the item is made."""
+    return replace(right(), budget=encoder.budget + sum([it.cost for it in encoder.planned]))
+
+
+@instead(get_with_evicted)
+def evicted_stays_evicted(encoder: Encoder) -> Encoder:
+    """What was evicted for a row that is taken back is gone."""
+    return encoder
+
+
+@instead(free_items, theirs="not found upstream")
+def item_is_let_go_behind_its_first_place(right: Right[Encoder], num_computed: int) -> Encoder:
+    """A request holds it once."""
+    return right(num_computed=None) if num_computed >= 2 else right()
+
+
+@instead(free_items)
+def item_is_let_go_once_begun(right: Right[Encoder], num_computed: int) -> Encoder:
+    """With the chunk that reads of it first."""
+    return right(num_computed=num_computed + 1)
+
+
+# Where chunks end.
+
+
+@ROOM.law("P22", (3, 5, 2, 1), chunk_ends_where_the_item_begins)
+def check_chunk_that_ends_before_an_item_reads_nothing_of_it(
+    num_computed: int, offset: int, length: int, num_ahead: int
+) -> None:
+    """Nor does the head."""
+    assert 0 <= num_computed and 0 <= num_ahead <= 1 and 1 <= length
+    assert num_computed + num_ahead <= offset
+    num_new = compute_end_before(offset, num_computed, num_ahead)
+    assert not is_item_needed(item(offset, length), num_computed, num_new, num_ahead)
+
+
+@ROOM.law("P15", (3, 5, 2, 1), chunk_ends_a_token_early)
+def check_chunk_ends_no_earlier_before_an_item_than_it_must(
+    num_computed: int, offset: int, length: int, num_ahead: int
+) -> None:
+    """With one token more it would read of it."""
+    assert 0 <= num_computed and 0 <= num_ahead <= 1 and 1 <= length
+    assert num_computed + num_ahead <= offset
+    num_new = compute_end_before(offset, num_computed, num_ahead)
+    assert is_item_needed(item(offset, length), num_computed, num_new + 1, num_ahead)
+
+
+@ROOM.law(
+    "P15 P22",
+    (3, 2, 5, 2, 1, 5),
+    what_the_head_reads_ahead_is_not_needed,
+    item_is_needed_until_the_chunk_behind_it,
+)
+def check_item_is_needed_exactly_if_a_token_of_it_is_read(
+    num_computed: int, num_new: int, offset: int, length: int, num_ahead: int, position: int
+) -> None:
+    """By the chunk, or by the head; `position`: any."""
+    assert 0 <= num_computed and 1 <= num_new and 0 <= num_ahead <= 1
+    assert 0 <= offset and 1 <= length
+    is_read = num_computed <= position < num_computed + num_new + num_ahead
+    is_needed = is_item_needed(item(offset, length), num_computed, num_new, num_ahead)
+    assert is_needed or not (is_read and offset <= position < offset + length)
+    first = max(offset, num_computed)
+    end = min(offset + length, num_computed + num_new + num_ahead)
+    assert not is_needed or first < end
+
+
+@ROOM.law("P10", (3, 1, 4, 2, 1), head_never_begins_a_whole_item)
+def check_chunk_that_would_split_an_item_has_tokens_before_it(
+    num_computed: int, num_new: int, offset: int, length: int, num_ahead: int
+) -> None:
+    """So nobody waits for ever for more tokens than a step has."""
+    assert 0 <= num_computed and 1 <= num_new and 1 <= length and 0 <= num_ahead <= 1
+    if is_item_split(item(offset, length), num_computed, num_new, num_ahead):
+        assert compute_end_before(offset, num_computed, num_ahead) > 0
+
+
+# Budget and room.
+
+
+@ROOM.law(
+    "P9 P22",
+    (5, 4, 2, 1, 2),
+    item_has_the_whole_cache,
+    compute_is_without_end,
+)
+def check_item_that_fits_is_made_within_budget_and_cache(
+    size: int, budget: int, num_held: int, num_unheld: int, num_embeds: int
+) -> None:
+    """Beside an entry that somebody holds, and one that nobody does."""
+    assert 1 <= num_held and 1 <= num_unheld and 1 <= num_embeds and 0 <= budget
+    assert num_held + num_unheld <= size
+    entries = FrozenMap({"y": Entry(num_held, (("B", 0),)), "z": Entry(num_unheld)})
+    before = Encoder(size, entries=entries, freeable=("z",), budget=budget)
+    if fits(num_embeds, num_embeds, count_freeable(before), budget):
+        after = take_item(before, request_of("A", item(0, num_embeds)), 0, ("A", 0))
+        assert 0 <= count_free(after) <= count_freeable(after) <= size
+        assert after.budget == budget - num_embeds >= 0
+        assert "y" in after.entries
+
+
+@ROOM.law("P15 P16", (5, 2, 2, 3), all_that_nobody_holds_is_evicted)
+def check_no_more_is_evicted_than_there_must_be(
+    size: int, num_first: int, num_second: int, num_embeds: int
+) -> None:
+    """What became freeable first, and then only what is still short."""
+    assert 1 <= num_first and 1 <= num_second and 1 <= num_embeds <= size
+    assert num_first + num_second <= size
+    before = cache(size, 0, y=num_first, z=num_second)
+    after = evict_for(before, num_embeds)
+    assert count_free(after) >= num_embeds
+    if num_embeds <= size - num_second:
+        assert "z" in after.entries
+    if num_embeds <= size - num_first - num_second:
+        assert after == before
+
+
+@ROOM.law(
+    "P4 P9 P22",
+    (4, 3, 2, 2),
+    entry_stays_that_nobody_makes,
+    compute_is_not_given_back,
+    evicted_stays_evicted,
+)
+def check_step_that_takes_an_item_back_leaves_all_as_it_was(
+    size: int, budget: int, num_unheld: int, num_embeds: int
+) -> None:
+    """Also what was evicted for it."""
+    assert 1 <= num_unheld <= size and 1 <= num_embeds <= min(size, budget)
+    before = cache(size, budget, z=num_unheld)
+    request = request_of("A", item(0, num_embeds))
+    taken = take_item(before, request, 0, ("A", 0))
+    assert withdraw_items(taken, request, ()) == before
+
+
+@ROOM.law("P4 P9", (4, 3, 2), entry_stays_that_nobody_makes, heir_gets_it_for_nothing)
+def check_who_shares_what_is_taken_back_has_it_made_at_the_same_cost(
+    size: int, budget: int, num_embeds: int
+) -> None:
+    """A is taken back, and B stays."""
+    assert 1 <= num_embeds <= min(size, budget)
+    first, second = (request_of(name, item(0, num_embeds)) for name in "AB")
+    taken = take_item(cache(size, budget), first, 0, ("A", 0))
+    taken = take_item(taken, second, 0, ("B", 0))
+    after = withdraw_items(taken, first, ("B",))
+    assert [it.holder for it in after.planned] == [("B", 0)]
+    assert after.budget == budget - num_embeds
+    assert count_free(after) == size - num_embeds
+
+
+# Holding.
+
+
+@ROOM.law(
+    "P22",
+    (3, 4),
+    item_is_let_go_behind_its_first_place,
+    item_is_let_go_once_begun,
+)
+def check_item_is_held_while_a_token_of_any_place_is_not_computed(
+    num_computed: int, offset: int
+) -> None:
+    """Of two places of two tokens, the first at the beginning."""
+    assert 0 <= num_computed and 2 <= offset
+    request = request_of("A", item(0, 2), item(offset, 2))
+    taken = take_item(cache(2, 2), request, 0, ("A", 0))
+    taken = take_item(taken, request, 1, ("A", 1))
+    after = free_items(taken, request, num_computed)
+    assert bool(after.entries["x"].holders) == (num_computed < offset + 2)

@@ -1,0 +1,464 @@
+"""The encoder by hand: what a chunk reads, what is kept, what a step leaves that changes its mind.
+
+prompt     c c c c t d d          an item is a run of one letter, text is t
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from blockstep.spec import Config, MultiModalItem, Oracle, Policy, Request, SpecMethod
+from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec.profiles import Profile, Quirk
+from blockstep.spec.vocabulary import (
+    EncoderEntry,
+    EncoderInputs,
+    GroupKind,
+    KVGroup,
+    Plan,
+    RequestId,
+)
+
+CONFIG = Config(
+    num_blocks=40,
+    block_size=1,
+    max_model_len=32,
+    max_num_batched_tokens=16,
+    encoder_compute_budget=8,
+    encoder_cache_size=8,
+)
+HEAD: dict[str, Any] = {"spec_method": SpecMethod.EAGLE, "num_speculative_tokens": 1}
+BESIDE: dict[str, Any] = {
+    "enable_chunked_prefill": False,
+    "enable_prefix_caching": False,
+    "disable_chunked_mm_input": True,
+    "is_encoder_decoder": True,
+    "max_num_batched_tokens": 32,
+}
+RANKED: dict[str, Any] = {
+    "policy": Policy.PRIORITY,
+    "enable_prefix_caching": False,
+    "scheduler_reserve_full_isl": False,
+    "long_prefill_token_threshold": 1,
+}
+
+
+def oracle_of(*quirks: Quirk, **fields: Any) -> Oracle:
+    config = replace(CONFIG, **fields)
+    return Oracle(config, Profile("some", frozenset(quirks)))
+
+
+def request(name: str, prompt: str, priority: int = 0, max_tokens: int = 4) -> Request:
+    """Items by their letters; t is text. A capital is a token of its item without an embedding."""
+    items, start = [], 0
+    while start < len(prompt):
+        end = start
+        while end < len(prompt) and prompt[end].lower() == prompt[start].lower():
+            end += 1
+        run = prompt[start:end]
+        if run[0] != "t":
+            mask = () if run.islower() else tuple(letter.islower() for letter in run)
+            items.append(MultiModalItem(run[0].lower(), start, len(run), mask))
+        start = end
+    tokens = tuple(ord(name[0]) for _ in prompt)
+    return Request(name, tokens, max_tokens, priority=priority, items=tuple(items))
+
+
+def step(oracle: Oracle) -> Plan:
+    """Plan a step, and answer it."""
+    plan = oracle.schedule()
+    if plan.rows:
+        frame = oracle.state.frames[-1]
+        oracle.commit(plan, {row.request_id: [50] for row in frame.rows if row.samples})
+    return plan
+
+
+def amounts(plan: Plan) -> dict[RequestId, int]:
+    return {row.request_id: row.num_scheduled_tokens for row in plan.rows}
+
+
+def made(plan: Plan) -> dict[RequestId, tuple[int, ...]]:
+    return {one.request_id: one.item_indices for one in plan.scheduled_encoder_inputs}
+
+
+def holders(oracle: Oracle) -> dict[str, tuple[RequestId, ...]]:
+    kept = oracle.snapshot().encoder
+    assert kept is not None
+    return {entry.identifier: entry.holders for entry in kept.entries}
+
+
+# What a chunk reads.
+
+
+def test_a_chunk_stops_before_an_item_for_which_there_is_no_compute() -> None:
+    oracle = oracle_of(encoder_compute_budget=4)
+    oracle.submit(request("A", "ccctdd"))
+    plans = [step(oracle), step(oracle)]
+    assert [amounts(plan) for plan in plans] == [{"A": 4}, {"A": 2}]
+    assert [made(plan) for plan in plans] == [{"A": (0,)}, {"A": (1,)}]
+
+
+def test_it_stops_before_an_item_for_which_there_is_no_room() -> None:
+    oracle = oracle_of(encoder_cache_size=4)
+    oracle.submit(request("A", "ccctdd"))
+    plans = [step(oracle), step(oracle)]
+    assert [amounts(plan) for plan in plans] == [{"A": 4}, {"A": 2}]
+    assert [plan.free_encoder_mm_hashes for plan in plans] == [(), ("c",)]
+    assert holders(oracle) == {"d": ()}
+
+
+def test_who_waits_for_an_item_is_not_overtaken() -> None:
+    oracle = oracle_of(encoder_cache_size=3, max_num_batched_tokens=2)
+    oracle.submit(request("A", "cccttt"))
+    assert amounts(step(oracle)) == {"A": 2}
+    assert holders(oracle) == {"c": ("A",)}
+    oracle.submit(request("B", "dd"))
+    oracle.submit(request("C", "tt"))
+    plan = step(oracle)
+    assert amounts(plan) == {"A": 2}
+    assert amounts(step(oracle)) == {"A": 2}
+
+
+def test_an_item_is_made_once_for_all_who_bring_it() -> None:
+    oracle = oracle_of()
+    oracle.submit(request("A", "ccc"))
+    oracle.submit(request("B", "tccc"))
+    plan = step(oracle)
+    assert made(plan) == {"A": (0,)}
+    assert amounts(plan) == {"A": 3, "B": 4}
+    oracle.submit(request("C", "ttccc"))
+    assert made(step(oracle)) == {}
+
+
+def test_what_a_connector_holds_takes_room_and_no_compute() -> None:
+    oracle = oracle_of(encoder_compute_budget=3, encoder_cache_size=5)
+    oracle.offer("c")
+    oracle.submit(request("A", "ccctdd"))
+    plan = step(oracle)
+    assert plan.external_encoder_inputs == (EncoderInputs("A", (0,)),)
+    assert made(plan) == {"A": (1,)}
+    oracle.offer()
+    oracle.submit(request("B", "eee"))
+    assert made(step(oracle)) == {"B": (0,)}
+
+
+def test_nothing_is_made_for_tokens_of_an_item_that_are_no_embeddings() -> None:
+    oracle = oracle_of(max_num_batched_tokens=2)
+    oracle.submit(request("A", "CCccCC"))
+    plans = [step(oracle) for _ in range(3)]
+    assert [made(plan) for plan in plans] == [{}, {"A": (0,)}, {}]
+    kept = oracle.snapshot().encoder
+    assert kept is not None
+    assert kept.entries == (EncoderEntry("c", 2),)
+
+
+def test_a_head_reads_one_token_ahead() -> None:
+    oracle = oracle_of(max_num_batched_tokens=2, **HEAD)
+    oracle.submit(request("A", "ttcc"))
+    assert made(step(oracle)) == {"A": (0,)}
+    assert holders(oracle) == {"c": ("A",)}
+
+
+def test_a_chunk_under_a_head_stops_one_token_before() -> None:
+    oracle = oracle_of(encoder_cache_size=3, encoder_compute_budget=3, **HEAD)
+    oracle.submit(request("A", "ccctdd"))
+    plans = [step(oracle), step(oracle)]
+    assert [amounts(plan) for plan in plans] == [{"A": 3}, {"A": 3}]
+
+
+def test_whole_items_are_not_begun_by_a_chunk_that_ends_within() -> None:
+    oracle = oracle_of(max_num_batched_tokens=3, disable_chunked_mm_input=True)
+    oracle.submit(request("A", "ttcct"))
+    assert [amounts(step(oracle)) for _ in range(2)] == [{"A": 2}, {"A": 3}]
+
+
+# What is kept.
+
+
+def test_one_item_at_two_places_is_held_for_both() -> None:
+    oracle = oracle_of(max_num_batched_tokens=3)
+    oracle.submit(request("A", "cctcc"))
+    step(oracle)
+    assert holders(oracle) == {"c": ()}
+    oracle = oracle_of(max_num_batched_tokens=4)
+    oracle.submit(request("A", "cctcc"))
+    step(oracle)
+    assert holders(oracle) == {"c": ("A",)}
+    step(oracle)
+    assert holders(oracle) == {"c": ()}
+
+
+def test_what_became_freeable_first_is_evicted_first() -> None:
+    oracle = oracle_of(encoder_cache_size=3, encoder_compute_budget=3)
+    for name, prompt in (("A", "c"), ("B", "d"), ("C", "e")):
+        oracle.submit(request(name, prompt, max_tokens=1))
+        step(oracle)
+    oracle.submit(request("D", "tc", max_tokens=1))
+    step(oracle)
+    oracle.submit(request("E", "ff", max_tokens=1))
+    plan = step(oracle)
+    assert plan.free_encoder_mm_hashes == ("d", "e")
+    assert sorted(holders(oracle)) == ["c", "f"]
+
+
+@pytest.mark.parametrize("ends", ["abort", "reset"])
+def test_who_gives_up_holds_nothing(ends: str) -> None:
+    oracle = oracle_of(max_num_batched_tokens=2)
+    oracle.submit(request("A", "cccc"))
+    step(oracle)
+    assert holders(oracle) == {"c": ("A",)}
+    if ends == "abort":
+        oracle.abort("A")
+    else:
+        oracle.reset(reset_running_requests=True)
+    assert holders(oracle) == {"c": ()}
+    assert get_broken_invariants(oracle.state) == ()
+
+
+def test_after_a_reset_of_the_encoder_what_is_read_is_made_anew() -> None:
+    oracle = oracle_of(max_num_batched_tokens=2)
+    oracle.submit(request("A", "cccc"))
+    step(oracle)
+    oracle.reset_encoder()
+    assert holders(oracle) == {}
+    plan = step(oracle)
+    assert (amounts(plan), made(plan)) == ({"A": 2}, {"A": (0,)})
+    assert plan.free_encoder_mm_hashes == ()
+
+
+def test_events_about_an_encoder_change_nothing_where_there_is_none() -> None:
+    oracle = Oracle(Config(num_blocks=4))
+    before = oracle.state
+    oracle.reset_encoder()
+    oracle.offer("c")
+    assert oracle.state == before
+    assert oracle.snapshot().encoder is None
+
+
+# A step that changes its mind.
+
+
+def rolled_back(*quirks: Quirk, **fields: Any) -> tuple[Oracle, Plan]:
+    """A reads its item, then B takes the block of A in the very same step; C runs behind them."""
+    oracle = oracle_of(*quirks, num_blocks=8, **RANKED | fields)
+    oracle.submit(request("A", "tttc", priority=2))
+    step(oracle)
+    oracle.submit(request("B", "ttd", priority=1))
+    step(oracle)
+    oracle.submit(request("C", "te"))
+    step(oracle)
+    plan = step(oracle)
+    assert plan.preempted_req_ids == ("A",)
+    return oracle, plan
+
+
+def test_a_row_that_is_taken_back_leaves_no_entry_and_its_compute() -> None:
+    oracle, plan = rolled_back(encoder_compute_budget=2, encoder_cache_size=3)
+    assert made(plan) == {"B": (0,), "C": (0,)}
+    assert sorted(holders(oracle)) == ["d", "e"]
+
+
+def test_what_was_evicted_for_it_is_there_again() -> None:
+    oracle = oracle_of(num_blocks=8, encoder_compute_budget=2, encoder_cache_size=2, **RANKED)
+    oracle.submit(request("Z", "z", max_tokens=1))
+    step(oracle)
+    oracle.submit(request("Y", "y", max_tokens=1))
+    step(oracle)
+    assert list(holders(oracle)) == ["y", "z"]
+    oracle.submit(request("A", "tttc", priority=2))
+    step(oracle)
+    oracle.submit(request("B", "ttt", priority=1))
+    step(oracle)
+    oracle.submit(request("C", "tt"))
+    step(oracle)
+    plan = step(oracle)
+    assert plan.preempted_req_ids == ("A",)
+    assert plan.free_encoder_mm_hashes == ()
+    kept = oracle.snapshot().encoder
+    assert kept is not None
+    assert kept.freeable == ("z", "y")
+
+
+def test_who_shares_what_is_taken_back_has_it_made() -> None:
+    oracle = oracle_of(num_blocks=9, encoder_compute_budget=1, encoder_cache_size=3, **RANKED)
+    oracle.submit(request("A", "tttc", priority=2))
+    step(oracle)
+    oracle.submit(request("H", "ttc"))
+    step(oracle)
+    oracle.submit(request("B", "tt", priority=1))
+    step(oracle)
+    assert oracle.state.running == ("A", "H", "B")
+    oracle.submit(request("C", "t"))
+    plan = step(oracle)
+    assert (plan.preempted_req_ids, made(plan)) == (("A",), {"H": (0,)})
+    assert get_broken_invariants(oracle.state) == ()
+
+
+def test_what_is_evicted_and_made_anew_in_one_step_is_not_dropped() -> None:
+    for quirks, dropped in (((), ("d",)), ((Quirk.REMADE_ITEMS_ARE_DROPPED,), ("c", "d"))):
+        oracle = oracle_of(*quirks, encoder_cache_size=4)
+        for name, prompt in (("A", "c"), ("B", "dd")):
+            oracle.submit(request(name, prompt, max_tokens=1))
+            step(oracle)
+        oracle.submit(request("D", "eee"))
+        oracle.submit(request("E", "tc"))
+        plan = step(oracle)
+        assert made(plan) == {"D": (0,), "E": (0,)}
+        assert plan.free_encoder_mm_hashes == dropped
+
+
+def test_a_refused_admission_evicts_nothing_and_holds_nothing() -> None:
+    for quirks, kept in (((), ["c"]), ((Quirk.ASKING_EVICTS_AND_HOLDS,), [])):
+        oracle = oracle_of(*quirks, num_blocks=4, encoder_cache_size=3, encoder_compute_budget=3)
+        oracle.submit(request("A", "ccc", max_tokens=1))
+        step(oracle)
+        oracle.submit(request("B", "t", max_tokens=3))
+        step(oracle)
+        oracle.submit(request("D", "ddd", max_tokens=1))
+        plan = step(oracle)
+        assert list(amounts(plan)) == ["B"]
+        assert list(holders(oracle)) == kept
+        assert plan.free_encoder_mm_hashes == (() if kept else ("c",))
+
+
+# Beside the prompt.
+
+
+def test_nothing_is_loaded_for_an_encoder_decoder_model() -> None:
+    oracle = oracle_of(**BESIDE)
+    oracle.offer("c")
+    oracle.submit(request("A", "cc"))
+    assert made(step(oracle)) == {"A": (0,)}
+
+
+def test_an_item_beside_the_prompt_is_made_with_it_and_dropped_behind_it() -> None:
+    oracle = oracle_of(**BESIDE)
+    oracle.submit(request("A", "cc"))
+    oracle.submit(request("B", "cc"))
+    plans = [step(oracle) for _ in range(3)]
+    assert [made(plan) for plan in plans] == [{"A": (0,), "B": (0,)}, {}, {}]
+    assert [plan.free_encoder_mm_hashes for plan in plans] == [(), ("c",), ()]
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, ["B"]), (True, ["B", "C"])])
+def test_room_beside_grows(quirk: bool, expected: list[str]) -> None:
+    """Upstream #55733: the room of an item is given back with each token that its request has."""
+    fields = BESIDE | {"encoder_cache_size": 2, "encoder_compute_budget": 4}
+    oracle = oracle_of(*([Quirk.ROOM_BESIDE_GROWS] if quirk else []), **fields)
+    oracle.submit(request("A", "cc"))
+    step(oracle)
+    step(oracle)
+    oracle.submit(request("B", "dd"))
+    oracle.submit(request("C", "ee"))
+    assert list(made(step(oracle))) == expected
+
+
+def test_blocks_across_hold_what_the_encoder_made_and_no_token_adds_any() -> None:
+    groups = (KVGroup(GroupKind.FULL, 1), KVGroup(GroupKind.CROSS_ATTENTION, 2))
+    oracle = oracle_of(**BESIDE, groups=groups, num_blocks=12)
+    oracle.submit(request("A", "ccccc", max_tokens=3))
+    oracle.submit(request("B", "t", max_tokens=3))
+    for num_tokens in (5, 6, 7):
+        step(oracle)
+        if num_tokens < 7:
+            full, across = oracle.state.requests["A"].block_tables
+            assert (len(full), len(across)) == (num_tokens, 3)
+            assert oracle.state.requests["B"].block_tables[1] == ()
+        assert get_broken_invariants(oracle.state) == ()
+    assert oracle.num_free_blocks == 11
+
+
+def test_who_lacks_a_block_across_is_not_admitted() -> None:
+    groups = (KVGroup(GroupKind.FULL, 1), KVGroup(GroupKind.CROSS_ATTENTION, 1))
+    oracle = oracle_of(**BESIDE, groups=groups, num_blocks=12)
+    oracle.submit(request("A", "cccc", max_tokens=1))
+    oracle.submit(request("B", "dd", max_tokens=1))
+    assert amounts(step(oracle)) == {"A": 4}
+    assert amounts(step(oracle)) == {"B": 2}
+
+
+# What else 0.19.1 does.
+
+
+def test_places_of_items_are_one() -> None:
+    oracle = oracle_of(Quirk.PLACES_OF_ITEMS_ARE_ONE, max_num_batched_tokens=4)
+    oracle.submit(request("A", "cctcc"))
+    step(oracle)
+    assert holders(oracle) == {"c": ()}
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_items_held_without_a_row(quirk: bool) -> None:
+    """Each holds its first item for one token more, which is read together with the second."""
+    oracle = oracle_of(
+        *([Quirk.ITEMS_HELD_WITHOUT_A_ROW] if quirk else []),
+        encoder_cache_size=4,
+        long_prefill_token_threshold=1,
+        **HEAD,
+    )
+    oracle.submit(request("A", "ccd", max_tokens=1))
+    oracle.submit(request("B", "eef", max_tokens=1))
+    for _ in range(12):
+        step(oracle)
+    assert sorted(oracle.state.requests) == (["A", "B"] if quirk else [])
+
+
+def test_withdrawn_items_stay() -> None:
+    """The item that nobody made is there for A when it comes back."""
+    oracle, plan = rolled_back(Quirk.WITHDRAWN_ITEMS_STAY)
+    assert made(plan) == {"B": (0,), "C": (0,)}
+    assert sorted(holders(oracle)) == ["c", "d", "e"]
+    oracle.abort("B", "C")
+    plans = [step(oracle) for _ in range(5)]
+    assert [amounts(plan) for plan in plans] == [{"A": 1}] * 5
+    assert [made(plan) for plan in plans] == [{}] * 5
+
+
+def test_restored_compute_is_forgotten() -> None:
+    _, plan = rolled_back(Quirk.RESTORED_COMPUTE_IS_FORGOTTEN, encoder_compute_budget=2)
+    assert made(plan) == {"B": (0,)}
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, 2), (True, 1)])
+def test_room_is_asked_before_need(quirk: bool, expected: int) -> None:
+    oracle = oracle_of(
+        *([Quirk.ROOM_IS_ASKED_BEFORE_NEED] if quirk else []),
+        encoder_cache_size=3,
+        long_prefill_token_threshold=2,
+    )
+    oracle.submit(request("A", "ccc"))
+    oracle.submit(request("B", "tDdd"))
+    assert amounts(step(oracle)) == {"A": 2, "B": expected}
+
+
+def test_head_reads_ahead_of_the_encoder() -> None:
+    oracle = oracle_of(Quirk.HEAD_READS_AHEAD_OF_THE_ENCODER, max_num_batched_tokens=2, **HEAD)
+    oracle.submit(request("A", "ttcc"))
+    assert made(step(oracle)) == {}
+    oracle.submit(request("B", "ttDd"))
+    oracle.abort("A")
+    assert made(step(oracle)) == {"B": (0,)}
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, [2, 1]), (True, [None, None])])
+def test_head_never_begins_a_whole_item(quirk: bool, expected: list[int | None]) -> None:
+    oracle = oracle_of(
+        *([Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM] if quirk else []),
+        max_num_batched_tokens=2,
+        disable_chunked_mm_input=True,
+        **HEAD,
+    )
+    oracle.submit(request("A", "tcc", max_tokens=1))
+    assert [amounts(step(oracle)).get("A") for _ in range(2)] == expected
+
+
+@pytest.mark.parametrize(("quirk", "expected"), [(False, 5), (True, 3)])
+def test_loaded_items_need_compute(quirk: bool, expected: int) -> None:
+    quirks = [Quirk.LOADED_ITEMS_NEED_COMPUTE] if quirk else []
+    oracle = oracle_of(*quirks, encoder_compute_budget=3)
+    oracle.offer("d")
+    oracle.submit(request("A", "cccdd"))
+    assert amounts(step(oracle)) == {"A": expected}
