@@ -17,7 +17,7 @@ from blockstep.spec.memory.states import (
     get_extended_states,
 )
 from blockstep.spec.pool import create_pool
-from blockstep.spec.requests import RequestState
+from blockstep.spec.requests import Holding, RequestState
 from blockstep.spec.step.share import compute_aligned_end, get_aligned_share
 from blockstep.spec.vocabulary import BlockTables, Plan, Status
 
@@ -279,7 +279,7 @@ def test_a_group_of_states_is_charged_those_of_drafts_at_the_gate() -> None:
         (recurrent(4, ALIGN, 2), 2 + 2),
     ):
         config = replace(ALIGNED, groups=(group,))
-        assert count_reserved_blocks(config, pool, group, 5, ()) == num_blocks
+        assert count_reserved_blocks(config, pool, group, 5, (), Holding()) == num_blocks
 
 
 def test_lookahead_has_blocks_where_all_boundaries_are_kept() -> None:

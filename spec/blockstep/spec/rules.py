@@ -63,8 +63,8 @@ class Rules:
     # groups
     get_joint_hit: Callable[[Config, Pool, RequestState], Hit]
     """What a waiting request shares, where there are KV groups."""
-    count_reserved_blocks: Callable[[Config, Pool, KVGroup, int, tuple[BlockId, ...]], int]
-    """Free blocks of one group that the gate wants: (.., slots, its hit)."""
+    count_reserved_blocks: Callable[[Config, Pool, KVGroup, int, tuple[BlockId, ...], Holding], int]
+    """Free blocks of one group that the gate wants: (.., slots, its hit, what it holds)."""
     count_skipped_blocks: Callable[[KVGroup, Holding, int], int]
     """Leading blocks of one group that are given back: (.., what is held, certain tokens)."""
     get_num_in_doubt: Callable[[int, int], int]

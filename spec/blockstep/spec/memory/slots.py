@@ -210,12 +210,8 @@ def can_finish(config: Config, pool: Pool, request: RequestState, hit: Hit, rule
         return can_hold(config, pool, num_slots, num_slots, request.holdings, hit_tables)
     num_across = count_tokens_across(config, request.request)
     num_needed = sum(
-        max(
-            rules.count_reserved_blocks(
-                config, pool, group, get_num_slots_of(group, num_slots, num_across), block_ids
-            )
-            - len(without_nulls(holding.block_table)),
-            0,
+        rules.count_reserved_blocks(
+            config, pool, group, get_num_slots_of(group, num_slots, num_across), block_ids, holding
         )
         for group, block_ids, holding in zip(
             config.groups, hit_tables, request.holdings, strict=True
@@ -225,17 +221,24 @@ def can_finish(config: Config, pool: Pool, request: RequestState, hit: Hit, rule
 
 
 def count_reserved_blocks(
-    config: Config, pool: Pool, group: KVGroup, num_slots: int, hit: tuple[BlockId, ...]
+    config: Config,
+    pool: Pool,
+    group: KVGroup,
+    num_slots: int,
+    hit: tuple[BlockId, ...],
+    holding: Holding,
 ) -> int:
     """Free blocks that a waiting request wants of one group for so many slots, behind its hit.
 
+    A session has some of them already.
     What it holds of them at most: while a window moves on, what it leaves is free again. Upstream
     charges all of them (#39734). Source: seed 001 "Full ISL reservation"; P8, P11.
     """
     num_all = count_needed_blocks(pool, num_slots, group.block_size, 0, hit)
     num_all += group.num_speculative_blocks
     reach, doubt = compute_max_reach(config), compute_max_doubt(config)
-    return min(num_all, compute_max_held_blocks(group, num_slots, reach, doubt))
+    num_wanted = min(num_all, compute_max_held_blocks(group, num_slots, reach, doubt))
+    return max(num_wanted - len(without_nulls(holding.block_table)), 0)
 
 
 def allocate_slots(

@@ -200,10 +200,15 @@ def windows_reserve_everything(rules: Rules, _config: Config) -> Rules:
     """The gate charges a window the whole request."""
 
     def count_reserved_blocks(
-        config: Config, pool: Pool, group: KVGroup, num_slots: int, hit: tuple[BlockId, ...]
+        config: Config,
+        pool: Pool,
+        group: KVGroup,
+        num_slots: int,
+        hit: tuple[BlockId, ...],
+        holding: Holding,
     ) -> int:
         del config
-        return count_needed(pool, group, num_slots, num_slots, 0, hit)
+        return count_needed(pool, group, num_slots, num_slots, len(holding.block_table), hit)
 
     return replace(rules, count_reserved_blocks=count_reserved_blocks)
 
@@ -212,7 +217,12 @@ def windows_reserve_steps_in_flight(rules: Rules, _config: Config) -> Rules:
     """The gate charges a window itself and the whole budget of each step that may be in flight."""
 
     def count_reserved_blocks(
-        config: Config, pool: Pool, group: KVGroup, num_slots: int, hit: tuple[BlockId, ...]
+        config: Config,
+        pool: Pool,
+        group: KVGroup,
+        num_slots: int,
+        hit: tuple[BlockId, ...],
+        holding: Holding,
     ) -> int:
         num_in_flight = config.max_num_batched_tokens * config.max_frames_in_flight
         if group.kind is GroupKind.SLIDING_WINDOW:
@@ -223,7 +233,7 @@ def windows_reserve_steps_in_flight(rules: Rules, _config: Config) -> Rules:
         num_blocks += group.kind is GroupKind.SLIDING_WINDOW
         if group.kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL):
             num_slots = min(num_slots, num_blocks * group.block_size)
-        return count_needed(pool, group, num_slots, num_slots, 0, hit)
+        return count_needed(pool, group, num_slots, num_slots, len(holding.block_table), hit)
 
     return replace(rules, count_reserved_blocks=count_reserved_blocks)
 
