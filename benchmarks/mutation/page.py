@@ -173,7 +173,8 @@ def _render_runs(results: Mapping[str, Any]) -> str:
         + make_table(("run", "modules", "every mutant plays", "survivors play as well"), rows)
         + f"\nEach on: {'. '.join(where)}. Numbers are events, from seed "
         + f"{', '.join(str(seed) for seed in dict.fromkeys(run['seed'] for run in runs))} on, of "
-        + "presets tiny (t) and small, (g) with several KV groups in each run. What is explained as equivalent plays no longer.\n\n"
+        + "presets tiny (t) and small, (g) with several KV groups in each run. What is explained "
+        + "as equivalent plays no longer.\n\n"
         + f"Here {'; '.join(texts)}.\n"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,17 @@ def test_several_prompts_are_told_apart(model: Path) -> None:
     assert result.exit_code == 0
     assert "--- 1 (length)" in result.stdout
     assert "--- 2 (length)" in result.stdout
+
+
+@pytest.mark.skipif(find_spec("llguidance") is None, reason="needs the extra [grammars]")
+def test_an_output_may_be_held_to_a_grammar(model: Path) -> None:
+    one = blockstep("--model", model, "one", "--choice", "yes", "--choice", "no", "--check")
+    assert one.exit_code == 0
+    assert one.stdout.strip() in ("yes", "no")
+    assert "check: nothing found" in one.stderr
+    wrong = blockstep("--model", model, "one", "--regex", "a(")
+    assert wrong.exit_code == 2
+    assert "unclosed group" in wrong.stderr
 
 
 def test_json_is_complete_and_alone_on_standard_output(model: Path) -> None:

@@ -550,8 +550,6 @@ def test_what_passes_with_one_quirk_is_explained_by_it() -> None:
     [
         ("", Quirk.WINDOWS_RESERVE_EVERYTHING),  # the first that it passes with
         ("strict+windows_reserve_steps_in_flight", Quirk.WINDOWS_RESERVE_STEPS_IN_FLIGHT),
-        ("strict+min_tokens_mask_length", Quirk.WINDOWS_RESERVE_EVERYTHING),
-        ("vllm-of-a-friend", Quirk.WINDOWS_RESERVE_EVERYTHING),
     ],
 )
 def test_what_is_known_of_an_engine_explains_before_what_is_known_of_others(

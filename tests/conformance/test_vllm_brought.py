@@ -395,7 +395,7 @@ def test_a_grammar_that_allows_everything_has_no_rows() -> None:
     told.commit(0, A=(1000,))
 
 
-@needs_masks
+@needs_reference
 def test_a_grammar_that_fails_is_declined_and_kills_the_release() -> None:
     told = Told(v.Config(num_blocks=20))
     told.submit("A", 5, 6, structured_output=True, grammar=ABC)

@@ -249,7 +249,8 @@ def test_sessions_over_many_seeds() -> None:
 
 def draw_items(draw: random.Random, num_prompt: int, most: int) -> tuple[MultiModalItem, ...]:
     """Items of at most so many tokens, one behind the other, and some positions between them."""
-    items, end = [], draw.randint(0, 2)
+    items: list[MultiModalItem] = []
+    end = draw.randint(0, 2)
     while end < num_prompt and len(items) < 4:
         length = min(draw.randint(1, most), num_prompt - end)
         mask = tuple([draw.random() < 0.6 for _ in range(length)]) if draw.random() < 0.3 else ()

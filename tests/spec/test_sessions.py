@@ -407,3 +407,14 @@ def test_sessions_keep_their_grammar(quirk: bool) -> None:
     oracle.schedule()
     seen = oracle.apply(Commit(1, (RowTokens("A", (9,)),)))
     assert isinstance(seen, Rejected) is not quirk
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_session_tells_its_last_stop_token(quirk: bool) -> None:
+    quirks = {Quirk.SESSION_TELLS_ITS_LAST_STOP_TOKEN} if quirk else set()
+    oracle = Oracle(CONFIG, Profile("some", frozenset(quirks)))
+    oracle.submit(session(1, stop_token_ids=(9,)))
+    step(oracle)
+    oracle.update(session(2))
+    oracle.schedule()
+    assert answer(oracle, 5) == (OutputRow("A", (5,), stop_token_id=9 if quirk else None),)

@@ -37,10 +37,13 @@ HOST: Final = frozenset(
         "adapters",
         "masks",
         "sessions",
+        "encoder",
     )
 )
-"""Everything but an encoder."""
-COMPILED: Final = HOST - {"groups", "common prefix", "adapters", "masks", "sessions"}
+"""Everything."""
+COMPILED: Final = HOST - {
+    *("groups", "common prefix", "adapters", "masks", "sessions", "encoder"),
+}
 """The same for one KV-cache group, without its hint to the worker and what requests bring along."""
 
 

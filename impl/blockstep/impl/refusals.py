@@ -31,6 +31,11 @@ def most_slots(config: Config, request: Request) -> int:
     return min(written + config.num_lookahead_tokens, config.max_model_len)
 
 
+def count_beside(request: Request) -> int:
+    """Embeddings of its items, where they stand beside the prompt."""
+    return sum(item.num_embeds for item in request.items)
+
+
 def most_blocks(config: Config, request: Request) -> int:
     """Blocks that it needs at its longest, where there is one KV group (P11; upstream #52520)."""
     return -(-most_slots(config, request) // config.block_size)

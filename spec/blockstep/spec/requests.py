@@ -16,6 +16,7 @@ from blockstep.spec.vocabulary import (
     Request,
     RequestId,
     Status,
+    TokenId,
     TokenIds,
 )
 
@@ -76,6 +77,8 @@ class RequestState:
     num_cached_tokens: int = -1
     num_preemptions: int = 0
     grammar_ready: bool = False
+    last_stop_token_id: TokenId | None = None
+    """Of a session: the stop token that ended a chunk of it last."""
     updates: tuple[Request, ...] = ()
     """Of a session: chunks to come, oldest first; one that is not resumable is the end of them."""
     stand: Stand = AT_THE_BEGINNING

@@ -23,6 +23,7 @@ from blockstep.spec.vocabulary import (
     MultiModalItem,
     Request,
     RequestId,
+    TokenId,
     TokenIds,
 )
 
@@ -173,6 +174,8 @@ class Rules:
     """Whether a mask that is made now has rows of it."""
 
     # endings
+    get_told_stop: Callable[[RequestState, TokenId | None], TokenId | None]
+    """The stop token that a client is told: (.., the one that ended the request now)."""
     compute_stop: Callable[[RequestState, TokenIds, int, int], Stop]
     """Why a request ends: (request, outputs, known tokens, max_model_len)."""
 

@@ -18,7 +18,7 @@ from blockstep.spec.beside.grammar import get_next_stand
 from blockstep.spec.hashing import get_item_keys, get_request_behind_outputs
 from blockstep.spec.lives.commit import publishes_at_commit
 from blockstep.spec.lives.control import get_frames_after_reset, get_reset_request
-from blockstep.spec.lives.endings import compute_stop
+from blockstep.spec.lives.endings import compute_stop, get_told_stop
 from blockstep.spec.lives.masks import get_settled, has_mask_row
 from blockstep.spec.lives.sessions import (
     get_chunk_request,
@@ -115,5 +115,6 @@ STRICT_RULES: Final = Rules(
     get_settled=get_settled,
     masks_behind_placeholders=True,
     has_mask_row=has_mask_row,
+    get_told_stop=get_told_stop,
     compute_stop=compute_stop,
 )

@@ -28,6 +28,12 @@ from blockstep.spec.vocabulary import SpecMethod
 ENGINE = "blockstep.impl.engine"
 """The module of the model engine."""
 BYTES_PER_GIB = 1 << 30
+Regex = Annotated[str | None, typer.Option(help="The output matches this regular expression.")]
+JsonSchema = Annotated[str | None, typer.Option(help="The output is JSON that follows this.")]
+Choice = Annotated[list[str] | None, typer.Option(help="The output is this text, or another one.")]
+Check = Annotated[
+    bool, typer.Option("--check", help="Hold every step to the specification while serving.")
+]
 
 
 def generate_command(
@@ -46,6 +52,9 @@ def generate_command(
     min_p: Annotated[float, typer.Option(help="Draw among tokens this near the best.")] = 0.0,
     seed: options.Seed = 0,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends the output.")] = None,
+    regex: Regex = None,
+    json_schema: JsonSchema = None,
+    choice: Choice = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")] = False,
     logprobs: Annotated[int | None, typer.Option(help="Report so many tokens in --json.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -60,21 +69,19 @@ def generate_command(
     num_drafts: Annotated[int, typer.Option(help="Drafts of a step, with --speculate.")] = 4,
     draft_model: Annotated[Path | None, typer.Option(help="Folder of the draft model.")] = None,
     depth: Annotated[int, typer.Option(min=1, help="Plans in flight; 2: asynchronous.")] = 1,
-    check: Annotated[
-        bool, typer.Option("--check", help="Hold every step to the specification while serving.")
-    ] = False,
+    check: Check = False,
     json_path: options.Json = None,
 ) -> None:
     """Continue texts with a local model; one prompt is printed as it comes.
 
-    Needs torch, safetensors and tokenizers (pip install 'blockstep[engine]').
+    Needs pip install 'blockstep[engine]'; a regex, a schema or a choice 'blockstep[grammars]'.
 
     Example: blockstep generate --model path/to/model "Once upon a time" --check
     """
     given = [*(prompts or ()), *(_token_ids(text) for text in token_ids or ())]
     if not given:
         console.usage("generate: nothing to continue; give a text, or --token-ids 1,2,3")
-    sampling = {
+    sampling: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_k": top_k,
@@ -84,6 +91,7 @@ def generate_command(
         "ignore_eos": ignore_eos,
         "logprobs": logprobs,
     }
+    sampling |= {"regex": regex, "json_schema": json_schema, "choice": tuple(choice or ())}
     settings = {
         "device": device,
         "dtype": dtype,

@@ -187,7 +187,13 @@ def _session_form(request: RequestState) -> Form:
     if not asked.resumable:
         return ()
     chunks = [(one.prompt_token_ids, one.max_tokens, one.resumable) for one in request.updates]
-    ends = (asked.min_tokens, asked.eos_token_id, asked.stop_token_ids, asked.arrival_time)
+    ends = (
+        request.last_stop_token_id,
+        asked.min_tokens,
+        asked.eos_token_id,
+        asked.stop_token_ids,
+        asked.arrival_time,
+    )
     items = [(item.identifier, item.offset) for item in asked.items]
     return asked.prompt_token_ids, asked.max_tokens, *ends, *items, tuple(chunks)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from blockstep.conformance.explore.canonical import Digest
 from blockstep.conformance.explore.probe import Moment
 from blockstep.spec.step.queues import is_blocked
-from blockstep.spec.vocabulary import Commit, Outputs, PauseState, Plan, Schedule
+from blockstep.spec.vocabulary import Commit, Outputs, PauseState, Plan, Schedule, Status
 
 
 def get_no_progress(moment: Moment, is_loop: bool) -> bool:
@@ -28,7 +28,9 @@ def get_no_progress(moment: Moment, is_loop: bool) -> bool:
         case _:
             return False
     return state.pause_state is PauseState.UNPAUSED and any(
-        request.grammar_ready or not is_blocked(request) for request in state.requests.values()
+        request.status is not Status.WAITING_FOR_STREAMING_REQ
+        and (request.grammar_ready or not is_blocked(request))
+        for request in state.requests.values()
     )
 
 

@@ -80,6 +80,10 @@ def get_ledger(state: State) -> Ledger:
         if request.request.grammar is not None:
             ledger.has_grammars = True
             life.automaton = Automaton(state.config, request.request)
+        if life.session is not None:
+            ledger.has_sessions = True
+            life.session.updates = [*request.updates]
+            life.session.is_resting = request.status is v.Status.WAITING_FOR_STREAMING_REQ
     behind: dict[v.RequestId, int] = {}
     for frame in reversed(state.frames):
         rows = []
@@ -90,8 +94,10 @@ def get_ledger(state: State) -> Ledger:
             drafts, verifiable = row.draft_token_ids, None
             if row.is_masked:
                 drafts, verifiable = (v.DRAFT_PLACEHOLDER,) * len(drafts), row.verifiable_drafts
-            flight = FlightRow(row.request_id, end, drafts, row.samples, verifiable)
-            behind[row.request_id] = behind.get(row.request_id, 0) + flight.num_promised
+            is_over = row.is_dropped and known is not None and known.request.resumable
+            flight = FlightRow(row.request_id, end, drafts, row.samples, verifiable, is_over)
+            if not is_over:
+                behind[row.request_id] = behind.get(row.request_id, 0) + flight.num_promised
             rows.append(flight)
         ledger.frames[frame.frame_id] = tuple(rows)
     ledger.frames = dict(reversed(ledger.frames.items()))

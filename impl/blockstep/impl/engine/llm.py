@@ -18,6 +18,7 @@ from threading import RLock
 from typing import Any, TypeAlias
 
 from blockstep.impl.engine.errors import EngineError, RequestError, SettingsError
+from blockstep.impl.engine.grammars import Grammars
 from blockstep.impl.engine.loading import Settings, load_engine
 from blockstep.impl.engine.observer import MakeObserver, Observer
 from blockstep.impl.engine.params import SamplingParams
@@ -127,6 +128,8 @@ class LLM:
         self.tokenizer = loaded.tokenizer
         self.model_config = loaded.model_config
         self._runner = loaded.runner
+        vocab_size, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
+        self._grammars = Grammars(self.tokenizer, vocab_size, eos)
         self._check = check
         self._live: dict[RequestId, Live] = {}
         self._frames: deque[Plan] = deque()
@@ -212,7 +215,8 @@ class LLM:
 
         Raises:
             RequestError: it is empty, holds a token that the model does not have, is longer than
-                the model or the cache allows, or needs a tokenizer that is missing.
+                the model or the cache allows, or needs a tokenizer that is missing; or its grammar
+                is none.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -220,6 +224,7 @@ class LLM:
         token_ids = self._encode(prompt)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop: the model has no tokenizer.json; use stop_token_ids")
+        matcher = self._grammars.begin(params)
         eos = () if params.ignore_eos else self.model_config.eos_token_ids
         with self._whole():
             name = f"request-{self._num_requests}"
@@ -240,6 +245,8 @@ class LLM:
                 seed = self.settings.seed * 1_000_003 + self._num_requests
             self._num_requests += 1
             self._runner.chosen[name] = (params, seed)
+            if matcher is not None:
+                self._runner.matchers[name] = matcher
             detokenizer = None
             if self.tokenizer is not None:
                 detokenizer = Detokenizer(self.tokenizer, params.stop, token_ids)
@@ -325,13 +332,13 @@ class LLM:
         return chunks
 
     def _propose(self, answer: Answer) -> None:
-        """Hand the drafts in, unless they stay with the runner."""
+        """Hand the drafts in that a grammar accepts, unless they stay with the runner."""
         if self.config.async_scheduling:
             return
         drafts = tuple(
             RowTokens(name, tokens)
-            for name, tokens in answer.ran.proposals.items()
-            if tokens and name in self._live
+            for name, proposed in answer.ran.proposals.items()
+            if name in self._live and (tokens := self._runner.cut_drafts(name, proposed))
         )
         if drafts:
             self._apply(Drafts(drafts))
@@ -348,6 +355,9 @@ class LLM:
             logprobs = answer.logprobs[row.request_id][:num_tokens]
             live.logprobs += logprobs
         live.text += text
+        matcher = self._runner.matchers.get(row.request_id)
+        if reason is None and matcher is not None and matcher.error:
+            reason = FinishReason.ERROR
         if reason is not None:
             if row.finish_reason is None:
                 self._apply(Abort((row.request_id,)))
@@ -380,6 +390,7 @@ class LLM:
         if reason is FinishReason.ABORT and live.detokenizer is not None:
             live.text += live.detokenizer.finish()
         self._runner.chosen.pop(name, None)
+        self._runner.matchers.pop(name, None)
         self._completions[name] = Completion(
             request_id=name,
             prompt_token_ids=live.request.prompt_token_ids,

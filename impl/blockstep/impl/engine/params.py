@@ -39,6 +39,12 @@ class SamplingParams:
     """Tokens that end the output, beside those of the model."""
     ignore_eos: bool = False
     """True: the model's own end-of-sequence tokens do not end it."""
+    regex: str | None = None
+    """The output is a text that this regular expression matches as a whole."""
+    json_schema: str | None = None
+    """The output is JSON that follows this schema, itself JSON."""
+    choice: tuple[str, ...] = ()
+    """The output is one of these texts."""
     logprobs: int | None = None
     """So many likeliest tokens are reported with each output token; None: nothing is."""
 
@@ -65,6 +71,15 @@ class SamplingParams:
                 isinstance(tokens, tuple | list) and all(_is_int(token, 0) for token in tokens),
                 "must be a tuple of token ids",
             ),
+            ("regex", _is_text(self.regex), "must be a non-empty text"),
+            ("json_schema", _is_text(self.json_schema), "must be a text of JSON"),
+            (
+                "choice",
+                isinstance(self.choice, tuple)
+                and None not in self.choice
+                and all(map(_is_text, self.choice)),
+                "must be a tuple of non-empty texts",
+            ),
             ("ignore_eos", type(self.ignore_eos) is bool, "must be True or False"),
             (
                 "logprobs",
@@ -74,11 +89,23 @@ class SamplingParams:
         ):
             if not ok:
                 raise SettingsError(f"{name} = {getattr(self, name)!r}: {rule}")
+        if sum(map(bool, (self.regex, self.json_schema, self.choice))) > 1:
+            raise SettingsError("regex, json_schema, choice: give one of them")
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the output is held to a grammar."""
+        return bool(self.regex or self.json_schema or self.choice)
 
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is taken."""
         return self.temperature < GREEDY_BELOW
+
+
+def _is_text(value: object) -> bool:
+    """A non-empty text, or None."""
+    return value is None or (isinstance(value, str) and value != "")
 
 
 def _is_int(value: object, least: int, most: int = INT_MAX) -> bool:

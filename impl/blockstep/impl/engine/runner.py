@@ -17,6 +17,7 @@ import torch
 
 from blockstep.impl.engine.batch import Batch, BatchRow, StepRow
 from blockstep.impl.engine.errors import EngineError
+from blockstep.impl.engine.grammars import Matcher, mask_logits
 from blockstep.impl.engine.model import Inputs, Model
 from blockstep.impl.engine.observer import Pass, Ran
 from blockstep.impl.engine.params import SamplingParams
@@ -62,8 +63,15 @@ class Runner:
         self.batch = Batch(config, device)
         self.chosen: dict[RequestId, tuple[SamplingParams, int]] = {}
         """Parameters and seed of requests that were submitted and have not ended."""
+        self.matchers: dict[RequestId, Matcher] = {}
+        """Of those among them that are held to a grammar."""
         self._unsettled: Frame | None = None
         self._answers: dict[FrameId, Answer] = {}
+
+    def cut_drafts(self, request_id: RequestId, drafts: TokenIds) -> TokenIds:
+        """The drafts up to the first that the request's grammar forbids; all where it has none."""
+        matcher = self.matchers.get(request_id)
+        return drafts if matcher is None else drafts[: matcher.count_accepted(drafts)]
 
     def start_anew(self) -> Runner:
         """A runner on the same model that knows no request."""
@@ -110,9 +118,22 @@ class Runner:
         if len(asking) < len(hidden):
             hidden = hidden[to_device(np.array(asking, np.int64), hidden.device)]
         logits = self.model.compute_logits(hidden)
-        frame.tokens = sample(logits, draws)
+        frame.tokens = sample(self._mask(frame, logits), draws)
         if any(draw.params.logprobs is not None for draw in draws):
             frame.logits = logits
+
+    def _mask(self, frame: Frame, logits: torch.Tensor) -> torch.Tensor:
+        """The logits, -inf where a grammar forbids a token; every frame before is settled."""
+        rows: list[int] = []
+        masks: list[bytes] = []
+        start = 0
+        for scheduled in frame.step if self.matchers else ():
+            matcher = self.matchers.get(scheduled.row.request_id)
+            if matcher is not None and scheduled.samples:
+                rows += range(start, start + scheduled.num_logits)
+                masks += matcher.get_masks(scheduled.drafts)
+            start += scheduled.num_logits
+        return mask_logits(logits, rows, masks)
 
     def _settle(self) -> None:
         """Bring the last plan's tokens home, and propose what may follow."""
@@ -151,6 +172,9 @@ class Runner:
         scheduled.sampled = tuple(tokens[: num_right + 1])
         scheduled.row.num_computed -= len(scheduled.drafts) - num_right
         self.batch.append(scheduled.row, scheduled.sampled)
+        matcher = self.matchers.get(scheduled.row.request_id)
+        if matcher is not None:
+            matcher.advance(scheduled.sampled)
 
     def _pad_proposals(self, frame: Frame) -> None:
         """The next plan verifies so many drafts whether or not there are as many: fill up."""

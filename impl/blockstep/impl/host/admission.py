@@ -110,12 +110,13 @@ class WaitingPhase(Promises, Encodings):
         if num_scheduled <= 0:
             return False
         free, free_hits = self.pool.num_free, self.pool.count_free(hits.shared())
+        num_beside = self.table.holdings[slot][0].num_beside
         num_known, reserves = self.table.num_known[slot], self.config.scheduler_reserve_full_isl
-        if reserves and groups.count_for_gate(hits, num_known) > free:
+        if reserves and groups.count_for_gate(hits, num_known, num_beside) > free:
             return False
         num_tokens = hits.num_tokens + num_scheduled
         extent = Extent(num_tokens, num_tokens)  # there is no lookahead yet
-        if groups.count_to_admit(hits, extent) + free_hits > free:
+        if groups.count_to_admit(hits, extent, num_beside) + free_hits > free:
             return False
         queue.pop()
         groups.adopt(self.table.holdings[slot], hits)

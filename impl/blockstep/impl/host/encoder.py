@@ -167,9 +167,12 @@ class EncoderCache:
 
     def hold(self, request: Request, chosen: Encoding) -> None:
         """The row has its blocks: what it needs is there, or will be when it runs."""
-        for name in chosen.evicted:
-            self._evict(name)
         self._bring_back_lost(request, chosen)
+        brought = {request.items[i].identifier for i in chosen.inputs + chosen.external}
+        needed = sum(request.items[i].num_embeds for i in chosen.inputs + chosen.external)
+        for name in chosen.evicted:  # unless the row of another made room meanwhile
+            if name in brought or self.num_free < needed:
+                self._evict(name)
         for index in chosen.inputs + chosen.external:
             item = request.items[index]
             self.entries[item.identifier] = Entry(item.num_embeds)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Final
 
-from blockstep.impl.host.kinds import ChunkGroup, Extent, Group, WindowGroup
+from blockstep.impl.host.kinds import ChunkGroup, CrossGroup, Extent, Group, WindowGroup
 from blockstep.impl.host.lineage import Lineage
 from blockstep.impl.host.pool import BlockPool
 from blockstep.impl.host.prefix import PrefixMap
@@ -36,6 +36,7 @@ _KINDS: Final[Mapping[GroupKind, type[Group]]] = {
     GroupKind.SLIDING_WINDOW: WindowGroup,
     GroupKind.CHUNKED_LOCAL: ChunkGroup,
     GroupKind.RECURRENT: StateGroup,
+    GroupKind.CROSS_ATTENTION: CrossGroup,
 }
 
 
@@ -238,11 +239,12 @@ class GroupMemory:
             tables.append(tuple(table))
         return GroupHits(length, tuple(tables))
 
-    def count_to_admit(self, hits: GroupHits, extent: Extent) -> int:
+    def count_to_admit(self, hits: GroupHits, extent: Extent, num_beside: int) -> int:
         """New blocks beside the hits (P8)."""
-        return self.count_missing((Holding(list(shared)) for shared in hits.tables), extent)
+        tables = (Holding(list(shared), num_beside=num_beside) for shared in hits.tables)
+        return self.count_missing(tables, extent)
 
-    def count_for_gate(self, hits: GroupHits, num_known: int) -> int:
+    def count_for_gate(self, hits: GroupHits, num_known: int, num_beside: int) -> int:
         """Free blocks that the whole of it needs at once, at most, the hits included (P11, P15).
 
         A hit that others hold too saves nothing behind the window: they keep it, and what follows
@@ -250,6 +252,9 @@ class GroupMemory:
         """
         needed = 0
         for group, shared in zip(self.groups, hits.tables, strict=True):
+            if group.is_beside:
+                needed += group.count_blocks(num_beside)
+                continue
             later = group.count_blocks(num_known) - len(shared)
             free = sum(block != NULL_BLOCK and self.pool.is_free(block) for block in shared)
             needed += min(later + free, group.count_held(num_known))
@@ -259,6 +264,8 @@ class GroupMemory:
         """Free blocks that all known tokens of a session need at once, at most (P11, P15)."""
         needed = 0
         for group, holding in zip(self.groups, holdings, strict=True):
+            if group.is_beside:
+                continue  # all of it is held
             kept = holding.blocks[group.first_block(num_computed) :]
             own = sum(b != NULL_BLOCK and self.pool.ref_counts[b] == 1 for b in kept)
             later = max(group.count_blocks(num_known) - len(holding.blocks), 0)
@@ -273,9 +280,11 @@ class GroupMemory:
             holding.num_cached = len(table)
             holding.num_left = table.count(NULL_BLOCK)
 
-    def count_most(self, num_slots: int) -> int:
+    def count_most(self, num_slots: int, num_beside: int) -> int:
         """Blocks that a request holds at once, at most, until it has so many slots."""
-        return sum(group.count_held(num_slots) for group in self.groups)
+        return sum(
+            group.count_held(num_beside if group.is_beside else num_slots) for group in self.groups
+        )
 
 
 def make_groups(config: Config) -> tuple[Group, ...]:

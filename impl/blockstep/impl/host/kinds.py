@@ -48,6 +48,8 @@ class Group:
         """Whether every token is read for ever."""
         self.is_state = group.kind is GroupKind.RECURRENT
         """Whether blocks hold states, each made of the one before it."""
+        self.is_beside = group.kind is GroupKind.CROSS_ATTENTION
+        """Whether it holds what stands beside the text."""
         self.is_aligned = group.mamba_cache_mode is MambaCacheMode.ALIGN
         """Whether there are states at the ends of chunks only."""
         # A head reads hidden states beside KV, and a state stands for no token of its own.
@@ -126,6 +128,14 @@ class ChunkGroup(Group):
     def count_held(self, num_slots: int) -> int:
         """See `Group`."""
         return self.count_held_of(self.size - 1, self.size, num_slots)
+
+
+class CrossGroup(Group):
+    """Cross-attention: a token reads what the encoder made of the items, held from admission on."""
+
+    def count_missing(self, holding: Holding, _extent: Extent) -> int:
+        """See `Group`. Nothing is added to it."""
+        return max(self.count_blocks(holding.num_beside) - len(holding.blocks), 0)
 
 
 def _count_row(config: Config) -> int:

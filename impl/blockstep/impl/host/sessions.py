@@ -11,7 +11,13 @@ from dataclasses import replace
 from blockstep.impl.host.core import Core
 from blockstep.impl.host.grammars import make_matcher
 from blockstep.impl.host.table import Session
-from blockstep.impl.refusals import most_blocks, most_slots, submit_problem, update_problem
+from blockstep.impl.refusals import (
+    count_beside,
+    most_blocks,
+    most_slots,
+    submit_problem,
+    update_problem,
+)
 from blockstep.spec.vocabulary import (
     Aborted,
     Ack,
@@ -28,7 +34,8 @@ class Sessions(Core):
     def _most_blocks(self, request: Request) -> int:
         """Blocks that it holds at once, at most (P11)."""
         if self.groups is not None:
-            return self.groups.count_most(most_slots(self.config, request))
+            num_beside = count_beside(request)
+            return self.groups.count_most(most_slots(self.config, request), num_beside)
         return most_blocks(self.config, request)
 
     def _update(self, update: Request) -> Ack | Aborted | Rejected:

@@ -20,6 +20,8 @@ class Holding:
     """Its first blocks that are settled: published, or hit."""
     num_left: int = 0
     """Its first places that are null: blocks that no token reads any more."""
+    num_beside: int = 0
+    """Embeddings that its layers attend across to; only where they stand beside the prompt."""
     has_spare: bool = False
     """Whether it has a state, and spare blocks behind it; only where states end with chunks."""
 
@@ -79,7 +81,8 @@ class RequestTable:
         slot = self._unused.pop() if self._unused else self._make_slot(request, lineage)
         self.requests[slot] = request
         self.lineages[slot] = lineage
-        self.holdings[slot] = tuple(Holding() for _ in range(self.num_groups))
+        num_beside = sum(item.num_embeds for item in request.items)
+        self.holdings[slot] = tuple(Holding(num_beside=num_beside) for _ in range(self.num_groups))
         self.spec_token_ids[slot] = ()
         self.statuses[slot] = status
         self.num_prompt[slot] = self.num_known[slot] = len(request.prompt_token_ids)

@@ -9,7 +9,7 @@ from blockstep.spec.pool import Pool
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import Config, Request, TokenIds
+from blockstep.spec.vocabulary import Config, Request, TokenId, TokenIds
 
 
 def sessions_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
@@ -87,6 +87,16 @@ def sessions_admitted_with_lookahead(rules: Rules, _config: Config) -> Rules:
     return replace(rules, get_num_lookahead_at_admission=get_num_lookahead_at_admission)
 
 
+def session_tells_its_last_stop_token(rules: Rules, _config: Config) -> Rules:
+    """Once a stop token has ended a chunk, it is told with each output of the chunks behind."""
+
+    def get_told_stop(request: RequestState, stop_token_id: TokenId | None) -> TokenId | None:
+        told = rules.get_told_stop(request, stop_token_id)
+        return request.last_stop_token_id if told is None else told
+
+    return replace(rules, get_told_stop=get_told_stop)
+
+
 STORIES = (
     QuirkStory(
         Quirk.SESSIONS_KEEP_THEIR_BLOCKS,
@@ -102,7 +112,7 @@ STORIES = (
         Quirk.SESSIONS_KEEP_MAX_TOKENS,
         sessions_keep_max_tokens,
         "each chunk of a session may sample as many tokens as the first",
-        ("P13",),
+        ("P11", "P13"),
         "not found upstream (fixed by 0.32.0)",
         "0.19.1",
         "a session of max_tokens 1 goes on with max_tokens 2: it stops after one token",
@@ -147,10 +157,20 @@ STORIES = (
         "flight: it rests, and is then delivered another token",
     ),
     QuirkStory(
+        Quirk.SESSION_TELLS_ITS_LAST_STOP_TOKEN,
+        session_tells_its_last_stop_token,
+        "once a stop token has ended a chunk, it is told with each output of the chunks behind",
+        ("P13",),
+        "not found upstream",
+        "0.19.1",
+        "a session ends a chunk by a stop token and goes on with others: its next output, which "
+        "ends nothing, is told with the stop token of before",
+    ),
+    QuirkStory(
         Quirk.SESSIONS_ADMITTED_WITH_LOOKAHEAD,
         sessions_admitted_with_lookahead,
         "a session that goes on is admitted with the slots for lookahead, others are not",
-        (),
+        ("P8",),
         "not found upstream",
         "0.19.1",
         "blocks of 2, a draft model; a session goes on with tokens that end its block: it is "

@@ -96,7 +96,8 @@ def check_answer(
         for row in core.outputs:
             _check_known("outputs", (row.request_id,), asked, "whom this frame did not have")
             _check_unused(row, f"the output of {row.request_id!r}")
-            _check_stop_reason(row)
+            if not run.known[row.request_id].request.resumable:  # a session keeps its last one
+                _check_stop_reason(row)
         if core.scheduler_stats is not None:
             _check_unused(core.scheduler_stats, "this answer")
             _check_stats(run, core.scheduler_stats)

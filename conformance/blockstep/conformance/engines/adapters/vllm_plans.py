@@ -186,9 +186,12 @@ def read_mask(run: Run, frame: SchedulerOutput, output: Any) -> v.GrammarOutput:
     rows = []
     for name in output.structured_output_request_ids:
         drafts = tuple(frame.scheduled_spec_decode_tokens.get(name, ()))
-        allowed, masks = tuple(masks[: len(drafts) + 1]), masks[len(drafts) + 1 :]
-        if len(allowed) <= len(drafts):
-            raise EngineFault(f"grammar_bitmask has {len(allowed)} rows of {name!r}, too few")
+        used = 1 + len(drafts)
+        # Those that are not used may hold anything.
+        held = 1 + run.config.num_speculative_tokens if RELEASE.has_fixed_mask_rows else used
+        allowed, masks = tuple(masks[:held][:used]), masks[held:]
+        if len(allowed) < used:
+            raise EngineFault(f"grammar_bitmask has {len(allowed)} rows of {name!r}, not {used}")
         if run.known[name].request.grammar is not None:
             rows.append(v.GrammarRow(name, allowed, drafts))
         elif any(row is not None for row in allowed):

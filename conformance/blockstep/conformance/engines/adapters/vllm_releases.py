@@ -118,6 +118,8 @@ class Release:
     """Whether plans tell the blocks that all who run have in common."""
     has_frame_masks: bool = False
     """Whether a mask is asked of a frame, and drafts that stay with the worker are cut by it."""
+    has_fixed_mask_rows: bool = False
+    """Whether each request has as many rows of a mask as drafts may be, used or not."""
     survives_bad_grammars: bool = False
     """Whether a grammar that fails ends its request, and not the engine; and is followed."""
     has_encoder: bool = False
@@ -219,6 +221,7 @@ def _build_table() -> Mapping[str, Release]:
         has_group_gate=True,
         has_partial_hits=True,
         has_common_prefix=False,
+        has_fixed_mask_rows=True,
     )
     table = (*older, r0200, r0220, r0240, r0250, r0270, r0280, r0290, r0310, r0330)
     return MappingProxyType({release.version: release for release in table})

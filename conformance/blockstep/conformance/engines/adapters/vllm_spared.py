@@ -20,6 +20,7 @@ BEYOND_MAX_LORAS = "a plan with rows of more adapters than max_loras"
 ENDS_AMONG_THE_SKIPPED = "a preempted request passed over for its adapter before its frame ends it"
 STOPS_TWICE = "a plan with a session that a frame in flight may stop: it rests, and stops once more"
 TRIMMED_PROMISES = "a session with drafts that the worker keeps: what its stop trims stays promised"
+KEY_INSIDE_A_HEAP = "a chunk that changes the arrival of a session inside of a heap of several"
 RESET_AT_REST = "a forced reset while a session that does not run holds blocks: it raises"
 STOPS_WHILE_PREEMPTED = "a session that stops while preempted: its tokens or its place are lost"
 BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks than there are"
@@ -83,6 +84,8 @@ def find_reason(run: Run, event: v.Event) -> str | None:
     match event:
         case v.Submit(request=request):
             return _find_lack(run, request)
+        case v.StreamingUpdate(request=request):
+            return KEY_INSIDE_A_HEAP if _changes_a_key(run, request) else None
         case v.GrammarFailed():
             return None if RELEASE.survives_bad_grammars else FAILED_GRAMMAR
         case v.Reset(reset_running_requests=True):
@@ -185,6 +188,19 @@ def _may_end_among_the_skipped(run: Run, waiting: list[VllmRequest]) -> bool:
         and request.lora_request is not None
         and request.request_id in in_flight
         for request in waiting
+    )
+
+
+def _changes_a_key(run: Run, chunk: v.Request) -> bool:
+    """Whether a chunk gives a resting session another place among others, where a heap has them."""
+    session = run.scheduler.requests.get(chunk.request_id)
+    return (
+        session is not None
+        and run.config.policy is v.Policy.PRIORITY
+        and chunk.resumable
+        and session.status.name == "WAITING_FOR_STREAMING_REQ"
+        and session.arrival_time != chunk.arrival_time
+        and len(run.get_skipped() or run.scheduler.waiting) > 1
     )
 
 

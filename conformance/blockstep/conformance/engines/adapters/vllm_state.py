@@ -187,7 +187,10 @@ def _read_request(run: Run, request: VllmRequest) -> v.RequestSnapshot:
 
 def _has_reasoned(run: Run, request: v.Request, structured: Any) -> bool:
     """Whether a grammar waits no more for the end of reasoning; False where none ever does."""
-    if request.grammar is None or run.config.enable_in_reasoning:
+    config = run.config
+    if config.reasoning_end_token_id is None or config.enable_in_reasoning:
+        return False
+    if request.grammar is None:
         return False
     return bool(structured.reasoning_ended)
 

@@ -34,6 +34,7 @@ FIRST_CHARACTER = 0x4E00
 END_TOKEN_ID = 2
 """The tokenizer's end-of-sequence token; small, so that drawn grammars have it."""
 UNFIT = "a grammar that the backend cannot be given: its texts do not end with the one end token"
+LOST_END = "a mask behind a commit that went on past the end token: the backend raises"
 UNWAITED = "a grammar that allows everything: the backend has none"
 
 
@@ -99,7 +100,20 @@ class XgrammarEngine(VllmEngine):
                 return UNWAITED
             if not is_fit(grammar):
                 return UNFIT
+        if isinstance(event, v.GrammarBitmask) and self._is_lost(event.frame_id):
+            return LOST_END
         return super().declines(event)
+
+    def _is_lost(self, frame_id: v.FrameId) -> bool:
+        """Whether a matcher of a frame has ended, and its wrapper has not seen it."""
+        frame = self.run.frames.get(frame_id)
+        for name in frame.num_scheduled_tokens if frame is not None else ():
+            request = self.scheduler.requests.get(name)
+            if request is not None and request.use_structured_output:
+                inner = request.structured_output_request.grammar.inner
+                if inner.matcher.is_terminated() and not inner.is_terminated():
+                    return True
+        return False
 
     def _build(self, request: v.Request, hasher: Hasher | None) -> VllmRequest:
         built = super()._build(request, hasher)

@@ -5,6 +5,7 @@ Masks are judged by the worker, which has automata of its own.
 
 from __future__ import annotations
 
+from blockstep.conformance.judge.automaton import Automaton
 from blockstep.conformance.judge.properties.ledger import Ledger
 from blockstep.conformance.judge.properties.sentence import (
     Complaints,
@@ -30,9 +31,13 @@ def grammar_stands_where_the_outputs_led_it(step: Step, ledger: Ledger) -> Compl
         life = ledger.lives.get(name)
         if life is None:
             continue
-        place, due = life.find_place(delivered.get(name, ())), (0, False)
-        if place is not None and life.automaton is not None:
-            due = (place.state, life.automaton.is_reasoning_over(place))
+        place, due, automaton = life.find_place(delivered.get(name, ())), (0, False), life.automaton
+        after = ledger.get_request_after(step, name)
+        if automaton is not None and after is not life.request:  # a chunk begins it anew
+            automaton = Automaton(ledger.config, after)
+            place = automaton.read(())
+        if place is not None and automaton is not None:
+            due = (place.state, automaton.is_reasoning_over(place))
         seen = (request.grammar_state, request.reasoning_ended)
         if seen != due:
             what = f"the grammar of {name!r} is not where its outputs led it"

@@ -288,7 +288,7 @@ class Ledger:
         """A client goes on with a session."""
         life = self.lives[update.request_id]
         if life.session is not None:
-            life.go_on(life.session.update(life.request, life.output_token_ids, update))
+            self._go_on(life, life.session.update(life.request, life.output_token_ids, update))
 
     def _stop(self, request_id: v.RequestId) -> None:
         """A request came to a stop: it ends, or a session rests, or goes on."""
@@ -296,7 +296,7 @@ class Ledger:
         if life is None or life.session is None or life.session.ends_at_its_stop:
             self._end(request_id)
             return
-        life.go_on(life.session.stop(life.request, life.output_token_ids))
+        self._go_on(life, life.session.stop(life.request, life.output_token_ids))
         life.drafts = ()
         # What frames in flight sample belongs to a chunk that is over.
         self.promised.pop(request_id, None)
@@ -305,6 +305,12 @@ class Ledger:
                 replace(row, is_dropped=row.is_dropped or row.request_id == request_id)
                 for row in rows
             )
+
+    def _go_on(self, life: Life, request: v.Request | None) -> None:
+        """A session is what this request says now, and begins its grammar anew; None: as it was."""
+        life.go_on(request)
+        if request is not None and life.automaton is not None:
+            life.automaton = Automaton(self.config, request)
 
     def list_ended(self, step: Step) -> list[v.RequestId]:
         """Whom a commit or an abort ended; not sessions that rest, or go on."""
