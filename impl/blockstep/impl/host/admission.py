@@ -79,9 +79,11 @@ class WaitingPhase(Promises, Encodings):
         hits = self._find_hits(slot)
         num_hit = len(hits) * self.block_size
         num_scheduled = self._tokens_to_admit(slot, num_hit, step.budget)
-        chosen = self._choose_if_any(slot, num_hit, num_scheduled, step)
-        if chosen is not None:
-            num_scheduled = chosen.num_tokens
+        chosen = None
+        if self.encoder is not None:
+            chosen = self._choose_if_any(slot, num_hit, num_scheduled, step)
+            if chosen is not None:
+                num_scheduled = chosen.num_tokens
         if num_scheduled <= 0:
             return False
         free, free_hits = self.pool.num_free, self.pool.count_free(hits)
@@ -94,7 +96,8 @@ class WaitingPhase(Promises, Encodings):
             return False
         queue.pop()
         self._admit(slot, hits, needed, num_scheduled, step)
-        self._encode_if_any(slot, chosen, step)
+        if chosen is not None:
+            self._encode_if_any(slot, chosen, step)
         return True
 
     def _try_admit_to_groups(

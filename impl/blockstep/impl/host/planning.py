@@ -88,9 +88,13 @@ class Planning(RunningPhase, WaitingPhase, Masks):
             _NOBODY,
             common,
             zeroed,
-            has_structured_output_requests=is_masked,
-            pending_structured_output_tokens=is_behind,
         )
+        if is_masked:
+            plan = replace(
+                plan,
+                has_structured_output_requests=True,
+                pending_structured_output_tokens=is_behind,
+            )
         return plan if self.encoder is None else self._tell_encoder(self.encoder, step, plan)
 
     def _tell_encoder(self, encoder: EncoderCache, step: Step, plan: Plan) -> Plan:
