@@ -147,6 +147,10 @@ OTHER_REQUEST = {
     "num_cached_blocks": (1,),
     "num_cached_tokens": 4,
     "grammar_ready": True,
+    "grammar_state": 1,
+    "reasoning_ended": True,
+    "prompt_token_ids": (1,),
+    "num_streaming_updates": 1,
 }
 
 
