@@ -20,6 +20,7 @@ from blockstep.spec.vocabulary import (
     Abort,
     Aborted,
     BlockKey,
+    EncoderSnapshot,
     Event,
     NewRow,
     Observation,
@@ -121,6 +122,7 @@ ONLY_GROWS = {
 }
 """Fields that do not tell two states apart, and what else they may be."""
 OTHER = {
+    "encoder": EncoderSnapshot(num_free=1),
     "pause_state": PauseState.PAUSED_NEW,
     "waiting": ("A",),
     "skipped_waiting": ("B",),
@@ -145,6 +147,10 @@ OTHER_REQUEST = {
     "num_cached_blocks": (1,),
     "num_cached_tokens": 4,
     "grammar_ready": True,
+    "grammar_state": 1,
+    "reasoning_ended": True,
+    "prompt_token_ids": (1,),
+    "num_streaming_updates": 1,
 }
 
 
