@@ -33,6 +33,7 @@ from blockstep.spec.profiles import (
     get_smallest_profile,
     initial_state,
 )
+from blockstep.spec.releases.encoder import STORIES as ENCODER_STORIES
 from blockstep.spec.requests import Frame, FrameRow, Holding, RequestState
 from blockstep.spec.snapshots import get_snapshot
 from blockstep.spec.state import State
@@ -99,11 +100,19 @@ def rows_of(head: str) -> dict[str, list[str]]:
 
 WORLD_ROWS = rows_of("| world | states | transitions | refused | depth | what |")
 QUIRK_ROWS = rows_of("| quirk | differs after | in | violates after | in world | property |")
-UNSEEN = {Quirk.ONLY_FULL_ATTENTION_IS_ZEROED, Quirk.PADDING_UNMASKS_WHAT_FOLLOWS}
-"""Quirks that no transition of a walk shows as wrong: what is zeroed, and what a mask says, is the
-worker's to judge."""
-UNREACHED = {Quirk.HEAD_LOOKS_BEHIND_ONCE}
-"""Quirks that no world is small enough for."""
+UNSEEN = {
+    Quirk.ONLY_FULL_ATTENTION_IS_ZEROED,
+    Quirk.PADDING_UNMASKS_WHAT_FOLLOWS,
+    *(story.quirk for story in ENCODER_STORIES),
+} - {
+    Quirk.ITEMS_HELD_WITHOUT_A_ROW,
+    Quirk.HEAD_NEVER_BEGINS_A_WHOLE_ITEM,
+    Quirk.ROOM_BESIDE_GROWS,
+}
+"""Quirks that no transition of a walk shows as wrong: what is zeroed, what a mask says, and what is
+there of an item is the worker's to judge."""
+UNREACHED = {Quirk.HEAD_LOOKS_BEHIND_ONCE, Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON}
+"""Quirks that no world is small enough for, or that change a hint alone, of which no walk asks."""
 DEFECT_ROWS = {
     name: (length, world, difference)
     for world, (defects,) in rows_of("| world | defect, events, first difference |").items()

@@ -68,7 +68,6 @@ _BESIDE: dict[str, Any] = {
     "enable_chunked_prefill": False,
     "disable_chunked_mm_input": True,
     "is_encoder_decoder": True,
-    "groups": (_FULL_OF_2, v.KVGroup(v.GroupKind.CROSS_ATTENTION, 2)),
 }
 _NGRAM: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 1}
 
@@ -297,7 +296,7 @@ _TABLE = (
         (_a(4, 1, priority=2, items=(_item("x", 3),)),
          _b(3, 1, priority=1, items=(_item("y", 2),)), _c(2, 1, items=(_item("z", 1),))),
         expected=Counts(2_609, 4_630, 11_947, 22)),
-    World("beside", "an encoder-decoder model: the room of an item, and its blocks across",
+    World("beside", "an encoder-decoder model: an item has room in the step that makes it",
         v.Config(8, 2, 2, 4, 4, **_BESIDE, **_UNCACHED, **_encoder(2, 3)),
         (_a(1, 2, items=(_item("x", 0, 2),)), _b(2, 2, items=(_item("y", 0),)), _c(1, 1)),
         aborts=True, encoder_resets=True, expected=Counts(1_280, 7_454, 5_858, 13)),

@@ -24,7 +24,13 @@ from blockstep.spec.beside.encoder import (
     withdraw_items,
 )
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.vocabulary import MultiModalItem, Request
+from blockstep.spec.memory.groups import (
+    compute_max_held_blocks,
+    compute_num_skipped_blocks,
+    get_num_slots_of,
+)
+from blockstep.spec.memory.slots import compute_num_blocks, compute_num_new_blocks
+from blockstep.spec.vocabulary import GroupKind, KVGroup, MultiModalItem, Request
 
 ROOM = Room("encoder")
 
@@ -136,6 +142,20 @@ def item_is_let_go_behind_its_first_place(right: Right[Encoder], num_computed: i
 def item_is_let_go_once_begun(right: Right[Encoder], num_computed: int) -> Encoder:
     """With the chunk that reads of it first."""
     return right(num_computed=num_computed + 1)
+
+
+@instead(get_num_slots_of)
+def blocks_across_are_those_of_tokens(num_slots: int) -> int:
+    """As in any other group."""
+    return num_slots
+
+
+@instead(get_num_slots_of)
+def blocks_across_come_beside_those_of_tokens(
+    right: Right[int], num_slots: int, num_across: int
+) -> int:
+    """In one table."""
+    return num_slots + num_across
 
 
 # Where chunks end.
@@ -285,3 +305,26 @@ def check_item_is_held_while_a_token_of_any_place_is_not_computed(
     taken = take_item(taken, request, 1, ("A", 1))
     after = free_items(taken, request, num_computed)
     assert bool(after.entries["x"].holders) == (num_computed < offset + 2)
+
+
+# Beside the prompt.
+
+
+@ROOM.law(
+    "P8 P11",
+    (9, 5, 4),
+    blocks_across_are_those_of_tokens,
+    blocks_across_come_beside_those_of_tokens,
+)
+def check_blocks_across_hold_the_items_however_long_the_request_gets(
+    num_slots: int, num_across: int, block_size: int
+) -> None:
+    """So many are charged, and taken with the first chunk; none comes with a later one."""
+    assert 1 <= num_slots and 0 <= num_across and 1 <= block_size
+    group = KVGroup(GroupKind.CROSS_ATTENTION, block_size)
+    num_owned = get_num_slots_of(group, num_slots, num_across)
+    num_held = compute_num_blocks(num_owned, block_size)
+    assert num_across <= num_held * block_size < num_across + block_size
+    assert compute_max_held_blocks(group, num_owned, num_slots) == num_held
+    assert compute_num_new_blocks(num_owned, block_size, num_held) == 0
+    assert compute_num_skipped_blocks(group, num_slots) == 0
