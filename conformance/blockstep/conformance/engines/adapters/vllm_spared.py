@@ -166,9 +166,12 @@ def _is_behind_states(run: Run) -> bool:
 def _is_beyond_max_loras(run: Run) -> bool:
     """Whether more adapters than may be would have a row in the next plan.
 
-    Who runs and has no row takes no seat, so others may have been admitted into it.
+    Who runs and has no row takes no seat, so others may have been admitted into it. Where somebody
+    may be preempted, whose tokens others get then, all who run are reckoned with.
     """
     cap, budget = run.config.max_loras, run.config.max_num_batched_tokens
+    if cap and _may_preempt(run):
+        budget *= 1 + len(run.scheduler.running)
     seated = set()
     for request in run.scheduler.running if cap else ():
         num_tokens = 0 if _is_sure_to_end(request) else _count_wanted(run.config, request)
