@@ -111,8 +111,8 @@ UNSEEN = {
 }
 """Quirks that no transition of a walk shows as wrong: what is zeroed, what a mask says, and what is
 there of an item is the worker's to judge."""
-UNREACHED = {Quirk.HEAD_LOOKS_BEHIND_ONCE}
-"""Quirks that no world is small enough for."""
+UNREACHED = {Quirk.HEAD_LOOKS_BEHIND_ONCE, Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON}
+"""Quirks that no world is small enough for, or that change a hint alone, of which no walk asks."""
 DEFECT_ROWS = {
     name: (length, world, difference)
     for world, (defects,) in rows_of("| world | defect, events, first difference |").items()

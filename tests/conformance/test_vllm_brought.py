@@ -298,6 +298,22 @@ def test_items_of_a_chunk_count_from_its_start() -> None:
     assert named == [(("cat", 0),), (("cat", 0),)]
 
 
+@needs_reference
+def test_a_session_that_stops_amid_its_drafts_cannot_go_on() -> None:
+    told = Told(v.Config(num_blocks=20, spec_method=v.SpecMethod.NGRAM, num_speculative_tokens=4))
+    told.submit("A", 1, max_tokens=2, resumable=True)
+    told.update("A", 2, 3)
+    told.plan()
+    told.commit(0, A=(7,))
+    drafts = v.Drafts((v.RowTokens("A", (7, 7, 7, 7)),))
+    assert "amid them" in told.declines(drafts)
+    told.engine.apply(drafts)
+    told.plan()
+    told.commit(1, A=(7, 7, 7, 7, 7))
+    with pytest.raises(AssertionError):
+        told.plan()
+
+
 # Grammars.
 
 ABC = v.Grammar((((1, 1), (2, 0)), ((3, 2),), ()))

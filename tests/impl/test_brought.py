@@ -25,6 +25,8 @@ from blockstep.spec.vocabulary import (
     GrammarFailed,
     GrammarOutput,
     GrammarReady,
+    GroupKind,
+    KVGroup,
     MultiModalItem,
     Plan,
     RowTokens,
@@ -259,6 +261,29 @@ def draw_items(draw: random.Random, num_prompt: int, most: int) -> tuple[MultiMo
     return tuple(items)
 
 
+def draw_encoder_config(draw: random.Random) -> Config:
+    config = replace(
+        draw_any_config(draw),
+        encoder_compute_budget=draw.randint(2, 8),
+        encoder_cache_size=draw.randint(3, 9),
+        disable_chunked_mm_input=draw.random() < 0.2,
+    )
+    if draw.random() < 0.8:
+        return config
+    across = KVGroup(GroupKind.CROSS_ATTENTION, config.block_size)
+    groups = (*draw.choice(((), (KVGroup(GroupKind.FULL, config.block_size),))), across)
+    return replace(
+        config,
+        is_encoder_decoder=True,
+        disable_chunked_mm_input=True,
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
+        long_prefill_token_threshold=0,
+        max_num_batched_tokens=24,
+        groups=draw.choice((groups, ())),
+    )
+
+
 def draw_encoder_event(draw: random.Random, host: HostEngine) -> Event:
     kind = draw.random()
     if kind < 0.02:
@@ -269,6 +294,8 @@ def draw_encoder_event(draw: random.Random, host: HostEngine) -> Event:
     if isinstance(event, Submit) and draw.random() < 0.8:
         request = event.request
         items = draw_items(draw, len(request.prompt_token_ids), draw.randint(1, 5))
+        if host.config.is_encoder_decoder:  # they stand beside the prompt
+            items = tuple([replace(item, offset=0) for item in items[:1]])
         return Submit(replace(request, items=items, prompt_embeds=()))
     return event
 
@@ -277,13 +304,7 @@ def compare_encoder(seeds: range, num_events: int) -> None:
     seen: Counter[str] = Counter()
     for seed in seeds:
         draw = random.Random(seed)
-        config = replace(
-            draw_any_config(draw),
-            encoder_compute_budget=draw.randint(2, 8),
-            encoder_cache_size=draw.randint(3, 9),
-            disable_chunked_mm_input=draw.random() < 0.2,
-        )
-        seen += run_both(seed, num_events, config, draw_encoder_event)
+        seen += run_both(seed, num_events, draw_encoder_config(draw), draw_encoder_event)
     assert min(seen[name] for name in ("encoded", "dropped")) > len(seeds)
     assert seen["loaded"] > 0
 

@@ -418,3 +418,12 @@ def test_session_tells_its_last_stop_token(quirk: bool) -> None:
     oracle.update(session(2))
     oracle.schedule()
     assert answer(oracle, 5) == (OutputRow("A", (5,), stop_token_id=9 if quirk else None),)
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_sessions_have_nothing_in_common(quirk: bool) -> None:
+    quirks = {Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON} if quirk else set()
+    oracle = Oracle(CONFIG, Profile("some", frozenset(quirks)))
+    rest(oracle, 1, 2)
+    oracle.submit(Request("B", (3, 4, 5), max_tokens=1))
+    assert oracle.schedule().num_common_prefix_blocks == ((0,) if quirk else (2,))

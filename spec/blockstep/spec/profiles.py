@@ -104,6 +104,7 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
                 Quirk.SESSION_KEYS_ARE_APPENDED,
                 Quirk.SESSIONS_KEEP_WHAT_IS_COMPUTED,
                 Quirk.SESSIONS_KEEP_THEIR_PROMISES,
+                Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON,
                 Quirk.SESSION_TELLS_ITS_LAST_STOP_TOKEN,
                 Quirk.SESSIONS_ADMITTED_WITH_LOOKAHEAD,
                 Quirk.FRESH_STATES_ARE_WAITED_FOR,

@@ -159,6 +159,8 @@ class Rules:
     """What a session asks for with its next chunk, but for the input: (request, update)."""
     get_stopped: Callable[[Config, Pool, RequestState, Rules], tuple[Pool, RequestState]]
     """A session at its stop: what it has computed, and holds."""
+    hint_is_of_all_holders: bool
+    """Whether blocks that all have in common are in the tables of sessions that rest, too."""
     drops_rows_behind_stops: bool
     """Whether what frames in flight sample for a session that has stopped is dropped."""
     takes_back_from_sessions: bool

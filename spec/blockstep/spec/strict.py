@@ -109,6 +109,7 @@ STRICT_RULES: Final = Rules(
     get_num_kept_keys=get_num_kept_keys,
     get_chunk_request=get_chunk_request,
     get_stopped=get_stopped,
+    hint_is_of_all_holders=False,
     drops_rows_behind_stops=True,
     takes_back_from_sessions=True,
     get_next_stand=get_next_stand,

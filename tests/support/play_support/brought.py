@@ -140,21 +140,20 @@ def ended_at_rest() -> Play:
 CAT, DOG = MultiModalItem("cat", 0, 2), MultiModalItem("dog", 3, 2)
 
 
-def encoding(budget: int = 2, size: int = 4, num_steps: int = 0) -> Play:
+def encoding(budget: int = 2, size: int = 4) -> Play:
     """A has two items of two embeddings each; the first one is made in its first step."""
     config = replace(
         CONFIG,
         encoder_compute_budget=budget,
         encoder_cache_size=size,
-        max_num_batched_tokens=3 if num_steps else 8,
     )
     pictured = request("A", 1, 2, 3, 4, 5, 6, items=(CAT, DOG))
-    return Play(config, SpecEngine).do(Submit(pictured)).run(num_steps).do(Schedule())
+    return Play(config, SpecEngine).do(Submit(pictured), Schedule())
 
 
-def encoding_more() -> Play:
-    """Its first chunk has read the first item, which stays where it is; the second is made."""
-    return encoding(4, 4, 1)
+def encoding_both() -> Play:
+    """Its first chunk reads both items."""
+    return encoding(8, 4)
 
 
 def amid_an_item() -> Play:
@@ -193,7 +192,7 @@ OF_ITEMS: list[Case] = [
     ("plan_stays_within_encoder_compute_budget", encoding, nothing, with_inputs(0, 1)),
     ("items_stay_within_encoder_cache_size", encoding_at_ease, nothing, with_inputs(0, 1)),
     ("encoded_item_is_of_its_request", encoding, nothing, with_inputs(0, 7)),
-    ("item_is_made_once", encoding_more, nothing, with_inputs(0, 1)),
+    ("item_is_made_once_in_a_plan", encoding_both, nothing, with_inputs(0, 1, 1)),
     ("item_that_a_row_reads_is_there", encoding, nothing, with_inputs()),
 ]
 """What the worker says of items."""

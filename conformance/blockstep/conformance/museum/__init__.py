@@ -16,6 +16,7 @@ from typing import Any
 from blockstep.conformance.engine import NO_TRAITS, EngineTraits
 from blockstep.conformance.museum import (
     admission,
+    brought,
     drafts,
     groups,
     identity,
@@ -33,7 +34,10 @@ __all__ = ["EXHIBITS", "Exhibit", "build"]
 
 _PAGES = (pool, admission, preemption, drafts, promises, plan, identity, groups)
 
-EXHIBITS: Mapping[str, Exhibit] = collect((*(page.PAGE for page in _PAGES), groups.STATES))
+_BROUGHT = (brought.ADAPTERS, brought.GRAMMARS, brought.SESSIONS)
+EXHIBITS: Mapping[str, Exhibit] = collect(
+    (*(page.PAGE for page in _PAGES), groups.STATES, *_BROUGHT)
+)
 """All planted defects, by name."""
 
 

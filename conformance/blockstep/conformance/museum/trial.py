@@ -125,6 +125,7 @@ def run_trial(
                 max_events=trial.max_events,
                 max_seconds=trial.max_seconds,
                 hide_state=trial.standing.is_hidden,
+                with_features=(entry.takes,) if entry.takes else (),
             ),
             trial.standing.equivalence,
             trial.shrinks,

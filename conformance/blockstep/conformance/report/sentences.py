@@ -116,7 +116,10 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         "P22",
         "What a plan has encoded for a request is one of that request's items.",
     ),
-    "item_is_made_once": ("P22", "An item that is there is not encoded or loaded once more."),
+    "item_is_made_once_in_a_plan": (
+        "P22",
+        "A plan has an item encoded or loaded once, whoever of its rows reads it.",
+    ),
     "item_that_a_row_reads_is_there": (
         "P22",
         (

@@ -28,6 +28,7 @@ Place: TypeAlias = tuple[RequestId, int]
 class Entry:
     """What the encoder made of an item, or makes in a frame in flight."""
 
+    identifier: str
     num_embeds: int
     holders: set[Place] = field(default_factory=set)
     """Places that still need it (P22): the same item may stand in a prompt twice."""
@@ -65,7 +66,7 @@ class EncoderCache:
         self.freeable: dict[str, None] = {}
         """Identifiers that nobody holds, next to be evicted first."""
         self.num_free = self.size
-        self.freed: dict[str, None] = {}
+        self.freed: list[str] = []
         """Evicted, and not announced yet."""
         self.offered: frozenset[str] = frozenset()
         """What a connector holds."""
@@ -105,7 +106,7 @@ class EncoderCache:
             ):
                 chosen.num_tokens = max(item.offset - begin, 0)
                 break
-            if item.identifier in self.offered:
+            if self._is_offered(item):
                 chosen.external.append(index)
             else:
                 chosen.inputs.append(index)
@@ -120,6 +121,8 @@ class EncoderCache:
 
     def _is_there(self, name: str, chosen: Encoding, request: Request) -> bool:
         """Whether an item need not be brought in: it is kept, or an earlier one is the same."""
+        if self.is_beside:
+            return False
         if any(request.items[i].identifier == name for i in chosen.inputs + chosen.external):
             return True
         return name in self.entries and name not in chosen.evicted
@@ -141,8 +144,7 @@ class EncoderCache:
         self, item: MultiModalItem, budget: int, chosen: Encoding, request: Request
     ) -> bool:
         """Whether it can be brought in, beside what is chosen; who has to go for it."""
-        is_encoded = item.identifier not in self.offered
-        if is_encoded and item.num_embeds > budget - chosen.num_embeds:
+        if not self._is_offered(item) and item.num_embeds > budget - chosen.num_embeds:
             return False
         items = request.items
         brought = sum(items[i].num_embeds for i in chosen.inputs + chosen.external)
@@ -175,11 +177,11 @@ class EncoderCache:
                 self._evict(name)
         for index in chosen.inputs + chosen.external:
             item = request.items[index]
-            self.entries[item.identifier] = Entry(item.num_embeds)
+            self.entries[self.name_of(request, index)] = Entry(item.identifier, item.num_embeds)
             self.num_free -= item.num_embeds
-            self.freed.pop(item.identifier, None)
+            self.freed = [name for name in self.freed if name != item.identifier]
         for index in chosen.inputs + chosen.external + chosen.found:
-            name = request.items[index].identifier
+            name = self.name_of(request, index)
             self.freeable.pop(name, None)
             self.entries[name].holders.add((request.request_id, index))
 
@@ -191,6 +193,15 @@ class EncoderCache:
                 chosen.found.remove(index)
                 chosen.inputs = sorted([*chosen.inputs, index])
                 chosen.num_embeds += item.num_embeds
+
+    def name_of(self, request: Request, index: int) -> str:
+        """What an item is kept by: what is in it, or beside the prompt each place by itself."""
+        name = request.items[index].identifier
+        return f"{name} {index} {request.request_id}" if self.is_beside else name
+
+    def _is_offered(self, item: MultiModalItem) -> bool:
+        """Whether it is loaded; into an encoder-decoder model nothing is."""
+        return item.identifier in self.offered and not self.is_beside
 
     def is_held(self, name: str) -> bool:
         """Whether somebody needs it."""
@@ -216,7 +227,7 @@ class EncoderCache:
 
     def announce(self) -> tuple[str, ...]:
         """What the worker has to drop, once."""
-        freed = tuple(self.freed)
+        freed = tuple(dict.fromkeys(self.freed))
         self.freed.clear()
         return freed
 
@@ -226,17 +237,20 @@ class EncoderCache:
         self.freeable.pop(name, None)
 
     def _let_go(self, request: Request, index: int) -> None:
-        name = request.items[index].identifier
+        name = self.name_of(request, index)
         entry, place = self.entries.get(name), (request.request_id, index)
         if entry is not None and place in entry.holders:
             entry.holders.remove(place)
             if not entry.holders:
                 self.freeable[name] = None
+                if self.is_beside:  # its KV is kept across, so nobody looks for it again
+                    self._evict(name)
 
     def _evict(self, name: str) -> None:
         del self.freeable[name]
-        self.num_free += self.entries.pop(name).num_embeds
-        self.freed[name] = None
+        entry = self.entries.pop(name)
+        self.num_free += entry.num_embeds
+        self.freed.append(entry.identifier)
 
     def snapshot(self) -> EncoderSnapshot:
         """The canonical state."""

@@ -33,6 +33,14 @@ class Encodings(Core):
         step.encoder_budget -= chosen.num_embeds
         step.encodings[slot] = chosen
 
+    def _give_way(self, slot: int) -> None:
+        """A running request has no room for its next item: it holds none meanwhile.
+
+        Two that hold the room of each other's next item would wait for ever (P10).
+        """
+        if self.encoder is not None:
+            self.encoder.drop(self.table.requests[slot])
+
     def _undo_encoding(self, encoder: EncoderCache, victim: int, step: Step) -> None:
         """A row was taken back: nothing is encoded for it (P4, P22).
 
@@ -45,7 +53,7 @@ class Encodings(Core):
             return
         step.encoder_budget += chosen.num_embeds
         for index in chosen.inputs + chosen.external:
-            name = request.items[index].identifier
+            name = encoder.name_of(request, index)
             if not encoder.is_held(name):
                 encoder.withdraw(name)
             else:

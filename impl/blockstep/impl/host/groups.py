@@ -268,8 +268,7 @@ class GroupMemory:
                 continue  # all of it is held
             kept = holding.blocks[group.first_block(num_computed) :]
             own = sum(b != NULL_BLOCK and self.pool.ref_counts[b] == 1 for b in kept)
-            later = max(group.count_blocks(num_known) - len(holding.blocks), 0)
-            needed += min(later, max(group.count_held(num_known) - own, 0))
+            needed += max(group.count_held(num_known) - own, 0)
         return needed
 
     def adopt(self, holdings: Sequence[Holding], hits: GroupHits) -> None:

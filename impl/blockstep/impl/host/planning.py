@@ -95,12 +95,13 @@ class Planning(RunningPhase, WaitingPhase, Masks):
 
     def _tell_encoder(self, encoder: EncoderCache, step: Step, plan: Plan) -> Plan:
         """The plan with what is encoded, loaded and dropped for it."""
+        freed = encoder.announce()  # what these rows release goes with the next plan
         self._release_items(encoder, [*step.rows, *[row[0] for row in step.admitted]])
         return replace(
             plan,
             scheduled_encoder_inputs=self._list_inputs(step),
             external_encoder_inputs=self._list_inputs(step, external=True),
-            free_encoder_mm_hashes=encoder.announce(),
+            free_encoder_mm_hashes=freed,
         )
 
     def _list_to_zero(self, groups: GroupMemory, step: Step) -> tuple[BlockId, ...]:

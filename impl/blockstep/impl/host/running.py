@@ -29,6 +29,8 @@ class RunningPhase(Promises, Encodings):
                 computed = table.num_computed[slot]
                 chosen = self._choose_if_any(slot, computed, num_scheduled, step)
                 if chosen is not None:
+                    if num_scheduled > 0 and chosen.num_tokens == 0:
+                        self._give_way(slot)
                     num_scheduled = chosen.num_tokens
             if groups is not None:
                 computed = table.num_computed[slot]

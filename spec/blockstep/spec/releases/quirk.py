@@ -77,6 +77,7 @@ class Quirk(StrEnum):
     SESSION_KEYS_ARE_APPENDED = "session_keys_are_appended"
     SESSIONS_KEEP_WHAT_IS_COMPUTED = "sessions_keep_what_is_computed"
     SESSIONS_KEEP_THEIR_PROMISES = "sessions_keep_their_promises"
+    SESSIONS_HAVE_NOTHING_IN_COMMON = "sessions_have_nothing_in_common"
     SESSION_TELLS_ITS_LAST_STOP_TOKEN = "session_tells_its_last_stop_token"  # noqa: S105 - a token of a language model
     SESSIONS_ADMITTED_WITH_LOOKAHEAD = "sessions_admitted_with_lookahead"
     PADDING_UNMASKS_WHAT_FOLLOWS = "padding_unmasks_what_follows"

@@ -87,6 +87,11 @@ def sessions_admitted_with_lookahead(rules: Rules, _config: Config) -> Rules:
     return replace(rules, get_num_lookahead_at_admission=get_num_lookahead_at_admission)
 
 
+def sessions_have_nothing_in_common(rules: Rules, _config: Config) -> Rules:
+    """Blocks that all who run have in common are told only if sessions that rest have them, too."""
+    return replace(rules, hint_is_of_all_holders=True)
+
+
 def session_tells_its_last_stop_token(rules: Rules, _config: Config) -> Rules:
     """Once a stop token has ended a chunk, it is told with each output of the chunks behind."""
 
@@ -155,6 +160,15 @@ STORIES = (
         "0.19.1",
         "asynchronous; a session samples its end-of-sequence token while its next row is in "
         "flight: it rests, and is then delivered another token",
+    ),
+    QuirkStory(
+        Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON,
+        sessions_have_nothing_in_common,
+        "blocks that all who run have in common are told only if sessions that rest have them, too",
+        (),
+        "not found upstream",
+        "0.19.1",
+        "a session rests; another request runs, alone: the plan tells no common block",
     ),
     QuirkStory(
         Quirk.SESSION_TELLS_ITS_LAST_STOP_TOKEN,

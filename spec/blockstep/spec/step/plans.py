@@ -19,6 +19,7 @@ from blockstep.spec.vocabulary import (
     KVGroup,
     NewRow,
     Plan,
+    RequestId,
     Status,
 )
 
@@ -117,7 +118,11 @@ def get_num_common_prefix_blocks(step: Step) -> tuple[int, ...]:
     config = step.state.config
     if not step.running or not config.enable_prefix_caching:
         return (0,) * len(config.block_sizes)
-    holdings = [step.requests[name].holdings for name in step.running]
+    names: Sequence[RequestId] = step.running
+    if step.state.rules.hint_is_of_all_holders:
+        queued = (*step.waiting, *step.skipped)
+        names = (*names, *[name for name in queued if any(step.requests[name].block_tables)])
+    holdings = [step.requests[name].holdings for name in names]
     if not config.groups:
         return (count_common_blocks([first.block_table for (first,) in holdings]),)
     return tuple(

@@ -21,6 +21,7 @@ ENDS_AMONG_THE_SKIPPED = "a preempted request passed over for its adapter before
 STOPS_TWICE = "a plan with a session that a frame in flight may stop: it rests, and stops once more"
 TRIMMED_PROMISES = "a session with drafts that the worker keeps: what its stop trims stays promised"
 KEY_INSIDE_A_HEAP = "a chunk that changes the arrival of a session inside of a heap of several"
+TRIMMED_DRAFTS = "drafts of a session that may stop amid them: more is computed then than is known"
 RESET_AT_REST = "a forced reset while a session that does not run holds blocks: it raises"
 STOPS_WHILE_PREEMPTED = "a session that stops while preempted: its tokens or its place are lost"
 BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks than there are"
@@ -86,6 +87,8 @@ def find_reason(run: Run, event: v.Event) -> str | None:
             return _find_lack(run, request)
         case v.StreamingUpdate(request=request):
             return KEY_INSIDE_A_HEAP if _changes_a_key(run, request) else None
+        case v.Drafts(drafts=drafts):
+            return TRIMMED_DRAFTS if _may_trim_a_session(run, drafts) else None
         case v.GrammarFailed():
             return None if RELEASE.survives_bad_grammars else FAILED_GRAMMAR
         case v.Reset(reset_running_requests=True):
@@ -229,6 +232,18 @@ def _may_stop(run: Run, request: VllmRequest) -> bool:
         or request.num_tokens + promised >= run.config.max_model_len
     )
     return is_longest
+
+
+def _may_trim_a_session(run: Run, drafts: tuple[v.RowTokens, ...]) -> bool:
+    """Whether a session is given drafts of which its stop may leave some over."""
+    requests = run.scheduler.requests
+    return RELEASE.has_sessions and any(
+        row.token_ids
+        and row.request_id in requests
+        and requests[row.request_id].resumable
+        and _may_stop(run, requests[row.request_id])
+        for row in drafts
+    )
 
 
 def _may_preempt(run: Run) -> bool:

@@ -30,8 +30,9 @@ class Items(Sampling):
         """Drop, make and load what a plan names; then every row reads."""
         for identifier in plan.free_encoder_mm_hashes:
             self.encoded.pop(identifier, None)
-        made = self._fill(plan.scheduled_encoder_inputs)
-        self._fill(plan.external_encoder_inputs)
+        filled: set[str] = set()
+        made = self._fill(plan.scheduled_encoder_inputs, filled)
+        self._fill(plan.external_encoder_inputs, filled)
         budget, size = self.config.encoder_compute_budget, self.config.encoder_cache_size
         if made > budget:
             what = f"{made} embeddings are made in one step, {budget} may be"
@@ -44,8 +45,12 @@ class Items(Sampling):
             for row in rows:
                 self._gather(row)
 
-    def _fill(self, inputs: Sequence[v.EncoderInputs]) -> int:
-        """Items that come into the store; returns their embeddings."""
+    def _fill(self, inputs: Sequence[v.EncoderInputs], filled: set[str]) -> int:
+        """Items that come into the store, beside those `filled` by this plan; returns their
+        embeddings.
+
+        One that is there may be made again: it was evicted and wanted in one step.
+        """
         total = 0
         for entry in inputs:
             view = self.views.get(entry.request_id)
@@ -56,9 +61,10 @@ class Items(Sampling):
                     self._complain("P22", "encoded_item_is_of_its_request", what)
                     continue
                 identifier, count = items[index].identifier, items[index].num_embeds
-                if identifier in self.encoded and not self.config.is_encoder_decoder:
-                    what = f"{identifier!r} is there, and is made again for {entry.request_id!r}"
-                    self._complain("P22", "item_is_made_once", what)
+                if identifier in filled and not self.config.is_encoder_decoder:
+                    what = f"{identifier!r} is made for {entry.request_id!r} and for another"
+                    self._complain("P22", "item_is_made_once_in_a_plan", what)
+                filled.add(identifier)
                 self.encoded[identifier] = count
                 total += count
         return total

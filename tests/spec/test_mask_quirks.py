@@ -1,0 +1,84 @@
+"""Quirks of grammars: what a release's masks say, and when it sees that reasoning has ended."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from blockstep.spec import Config, Grammar, Oracle, Request, SpecMethod
+from blockstep.spec.beside.grammar import Stand
+from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec.profiles import Profile, Quirk
+from blockstep.spec.vocabulary import GrammarRow
+
+EOS = 9
+ONE_TWO = Grammar((((1, 1), (EOS, 2)), ((2, 0),), ()))
+CONFIG = Config(num_blocks=20, block_size=2, max_model_len=24, max_num_batched_tokens=16)
+DRAFTING = replace(CONFIG, spec_method=SpecMethod.NGRAM, num_speculative_tokens=2)
+ASYNC = replace(DRAFTING, async_scheduling=True, max_frames_in_flight=2)
+REASONING = replace(DRAFTING, reasoning_end_token_id=7)
+WITH_ITS_STEP = Quirk.REASONING_ENDS_WITH_ITS_STEP
+AT_THE_LAST = Quirk.REASONING_ENDS_AT_THE_LAST_TOKEN
+
+
+def begin(config: Config, quirks: set[Quirk], *prompts: tuple[int, ...]) -> Oracle:
+    """A, B and so on with these prompts, their grammars compiled."""
+    oracle = Oracle(config, Profile("some", frozenset(quirks)))
+    for name, prompt in zip("AB", prompts, strict=False):
+        request = Request(name, prompt, 12, structured_output=True, grammar=ONE_TWO)
+        oracle.submit(request)
+        oracle.grammar_ready(name)
+    return oracle
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_padding_unmasks_what_follows(quirk: bool) -> None:
+    oracle = begin(ASYNC, {Quirk.PADDING_UNMASKS_WHAT_FOLLOWS} if quirk else set(), (5,))
+    first, second = oracle.schedule(), oracle.schedule()
+    oracle.commit(first, {"A": (1,)})
+    (row,) = oracle.mask(second, {"A": (3, 3)})
+    behind = None if quirk else (2,)
+    assert row == GrammarRow("A", ((2,), behind, behind), (-1, -1))
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_mask_of_who_samples_by_now(quirk: bool) -> None:
+    config = replace(CONFIG, max_num_batched_tokens=2, max_frames_in_flight=2)
+    quirks = {Quirk.MASK_OF_WHO_SAMPLES_BY_NOW} if quirk else set()
+    oracle = begin(config, quirks, (5,), (6, 6))
+    first = oracle.schedule()
+    assert [row.request_id for row in oracle.mask(first)] == ["A"]
+    oracle.schedule()
+    named = [row.request_id for row in oracle.mask(first)]
+    assert named == (["A", "B"] if quirk else ["A"])
+    oracle.commit(first, {"A": (1,)})
+    assert get_broken_invariants(oracle.state) == ()
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_reasoning_ends_with_its_step(quirk: bool) -> None:
+    oracle = begin(REASONING, {WITH_ITS_STEP} if quirk else set(), (5,))
+    oracle.commit(oracle.schedule(), {"A": (4,)})
+    oracle.propose({"A": (7, 2)})
+    plan = oracle.schedule()
+    (row,) = oracle.mask(plan)
+    if not quirk:
+        assert row == GrammarRow("A", (None, (1, EOS)), (7,))
+        return
+    assert row == GrammarRow("A", (None, None, None), (7, 2))
+    oracle.commit(plan, {"A": (7, 2, 2)})
+    assert oracle.state.requests["A"].stand == Stand(0, reasoning_ended=True)
+    assert get_broken_invariants(oracle.state) == ("is_every_grammar_in_step",)
+
+
+@pytest.mark.parametrize("other", [set(), {WITH_ITS_STEP}])
+@pytest.mark.parametrize("quirk", [False, True])
+def test_reasoning_ends_at_the_last_token(quirk: bool, other: set[Quirk]) -> None:
+    oracle = begin(REASONING, other | ({AT_THE_LAST} if quirk else set()), (5,))
+    oracle.commit(oracle.schedule(), {"A": (4,)})
+    oracle.propose({"A": (7,)})
+    oracle.commit(oracle.schedule(), {"A": (7, 1)})
+    assert oracle.state.requests["A"].stand.reasoning_ended is not quirk
+    oracle.commit(oracle.schedule(), {"A": (7,) if quirk else (2,) if not other else (1,)})
+    assert oracle.state.requests["A"].stand.reasoning_ended, "it was the last token of its step"
