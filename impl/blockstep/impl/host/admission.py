@@ -115,7 +115,8 @@ class WaitingPhase(Promises, Encodings):
         free, free_hits = self.pool.num_free, self.pool.count_free(hits.shared())
         num_beside = self.table.holdings[slot][0].num_beside
         num_known, reserves = self.table.num_known[slot], self.config.scheduler_reserve_full_isl
-        if reserves and groups.count_for_gate(hits, num_known, num_beside) > free:
+        across = groups.count_across(num_beside)
+        if reserves and groups.count_for_gate(hits, num_known) + across > free:
             return False
         num_tokens = hits.num_tokens + num_scheduled
         extent = Extent(num_tokens, num_tokens)  # there is no lookahead yet

@@ -244,7 +244,7 @@ class GroupMemory:
         tables = (Holding(list(shared), num_beside=num_beside) for shared in hits.tables)
         return self.count_missing(tables, extent)
 
-    def count_for_gate(self, hits: GroupHits, num_known: int, num_beside: int) -> int:
+    def count_for_gate(self, hits: GroupHits, num_known: int) -> int:
         """Free blocks that the whole of it needs at once, at most, the hits included (P11, P15).
 
         A hit that others hold too saves nothing behind the window: they keep it, and what follows
@@ -253,8 +253,7 @@ class GroupMemory:
         needed = 0
         for group, shared in zip(self.groups, hits.tables, strict=True):
             if group.is_beside:
-                needed += group.count_blocks(num_beside)
-                continue
+                continue  # see `count_across`
             later = group.count_blocks(num_known) - len(shared)
             free = sum(block != NULL_BLOCK and self.pool.is_free(block) for block in shared)
             needed += min(later + free, group.count_held(num_known))
@@ -279,11 +278,13 @@ class GroupMemory:
             holding.num_cached = len(table)
             holding.num_left = table.count(NULL_BLOCK)
 
-    def count_most(self, num_slots: int, num_beside: int) -> int:
-        """Blocks that a request holds at once, at most, until it has so many slots."""
-        return sum(
-            group.count_held(num_beside if group.is_beside else num_slots) for group in self.groups
-        )
+    def count_most(self, num_slots: int) -> int:
+        """Blocks of its text that a request holds at once, at most, until it has so many slots."""
+        return sum(group.count_held(num_slots) for group in self.groups if not group.is_beside)
+
+    def count_across(self, num_beside: int) -> int:
+        """Blocks of what stands beside its text."""
+        return sum(group.count_blocks(num_beside) for group in self.groups if group.is_beside)
 
 
 def make_groups(config: Config) -> tuple[Group, ...]:

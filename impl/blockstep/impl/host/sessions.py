@@ -34,8 +34,8 @@ class Sessions(Core):
     def _most_blocks(self, request: Request) -> int:
         """Blocks that it holds at once, at most (P11)."""
         if self.groups is not None:
-            num_beside = count_beside(request)
-            return self.groups.count_most(most_slots(self.config, request), num_beside)
+            across = self.groups.count_across(count_beside(request))
+            return self.groups.count_most(most_slots(self.config, request)) + across
         return most_blocks(self.config, request)
 
     def _update(self, update: Request) -> Ack | Aborted | Rejected:
