@@ -97,7 +97,7 @@ def find_reason(run: Run, event: v.Event) -> str | None:
             # One frame of each is thrown away, in flight or not.
             if run.config.async_scheduling and not RELEASE.has_sound_async_reset:
                 return FORCED_RESET
-            if _list_stopping(run):
+            if _list_sessions_in_flight(run):
                 return STOPS_WHILE_PREEMPTED
             if any(one.num_computed_tokens for one in (*run.scheduler.waiting, *run.get_skipped())):
                 return RESET_AT_REST
@@ -212,11 +212,16 @@ def _changes_a_key(run: Run, chunk: v.Request) -> bool:
 
 def _list_stopping(run: Run) -> list[VllmRequest]:
     """Sessions that run and that a frame in flight may stop."""
+    return [request for request in _list_sessions_in_flight(run) if _may_stop(run, request)]
+
+
+def _list_sessions_in_flight(run: Run) -> list[VllmRequest]:
+    """Sessions that run and have a row in a frame in flight."""
     in_flight = {name for frame in run.frames.values() for name in frame.num_scheduled_tokens}
     return [
         request
         for request in (run.scheduler.running if RELEASE.has_sessions else ())
-        if request.resumable and request.request_id in in_flight and _may_stop(run, request)
+        if request.resumable and request.request_id in in_flight
     ]
 
 
