@@ -102,6 +102,8 @@ REQUEST = v.Request(
     adapter="a",
     cache_salt="s",
     items=(v.MultiModalItem("i", 0, 1),),
+    structured_output=True,
+    grammar=v.Grammar((((1, 0),),)),
 )
 KEY = BlockKey(BlockKey(None, (0, 1)), (2, 3), "a", "s", (("i", 0),), 1, (4, 5))
 STATE = v.Snapshot(
@@ -132,6 +134,7 @@ ANSWERS: list[v.Observation] = [
     v.DraftsTaken(("A",)),
     v.Aborted(("A",), ("B",)),
     v.ResetDone(True),
+    v.GrammarOutput((v.GrammarRow("A", ((1, 2), None), (1,)),)),
     v.Rejected(RejectCode.NEVER_FITS, "too long"),
 ]
 """One of each kind that says something, with a value in each field."""

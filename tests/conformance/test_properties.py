@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from play_support import brought
 from play_support.altered import alter_each
 from play_support.grouped import going_on, told_of_its_token
 from play_support.play import (
@@ -1082,6 +1083,7 @@ CASES: list[tuple[str, Callable[[], Play], Bend]] = [
         going_on,
         lambda s: changed(s, "A", block_tables=s.old["A"].block_tables),
     ),
+    *brought.EACH_KIND,
 ]
 
 
@@ -1112,15 +1114,23 @@ FRAMES = ("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids")
 POOL = ("ref_counts", "free_queue", "block_keys", "cached")
 QUEUES = ("waiting", "skipped_waiting", "running")
 STILL: list[tuple[Callable[[], Play], tuple[str, ...]]] = [
-    (submitted, ("pause_state", "running", *POOL, *FRAMES, "finished_req_ids")),
-    (drafted, ("pause_state", *QUEUES, *POOL, *FRAMES, "finished_req_ids")),
-    (grammar_ready, ("pause_state", *QUEUES, *POOL, *FRAMES, "finished_req_ids")),
-    (pausing, (*QUEUES, *POOL, *FRAMES, "finished_req_ids", "requests")),
+    (submitted, ("pause_state", "encoder", "running", *POOL, *FRAMES, "finished_req_ids")),
+    (drafted, ("pause_state", "encoder", *QUEUES, *POOL, *FRAMES, "finished_req_ids")),
+    (grammar_ready, ("pause_state", "encoder", *QUEUES, *POOL, *FRAMES, "finished_req_ids")),
+    (pausing, ("encoder", *QUEUES, *POOL, *FRAMES, "finished_req_ids", "requests")),
     (admitted, ("pause_state",)),
     (committed, ("pause_state", "block_keys", "cached", "next_frame_id", "prev_scheduled_req_ids")),
     (publishing, ("pause_state", "next_frame_id", "prev_scheduled_req_ids")),
     (aborted, ("pause_state", "block_keys", "cached", *FRAMES)),
     (reset_forced, ("pause_state", "frames_in_flight", "next_frame_id", "finished_req_ids")),
+    (
+        brought.ENCODER_RESET,
+        ("pause_state", *QUEUES, *POOL, *FRAMES, "finished_req_ids", "requests"),
+    ),
+    (
+        brought.OFFERED,
+        ("pause_state", "encoder", *QUEUES, *POOL, *FRAMES, "finished_req_ids", "requests"),
+    ),
 ]
 """What is no business of an event, one of each kind."""
 
@@ -1160,6 +1170,7 @@ def test_every_sentence_has_a_wrong_step_of_each_kind_of_event() -> None:
         step = bend(stage(scene).step)
         is_refused = isinstance(step.observation, Rejected)
         tried.add((sentence, Rejected if is_refused else type(step.event)))
+    tried |= {(name, type(stage(scene).step.event)) for name, scene, _, _ in brought.ALONE}
     owed = {(name, kind) for name, each in CHECKS.items() for kind in each.kinds}
     unsaid = (StreamingUpdate, GrammarFailed, GrammarBitmask)
     assert tried >= {(name, kind) for name, kind in owed if kind not in unsaid}

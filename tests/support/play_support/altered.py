@@ -7,9 +7,11 @@ from dataclasses import fields, is_dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from blockstep.spec.vocabulary import EncoderSnapshot
 
-def alter(value: Any) -> Any:
-    """Another value of the same kind."""
+
+def alter(value: Any, name: str = "") -> Any:
+    """Another value of the same kind; of a field of this name, where there is none."""
     match value:
         case bool():
             return not value
@@ -23,6 +25,8 @@ def alter(value: Any) -> Any:
             return (*value, *value[-1:]) if value else ("Z",)
         case Mapping():
             return {}
+        case None if name == "encoder":
+            return EncoderSnapshot()
     raise TypeError(f"no other value for {value!r}: say here what one is, or give the sample one")
 
 
@@ -38,4 +42,4 @@ def alter_each(record: Any) -> Iterator[tuple[type, str, Any]]:
         for owner, name, other in alter_each(inner[0]) if inner else ():
             yield owner, name, replace(record, **{part.name: (other, *inner[1:])})
         if not is_dataclass(value):  # another record differs in a field of its own
-            yield type(record), part.name, replace(record, **{part.name: alter(value)})
+            yield type(record), part.name, replace(record, **{part.name: alter(value, part.name)})

@@ -10,8 +10,13 @@ from blockstep.conformance.judge.properties import Step
 from blockstep.conformance.protocol.registry import SpecEngine
 from blockstep.impl.host import HostEngine
 from blockstep.spec.vocabulary import (
+    Abort,
     Config,
+    Drafts,
     EncoderInputs,
+    EncoderOffer,
+    EncoderReset,
+    Event,
     FinishReason,
     Grammar,
     GrammarBitmask,
@@ -19,12 +24,14 @@ from blockstep.spec.vocabulary import (
     GrammarOutput,
     GrammarReady,
     MultiModalItem,
+    Reset,
+    RowTokens,
     Schedule,
     StreamingUpdate,
     Submit,
 )
 from play_support.play import CONFIG, Bend, Play, after, changed, first_output, observed, request
-from play_support.scenes import AHEAD, DRAFTING_AHEAD
+from play_support.scenes import AHEAD, DRAFTING, DRAFTING_AHEAD
 
 Case: TypeAlias = tuple[str, Callable[[], Play], Callable[[Any], object], Bend]
 """The sentence, a play that is right, what is planted, and how the last step is bent."""
@@ -64,6 +71,14 @@ def held(config: Config = AHEAD) -> Play:
 
 def held_and_committed() -> Play:
     return held().commit()
+
+
+def held_and_drafted() -> Play:
+    return held(DRAFTING).commit().do(Drafts((RowTokens("A", (3,)),)))
+
+
+def held_and_reset() -> Play:
+    return held_and_committed().do(Reset(reset_running_requests=True))
 
 
 def failed() -> Play:
@@ -252,6 +267,56 @@ ALONE: list[Case] = [
         lambda s: replace(s, config=replace(s.config, max_loras=1)),
     ),
 ]
+
+
+def encoding_and(*events: Event) -> Callable[[], Play]:
+    """What happens next, where A has an item in the encoder's cache."""
+    return lambda: encoding().do(*events)
+
+
+def encoding_and_answered() -> Play:
+    return encoding().commit()
+
+
+GIVEN_UP, EMPTIED = encoding_and(Abort(("A",))), encoding_and(Reset(reset_running_requests=True))
+ENCODER_RESET, OFFERED = encoding_and(EncoderReset()), encoding_and(EncoderOffer(("cat",)))
+
+
+def counted_wrong(step: Step) -> Step:
+    return with_encoder(step, num_free=9)
+
+
+def held_by_nobody(step: Step) -> Step:
+    return with_entry(step, holders=("nobody",))
+
+
+def preempted_once_more(step: Step) -> Step:
+    return after(step, stats=replace(step.after.stats, preemptions=7))
+
+
+def elsewhere(step: Step) -> Step:
+    """The grammar of A stands where its outputs did not lead it."""
+    return changed(step, "A", grammar_state=2)
+
+
+EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
+    *[("encoder_cache_adds_up", play, counted_wrong) for play in (GIVEN_UP, EMPTIED)],
+    ("encoder_cache_adds_up", encoding_and_answered, counted_wrong),
+    ("encoder_cache_adds_up", ENCODER_RESET, counted_wrong),
+    *[("only_running_requests_hold_items", play, held_by_nobody) for play in (GIVEN_UP, EMPTIED)],
+    ("only_running_requests_hold_items", encoding_and_answered, held_by_nobody),
+    ("counters_grow_by_what_happened", OFFERED, preempted_once_more),
+    ("counters_grow_by_what_happened", ENCODER_RESET, preempted_once_more),
+    (
+        "stale_or_wrong_event_is_refused",
+        OFFERED,
+        lambda s: replace(s, event=EncoderOffer((1,))),  # type: ignore[arg-type]
+    ),
+    ("grammar_stands_where_the_outputs_led_it", held, elsewhere),
+    ("grammar_stands_where_the_outputs_led_it", held_and_drafted, elsewhere),
+    ("grammar_stands_where_the_outputs_led_it", held_and_reset, elsewhere),
+]
+"""A wrong step of each other kind of event of which they speak."""
 OF_ANSWERS: list[Case] = [
     ("plan_stays_within_max_loras", capped_behind_its_back, nothing, lambda s: s),
 ]

@@ -298,9 +298,11 @@ def head_of_the_queue_is_admitted_when_it_fits(step: Step, ledger: Ledger) -> Co
     ):
         return ()
     name = next_in_line(step, ledger)
-    if name is None or any(step.new[name].block_tables) or has_items_ahead(step, ledger, name):
+    if name is None or has_items_ahead(step, ledger, name):
         return ()
     life = ledger.lives[name]
+    if life.request.resumable and any(step.new[name].block_tables):
+        return ()  # goes on behind what it kept, which is no hit
     num_hit, hits = hit_now(step, ledger, life)
     share = admitted_share(config, life.num_known, num_hit)
     if not config.enable_chunked_prefill and share > left:

@@ -10,17 +10,24 @@ from blockstep.spec import vocabulary as v
 
 @sentence("P22", v.Schedule, v.Commit, v.Abort, v.GrammarFailed, v.Reset, v.EncoderReset)
 def encoder_cache_adds_up(step: Step, _ledger: Ledger) -> Complaints:
-    """What is free is what no entry takes; freeable are exactly those that nobody holds."""
-    encoder = step.after.encoder
-    if encoder is None:
+    """What is free is what no entry takes; freeable are exactly those that nobody holds.
+
+    What is to be dropped was there, and where no encoder is modelled nothing is.
+    """
+    encoder, size = step.after.encoder, step.config.encoder_cache_size
+    if encoder is None or not size:
+        yield from differing("an encoder's cache", bool(size), encoder is not None)
         return
     unheld = [entry for entry in encoder.entries if not entry.holders]
-    free = step.config.encoder_cache_size - sum(entry.num_embeds for entry in encoder.entries)
+    free = size - sum(entry.num_embeds for entry in encoder.entries)
     freeable = free + sum(entry.num_embeds for entry in unheld)
     yield from differing("num_free", free, encoder.num_free)
     yield from differing("num_freeable", freeable, encoder.num_freeable)
     names = sorted(entry.identifier for entry in unheld)
     yield from differing("freeable", names, sorted(encoder.freeable))
+    old = step.before.encoder
+    known = {*old.freed, *[entry.identifier for entry in old.entries]} if old else set()
+    yield from differing("dropped and never there", [], sorted({*encoder.freed} - known))
 
 
 @sentence("P9", v.Schedule)

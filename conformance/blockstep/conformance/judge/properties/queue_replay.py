@@ -81,14 +81,14 @@ class Seats:
 
     def has_one_for(self, name: v.RequestId) -> bool:
         """Whether a request has no adapter, one of theirs, or one that may join them."""
-        adapter = self._lives[name].request.adapter
-        if not self._most or adapter is None or adapter in self._taken:
+        if not self._most:
             return True
-        return len(self._taken) < self._most
+        adapter = self._lives[name].request.adapter
+        return adapter is None or adapter in self._taken or len(self._taken) < self._most
 
     def take(self, name: v.RequestId) -> None:
         """A request joins them."""
-        adapter = self._lives[name].request.adapter
+        adapter = self._lives[name].request.adapter if self._most else None
         if adapter is not None:
             self._taken.add(adapter)
 

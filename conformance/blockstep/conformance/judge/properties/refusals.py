@@ -77,7 +77,7 @@ def refusal_names_what_is_wrong(step: Step, ledger: Ledger) -> Complaints:
     return [Complaint("the event was refused, but not for that", differences)]
 
 
-@sentence("P18", *v.EVENT_TYPES)
+@sentence("P18", *[kind for kind in v.EVENT_TYPES if kind is not v.EncoderReset])
 def stale_or_wrong_event_is_refused(step: Step, ledger: Ledger) -> Complaints:
     """What is malformed, unknown, late or a duplicate is not taken. P11 speaks of what is large."""
     expected = due_refusal(step.config, step.event, ledger)
@@ -229,8 +229,8 @@ _FRAMES = ("frames_in_flight", "next_frame_id", "finished_req_ids", "prev_schedu
 
 _STILL: dict[type, tuple[str, ...]] = {
     v.Submit: ("pause_state", "running", "encoder", *_POOL, *_FRAMES),
-    v.Drafts: ("pause_state", *_QUEUES, *_POOL, *_FRAMES),
-    v.GrammarReady: ("pause_state", *_QUEUES, *_POOL, *_FRAMES),
+    v.Drafts: ("pause_state", "encoder", *_QUEUES, *_POOL, *_FRAMES),
+    v.GrammarReady: ("pause_state", "encoder", *_QUEUES, *_POOL, *_FRAMES),
     v.GrammarFailed: (
         *("pause_state", "block_keys", "cached"),
         *("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"),
@@ -239,7 +239,7 @@ _STILL: dict[type, tuple[str, ...]] = {
         *("pause_state", "running", "block_keys", "cached"),
         *("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"),
     ),
-    v.GrammarBitmask: ("pause_state", "requests", *_QUEUES, *_POOL, *_FRAMES),
+    v.GrammarBitmask: ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
     v.SetPause: ("requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
     v.EncoderReset: ("pause_state", "requests", *_QUEUES, *_POOL, *_FRAMES),
     v.EncoderOffer: ("pause_state", "requests", "encoder", *_QUEUES, *_POOL, *_FRAMES),
@@ -250,8 +250,6 @@ _STILL: dict[type, tuple[str, ...]] = {
         *("frames_in_flight", "next_frame_id", "prev_scheduled_req_ids"),
     ),
     v.Reset: ("pause_state", "frames_in_flight", "next_frame_id", "finished_req_ids"),
-    v.EncoderReset: ("pause_state", "requests", *_QUEUES, *_POOL, *_FRAMES),
-    v.EncoderOffer: ("pause_state", "requests", *_QUEUES, *_POOL, *_FRAMES),
 }
 """Fields of a state that an accepted event leaves alone, by type of event."""
 
