@@ -24,6 +24,8 @@ from blockstep.conformance.explore.worlds import WORLDS
 from blockstep.conformance.judge.properties import Ledger, Step
 from blockstep.conformance.museum import EXHIBITS
 from blockstep.conformance.protocol.registry import SpecEngine, load_engine
+from blockstep.spec.beside.encoder import Encoder, Entry
+from blockstep.spec.beside.grammar import Stand
 from blockstep.spec.pool import Pool
 from blockstep.spec.profiles import (
     QUIRKS,
@@ -81,8 +83,11 @@ QUICK = (
     "grammar",
     "masks",
     "chunked",
+    "free",
 )
 """Worlds of a second at most."""
+KINDS = (State, RequestState, Holding, Stand, Frame, FrameRow, Pool, Encoder, Entry)
+"""Of which a state is made."""
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "small-worlds.md"
 
 
@@ -229,12 +234,10 @@ def test_a_digest_speaks_of_every_field_of_a_state() -> None:
         "last_stop_token_id",
         "rows", "draft_token_ids", "samples", "is_dropped", "num_in_doubt", "has_mask", "is_masked",
         "ref_counts", "free_queue", "cached",
+        "state", "reasoning_ended",
+        "encoder", "size", "entries", "freeable", "offered", "freed", "num_embeds", "holders",
     }  # fmt: skip
-    fields = {
-        field.name
-        for kind in (State, RequestState, Holding, Frame, FrameRow, Pool)
-        for field in dataclasses.fields(kind)
-    }
+    fields = {field.name for kind in KINDS for field in dataclasses.fields(kind)}
     assert fields == known | LEFT_OUT
 
 

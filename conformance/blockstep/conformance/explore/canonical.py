@@ -39,6 +39,7 @@ LEFT_OUT = frozenset(
         "config", "rules", "stats", "next_frame_id",  # of State: fixed, or only growing
         "request", "request_id", "num_preemptions", "block_keys",  # of RequestState, FrameRow
         "frame_id",  # of Frame
+        "is_shared", "budget", "planned", "evicted",  # of Encoder: fixed, or of a step in planning
     }
 )  # fmt: skip
 """Fields that are no part of a digest: fixed, growing, or following from others."""

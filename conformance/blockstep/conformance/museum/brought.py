@@ -95,7 +95,7 @@ class MaskOfAStaleGrammar(Defect):
         return False
 
 
-@SESSIONS.exhibit("sessions keep their blocks, whoever lacks them", "#49439", "P10 P17")
+@SESSIONS.exhibit("sessions keep their blocks, whoever lacks them", "#49439", "P10")
 class SessionsNeverGiveWay(Defect):
     """Two that wait for their turn may each lack what the other holds."""
 
