@@ -66,7 +66,7 @@ def plan_tells_that_it_has_a_mask(step: Step, ledger: Ledger) -> Complaints:
 
 
 @sentence("P23", v.GrammarFailed)
-def failed_grammar_ends_its_request(step: Step, ledger: Ledger) -> Complaints:
+def failed_grammar_ends_its_request(step: Step, _ledger: Ledger) -> Complaints:
     """A request whose grammar cannot be had ends with a reason and without a token, and nobody
     else does."""
     assert isinstance(step.event, v.GrammarFailed)
