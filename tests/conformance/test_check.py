@@ -119,7 +119,8 @@ def test_an_episode_is_reproduced_by_its_number() -> None:
 @pytest.mark.parametrize("name", EXHIBITS)
 def test_every_planted_defect_is_killed_by_name(name: str) -> None:
     entry, make_engine, num_events = EXHIBITS[name], build(name), 0
-    options = CheckOptions(seed=3, with_features=("groups",) if entry.takes_groups else ())
+    taken = (entry.takes, "groups" if entry.takes_groups else "")
+    options = CheckOptions(seed=3, with_features=tuple(filter(None, taken)))
     for index in range(20_000):
         run, _, findings = play_episode(options, index, make_engine)
         num_events += run.num_events
