@@ -215,13 +215,18 @@ class Hanging(SpecEngine):
         return super().apply(event)
 
 
-class Moody(ShortSimulator):  # type: ignore[misc, valid-type]
-    """Its first engine has short hits, later ones do not."""
+class Moody(Simulator):
+    """Its engines leave the last block of a hit out until one has done so; later ones do not."""
 
-    num_built: ClassVar[int] = 0
+    was_short: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        type(self).num_built += 1
-        if type(self).num_built > 12:
-            self.prefix.hits = partial(PrefixMap.hits, self.prefix)
+        hits = partial(PrefixMap.hits, self.prefix)
+
+        def shorten(*args: Any) -> list[int]:
+            found = hits(*args)
+            Moody.was_short |= bool(found)
+            return found[:-1]
+
+        self.prefix.hits = hits if Moody.was_short else shorten
