@@ -155,7 +155,10 @@ def test_at_renamed_all_sentences_are_asked_but_those_that_quote_the_free_queue(
             "new_blocks_come_from_the_head_of_the_free_queue",
             "preempted_tail_is_evicted_first",
         ],
-        **{kind: ["freed_tail_is_evicted_first"] for kind in ("Commit", "Abort", "Reset")},
+        **{
+            kind: ["freed_tail_is_evicted_first"]
+            for kind in ("Commit", "Abort", "GrammarFailed", "Reset")
+        },
     }
 
 

@@ -117,14 +117,18 @@ class Blockless(Mute):
             return Outputs(rows)
         if not isinstance(answer, Plan):
             return answer
-        return Plan(
-            answer.frame_id,
+        return replace(
+            answer,
             new=tuple(replace(row, block_ids=()) for row in answer.new[::-1]),
             cached=tuple(
                 replace(row, new_block_ids=(), all_token_ids=None, num_output_tokens=0)
                 for row in answer.cached[::-1]
             ),
             preempted_req_ids=answer.preempted_req_ids[::-1],
+            finished_req_ids=(),
+            remapped_req_ids=(),
+            num_common_prefix_blocks=(),
+            new_block_ids_to_zero=(),
         )
 
 

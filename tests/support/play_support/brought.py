@@ -315,6 +315,11 @@ EACH_KIND: list[tuple[str, Callable[[], Play], Bend]] = [
     ("grammar_stands_where_the_outputs_led_it", held, elsewhere),
     ("grammar_stands_where_the_outputs_led_it", held_and_drafted, elsewhere),
     ("grammar_stands_where_the_outputs_led_it", held_and_reset, elsewhere),
+    (
+        "told_cached_tokens_are_those_of_the_first_hit",
+        failed,
+        lambda s: first_output(s, num_cached_tokens=2),
+    ),
 ]
 """A wrong step of each other kind of event of which they speak."""
 OF_ANSWERS: list[Case] = [

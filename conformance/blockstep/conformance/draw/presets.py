@@ -203,12 +203,16 @@ def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], 
             drawn |= {GRAMMAR.name, DRAFTS.name} - wish.never
             config = draw_reasoning(config, draw, swarm.vocabulary_size)
             if wish.decide(DRAFTS, draw.chance(60)) and not config.num_speculative_tokens:
-                method, count = draw.choice(PROPOSERS), draw.integer(1, 4)
-                config = settle_states(
-                    replace(config, spec_method=method, num_speculative_tokens=count)
-                )
+                config = _add_drafts(config, draw)
     swarm = replace(swarm, features=swarm.features | drawn, left_out=tuple(left_out))
     return swarm.fit(config)
+
+
+def _add_drafts(config: Config, draw: Draw) -> Config:
+    """The config with drafts; as it is, where no group of it would go with them."""
+    method, count = draw.choice(PROPOSERS), draw.integer(1, 4)
+    added = settle_states(replace(config, spec_method=method, num_speculative_tokens=count))
+    return added if bool(added.groups) is bool(config.groups) else config
 
 
 def draw_storm(preset: Preset, config: Config, draw: Draw, longest_row: int = 3) -> Config:

@@ -2,9 +2,9 @@
 
 For simulators and ports that mimic a release and may have no blocks of their own. Compared are, by
 request and in no order: whether a row is new, running or resumed, how many tokens are computed and
-scheduled, which drafts; who is preempted; what is delivered and how it ends; which events are
-refused. Not compared are states, blocks, and what a plan repeats for the worker (ended requests,
-token lists, counts of outputs and of cached tokens).
+scheduled, which drafts; what is encoded, and whether a row has a mask; who is preempted; what is
+delivered and how it ends; which events are refused. Not compared are states, blocks, and what a
+plan repeats for the worker (ended requests, token lists, counts of outputs and of cached tokens).
 
 Plans that show block tables are played by a worker with memory, others by one that only counts
 tokens. Situations are counted on the specification's side: it did the same.

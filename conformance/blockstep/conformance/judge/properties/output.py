@@ -150,7 +150,7 @@ def outputs_in_the_state_are_those_delivered(step: Step, ledger: Ledger) -> Comp
                 yield unequal(what, "outputs", expected, new.output_token_ids)
 
 
-@sentence("P21", v.Commit)
+@sentence("P21", v.Commit, v.GrammarFailed)
 def told_cached_tokens_are_those_of_the_first_hit(step: Step, ledger: Ledger) -> Complaints:
     """A client is told the length of the prefix hit at the first admission."""
     for row in step.output_rows:
