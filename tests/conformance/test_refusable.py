@@ -33,6 +33,7 @@ from blockstep.spec.vocabulary import (
     Drafts,
     DraftsTaken,
     Event,
+    Grammar,
     GrammarReady,
     Observation,
     OutputRow,
@@ -91,8 +92,21 @@ def test_a_wrong_answer_is_given_and_its_refusal_is_right(config: Config, mistak
     refused = [one for one in run.exchanges if isinstance(one.seen, Rejected)]
     possible = mistake is not Mistake.TOO_EARLY or config is AHEAD
     possible &= mistake is not Mistake.WRONG_DRAFT or config is DRAFTING
-    possible &= mistake is not Mistake.PREFILL_TOKEN
+    # Nobody has a grammar.
+    possible &= mistake not in (Mistake.PREFILL_TOKEN, Mistake.FORBIDDEN_TOKEN)
     assert len(refused) == possible
+
+
+def test_a_forbidden_token_may_be_refused_and_not_be_taken() -> None:
+    """Whoever takes it hands a client what its grammar forbids."""
+    grammar = Grammar((((0, 0), (1, 0)),))
+    held = Request("A", (1, 2, 3), 6, structured_output=True, grammar=grammar)
+    program = (Submit(held), GrammarReady("A"), Schedule(), Misanswer(Mistake.FORBIDDEN_TOKEN))
+    run, wrong = hearing(AtSafety, CONFIG, *program)
+    assert wrong == []
+    assert run.exchanges[-1].seen == Rejected(RejectCode.BAD_RESULT)
+    taken = answering(lambda _event, _seen: Outputs((OutputRow("A", (2,)),)))
+    assert hearing(taken, CONFIG, *program)[1] == TAKEN
 
 
 WRONG: dict[str, tuple[Config, tuple[Action, ...], Event, Observation]] = {

@@ -13,7 +13,7 @@ from equivalent_engines import (
     RENAMED,
     HitOneShort,
     Lazy,
-    Moody,
+    MoodyHits,
     OtherIds,
     OtherVictim,
     ShortSimulator,
@@ -196,7 +196,7 @@ def test_an_answer_of_wrong_types_is_told_by_its_field() -> None:
 
 
 def test_what_is_not_seen_again_is_told_so() -> None:
-    Moody.num_built = 0
+    MoodyHits.was_short = False
     result = scored("equivalent_engines:Moody", 200, preset="tiny", without_features=("groups",))
     assert any(first.shrunk is None for first in result.firsts.values())
     assert "the engine is not deterministic" in render_score(result)

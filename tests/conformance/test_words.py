@@ -250,7 +250,7 @@ def test_traces_know_both_words_and_leave_them_out_where_nothing_is_said(tmp_pat
     path = tmp_path / "run.jsonl"
     write_trace(path, CONFIG, steps)
     assert [tuple(step) for step in read_trace(path).steps] == steps
-    has = [("remapped" in line or "ending" in line) for line in path.read_text().splitlines()]
+    has = ['"remapped' in line or '"ending' in line for line in path.read_text().splitlines()]
     assert has == [False, False, True, False, True, False]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from itertools import takewhile
 from typing import Any, ClassVar
 
@@ -219,13 +218,22 @@ class Hanging(SpecEngine):
         return super().apply(event)
 
 
-class Moody(ShortSimulator):  # type: ignore[misc, valid-type]
-    """Its first engine has short hits, later ones do not."""
+class MoodyHits(PrefixMap):
+    was_short: ClassVar[bool] = False
 
-    num_built: ClassVar[int] = 0
+    def __init__(self, num_blocks: int, verify: bool) -> None:
+        super().__init__(num_blocks, verify)
+        self._is_short = not MoodyHits.was_short
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        type(self).num_built += 1
-        if type(self).num_built > 12:
-            self.prefix.hits = partial(PrefixMap.hits, self.prefix)
+    def hits(self, *args: Any) -> list[int]:
+        found = super().hits(*args)
+        if not self._is_short:
+            return found
+        MoodyHits.was_short |= bool(found)
+        return found[:-1]
+
+
+class Moody(Simulator):
+    """Its engines leave the last block of a hit out until one has done so; later ones do not."""
+
+    prefix_type = MoodyHits
