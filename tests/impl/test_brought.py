@@ -29,7 +29,9 @@ from blockstep.spec.vocabulary import (
     KVGroup,
     MultiModalItem,
     Plan,
+    Request,
     RowTokens,
+    Schedule,
     SpecMethod,
     StreamingUpdate,
     Submit,
@@ -53,6 +55,9 @@ def run_both(seed: int, num_events: int, config: Config, draw_next: DrawEvent) -
         event = draw_next(draw, host)
         answer, due = host.apply(event), oracle.apply(event)
         assert answer == due, (seed, number, event)
+        if isinstance(answer, Plan) and isinstance(due, Plan):
+            told = answer.num_common_prefix_blocks
+            assert told == due.num_common_prefix_blocks, (seed, number, event)
         assert host.snapshot() == oracle.snapshot(), (seed, number, event)
         seen.update(look(event, answer, host))
     return seen
@@ -239,6 +244,46 @@ def compare_sessions(seeds: range, num_events: int) -> None:
 
 def test_sessions() -> None:
     compare_sessions(range(25), 200)
+
+
+def play_both(config: Config, *events: Event) -> None:
+    """The specification gives the same run of these events."""
+    steps = iter(events)
+    run_both(0, len(events), config, lambda _draw, _host: next(steps))
+
+
+def chunk(name: str, *tokens: int) -> Request:
+    return Request(name, tokens, max_tokens=1, resumable=True)
+
+
+def test_who_goes_on_takes_no_more_from_sessions_than_its_window_lacks() -> None:
+    groups = (KVGroup(GroupKind.SLIDING_WINDOW, 2, sliding_window=3),)
+    config = Config(num_blocks=6, block_size=2, max_num_batched_tokens=4, groups=groups)
+    play_both(
+        config,
+        Submit(chunk("B", 1, 2)),
+        *(Schedule(), Commit(0, (RowTokens("B", (9,)),))),
+        Submit(chunk("A", *range(11, 19))),
+        *(Schedule(), Commit(1, (RowTokens("A"),))),
+        *(Schedule(), Commit(2, (RowTokens("A", (9,)),))),
+        Submit(chunk("C", 3, 4)),
+        *(Schedule(), Commit(3, (RowTokens("C", (9,)),))),
+        StreamingUpdate(chunk("A", 5)),
+        Schedule(),
+    )
+
+
+def test_what_sessions_hold_is_in_no_table_of_those_who_run() -> None:
+    config = Config(num_blocks=20, block_size=2, max_model_len=16)
+    play_both(
+        config,
+        Submit(chunk("A", 1, 2)),
+        Schedule(),
+        Commit(0, (RowTokens("A", (9,)),)),
+        Submit(Request("B", (1, 2, 3), max_tokens=4)),
+        Submit(Request("C", (4, 5, 6), max_tokens=4)),
+        Schedule(),
+    )
 
 
 @pytest.mark.soak

@@ -21,8 +21,10 @@ from blockstep.spec import (
     SpecMethod,
 )
 from blockstep.spec.invariants import get_broken_invariants
+from blockstep.spec.memory.slots import count_reserved_blocks
+from blockstep.spec.pool import allocate_blocks, create_pool, touch_blocks
 from blockstep.spec.profiles import Profile, Quirk
-from blockstep.spec.requests import RequestState
+from blockstep.spec.requests import Holding, RequestState
 from blockstep.spec.vocabulary import (
     FinishReason,
     Grammar,
@@ -364,6 +366,45 @@ def test_a_window_that_has_gone_on_and_a_state_behind_drafts_are_computed_again(
     oracle = Oracle(replace(CONFIG, groups=(recurrent(2, num_speculative=1),), **drafting))
     rest(oracle, 1, 2)
     assert state_of(oracle).num_computed_tokens == 0
+
+
+def test_who_goes_on_is_charged_what_its_window_lacks_and_nobody_gives_for_more() -> None:
+    config = replace(CONFIG, num_blocks=6, groups=(window(2, 3),), max_num_batched_tokens=4)
+    oracle = Oracle(config)
+    rest(oracle, 1, 2, name="B")
+    rest(oracle, *range(11, 19))
+    rest(oracle, 3, 4, name="C")
+    assert not oracle.state.pool.free_queue
+    oracle.update(session(5))
+    # It leaves two blocks and lacks one, though it could hold four at once, and has one.
+    assert [row.request_id for row in oracle.schedule().new] == ["A"]
+    assert all(state_of(oracle, name).block_tables != ((),) for name in "BC")
+
+
+def test_a_session_is_charged_no_more_than_its_table_lacks() -> None:
+    config = replace(CONFIG, groups=(window(2, 3),), max_num_batched_tokens=4)
+    (group,) = config.groups
+    pool, blocks = allocate_blocks(create_pool(9), 2)
+
+    def charge(num_slots: int, holding: Holding) -> int:
+        return count_reserved_blocks(config, pool, group, num_slots, (), holding)
+
+    assert charge(10, Holding((0, 0, 0, *blocks))) == 0, "it may run in a pool that is full"
+    assert charge(12, Holding((0, 0, 0, *blocks))) == 1
+    assert charge(40, Holding((0, 0, 0, *blocks))) == 4 - 2, "it gives back both of them"
+    pool = touch_blocks(pool, blocks[:1])
+    assert charge(40, Holding((0, 0, 0, *blocks))) == 4 - 1, "others keep one"
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_blocks_of_further_input_name_the_last_item(quirk: bool) -> None:
+    quirks = {Quirk.OUTPUT_BLOCKS_NAME_THE_LAST_ITEM} if quirk else set()
+    oracle = Oracle(CONFIG, Profile("some", frozenset(quirks)))
+    rest(oracle, 1, 2)
+    items = (MultiModalItem("cat", 0, 1), MultiModalItem("dog", 1, 1))
+    oracle.update(session(3, 4, items=items))
+    *_, key = state_of(oracle).block_keys
+    assert [name for name, _ in key.items] == (["dog"] if quirk else ["cat", "dog"])
 
 
 @pytest.mark.parametrize("quirk", [False, True])

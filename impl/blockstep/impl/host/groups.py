@@ -260,14 +260,18 @@ class GroupMemory:
         return needed
 
     def count_to_end(self, holdings: Sequence[Holding], num_computed: int, num_known: int) -> int:
-        """Free blocks that all known tokens of a session need at once, at most (P11, P15)."""
+        """Free blocks that all known tokens of a session need at once, at most (P11, P15).
+
+        No more than its table lacks, nor than what it holds at once beside what it gives back.
+        """
         needed = 0
         for group, holding in zip(self.groups, holdings, strict=True):
             if group.is_beside:
                 continue  # all of it is held
             kept = holding.blocks[group.first_block(num_computed) :]
             own = sum(b != NULL_BLOCK and self.pool.ref_counts[b] == 1 for b in kept)
-            needed += max(group.count_held(num_known) - own, 0)
+            later = group.count_blocks(num_known) - len(holding.blocks)
+            needed += max(min(later, group.count_held(num_known) - own), 0)
         return needed
 
     def adopt(self, holdings: Sequence[Holding], hits: GroupHits) -> None:

@@ -133,12 +133,17 @@ class Planning(RunningPhase, WaitingPhase, Masks):
     def _count_common_blocks(self, group: int, blocks: list[BlockId], num_running: int) -> int:
         """Of a table of one who runs, in a group under full attention.
 
-        Nobody but who runs holds blocks, and each of them a block once: one with as many holders as
-        run is in all tables. What is taken later no two share, so the count stays while nobody
-        begins or ceases to hold what is there.
+        Where no session has kept any, nobody but who runs holds blocks, and each of them a block
+        once: one with as many holders as run is in all tables. What is taken later no two share, so
+        the count stays while nobody begins or ceases to hold what is there.
         """
         if num_running == 1:
             return len(blocks)
+        if self.sessions:
+            tables = [self.table.holdings[slot][group].blocks for slot in self.running]
+            places = enumerate(zip(*tables, strict=False))
+            differing = (i for i, of_all in places if len({*of_all}) > 1)
+            return next(differing, min(map(len, tables)))
         refs = self.pool.ref_counts
         if not blocks or refs[blocks[0]] != num_running:
             return 0

@@ -230,15 +230,18 @@ def count_reserved_blocks(
 ) -> int:
     """Free blocks that a waiting request wants of one group for so many slots, behind its hit.
 
-    A session has some of them already.
-    What it holds of them at most: while a window moves on, what it leaves is free again. Upstream
-    charges all of them (#39734). Source: seed 001 "Full ISL reservation"; P8, P11.
+    What its table lacks, but no more than it holds at once at most: while a window moves on, what
+    it leaves is free again. So is what a session has kept, unless others hold it too. Upstream
+    charges all of them (#39734). Source: seed 001 "Full ISL reservation"; P8, P10, P11.
     """
-    num_all = count_needed_blocks(pool, num_slots, group.block_size, 0, hit)
-    num_all += group.num_speculative_blocks
+    kept = holding.block_table
+    num_lacking = count_needed_blocks(pool, num_slots, group.block_size, len(kept), hit)
+    if not kept:
+        num_lacking += group.num_speculative_blocks
     reach, doubt = compute_max_reach(config), compute_max_doubt(config)
-    num_wanted = min(num_all, compute_max_held_blocks(group, num_slots, reach, doubt))
-    return max(num_wanted - len(without_nulls(holding.block_table)), 0)
+    num_own = sum([pool.ref_counts[block_id] == 1 for block_id in without_nulls(kept)])
+    num_at_once = compute_max_held_blocks(group, num_slots, reach, doubt) - num_own
+    return max(min(num_lacking, num_at_once), 0)
 
 
 def allocate_slots(
