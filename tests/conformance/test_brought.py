@@ -10,6 +10,7 @@ from blockstep.spec.vocabulary import (
     GroupKind,
     KVGroup,
     MambaCacheMode,
+    MultiModalItem,
     Request,
     Schedule,
     StreamingUpdate,
@@ -32,6 +33,24 @@ def test_blocks_that_a_session_kept_are_not_zeroed() -> None:
         Answer(),
         Schedule(),
     )
+    run, findings = run_program(Program(config, actions), SpecEngine)
+    assert findings == []
+    assert run.num_events == len(actions)
+
+
+def test_a_prompt_ends_before_an_item_that_cannot_be_made_yet_without_chunking() -> None:
+    """One item is made a step: an unchunked prompt waits for the second as well."""
+    config = Config(
+        num_blocks=9,
+        block_size=4,
+        max_model_len=16,
+        max_num_batched_tokens=16,
+        enable_chunked_prefill=False,
+        encoder_compute_budget=4,
+        encoder_cache_size=8,
+    )
+    items = (MultiModalItem("cat", 0, 4), MultiModalItem("dog", 4, 4))
+    actions = (Submit(Request("A", (0,) * 8, max_tokens=1, items=items)), Schedule(), Answer())
     run, findings = run_program(Program(config, actions), SpecEngine)
     assert findings == []
     assert run.num_events == len(actions)
