@@ -61,7 +61,7 @@ def extend_block_keys(request: RequestState, block_size: int, rules: Rules) -> t
     keys = list(request.block_keys)
     for index in range(len(keys), num_full_blocks):
         asked = request.request
-        if request.block_keys:
+        if request.block_keys or (index > 0 and request.output_token_ids):
             asked = rules.get_request_behind_outputs(asked)
         tokens = get_tokens(request, index * block_size, (index + 1) * block_size)
         keys.append(compute_block_key(asked, tokens, index, keys[-1] if keys else None, rules))

@@ -74,13 +74,19 @@ def paused_scheduler_admits_nobody(step: Step, ledger: Ledger) -> Complaints:
 
 @sentence("P9", v.Schedule)
 def prompt_is_not_cut_without_chunking(step: Step, ledger: Ledger) -> Complaints:
-    """Without chunked prefill an admission runs all uncached tokens, or the threshold's share."""
+    """Without chunked prefill an admission runs all uncached tokens, or the threshold's share.
+
+    Or it ends before an item that the encoder may not be able to make yet.
+    """
     if step.config.enable_chunked_prefill:
         return
     threshold = step.config.long_prefill_token_threshold
     for row in step.admitted_rows:
         rest = ledger.lives[row.request_id].num_known - row.end
-        if rest > 0 and row.num_scheduled != threshold:
+        items = ledger.lives[row.request_id].request.items if step.config.encoder_cache_size else ()
+        most = row.end + step.config.num_encoder_lookahead_tokens
+        is_at_item = any(row.end <= item.offset <= most for item in items)
+        if rest > 0 and row.num_scheduled != threshold and not is_at_item:
             yield Complaint(f"{row.request_id!r} was admitted with {rest} tokens left out")
 
 
