@@ -453,6 +453,18 @@ def test_a_kept_engine_stands_where_it_stood(engine: str) -> None:
     assert twin.snapshot() == first.snapshot()
 
 
+def test_what_is_remembered_by_identity_is_not_kept() -> None:
+    # Whoever is revived has other objects, one of which may be where another one was.
+    copies = Copies(SpecEngine, WORLDS["pair"])
+    engine = copies.revive(copies.start())
+    event = Submit(WORLDS["pair"].requests[0])
+    engine.apply(event)
+    kept = copies.keep(engine, copies.start(), event)
+    engine.snapshot()
+    assert isinstance(kept, bytes)
+    assert copies.keep(engine, copies.start(), event) == kept
+
+
 class OneFrame(SpecEngine):
     """Has one plan in flight, whatever the config wants."""
 

@@ -28,6 +28,10 @@ class SpecEngine(Oracle):
         # its identity from being given to another.
         self._shown: dict[int, tuple[RequestState, RequestSnapshot]] = {}
 
+    def __getstate__(self) -> dict[str, object]:
+        """Without what is remembered by identity: a copy has other objects."""
+        return {**self.__dict__, "_shown": {}}
+
     def capabilities(self) -> frozenset[str]:
         """Everything: it is what everything is measured by."""
         return ALL_CAPABILITIES
