@@ -99,7 +99,7 @@ def inner(pytester: pytest.Pytester) -> pytest.Pytester:
 def run(inner: pytest.Pytester, engine: str, *args: str) -> pytest.RunResult:
     name = engine if ":" in engine or engine == "spec" else f"plugged_engines:{engine}"
     options = (f"--blockstep-engine={name}", "--blockstep-event-seconds=2", "-p", "no:randomly")
-    return inner.runpytest_subprocess(*options, *args, timeout=50)
+    return inner.runpytest_subprocess(*options, *args, timeout=150)
 
 
 def read(inner: pytest.Pytester, name: str) -> Any:
