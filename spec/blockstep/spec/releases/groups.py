@@ -224,14 +224,12 @@ def windows_reserve_steps_in_flight(rules: Rules, _config: Config) -> Rules:
         hit: tuple[BlockId, ...],
         holding: Holding,
     ) -> int:
-        num_in_flight = config.max_num_batched_tokens * config.max_frames_in_flight
-        if group.kind is GroupKind.SLIDING_WINDOW:
-            num_tokens = group.sliding_window - 1 + num_in_flight
-        else:
-            num_tokens = group.attention_chunk_size + num_in_flight
-        num_blocks = -(-min(num_tokens, config.max_model_len) // group.block_size)
-        num_blocks += group.kind is GroupKind.SLIDING_WINDOW
-        if group.kind in (GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL):
+        is_window = group.kind is GroupKind.SLIDING_WINDOW
+        if is_window or group.kind is GroupKind.CHUNKED_LOCAL:
+            num_behind = group.sliding_window - 1 if is_window else group.attention_chunk_size
+            num_in_flight = config.max_num_batched_tokens * config.max_frames_in_flight
+            num_tokens = min(num_behind + num_in_flight, config.max_model_len)
+            num_blocks = -(-num_tokens // group.block_size) + is_window
             num_slots = min(num_slots, num_blocks * group.block_size)
         return count_needed(pool, group, num_slots, num_slots, len(holding.block_table), hit)
 

@@ -52,11 +52,11 @@ class Offers(ECConnectorBase):  # type: ignore[misc]
 
     def start_load_caches(self, encoder_cache: Any, **kwargs: Any) -> None:
         """The side of the worker: there is none."""
-        raise NotImplementedError
+        raise NotImplementedError("nobody loads here: this connector is a scheduler's")
 
     def save_caches(self, encoder_cache: Any, mm_hash: str, **kwargs: Any) -> None:
         """The side of the worker: there is none."""
-        raise NotImplementedError
+        raise NotImplementedError("nobody saves here: this connector is a scheduler's")
 
 
 def ask_for_offers(vllm_config: Any) -> None:
@@ -114,8 +114,8 @@ def read_encoder(scheduler: Any, known: dict[str, int]) -> v.EncoderSnapshot:
         num_free = manager.num_free_slots
         return v.EncoderSnapshot((), (), num_free, num_free, tuple(manager.to_free))
     entries = []
+    known.update(manager.freeable)
     for identifier, holders in manager.cached.items():
-        known.update(manager.freeable)
         for name in holders if identifier not in known else ():
             for feature in scheduler.requests[name].mm_features:
                 if feature.identifier == identifier:

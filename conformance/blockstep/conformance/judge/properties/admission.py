@@ -25,9 +25,9 @@ from blockstep.conformance.judge.properties.queue_replay import (
     freed_blocks,
     hides_a_rollback,
     in_policy_order,
-    is_passed_over,
     left_behind,
     may_pass_over,
+    must_wait,
     replay_schedule,
     victims_of,
 )
@@ -340,7 +340,7 @@ def next_in_line(step: Step, ledger: Ledger) -> RequestId | None:
     whose adapter may join those of the running."""
     seats = Seats(ledger, step.after.running)
     for name in in_policy_order(ledger, step.after):
-        if not is_passed_over(ledger, step.new[name]) and seats.has_one_for(name):
+        if not must_wait(ledger, seats, step.new[name]):
             return name
     return None
 

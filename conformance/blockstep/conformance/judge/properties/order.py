@@ -12,9 +12,9 @@ from blockstep.conformance.judge.properties.queue_replay import (
     get_seats,
     hides_a_rollback,
     in_policy_order,
-    is_passed_over,
     left_behind,
     may_pass_over,
+    must_wait,
     passed_over,
     replay_schedule,
     victims_of,
@@ -82,9 +82,7 @@ def admissions_follow_the_policy(step: Step, ledger: Ledger) -> Complaints:
     ready: list[v.RequestId] = []
     seats = get_seats(step, ledger)
     for name in in_policy_order(ledger, step.before):
-        if len(ready) < len(admitted) and not (
-            is_passed_over(ledger, step.old[name]) or not seats.has_one_for(name)
-        ):
+        if len(ready) < len(admitted) and not must_wait(ledger, seats, step.old[name]):
             ready.append(name)
             seats.take(name)
     return differing("order of admission", ready, admitted)

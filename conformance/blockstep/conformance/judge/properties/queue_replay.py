@@ -93,6 +93,11 @@ class Seats:
             self._taken.add(adapter)
 
 
+def must_wait(ledger: Ledger, seats: Seats, request: v.RequestSnapshot) -> bool:
+    """Whether others are tried before a waiting request: for what is outside, or for a seat."""
+    return is_passed_over(ledger, request) or not seats.has_one_for(request.request_id)
+
+
 def may_pass_over(config: v.Config) -> bool:
     """Whether one may be passed over that stands among the waiting ones."""
     return config.max_frames_in_flight > 1 or config.max_loras > 0
@@ -124,7 +129,7 @@ def passed_over(step: Step, ledger: Ledger) -> list[v.RequestId]:
             left -= admitted[name]
             places -= 1
             seats.take(name)
-        elif is_passed_over(ledger, step.old[name]) or not seats.has_one_for(name):
+        elif must_wait(ledger, seats, step.old[name]):
             met.append(name)
         else:
             break
