@@ -9,6 +9,8 @@ from blockstep.conformance.draw.decisions import Draw
 from blockstep.spec.vocabulary import Config, MultiModalItem
 
 IDENTIFIERS = ("cat", "dog", "owl")
+CROWD = (*IDENTIFIERS, "elk", "fox", "hen")
+"""In a storm: so many that most are made, and not found."""
 
 
 def draw_encoder(config: Config, draw: Draw) -> Config:
@@ -31,15 +33,16 @@ def get_shape(identifier: str, seed: int, longest: int) -> tuple[int, tuple[bool
 
 
 def draw_encoded(
-    draw: Draw, num_prompt: int, config: Config, seed: int
+    draw: Draw, num_prompt: int, config: Config, seed: int, is_storm: bool = False
 ) -> tuple[MultiModalItem, ...]:
-    """Up to three items in a prompt, some of them twice."""
+    """Up to three items in a prompt, some of them twice; in a storm one after the other, so that
+    each chunk begins another one."""
     items: list[MultiModalItem] = []
     longest, start = max(min(4, config.max_model_len // 3), 1), 0
-    for _ in range(draw.integer(1, 3)):
-        identifier = draw.choice(IDENTIFIERS)
+    for _ in range(num_prompt if is_storm else draw.integer(1, 3)):
+        identifier = draw.choice(CROWD if is_storm else IDENTIFIERS)
         length, mask = get_shape(identifier, seed, longest)
-        offset = start + draw.integer(0, 2)
+        offset = start + draw.integer(0, 1 if is_storm else 2)
         if offset + length <= num_prompt:
             items.append(MultiModalItem(identifier, offset, length, mask))
             start = offset + length
