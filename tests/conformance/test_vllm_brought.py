@@ -541,3 +541,20 @@ def test_the_decoder_of_an_encoder_decoder_model_has_blocks_of_what_was_encoded(
     plan = told.plan()
     assert plan.free_encoder_mm_hashes == ("cat",)
     assert plan.scheduled_encoder_inputs == ()
+
+
+@needs_encoder
+def test_what_is_loaded_has_no_blocks_across_so_nothing_is_offered_there() -> None:
+    told = has_encoder(
+        8, 8, enable_chunked_prefill=False, enable_prefix_caching=False, is_encoder_decoder=True,
+        disable_chunked_mm_input=True, block_size=2,
+        groups=(
+            v.KVGroup(v.GroupKind.FULL, 2), v.KVGroup(v.GroupKind.CROSS_ATTENTION, 2),
+        ),
+    )  # fmt: skip
+    offer = v.EncoderOffer(("cat",))
+    assert told.declines(v.EncoderOffer(())) == ""
+    assert "no blocks" in told.declines(offer)
+    told.engine.apply(offer)
+    told.submit("A", 1, 2, 3, items=(shows("cat", 0, 6),))
+    assert told.plan().new[0].block_ids == ((1, 2), ())

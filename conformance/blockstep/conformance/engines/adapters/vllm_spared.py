@@ -27,6 +27,7 @@ STOPS_WHILE_PREEMPTED = "a session that stops while preempted: its tokens or its
 BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks than there are"
 PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
 FAILED_GRAMMAR = "a grammar that fails: the next plan raises what its compilation did"
+OFFERED_ACROSS = "encoder results from elsewhere, across: the release allocates no blocks for them"
 PADDED_TO_THE_END = "a plan behind padding to the model length (#53962)"
 
 WORKAROUNDS: Mapping[str, str] = MappingProxyType(
@@ -91,6 +92,8 @@ def find_reason(run: Run, event: v.Event) -> str | None:
             return TRIMMED_DRAFTS if _may_trim_a_session(run, drafts) else None
         case v.GrammarFailed():
             return None if RELEASE.survives_bad_grammars else FAILED_GRAMMAR
+        case v.EncoderOffer(identifiers=identifiers):
+            return OFFERED_ACROSS if identifiers and run.config.is_encoder_decoder else None
         case v.Reset(reset_running_requests=True):
             if not RELEASE.has_forced_reset:
                 return "the release has no forced reset"
