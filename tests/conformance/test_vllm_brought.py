@@ -242,7 +242,7 @@ def test_a_session_rests_with_its_blocks_and_goes_on_behind_what_it_computed() -
 def test_chunks_wait_for_the_stop_and_the_end_comes_last() -> None:
     told = Told(v.Config(num_blocks=20, block_size=2))
     told.submit("A", 1, 2, max_tokens=1, resumable=True)
-    told.update("A", 3)
+    told.update("A", 3, max_tokens=1)
     told.update("A")
     assert told.request("A").num_streaming_updates == 2
     told.plan()

@@ -126,6 +126,12 @@ class Release:
     """Whether its encoder cache, in embeddings, and an EC connector are followed."""
     has_sessions: bool = False
     """`Request.resumable`, and chunks that are added under an id in use."""
+    has_sound_sessions: bool = False
+    """Whether a session that stops leaves nothing behind: neither tokens in flight, nor a place."""
+    has_holding_queue: bool = False
+    """A queue of its own for who waits and holds blocks, as sessions do."""
+    has_sound_seats: bool = False
+    """Whether who runs keeps the seat of its adapter, with a row in the step or without."""
     has_equal_groups: bool = False
     """Whether several groups may all be equal."""
 
@@ -222,6 +228,12 @@ def _build_table() -> Mapping[str, Release]:
         has_partial_hits=True,
         has_common_prefix=False,
         has_fixed_mask_rows=True,
+        has_frame_masks=True,
+        has_sessions=True,
+        has_sound_sessions=True,
+        has_holding_queue=True,
+        has_sound_seats=True,
+        has_encoder=True,
     )
     table = (*older, r0200, r0220, r0240, r0250, r0270, r0280, r0290, r0310, r0330)
     return MappingProxyType({release.version: release for release in table})

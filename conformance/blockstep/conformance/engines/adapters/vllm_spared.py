@@ -100,7 +100,7 @@ def find_reason(run: Run, event: v.Event) -> str | None:
             # One frame of each is thrown away, in flight or not.
             if run.config.async_scheduling and not RELEASE.has_sound_async_reset:
                 return FORCED_RESET
-            if _list_sessions_in_flight(run):
+            if not RELEASE.has_sound_sessions and _list_sessions_in_flight(run):
                 return STOPS_WHILE_PREEMPTED
             if any(one.num_computed_tokens for one in (*run.scheduler.waiting, *run.get_skipped())):
                 return RESET_AT_REST
@@ -120,7 +120,7 @@ def find_reason(run: Run, event: v.Event) -> str | None:
                 return BEHIND_STATES
             if _is_beyond_max_loras(run):
                 return BEYOND_MAX_LORAS
-            stopping = _list_stopping(run)
+            stopping = [] if RELEASE.has_sound_sessions else _list_stopping(run)
             if any(one.num_output_placeholders and not _is_sure_to_end(one) for one in stopping):
                 return STOPS_TWICE
             if stopping and _may_preempt(run):
@@ -173,6 +173,8 @@ def _is_beyond_max_loras(run: Run) -> bool:
     may be preempted, whose tokens others get then, all who run are reckoned with.
     """
     cap, budget = run.config.max_loras, run.config.max_num_batched_tokens
+    if RELEASE.has_sound_seats:
+        return False
     if cap and _may_preempt(run):
         budget *= 1 + len(run.scheduler.running)
     seated = set()
@@ -248,7 +250,9 @@ def _may_stop(run: Run, request: VllmRequest) -> bool:
 def _may_trim_a_session(run: Run, drafts: tuple[v.RowTokens, ...]) -> bool:
     """Whether a session is given drafts of which its stop may leave some over."""
     requests = run.scheduler.requests
-    return RELEASE.has_sessions and any(
+    if not RELEASE.has_sessions or RELEASE.has_sound_sessions:
+        return False
+    return any(
         row.token_ids
         and row.request_id in requests
         and requests[row.request_id].resumable
@@ -318,7 +322,8 @@ def _find_lack(run: Run, request: v.Request) -> str | None:
         return "the release has no repetition detection"
     if request.structured_output and not RELEASE.has_plain_grammar:
         return "a grammar: the release wants its bitmask when it plans"
-    if request.resumable and config.async_scheduling and config.num_speculative_tokens:
+    drafts_ahead = config.num_speculative_tokens if config.async_scheduling else 0
+    if request.resumable and drafts_ahead and not RELEASE.has_sound_sessions:
         return TRIMMED_PROMISES
     if request.grammar is not None and _is_beyond(request.grammar):
         return f"a grammar over tokens from {VOCABULARY_SIZE} on: the model has none of them"
