@@ -121,7 +121,7 @@ class Release:
     has_fixed_mask_rows: bool = False
     """Whether each request has as many rows of a mask as drafts may be, used or not."""
     survives_bad_grammars: bool = False
-    """Whether a grammar that fails ends its request, and not the engine; and is followed."""
+    """Whether a grammar that fails ends its request, though not at once, and not the engine."""
     has_encoder: bool = False
     """Whether its encoder cache, in embeddings, and an EC connector are followed."""
     has_sessions: bool = False
@@ -229,6 +229,7 @@ def _build_table() -> Mapping[str, Release]:
         has_common_prefix=False,
         has_fixed_mask_rows=True,
         has_frame_masks=True,
+        survives_bad_grammars=True,
         has_sessions=True,
         has_sound_sessions=True,
         has_holding_queue=True,

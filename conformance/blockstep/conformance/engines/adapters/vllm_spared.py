@@ -28,6 +28,7 @@ BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks tha
 PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
 FAILED_GRAMMAR = "a grammar that fails: the next plan raises what its compilation did"
 OFFERED_ACROSS = "encoder results from elsewhere, across: the release allocates no blocks for them"
+FAILED_LATER = "a grammar that fails: its request ends in the answer of a later step"
 PADDED_TO_THE_END = "a plan behind padding to the model length (#53962)"
 
 WORKAROUNDS: Mapping[str, str] = MappingProxyType(
@@ -56,9 +57,8 @@ def list_out_of_reach() -> frozenset[str]:
     # Without drafts nobody outgrows the pool alone, or wants more tokens than in the step before.
     drafts = {"head_drop", "block_for_lookahead_only", "all_preempted_in_flight"}
     somebody_waits = RELEASE.has_pause or RELEASE.has_plain_grammar or RELEASE.has_async
-    found = {"draft_placeholders_dropped"}  # quirk `placeholders_outlive_a_gap`
+    found = {"draft_placeholders_dropped"} | failures  # quirk `placeholders_outlive_a_gap`
     for is_lacking, names in (
-        (not RELEASE.survives_bad_grammars, failures),
         (not RELEASE.has_sound_preemption, waits),
         (RELEASE.has_sound_async_reset, ends),  # it drops them: quirk `reset_drops_tokens`
         (not RELEASE.has_sound_async_reset, {"reset_forced_with_two_frames_in_flight"}),
@@ -91,7 +91,7 @@ def find_reason(run: Run, event: v.Event) -> str | None:
         case v.Drafts(drafts=drafts):
             return TRIMMED_DRAFTS if _may_trim_a_session(run, drafts) else None
         case v.GrammarFailed():
-            return None if RELEASE.survives_bad_grammars else FAILED_GRAMMAR
+            return FAILED_LATER if RELEASE.survives_bad_grammars else FAILED_GRAMMAR
         case v.EncoderOffer(identifiers=identifiers):
             return OFFERED_ACROSS if identifiers and run.config.is_encoder_decoder else None
         case v.Reset(reset_running_requests=True):
