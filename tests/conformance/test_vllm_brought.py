@@ -40,6 +40,7 @@ needs_masks = pytest.mark.skipif(
     not RELEASE.has_frame_masks, reason="the release has no such masks"
 )
 needs_encoder = pytest.mark.skipif(not RELEASE.has_encoder, reason="the release's is not followed")
+needs_offers = pytest.mark.skipif(not RELEASE.has_offers, reason="the release has none of it")
 
 
 XGRAMMAR = "blockstep.conformance.engines.adapters.vllm_xgrammar:XgrammarEngine"
@@ -558,7 +559,7 @@ def test_a_chunk_stops_before_an_item_for_which_there_is_no_room() -> None:
     assert rows_of(plan) == {"A": 6}
     assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (0,)),)
     let_go = v.EncoderSnapshot((v.EncoderEntry("cat", 4),), ("cat",), num_free=0, num_freeable=4)
-    if RELEASE.version == REFERENCE:  # others hold an item until its step is answered
+    if RELEASE.version != TRIED[-1]:  # there a request holds an item until its step is answered
         assert told.state.encoder == let_go
     told.commit(0, A=())
     assert told.state.encoder == let_go
@@ -568,7 +569,24 @@ def test_a_chunk_stops_before_an_item_for_which_there_is_no_room() -> None:
     assert plan.free_encoder_mm_hashes == ("cat",)
 
 
-@needs_encoder
+@pytest.mark.skipif(
+    not RELEASE.has_encoder or RELEASE.has_offers, reason="the release's encoder cache has it all"
+)
+def test_what_a_plain_encoder_cache_lacks_is_declined() -> None:
+    told = has_encoder(8, 8)
+    item = shows("cat", 1, is_embed=(True, False, False, True))
+    for event, lack in (
+        (v.Submit(v.Request("A", TEXT, items=(item,))), "counts positions"),
+        (v.EncoderOffer(("cat",)), "elsewhere"),
+        (v.EncoderReset(), "no reset"),
+    ):
+        assert lack in told.declines(event)
+    assert told.declines(v.Submit(v.Request("A", TEXT, items=(shows("cat", 1),)))) == ""
+    across = has_encoder(8, 8, is_encoder_decoder=True, enable_chunked_prefill=False)
+    assert "encoder-decoder" in across.declines(v.Submit(v.Request("A", TEXT)))
+
+
+@needs_offers
 def test_embeddings_are_counted_and_not_positions() -> None:
     mask = (True, False, False, True)
     told = has_encoder(4, 4, max_num_batched_tokens=8)
@@ -583,7 +601,7 @@ def test_embeddings_are_counted_and_not_positions() -> None:
     )
 
 
-@needs_encoder
+@needs_offers
 def test_what_a_connector_holds_is_loaded_and_takes_no_compute() -> None:
     told = has_encoder(4, 8)
     told.engine.apply(v.EncoderOffer(("cat",)))
@@ -596,7 +614,7 @@ def test_what_a_connector_holds_is_loaded_and_takes_no_compute() -> None:
     assert (plan.external_encoder_inputs, plan.scheduled_encoder_inputs) == ((), ())
 
 
-@needs_encoder
+@needs_offers
 def test_a_reset_forgets_all_and_tells_nobody() -> None:
     told = has_encoder(8, 8)
     told.submit("A", *TEXT, items=(shows("cat", 1), shows("dog", 6)))
@@ -606,7 +624,7 @@ def test_a_reset_forgets_all_and_tells_nobody() -> None:
     assert told.plan().free_encoder_mm_hashes == ()
 
 
-@needs_encoder
+@needs_offers
 def test_the_decoder_of_an_encoder_decoder_model_has_blocks_of_what_was_encoded() -> None:
     told = has_encoder(
         8, 8, enable_chunked_prefill=False, enable_prefix_caching=False, is_encoder_decoder=True,
@@ -628,7 +646,7 @@ def test_the_decoder_of_an_encoder_decoder_model_has_blocks_of_what_was_encoded(
     assert plan.scheduled_encoder_inputs == ()
 
 
-@needs_encoder
+@needs_offers
 def test_what_is_loaded_has_no_blocks_across_so_nothing_is_offered_there() -> None:
     told = has_encoder(
         8, 8, enable_chunked_prefill=False, enable_prefix_caching=False, is_encoder_decoder=True,

@@ -123,7 +123,10 @@ class Release:
     survives_bad_grammars: bool = False
     """Whether a grammar that fails ends its request, though not at once, and not the engine."""
     has_encoder: bool = False
-    """Whether its encoder cache, in embeddings, and an EC connector are followed."""
+    """Whether its encoder cache is followed."""
+    has_offers: bool = False
+    """An EC connector, and a cache that counts embeddings, can be reset, and serves encoder-decoder
+    models."""
     has_sessions: bool = False
     """`Request.resumable`, and chunks that are added under an id in use."""
     has_sound_sessions: bool = False
@@ -142,7 +145,7 @@ class Release:
 
 
 def _list_until_0_19() -> tuple[Release, ...]:
-    r0110 = Release("0.11.0", UP_TO_0_16)
+    r0110 = Release("0.11.0", UP_TO_0_16, has_encoder=True)
     r0111 = replace(
         r0110,
         version="0.11.1",
@@ -154,6 +157,7 @@ def _list_until_0_19() -> tuple[Release, ...]:
         has_told_rows=True,
         has_preempted_counts=True,
         has_named_embeds=True,
+        has_encoder=False,  # not tried there
     )
     r0120 = replace(
         r0111,
@@ -185,6 +189,7 @@ def _list_until_0_19() -> tuple[Release, ...]:
         has_sessions=True,
         has_frame_masks=True,
         has_encoder=True,
+        has_offers=True,
     )
     return (r0110, r0111, r0120, r0150, r0160, r0170, r0180, r0190)
 

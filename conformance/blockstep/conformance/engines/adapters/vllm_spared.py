@@ -74,6 +74,7 @@ def list_out_of_reach() -> frozenset[str]:
         (not RELEASE.has_named_embeds, {"same_tokens_other_embeds"}),
         (not RELEASE.has_mixed_groups or RELEASE.has_partial_hits, {"groups_larger_block_filled"}),
         (not RELEASE.keeps_doubtful_blocks, {"groups_block_in_doubt"}),
+        (not RELEASE.has_offers, {"encoder_item_loaded", "encoder_reset_in_use"}),
         (not RELEASE.has_group_gate, {"groups_admitted_past_its_room"}),
         (not RELEASE.has_recurrent_groups, {"groups_state_left", "groups_hit_of_a_state"}),
     ):
@@ -93,7 +94,11 @@ def find_reason(run: Run, event: v.Event) -> str | None:
         case v.GrammarFailed():
             return FAILED_LATER if RELEASE.survives_bad_grammars else FAILED_GRAMMAR
         case v.EncoderOffer(identifiers=identifiers):
+            if not RELEASE.has_offers:
+                return "the release has no encoder results from elsewhere"
             return OFFERED_ACROSS if identifiers and run.config.is_encoder_decoder else None
+        case v.EncoderReset():
+            return None if RELEASE.has_offers else "the release's encoder cache has no reset"
         case v.Reset(reset_running_requests=True):
             if not RELEASE.has_forced_reset:
                 return "the release has no forced reset"
@@ -322,6 +327,10 @@ def _find_lack(run: Run, request: v.Request) -> str | None:
         return "the release has no repetition detection"
     if request.structured_output and not RELEASE.has_plain_grammar:
         return "a grammar: the release wants its bitmask when it plans"
+    if not RELEASE.has_offers and config.is_encoder_decoder:
+        return "an encoder-decoder model: not followed in this release"
+    if not RELEASE.has_offers and config.encoder_cache_size and _has_holes(request):
+        return "an item with a mask: the release's encoder cache counts positions"
     drafts_ahead = config.num_speculative_tokens if config.async_scheduling else 0
     if request.resumable and drafts_ahead and not RELEASE.has_sound_sessions:
         return TRIMMED_PROMISES
@@ -332,6 +341,10 @@ def _find_lack(run: Run, request: v.Request) -> str | None:
     if request.prompt_embeds and config.enable_prefix_caching and not RELEASE.has_named_embeds:
         return "embeddings with prefix caching: the release's front end has one or the other"
     return None
+
+
+def _has_holes(request: v.Request) -> bool:
+    return any(item.num_embeds < item.length for item in request.items)
 
 
 def _is_beyond(grammar: v.Grammar) -> bool:
