@@ -458,6 +458,31 @@ def test_a_grammar_holds_behind_the_end_of_reasoning(is_held_in_reasoning: bool)
     assert [row.allowed for row in told.mask(1)] == [((1, 2),), ((3,),)]
 
 
+@needs_reference
+def test_drafts_behind_an_end_of_reasoning_that_was_overlooked_are_declined_and_assert() -> None:
+    drafts: dict[str, Any] = {"spec_method": v.SpecMethod.NGRAM, "num_speculative_tokens": 2}
+    told = Told(
+        v.Config(
+            num_blocks=9, block_size=1, async_scheduling=True, reasoning_end_token_id=9,
+            **PIPELINE, **drafts,
+        )
+    )  # fmt: skip
+    told.submit("A", 5, max_tokens=9, structured_output=True, grammar=ABC)
+    told.engine.apply(v.GrammarReady("A"))
+    told.plan()
+    told.commit(0, A=(7,))
+    told.plan()
+    told.commit(1, A=(9, 7, 7))
+    assert not told.request("A").reasoning_ended  # it looks at the last token only
+    told.plan()
+    assert told.plan().preempted_req_ids == ("A",)
+    assert told.declines(v.GrammarBitmask(2, (v.RowTokens("A", (1, 3)),))) == ""
+    mask = v.GrammarBitmask(2, (v.RowTokens("A", (1, 7)),))
+    assert "overlooked" in told.declines(mask)
+    with pytest.raises(AssertionError):
+        told.engine.apply(mask)
+
+
 @needs_masks
 def test_a_grammar_that_allows_everything_has_no_rows() -> None:
     told = Told(v.Config(num_blocks=20))

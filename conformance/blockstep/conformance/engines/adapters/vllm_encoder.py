@@ -23,10 +23,11 @@ def install_encoder(scheduler: Any, config: v.Config) -> None:
 
     Where it has none for encoder-decoder models it is given no request (`vllm_spared`).
     """
-    plain = managers.EncoderCacheManager
+    kind: Any = managers.EncoderCacheManager
     across = getattr(managers, "EncoderDecoderCacheManager", None)
     scheduler.is_encoder_decoder = config.is_encoder_decoder and across is not None
-    kind = across if scheduler.is_encoder_decoder else plain
+    if scheduler.is_encoder_decoder:
+        kind = across
     scheduler.max_num_encoder_input_tokens = config.encoder_compute_budget
     scheduler.encoder_cache_manager = kind(cache_size=config.encoder_cache_size)
 

@@ -29,6 +29,9 @@ PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
 FAILED_GRAMMAR = "a grammar that fails: the next plan raises what its compilation did"
 OFFERED_ACROSS = "encoder results from elsewhere, across: the release allocates no blocks for them"
 FAILED_LATER = "a grammar that fails: its request ends in the answer of a later step"
+FORBIDDEN_DRAFTS = (
+    "drafts told behind an overlooked end of reasoning: not cut, and the mask asserts"
+)
 PADDED_TO_THE_END = "a plan behind padding to the model length (#53962)"
 
 WORKAROUNDS: Mapping[str, str] = MappingProxyType(
@@ -93,6 +96,8 @@ def find_reason(run: Run, event: v.Event) -> str | None:
             return TRIMMED_DRAFTS if _may_trim_a_session(run, drafts) else None
         case v.GrammarFailed():
             return FAILED_LATER if RELEASE.survives_bad_grammars else FAILED_GRAMMAR
+        case v.GrammarBitmask(frame_id=frame_id, drafts=drafts):
+            return FORBIDDEN_DRAFTS if _are_forbidden(run, frame_id, drafts) else None
         case v.EncoderOffer(identifiers=identifiers):
             if not RELEASE.has_offers:
                 return "the release has no encoder results from elsewhere"
@@ -134,6 +139,33 @@ def find_reason(run: Run, event: v.Event) -> str | None:
                 return ENDS_AMONG_THE_SKIPPED
             return _find_padding_problem(run, waiting)
     return None
+
+
+def _are_forbidden(run: Run, frame_id: v.FrameId, drafts: tuple[v.RowTokens, ...]) -> bool:
+    """Whether drafts that a grammar refuses would not be cut, since its reasoning ends only now.
+
+    The release looks for the end among the last tokens, of which it takes those that were promised
+    for some that are there: a preempted request is looked at further back than before.
+    """
+    manager, requests = run.scheduler.structured_output_manager, run.scheduler.requests
+    if RELEASE.has_fixed_mask_rows or run.config.reasoning_end_token_id is None:
+        return False
+    planned = run.frames[frame_id].scheduled_spec_decode_tokens
+    for row in drafts if not manager.enable_in_reasoning else ():
+        request = requests.get(row.request_id)
+        if request is None or not request.use_structured_output or row.request_id not in planned:
+            continue
+        structured = request.structured_output_request
+        known = request.all_token_ids
+        told = list(row.token_ids[: len(planned[row.request_id])])
+        start = request.num_computed_tokens - request.num_output_placeholders
+        if (
+            not structured.reasoning_ended
+            and run.config.reasoning_end_token_id in known[max(start, -len(known)) :]
+            and structured.grammar.validate_tokens(told) != told
+        ):
+            return True
+    return False
 
 
 def _is_behind_drafts(run: Run) -> bool:
