@@ -57,6 +57,23 @@ def test_mask_of_who_samples_by_now(quirk: bool) -> None:
 
 
 @pytest.mark.parametrize("quirk", [False, True])
+def test_a_frame_that_samples_for_an_automaton_of_others_has_masks(quirk: bool) -> None:
+    config = replace(CONFIG, max_num_batched_tokens=2, max_frames_in_flight=2)
+    oracle = Oracle(
+        config, Profile("some", frozenset({Quirk.MASK_OF_WHO_SAMPLES_BY_NOW} if quirk else ()))
+    )
+    oracle.submit(Request("A", (5,), 12, structured_output=True))
+    oracle.submit(Request("B", (6, 6), 12, structured_output=True, grammar=ONE_TWO))
+    oracle.grammar_ready("A")
+    oracle.grammar_ready("B")
+    first = oracle.schedule()
+    assert not first.has_structured_output_requests, "no row of it is held to a grammar"
+    assert oracle.mask(first) == ()
+    oracle.schedule()
+    assert [row.request_id for row in oracle.mask(first)] == (["B"] if quirk else [])
+
+
+@pytest.mark.parametrize("quirk", [False, True])
 def test_reasoning_ends_with_its_step(quirk: bool) -> None:
     oracle = begin(REASONING, {WITH_ITS_STEP} if quirk else set(), (5,))
     oracle.commit(oracle.schedule(), {"A": (4,)})

@@ -148,6 +148,8 @@ class Frame:
     frame_id: FrameId
     rows: tuple[FrameRow, ...]
     """In the order of scheduling, which is the order of commit."""
+    has_structured_output: bool = False
+    """Whether a row samples for a request with structured output; in no strict rule."""
 
 
 def get_num_in_doubt(num_scheduled: int, num_drafts: int) -> int:
