@@ -99,3 +99,20 @@ def test_reasoning_ends_at_the_last_token(quirk: bool, other: set[Quirk]) -> Non
     assert oracle.state.requests["A"].stand.reasoning_ended is not quirk
     oracle.commit(oracle.schedule(), {"A": (7,) if quirk else (2,) if not other else (1,)})
     assert oracle.state.requests["A"].stand.reasoning_ended, "it was the last token of its step"
+
+
+@pytest.mark.parametrize("quirk", [False, True])
+def test_a_preempted_request_is_read_again_with_its_drafts(quirk: bool) -> None:
+    quirks = {WITH_ITS_STEP, AT_THE_LAST} if quirk else set()
+    oracle = begin(replace(ASYNC, reasoning_end_token_id=7), quirks, (5,))
+    oracle.commit(oracle.schedule(), {"A": (4,)})
+    plan = oracle.schedule()
+    oracle.mask(plan, {"A": (7, 1)})
+    oracle.commit(plan, {"A": (7, 1, 1)} if quirk else {"A": (7, 1, 2)})
+    assert oracle.state.requests["A"].stand.reasoning_ended is not quirk
+    plan = oracle.schedule()
+    oracle.reset(reset_running_requests=True)
+    (row,) = oracle.mask(plan, {"A": (1, 2)})
+    if quirk:
+        assert row == GrammarRow("A", ((1, EOS), (2,), (1, EOS)), (1, 2)), "from the beginning"
+    assert oracle.state.requests["A"].stand.reasoning_ended

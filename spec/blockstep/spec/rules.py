@@ -169,7 +169,8 @@ class Rules:
     get_next_stand: Follow
     """Where a token leads in a grammar, within one step."""
     get_settled: Callable[[Config, Stand, RequestState, TokenIds], RequestState]
-    """A request with a grammar behind a step: (.., where it stood before, the request, tokens)."""
+    """A request with a grammar behind a step: (.., where it stood before, the request, tokens).
+    Once more, without a token, where its drafts are told with a mask."""
     masks_behind_placeholders: bool
     """Whether a mask says anything of positions behind a draft that is a placeholder."""
     has_mask_row: Callable[[Frame, FrameRow, RequestState], bool]
