@@ -78,7 +78,7 @@ class RequestState:
     num_preemptions: int = 0
     grammar_ready: bool = False
     last_stop_token_id: TokenId | None = None
-    """Of a session: the stop token that ended a chunk of it last."""
+    """Of a session: the stop token that it was told at the end of its last chunk."""
     updates: tuple[Request, ...] = ()
     """Of a session: chunks to come, oldest first; one that is not resumable is the end of them."""
     stand: Stand = AT_THE_BEGINNING

@@ -177,8 +177,8 @@ class Rules:
     """Whether a mask that is made now has rows of it."""
 
     # endings
-    get_told_stop: Callable[[RequestState, TokenId | None], TokenId | None]
-    """The stop token that a client is told: (.., the one that ended the request now)."""
+    get_told_stop: Callable[[RequestState, FinishReason | None, TokenId | None], TokenId | None]
+    """The stop token that a client is told: (.., why the request ends now, by which)."""
     compute_stop: Callable[[RequestState, TokenIds, int, int], Stop]
     """Why a request ends: (request, outputs, known tokens, max_model_len)."""
 
