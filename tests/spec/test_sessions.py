@@ -32,6 +32,7 @@ from blockstep.spec.vocabulary import (
     Plan,
     RejectCode,
     Rejected,
+    RepetitionDetection,
     RowTokens,
     Status,
     StreamingUpdate,
@@ -459,6 +460,23 @@ def test_session_tells_its_last_stop_token(quirk: bool) -> None:
     oracle.update(session(2))
     oracle.schedule()
     assert answer(oracle, 5) == (OutputRow("A", (5,), stop_token_id=9 if quirk else None),)
+
+
+def test_a_repetition_has_a_session_forget_its_last_stop_token() -> None:
+    quirks = frozenset({Quirk.SESSION_TELLS_ITS_LAST_STOP_TOKEN})
+    oracle = Oracle(CONFIG, Profile("some", quirks))
+    twice = RepetitionDetection(max_pattern_size=1, min_pattern_size=1, min_count=2)
+    oracle.submit(session(1, stop_token_ids=(9,)))
+    step(oracle)
+    oracle.update(session(2, repetition_detection=twice, max_tokens=3))
+    told = []
+    for _ in range(2):
+        oracle.schedule()
+        told += [(row.finish_reason, row.stop_token_id) for row in answer(oracle, 5)]
+    assert told == [(None, 9), (FinishReason.REPETITION, None)]
+    oracle.update(session(3))
+    oracle.schedule()
+    assert answer(oracle, 5) == (OutputRow("A", (5,)),)
 
 
 @pytest.mark.parametrize("quirk", [False, True])

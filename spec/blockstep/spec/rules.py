@@ -169,15 +169,16 @@ class Rules:
     get_next_stand: Follow
     """Where a token leads in a grammar, within one step."""
     get_settled: Callable[[Config, Stand, RequestState, TokenIds], RequestState]
-    """A request with a grammar behind a step: (.., where it stood before, the request, tokens)."""
+    """A request with a grammar behind a step: (.., where it stood before, the request, tokens).
+    Once more, without a token, where its drafts are told with a mask."""
     masks_behind_placeholders: bool
     """Whether a mask says anything of positions behind a draft that is a placeholder."""
     has_mask_row: Callable[[Frame, FrameRow, RequestState], bool]
     """Whether a mask that is made now has rows of it."""
 
     # endings
-    get_told_stop: Callable[[RequestState, TokenId | None], TokenId | None]
-    """The stop token that a client is told: (.., the one that ended the request now)."""
+    get_told_stop: Callable[[RequestState, FinishReason | None, TokenId | None], TokenId | None]
+    """The stop token that a client is told: (.., why the request ends now, by which)."""
     compute_stop: Callable[[RequestState, TokenIds, int, int], Stop]
     """Why a request ends: (request, outputs, known tokens, max_model_len)."""
 

@@ -76,8 +76,7 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
         if output.finish_reason is None:
             requests[row.request_id] = request
         elif goes_on(request):
-            if output.stop_token_id is not None:
-                request = replace(request, last_stop_token_id=output.stop_token_id)
+            request = replace(request, last_stop_token_id=output.stop_token_id)
             pool, requests[row.request_id] = process_chunk_end(state, pool, request)
             stopped.append(row.request_id)
         else:

@@ -9,7 +9,7 @@ from blockstep.spec.pool import Pool
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import Config, Request, TokenId, TokenIds
+from blockstep.spec.vocabulary import Config, FinishReason, Request, TokenId, TokenIds
 
 
 def sessions_keep_their_blocks(rules: Rules, _config: Config) -> Rules:
@@ -95,9 +95,12 @@ def sessions_have_nothing_in_common(rules: Rules, _config: Config) -> Rules:
 def session_tells_its_last_stop_token(rules: Rules, _config: Config) -> Rules:
     """Once a stop token has ended a chunk, it is told with each output of the chunks behind."""
 
-    def get_told_stop(request: RequestState, stop_token_id: TokenId | None) -> TokenId | None:
-        told = rules.get_told_stop(request, stop_token_id)
-        return request.last_stop_token_id if told is None else told
+    def get_told_stop(
+        request: RequestState, reason: FinishReason | None, stop_token_id: TokenId | None
+    ) -> TokenId | None:
+        told = rules.get_told_stop(request, reason, stop_token_id)
+        is_forgotten = told is not None or reason is FinishReason.REPETITION
+        return told if is_forgotten else request.last_stop_token_id
 
     return replace(rules, get_told_stop=get_told_stop)
 

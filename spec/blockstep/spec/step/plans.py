@@ -172,7 +172,10 @@ def process_advance(step: Step, plan: Plan) -> State:
         process_promises(step, rows)
     frames = step.state.frames
     if rows:
-        frames = (*frames, Frame(plan.frame_id, tuple(rows)))
+        is_structured = any(
+            row.samples and step.requests[row.request_id].request.structured_output for row in rows
+        )
+        frames = (*frames, Frame(plan.frame_id, tuple(rows), is_structured))
     return replace(
         step.state,
         pool=step.pool,

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from blockstep.conformance.judge.properties.ledger import Ledger
-from blockstep.conformance.judge.properties.step import Step
+from blockstep.conformance.judge.properties.step import PlannedRow, Step
 from blockstep.spec.vocabulary import EncoderSnapshot
 
 ENCODER = {
     "encoder_item_made": "an item was encoded",
     "encoder_item_loaded": "an item was loaded from a connector",
     "encoder_item_of_two": "two requests held one item",
-    "encoder_item_twice_in_one": "a request held one item at two places of its prompt",
+    "encoder_item_twice_in_one": "a chunk ended behind one place of an item, and within the next",
     "encoder_item_evicted": "an item was evicted to make room for another",
-    "encoder_item_dropped_and_made": "a plan dropped an item, and had it made again",
+    "encoder_item_dropped_and_made": "a step evicted an item, and had it made anew",
     "encoder_chunk_stops_before_an_item": "a chunk ended before an item that did not fit",
     "encoder_row_waits_for_an_item": "one who runs got no row for want of an item",
     "encoder_preempted_holding_an_item": "a request was preempted that held an item",
@@ -38,16 +38,23 @@ def of_items(step: Step, ledger: Ledger) -> Iterator[str]:
         yield "encoder_item_loaded"
     if plan.free_encoder_mm_hashes:
         yield "encoder_item_evicted"
-        if made.intersection(plan.free_encoder_mm_hashes):
-            yield "encoder_item_dropped_and_made"
-    for entry in after.entries:
-        if len(set(entry.holders)) > 1:
-            yield "encoder_item_of_two"
-        if len(set(entry.holders)) < len(entry.holders):
-            yield "encoder_item_twice_in_one"
+    if made.intersection(entry.identifier for entry in before.entries):
+        yield "encoder_item_dropped_and_made"
+    if any(len(set(entry.holders)) > 1 for entry in after.entries):
+        yield "encoder_item_of_two"
+    if any(_is_amid_the_second(row, ledger) for row in step.rows):
+        yield "encoder_item_twice_in_one"
     if any(name in entry.holders for entry in before.entries for name in step.preempted):
         yield "encoder_preempted_holding_an_item"
     yield from _of_missing_items(step, ledger, after)
+
+
+def _is_amid_the_second(row: PlannedRow, ledger: Ledger) -> bool:
+    """Whether a chunk ends within an item that it has read of at a place before."""
+    items = ledger.lives[row.request_id].request.items
+    read = [item for item in items if row.first < item.offset + item.length <= row.end]
+    within = [item for item in items if item.offset < row.end < item.offset + item.length]
+    return any(one.identifier == other.identifier for one in read for other in within)
 
 
 def _of_missing_items(step: Step, ledger: Ledger, encoder: EncoderSnapshot) -> Iterator[str]:
