@@ -232,7 +232,7 @@ GROUPS = Feature(
     "several KV-cache groups, each with a block table and a kind of attention of its own",
     Capability.GROUPS,
     config={"groups": ()},
-    situations=("groups_",),
+    situations=("groups_", "encoder_across_"),
     properties=("P5", "P8"),
 )
 ENCODER = Feature(
@@ -275,6 +275,7 @@ CACHING = Feature(
         *("duplicate_key_published", "eviction_of_cached_block", "resumed_with_hit", "reset_done"),
         *("published_by_", "abort_of_shared_block"),
     ),
+    hides=("encoder_beside_", "encoder_across_"),  # such a model has none
     properties=("P3", "P4", "P5", "P6"),
 )
 
