@@ -232,7 +232,7 @@ GROUPS = Feature(
     "several KV-cache groups, each with a block table and a kind of attention of its own",
     Capability.GROUPS,
     config={"groups": ()},
-    situations=("groups_", "encoder_across_"),
+    situations=("groups_",),
     properties=("P5", "P8"),
 )
 ENCODER = Feature(
@@ -299,9 +299,15 @@ SEVERAL_FRAMES = (
 NEEDS_ANY: Mapping[str, frozenset[str]] = {
     "empty_plan_with_work": SEVERAL_AT_ONCE | {PAUSE.name, GRAMMAR.name},
     "running_left_out_by_budget": SEVERAL_AT_ONCE | {DRAFTS.name},
+    "encoder_across_read": frozenset({GROUPS.name}),
+    "encoder_across_waits": frozenset({GROUPS.name}),
+    "encoder_across_preempted": frozenset({GROUPS.name}),
+    "encoder_across_made_again": frozenset({GROUPS.name}),
+    "encoder_across_freed": frozenset({GROUPS.name}),
 }
-"""Situations that need one of several features: without all of them whoever runs can go on, and by
-the token that was scheduled at its admission."""
+"""Situations that need one of several features beside their own: without all of them whoever runs
+can go on, and by the token that was scheduled at its admission; and what is read across is in a
+group of its own."""
 
 
 def is_reachable(situation: str, absent: Collection[str], always: Collection[str] = ()) -> bool:
