@@ -15,13 +15,7 @@ from blockstep.spec.pool import Pool, find_block
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.requests import Hit, Holding, RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import (
-    NULL_BLOCK,
-    BlockId,
-    Config,
-    GroupKind,
-    KVGroup,
-)
+from blockstep.spec.vocabulary import NULL_BLOCK, BlockId, Config, GroupKind, KVGroup
 
 Range: TypeAlias = tuple[int, int]
 """Of a table: the index of the first block that is no null block, and of the end."""
@@ -251,8 +245,8 @@ def chunk_keeps_a_named_block(rules: Rules, _config: Config) -> Rules:
 def windows_forget_doubt(rules: Rules, _config: Config) -> Rules:
     """A window moves on as if all drafts in flight were accepted."""
 
-    def get_num_in_doubt(num_scheduled: int, num_drafts: int) -> int:
-        del num_scheduled, num_drafts
+    def get_num_in_doubt(num_drafts: int, num_scheduled: int) -> int:
+        del num_drafts, num_scheduled
         return 0
 
     return replace(rules, get_num_in_doubt=get_num_in_doubt)
@@ -261,7 +255,7 @@ def windows_forget_doubt(rules: Rules, _config: Config) -> Rules:
 def all_in_flight_is_in_doubt(rules: Rules, _config: Config) -> Rules:
     """A window stays where it was until what is in flight is answered, drafts or not."""
 
-    def get_num_in_doubt(num_scheduled: int, num_drafts: int) -> int:
+    def get_num_in_doubt(num_drafts: int, num_scheduled: int) -> int:
         del num_drafts
         return num_scheduled
 

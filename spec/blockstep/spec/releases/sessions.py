@@ -95,8 +95,8 @@ def sessions_have_nothing_in_common(rules: Rules, _config: Config) -> Rules:
 def session_tells_its_last_stop_token(rules: Rules, _config: Config) -> Rules:
     """Once a stop token has ended a chunk, it is told with each output of the chunks behind."""
 
-    def get_told_stop(request: RequestState, stop_token_id: TokenId | None) -> TokenId | None:
-        told = rules.get_told_stop(request, stop_token_id)
+    def get_told_stop(stop_token_id: TokenId | None, request: RequestState) -> TokenId | None:
+        told = rules.get_told_stop(stop_token_id, request)
         return request.last_stop_token_id if told is None else told
 
     return replace(rules, get_told_stop=get_told_stop)
