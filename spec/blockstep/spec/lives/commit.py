@@ -66,9 +66,8 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
         if row.has_mask:
             advanced = get_advanced(state, request, output.new_token_ids)
             assert advanced is not None, "what a grammar forbids was refused (P23)"
-            request = state.rules.get_settled(
-                state.config, request.stand, advanced, output.new_token_ids
-            )
+            before, tokens = request.stand, output.new_token_ids
+            request = state.rules.get_settled(advanced, before, state.config, tokens)
         outputs.append(output)
         if state.config.enable_prefix_caching:
             keys = extend_block_keys(request, state.config.block_size, state.rules)

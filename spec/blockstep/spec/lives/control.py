@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.spec.beside.encoder import get_reset
@@ -10,11 +9,10 @@ from blockstep.spec.lives.endings import get_given_up
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.pool import get_num_free_blocks, withdraw_all
-from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.step.giving import get_givers, without_blocks
 from blockstep.spec.step.queues import process_prepend
-from blockstep.spec.vocabulary import Ack, PauseState, RequestId, ResetDone
+from blockstep.spec.vocabulary import Ack, PauseState, ResetDone
 
 
 def process_pause(state: State, pause_state: PauseState) -> tuple[State, Ack]:
@@ -110,19 +108,3 @@ def process_forced_rest(state: State) -> State:
         pool = release_slots(pool, requests[name], rules)
         requests[name] = without_blocks(requests[name])
     return replace(state, pool=pool, requests=FrozenMap(requests)) if names else state
-
-
-def get_reset_request(request: RequestState) -> RequestState:
-    """A preempted request as a forced reset leaves it: like any other that was preempted.
-
-    Its tokens in flight still come. Source: upstream #42043, #48245; P13.
-    """
-    return request
-
-
-def get_frames_after_reset(
-    frames: tuple[Frame, ...], request_ids: Sequence[RequestId]
-) -> tuple[Frame, ...]:
-    """The frames in flight after a forced reset: what they sampled counts. Source: P13, P14."""
-    del request_ids
-    return frames
