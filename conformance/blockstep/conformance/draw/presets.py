@@ -22,6 +22,7 @@ from blockstep.conformance.protocol.features import (
     CACHING,
     DRAFTS,
     ENCODER,
+    EVENTS,
     FEATURES,
     GRAMMAR,
     GROUPS,
@@ -199,6 +200,8 @@ def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], 
             config = replace(config, max_loras=draw.choice((1, 1, 2)))
         elif feature is ENCODER:
             config = draw_encoder(config, draw)
+        elif feature is EVENTS:
+            config = replace(config, enable_kv_cache_events=True)
         elif feature is MASKS:
             drawn |= {GRAMMAR.name, DRAFTS.name} - wish.never
             config = draw_reasoning(config, draw, swarm.vocabulary_size)

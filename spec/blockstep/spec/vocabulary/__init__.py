@@ -40,6 +40,13 @@ from blockstep.spec.vocabulary.events import (
 )
 from blockstep.spec.vocabulary.items import item_problem
 from blockstep.spec.vocabulary.keys import BlockKey
+from blockstep.spec.vocabulary.kv_events import (
+    MEDIUM_GPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+)
 from blockstep.spec.vocabulary.observations import (
     Aborted,
     Ack,
@@ -86,12 +93,16 @@ __all__ = [
     "DRAFT_PLACEHOLDER",
     "EVENT_TYPES",
     "MAX_INT",
+    "MEDIUM_GPU",
     "NULL_BLOCK",
     "Abort",
     "Aborted",
     "Ack",
+    "AllBlocksCleared",
     "BlockId",
     "BlockKey",
+    "BlockRemoved",
+    "BlockStored",
     "BlockTables",
     "CachedRow",
     "Commit",
@@ -115,6 +126,7 @@ __all__ = [
     "GrammarReady",
     "GrammarRow",
     "GroupKind",
+    "KVEvent",
     "KVGroup",
     "MambaCacheMode",
     "MultiModalItem",
