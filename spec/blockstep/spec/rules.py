@@ -173,6 +173,10 @@ class Rules:
     takes_back_from_sessions: bool
     """Whether sessions that do not run give their blocks up where they are needed."""
 
+    # events
+    tells_resets_at_once: bool
+    """Whether a reset tells what it cleared, and does not leave it to the next commit."""
+
     # grammars
     get_next_stand: Follow
     """Where a token leads in a grammar, within one step."""

@@ -113,6 +113,7 @@ STRICT_RULES: Final = Rules(
     hint_is_of_all_holders=False,
     drops_rows_behind_stops=True,
     takes_back_from_sessions=True,
+    tells_resets_at_once=True,
     get_next_stand=get_next_stand,
     get_settled=as_is,
     masks_behind_placeholders=True,
