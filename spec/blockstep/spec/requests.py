@@ -152,12 +152,6 @@ class Frame:
     """Whether a row samples for a request with structured output; in no strict rule."""
 
 
-def get_num_in_doubt(num_scheduled: int, num_drafts: int) -> int:
-    """Computed tokens of a row that may have to be computed again: its drafts. Source: P14."""
-    del num_scheduled
-    return num_drafts
-
-
 def count_drafts_in_flight(frames: Sequence[Frame], request_id: RequestId) -> int:
     """Drafts of a request that frames in flight may still reject. Source: P14."""
     return sum(

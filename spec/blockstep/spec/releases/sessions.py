@@ -101,9 +101,9 @@ def session_tells_its_last_stop_token(rules: Rules, _config: Config) -> Rules:
     """Once a stop token has ended a chunk, it is told with each output of the chunks behind."""
 
     def get_told_stop(
-        request: RequestState, reason: FinishReason | None, stop_token_id: TokenId | None
+        stop_token_id: TokenId | None, request: RequestState, reason: FinishReason | None
     ) -> TokenId | None:
-        told = rules.get_told_stop(request, reason, stop_token_id)
+        told = rules.get_told_stop(stop_token_id, request, reason)
         is_forgotten = told is not None or reason is FinishReason.REPETITION
         return told if is_forgotten else request.last_stop_token_id
 
