@@ -419,6 +419,24 @@ def test_sessions_admitted_with_lookahead(quirk: bool) -> None:
     assert len(new.block_ids[0]) == (3 if quirk else 2)
 
 
+@pytest.mark.parametrize("quirk", [False, True])
+def test_refused_sessions_give_back(quirk: bool) -> None:
+    quirks = {Quirk.SESSIONS_KEEP_THEIR_BLOCKS}
+    if quirk:
+        quirks.add(Quirk.REFUSED_SESSIONS_GIVE_BACK)
+    config = replace(CONFIG, num_blocks=11, block_size=1, groups=(full(1), window(1, 2)))
+    config = replace(config, scheduler_reserve_full_isl=False, max_frames_in_flight=2)
+    oracle = Oracle(config, Profile("some", frozenset(quirks)))
+    rest(oracle, 1, 2)
+    oracle.submit(Request("B", (3, 4), max_tokens=1))
+    oracle.schedule()
+    oracle.update(session(5, 6, 7, max_tokens=1))
+    before = oracle.num_free_blocks
+    assert oracle.schedule().new == ()
+    assert oracle.num_free_blocks == before + quirk
+    assert [table[0] == 0 for table in state_of(oracle).block_tables] == [False, quirk]
+
+
 def test_an_abort_ends_a_session_wherever_it_is() -> None:
     oracle = Oracle(CONFIG)
     rest(oracle, 1)

@@ -168,6 +168,9 @@ class Rules:
     """A session at its stop: what it has computed, and holds."""
     hint_is_of_all_holders: bool
     """Whether blocks that all have in common are in the tables of sessions that rest, too."""
+    skips_before_the_gate: bool
+    """Whether one that goes on is asked for with what fell out of its windows given back; else it
+    gives that back behind the gate, refused or not."""
     drops_rows_behind_stops: bool
     """Whether what frames in flight sample for a session that has stopped is dropped."""
     takes_back_from_sessions: bool

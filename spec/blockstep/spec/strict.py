@@ -111,6 +111,7 @@ STRICT_RULES: Final = Rules(
     get_chunk_request=get_chunk_request,
     get_stopped=get_stopped,
     hint_is_of_all_holders=False,
+    skips_before_the_gate=True,
     drops_rows_behind_stops=True,
     takes_back_from_sessions=True,
     tells_resets_at_once=True,
