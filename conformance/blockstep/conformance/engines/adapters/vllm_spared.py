@@ -248,7 +248,10 @@ def _changes_a_key(run: Run, chunk: v.Request) -> bool:
         and chunk.resumable
         and session.status.name == "WAITING_FOR_STREAMING_REQ"
         and session.arrival_time != chunk.arrival_time
-        and len(run.get_skipped() or run.scheduler.waiting) > 1
+        and any(
+            session in queue and len(queue) > 1
+            for queue in ([*run.scheduler.waiting], run.get_skipped())
+        )
     )
 
 
