@@ -68,6 +68,7 @@ QUICK = (
     "doubt",
     "kinds",
     "together",
+    "across",
     "charged",
     "ragged",
     "heads",
