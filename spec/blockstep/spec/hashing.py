@@ -83,14 +83,6 @@ def get_group_keys(
     return tuple([block_keys[last - 1].in_group(group) for last in ends])
 
 
-def get_request_behind_outputs(request: Request) -> Request:
-    """The request as a block sees it that outputs complete: with all of its items.
-
-    Source: seed 001 "Block Hash Computation"; P6.
-    """
-    return request
-
-
 def get_tokens(request: RequestState, start: int, end: int) -> TokenIds:
     """Known tokens at positions [start, end). Source: seed 001 "The Request Object"."""
     prompt, outputs = request.request.prompt_token_ids, request.output_token_ids

@@ -256,12 +256,6 @@ def take_item(encoder: Encoder, request: Request, index: int, holder: Holder) ->
 # One step.
 
 
-def get_encoder_once_asked(before: Encoder, claimed: Encoder) -> Encoder:
-    """The encoder when a row was asked for that may still not be: as it was. Source: P7, P22."""
-    del claimed
-    return before
-
-
 def begin_step(encoder: Encoder, budget: int) -> Encoder:
     """The encoder with the compute of one step. Source: vLLM 0.19.1 `schedule`; P9."""
     return replace(encoder, budget=budget) if encoder.size else encoder

@@ -11,7 +11,7 @@ from blockstep.spec.lives.masks import get_advanced, get_forbidden
 from blockstep.spec.lives.sessions import get_with_sessions, goes_on, process_chunk_end
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import publish_slots
-from blockstep.spec.pool import Pool
+from blockstep.spec.pool import Pool, take_events
 from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
@@ -66,9 +66,8 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
         if row.has_mask:
             advanced = get_advanced(state, request, output.new_token_ids)
             assert advanced is not None, "what a grammar forbids was refused (P23)"
-            request = state.rules.get_settled(
-                state.config, request.stand, advanced, output.new_token_ids
-            )
+            before, tokens = request.stand, output.new_token_ids
+            request = state.rules.get_settled(advanced, before, state.config, tokens)
         outputs.append(output)
         if state.config.enable_prefix_caching:
             keys = extend_block_keys(request, state.config.block_size, state.rules)
@@ -76,14 +75,14 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
         if output.finish_reason is None:
             requests[row.request_id] = request
         elif goes_on(request):
-            if output.stop_token_id is not None:
-                request = replace(request, last_stop_token_id=output.stop_token_id)
+            request = replace(request, last_stop_token_id=output.stop_token_id)
             pool, requests[row.request_id] = process_chunk_end(state, pool, request)
             stopped.append(row.request_id)
         else:
             pool, encoder = get_given_up(pool, encoder, request, state.rules)
             del requests[row.request_id]
             ended.append(row.request_id)
+    pool, kv_events = take_events(pool)
     frames = tuple(f for f in state.frames if f.frame_id != frame.frame_id)
     state = replace(
         state,
@@ -96,7 +95,7 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
     # observe
     state = get_without_ended(state, ended)
     state = get_with_sessions(state, stopped) if stopped else state
-    return state, Outputs(tuple(outputs))
+    return state, Outputs(tuple(outputs), kv_events)
 
 
 def get_result_problem(frame: Frame, commit: Commit) -> str:

@@ -16,7 +16,6 @@ from blockstep.spec.vocabulary import (
     RepetitionDetection,
     Request,
     RequestId,
-    TokenId,
     TokenIds,
 )
 
@@ -46,16 +45,10 @@ def get_extended(
         request.request_id,
         delivered,
         finish_reason=reason,
-        stop_token_id=rules.get_told_stop(request, stop_token_id),
+        stop_token_id=rules.get_told_stop(stop_token_id, request, reason),
         num_cached_tokens=max(request.num_cached_tokens, 0),
     )
     return replace(request, output_token_ids=outputs + delivered), row
-
-
-def get_told_stop(request: RequestState, stop_token_id: TokenId | None) -> TokenId | None:
-    """The stop token that a client is told: the one that ended its request now. Source: P13."""
-    del request
-    return stop_token_id
 
 
 def compute_stop(

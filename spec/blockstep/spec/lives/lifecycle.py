@@ -8,10 +8,7 @@ from blockstep.spec.beside.grammar import get_first_stand
 from blockstep.spec.hashing import extend_block_keys
 from blockstep.spec.lives.endings import get_given_up, get_without_ended
 from blockstep.spec.maps import FrozenMap
-from blockstep.spec.memory.slots import (
-    compute_max_blocks,
-    is_servable,
-)
+from blockstep.spec.memory.slots import compute_max_blocks, is_servable
 from blockstep.spec.requests import NOTHING_HELD, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.step.queues import is_blocked, process_append

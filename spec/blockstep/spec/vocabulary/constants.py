@@ -122,6 +122,7 @@ def _type_problems(config: Config) -> list[ConfigProblem]:
         "enable_in_reasoning",
         "disable_chunked_mm_input",
         "is_encoder_decoder",
+        "enable_kv_cache_events",
     ):
         expect(type(getattr(config, name)) is bool, name, "must be a bool", "use True or False")
     expect(isinstance(config.policy, Policy), "policy", "must be a Policy", "use Policy.FCFS")

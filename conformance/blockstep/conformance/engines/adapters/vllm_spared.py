@@ -25,6 +25,7 @@ TRIMMED_DRAFTS = "drafts of a session that may stop amid them: more is computed 
 RESET_AT_REST = "a forced reset while a session that does not run holds blocks: it raises"
 STOPS_WHILE_PREEMPTED = "a session that stops while preempted: its tokens or its place are lost"
 BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks than there are"
+LOADED_BESIDE = "items of an encoder-decoder model are loaded: no block across is taken for them"
 PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
 FAILED_GRAMMAR = "a grammar that fails: the next plan raises what its compilation did"
 OFFERED_ACROSS = "encoder results from elsewhere, across: the release allocates no blocks for them"
@@ -94,6 +95,8 @@ def find_reason(run: Run, event: v.Event) -> str | None:
             return KEY_INSIDE_A_HEAP if _changes_a_key(run, request) else None
         case v.Drafts(drafts=drafts):
             return TRIMMED_DRAFTS if _may_trim_a_session(run, drafts) else None
+        case v.EncoderOffer(identifiers=identifiers):
+            return LOADED_BESIDE if identifiers and run.config.is_encoder_decoder else None
         case v.GrammarFailed():
             return FAILED_LATER if RELEASE.survives_bad_grammars else FAILED_GRAMMAR
         case v.GrammarBitmask(frame_id=frame_id, drafts=drafts):
