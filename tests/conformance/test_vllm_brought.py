@@ -681,7 +681,7 @@ def test_what_is_loaded_has_no_blocks_across_so_nothing_is_offered_there() -> No
     )  # fmt: skip
     offer = v.EncoderOffer(("cat",))
     assert told.declines(v.EncoderOffer(())) == ""
-    assert "no blocks" in told.declines(offer)
+    assert "no block across" in told.declines(offer)
     told.engine.apply(offer)
     told.submit("A", 1, 2, 3, items=(shows("cat", 0, 6),))
     assert told.plan().new[0].block_ids == ((1, 2), ())
