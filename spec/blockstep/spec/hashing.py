@@ -7,10 +7,11 @@ contents can ever share a key (P6). A digest is an engine's way to be fast.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
-from blockstep.spec.vocabulary import BlockKey, Request, TokenIds
+from blockstep.spec.vocabulary import BlockKey, Config, Request, TokenIds
 
 
 def get_item_keys(request: Request, start: int, end: int) -> tuple[tuple[str, int], ...]:
@@ -66,6 +67,16 @@ def extend_block_keys(request: RequestState, block_size: int, rules: Rules) -> t
         tokens = get_tokens(request, index * block_size, (index + 1) * block_size)
         keys.append(compute_block_key(asked, tokens, index, keys[-1] if keys else None, rules))
     return tuple(keys)
+
+
+def get_keyed(config: Config, request: RequestState, rules: Rules) -> RequestState:
+    """The request with a key for each full block of its known tokens, where blocks are cached.
+
+    Source: seed 003 section 1.2.
+    """
+    if not config.enable_prefix_caching:
+        return request
+    return replace(request, block_keys=extend_block_keys(request, config.block_size, rules))
 
 
 def get_group_keys(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from blockstep.spec.beside.encoder import get_reset
-from blockstep.spec.lives.endings import get_given_up
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.pool import get_num_free_blocks, take_events, withdraw_all
@@ -80,7 +79,8 @@ def process_forced_preemption(state: State) -> State:
     waiting = list(state.waiting)
     for request_id in reversed(state.running):
         request = requests[request_id]
-        pool, encoder = get_given_up(pool, encoder, request, rules)
+        pool = release_slots(pool, request, rules)
+        encoder = rules.free_items(encoder, request.request, None)
         requests[request_id] = rules.get_reset_request(rules.get_preempted(request))
         process_prepend(state.config.policy, waiting, request_id, requests)
     # observe
