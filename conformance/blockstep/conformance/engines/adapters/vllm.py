@@ -126,6 +126,7 @@ class VllmEngine:
             Capability.SESSIONS: RELEASE.has_sessions,
             Capability.MASKS: RELEASE.has_frame_masks,
             Capability.ENCODER: RELEASE.has_encoder,
+            Capability.EVENTS: False,  # not read yet
         }
         return frozenset(one for one in Capability if has.get(one, True))
 
