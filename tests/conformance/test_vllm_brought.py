@@ -521,15 +521,38 @@ def test_a_reset_forgets_all_and_tells_nobody() -> None:
     assert told.plan().free_encoder_mm_hashes == ()
 
 
-@needs_encoder
-def test_the_decoder_of_an_encoder_decoder_model_has_blocks_of_what_was_encoded() -> None:
-    told = has_encoder(
+def has_blocks_across() -> Told:
+    """An engine of an encoder-decoder model."""
+    return has_encoder(
         8, 8, enable_chunked_prefill=False, enable_prefix_caching=False, is_encoder_decoder=True,
         disable_chunked_mm_input=True, block_size=2,
         groups=(
             v.KVGroup(v.GroupKind.FULL, 2), v.KVGroup(v.GroupKind.CROSS_ATTENTION, 2),
         ),
     )  # fmt: skip
+
+
+@needs_encoder
+def test_what_is_offered_beside_is_loaded_without_a_block_across_so_it_is_declined() -> None:
+    told = has_blocks_across()
+    offer = v.EncoderOffer(("cat",))
+    assert "across" in told.declines(offer)
+    assert told.declines(v.EncoderOffer(())) == ""
+    told.engine.apply(offer)
+    told.submit("A", 1, 2, 3, items=(shows("cat", 0, 6),))
+    plan = told.plan()
+    assert plan.external_encoder_inputs == (v.EncoderInputs("A", (0,)),)
+    assert plan.new[0].block_ids == ((1, 2), ())
+
+
+def test_an_offer_to_an_engine_without_an_encoder_is_taken() -> None:
+    told = Told(v.Config(num_blocks=8))
+    assert told.engine.apply(v.EncoderOffer(("cat",))) == v.Ack()
+
+
+@needs_encoder
+def test_the_decoder_of_an_encoder_decoder_model_has_blocks_of_what_was_encoded() -> None:
+    told = has_blocks_across()
     told.submit("A", 1, 2, 3, items=(shows("cat", 0, 6),))
     plan = told.plan()
     assert plan.scheduled_encoder_inputs == (v.EncoderInputs("A", (0,)),)
