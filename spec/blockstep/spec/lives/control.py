@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from blockstep.spec.beside.encoder import get_reset
+from blockstep.spec.copies import replace
 from blockstep.spec.lives.endings import get_given_up
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import release_slots

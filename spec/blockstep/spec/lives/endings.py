@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from blockstep.spec.beside.encoder import Encoder
+from blockstep.spec.copies import replace
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from blockstep.spec.beside.grammar import get_first_stand
+from blockstep.spec.copies import replace
 from blockstep.spec.hashing import extend_block_keys
 from blockstep.spec.lives.endings import get_given_up, get_without_ended
 from blockstep.spec.maps import FrozenMap
