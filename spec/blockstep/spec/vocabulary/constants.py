@@ -19,19 +19,19 @@ from blockstep.spec.vocabulary.items import BrokenRule, find_encoder_rule
 MAX_INT = 2**31 - 1
 """Token ids, counts and ticks fit in 31 bits, so that an engine may keep them in int32 arrays."""
 
-LEAST_COUNTS: Final = {
-    "num_blocks": 2,
-    "block_size": 1,
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 1,
-    "max_model_len": 2,
-    "long_prefill_token_threshold": 0,
-    "num_speculative_tokens": 0,
-    "max_frames_in_flight": 1,
-    "max_loras": 0,
-    "encoder_compute_budget": 0,
-    "encoder_cache_size": 0,
-}
+LEAST_COUNTS: Final = (
+    ("num_blocks", 2),
+    ("block_size", 1),
+    ("max_num_seqs", 1),
+    ("max_num_batched_tokens", 1),
+    ("max_model_len", 2),
+    ("long_prefill_token_threshold", 0),
+    ("num_speculative_tokens", 0),
+    ("max_frames_in_flight", 1),
+    ("max_loras", 0),
+    ("encoder_compute_budget", 0),
+    ("encoder_cache_size", 0),
+)
 """The ints of a config, and the least that each may be."""
 FLAGS: Final = (
     *("enable_prefix_caching", "enable_chunked_prefill", "scheduler_reserve_full_isl"),
@@ -103,7 +103,7 @@ def _find_broken_rules(config: Config) -> Iterator[BrokenRule]:
 
 def _find_broken_types(config: Config) -> Iterator[BrokenRule]:
     """Every rule against the types and the least values of fields."""
-    for name, least in LEAST_COUNTS.items():
+    for name, least in LEAST_COUNTS:
         if not is_count(getattr(config, name), least):
             yield name, f"must be an int from {least} to {MAX_INT}", f"use at least {least}"
     for name in FLAGS:
