@@ -168,25 +168,32 @@ class Rules:
     """A session at its stop: what it has computed, and holds."""
     hint_is_of_all_holders: bool
     """Whether blocks that all have in common are in the tables of sessions that rest, too."""
+    skips_before_the_gate: bool
+    """Whether one that goes on is asked for with what fell out of its windows given back; else it
+    gives that back behind the gate, refused or not."""
     drops_rows_behind_stops: bool
     """Whether what frames in flight sample for a session that has stopped is dropped."""
     takes_back_from_sessions: bool
     """Whether sessions that do not run give their blocks up where they are needed."""
+
+    # events
+    tells_resets_at_once: bool
+    """Whether a reset tells what it cleared, and does not leave it to the next commit."""
 
     # grammars
     get_next_stand: Follow
     """Where a token leads in a grammar, within one step."""
     get_settled: Callable[[RequestState, Stand, Config, TokenIds], RequestState]
     """A request with a grammar behind a step: as its tokens led it (P23); (the request, where it
-    stood before, .., tokens)."""
+    stood before, .., tokens). Once more, without a token, where its drafts are told with a mask."""
     masks_behind_placeholders: bool
     """Whether a mask says anything of positions behind a draft that is a placeholder."""
     has_mask_row: Callable[[Frame, FrameRow, RequestState], bool]
     """Whether a mask that is made now has rows of it."""
 
     # endings
-    get_told_stop: Callable[[TokenId | None, RequestState], TokenId | None]
-    """The stop token that a client is told: the one that ended its request now (P13)."""
+    get_told_stop: Callable[[TokenId | None, RequestState, FinishReason | None], TokenId | None]
+    """The stop token that a client is told: the one that ended its request now (P13); (.., why)."""
     compute_stop: Callable[[RequestState, TokenIds, int, int], Stop]
     """Why a request ends: (request, outputs, known tokens, max_model_len)."""
 

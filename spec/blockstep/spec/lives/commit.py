@@ -11,7 +11,7 @@ from blockstep.spec.lives.masks import get_advanced, get_forbidden
 from blockstep.spec.lives.sessions import get_chunk_ended, goes_on
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import publish_slots
-from blockstep.spec.pool import Pool
+from blockstep.spec.pool import Pool, take_events
 from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
@@ -78,7 +78,9 @@ def process_commit(state: State, commit: Commit) -> tuple[State, Outputs] | Reje
             is_chunk = goes_on(state.requests[name])
             state = get_chunk_ended(state, name) if is_chunk else get_ended(state, [name])
     # observe
-    return state, Outputs(tuple(outputs))
+    pool, kv_events = take_events(state.pool)
+    state = state if pool is state.pool else replace(state, pool=pool)
+    return state, Outputs(tuple(outputs), kv_events)
 
 
 def get_result_problem(frame: Frame, commit: Commit) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from blockstep.spec.beside.encoder import get_reset
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import release_slots
-from blockstep.spec.pool import get_num_free_blocks, withdraw_all
+from blockstep.spec.pool import get_num_free_blocks, take_events, withdraw_all
 from blockstep.spec.state import State
 from blockstep.spec.step.giving import get_givers, without_blocks
 from blockstep.spec.step.queues import process_prepend
@@ -22,6 +22,8 @@ def process_pause(state: State, pause_state: PauseState) -> tuple[State, Ack]:
 def process_reset(state: State, reset_running_requests: bool) -> tuple[State, ResetDone]:
     """Empty the prefix cache, so that nothing computed before can be hit.
 
+    It is told at once, where somebody is told: an idle engine has no commit to tell it by, and
+    upstream does not tell it before the next one.
     Blocks in use would be published again, so without `reset_running_requests` nothing happens
     while any block is held. With it the running requests are preempted first, the last one first,
     and so they wait in the order in which they ran; then sessions that do not run give up their
@@ -38,7 +40,10 @@ def process_reset(state: State, reset_running_requests: bool) -> tuple[State, Re
     if get_num_free_blocks(state.pool) < state.config.num_usable_blocks:
         return state, ResetDone(False)  # by a quirk only
     # pool
-    return replace(state, pool=withdraw_all(state.pool)), ResetDone(True)
+    pool = withdraw_all(state.pool)
+    # observe
+    pool, kv_events = take_events(pool) if state.rules.tells_resets_at_once else (pool, ())
+    return replace(state, pool=pool), ResetDone(True, kv_events)
 
 
 def process_encoder_reset(state: State) -> tuple[State, Ack]:

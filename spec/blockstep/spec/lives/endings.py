@@ -45,7 +45,7 @@ def get_extended(
         request.request_id,
         delivered,
         finish_reason=reason,
-        stop_token_id=rules.get_told_stop(stop_token_id, request),
+        stop_token_id=rules.get_told_stop(stop_token_id, request, reason),
         num_cached_tokens=max(request.num_cached_tokens, 0),
     )
     last = request.last_stop_token_id if stop_token_id is None else stop_token_id

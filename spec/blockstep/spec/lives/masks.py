@@ -55,6 +55,7 @@ def process_bitmask(
     # select
     rows = {row.request_id: get_cut(state, row, told) for row in masked}
     # observe
+    state = get_read_again(state, [row for row in frame.rows if row.request_id in told])
     frame_after = replace(frame, rows=tuple([rows.get(row.request_id, row) for row in frame.rows]))
     frames = tuple([frame_after if one is frame else one for one in state.frames])
     answer = GrammarOutput(tuple([get_mask_row(state, row) for row in rows.values()]))
@@ -122,6 +123,20 @@ def get_cut(state: State, row: FrameRow, told: Mapping[RequestId, TokenIds]) -> 
     accepted = drafts[: len(stands) - 1]
     padding = (DRAFT_PLACEHOLDER,) * (num_drafts - len(accepted))
     return replace(row, draft_token_ids=accepted + padding, is_masked=True)
+
+
+def get_read_again(state: State, rows: Sequence[FrameRow]) -> State:
+    """Requests as their text is read once more where drafts behind it are told: a commit has read
+    it (P23), so a strict reader learns nothing. Source: vLLM 0.19.1 `should_advance`.
+    """
+    requests = state.requests.to_dict()
+    for row in rows:
+        request = requests.get(row.request_id)
+        if request is not None and row.draft_token_ids and request.request.grammar is not None:
+            requests[row.request_id] = state.rules.get_settled(
+                request, request.stand, state.config, ()
+            )
+    return replace(state, requests=type(state.requests)(requests))
 
 
 def get_mask_row(state: State, row: FrameRow) -> GrammarRow:

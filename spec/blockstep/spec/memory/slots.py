@@ -28,6 +28,7 @@ from blockstep.spec.memory.states import (
     compute_num_state_blocks,
     get_extended_states,
 )
+from blockstep.spec.memory.telling import get_stored
 from blockstep.spec.pool import (
     Pool,
     allocate_blocks,
@@ -258,7 +259,9 @@ def publish_slots(
         keys = get_group_keys(request.block_keys, group, num_links, first, num_full)
         if len(keys) != len(block_ids):
             keys = tuple([k for k, b in zip(keys, fresh, strict=True) if b != NULL_BLOCK])
-        pool = publish_blocks(pool, block_ids, keys)
+        tells = pool.kv_events is not None
+        stored = get_stored(config, request, group, fresh, settled[group]) if tells else ()
+        pool = publish_blocks(pool, block_ids, keys, stored)
         holdings.append(Holding(holding.block_table, max(settled[group], num_full)))
     return pool, replace(request, holdings=tuple(holdings))
 

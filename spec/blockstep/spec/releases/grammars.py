@@ -21,8 +21,8 @@ def mask_of_who_samples_by_now(rules: Rules, _config: Config) -> Rules:
 
     def has_mask_row(frame: Frame, row: FrameRow, request: RequestState) -> bool:
         del row
-        is_asked = any(other.has_mask for other in frame.rows)
-        return is_asked and request.request.grammar is not None and not request.is_prefill_chunk
+        is_held = request.request.grammar is not None and not request.is_prefill_chunk
+        return frame.has_structured_output and is_held
 
     return replace(rules, has_mask_row=has_mask_row)
 

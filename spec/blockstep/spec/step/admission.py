@@ -168,11 +168,16 @@ def get_slots_at_admission(
     Source: seed 001 "Full ISL reservation"; P7, P8.
     """
     config, rules, pool = step.state.config, step.state.rules, step.pool
-    if config.groups and request.num_computed_tokens:
+    name, goes_on = request.request_id, bool(config.groups and request.num_computed_tokens)
+    if goes_on and rules.skips_before_the_gate:
         pool, request = skip_slots(config, pool, request, 0, rules)
     is_reserved = config.scheduler_reserve_full_isl and rules.reserves_full_isl
     if is_reserved and not can_finish(config, pool, request, hit, rules):
         return None
+    if goes_on and not rules.skips_before_the_gate:
+        pool, request = skip_slots(config, pool, request, 0, rules)
+        step.pool = pool
+        step.requests[name] = replace(step.requests[name], holdings=request.holdings)
     num_lookahead = rules.get_num_lookahead_at_admission(config, request)
     return allocate_slots(config, pool, request, num_new, num_lookahead, hit)
 

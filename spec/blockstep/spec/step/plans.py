@@ -167,7 +167,9 @@ def process_advance(step: Step, frame_rows: tuple[FrameRow, ...]) -> State:
         process_promises(step, frame_rows)
     frames, frame_id = step.state.frames, step.state.next_frame_id
     if frame_rows:
-        frames = (*frames, Frame(frame_id, frame_rows))
+        sampling = [step.requests[row.request_id].request for row in frame_rows if row.samples]
+        is_structured = any(request.structured_output for request in sampling)
+        frames = (*frames, Frame(frame_id, frame_rows, is_structured))
     return replace(
         step.state,
         pool=step.pool,

@@ -36,7 +36,7 @@ LEAST_COUNTS: Final = (
 FLAGS: Final = (
     *("enable_prefix_caching", "enable_chunked_prefill", "scheduler_reserve_full_isl"),
     *("async_scheduling", "enable_in_reasoning"),
-    *("disable_chunked_mm_input", "is_encoder_decoder"),
+    *("disable_chunked_mm_input", "is_encoder_decoder", "enable_kv_cache_events"),
 )
 
 
