@@ -22,7 +22,6 @@ from blockstep.spec.memory.groups import (
     compute_max_held_blocks,
     compute_max_reach,
     compute_num_skipped_blocks,
-    count_tokens_across,
     get_num_slots_of,
 )
 from blockstep.spec.requests import (
@@ -215,9 +214,8 @@ def is_token_accounting_sound(state: State) -> bool:
 
 def is_every_table_begun(config: Config, request: RequestState) -> bool:
     """There is a block in each table, but for one across to no items. Source: P12."""
-    num_across = count_tokens_across(config, request.request)
     groups = zip(config.kv_groups, request.block_tables, strict=True)
-    return all(table or get_num_slots_of(group, 1, num_across) == 0 for group, table in groups)
+    return all(table or get_num_slots_of(group, 1, request.request) == 0 for group, table in groups)
 
 
 def is_every_placeholder_in_flight(state: State) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from blockstep.spec.hashing import extend_block_keys
+from blockstep.spec.hashing import get_keyed
 from blockstep.spec.memory.prefix import get_prefix_hit
 from blockstep.spec.pool import get_num_free_blocks
 from blockstep.spec.profiles import STRICT, Profile, initial_state
@@ -175,11 +175,8 @@ class Oracle:
         if problem is not None:
             raise RejectedEvent(problem)
         config, rules = self.state.config, self.state.rules
-        entry = RequestState(request, Status.WAITING)
-        known = RequestState(
-            request, Status.WAITING, block_keys=extend_block_keys(entry, config.block_size, rules)
-        )
-        return get_prefix_hit(config, self.state.pool, known, rules).num_tokens
+        entry = get_keyed(config, RequestState(request, Status.WAITING), rules)
+        return get_prefix_hit(config, self.state.pool, entry, rules).num_tokens
 
     @property
     def num_running(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
 
+from blockstep.conformance.judge.attended import is_across
 from blockstep.conformance.judge.properties import (
     Ledger,
     Sentence,
@@ -181,8 +182,11 @@ def judge_state(step: Step, ledger: Ledger) -> list[Finding]:
 def _judge_computed(step: Step) -> Iterator[Finding]:
     """P12: who has lost its blocks has nothing computed, whatever comes back of it."""
     for request in step.after.requests:
-        held = zip(request.block_tables, step.block_sizes, strict=False)
-        slots = min([len(table) * size for table, size in held], default=0)
+        held = zip(request.block_tables, step.groups, strict=False)
+        slots = min(
+            [len(table) * group.block_size for table, group in held if not is_across(group)],
+            default=0,
+        )
         if not 0 <= request.num_computed_tokens <= slots:
             seen = str(request.num_computed_tokens)
             difference = Difference("num_computed_tokens", f"0 to {slots}", seen)

@@ -283,6 +283,7 @@ CACHING = Feature(
         *("duplicate_key_published", "eviction_of_cached_block", "resumed_with_hit", "reset_done"),
         *("published_by_", "abort_of_shared_block"),
     ),
+    hides=("encoder_beside_", "encoder_across_"),  # such a model has none
     properties=("P3", "P4", "P5", "P6"),
 )
 
@@ -306,9 +307,15 @@ SEVERAL_FRAMES = (
 NEEDS_ANY: Mapping[str, frozenset[str]] = {
     "empty_plan_with_work": SEVERAL_AT_ONCE | {PAUSE.name, GRAMMAR.name},
     "running_left_out_by_budget": SEVERAL_AT_ONCE | {DRAFTS.name},
+    "encoder_across_read": frozenset({GROUPS.name}),
+    "encoder_across_waits": frozenset({GROUPS.name}),
+    "encoder_across_preempted": frozenset({GROUPS.name}),
+    "encoder_across_made_again": frozenset({GROUPS.name}),
+    "encoder_across_freed": frozenset({GROUPS.name}),
 }
-"""Situations that need one of several features: without all of them whoever runs can go on, and by
-the token that was scheduled at its admission."""
+"""Situations that need one of several features beside their own: without all of them whoever runs
+can go on, and by the token that was scheduled at its admission; and what is read across is in a
+group of its own."""
 
 
 def is_reachable(situation: str, absent: Collection[str], always: Collection[str] = ()) -> bool:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from blockstep.spec.beside.encoder import get_reset
-from blockstep.spec.lives.endings import get_given_up
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.pool import get_num_free_blocks, take_events, withdraw_all
-from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.step.giving import get_givers, without_blocks
 from blockstep.spec.step.queues import process_prepend
-from blockstep.spec.vocabulary import Ack, PauseState, RequestId, ResetDone
+from blockstep.spec.vocabulary import Ack, PauseState, ResetDone
 
 
 def process_pause(state: State, pause_state: PauseState) -> tuple[State, Ack]:
@@ -82,7 +79,8 @@ def process_forced_preemption(state: State) -> State:
     waiting = list(state.waiting)
     for request_id in reversed(state.running):
         request = requests[request_id]
-        pool, encoder = get_given_up(pool, encoder, request, rules)
+        pool = release_slots(pool, request, rules)
+        encoder = rules.free_items(encoder, request.request, None)
         requests[request_id] = rules.get_reset_request(rules.get_preempted(request))
         process_prepend(state.config.policy, waiting, request_id, requests)
     # observe
@@ -115,19 +113,3 @@ def process_forced_rest(state: State) -> State:
         pool = release_slots(pool, requests[name], rules)
         requests[name] = without_blocks(requests[name])
     return replace(state, pool=pool, requests=FrozenMap(requests)) if names else state
-
-
-def get_reset_request(request: RequestState) -> RequestState:
-    """A preempted request as a forced reset leaves it: like any other that was preempted.
-
-    Its tokens in flight still come. Source: upstream #42043, #48245; P13.
-    """
-    return request
-
-
-def get_frames_after_reset(
-    frames: tuple[Frame, ...], request_ids: Sequence[RequestId]
-) -> tuple[Frame, ...]:
-    """The frames in flight after a forced reset: what they sampled counts. Source: P13, P14."""
-    del request_ids
-    return frames

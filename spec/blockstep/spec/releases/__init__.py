@@ -7,9 +7,8 @@ strict rules (`blockstep.spec.rules`), which know nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from blockstep.spec.releases import (
     adapters,
@@ -61,13 +60,9 @@ def get_rules(quirks: frozenset[Quirk], config: Config) -> Rules:
 
     Source: architecture D5.
     """
-
-    def remake() -> tuple[Callable[..., Rules], tuple[Any, ...]]:
-        return get_rules, (quirks, config)
-
     if not quirks:
         return STRICT_RULES
-    rules = replace(STRICT_RULES, quirks=frozenset(quirks), remake=remake)
+    rules = replace(STRICT_RULES, quirks=quirks, remake=(get_rules, (quirks, config)))
     for story in QUIRKS:
         if story.quirk in quirks:
             rules = story.change(rules, config)

@@ -161,7 +161,7 @@ def process_advance(step: Step, plan: Plan) -> State:
         samples = is_sampling(request, row)
         has_mask = samples and request.request.grammar is not None
         num_drafts = len(row.drafts)
-        num_in_doubt = rules.get_num_in_doubt(row.num_scheduled, num_drafts) if has_groups else 0
+        num_in_doubt = rules.get_num_in_doubt(num_drafts, row.num_scheduled) if has_groups else 0
         rows.append(FrameRow(row.request_id, row.drafts, samples, False, num_in_doubt, has_mask))
         num_computed = row.num_computed + row.num_scheduled
         step.requests[row.request_id] = replace(
@@ -172,7 +172,10 @@ def process_advance(step: Step, plan: Plan) -> State:
         process_promises(step, rows)
     frames = step.state.frames
     if rows:
-        frames = (*frames, Frame(plan.frame_id, tuple(rows)))
+        is_structured = any(
+            row.samples and step.requests[row.request_id].request.structured_output for row in rows
+        )
+        frames = (*frames, Frame(plan.frame_id, tuple(rows), is_structured))
     return replace(
         step.state,
         pool=step.pool,
@@ -211,9 +214,3 @@ def process_promises(step: Step, rows: list[FrameRow]) -> None:
             num_output_placeholders=request.num_output_placeholders + num_promised,
             spec_token_ids=placeholders if num_promised else (),
         )
-
-
-def keeps_drafts(is_planned: bool, samples: bool) -> bool:
-    """Whether a running request's drafts outlive a plan: only until it, so never. Source: P24."""
-    del is_planned, samples
-    return False

@@ -15,7 +15,6 @@ from blockstep.spec.step.encoding import (
 from blockstep.spec.step.preemption import process_claim
 from blockstep.spec.step.share import compute_num_drafts, compute_share, is_past_max_tokens
 from blockstep.spec.step.work import Scheduled, Step
-from blockstep.spec.vocabulary import Config
 
 
 def process_running_phase(step: Step) -> None:
@@ -38,16 +37,6 @@ def process_running_phase(step: Step) -> None:
             index += 1
         elif not step.state.rules.goes_on_after_self_victim(step.state.config):
             return
-
-
-def goes_on_after_self_victim(config: Config) -> bool:
-    """Whether the phase goes on behind a request that preempted itself: never.
-
-    It lacked blocks, and so would whoever comes after it. Source: seed 001 "Preemption in the
-    Running Loop"; P15.
-    """
-    del config
-    return False
 
 
 def get_running_share(step: Step, request: RequestState) -> tuple[int, Claim]:

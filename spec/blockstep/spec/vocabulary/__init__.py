@@ -13,12 +13,7 @@ from blockstep.spec.vocabulary.config import (
     Policy,
     SpecMethod,
 )
-from blockstep.spec.vocabulary.constants import (
-    MAX_INT,
-    ConfigError,
-    ConfigProblem,
-    config_problems,
-)
+from blockstep.spec.vocabulary.constants import MAX_INT, ConfigError, ConfigProblem, config_problems
 from blockstep.spec.vocabulary.events import (
     EVENT_TYPES,
     Abort,

@@ -126,9 +126,6 @@ def _never_served(config: v.Config, request: v.Request) -> v.RejectCode | None:
     problem = v.item_problem(config, request)
     if problem is not None:
         return problem.code
-    problem = v.item_problem(config, request)
-    if problem is not None:
-        return problem.code
     if len(request.prompt_token_ids) >= config.max_model_len:
         return v.RejectCode.PROMPT_TOO_LONG
     if least_need(config, request) > config.num_usable_blocks:

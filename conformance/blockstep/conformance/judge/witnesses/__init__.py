@@ -13,7 +13,12 @@ from blockstep.conformance.judge.properties.step import Step
 from blockstep.conformance.judge.witnesses.adapters import ADAPTERS, of_adapters
 from blockstep.conformance.judge.witnesses.admission import ADMISSION, of_admission, of_waiting
 from blockstep.conformance.judge.witnesses.commits import COMMITS, of_commit, of_drafts
-from blockstep.conformance.judge.witnesses.encoder import ENCODER, of_encoder_reset, of_items
+from blockstep.conformance.judge.witnesses.encoder import (
+    ENCODER,
+    of_encoder_reset,
+    of_ends_across,
+    of_items,
+)
 from blockstep.conformance.judge.witnesses.frames import FRAMES, of_frames
 from blockstep.conformance.judge.witnesses.groups import GROUPED, of_ends, of_groups
 from blockstep.conformance.judge.witnesses.masks import (
@@ -95,6 +100,7 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
             yield from of_commit(step, ledger, rows)
             if step.config.groups:
                 yield from of_ends(step)
+                yield from of_ends_across(step)
             if ledger.has_grammars:
                 yield from of_masked_commit(step)
             if ledger.has_sessions:
