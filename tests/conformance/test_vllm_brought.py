@@ -498,9 +498,8 @@ def test_a_grammar_that_fails_is_declined_and_kills_the_release() -> None:
     told = Told(v.Config(num_blocks=20))
     told.submit("A", 5, 6, structured_output=True, grammar=ABC)
     assert told.engine.declines(v.GrammarFailed("A")) is not None
-    pending = told.scheduler.requests["A"].structured_output_request._grammar
-    pending.set_exception(ValueError("no such rule"))
-    with pytest.raises(ValueError, match="no such rule"):
+    assert told.engine.apply(v.GrammarFailed("A")) == v.Outputs(())
+    with pytest.raises(ValueError, match="the grammar of 'A' is none"):
         told.plan()
 
 
@@ -510,8 +509,7 @@ def test_a_grammar_that_fails_ends_its_request_some_answers_later_and_is_decline
     told.submit("A", 5, 6, structured_output=True, grammar=ABC)
     told.submit("B", 5, 6)
     assert "later step" in told.declines(v.GrammarFailed("A"))
-    pending = told.scheduler.requests["A"].structured_output_request._grammar
-    pending.set_exception(ValueError("no such rule"))
+    assert told.engine.apply(v.GrammarFailed("A")) == v.Outputs(())
     told.plan()
     with pytest.raises(EngineFault, match="names 'A', whom this frame did not have"):
         told.commit(0, B=(7,))
@@ -683,7 +681,7 @@ def test_what_is_loaded_has_no_blocks_across_so_nothing_is_offered_there() -> No
     )  # fmt: skip
     offer = v.EncoderOffer(("cat",))
     assert told.declines(v.EncoderOffer(())) == ""
-    assert "no blocks" in told.declines(offer)
+    assert "no block across" in told.declines(offer)
     told.engine.apply(offer)
     told.submit("A", 1, 2, 3, items=(shows("cat", 0, 6),))
     assert told.plan().new[0].block_ids == ((1, 2), ())

@@ -338,7 +338,8 @@ class Worker(Items):
                 (len(table) - group.num_speculative_blocks) * group.block_size
                 for group, table in held
                 if not is_across(group)
-            ]
+            ],
+            default=self.config.max_model_len,
         )
 
     # Answers.
