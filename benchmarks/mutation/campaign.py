@@ -36,6 +36,9 @@ from benchmarks.mutation.runner import Outcome, Stage, forget, play, play_mutant
 WALL_SECONDS = 1800
 """Of one process, whatever it does; loops end much earlier, by processor time."""
 
+BROUGHT = "small adapters masks sessions encoder"
+"""Runs in which requests bring all that they can: inputs, adapters, grammars, further chunks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -43,6 +46,7 @@ class Plan:
 
     first: tuple[Stage, ...] = (
         ("host", "small groups", 4_000),
+        ("host", BROUGHT, 4_000),
         ("host", "tiny", 3_000),
         (COLLIDING, "small", 3_000),
         ("host", "small", 14_000),
@@ -50,9 +54,10 @@ class Plan:
         ("compiled", "small", 3_000),
         (COMPILED_ARRAYS, "small", 3_000),
     )
-    """For every mutant. Several KV groups first: of runs drawn freely one in four has them."""
+    """For every mutant. What few of the runs drawn freely have comes first."""
     deep: tuple[Stage, ...] = (
         ("host", "small groups", 30_000),
+        ("host", BROUGHT, 30_000),
         ("host", "small", 150_000),
         (COLLIDING, "small", 15_000),
         ("compiled", "small", 8_000),

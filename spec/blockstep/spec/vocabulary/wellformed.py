@@ -27,12 +27,7 @@ from blockstep.spec.vocabulary.events import (
     Submit,
 )
 from blockstep.spec.vocabulary.observations import RejectCode, Rejected
-from blockstep.spec.vocabulary.request import (
-    Grammar,
-    MultiModalItem,
-    RepetitionDetection,
-    Request,
-)
+from blockstep.spec.vocabulary.request import Grammar, MultiModalItem, RepetitionDetection, Request
 
 
 def event_problem(event: object) -> Rejected | None:
