@@ -48,7 +48,6 @@ JUDGED: tuple[Sentence, ...] = (
     output.outputs_in_the_state_are_those_delivered,
     # P20: who asks for a log wants that of the state, however that came about.
     telling.log_tells_what_can_be_found,
-    telling.log_is_whole_when_nothing_is_in_flight,
     telling.log_removes_what_was_there,
     telling.stored_blocks_are_told_as_they_are,
 )
@@ -186,7 +185,7 @@ def _judge_computed(step: Step) -> Iterator[Finding]:
         held = zip(request.block_tables, step.groups, strict=False)
         slots = min(
             [len(table) * group.block_size for table, group in held if not is_across(group)],
-            default=0,
+            default=step.config.max_model_len,
         )
         if not 0 <= request.num_computed_tokens <= slots:
             seen = str(request.num_computed_tokens)

@@ -14,9 +14,8 @@ they write is at positions which the next chunk computes again, in later frames.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from blockstep.spec.beside.grammar import Stand, get_first_stand
+from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.endings import get_ended
 from blockstep.spec.lives.lifecycle import get_size_problem

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TypeAlias
 
 from blockstep.spec.beside.adapters import has_seat
+from blockstep.spec.copies import replace
 from blockstep.spec.memory.prefix import get_prefix_hit, reads_prefix_cache
 from blockstep.spec.memory.slots import NO_HIT, allocate_slots, can_finish, skip_slots
 from blockstep.spec.pool import Pool

@@ -9,7 +9,7 @@ which leaves more room, and the items that were there for it are there or can be
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from blockstep.spec.beside.encoder import (
     Encoder,
@@ -19,6 +19,7 @@ from blockstep.spec.beside.encoder import (
     fits,
     take_item,
 )
+from blockstep.spec.copies import replace
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.step.work import Step

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from blockstep.spec.beside.encoder import end_step, list_freed
+from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.requests import Frame, FrameRow
 from blockstep.spec.state import State

@@ -7,8 +7,7 @@ computes everything again.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from blockstep.spec.copies import replace
 from blockstep.spec.memory.slots import allocate_slots, skip_slots
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import NOTHING_HELD, RequestState, list_rows_in_flight

@@ -126,7 +126,7 @@ class VllmEngine:
             Capability.SESSIONS: RELEASE.has_sessions,
             Capability.MASKS: RELEASE.has_frame_masks,
             Capability.ENCODER: RELEASE.has_encoder,
-            Capability.EVENTS: False,  # not read yet
+            Capability.EVENTS: False,  # nothing reads its log so far
         }
         return frozenset(one for one in Capability if has.get(one, True))
 
@@ -156,7 +156,8 @@ class VllmEngine:
                 self.scheduler.reset_encoder_cache()
                 return v.Ack()
             case v.EncoderOffer(identifiers=identifiers):
-                self.scheduler.ec_connector.identifiers = frozenset(identifiers)
+                if self.scheduler.ec_connector is not None:  # without an encoder there is none
+                    self.scheduler.ec_connector.identifiers = frozenset(identifiers)
                 return v.Ack()
             case v.SetPause(pause_state=pause_state):
                 self.scheduler.set_pause_state(VllmPauseState[pause_state.name])
