@@ -71,7 +71,11 @@ HISTORY: tuple[tuple[str, frozenset[Quirk], frozenset[Quirk]], ...] = (
         frozenset({Quirk.DRAFTS_OUTLIVE_PREEMPTION}),
         frozenset({Quirk.TOO_LONG_IS_PASSED_OVER}),
     ),
-    ("0.13.0", frozenset(), frozenset({Quirk.CHUNK_KEEPS_A_NAMED_BLOCK})),
+    (
+        "0.13.0",
+        frozenset({Quirk.RESETS_ARE_TOLD_LATE}),
+        frozenset({Quirk.CHUNK_KEEPS_A_NAMED_BLOCK}),
+    ),
     (
         "0.14.0",
         frozenset(),

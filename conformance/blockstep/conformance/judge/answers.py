@@ -48,7 +48,6 @@ JUDGED: tuple[Sentence, ...] = (
     output.outputs_in_the_state_are_those_delivered,
     # P20: who asks for a log wants that of the state, however that came about.
     telling.log_tells_what_can_be_found,
-    telling.log_is_whole_when_nothing_is_in_flight,
     telling.log_removes_what_was_there,
     telling.stored_blocks_are_told_as_they_are,
 )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from blockstep.spec.beside.grammar import get_first_stand
+from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.endings import get_ended
 from blockstep.spec.memory.slots import compute_max_blocks, is_servable

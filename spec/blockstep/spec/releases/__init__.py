@@ -23,6 +23,7 @@ from blockstep.spec.releases import (
     order,
     sessions,
     states,
+    telling,
 )
 from blockstep.spec.releases.quirk import Quirk, QuirkStory
 from blockstep.spec.rules import Rules
@@ -46,6 +47,7 @@ _STORIES: Mapping[Quirk, QuirkStory] = {
         sessions,
         grammars,
         endings,
+        telling,
     )
     for story in theme.STORIES
 }

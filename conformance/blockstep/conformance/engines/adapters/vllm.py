@@ -126,7 +126,7 @@ class VllmEngine:
             Capability.SESSIONS: RELEASE.has_sessions,
             Capability.MASKS: RELEASE.has_frame_masks,
             Capability.ENCODER: RELEASE.has_encoder,
-            Capability.EVENTS: False,  # not read yet
+            Capability.EVENTS: False,  # nothing reads its log so far
         }
         return frozenset(one for one in Capability if has.get(one, True))
 

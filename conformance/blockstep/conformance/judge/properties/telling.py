@@ -46,7 +46,7 @@ def log_tells_what_can_be_found(step: Step, ledger: Ledger) -> Complaints:
     """Behind each answer that tells of blocks, who has read them all knows what is findable.
 
     Copies of one key are counted. A reset that came to nothing tells nothing, nor does an engine
-    that was not asked to.
+    that was not asked to. A plan for nobody, which nobody answers, has nothing to tell (P7).
     """
     if not step.config.enable_kv_cache_events:
         yield from differing("kv_events that nobody asked for", (), told_by(step))
@@ -64,14 +64,6 @@ def log_tells_what_can_be_found(step: Step, ledger: Ledger) -> Complaints:
                 for key in _list_differing(findable, copies)
             ),
         )
-
-
-@sentence("P20", v.Schedule)
-def log_is_whole_when_nothing_is_in_flight(step: Step, ledger: Ledger) -> Complaints:
-    """A plan without rows is never answered: where none is in flight it leaves nothing to tell."""
-    if step.config.enable_kv_cache_events and not step.after.frames_in_flight:
-        copies, _ = followed(step, ledger)
-        yield from differing("findable blocks", count_findable(step.after), copies)
 
 
 @sentence("P20", v.Commit, v.Reset)
