@@ -32,6 +32,7 @@ from blockstep.spec.vocabulary import (
     Plan,
     RejectCode,
     Rejected,
+    RepetitionDetection,
     RowTokens,
     Status,
     StreamingUpdate,
@@ -418,6 +419,24 @@ def test_sessions_admitted_with_lookahead(quirk: bool) -> None:
     assert len(new.block_ids[0]) == (3 if quirk else 2)
 
 
+@pytest.mark.parametrize("quirk", [False, True])
+def test_refused_sessions_give_back(quirk: bool) -> None:
+    quirks = {Quirk.SESSIONS_KEEP_THEIR_BLOCKS}
+    if quirk:
+        quirks.add(Quirk.REFUSED_SESSIONS_GIVE_BACK)
+    config = replace(CONFIG, num_blocks=11, block_size=1, groups=(full(1), window(1, 2)))
+    config = replace(config, scheduler_reserve_full_isl=False, max_frames_in_flight=2)
+    oracle = Oracle(config, Profile("some", frozenset(quirks)))
+    rest(oracle, 1, 2)
+    oracle.submit(Request("B", (3, 4), max_tokens=1))
+    oracle.schedule()
+    oracle.update(session(5, 6, 7, max_tokens=1))
+    before = oracle.num_free_blocks
+    assert oracle.schedule().new == ()
+    assert oracle.num_free_blocks == before + quirk
+    assert [table[0] == 0 for table in state_of(oracle).block_tables] == [False, quirk]
+
+
 def test_an_abort_ends_a_session_wherever_it_is() -> None:
     oracle = Oracle(CONFIG)
     rest(oracle, 1)
@@ -459,6 +478,23 @@ def test_session_tells_its_last_stop_token(quirk: bool) -> None:
     oracle.update(session(2))
     oracle.schedule()
     assert answer(oracle, 5) == (OutputRow("A", (5,), stop_token_id=9 if quirk else None),)
+
+
+def test_a_repetition_has_a_session_forget_its_last_stop_token() -> None:
+    quirks = frozenset({Quirk.SESSION_TELLS_ITS_LAST_STOP_TOKEN})
+    oracle = Oracle(CONFIG, Profile("some", quirks))
+    twice = RepetitionDetection(max_pattern_size=1, min_pattern_size=1, min_count=2)
+    oracle.submit(session(1, stop_token_ids=(9,)))
+    step(oracle)
+    oracle.update(session(2, repetition_detection=twice, max_tokens=3))
+    told = []
+    for _ in range(2):
+        oracle.schedule()
+        told += [(row.finish_reason, row.stop_token_id) for row in answer(oracle, 5)]
+    assert told == [(None, 9), (FinishReason.REPETITION, None)]
+    oracle.update(session(3))
+    oracle.schedule()
+    assert answer(oracle, 5) == (OutputRow("A", (5,)),)
 
 
 @pytest.mark.parametrize("quirk", [False, True])

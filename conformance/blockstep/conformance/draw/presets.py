@@ -22,6 +22,7 @@ from blockstep.conformance.protocol.features import (
     CACHING,
     DRAFTS,
     ENCODER,
+    EVENTS,
     FEATURES,
     GRAMMAR,
     GROUPS,
@@ -203,6 +204,8 @@ def _draw_late(swarm: Swarm, draw: Draw, wish: Wish, takes: Callable[[Feature], 
                 has_groups = GROUPS.name not in wish.never and takes(GROUPS)
                 config = draw_beside(config, draw, has_groups)
                 drawn |= {GROUPS.name} if has_groups else set()
+        elif feature is EVENTS:
+            config = replace(config, enable_kv_cache_events=True)
         elif feature is MASKS:
             drawn |= {GRAMMAR.name, DRAFTS.name} - wish.never
             config = draw_reasoning(config, draw, swarm.vocabulary_size)

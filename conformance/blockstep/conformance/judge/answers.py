@@ -18,6 +18,7 @@ from blockstep.conformance.judge.properties import (
     output,
     pool,
     tables,
+    telling,
 )
 from blockstep.conformance.judge.properties.output import cut_at_stop
 from blockstep.conformance.judge.properties.sentence import judge
@@ -45,6 +46,10 @@ JUDGED: tuple[Sentence, ...] = (
     # P13: the state holds what was delivered, and no one else has ended.
     output.finished_request_is_forgotten_and_others_stay,
     output.outputs_in_the_state_are_those_delivered,
+    # P20: who asks for a log wants that of the state, however that came about.
+    telling.log_tells_what_can_be_found,
+    telling.log_removes_what_was_there,
+    telling.stored_blocks_are_told_as_they_are,
 )
 """Sentences about a state that any engine must satisfy.
 

@@ -19,6 +19,8 @@ from blockstep.conformance.museum import (
     admission,
     brought,
     drafts,
+    encoder,
+    grammars,
     groups,
     identity,
     plan,
@@ -35,7 +37,7 @@ __all__ = ["EXHIBITS", "Exhibit", "build"]
 
 _PAGES = (pool, admission, preemption, drafts, promises, plan, identity, groups)
 
-_BROUGHT = (brought.ADAPTERS, brought.GRAMMARS, brought.SESSIONS)
+_BROUGHT = (brought.ADAPTERS, grammars.PAGE, brought.SESSIONS, encoder.PAGE)
 EXHIBITS: Mapping[str, Exhibit] = collect(
     (*(page.PAGE for page in _PAGES), groups.STATES, *_BROUGHT, across.PAGE)
 )

@@ -266,6 +266,14 @@ SESSIONS = Feature(
     situations=("sessions_", "rejected_not_resumable"),
     properties=("P3", "P10", "P13"),
 )
+EVENTS = Feature(
+    "events",
+    "it is told which blocks become findable and which are no longer: the log of KV events",
+    Capability.EVENTS,
+    config={"enable_kv_cache_events": False},
+    situations=("events_",),
+    properties=("P20",),
+)
 CACHING = Feature(
     "caching",
     "prefix caching: blocks are found again by what is in them",
@@ -281,12 +289,12 @@ CACHING = Feature(
 
 FEATURES: tuple[Feature, ...] = (
     *(PRIORITY, DRAFTS, ASYNC, PIPELINE, PAUSE, RESET, GRAMMAR, MULTIMODAL, EMBEDS, KEYS, STOPS),
-    *(ABORTS, HOSTILE, GROUPS, ADAPTERS, SESSIONS, MASKS, ENCODER, CACHING),
+    *(ABORTS, HOSTILE, GROUPS, ADAPTERS, SESSIONS, MASKS, ENCODER, EVENTS, CACHING),
 )
 """The table. Whoever lacks several is fitted in this order: without `async`, several frames in
 flight are a `pipeline`."""
 BY_NAME: Mapping[str, Feature] = {feature.name: feature for feature in FEATURES}
-LATE = ("groups", "adapters", "masks", "sessions", "encoder")
+LATE = ("groups", "adapters", "masks", "sessions", "encoder", "events")
 """Names of features that are drawn when all else is, and only where they are taken: who lacks them
 is given what it would be given if there were none. Appended to, never put in another order."""
 SEVERAL_AT_ONCE = frozenset({ASYNC.name, PIPELINE.name})

@@ -343,6 +343,10 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         "The model writes the KV of a token to the slot of its position.",
     ),
     "pass_runs_the_rows_of_the_plan": ("P26", "A forward pass runs the rows of the plan."),
+    "token_runs_with_the_adapter_of_its_request": (
+        "P6",
+        "The model runs each token with the adapter of its request, and no other.",
+    ),
     "token_has_a_position_of_its_request": (
         "P26",
         ("Each token of a forward pass is at a position that its request runs in this step."),

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from blockstep.impl.engine.adapters import NO_ADAPTER
 from blockstep.impl.engine.model import Inputs
 from blockstep.impl.engine.params import SamplingParams
 from blockstep.impl.engine.sampler import Draw
@@ -48,6 +49,7 @@ class BatchRow:
     """Its row in the arrays."""
     params: SamplingParams
     seed: int
+    adapter: int
     num_prompt: int
     num_known: int
     num_computed: int = 0
@@ -85,11 +87,12 @@ class StepRow:
 
 
 class Batch:
-    """All requests that the worker knows."""
+    """All requests that the worker knows; `adapters`: names of those of the model, in order."""
 
-    def __init__(self, config: Config, device: str) -> None:
+    def __init__(self, config: Config, device: str, adapters: Sequence[str] = ()) -> None:
         self.config = config
         self.device = device
+        self.adapters = tuple(adapters)
         self.rows: dict[RequestId, BatchRow] = {}
         self.width = config.max_model_len + config.num_speculative_tokens + 1
         """Positions of a row: drafts may lie past the last token that is ever kept."""
@@ -161,11 +164,20 @@ class Batch:
             seq_lens=seq_lens,
             max_query_len=int(counts.max()),
             max_seq_len=max_seq_len,
+            adapters=self._get_adapters(rows, counts),
         )
 
+    def _get_adapters(self, rows: Sequence[BatchRow], counts: np.ndarray) -> torch.Tensor | None:
+        """Of each token; None where no row has one."""
+        if all(row.adapter == NO_ADAPTER for row in rows):
+            return None
+        numbers = np.fromiter((row.adapter for row in rows), np.int64, len(rows))
+        return to_device(np.repeat(numbers, counts), self.device)
+
     def _start_new(self, new: NewRow, params: SamplingParams, seed: int) -> StepRow:
-        prompt = new.request.prompt_token_ids
-        row = BatchRow(new.request_id, self._take_index(), params, seed, len(prompt), 0)
+        prompt, name = new.request.prompt_token_ids, new.request.adapter
+        adapter = NO_ADAPTER if name is None else self.adapters.index(name)
+        row = BatchRow(new.request_id, self._take_index(), params, seed, adapter, len(prompt), 0)
         self.rows[row.request_id] = row
         self.append(row, prompt)
         row.num_computed = new.num_computed_tokens

@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
-from typing import Any, TypeAlias
 
 from blockstep.impl.engine.errors import EngineError, RequestError, SettingsError
 from blockstep.impl.engine.grammars import Grammars
 from blockstep.impl.engine.loading import Settings, load_engine
 from blockstep.impl.engine.observer import MakeObserver, Observer
 from blockstep.impl.engine.params import SamplingParams
+from blockstep.impl.engine.prompts import Prompt, encode_prompt, give_each, split_prompts
 from blockstep.impl.engine.runner import Answer, Logprobs
 from blockstep.impl.engine.text import Detokenizer
 from blockstep.impl.fastest import Scheduler, get_fastest
@@ -44,8 +44,6 @@ from blockstep.spec.vocabulary import (
     Submit,
     TokenIds,
 )
-
-Prompt: TypeAlias = str | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,25 +154,20 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Serve `prompts` (texts or token ids) together; completions in their order.
 
         Raises:
             RequestError: a prompt that cannot be served; then none of them is.
         """
-        several = _split_prompts(prompts)
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(several)
-        if not isinstance(params, Sequence):
-            raise RequestError(f"params = {params!r}: must be SamplingParams, or a list of them")
-        if len(params) != len(several):
-            raise RequestError(
-                f"{len(several)} prompts and {len(params)} params: give one for all, or one each"
-            )
+        several = split_prompts(prompts)
+        wanted = give_each("params", SamplingParams, params, len(several), SamplingParams())
+        adapters = give_each("adapter", str, adapter, len(several), None)
         names: list[RequestId] = []
         try:
-            for prompt, one in zip(several, params, strict=True):
-                names.append(self.add_request(prompt, one))
+            for prompt, one, name in zip(several, wanted, adapters, strict=True):
+                names.append(self.add_request(prompt, one, adapter=name))
             while any(name in self._live for name in names):
                 self.step()
         except BaseException:
@@ -185,7 +178,10 @@ class LLM:
         return [self._completions.pop(name) for name in names]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
     ) -> Generator[Chunk, None, None]:
         """Serve one prompt, and yield what it gains as it gains it.
 
@@ -194,7 +190,7 @@ class LLM:
         """
         streamed: deque[Chunk] = deque()
         with self._lock:
-            name = self.add_request(prompt, params)
+            name = self.add_request(prompt, params, adapter=adapter)
             self._live[name].streamed = streamed
         try:
             while streamed or name in self._live:
@@ -207,21 +203,27 @@ class LLM:
             self._completions.pop(name, None)
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        adapter: str | None = None,
     ) -> RequestId:
         """Hand in one prompt, to be served by `step`; returns its name.
 
-        A lower `priority` is served first, where the policy is priority.
+        A lower `priority` is served first, where the policy is priority. `adapter` is one of
+        `Settings.lora_modules`; None: the model as it is.
 
         Raises:
             RequestError: it is empty, holds a token that the model does not have, is longer than
                 the model or the cache allows, or needs a tokenizer that is missing; or its grammar
-                is none.
+                is none; or there is no such adapter.
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params = {params!r}: must be SamplingParams")
-        token_ids = self._encode(prompt)
+        self._expect_adapter(adapter)
+        token_ids = encode_prompt(self.tokenizer, self.model_config.vocab_size, prompt)
         if params.stop and self.tokenizer is None:
             raise RequestError("stop: the model has no tokenizer.json; use stop_token_ids")
         matcher = self._grammars.begin(params)
@@ -236,6 +238,7 @@ class LLM:
                 stop_token_ids=(*eos[1:], *params.stop_token_ids),
                 priority=priority,
                 arrival_time=self._num_requests,
+                adapter=adapter,
             )
             answer = self._scheduler.apply(Submit(request))
             if isinstance(answer, Rejected):
@@ -254,6 +257,12 @@ class LLM:
                 request, params, detokenizer, logprobs=None if params.logprobs is None else []
             )
         return name
+
+    def _expect_adapter(self, name: object) -> None:
+        known = self.settings.lora_modules
+        if name is not None and (not isinstance(name, str) or name not in known):
+            told = ", ".join(map(repr, known)) or "none"
+            raise RequestError(f"adapter = {name!r}: must be one of lora_modules: {told}")
 
     def abort(self, *request_ids: RequestId) -> None:
         """Give requests up; what they have gained so far is their completion.
@@ -407,33 +416,3 @@ class LLM:
         if isinstance(answer, Rejected):
             raise EngineError(f"{type(event).__name__} was refused: {answer.code}: {answer.detail}")
         return answer
-
-    def _encode(self, prompt: Prompt) -> TokenIds:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("a text needs a tokenizer.json beside the model; give token ids")
-            try:
-                prompt = self.tokenizer.encode(prompt).ids
-            except TypeError as error:
-                raise RequestError(f"prompt {prompt[:80]!r}: is no Unicode text") from error
-        token_ids = tuple(_expect_sequence(prompt))
-        size = self.model_config.vocab_size
-        wrong = next((t for t in token_ids if type(t) is not int or not 0 <= t < size), None)
-        if wrong is not None:
-            raise RequestError(f"token {wrong!r}: the model has tokens 0 to {size - 1}, ints")
-        return token_ids
-
-
-def _split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt as a list of one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    several = list(_expect_sequence(prompts))
-    return [prompts] if several and isinstance(several[0], int) else several  # type: ignore[list-item]
-
-
-def _expect_sequence(prompt: Any) -> Sequence[Any]:
-    """Neither an array, nor bytes, nor what can be walked once."""
-    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes | bytearray):
-        raise RequestError(f"prompt {prompt!r:.80}: must be a text, or a list of token ids")
-    return prompt

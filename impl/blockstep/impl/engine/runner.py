@@ -55,12 +55,17 @@ class Runner:
     """One model, its batch, and who proposes drafts. One object is one run."""
 
     def __init__(
-        self, config: Config, model: Model, proposer: Proposer | None, device: str
+        self,
+        config: Config,
+        model: Model,
+        proposer: Proposer | None,
+        device: str,
+        adapters: Sequence[str] = (),
     ) -> None:
         self.config = config
         self.model = model
         self.proposer = proposer
-        self.batch = Batch(config, device)
+        self.batch = Batch(config, device, adapters)
         self.chosen: dict[RequestId, tuple[SamplingParams, int]] = {}
         """Parameters and seed of requests that were submitted and have not ended."""
         self.matchers: dict[RequestId, Matcher] = {}
@@ -75,7 +80,8 @@ class Runner:
 
     def start_anew(self) -> Runner:
         """A runner on the same model that knows no request."""
-        return Runner(self.config, self.model, self.proposer, self.batch.device)
+        batch = self.batch
+        return Runner(self.config, self.model, self.proposer, batch.device, batch.adapters)
 
     def dispatch(self, plan: Plan) -> None:
         """Start a plan. It is to be collected if it has rows."""

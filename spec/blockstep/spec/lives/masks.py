@@ -9,9 +9,9 @@ those that only the worker knows are cut here, and the frame in flight remembers
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-from blockstep.spec.beside.grammar import Stand, get_mask, get_stand_behind, get_stands
+from blockstep.spec.beside.grammar import get_mask, get_stand_behind, get_stands
+from blockstep.spec.copies import replace
 from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
@@ -55,6 +55,7 @@ def process_bitmask(
     # select
     rows = {row.request_id: get_cut(state, row, told) for row in masked}
     # observe
+    state = get_read_again(state, [row for row in frame.rows if row.request_id in told])
     frame_after = replace(frame, rows=tuple([rows.get(row.request_id, row) for row in frame.rows]))
     frames = tuple([frame_after if one is frame else one for one in state.frames])
     answer = GrammarOutput(tuple([get_mask_row(state, row) for row in rows.values()]))
@@ -124,6 +125,20 @@ def get_cut(state: State, row: FrameRow, told: Mapping[RequestId, TokenIds]) -> 
     return replace(row, draft_token_ids=accepted + padding, is_masked=True)
 
 
+def get_read_again(state: State, rows: Sequence[FrameRow]) -> State:
+    """Requests as their text is read once more where drafts behind it are told: a commit has read
+    it (P23), so a strict reader learns nothing. Source: vLLM 0.19.1 `should_advance`.
+    """
+    requests = state.requests.to_dict()
+    for row in rows:
+        request = requests.get(row.request_id)
+        if request is not None and row.draft_token_ids and request.request.grammar is not None:
+            requests[row.request_id] = state.rules.get_settled(
+                request, request.stand, state.config, ()
+            )
+    return replace(state, requests=type(state.requests)(requests))
+
+
 def get_mask_row(state: State, row: FrameRow) -> GrammarRow:
     """What one request may sample in a frame. Source: vLLM 0.19.1 `grammar_bitmask`; P23, P24."""
     request = state.requests[row.request_id]
@@ -164,11 +179,3 @@ def get_advanced(state: State, request: RequestState, tokens: TokenIds) -> Reque
     follow = state.rules.get_next_stand
     stand = get_stand_behind(state.config, grammar, request.stand, tokens, follow)
     return None if stand is None else replace(request, stand=stand)
-
-
-def get_settled(
-    config: Config, before: Stand, request: RequestState, tokens: TokenIds
-) -> RequestState:
-    """A request with a grammar behind a step that delivered: as its tokens led it. Source: P23."""
-    del config, before, tokens
-    return request

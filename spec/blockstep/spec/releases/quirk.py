@@ -80,6 +80,7 @@ class Quirk(StrEnum):
     SESSIONS_HAVE_NOTHING_IN_COMMON = "sessions_have_nothing_in_common"
     SESSION_TELLS_ITS_LAST_STOP_TOKEN = "session_tells_its_last_stop_token"  # noqa: S105 - a token of a language model
     SESSIONS_ADMITTED_WITH_LOOKAHEAD = "sessions_admitted_with_lookahead"
+    REFUSED_SESSIONS_GIVE_BACK = "refused_sessions_give_back"
     PADDING_UNMASKS_WHAT_FOLLOWS = "padding_unmasks_what_follows"
     MASK_OF_WHO_SAMPLES_BY_NOW = "mask_of_who_samples_by_now"
     REASONING_ENDS_WITH_ITS_STEP = "reasoning_ends_with_its_step"
@@ -90,6 +91,7 @@ class Quirk(StrEnum):
     ALL_IN_FLIGHT_IS_IN_DOUBT = "all_in_flight_is_in_doubt"
     STATES_ARE_LEFT_AT_ONCE = "states_are_left_at_once"
     CHUNKS_END_AT_CHECKPOINTS = "chunks_end_at_checkpoints"
+    RESETS_ARE_TOLD_LATE = "resets_are_told_late"
 
 
 @dataclass(frozen=True, slots=True)

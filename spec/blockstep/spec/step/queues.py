@@ -91,11 +91,3 @@ def select_victim(
     if policy is Policy.FCFS:
         return len(running) - 1
     return max(range(len(running)), key=lambda index: get_victim_rank(requests[running[index]]))
-
-
-def get_order_of_return(passed_over: list[RequestId]) -> list[RequestId]:
-    """Those that a step passed over, in the order in which they stand in their queue again.
-
-    Source: seed 001 "Waiting Queue -- Admission Gate"; P7, P16.
-    """
-    return passed_over

@@ -2,6 +2,7 @@
 
     Submit -----------> grammar_init -> executor.submit -> a future that nobody has finished
     GrammarReady -----> the future runs `compile_grammar` of the backend
+    GrammarFailed ----> the future has an exception; nobody looks before the next plan
     GrammarBitmask ---> update_draft_token_ids_in_output, get_grammar_bitmask -> mask rows
 
 The manager, its futures, its masks and its reasoning are the release's. Ours are what it has plugs
@@ -211,6 +212,13 @@ def finish_compilation(request: Any) -> None:
     pending = request.structured_output_request._grammar
     if isinstance(pending, Compilation) and not pending.done():
         pending.finish()
+
+
+def fail_compilation(request: Any) -> None:
+    """Have the compilation of a grammar fail, as a thread would have found by now."""
+    pending = request.structured_output_request._grammar
+    if isinstance(pending, Compilation) and not pending.done():
+        pending.set_exception(ValueError(f"the grammar of {request.request_id!r} is none"))
 
 
 def build_manager(vllm_config: Any, config: v.Config) -> StructuredOutputManager:

@@ -43,6 +43,7 @@ from blockstep.conformance.judge.witnesses.sessions import (
     of_update,
 )
 from blockstep.conformance.judge.witnesses.signals import SIGNALS, of_abort, of_reset
+from blockstep.conformance.judge.witnesses.telling import TELLING, of_telling
 from blockstep.spec import vocabulary as v
 
 REFUSALS = {f"rejected_{code}": f"an event was refused as {code}" for code in v.RejectCode}
@@ -58,6 +59,7 @@ WITNESSES: Mapping[str, str] = (
     | MASKS
     | SESSIONS
     | ENCODER
+    | TELLING
     | REFUSALS
 )
 """All situations, by name, with what they mean."""
@@ -103,6 +105,8 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
                 yield from of_masked_commit(step)
             if ledger.has_sessions:
                 yield from of_stops(step, ledger)
+            if step.config.enable_kv_cache_events:
+                yield from of_telling(step, ledger)
         case v.GrammarBitmask(), v.GrammarOutput(rows=masks):
             yield from of_mask(step, ledger, masks)
         case v.EncoderReset(), _:
@@ -119,6 +123,8 @@ def situations(step: Step, ledger: Ledger) -> Iterator[str]:
             yield from of_abort(step, ledger)
         case v.Reset(), v.ResetDone(success=success):
             yield from of_reset(step, ledger, success)
+            if step.config.enable_kv_cache_events:
+                yield from of_telling(step, ledger)
         case v.GrammarReady(request_id=request_id), _:
             if ledger.lives[request_id].grammar_ready:
                 yield "grammar_ready_twice"

@@ -17,7 +17,7 @@ ENCODER = {
     "encoder_item_of_two": "two requests held one item",
     "encoder_item_twice_in_one": "a row read one item at two places of its prompt",
     "encoder_item_evicted": "an item was evicted to make room for another",
-    "encoder_item_dropped_and_made": "a plan dropped an item, and had it made again",
+    "encoder_item_dropped_and_made": "a step evicted an item, and had it made anew",
     "encoder_chunk_stops_before_an_item": "a chunk ended before an item that did not fit",
     "encoder_row_waits_for_an_item": "one who runs got no row for want of an item",
     "encoder_preempted_holding_an_item": "a request was preempted that held an item",
@@ -49,8 +49,8 @@ def of_items(step: Step, ledger: Ledger) -> Iterator[str]:
         yield "encoder_item_loaded"
     if plan.free_encoder_mm_hashes:
         yield "encoder_item_evicted"
-        if made.intersection(plan.free_encoder_mm_hashes):
-            yield "encoder_item_dropped_and_made"
+    if made.intersection(entry.identifier for entry in before.entries):
+        yield "encoder_item_dropped_and_made"
     for entry in after.entries:
         if len(set(entry.holders)) > 1:
             yield "encoder_item_of_two"
