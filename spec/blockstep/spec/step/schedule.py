@@ -27,7 +27,7 @@ def process_schedule(state: State) -> tuple[State, Plan] | Rejected:
     # select
     step = create_step(state)
     process_running_phase(step)
-    if not step.preempted and state.pause_state is PauseState.UNPAUSED:
+    if not step.preempted:
         process_waiting_phase(step)
     assert step.budget >= 0, "the budget is never overdrawn (P9)"
     # observe
