@@ -15,6 +15,7 @@ from typing import Any
 
 from blockstep.conformance.engine import NO_TRAITS, EngineTraits
 from blockstep.conformance.museum import (
+    across,
     admission,
     brought,
     drafts,
@@ -38,7 +39,7 @@ _PAGES = (pool, admission, preemption, drafts, promises, plan, identity, groups)
 
 _BROUGHT = (brought.ADAPTERS, grammars.PAGE, brought.SESSIONS, encoder.PAGE)
 EXHIBITS: Mapping[str, Exhibit] = collect(
-    (*(page.PAGE for page in _PAGES), groups.STATES, *_BROUGHT)
+    (*(page.PAGE for page in _PAGES), groups.STATES, *_BROUGHT, across.PAGE)
 )
 """All planted defects, by name."""
 
