@@ -68,6 +68,7 @@ QUICK = (
     "doubt",
     "kinds",
     "together",
+    "across",
     "charged",
     "ragged",
     "heads",
@@ -116,7 +117,11 @@ UNSEEN = {
 }
 """Quirks that no transition of a walk shows as wrong: what is zeroed, what a mask says, and what is
 there of an item is the worker's to judge."""
-UNREACHED = {Quirk.HEAD_LOOKS_BEHIND_ONCE, Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON}
+UNREACHED = {
+    Quirk.HEAD_LOOKS_BEHIND_ONCE,
+    Quirk.SESSIONS_HAVE_NOTHING_IN_COMMON,
+    Quirk.REFUSED_SESSIONS_GIVE_BACK,
+}
 """Quirks that no world is small enough for, or that change a hint alone, of which no walk asks."""
 DEFECT_ROWS = {
     name: (length, world, difference)

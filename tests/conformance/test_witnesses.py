@@ -454,8 +454,8 @@ def with_items(name: str, num_tokens: int, *items: tuple[str, int, int]) -> Requ
     return Request(name, tuple(range(10, 10 + num_tokens)), 1, items=found)
 
 
-def test_a_chunk_that_ends_within_the_second_place_of_an_item_is_seen() -> None:
-    for num_tokens, expected in ((3, 0), (4, 1), (5, 0)):
+def test_a_row_that_reads_one_item_at_two_places_is_seen() -> None:
+    for num_tokens, expected in ((3, 0), (4, 1), (5, 1)):
         config = replace(
             CONFIG,
             max_num_batched_tokens=num_tokens,

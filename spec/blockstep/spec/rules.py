@@ -2,12 +2,13 @@
 
 A state carries its rules. Each field is a function or a plain value that the rooms ask at the one
 place where the decision is made. `strict.STRICT_RULES` has the specification's own for every field;
-what a release does instead wraps one of them (architecture D5).
+what a release does instead wraps one of them (architecture D5). Where the specification has nothing
+to decide, the field says what it does all the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -40,14 +41,14 @@ class Rules:
 
     quirks: frozenset[str]
     """Names of the deviations in it (`releases.Quirk`); none in the specification proper."""
-    remake: Callable[[], tuple[Callable[..., Rules], tuple[Any, ...]]]
+    remake: tuple[Callable[..., Rules], tuple[Any, ...]]
     """A function and the arguments from which it makes these very rules, to be pickled by."""
 
     # identity
     get_item_keys: Callable[[Request, int, int], tuple[tuple[str, int], ...]]
     """The items that name the block at token positions [start, end)."""
     get_request_behind_outputs: Callable[[Request], Request]
-    """The request as blocks see it that outputs complete."""
+    """The request as blocks see it that outputs complete: with all of its items (P6)."""
 
     # memory
     free_blocks: Callable[[Pool, Sequence[BlockId]], Pool]
@@ -57,6 +58,7 @@ class Rules:
     reserves_full_isl: bool
     """Whether `scheduler_reserve_full_isl` is known."""
     get_num_lookahead_at_admission: Callable[[Config, RequestState], int]
+    """Slots for a proposer's lookahead that an admission asks for: none, nothing is drafted yet."""
     publishes_at_commit: Callable[[Config], bool]
     """Whether a commit publishes the blocks that it fills."""
 
@@ -69,7 +71,7 @@ class Rules:
     """Leading blocks of one group that are given back: (.., what is held, certain tokens)."""
     get_num_in_doubt: Callable[[int, int], int]
     """Computed tokens of a row that may have to be computed again, so that a window is read before
-    them: (scheduled tokens, drafts)."""
+    them: its drafts (P14); (drafts, scheduled tokens)."""
     compute_num_certain: Callable[[KVGroup, int, int], int]
     """Computed tokens that a group may count on: (.., computed, tokens in doubt)."""
 
@@ -79,7 +81,7 @@ class Rules:
     """The pool to look for a hit in, given the states that this very step writes."""
     waits_for_states: Callable[[Pool, Pool, Sequence[BlockId], Hit], bool]
     """Whether who has this hit waits for the next step: (pool before this one, pool now, states
-    that this one writes, hit)."""
+    that this one writes, hit). Never, the hit is there (P15)."""
     is_zeroed: Callable[[KVGroup], bool]
     """Whether its new blocks are zeroed beside recurrent groups."""
     zeroes_withdrawn: bool
@@ -91,13 +93,18 @@ class Rules:
     compute_next_index: Callable[[int, int, bool], int]
     """Whose turn it is after a preemption: (index, the victim's index, whether it had a row)."""
     goes_on_after_self_victim: Callable[[Config], bool]
-    """Whether the running phase goes on behind a request that preempted itself."""
+    """Whether the running phase goes on behind a request that preempted itself: never. It lacked
+    blocks, and so would whoever comes after it (seed 001 "Preemption in the Running Loop"; P15)."""
     get_threshold: Callable[[Config, int], int]
     """The cap of a long prefill, given the number of unfinished requests; 0: none."""
-    has_skipped_queue: bool
-    """Whether what is passed over waits in a queue of its own."""
+    waits_apart: Callable[[RequestState, bool], bool]
+    """Whether who joins a queue waits in `skipped_waiting`: (request, whether passed over)."""
+    get_open_queue: Callable[..., list[RequestId]]
+    """Whose head may be admitted next: (policy, whether paused, both queues, requests)."""
+    count_seats: Callable[[list[RequestId], Mapping[RequestId, RequestState]], int]
+    """Seats that are taken: (who runs, requests)."""
     get_order_of_return: Callable[[list[RequestId]], list[RequestId]]
-    """In which order those that a step passed over stand in their queue again."""
+    """In which order those that a step passed over stand in their queue again: as before (P7)."""
     passes_over_too_long: bool
     """Whether a prompt beyond the rest of the budget is passed over, without chunked prefill."""
     counts_adapters_of_rows_only: bool
@@ -117,7 +124,8 @@ class Rules:
     external_costs_compute: bool
     """Whether what is loaded needs the compute of what is encoded."""
     get_encoder_once_asked: Callable[[Encoder, Encoder], Encoder]
-    """The encoder when a row was asked for: (as it was, as it would be with the row)."""
+    """The encoder when a row was asked for that may still not be: as it was (P7, P22); (as it was,
+    as it would be with the row)."""
     keeps_items_without_row: bool
     """Whether who gets no row for want of an item holds others."""
     forgets_restored_compute: bool
@@ -132,9 +140,11 @@ class Rules:
     # drafts
     get_num_padding: Callable[[Config, int, int, int, Iterable[RequestState]], int | None]
     """Drafts that a request is admitted with: (config, known tokens, hit tokens, budget, planned
-    running requests); None if it is to wait for their sake."""
+    running requests); None if it is to wait for their sake. None, for nobody has proposed any
+    (P24)."""
     keeps_drafts: Callable[[bool, bool], bool]
-    """Whether a running request's drafts outlive a plan: (is in it, samples in it)."""
+    """Whether a running request's drafts outlive a plan: (is in it, samples in it). Only until it,
+    so never (P24)."""
     get_preempted: Callable[[RequestState], RequestState]
     """The request after it lost its blocks."""
 
@@ -142,9 +152,10 @@ class Rules:
     is_held_by_frames: Callable[[Sequence[Frame], RequestState], bool]
     """Whether a preempted request waits for frames in flight before it is admitted again."""
     get_frames_after_reset: Callable[[tuple[Frame, ...], Sequence[RequestId]], tuple[Frame, ...]]
-    """Frames in flight after a reset preempted these requests."""
+    """Frames in flight after a reset preempted these requests: what they sampled counts (P13)."""
     get_reset_request: Callable[[RequestState], RequestState]
-    """A preempted request as a forced reset leaves it."""
+    """A preempted request as a forced reset leaves it: like all others that were preempted. Its
+    tokens in flight still come (upstream #42043, #48245; P13)."""
     names_victims_of_resets: bool
     """Whether the next plan names those that a forced reset preempted."""
 
@@ -161,24 +172,32 @@ class Rules:
     """A session at its stop: what it has computed, and holds."""
     hint_is_of_all_holders: bool
     """Whether blocks that all have in common are in the tables of sessions that rest, too."""
+    skips_before_the_gate: bool
+    """Whether one that goes on is asked for with what fell out of its windows given back; else it
+    gives that back behind the gate, refused or not."""
     drops_rows_behind_stops: bool
     """Whether what frames in flight sample for a session that has stopped is dropped."""
     takes_back_from_sessions: bool
     """Whether sessions that do not run give their blocks up where they are needed."""
+
+    # events
+    tells_resets_at_once: bool
+    """Whether a reset tells what it cleared, and does not leave it to the next commit."""
+
     # grammars
     get_next_stand: Follow
     """Where a token leads in a grammar, within one step."""
-    get_settled: Callable[[Config, Stand, RequestState, TokenIds], RequestState]
-    """A request with a grammar behind a step: (.., where it stood before, the request, tokens).
-    Once more, without a token, where its drafts are told with a mask."""
+    get_settled: Callable[[RequestState, Stand, Config, TokenIds], RequestState]
+    """A request with a grammar behind a step: as its tokens led it (P23); (the request, where it
+    stood before, .., tokens). Once more, without a token, where its drafts are told with a mask."""
     masks_behind_placeholders: bool
     """Whether a mask says anything of positions behind a draft that is a placeholder."""
     has_mask_row: Callable[[Frame, FrameRow, RequestState], bool]
     """Whether a mask that is made now has rows of it."""
 
     # endings
-    get_told_stop: Callable[[RequestState, FinishReason | None, TokenId | None], TokenId | None]
-    """The stop token that a client is told: (.., why the request ends now, by which)."""
+    get_told_stop: Callable[[TokenId | None, RequestState, FinishReason | None], TokenId | None]
+    """The stop token that a client is told: the one that ended its request now (P13); (.., why)."""
     compute_stop: Callable[[RequestState, TokenIds, int, int], Stop]
     """Why a request ends: (request, outputs, known tokens, max_model_len)."""
 
@@ -192,4 +211,4 @@ class Rules:
         return f"Rules({', '.join(sorted(self.quirks))})"
 
     def __reduce__(self) -> tuple[Callable[..., Rules], tuple[Any, ...]]:
-        return self.remake()
+        return self.remake

@@ -126,6 +126,15 @@ class View:
 
     ready: set[v.RequestId] = field(default_factory=set)
     """Whose grammars were said to be compiled."""
+    actions: tuple[str, ...] = field(init=False, repr=False)
+    """Names of those that the features of the swarm allow."""
+
+    def __post_init__(self) -> None:
+        self.actions = tuple(
+            name
+            for name, action in ACTIONS.items()
+            if action.feature is None or self.swarm.has(action.feature)
+        )
 
     def note(self, action: Action) -> None:
         """An action was done."""
@@ -335,9 +344,11 @@ ACTIONS: Mapping[str, WeightedAction] = {
 
 def is_enabled(name: str, view: View) -> bool:
     """Whether an action makes sense now. Pointless ones are left to `hostile`."""
-    swarm, feature = view.swarm, ACTIONS[name].feature
-    if feature is not None and not swarm.has(feature):
-        return False
+    return name in view.actions and _has_a_point(name, view)
+
+
+def _has_a_point(name: str, view: View) -> bool:
+    swarm = view.swarm
     if name == "submit":
         room_for_twins = 3 if view.client.preempted_texts and _has_preempted(view) else 0
         return len(view.client.live) < swarm.preset.num_requests_max + room_for_twins
@@ -356,7 +367,7 @@ def is_enabled(name: str, view: View) -> bool:
 
 def next_action(view: View, draw: Draw) -> Action:
     """Draw an action by weight, and its details."""
-    names = [name for name in ACTIONS if is_enabled(name, view)]
+    names = [name for name in view.actions if _has_a_point(name, view)]
     totals = [*accumulate([_weight(name, view) for name in names])]
     chosen = bisect_left(totals, draw.integer(1, totals[-1]))
     return ACTIONS[names[chosen]].draw(view, draw)

@@ -18,6 +18,8 @@ from blockstep.conformance.museum import (
     admission,
     brought,
     drafts,
+    encoder,
+    grammars,
     groups,
     identity,
     plan,
@@ -34,7 +36,7 @@ __all__ = ["EXHIBITS", "Exhibit", "build"]
 
 _PAGES = (pool, admission, preemption, drafts, promises, plan, identity, groups)
 
-_BROUGHT = (brought.ADAPTERS, brought.GRAMMARS, brought.SESSIONS)
+_BROUGHT = (brought.ADAPTERS, grammars.PAGE, brought.SESSIONS, encoder.PAGE)
 EXHIBITS: Mapping[str, Exhibit] = collect(
     (*(page.PAGE for page in _PAGES), groups.STATES, *_BROUGHT)
 )

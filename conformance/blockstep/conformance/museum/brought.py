@@ -1,28 +1,16 @@
-"""Brought: adapters that are too many, and grammars that do not hold what they should.
+"""Brought: adapters that are too many, and sessions that are not what they have become.
 
 Each page is given one feature that requests bring, besides all that the others have.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from blockstep.conformance.museum.exhibit import Defect, Page
-from blockstep.spec.vocabulary import DRAFT_PLACEHOLDER, GrammarOutput
-
-
-def _unmask(row: Any) -> Any:
-    """A row of a mask that allows all behind the first placeholder."""
-    drafts = row.draft_token_ids
-    if DRAFT_PLACEHOLDER not in drafts:
-        return row
-    end = drafts.index(DRAFT_PLACEHOLDER) + 1
-    return replace(row, allowed=row.allowed[:end] + (None,) * (len(row.allowed) - end))
-
+from blockstep.spec.vocabulary import Status
 
 ADAPTERS = Page(takes="adapters")
-GRAMMARS = Page(takes="masks")
 SESSIONS = Page(takes="sessions")
 
 
@@ -66,38 +54,50 @@ class AdaptersCountedAfterwards(Defect):
             step.seats = seats
 
 
-@GRAMMARS.exhibit(
-    "behind a draft that was cut all is allowed", "vLLM 0.19.1 grammar_bitmask", "P24"
-)
-class UnmaskedBehindAPlaceholder(Defect):
-    """Only the rows up to the first placeholder are masked."""
-
-    def _make_mask(self, event: Any) -> Any:
-        answer = super()._make_mask(event)
-        if not isinstance(answer, GrammarOutput):
-            return answer
-        return GrammarOutput(tuple([_unmask(row) for row in answer.rows]))
-
-
-@GRAMMARS.exhibit("drafts are verified whatever a grammar says", "vLLM #30916", "P23 P24 P18")
-class DraftsNotCut(Defect):
-    """A mask leaves all drafts that the worker told."""
-
-    def _cut_drafts(self, _matcher: Any, drafts: Any) -> Any:
-        return drafts
-
-
-@GRAMMARS.exhibit("a mask does not wait for older frames", "vLLM #45014", "P23 P18")
-class MaskOfAStaleGrammar(Defect):
-    """It is of the text before what those frames have sampled."""
-
-    def _samples_before(self, _frame_id: int, _request_id: str) -> bool:
-        return False
-
-
 @SESSIONS.exhibit("sessions keep their blocks, whoever lacks them", "#49439", "P10")
 class SessionsNeverGiveWay(Defect):
     """Two that wait for their turn may each lack what the other holds."""
 
     def _take_back_one(self, _needy: int, _passed_over: Any = ()) -> bool:
         return False
+
+
+@SESSIONS.exhibit(
+    "only sessions that rest give their blocks up",
+    "#49439",
+    "P10",
+    wrong_fix_of="sessions-never-give-way",
+)
+class SessionsWithInputNeverGiveWay(Defect):
+    """Two that have input again may each lack what the other holds."""
+
+    def _take_back_one(self, needy: int, passed_over: Any = ()) -> bool:
+        rests = Status.WAITING_FOR_STREAMING_REQ
+        idle = [slot for slot in self._list_idle(passed_over) if slot != needy]
+        resting = [slot for slot in idle if self.table.statuses[slot] is rests]
+        if resting:
+            self._take_back(resting[0])
+        return bool(resting)
+
+
+@SESSIONS.exhibit(
+    "the blocks of a chunk are named with the last item alone", "#36708, rule", "P6 P3"
+)
+class LastItemNamesAChunk(Defect):
+    """The search for items goes on at the last one, as it does for blocks of outputs."""
+
+    def _go_on(self, slot: int, update: Any) -> None:
+        super()._go_on(slot, update)
+        lineage = self.table.lineages[slot]
+        if len(lineage.request.items) > 1 and type(lineage).__name__ != "Misread":
+            lineage.__class__ = _misread_items(type(lineage))
+
+
+def _misread_items(kind: Any) -> Any:
+    """The class of a lineage that sees no item of a block but the last one of all."""
+
+    def items_of(lineage: Any, index: int) -> Any:
+        last = lineage.request.items[-1]
+        return tuple([it for it in kind.items_of(lineage, index) if it[0] == last.identifier])
+
+    return type("Misread", (kind,), {"items_of": items_of, "__slots__": ()})

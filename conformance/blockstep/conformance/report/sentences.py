@@ -124,8 +124,20 @@ SENTENCES: Mapping[str, tuple[str, str]] = {
         "P22",
         (
             "Each item of which a row reads an embedding, a draft head one position further, was "
-            "encoded or loaded, and not dropped since."
+            "encoded or loaded, and not dropped since. Beside the prompt the first row of a "
+            "request reads all, and they are encoded for it in that plan."
         ),
+    ),
+    "items_beside_are_dropped_with_the_next_plan": (
+        "P22",
+        (
+            "In an encoder-decoder model a plan drops all that the plan before had encoded: it was "
+            "read then, and nobody looks for it again."
+        ),
+    ),
+    "table_across_holds_the_embeddings": (
+        "P26",
+        "The block table across has a slot for each embedding of its request's items.",
     ),
     "scheduled_drafts_are_accepted_by_the_grammar": (
         "P23",

@@ -87,7 +87,8 @@ class HostEngine(Planning, Results, Proposals):
                 self.pause_state = pause_state
                 return Ack()
             case Reset(reset_running_requests=reset_running_requests):
-                return ResetDone(self._reset(reset_running_requests))
+                is_done = self._reset(reset_running_requests)
+                return ResetDone(is_done, self._tell() if is_done else ())
             case EncoderReset():
                 if self.encoder is not None:
                     self.encoder.reset()

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 from blockstep.spec.beside.encoder import get_reset
-from blockstep.spec.lives.endings import get_given_up
+from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import release_slots
-from blockstep.spec.pool import get_num_free_blocks, withdraw_all
-from blockstep.spec.requests import Frame, RequestState
+from blockstep.spec.pool import get_num_free_blocks, take_events, withdraw_all
 from blockstep.spec.state import State
 from blockstep.spec.step.giving import get_givers, without_blocks
 from blockstep.spec.step.queues import process_prepend
-from blockstep.spec.vocabulary import Ack, PauseState, RequestId, ResetDone
+from blockstep.spec.vocabulary import Ack, PauseState, ResetDone
 
 
 def process_pause(state: State, pause_state: PauseState) -> tuple[State, Ack]:
@@ -25,6 +21,8 @@ def process_pause(state: State, pause_state: PauseState) -> tuple[State, Ack]:
 def process_reset(state: State, reset_running_requests: bool) -> tuple[State, ResetDone]:
     """Empty the prefix cache, so that nothing computed before can be hit.
 
+    It is told at once, where somebody is told: an idle engine has no commit to tell it by, and
+    upstream does not tell it before the next one.
     Blocks in use would be published again, so without `reset_running_requests` nothing happens
     while any block is held. With it the running requests are preempted first, the last one first,
     and so they wait in the order in which they ran; then sessions that do not run give up their
@@ -41,7 +39,10 @@ def process_reset(state: State, reset_running_requests: bool) -> tuple[State, Re
     if get_num_free_blocks(state.pool) < state.config.num_usable_blocks:
         return state, ResetDone(False)  # by a quirk only
     # pool
-    return replace(state, pool=withdraw_all(state.pool)), ResetDone(True)
+    pool = withdraw_all(state.pool)
+    # observe
+    pool, kv_events = take_events(pool) if state.rules.tells_resets_at_once else (pool, ())
+    return replace(state, pool=pool), ResetDone(True, kv_events)
 
 
 def process_encoder_reset(state: State) -> tuple[State, Ack]:
@@ -77,7 +78,8 @@ def process_forced_preemption(state: State) -> State:
     waiting = list(state.waiting)
     for request_id in reversed(state.running):
         request = requests[request_id]
-        pool, encoder = get_given_up(pool, encoder, request, rules)
+        pool = release_slots(pool, request, rules)
+        encoder = rules.free_items(encoder, request.request, None)
         requests[request_id] = rules.get_reset_request(rules.get_preempted(request))
         process_prepend(state.config.policy, waiting, request_id, requests)
     # observe
@@ -110,19 +112,3 @@ def process_forced_rest(state: State) -> State:
         pool = release_slots(pool, requests[name], rules)
         requests[name] = without_blocks(requests[name])
     return replace(state, pool=pool, requests=FrozenMap(requests)) if names else state
-
-
-def get_reset_request(request: RequestState) -> RequestState:
-    """A preempted request as a forced reset leaves it: like any other that was preempted.
-
-    Its tokens in flight still come. Source: upstream #42043, #48245; P13.
-    """
-    return request
-
-
-def get_frames_after_reset(
-    frames: tuple[Frame, ...], request_ids: Sequence[RequestId]
-) -> tuple[Frame, ...]:
-    """The frames in flight after a forced reset: what they sampled counts. Source: P13, P14."""
-    del request_ids
-    return frames

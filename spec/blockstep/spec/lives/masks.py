@@ -9,9 +9,9 @@ those that only the worker knows are cut here, and the frame in flight remembers
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-from blockstep.spec.beside.grammar import Stand, get_mask, get_stand_behind, get_stands
+from blockstep.spec.beside.grammar import get_mask, get_stand_behind, get_stands
+from blockstep.spec.copies import replace
 from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (
@@ -134,7 +134,7 @@ def get_read_again(state: State, rows: Sequence[FrameRow]) -> State:
         request = requests.get(row.request_id)
         if request is not None and row.draft_token_ids and request.request.grammar is not None:
             requests[row.request_id] = state.rules.get_settled(
-                state.config, request.stand, request, ()
+                request, request.stand, state.config, ()
             )
     return replace(state, requests=type(state.requests)(requests))
 
@@ -179,11 +179,3 @@ def get_advanced(state: State, request: RequestState, tokens: TokenIds) -> Reque
     follow = state.rules.get_next_stand
     stand = get_stand_behind(state.config, grammar, request.stand, tokens, follow)
     return None if stand is None else replace(request, stand=stand)
-
-
-def get_settled(
-    config: Config, before: Stand, request: RequestState, tokens: TokenIds
-) -> RequestState:
-    """A request with a grammar behind a step that delivered: as its tokens led it. Source: P23."""
-    del config, before, tokens
-    return request

@@ -38,7 +38,7 @@ def reasoning_ends_with_its_step(rules: Rules, _config: Config) -> Rules:
         return rules.get_next_stand(config, grammar, stand, token)
 
     def get_settled(
-        config: Config, before: Stand, request: RequestState, tokens: TokenIds
+        request: RequestState, before: Stand, config: Config, tokens: TokenIds
     ) -> RequestState:
         del before
         if holds(config, request.stand) or config.reasoning_end_token_id not in tokens:
@@ -52,13 +52,13 @@ def reasoning_ends_at_the_last_token(rules: Rules, _config: Config) -> Rules:
     """The end of reasoning is seen where it is the last token of a step, and overlooked before."""
 
     def get_settled(
-        config: Config, before: Stand, request: RequestState, tokens: TokenIds
+        request: RequestState, before: Stand, config: Config, tokens: TokenIds
     ) -> RequestState:
         del tokens
         text = request.all_token_ids
         first = request.num_computed_tokens - request.num_output_placeholders
         seen = text[first if first >= 0 else max(len(text) + first, 0) :]
-        after = rules.get_settled(config, before, request, seen)
+        after = rules.get_settled(request, before, config, seen)
         is_seen = holds(config, before) or config.reasoning_end_token_id in seen
         return after if is_seen else replace(after, stand=before)
 

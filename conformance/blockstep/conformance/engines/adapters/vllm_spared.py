@@ -25,9 +25,9 @@ TRIMMED_DRAFTS = "drafts of a session that may stop amid them: more is computed 
 RESET_AT_REST = "a forced reset while a session that does not run holds blocks: it raises"
 STOPS_WHILE_PREEMPTED = "a session that stops while preempted: its tokens or its place are lost"
 BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks than there are"
+LOADED_BESIDE = "items of an encoder-decoder model are loaded: no block across is taken for them"
 PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
 FAILED_GRAMMAR = "a grammar that fails: the next plan raises what its compilation did"
-OFFERED_ACROSS = "encoder results from elsewhere, across: the release allocates no blocks for them"
 FAILED_LATER = "a grammar that fails: its request ends in the answer of a later step"
 FORBIDDEN_DRAFTS = (
     "drafts told behind an overlooked end of reasoning: not cut, and the mask asserts"
@@ -101,7 +101,7 @@ def find_reason(run: Run, event: v.Event) -> str | None:
         case v.EncoderOffer(identifiers=identifiers):
             if not RELEASE.has_offers:
                 return "the release has no encoder results from elsewhere"
-            return OFFERED_ACROSS if identifiers and run.config.is_encoder_decoder else None
+            return LOADED_BESIDE if identifiers and run.config.is_encoder_decoder else None
         case v.EncoderReset():
             return None if RELEASE.has_offers else "the release's encoder cache has no reset"
         case v.Reset(reset_running_requests=True):
@@ -248,7 +248,10 @@ def _changes_a_key(run: Run, chunk: v.Request) -> bool:
         and chunk.resumable
         and session.status.name == "WAITING_FOR_STREAMING_REQ"
         and session.arrival_time != chunk.arrival_time
-        and len(run.get_skipped() or run.scheduler.waiting) > 1
+        and any(
+            session in queue and len(queue) > 1
+            for queue in ([*run.scheduler.waiting], run.get_skipped())
+        )
     )
 
 

@@ -1,0 +1,125 @@
+"""Encoder: items that are dropped, held, freed or kept when they should not be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from blockstep.conformance.museum.exhibit import Defect, Page
+from blockstep.spec.vocabulary import Status
+
+PAGE = Page(takes="encoder")
+
+
+@PAGE.exhibit(
+    "an item that is evicted and made in one step is dropped", "#52482", "P22", part="encoder_type"
+)
+class EvictedAndMadeIsDropped(Defect):
+    """Once it is on the list of what a worker has to drop, nothing takes it off again."""
+
+    def hold(self, request: Any, chosen: Any) -> None:
+        gone = [*self.freed, *chosen.evicted]
+        super().hold(request, chosen)
+        made = {request.items[index].identifier for index in chosen.inputs + chosen.external}
+        self.freed += [name for name in gone if name in made and name not in self.freed]
+
+
+@PAGE.exhibit(
+    "what a worker has to drop is told a step later",
+    "#52482",
+    "P22 P9",
+    wrong_fix_of="evicted-and-made-is-dropped",
+    part="encoder_type",
+)
+class DropsToldLate(Defect):
+    """What this step makes is safe from it, and what the next one makes is not."""
+
+    def announce(self) -> Any:
+        told, self._late = getattr(self, "_late", ()), super().announce()
+        return told
+
+
+@PAGE.exhibit("who waits keeps the items that it has found", "#31857", "P22 P10")
+class WaiterKeepsWhatItFound(Defect):
+    """It takes hold of them before it is known whether there are blocks for it."""
+
+    def _choose_if_any(self, slot: int, num_computed: int, num_scheduled: int, step: Any) -> Any:
+        chosen = super()._choose_if_any(slot, num_computed, num_scheduled, step)
+        waits = self.table.statuses[slot] is not Status.RUNNING
+        if waits and chosen is not None and self._keeps(chosen):
+            request, encoder = self.table.requests[slot], self.encoder
+            for index in chosen.found:
+                entry = encoder.entries.get(encoder.name_of(request, index))
+                if entry is not None:  # else it is one that comes with this row
+                    encoder.freeable.pop(entry.identifier, None)
+                    entry.holders.add((request.request_id, index))
+        return chosen
+
+    def _keeps(self, _chosen: Any) -> bool:
+        return True
+
+
+@PAGE.exhibit(
+    "who waits lets its items go only if blocks were what it lacked",
+    "#31857",
+    "P22 P10",
+    wrong_fix_of="waiter-keeps-what-it-found",
+)
+class WaiterForItemsKeepsThem(WaiterKeepsWhatItFound):
+    """Where an item ends its row before the first token, it keeps those that it has found."""
+
+    def _keeps(self, chosen: Any) -> bool:
+        return not chosen.num_tokens
+
+
+@PAGE.exhibit(
+    "an item is freed again with each step that it is behind",
+    "#55733",
+    "P22 P9",
+    part="encoder_type",
+)
+class FreedWithEachStep(Defect):
+    """The room of what was let go grows, step by step, beyond what there is."""
+
+    def _let_go(self, request: Any, index: int) -> None:
+        entry = self.entries.get(self.name_of(request, index))
+        is_held = entry is not None and (request.request_id, index) in entry.holders
+        super()._let_go(request, index)
+        if not is_held:
+            self.num_free += request.items[index].num_embeds
+
+
+@PAGE.exhibit("the items of a victim's row are made all the same", "#23713", "P26 P22")
+class ItemsOfVictimAreMade(Defect):
+    """The row leaves the plan, and what was to be encoded for it stays."""
+
+    def _undo_encoding(self, encoder: Any, victim: int, step: Any) -> None:
+        chosen = step.encodings.get(victim)
+        super()._undo_encoding(encoder, victim, step)
+        if chosen is not None:
+            step.encodings[victim] = chosen
+
+
+@PAGE.exhibit(
+    "the embeddings of a victim's row do not return to the budget",
+    "#23713",
+    "P15",
+    invisible="efficiency: an item is made a step later",
+)
+class EmbeddingsOfVictimStayCharged(Defect):
+    """They are counted as made in this step, and are not."""
+
+    def _undo_encoding(self, encoder: Any, victim: int, step: Any) -> None:
+        budget = step.encoder_budget
+        super()._undo_encoding(encoder, victim, step)
+        step.encoder_budget = min(step.encoder_budget, budget)
+
+
+@PAGE.exhibit("an item that was to be made for a victim counts as made", "#23713, rule", "P22")
+class ItemsOfVictimStay(Defect):
+    """Whoever reads it next takes it for there."""
+
+    def _undo_encoding(self, encoder: Any, victim: int, step: Any) -> None:
+        encoder.drop(self.table.requests[victim])
+        chosen = step.encodings.pop(victim, None)
+        if chosen is not None:
+            step.encoder_budget += chosen.num_embeds
