@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from blockstep.spec.beside.encoder import Encoder, Holder
 from blockstep.spec.beside.grammar import Follow, Stand
 from blockstep.spec.pool import Pool
-from blockstep.spec.requests import Frame, FrameRow, Hit, Holding, RequestState
+from blockstep.spec.requests import Frame, Hit, Holding, RequestState
 from blockstep.spec.vocabulary import (
     BlockId,
     Config,
@@ -59,16 +59,18 @@ class Rules:
     """Whether `scheduler_reserve_full_isl` is known."""
     get_num_lookahead_at_admission: Callable[[Config, RequestState], int]
     """Slots for a proposer's lookahead that an admission asks for: none, nothing is drafted yet."""
-    publishes_at_commit: Callable[[Config], bool]
-    """Whether a commit publishes the blocks that it fills."""
+    publishes_at_commit: Callable[[bool, Config], bool]
+    """Whether a commit publishes the blocks that it fills: where the next plan, which would, may
+    come long before (P4); (whether scheduling is asynchronous, ..)."""
 
     # groups
     get_joint_hit: Callable[[Config, Pool, RequestState], Hit]
     """What a waiting request shares, where there are KV groups."""
     count_reserved_blocks: Callable[[Config, Pool, KVGroup, int, tuple[BlockId, ...], Holding], int]
     """Free blocks of one group that the gate wants: (.., slots, its hit, what it holds)."""
-    count_skipped_blocks: Callable[[KVGroup, Holding, int], int]
-    """Leading blocks of one group that are given back: (.., what is held, certain tokens)."""
+    count_skipped_blocks: Callable[[int, KVGroup, Holding], int]
+    """Leading blocks of one group that are given back: all that are skipped (P8); (those, .., what
+    is held)."""
     get_num_in_doubt: Callable[[int, int], int]
     """Computed tokens of a row that may have to be computed again, so that a window is read before
     them: its drafts (P14); (drafts, scheduled tokens)."""
@@ -95,8 +97,9 @@ class Rules:
     goes_on_after_self_victim: Callable[[Config], bool]
     """Whether the running phase goes on behind a request that preempted itself: never. It lacked
     blocks, and so would whoever comes after it (seed 001 "Preemption in the Running Loop"; P15)."""
-    get_threshold: Callable[[Config, int], int]
-    """The cap of a long prefill, given the number of unfinished requests; 0: none."""
+    get_threshold: Callable[[int, int], int]
+    """The cap of a long prefill, 0 for none: that of the config, however many requests there are
+    (seed 001 "For Running Requests"); (that, unfinished requests)."""
     has_skipped_queue: bool
     """Whether what is passed over waits in a queue of its own."""
     get_order_of_return: Callable[[list[RequestId]], list[RequestId]]
@@ -188,8 +191,9 @@ class Rules:
     stood before, .., tokens). Once more, without a token, where its drafts are told with a mask."""
     masks_behind_placeholders: bool
     """Whether a mask says anything of positions behind a draft that is a placeholder."""
-    has_mask_row: Callable[[Frame, FrameRow, RequestState], bool]
-    """Whether a mask that is made now has rows of it."""
+    has_mask_row: Callable[[bool, Frame, RequestState], bool]
+    """Whether a mask that is made now has rows of it: if it was planned so (P23); (that, its frame,
+    its request)."""
 
     # endings
     get_told_stop: Callable[[TokenId | None, RequestState, FinishReason | None], TokenId | None]

@@ -14,9 +14,7 @@ from blockstep.spec.beside.encoder import (
 )
 from blockstep.spec.beside.grammar import get_next_stand
 from blockstep.spec.hashing import get_item_keys
-from blockstep.spec.lives.commit import publishes_at_commit
 from blockstep.spec.lives.endings import compute_stop
-from blockstep.spec.lives.masks import has_mask_row
 from blockstep.spec.lives.sessions import (
     get_chunk_request,
     get_num_kept,
@@ -25,7 +23,7 @@ from blockstep.spec.lives.sessions import (
     get_stopped,
 )
 from blockstep.spec.memory.prefix import get_joint_hit
-from blockstep.spec.memory.slots import count_reserved_blocks, count_skipped_blocks, revoke_slots
+from blockstep.spec.memory.slots import count_reserved_blocks, revoke_slots
 from blockstep.spec.memory.states import compute_num_certain
 from blockstep.spec.pool import free_blocks, withdraw_blocks
 from blockstep.spec.rules import Rules
@@ -33,7 +31,7 @@ from blockstep.spec.step.admission import get_num_cached_tokens, is_held_by_fram
 from blockstep.spec.step.plans import is_attended
 from blockstep.spec.step.preemption import compute_next_index, get_preempted
 from blockstep.spec.step.queues import get_rank
-from blockstep.spec.step.share import get_aligned_share, get_threshold
+from blockstep.spec.step.share import get_aligned_share
 
 T = TypeVar("T")
 
@@ -67,10 +65,10 @@ STRICT_RULES: Final = Rules(
     revoke_slots=revoke_slots,
     reserves_full_isl=True,
     get_num_lookahead_at_admission=none,
-    publishes_at_commit=publishes_at_commit,
+    publishes_at_commit=as_is,
     get_joint_hit=get_joint_hit,
     count_reserved_blocks=count_reserved_blocks,
-    count_skipped_blocks=count_skipped_blocks,
+    count_skipped_blocks=as_is,
     get_num_in_doubt=as_is,
     compute_num_certain=compute_num_certain,
     get_aligned_share=get_aligned_share,
@@ -81,7 +79,7 @@ STRICT_RULES: Final = Rules(
     get_victim_rank=get_rank,
     compute_next_index=compute_next_index,
     goes_on_after_self_victim=never,
-    get_threshold=get_threshold,
+    get_threshold=as_is,
     has_skipped_queue=True,
     get_order_of_return=as_is,
     passes_over_too_long=False,
@@ -118,7 +116,7 @@ STRICT_RULES: Final = Rules(
     get_next_stand=get_next_stand,
     get_settled=as_is,
     masks_behind_placeholders=True,
-    has_mask_row=has_mask_row,
+    has_mask_row=as_is,
     get_told_stop=as_is,
     compute_stop=compute_stop,
 )

@@ -49,8 +49,8 @@ def cached_tokens_of_the_last_hit(rules: Rules, _config: Config) -> Rules:
 def lone_request_has_no_threshold(rules: Rules, _config: Config) -> Rules:
     """The threshold for long prefills does not bind the only request there is."""
 
-    def get_threshold(config: Config, num_unfinished: int) -> int:
-        return 0 if num_unfinished == 1 else rules.get_threshold(config, num_unfinished)
+    def get_threshold(threshold: int, num_unfinished: int) -> int:
+        return 0 if num_unfinished == 1 else rules.get_threshold(threshold, num_unfinished)
 
     return replace(rules, get_threshold=get_threshold)
 

@@ -132,7 +132,7 @@ def process_admission(step: Step, request: RequestState) -> Verdict:
     num_new = compute_share(
         num_known + num_padding,
         num_start,
-        rules.get_threshold(config, len(step.requests)),
+        rules.get_threshold(config.long_prefill_token_threshold, len(step.requests)),
         step.budget,
         end=num_known + num_padding,
         is_whole=not config.enable_chunked_prefill,
