@@ -8,7 +8,7 @@ to decide, the field says what it does all the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -100,8 +100,12 @@ class Rules:
     get_threshold: Callable[[int, int], int]
     """The cap of a long prefill, 0 for none: that of the config, however many requests there are
     (seed 001 "For Running Requests"); (that, unfinished requests)."""
-    has_skipped_queue: bool
-    """Whether what is passed over waits in a queue of its own."""
+    waits_apart: Callable[[RequestState, bool], bool]
+    """Whether who joins a queue waits in `skipped_waiting`: (request, whether passed over)."""
+    get_open_queue: Callable[..., list[RequestId]]
+    """Whose head may be admitted next: (policy, whether paused, both queues, requests)."""
+    count_seats: Callable[[int, Mapping[RequestId, RequestState]], int]
+    """Seats that are taken: of those that run (P9); (their number, requests)."""
     get_order_of_return: Callable[[list[RequestId]], list[RequestId]]
     """In which order those that a step passed over stand in their queue again: as before (P7)."""
     passes_over_too_long: bool

@@ -28,7 +28,7 @@ def process_schedule(state: State) -> tuple[State, Plan] | Rejected:
     step = create_step(state)
     step.encoder = begin_step(step.encoder, state.config.encoder_compute_budget)
     process_running_phase(step)
-    if not step.preempted and state.pause_state is PauseState.UNPAUSED:
+    if not step.preempted:
         process_waiting_phase(step)
     assert step.budget >= 0, "the budget is never overdrawn (P9)"
     # observe
