@@ -126,8 +126,8 @@ def draw_late(swarm: Swarm, draw: Draw, request: v.Request) -> v.Request:
         end = swarm.config.reasoning_end_token_id
         if end is not None and draw.chance(70):  # else reasoning has ended in most prompts
             other = (end + 1) % swarm.vocabulary_size
-            prompt = [other if token == end else token for token in request.prompt_token_ids]
-            request = replace(request, prompt_token_ids=tuple(prompt))
+            without = (other if token == end else token for token in request.prompt_token_ids)
+            request = replace(request, prompt_token_ids=tuple(without))
     if swarm.has(ENCODER):
         length = len(request.prompt_token_ids)
         drawn = draw.chance(70) and not request.prompt_embeds
