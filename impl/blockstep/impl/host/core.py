@@ -43,6 +43,7 @@ class Core:
     prefix_type: ClassVar[type[PrefixMap]] = PrefixMap
     groups_type: ClassVar[type[GroupMemory]] = GroupMemory
     encoder_type: ClassVar[type[EncoderCache]] = EncoderCache
+    log_type: ClassVar[type[EventLog]] = EventLog
 
     def __init__(self, config: Config, digest: str | Digest = "sha256") -> None:
         problems = list_config_problems(config, HOST)
@@ -62,7 +63,7 @@ class Core:
         without asynchronous scheduling, where an event hands drafts in."""
         self.prefix = self.prefix_type(config.num_blocks, verify=not self.digest.cryptographic)
         if config.enable_kv_cache_events:
-            self.prefix.log = EventLog(config.block_size)
+            self.prefix.log = self.log_type(config.block_size)
         self.pool = self.pool_type(config.num_blocks, self.prefix)
         self.groups = self.groups_type(config, self.pool, self.prefix) if config.groups else None
         """Their memory, where a config names groups; None for the one that there is without."""
