@@ -498,9 +498,8 @@ def test_a_grammar_that_fails_is_declined_and_kills_the_release() -> None:
     told = Told(v.Config(num_blocks=20))
     told.submit("A", 5, 6, structured_output=True, grammar=ABC)
     assert told.engine.declines(v.GrammarFailed("A")) is not None
-    pending = told.scheduler.requests["A"].structured_output_request._grammar
-    pending.set_exception(ValueError("no such rule"))
-    with pytest.raises(ValueError, match="no such rule"):
+    assert told.engine.apply(v.GrammarFailed("A")) == v.Outputs(())
+    with pytest.raises(ValueError, match="the grammar of 'A' is none"):
         told.plan()
 
 
@@ -510,31 +509,30 @@ def test_a_grammar_that_fails_ends_its_request_some_answers_later_and_is_decline
     told.submit("A", 5, 6, structured_output=True, grammar=ABC)
     told.submit("B", 5, 6)
     assert "later step" in told.declines(v.GrammarFailed("A"))
-    pending = told.scheduler.requests["A"].structured_output_request._grammar
-    pending.set_exception(ValueError("no such rule"))
+    assert told.engine.apply(v.GrammarFailed("A")) == v.Outputs(())
     told.plan()
     with pytest.raises(EngineFault, match="names 'A', whom this frame did not have"):
         told.commit(0, B=(7,))
     assert told.state.request("A") is None
 
 
-@needs_newest
-def test_a_token_behind_the_end_of_its_grammar_ends_a_request_with_an_error() -> None:
+@needs_masks
+def test_tokens_behind_the_end_of_a_grammar_end_nothing() -> None:
     told = Told(v.Config(num_blocks=20))
-    told.submit("A", 5, 6, max_tokens=2, structured_output=True, grammar=ENDED)
+    told.submit("A", 5, 6, max_tokens=3, structured_output=True, grammar=ENDED)
     told.engine.apply(v.GrammarReady("A"))
-    told.plan()
-    assert told.commit(0, A=(4,))[0].finish_reason is None
-    told.plan()
-    assert told.mask(1)[0].allowed == (None,)
-    assert told.commit(1, A=(9,))[0].finish_reason is v.FinishReason.ERROR
+    for frame_id, (allowed, token) in enumerate((((0, 4), 4), (None, 9), (None, 9))):
+        told.plan()
+        assert told.mask(frame_id)[0].allowed == (allowed,)
+        (row,) = told.commit(frame_id, A=(token,))
+    assert row.finish_reason is v.FinishReason.LENGTH
 
 
 ENDED = v.Grammar((((0, 1), (4, 1)), ()))
 ENDS_WITH_2 = v.Grammar((((1, 1), (3, 0)), ((2, 2), (4, 0)), ()))
 
 
-@needs_reference
+@needs_masks
 def test_a_backend_of_the_release_masks_like_the_automaton_that_its_grammar_was_made_of() -> None:
     told = Told(v.Config(num_blocks=20), XGRAMMAR)
     told.submit("A", 5, 6, structured_output=True, grammar=ENDS_WITH_2)
@@ -550,7 +548,7 @@ def test_a_backend_of_the_release_masks_like_the_automaton_that_its_grammar_was_
     assert type(structured.grammar.inner).__name__ == "XgrammarGrammar"
 
 
-@needs_reference
+@needs_masks
 def test_a_grammar_that_ends_otherwise_is_not_for_that_backend() -> None:
     told = Told(v.Config(num_blocks=20), XGRAMMAR)
     asked = v.Request("A", (5, 6), structured_output=True, grammar=ABC)
@@ -683,7 +681,7 @@ def test_what_is_loaded_has_no_blocks_across_so_nothing_is_offered_there() -> No
     )  # fmt: skip
     offer = v.EncoderOffer(("cat",))
     assert told.declines(v.EncoderOffer(())) == ""
-    assert "no blocks" in told.declines(offer)
+    assert "no block across" in told.declines(offer)
     told.engine.apply(offer)
     told.submit("A", 1, 2, 3, items=(shows("cat", 0, 6),))
     assert told.plan().new[0].block_ids == ((1, 2), ())

@@ -7,8 +7,8 @@ contents can ever share a key (P6). A digest is an engine's way to be fast.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
+from blockstep.spec.copies import replace
 from blockstep.spec.requests import RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.vocabulary import BlockKey, Config, Request, TokenIds

@@ -10,8 +10,9 @@ is also the cache of what nobody holds at the moment. Every operation takes a ba
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,

@@ -152,21 +152,11 @@ class Frame:
     """Whether a row samples for a request with structured output; in no strict rule."""
 
 
-def count_drafts_in_flight(frames: Sequence[Frame], request_id: RequestId) -> int:
-    """Drafts of a request that frames in flight may still reject. Source: P14."""
-    return sum(
-        len(row.draft_token_ids)
+def list_rows_in_flight(frames: Sequence[Frame], request_id: RequestId) -> list[FrameRow]:
+    """What frames in flight ask of a request, and will deliver; oldest first. Source: P13, P14."""
+    return [
+        row
         for frame in frames
         for row in frame.rows
         if row.request_id == request_id and not row.is_dropped
-    )
-
-
-def count_in_doubt(frames: Sequence[Frame], request_id: RequestId) -> int:
-    """Computed tokens of a request that frames in flight may take back. Source: P14."""
-    return sum(
-        row.num_in_doubt
-        for frame in frames
-        for row in frame.rows
-        if row.request_id == request_id and not row.is_dropped
-    )
+    ]

@@ -8,7 +8,7 @@ to decide, the field says what it does all the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -97,8 +97,12 @@ class Rules:
     blocks, and so would whoever comes after it (seed 001 "Preemption in the Running Loop"; P15)."""
     get_threshold: Callable[[Config, int], int]
     """The cap of a long prefill, given the number of unfinished requests; 0: none."""
-    has_skipped_queue: bool
-    """Whether what is passed over waits in a queue of its own."""
+    waits_apart: Callable[[RequestState, bool], bool]
+    """Whether who joins a queue waits in `skipped_waiting`: (request, whether passed over)."""
+    get_open_queue: Callable[..., list[RequestId]]
+    """Whose head may be admitted next: (policy, whether paused, both queues, requests)."""
+    count_seats: Callable[[list[RequestId], Mapping[RequestId, RequestState]], int]
+    """Seats that are taken: (who runs, requests)."""
     get_order_of_return: Callable[[list[RequestId]], list[RequestId]]
     """In which order those that a step passed over stand in their queue again: as before (P7)."""
     passes_over_too_long: bool

@@ -32,7 +32,7 @@ from blockstep.spec.rules import Rules
 from blockstep.spec.step.admission import get_num_cached_tokens, is_held_by_frames
 from blockstep.spec.step.plans import is_attended
 from blockstep.spec.step.preemption import compute_next_index, get_preempted
-from blockstep.spec.step.queues import get_rank
+from blockstep.spec.step.queues import count_seats, get_open_queue, get_rank, waits_apart
 from blockstep.spec.step.share import get_aligned_share, get_threshold
 
 T = TypeVar("T")
@@ -82,7 +82,9 @@ STRICT_RULES: Final = Rules(
     compute_next_index=compute_next_index,
     goes_on_after_self_victim=never,
     get_threshold=get_threshold,
-    has_skipped_queue=True,
+    waits_apart=waits_apart,
+    get_open_queue=get_open_queue,
+    count_seats=count_seats,
     get_order_of_return=as_is,
     passes_over_too_long=False,
     counts_adapters_of_rows_only=False,

@@ -123,10 +123,16 @@ def draw_late(swarm: Swarm, draw: Draw, request: v.Request) -> v.Request:
     if swarm.has(MASKS) and swarm.has(GRAMMAR) and draw.chance(60):
         grammar = draw_grammar(draw, swarm.vocabulary_size)
         request = replace(request, structured_output=True, grammar=grammar)
+        end = swarm.config.reasoning_end_token_id
+        if end is not None and draw.chance(70):  # else reasoning has ended in most prompts
+            other = (end + 1) % swarm.vocabulary_size
+            prompt = [other if token == end else token for token in request.prompt_token_ids]
+            request = replace(request, prompt_token_ids=tuple(prompt))
     if swarm.has(ENCODER):
         length = len(request.prompt_token_ids)
         drawn = draw.chance(70) and not request.prompt_embeds
-        items = draw_encoded(draw, length, swarm.config, swarm.token_seed) if drawn else ()
+        seed, is_storm = swarm.token_seed, swarm.is_storm
+        items = draw_encoded(draw, length, swarm.config, seed, is_storm) if drawn else ()
         request = replace(request, items=items)
     if swarm.has(SESSIONS) and request.grammar is None and draw.chance(60):
         # Room is left for what is to come.

@@ -185,7 +185,7 @@ def _judge_computed(step: Step) -> Iterator[Finding]:
         held = zip(request.block_tables, step.groups, strict=False)
         slots = min(
             [len(table) * group.block_size for table, group in held if not is_across(group)],
-            default=0,
+            default=step.config.max_model_len,
         )
         if not 0 <= request.num_computed_tokens <= slots:
             seen = str(request.num_computed_tokens)

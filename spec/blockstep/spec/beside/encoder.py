@@ -22,9 +22,10 @@ besides; who then gets nothing holds nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.vocabulary import Config, MultiModalItem, Request, RequestId
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.drafts import compute_num_rejected, is_accepted_prefix
 from blockstep.spec.lives.endings import get_ended, get_extended

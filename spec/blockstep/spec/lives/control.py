@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from blockstep.spec.beside.encoder import get_reset
+from blockstep.spec.copies import replace
 from blockstep.spec.maps import FrozenMap
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.pool import get_num_free_blocks, take_events, withdraw_all

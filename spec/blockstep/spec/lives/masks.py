@@ -9,9 +9,9 @@ those that only the worker knows are cut here, and the frame in flight remembers
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from blockstep.spec.beside.grammar import get_mask, get_stand_behind, get_stands
+from blockstep.spec.copies import replace
 from blockstep.spec.requests import Frame, FrameRow, RequestState
 from blockstep.spec.state import State
 from blockstep.spec.vocabulary import (

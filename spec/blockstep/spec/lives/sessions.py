@@ -14,9 +14,8 @@ they write is at positions which the next chunk computes again, in later frames.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from blockstep.spec.beside.grammar import Stand, get_first_stand
+from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_keyed
 from blockstep.spec.lives.endings import get_ended
 from blockstep.spec.lives.lifecycle import get_size_problem
@@ -27,7 +26,7 @@ from blockstep.spec.requests import Frame, RequestState
 from blockstep.spec.rules import Rules
 from blockstep.spec.state import State
 from blockstep.spec.step.giving import without_blocks
-from blockstep.spec.step.queues import is_blocked, process_append
+from blockstep.spec.step.queues import process_append
 from blockstep.spec.vocabulary import (
     NULL_BLOCK,
     Aborted,
@@ -75,7 +74,7 @@ def process_streaming_update(
         request = replace(request, updates=(*request.updates, update))
     state = replace(state, requests=state.requests.having(name, request))
     if is_resting and state.config.policy is Policy.PRIORITY:
-        state = get_queued(state, name, is_apart=state.rules.has_skipped_queue)
+        state = get_queued(state, name, is_apart=state.rules.waits_apart(request, True))
     return state, Ack()
 
 
@@ -110,13 +109,26 @@ def get_longest_request(state: State, request: RequestState, update: Request) ->
         num_least = len(asked.prompt_token_ids)
         longest = compute_longest(num_least, asked.max_tokens, max_model_len)
     for chunk in (*request.updates, update):
-        num_prompt = compute_num_kept(longest) + len(chunk.prompt_token_ids)
-        items = [replace(item, offset=item.offset + num_least) for item in chunk.items]
-        asked = state.rules.get_chunk_request(asked, chunk)
-        asked = replace(asked, prompt_token_ids=(0,) * num_prompt, items=(*asked.items, *items))
+        kept = (0,) * compute_num_kept(longest)
+        asked = get_joined(asked, chunk, kept, num_least, state.rules)
         num_least += len(chunk.prompt_token_ids)
-        longest = compute_longest(num_prompt, asked.max_tokens, max_model_len)
+        longest = compute_longest(len(asked.prompt_token_ids), asked.max_tokens, max_model_len)
     return asked
+
+
+def get_joined(
+    asked: Request, update: Request, kept: TokenIds, offset: int, rules: Rules
+) -> Request:
+    """What a session asks for with its next chunk, of whose items the first token is at `offset`.
+
+    Source: vLLM 0.19.1 `_update_request_as_session`; P6, P13.
+    """
+    items = [replace(item, offset=item.offset + offset) for item in update.items]
+    return replace(
+        rules.get_chunk_request(asked, update),
+        prompt_token_ids=kept + update.prompt_token_ids,
+        items=(*asked.items, *items),
+    )
 
 
 def compute_longest(num_prompt: int, max_tokens: int, max_model_len: int) -> int:
@@ -140,14 +152,8 @@ def get_continued(
     The keys of its blocks follow the tokens: the one that it does not keep may have completed a
     block. Source: vLLM 0.19.1 `_update_request_as_session`; P3, P6.
     """
-    num_kept = rules.get_num_kept(request)
-    kept = request.all_token_ids[:num_kept]
-    items = [replace(item, offset=item.offset + len(kept)) for item in update.items]
-    asked = replace(
-        rules.get_chunk_request(request.request, update),
-        prompt_token_ids=kept + update.prompt_token_ids,
-        items=(*request.request.items, *items),
-    )
+    kept = request.all_token_ids[: rules.get_num_kept(request)]
+    asked = get_joined(request.request, update, kept, len(kept), rules)
     num_keys = rules.get_num_kept_keys(request, len(kept) // config.block_size)
     after = replace(
         request,
@@ -228,7 +234,7 @@ def get_chunk_ended(state: State, request_id: RequestId) -> State:
     if rules.drops_rows_behind_stops:
         frames = tuple([drop_row(frame, request_id) for frame in frames])
     state = replace(state, pool=pool, requests=requests, frames=frames)
-    return get_queued(state, request_id, is_apart=rules.has_skipped_queue and is_blocked(request))
+    return get_queued(state, request_id, is_apart=rules.waits_apart(request, False))
 
 
 def get_stopped(

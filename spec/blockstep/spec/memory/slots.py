@@ -12,9 +12,9 @@ blocks of its own size; all of them take from one pool, and get what they need o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from operator import ge
 
+from blockstep.spec.copies import replace
 from blockstep.spec.hashing import get_group_keys
 from blockstep.spec.memory.groups import (
     compute_max_doubt,

@@ -15,8 +15,8 @@ after a preemption; but it did not run, so it is none.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
+from blockstep.spec.copies import replace
 from blockstep.spec.memory.slots import release_slots
 from blockstep.spec.requests import NOTHING_HELD, RequestState
 from blockstep.spec.step.queues import Requests, get_rank

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from blockstep.spec.copies import replace
 from blockstep.spec.pool import Pool
 from blockstep.spec.requests import RequestState
 from blockstep.spec.step.encoding import (
@@ -24,7 +23,7 @@ def process_running_phase(step: Step) -> None:
     Source: seed 001 "Schedule RUNNING Requests"; seed 000 "Phase 1"; P15.
     """
     index = 0
-    while index < len(step.running) and not step.budget.is_spent:
+    while index < len(step.running) and step.budget > 0:
         request = step.requests[step.running[index]]
         num_new, claim = get_running_share(step, request)
         if num_new <= 0:
@@ -70,7 +69,7 @@ def get_num_running_tokens(step: Step, request: RequestState) -> int:
         request.num_known_tokens + num_placeholders + len(request.spec_token_ids),
         num_computed,
         step.state.rules.get_threshold(config, len(step.requests)),
-        step.budget.num_tokens,
+        step.budget,
         end=config.max_model_len - 1,
     )
 

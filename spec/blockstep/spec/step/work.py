@@ -12,26 +12,6 @@ from blockstep.spec.state import State
 from blockstep.spec.vocabulary import BlockTables, RequestId, Stats, Status, TokenIds
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """What a step may spend, or a row of it costs; one field for each thing that is short (P9)."""
-
-    num_tokens: int
-
-    def without(self, cost: Budget) -> Budget:
-        """What is left behind a row of this cost."""
-        return Budget(self.num_tokens - cost.num_tokens)
-
-    def with_returned(self, cost: Budget) -> Budget:
-        """What is there again once a row of this cost was taken back."""
-        return Budget(self.num_tokens + cost.num_tokens)
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether no row can be planned any more."""
-        return self.num_tokens <= 0
-
-
 class Verdict(Enum):
     """What becomes of a waiting request that a step looks at."""
 
@@ -60,11 +40,6 @@ class Scheduled:
     status: Status = Status.RUNNING
     """What it was before: RUNNING, or WAITING or PREEMPTED when the step admits it."""
 
-    @property
-    def cost(self) -> Budget:
-        """What it takes off the step's budget."""
-        return Budget(self.num_scheduled)
-
 
 @dataclass(slots=True)
 class Step:
@@ -72,7 +47,8 @@ class Step:
 
     state: State
     """As it was before the step."""
-    budget: Budget
+    budget: int
+    """Tokens that it may still compute (P9)."""
     pool: Pool
     requests: dict[RequestId, RequestState]
     running: list[RequestId]
@@ -89,14 +65,14 @@ class Step:
 
     def add(self, row: Scheduled) -> None:
         """Plan a row, and pay for it."""
-        self.budget = self.budget.without(row.cost)
+        self.budget -= row.num_scheduled
         self.rows.append(row)
         self.granted.append(row)
 
     def withdraw(self, request_id: RequestId) -> bool:
-        """Take back the row of a request, with what it cost; whether there was one."""
+        """Take back the row of a request, and its tokens; whether there was one."""
         rows = [row for row in self.rows if row.request_id == request_id]
         for row in rows:
-            self.budget = self.budget.with_returned(row.cost)
+            self.budget += row.num_scheduled
             self.rows.remove(row)
         return bool(rows)

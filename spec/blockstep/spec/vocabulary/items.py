@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import TypeAlias
 
 from blockstep.spec.vocabulary.config import Config, GroupKind
 from blockstep.spec.vocabulary.observations import RejectCode, Rejected
 from blockstep.spec.vocabulary.request import MultiModalItem, Request
 
+BrokenRule: TypeAlias = tuple[str, str, str]
+"""The field that breaks a rule, the rule, and the fix."""
 
-def find_encoder_rule(config: Config) -> tuple[str, str, str]:
-    """The field, the rule that it breaks, and the fix; thrice "" for a good encoder, or none.
+
+def find_encoder_rule(config: Config) -> BrokenRule | None:
+    """The first rule that the encoder of a config breaks; None for a good one, or none.
 
     Source: vLLM 0.19.1 `SchedulerConfig.__post_init__`, for encoder-decoder models.
     """
@@ -31,7 +35,7 @@ def find_encoder_rule(config: Config) -> tuple[str, str, str]:
                 return field, "does not go with is_encoder_decoder", f"use {wanted}"
     elif any(group.kind is GroupKind.CROSS_ATTENTION for group in config.groups):
         return "groups", "only an encoder-decoder model attends across", "set is_encoder_decoder"
-    return "", "", ""
+    return None
 
 
 def item_problem(config: Config, request: Request) -> Rejected | None:

@@ -28,7 +28,6 @@ BEHIND_STATES = "a plan behind rejected drafts that had states: fewer blocks tha
 LOADED_BESIDE = "items of an encoder-decoder model are loaded: no block across is taken for them"
 PADDED_PAST_THE_THRESHOLD = "padding above the long-prefill threshold (#54028)"
 FAILED_GRAMMAR = "a grammar that fails: the next plan raises what its compilation did"
-OFFERED_ACROSS = "encoder results from elsewhere, across: the release allocates no blocks for them"
 FAILED_LATER = "a grammar that fails: its request ends in the answer of a later step"
 FORBIDDEN_DRAFTS = (
     "drafts told behind an overlooked end of reasoning: not cut, and the mask asserts"
@@ -95,8 +94,6 @@ def find_reason(run: Run, event: v.Event) -> str | None:
             return KEY_INSIDE_A_HEAP if _changes_a_key(run, request) else None
         case v.Drafts(drafts=drafts):
             return TRIMMED_DRAFTS if _may_trim_a_session(run, drafts) else None
-        case v.EncoderOffer(identifiers=identifiers):
-            return LOADED_BESIDE if identifiers and run.config.is_encoder_decoder else None
         case v.GrammarFailed():
             return FAILED_LATER if RELEASE.survives_bad_grammars else FAILED_GRAMMAR
         case v.GrammarBitmask(frame_id=frame_id, drafts=drafts):
@@ -104,7 +101,7 @@ def find_reason(run: Run, event: v.Event) -> str | None:
         case v.EncoderOffer(identifiers=identifiers):
             if not RELEASE.has_offers:
                 return "the release has no encoder results from elsewhere"
-            return OFFERED_ACROSS if identifiers and run.config.is_encoder_decoder else None
+            return LOADED_BESIDE if identifiers and run.config.is_encoder_decoder else None
         case v.EncoderReset():
             return None if RELEASE.has_offers else "the release's encoder cache has no reset"
         case v.Reset(reset_running_requests=True):

@@ -211,6 +211,16 @@ class Ledger:
                 for request_id in request_ids:
                     self._end(request_id)
                 self.ending.update(ending)
+            case v.GrammarReady(request_id=request_id), _:
+                life = self.lives.get(request_id)
+                if life is not None and not life.grammar_ready:
+                    life.grammar_ready = True
+                    self.num_progress += 1
+            case v.SetPause(pause_state=pause_state), _:
+                self.pause_state = pause_state
+            case v.Reset(reset_running_requests=forced), v.ResetDone(success=True) as done:
+                self._record_reset(forced, step.after.next_frame_id)
+                self.follower.follow(done.kv_events)
             case v.GrammarFailed(), v.Outputs(rows=rows):
                 for row in rows:
                     self._end(row.request_id)
@@ -222,16 +232,6 @@ class Ledger:
             case v.StreamingUpdate(request=request), _:
                 self._update(request)
                 self.num_progress += 1
-            case v.GrammarReady(request_id=request_id), _:
-                life = self.lives.get(request_id)
-                if life is not None and not life.grammar_ready:
-                    life.grammar_ready = True
-                    self.num_progress += 1
-            case v.SetPause(pause_state=pause_state), _:
-                self.pause_state = pause_state
-            case v.Reset(reset_running_requests=forced), v.ResetDone(success=True) as done:
-                self._record_reset(forced, step.after.next_frame_id)
-                self.follower.follow(done.kv_events)
 
     def _record_plan(self, step: Step) -> None:
         for request_id in sorted(self.ending):

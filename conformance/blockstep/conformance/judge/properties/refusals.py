@@ -5,8 +5,9 @@ And stillness: what an event is not about stays as it is (P18), and a reset is c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from blockstep.conformance.judge.properties.amounts import least_need, most_need
 from blockstep.conformance.judge.properties.ledger import FlightRow, Ledger
@@ -258,18 +259,29 @@ _STILL_ASYNC = {
 """Likewise under asynchronous scheduling, where a commit publishes blocks."""
 
 
+def _make_look(names: tuple[str, ...]) -> Callable[[v.Snapshot], tuple[object, ...]]:
+    """What shows these fields of a state."""
+    look = attrgetter(*names)
+    return look if len(names) > 1 else lambda snapshot: (look(snapshot),)
+
+
+_LOOK_AT = {names: _make_look(names) for names in (*_STILL.values(), *_STILL_ASYNC.values())}
+
+
 @sentence("P18", *_STILL)
 def event_leaves_alone_what_it_is_not_about(step: Step, _ledger: Ledger) -> Complaints:
     """An event changes only what it is about: an abort no frame, a pause no queue, and so on."""
-    before, after = step.before, step.after
-    found = []
-    still = _STILL_ASYNC if step.config.async_scheduling else _STILL
-    for name in still[type(step.event)]:
-        old, new = getattr(before, name), getattr(after, name)
-        if old is not new and old != new:
-            what = f"{type(step.event).__name__} changed {name}"
-            found.append(unequal(what, name, old, new))
-    return found
+    kind = type(step.event)
+    still = (_STILL_ASYNC if step.config.async_scheduling else _STILL)[kind]
+    look = _LOOK_AT[still]
+    before, after = look(step.before), look(step.after)
+    if before == after:
+        return ()
+    return [
+        unequal(f"{kind.__name__} changed {name}", name, old, new)
+        for name, old, new in zip(still, before, after, strict=True)
+        if old != new
+    ]
 
 
 @sentence("P18", v.Submit, v.Drafts, v.GrammarReady, v.GrammarFailed, v.StreamingUpdate, v.Abort)

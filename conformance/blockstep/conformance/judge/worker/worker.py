@@ -47,16 +47,16 @@ class Worker(Items):
             case v.Commit() as commit, v.Outputs(rows=rows):
                 self.commit(commit)
                 self.hear_of_ends(row.request_id for row in rows if row.finish_reason is not None)
+            case v.Abort(), v.Aborted(request_ids=request_ids):
+                self.hear_of_ends(request_ids)
+            case v.Reset(reset_running_requests=forced), v.ResetDone(success=True):
+                self.reset(forced)
             case v.EncoderReset(), v.Ack():
                 self.forget_items()
             case v.GrammarBitmask() as asked, v.GrammarOutput() as mask:
                 return self.check_mask(asked, mask)
             case v.GrammarFailed(request_id=request_id), v.Outputs():
                 self.hear_of_ends((request_id,))
-            case v.Abort(), v.Aborted(request_ids=request_ids):
-                self.hear_of_ends(request_ids)
-            case v.Reset(reset_running_requests=forced), v.ResetDone(success=True):
-                self.reset(forced)
         return []
 
     # Plans.
@@ -338,7 +338,8 @@ class Worker(Items):
                 (len(table) - group.num_speculative_blocks) * group.block_size
                 for group, table in held
                 if not is_across(group)
-            ]
+            ],
+            default=self.config.max_model_len,
         )
 
     # Answers.
